@@ -1,9 +1,9 @@
-"""Measures beam search beside transformers and CTranslate2, and counts random cases that equal transformers'.
+"""Measures beam search, compared with Transformers and CTranslate2, and counts random cases in which both agree.
 
-    python -m benchmarks.beams             GPT-2 124M with random weights: speeds, and the table of exactness
-    python -m benchmarks.beams --tiny      the same on a tiny model in seconds, of no use as a measurement
+    python -m benchmarks.beams             GPT-2 124M with random weights
+    python -m benchmarks.beams --tiny      a smoke test with a tiny model, in seconds
 
-Systems take turns, so that other work on the machine slows all of them alike. Needs the extra `bench`.
+The systems take turns, so that other load slows them alike. Needs the extra `bench`.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from benchmarks.results import machine, write_section
+from benchmarks.results import Table, measured, write_section
 from gpt.config import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
 from gpt.decoding.context import Context
@@ -45,7 +45,7 @@ Work = Callable[[], list[list[int]]]
 
 
 def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GPT2LMHeadModel]:
-    """Returns our model and transformers' with the same random weights."""
+    """Returns our model and Transformers', with the same random weights."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
     for parameter in model.parameters():
@@ -62,7 +62,7 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
 
 
 def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[list[int]]:
-    """Generates as `gpt sample` does, without the tokenizer: greedily, or the best of ``beam`` beams."""
+    """Generates as `gpt sample` does, without a tokenizer: greedily, or the best of ``beam`` beams."""
     config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
     context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
     engine, found = Engine(context, ends=()), [list[int]() for _ in prompts]
@@ -74,7 +74,7 @@ def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[
 
 
 def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, beam: int = 1) -> list[list[int]]:
-    """Generates with transformers' ``generate`` and its cache."""
+    """Generates with Transformers' ``generate`` and its KV cache."""
     x = torch.tensor(prompts)
     with torch.inference_mode():
         out = model.generate(
@@ -87,7 +87,7 @@ def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, bea
 def ctranslate2(
     theirs: GPT2LMHeadModel, folder: Path, kind: str
 ) -> Callable[[list[list[int]], int, int], list[list[int]]]:
-    """Returns a function that generates with CTranslate2, which converts the weights from a transformers folder."""
+    """Returns a function that generates with CTranslate2, which converts the weights from a Transformers folder."""
     import ctranslate2 as ct2
     from ctranslate2.converters import TransformersConverter
     from tokenizers import Tokenizer, models
@@ -116,20 +116,20 @@ def ctranslate2(
 
 
 def in_turn(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Runs the works in turn, ``rounds`` times after a warm-up, and returns the seconds of each round."""
+    """Runs the systems in turn, ``rounds`` times after a warm-up; returns the seconds of each round."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):
         for name, work in works.items():
             started = time.perf_counter()
             found = work()
-            if turn:  # the first is warm-up
+            if turn:  # turn 0 is the warm-up
                 times[name].append(time.perf_counter() - started)
             assert len({len(ids) for ids in found}) == 1
     return times
 
 
-def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
-    """Returns a table of the tokens per second of beam search."""
+def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> tuple[list[str], list[Table]]:
+    """Measures the tokens per second of beam search."""
     model, theirs = pair(config)
     chance = random.Random(0)
     prompts = [[chance.randrange(config.vocab_size) for _ in range(prompt)]]
@@ -139,28 +139,26 @@ def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> list[str]:
         exact, rounded = (ctranslate2(theirs, Path(folder), kind) for kind in ("float32", "int8"))
         works: dict[str, Work] = {
             "`gpt`, float32": lambda: ours(packed, prompts, new, BEAMS),
-            "transformers, float32": lambda: transformers(theirs, prompts, new, BEAMS),
+            "Transformers, float32": lambda: transformers(theirs, prompts, new, BEAMS),
             "CTranslate2, float32": lambda: exact(prompts, new, BEAMS),
             "`gpt`, int8": lambda: ours(int8, prompts, new, BEAMS),
             "CTranslate2, int8": lambda: rounded(prompts, new, BEAMS),
         }
         times = in_turn(works, rounds)
-    lines = [
-        f"{BEAMS} beams, prompt {prompt}, {new} new tokens, {torch.get_num_threads()} threads, in one process; prompt "
-        f"included; medians of {rounds} rounds in turn, and of the rounds' ratios of `gpt` to each.",
-        "",
-        "| system | tokens/s | ratio |",
-        "|---|---:|---:|",
-    ]
+    rows = []
     for name, seconds in times.items():
         same = times["`gpt`, " + name.split(", ")[1]]
         ratio = statistics.median(theirs / own for theirs, own in zip(seconds, same, strict=True))
-        lines.append(f"| {name} | {new / statistics.median(seconds):.1f} | {ratio:.2f} |")
-    return lines
+        rows.append([name, f"{new / statistics.median(seconds):.1f}", f"{ratio:.2f}"])
+    notes = [
+        f"{BEAMS} beams, a prompt of {prompt} tokens, {new} new ones, {torch.get_num_threads()} threads, one process.",
+        f"Medians of {rounds} rounds, prompt included; the ratio is the median speedup of `gpt` in the same dtype.",
+    ]
+    return notes, [Table(["system", "tokens/s", "ratio"], rows)]
 
 
-def exactness(cases: int) -> list[str]:
-    """Returns a table of how many random cases equal transformers'."""
+def exactness(cases: int) -> tuple[list[str], list[Table]]:
+    """Counts the random cases in which `gpt` and Transformers agree."""
     greedy = beams = 0
     for seed in range(cases):
         chance = random.Random(seed)
@@ -175,11 +173,11 @@ def exactness(cases: int) -> list[str]:
             "repetition_penalty": chance.choice([0.0, 0.0, 1.3]),
         }
         beams += _beams_equal(model, theirs, prompt, seed % 30, new, how)
-    rows = [("greedy", greedy, cases), ("beam search, best of all that ended", beams, cases)]
-    rows += [(name, sum(_filter_equal(name, seed) for seed in range(cases)), cases) for name in FILTERS]
-    return ["| random cases | equal to transformers' | of |", "|---|---:|---:|"] + [
-        f"| {name} | {equal} | {count} |" for name, equal, count in rows
-    ]
+    counts = {"greedy": greedy, "beam search, all beams": beams}
+    counts |= {name: sum(_filter_equal(name, seed) for seed in range(cases)) for name in FILTERS}
+    rows = [[name, str(equal), str(cases)] for name, equal in counts.items()]
+    note = "Random models, prompts and settings. Ids must be equal, probabilities after a filter equal within 1e-6."
+    return [note], [Table(["method", "equal cases", "cases"], rows)]
 
 
 def _beams_equal(
@@ -230,7 +228,7 @@ def _filter_equal(name: str, seed: int) -> bool:
 
 
 def main() -> None:
-    """Measures, and writes the sections of RESULTS.md."""
+    """Measures and writes the sections."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
@@ -240,15 +238,16 @@ def main() -> None:
     prompt, new = (8, 8) if asked.tiny else (32, 128)
     parts = {
         "speed": ("Beam search", lambda: speeds(config, prompt, new, asked.rounds)),
-        "exactness": ("Decoding, equal to transformers'", lambda: exactness(5 if asked.tiny else 200)),
+        "exactness": ("Decoding: equal to Transformers", lambda: exactness(5 if asked.tiny else 200)),
     }
     for name, (title, work) in parts.items():
         if asked.only in (None, name):
-            lines = [*machine("python -m benchmarks.beams"), f"- torch {torch.__version__}", "", *work()]
+            packages = ["torch", "transformers", *["ctranslate2"] * (name == "speed")]
+            section = measured(title, "python -m benchmarks.beams", *work(), packages)
             if asked.tiny:
-                print("\n".join(lines))
+                print(section)
             else:
-                write_section(title, lines)
+                write_section("beams", section)
 
 
 if __name__ == "__main__":

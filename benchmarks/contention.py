@@ -1,9 +1,9 @@
-"""Measures training and decoding of `nano` beside busy programs, by how its threads wait and how many there are.
+"""Measures training and decoding of `nano` on a busy machine, by how its threads wait and how many there are.
 
     python -m benchmarks.contention [--rounds N]
 
-Takes some ten minutes, in which nothing else should run. Each figure is a median over the rounds; in a round all ways
-take turns. A way that is too slow to finish is stopped, and its rate until then counts.
+Takes some ten minutes, in which nothing else should run. Each figure is a median over the rounds; the settings take
+turns in every round. A command that does not finish is stopped, and its rate up to then counts.
 """
 
 import argparse
@@ -17,23 +17,23 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.results import SCRIPTS, machine, write_section
+from benchmarks.results import SCRIPTS, Table, measured, write_section
 
-STEPS, NEW, LIMIT = 60, 32, 25.0  # steps of a training, tokens of a decoding, seconds that either may take
+STEPS, NEW, LIMIT = 60, 32, 25.0  # steps to train, tokens to decode, seconds allowed for either
 COMPANIONS = (0, 1, 4)
 CORES = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-SPINNING = {"GOMP_SPINCOUNT": "299999"}  # about GNU OpenMP's default; setting it turns `gpt.waiting` off
+SPINNING = {"GOMP_SPINCOUNT": "299999"}  # about GNU OpenMP's default; setting it disables `gpt.waiting`
 WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
     "default": ({}, []),
-    "threads that spin always, as before": (SPINNING, ["--threads", CORES]),
-    "threads that always sleep, `OMP_WAIT_POLICY=passive`": ({"OMP_WAIT_POLICY": "passive"}, ["--threads", CORES]),
+    "threads always spin": (SPINNING, ["--threads", CORES]),
+    "threads always sleep (`OMP_WAIT_POLICY=passive`)": ({"OMP_WAIT_POLICY": "passive"}, ["--threads", CORES]),
     "`--threads 1`": ({}, ["--threads", "1"]),
 }
 
 
 @contextlib.contextmanager
 def companions(count: int) -> Iterator[None]:
-    """Runs ``count`` other programs that do nothing but compute."""
+    """Runs ``count`` other programs that only compute."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -44,7 +44,7 @@ def companions(count: int) -> Iterator[None]:
 
 
 def gpt(environment: dict[str, str], *words: str) -> str:
-    """Runs ``gpt`` and returns its stdout; empty where it took longer than ``LIMIT`` seconds and was stopped."""
+    """Runs ``gpt`` and returns its stdout, empty if it was stopped after ``LIMIT`` seconds."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
     try:
         done = subprocess.run(
@@ -59,7 +59,7 @@ def gpt(environment: dict[str, str], *words: str) -> str:
 
 
 def training(tokens: Path, environment: dict[str, str], words: list[str]) -> float:
-    """Trains, and returns tokens per second over the run's steps."""
+    """Trains; returns the tokens per second over the run's steps."""
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "run"
         often = ["--eval-every", str(STEPS), "--sample-every", "0"]
@@ -73,12 +73,12 @@ def training(tokens: Path, environment: dict[str, str], words: list[str]) -> flo
 
 
 def decoding(environment: dict[str, str], words: list[str]) -> float:
-    """Decodes, and returns tokens per second after the prompt; 0 where not one round was done in time."""
-    out = gpt(environment, "bench", "nano", "--rounds", "1", "-n", str(NEW), "--json", *words)
+    """Decodes; returns the tokens per second after the prompt, 0 if it did not finish in time."""
+    out = gpt(environment, "bench", "-m", "nano", "--rounds", "1", "-n", str(NEW), "--json", *words)
     return json.loads(out)["decode_tokens_per_second"] if out else 0.0
 
 
-def measured(tokens: Path, rounds: int) -> Iterator[str]:
+def rows(tokens: Path, rounds: int) -> Iterator[list[str]]:
     """Yields the rows of the table."""
     for count in COMPANIONS:
         trained: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -89,33 +89,28 @@ def measured(tokens: Path, rounds: int) -> Iterator[str]:
                     trained[way].append(training(tokens, environment, words))
                     decoded[way].append(decoding(environment, words))
         for way in WAYS:
-            rates = " | ".join(
-                f"{statistics.median(got[way]):,.0f} | {', '.join(f'{rate:,.0f}' for rate in got[way])}"
-                for got in (trained, decoded)
-            )
-            yield f"| {count} | {way} | {rates} |"
+            rates = [[f"{statistics.median(got[way]):,.0f}", ", ".join(f"{rate:,.0f}" for rate in got[way])]
+                     for got in (trained, decoded)]  # fmt: skip
+            yield [str(count), way, *rates[0], *rates[1]]
 
 
 def main() -> None:
-    """Measures, prints the section, and writes it to RESULTS.md."""
+    """Measures and writes the section."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as place:
         tokens = Path(place) / "tokens"
         gpt({}, "tokenize", "pydocs", "--vocab-size", "1024", "--val-fraction", "0.02", "-o", str(tokens))
-        lines = [
-            *machine("python -m benchmarks.contention"),
-            "",
-            f"`nano`, tokens per second: training ({STEPS} steps of 1,024) and decoding ({NEW} tokens, greedy), "
-            f"medians of {rounds} rounds in turn, beside so many other programs that only compute. 0: nothing in "
-            f"{LIMIT:g} s.",
-            "",
-            "| others | | training | | decoding | |",
-            "|---:|---|---:|---|---:|---|",
-            *measured(tokens, rounds),
-        ]
-    write_section("Beside other programs", lines)
+        found = list(rows(tokens, rounds))
+    notes = [
+        f"`nano` next to other programs that only compute, in tokens per second: training ({STEPS} steps of 1,024 "
+        f"tokens) and decoding ({NEW} tokens, greedy).",
+        f"Medians of {rounds} rounds, and each round; the settings take turns. 0: not finished after {LIMIT:g} s.",
+    ]
+    columns = ["other programs", "threads", "training", "training, each round", "decoding", "decoding, each round"]
+    section = measured("Beside other programs", "python -m benchmarks.contention", notes, [Table(columns, found)])
+    write_section("contention", section)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.finetune [--folder FOLDER] [--only pairs|text] [--models nano,micro,mini,gpt2] [--tiny]
 
-Models of several sizes are first trained on `pydocs` for some minutes and kept in FOLDER for later calls. Each is then
-fine-tuned on pairs and on text, with no options but those in the tables.
+Base models of several sizes are trained on `pydocs` for a few minutes and kept in FOLDER for later runs. Each is then
+fine-tuned on pairs and on text, with default settings except those in the tables.
 """
 
 import argparse
@@ -15,17 +15,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import gpt
-from benchmarks.results import machine, write_section
+from benchmarks.results import Table, measured, write_section
 from gpt import events
 from gpt.text import catalogue
 
 Pair = dict[str, str]
 
 PERSONS = ("I", "you", "he", "we", "you all", "they")
-ENDINGS = {  # of regular verbs, in the order of the persons
+ENDINGS = {  # endings of regular verbs, in the order of the persons
     "are": ("o", "i", "a", "iamo", "ate", "ano"),
     "ere": ("o", "i", "e", "iamo", "ete", "ono"),
     "ire": ("o", "i", "e", "iamo", "ite", "ono"),
@@ -50,7 +48,7 @@ TEXT = "tinyshakespeare"
 
 
 def phrases(count: int) -> list[Pair]:
-    """Returns English phrases with their Italian: pairs that follow a rule, as most people's pairs do."""
+    """Returns English phrases with their Italian: pairs that follow rules, like most people's."""
     pairs = [
         {"prompt": f"{who} {_english(verb, who)} the {thing} =>", "completion": f" {_italian(verb, who)} {la_cosa}"}
         for who, verb, (thing, _, la_cosa) in product(PERSONS, VERBS, (thing.partition(" ") for thing in THINGS))
@@ -69,7 +67,7 @@ def _italian(verb: str, who: str) -> str:
 
 
 def numbers(count: int) -> list[Pair]:
-    """Returns made-up names with telephone numbers: pairs that can only be learnt by heart."""
+    """Returns made-up names with telephone numbers: pairs that can only be memorized."""
     chance = random.Random(count)
     names: dict[str, None] = {}
     while len(names) < count:
@@ -79,7 +77,7 @@ def numbers(count: int) -> list[Pair]:
 
 KINDS = {"phrases": phrases, "numbers": numbers}
 
-# Settings of the base models, trained on `pydocs`: minutes on two cores; for gpt2's shape a few steps, few ids.
+# How the base models are trained on `pydocs`: minutes on two cores, or a few steps with a small vocabulary.
 MODELS: dict[str, dict[str, Any]] = {
     "nano": {"minutes": 2},
     "micro": {"minutes": 3},
@@ -87,7 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 1024, "steps": 3, "batch_tokens": 1024},
 }
 RANK = 8
-# Data that each model is fine-tuned on, (kind, pairs) and bytes of text: less for larger models, to save time.
+# What each model is fine-tuned on, (kind, pairs) and bytes of text: less for larger models, to save time.
 PAIRS: dict[str, list[tuple[str, int]]] = {
     "nano": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000), ("phrases", 5000)],
     "micro": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000)],
@@ -98,7 +96,7 @@ TEXTS = {"nano": [20_000, 100_000, 1_000_000], "micro": [20_000, 100_000], "mini
 
 
 def pretrained(name: str, folder: Path, tiny: bool) -> Path:
-    """Returns the run of a base model, which is trained at the first call."""
+    """Returns the run of a base model, trained at the first call."""
     run = folder / name
     if not run.exists():
         gpt.train(out=run, preset=name, sample_every=0, **({"steps": 10} if tiny else MODELS[name]))
@@ -122,15 +120,9 @@ def tune(model: Path, text: Path, **settings: Any) -> dict[str, Any]:
     return record["resolved"] | {"train": record["tokens"]["train"], "result": result, "losses": losses}
 
 
-def pairs_table(models: Sequence[str], folder: Path, tiny: bool) -> list[str]:
-    """Returns a table of how many pairs each fine-tuned model answers exactly; nothing is held out."""
-    rows = [
-        "Nothing is held out (`--val-fraction 0`); all else is left to the defaults. Phrases are English with its "
-        "Italian, numbers are made-up names with telephone numbers; of more than 500 pairs 500 are asked.",
-        "",
-        "| model | pairs | trains | steps | passes | rate | given back exactly, greedy | seconds |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
-    ]
+def pairs_table(models: Sequence[str], folder: Path, tiny: bool) -> tuple[list[str], Table]:
+    """Counts the pairs that each fine-tuned model answers exactly."""
+    rows = []
     for name in models:
         model = pretrained(name, folder, tiny)
         for (kind, count), rank in product([("phrases", 20)] if tiny else PAIRS[name], (None, RANK)):
@@ -138,23 +130,23 @@ def pairs_table(models: Sequence[str], folder: Path, tiny: bool) -> list[str]:
             file.write_text("".join(json.dumps(pair) + "\n" for pair in KINDS[kind](count)), encoding="utf-8")
             got = tune(model, file, pairs=True, val_fraction=0.0, lora_rank=rank)
             passes = got["steps"] * got["rows"] / count
-            rows.append(
-                f"| {name} | {count:,} {kind} | {_what(rank)} | {got['steps']:,} | {passes:.1f} | {got['lr']:.2g} "
-                f"| {got['result'].answers} | {got['result'].seconds:.0f} |"
-            )
-            print(rows[-1], flush=True)
-    return rows
-
-
-def text_table(models: Sequence[str], folder: Path, tiny: bool, text: bytes) -> list[str]:
-    """Returns a table of held-out losses on running text: before, best and at the end of each run."""
-    rows = [
-        f"The first bytes of {TEXT}, whose last tenth is held out, on models of `pydocs`; nats a token, measured along "
-        "the way on the same windows.",
-        "",
-        "| model | bytes | trains | steps | passes | rate | before | best | at the end | seconds |",
-        "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+            rows.append([
+                name, f"{count:,} {kind}", _trained(rank), f"{got['steps']:,}", f"{passes:.1f}", f"{got['lr']:.2g}",
+                str(got["result"].answers), f"{got['result'].seconds:.0f}",
+            ])  # fmt: skip
+            print(*rows[-1], flush=True)
+    notes = [
+        "Nothing is held out (`--val-fraction 0`); the other settings are the defaults.",
+        "*Phrases* are English with their Italian; *numbers* are made-up names with telephone numbers.",
+        "At most 500 pairs are asked, with greedy decoding.",
     ]
+    columns = ["model", "pairs", "trained", "steps", "epochs", "learning rate", "exact answers", "seconds"]
+    return notes, Table(columns, rows)
+
+
+def text_table(models: Sequence[str], folder: Path, tiny: bool, text: bytes) -> tuple[list[str], Table]:
+    """Measures held-out losses on running text, at the start, at best and at the end of each run."""
+    rows = []
     for name in models:
         model = pretrained(name, folder, tiny)
         for size, rank in product([20_000] if tiny else TEXTS[name], (None, RANK)):
@@ -162,23 +154,31 @@ def text_table(models: Sequence[str], folder: Path, tiny: bool, text: bytes) -> 
             file.write_bytes(text[:size])
             got = tune(model, file, lora_rank=rank)
             losses, passes = got["losses"], got["steps"] * got["batch_tokens"] / got["train"]
-            rows.append(
-                f"| {name} | {size:,} | {_what(rank)} | {got['steps']:,} | {passes:.1f} | {got['lr']:.2g} "
-                f"| {losses[0]:.3f} | {min(losses):.3f} | {losses[-1]:.3f} | {got['result'].seconds:.0f} |"
-            )
-            print(rows[-1], flush=True)
-    return rows
+            rows.append([
+                name, f"{size:,}", _trained(rank), f"{got['steps']:,}", f"{passes:.1f}", f"{got['lr']:.2g}",
+                f"{losses[0]:.3f}", f"{min(losses):.3f}", f"{losses[-1]:.3f}", f"{got['result'].seconds:.0f}",
+            ])  # fmt: skip
+            print(*rows[-1], flush=True)
+    notes = [
+        f"The models of `pydocs`, fine-tuned on the first bytes of {TEXT}, whose last tenth is held out.",
+        "Losses are in nats per token, evaluated during training on the same windows.",
+    ]
+    columns = [
+        "model", "bytes", "trained", "steps", "epochs", "learning rate", "loss before", "best loss", "final loss",
+        "seconds",
+    ]  # fmt: skip
+    return notes, Table(columns, rows)
 
 
-def _what(rank: int | None) -> str:
-    return "all weights" if rank is None else f"adapters of rank {rank}"
+def _trained(rank: int | None) -> str:
+    return "all weights" if rank is None else f"adapters, rank {rank}"
 
 
 def main() -> None:
-    """Measures, and writes the sections of RESULTS.md."""
+    """Measures and writes the sections."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, help="where the models to start from are, or are made")
-    parser.add_argument("--text", type=Path, help=f"{TEXT}, as a file; without it the catalogue's is fetched")
+    parser.add_argument("--folder", type=Path, help="keep the base models here, and reuse those of an earlier run")
+    parser.add_argument("--text", type=Path, help=f"{TEXT} as a file; without it, the catalogue's copy is downloaded")
     parser.add_argument("--only", choices=["pairs", "text"])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tiny", action="store_true")
@@ -193,12 +193,12 @@ def main() -> None:
         }
         for name, (title, work) in parts.items():
             if asked.only in (None, name):
-                about = [*machine("python -m benchmarks.finetune"), f"- torch {torch.__version__}", ""]
-                lines = about + work()
+                notes, table = work()
+                section = measured(title, "python -m benchmarks.finetune", notes, [table])
                 if asked.tiny:
-                    print("\n".join(lines))
+                    print(section)
                 else:
-                    write_section(title, lines)
+                    write_section("finetune", section)
 
 
 def _text(file: Path | None) -> bytes:

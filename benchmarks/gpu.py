@@ -1,12 +1,12 @@
-"""Compares a GPU with the CPU, and measures it: GPT-2 124M, 355M and GPT-3 1.3B at 1,024 tokens, beside transformers.
+"""Compares a GPU with the CPU, and measures it: GPT-2 124M and 355M and GPT-3 1.3B, compared with Transformers.
 
     python -m benchmarks.gpu --out FOLDER             measures, in less than nine minutes on one H100
-    python -m benchmarks.gpu --out FOLDER --tiny      the same in seconds on any machine, of no use as a measurement
-    python -m benchmarks.gpu --record FOLDER          puts what was measured into benchmarks/RESULTS.md
+    python -m benchmarks.gpu --out FOLDER --tiny      a smoke test for any machine, in seconds
+    python -m benchmarks.gpu --record FOLDER          adds the measurement to the results
 
-It needs torch, transformers, tiktoken, safetensors, typer and rich, and no network. Every case runs in a process of its
-own with a time limit, so that a case which fails or runs out of memory costs no other case. ``gpu.json`` and ``gpu.md``
-in FOLDER are rewritten after each case; ``log.txt`` holds the cases' stderr.
+It needs torch, transformers, tiktoken, safetensors, typer and rich, and no network. Every case runs in a separate
+process with a time limit, so a case that fails or runs out of memory costs no other. ``gpu.json`` and ``gpu.md`` in
+FOLDER are rewritten after each case; ``log.txt`` contains the stderr of all cases.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -23,18 +22,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, Literal
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.results import ROOT, Section, Table, about, write_section
+
 TITLE = "Training on a GPU"
 MINUTES = 9.0  # of all cases together
-CHECKED_STEPS = 20  # of the small model that both train
-LOSSES_APART = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # nats that the losses of one step may differ by
-TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # steps are timed for so long, but at least 3 and at most 10
-LEAST_SECONDS = 5.0  # with less time left, no case is started
+CHECKED_STEPS = 20  # of the small model that both devices train
+LOSSES_APART = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # largest difference of a step's losses, in nats
+TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # minimum seconds; minimum and maximum steps
+LEAST_SECONDS = 5.0  # a case needs at least this much time
 LR = 3e-4
 NO_TIME = "no time left"
 
@@ -46,40 +44,40 @@ class Shape:
     name: str
     preset: str
     batch_tokens: int
-    rows: int  # sequences at once, for the peer; ours chooses for itself
+    rows: int  # micro-batch of the peer; `gpt train` chooses its own
     block_size: int = 1024
 
 
-# The batches are those of the GPT-3 paper's table 2.1, a quarter of it for 1.3B so that a step takes a few seconds.
+# The batches are those of the GPT-3 paper's table 2.1, a quarter of it for 1.3B so that a step takes seconds.
 SHAPES = {
     "124M": Shape("GPT-2 124M", "gpt2", 524_288, 16),
     "355M": Shape("GPT-2 355M", "gpt2-medium", 524_288, 16),
     "1.3B": Shape("GPT-3 1.3B", "gpt3-1.3b", 262_144, 8),
-    "6.7B": Shape("GPT-3 6.7B", "gpt3-6.7b", 262_144, 1),  # only decoded
-    "micro": Shape("micro", "micro", 8192, 64, 128),  # what `gpt train` takes for a book
+    "6.7B": Shape("GPT-3 6.7B", "gpt3-6.7b", 262_144, 1),  # decoding only
+    "micro": Shape("micro", "micro", 8192, 64, 128),  # what `gpt train` chooses for a book
     "tiny": Shape("nano", "nano", 256, 2, 32),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, made in a process of its own."""
+    """One measurement, made in a separate process."""
 
     system: Literal["floors", "checks", "ours", "transformers", "decoding"]
     shape: str = "tiny"
     optimizer: Literal["muon", "adamw"] = "adamw"
     compile: str = "auto"
-    seconds: float = 120.0  # its limit
-    texts: int = 0  # generated at once; 0 for training
+    seconds: float = 120.0  # time limit
+    texts: int = 0  # batch of texts to decode; 0 for training
 
     def title(self) -> str:
-        """Returns the case in words."""
+        """Describes the case."""
         if self.texts:
             return f"{self.system} {self.shape} {self.texts} texts, compile {self.compile}"
         return f"{self.system} {self.shape} {self.optimizer} compile {self.compile}" if self.shape else self.system
 
 
-# The most important cases first: time may run out.
+# The most important cases come first, since time may run out.
 CASES = [
     Case("floors", "", seconds=60),
     Case("checks", ""),
@@ -114,7 +112,7 @@ TINY_CASES = [
 
 
 def floors(tiny: bool) -> dict[str, Any]:
-    """Measures the device's limits: products of random bfloat16 matrices, and copies in memory."""
+    """Measures the device's limits: products of random bfloat16 matrices, and memory copies."""
     import torch
 
     from gpt.device import pick
@@ -122,7 +120,7 @@ def floors(tiny: bool) -> dict[str, Any]:
 
     device = pick(training=True).device
     is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or device.type
+    name = torch.cuda.get_device_name(device) if is_cuda else device.type
     products = {}
     for size in (128,) if tiny else (4096, 8192, 16_384):
         a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -142,8 +140,8 @@ def floors(tiny: bool) -> dict[str, Any]:
 
 
 def checks(tiny: bool) -> dict[str, Any]:
-    """Trains a small model on the CPU and on the device, in each dtype, compiled and not, and compares the losses; then
-    the greedy texts of the CPU's model, and a run that was resumed with one that was not."""
+    """Compares the device with the CPU: the losses of a small model, in each dtype, compiled and not; greedy texts; and
+    a resumed run with an uninterrupted one."""
     import gpt
     from gpt import events
     from gpt.device import pick
@@ -179,7 +177,7 @@ def checks(tiny: bool) -> dict[str, Any]:
                     row["apart"] = max(abs(one - other) for one, other in zip(own, expected, strict=True))
                     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
                     fell_back = compiled == "on" and not record["resolved"]["compile"]
-                    row["error"] = "it was not compiled" if fell_back else ""
+                    row["error"] = "not compiled" if fell_back else ""
                 except UserError as error:
                     row["error"] = str(error)
                 found.append(row)
@@ -194,7 +192,7 @@ def checks(tiny: bool) -> dict[str, Any]:
 
 
 def _seconds(work: Callable[[], object], device: Any) -> float:
-    """Returns the median seconds of ``work`` after three warm-up calls; it is timed for half a second at least."""
+    """Returns the median seconds of ``work`` after three warm-up calls, timed for at least half a second."""
     for _ in range(3):
         work()
     times: list[float] = []
@@ -212,7 +210,7 @@ def _timed(work: Callable[[], object], device: Any) -> float:
 
 
 def _wait(device: Any) -> None:
-    """Waits until a GPU has done all that was launched."""
+    """Waits until a GPU has finished all launched work."""
     import torch
 
     if device.type == "cuda":
@@ -230,14 +228,14 @@ def training(case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     step, about = make(case)
     config, device = about.pop("config"), about.pop("device")
-    losses, times = [step() for _ in range(3)], []  # which compile, allocate, and capture a graph
+    losses, times = [step() for _ in range(3)], []  # to compile, allocate, and capture a graph
     _wait(device)
     warm = time.perf_counter() - began
     least, most = (1, 1) if case.shape == "tiny" else TIMED_STEPS
     while len(times) < least or (len(times) < most and sum(times) < TIMED_SECONDS):
         times.append(_timed(lambda: losses.append(step()), device))
     if not all(map(math.isfinite, losses)):
-        raise ArithmeticError(f"the losses are {losses}")
+        raise ArithmeticError(f"losses that are not finite: {losses}")
     shape = SHAPES[case.shape]
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return about | {
@@ -263,17 +261,17 @@ def decoding(case: Case) -> dict[str, Any]:
     from gpt.model.decoder import GPT
     from gpt.model.params import breakdown
 
-    shape, compute, said = PRESETS[SHAPES[case.shape].preset].model, pick(), list[str]()
+    shape, compute, notes = PRESETS[SHAPES[case.shape].preset].model, pick(), list[str]()
     with compute.device:
         model = prepare(GPT(shape).eval(), compute, packed=case.compile != "on")
-    step = compiled(model, compute, said.append) if case.compile == "on" else None
+    step = compiled(model, compute, notes.append) if case.compile == "on" else None
     prompt, new = (4, 8) if case.shape == "tiny" else (32, 256)
     config = BenchConfig(prompt_tokens=prompt, new_tokens=new, batch=case.texts, rounds=2)
     found = measure(model, compute, config, step)
     return {
         "parameters": breakdown(shape).trainable,
         "dtype": compute.dtype_name,
-        "compiled": said[-1] if said else "no" if step is None else "yes",
+        "compiled": notes[-1] if notes else "no" if step is None else "yes",
         "prompt_tokens": prompt,
         "new_tokens": new,
         "tokens_per_second": found.decode_tokens_per_second,
@@ -293,7 +291,7 @@ def _ids(shape: Shape, vocab_size: int, device: Any) -> tuple[Any, Any]:
 
 
 def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Returns `gpt train`'s step, with the settings that it chooses for this model and device, and facts about it."""
+    """Returns `gpt train`'s step with the settings that it chooses for this model and device, and a description."""
     from gpt.config import TrainConfig, find_preset
     from gpt.device import pick
     from gpt.model.decoder import GPT
@@ -375,91 +373,74 @@ def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the cases one after the other, or one of them, or records what was measured."""
+    """Runs all cases or one of them, or records a measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where gpu.json, gpu.md and log.txt go")
-    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"of all cases together ({MINUTES})")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="put what lies there into RESULTS.md")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write gpu.json, gpu.md and log.txt to this folder")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model: a smoke test")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"time limit of all cases ({MINUTES:g})")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="add the measurement in it to the results")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     asked = parser.parse_args(args)
     if asked.case:
         case = Case(**json.loads(asked.case))
-        alone = {"floors": floors, "checks": checks}
+        own = {"floors": floors, "checks": checks}
         of_case = decoding if case.system == "decoding" else training
-        found = alone[case.system](asked.tiny) if case.system in alone else of_case(case)
+        found = own[case.system](asked.tiny) if case.system in own else of_case(case)
         print(json.dumps(found), flush=True)
     elif asked.record:
-        from benchmarks.results import write_section
-
-        write_section(TITLE, page(json.loads((asked.record / "gpu.json").read_text(encoding="utf-8"))))
+        write_section("gpu", section(json.loads((asked.record / "gpu.json").read_text(encoding="utf-8"))))
     elif asked.out:
         measure(asked.out, asked.tiny, time.monotonic() + 60 * asked.minutes)
     else:
-        parser.error("--out FOLDER or --record FOLDER")
+        parser.error("give --out FOLDER or --record FOLDER")
 
 
 def measure(out: Path, tiny: bool, deadline: float) -> None:
-    """Runs every case for which there is time, each in a process of its own; ``out`` is up to date after each."""
+    """Runs every case that there is time for, each in a separate process, and updates ``out`` after each."""
     out.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"machine": machine(tiny), "floors": {}, "checks": {}, "cases": []}
+    command = "python -m benchmarks.gpu" + " --tiny" * tiny
+    here = about(command, ["torch", "transformers", "numpy"])
+    report: dict[str, Any] = {"about": here, "floors": {}, "checks": {}, "cases": []}
     for case in TINY_CASES if tiny else CASES:
-        command = [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case)), *["--tiny"] * tiny]
-        got = run(command, min(case.seconds, deadline - time.monotonic()), out / "log.txt")
+        words = [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case)), *["--tiny"] * tiny]
+        got = run(words, min(case.seconds, deadline - time.monotonic()), out / "log.txt")
         if case.system in report:
             report[case.system] = got
         else:
             report["cases"].append(asdict(case) | got)
         _write(out / "gpu.json", json.dumps(report, indent=1) + "\n")
-        _write(out / "gpu.md", "\n".join([f"## {TITLE}", "", *page(report)]) + "\n")
+        _write(out / "gpu.md", f"{section(report)}\n")
         print(case.title(), json.dumps({k: v for k, v in got.items() if k not in ("losses", "seconds")}), flush=True)
     print((out / "gpu.md").read_text(encoding="utf-8"))
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces a file by one that is whole."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
-
-
-def machine(tiny: bool) -> dict[str, Any]:
-    """Returns the machine, versions, commit, date and command of a measurement."""
-    commit = ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "numpy")},
-        "commit": commit or None,
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "command": "python -m benchmarks.gpu" + " --tiny" * tiny,
-    }
+    """Replaces a file atomically."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
-    """Runs a command and returns the last JSON that it printed, or an ``error``. Kills all that the command started."""
+    """Runs a command; returns the last JSON object that it printed, or an ``error``. Kills all of its processes."""
     if seconds < LEAST_SECONDS:
         return {"error": NO_TIME}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=stderr, start_new_session=True)
-        error = f"not done after {seconds:.0f} s"
+        error = f"not finished after {seconds:.0f} s"
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(seconds)
             error = f"exit status {code}" if code else ""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the compiler's workers too
+            os.killpg(process.pid, signal.SIGKILL)  # including the compiler's workers
         process.wait()
-        said, complained = (_all_of(file) for file in (stdout, stderr))
+        out, err = (_all_of(file) for file in (stdout, stderr))
     with log.open("a", encoding="utf-8") as file:
-        file.write(f"$ {' '.join(command)}\n{complained}\n")
-    results = [line for line in said.splitlines() if line.startswith("{")]
+        file.write(f"$ {' '.join(command)}\n{err}\n")
+    results = [line for line in out.splitlines() if line.startswith("{")]
     if error or not results:
-        why = [line for line in complained.splitlines() if "Error" in line][-1:]
-        return {"error": "; ".join([error or "it printed nothing", *(line[:200] for line in why)])}
+        why = [line for line in err.splitlines() if "Error" in line][-1:]
+        return {"error": "; ".join([error or "no output", *(line[:200] for line in why)])}
     values: dict[str, Any] = json.loads(results[-1])
     return values
 
@@ -469,92 +450,89 @@ def _all_of(file: IO[bytes]) -> str:
     return file.read().decode("utf-8", "replace")
 
 
-def page(report: dict[str, Any]) -> list[str]:
-    """Returns a report in Markdown."""
-    machine, floors = report["machine"], report["floors"]
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    lines = [
-        f"- {floors.get('device', 'unknown device')}, CUDA {floors.get('cuda')}; {machine['cores']} cores; "
-        f"{machine['platform']}; Python {machine['python']}; {versions}",
-        f"- commit {machine['commit']}, {machine['date']}, command `{machine['command']}`",
-    ]
+def section(report: dict[str, Any]) -> Section:
+    """Returns a report as a section of the results."""
+    floors = report["floors"]
     if "error" in floors:
-        lines.append(f"- floors: {floors['error']}")
+        notes = [f"The device's limits were not measured: {floors['error']}."]
     else:
-        products = ", ".join(f"{size}³ {rate / 1e12:,.1f}" for size, rate in floors["products"].items())
+        products = ", ".join(f"{rate / 1e12:,.1f} ({size}³)" for size, rate in floors["products"].items())
         sheet = floors["datasheet_peak"]
-        lines += [
-            f"- bfloat16 matrix product, TFLOP/s: {products}"
-            + (f"; datasheet {sheet / 1e12:,.1f}" if sheet else "; no datasheet"),
-            f"- copying memory, read and written: {floors['copy_bytes_per_second'] / 1e9:,.0f} GB/s",
+        notes = [
+            f"bfloat16 matrix products: {products} TFLOP/s; datasheet: {f'{sheet / 1e12:,.1f}' if sheet else 'none'}.",
+            f"Copying memory, read and write: {floors['copy_bytes_per_second'] / 1e9:,.0f} GB/s.",
         ]
-    lines += _checked(report.get("checks") or {})
-    lines += [
-        "",
-        "Random ids, 1,024 tokens of context (`micro`: 128), bfloat16, medians of whole steps. MFU: 6 N + 12·L·C·T "
-        "FLOPs a token, of the datasheet's peak and of the fastest product above. `gpt train` chooses its micro-batch "
-        "itself; transformers' GPT-2 has SDPA, fused AdamW, autocast and torch.compile with the loss in the graph.",
-        "",
-        "| system | model | optimizer | compiled | tokens a step | at once | tokens/s | MFU, datasheet | MFU, measured "
-        "| peak memory | until warm |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    begun = [case for case in report["cases"] if case.get("error") != NO_TIME]
-    lines += [_row(case, floors) for case in begun if case["system"] != "decoding"]
-    written = [_decoding_row(case) for case in begun if case["system"] == "decoding"]
-    head = [
-        "",
-        "Greedy texts after prompts of random ids, random weights, steps of one token a text (`gpt bench`). The share "
-        "of the bandwidth is of what a sum over memory reads in this run.",
-        "",
-        "| model | dtype | texts | compiled | tokens/s | ms a step | prompt, tokens/s | of bandwidth | peak memory |",
-        "|---|---|---:|---|---:|---:|---:|---:|---:|",
-    ]
-    return lines + (head + written if written else [])
+    checked, tables = report.get("checks") or {}, list[Table]()
+    if "losses" in checked:
+        tables.append(_checks_table(checked))
+    elif checked:
+        notes.append(f"Not compared with the CPU: {checked['error']}.")
+    started = [case for case in report["cases"] if case.get("error") != NO_TIME]
+    tables.append(
+        Table(
+            ["system", "model", "optimizer", "compiled", "tokens/step", "micro-batch", "tokens/s", "MFU",
+             "MFU, measured peak", "peak memory", "warm-up"],
+            [_row(case, floors) for case in started if not case["texts"]],
+            "Training on random ids with 1,024 tokens of context (`micro`: 128) in bfloat16: medians of whole steps. "
+            "MFU counts 6 N + 12·L·C·T FLOPs per token, relative to the datasheet's peak; the *measured peak* is that "
+            "of the fastest product above. `gpt train` chooses its own micro-batch. Transformers: GPT-2 with SDPA, "
+            "fused AdamW, autocast and torch.compile, with the loss in the graph.",
+        )
+    )  # fmt: skip
+    decoded = [_decoding_row(case) for case in started if case["texts"]]
+    if decoded:
+        columns = ["model", "dtype", "texts", "compiled", "decoding, tokens/s", "ms/step", "prompt, tokens/s",
+                   "bandwidth", "peak memory"]  # fmt: skip
+        caption = (
+            "Decoding as in `gpt bench`: greedy texts after random prompts, random weights, one token per text and "
+            "step. *Bandwidth* is the share of what a sum over memory reaches in this run."
+        )
+        tables.append(Table(columns, decoded, caption))
+    machine = f"{floors.get('device', 'unknown device')}, CUDA {floors.get('cuda')}; {report['about']['machine']}"
+    return Section(TITLE, **report["about"] | {"machine": machine}, notes=notes, tables=tables)
 
 
-def _checked(found: dict[str, Any]) -> list[str]:
-    """Returns what `checks` found, in sentences."""
-    if "losses" not in found:
-        return [f"- compared with the CPU: {found['error']}"] if found else []
-    lines = ["", f"Compared with the CPU in float32, {CHECKED_STEPS} steps of a small model:", ""]
+def _checks_table(found: dict[str, Any]) -> Table:
+    """Returns a table of what `checks` found."""
+    rows = []
     for row in found["losses"]:
-        name = row["dtype"] + (", compiled" if row["compile"] == "on" else "")
+        name = f"losses in {row['dtype']}" + (", compiled" if row["compile"] == "on" else "")
         if "apart" in row:
-            verdict = "as it should be" if row["apart"] <= LOSSES_APART[row["dtype"]] else "**too far**"
-            lines.append(f"- {name}: losses at most {row['apart']:.1e} nats apart, {verdict}")
+            verdict = "" if row["apart"] <= LOSSES_APART[row["dtype"]] else ": **too far**"
+            rows.append([name, f"at most {row['apart']:.1e} nats apart{verdict}"])
         if row["error"]:
-            lines.append(f"- {name}: **{row['error']}**")
-    return [
-        *lines,
-        f"- resumed after {CHECKED_STEPS // 2} steps: losses at most {found['resumed_apart']:.1e} nats apart",
-        f"- greedy text in float32: {'the same' if found['same_text'] else '**another**'}",
-    ]
+            rows.append([name, f"**{row['error']}**"])
+    half = CHECKED_STEPS // 2
+    rows.append([f"losses after resuming at step {half}", f"at most {found['resumed_apart']:.1e} nats apart"])
+    rows.append(["greedy text in float32", "the same" if found["same_text"] else "**different**"])
+    caption = f"Compared with the CPU in float32, {CHECKED_STEPS} steps of a small model:"
+    return Table(["check", "result"], rows, caption)
 
 
-def _decoding_row(case: dict[str, Any]) -> str:
+def _decoding_row(case: dict[str, Any]) -> list[str]:
     cells = [SHAPES[case["shape"]].name, case.get("dtype", ""), str(case["texts"])]
     if "error" in case:
-        return f"| {' | '.join(cells)} | {case['error'].replace('|', ' ')} | | | | | |"
-    cells += [case["compiled"].replace("|", " "), f"{case['tokens_per_second']:,.0f}"]
-    cells += [f"{case['milliseconds_a_step']:.2f}", f"{case['prefill_tokens_per_second']:,.0f}"]
-    cells += [f"{case['bandwidth_share']:.0%}", f"{case['peak_memory'] / 1e9:.1f} GB"]
-    return f"| {' | '.join(cells)} |"
+        return [*cells, case["error"], *[""] * 5]
+    return [
+        *cells, case["compiled"], f"{case['tokens_per_second']:,.0f}", f"{case['milliseconds_a_step']:.2f}",
+        f"{case['prefill_tokens_per_second']:,.0f}", f"{case['bandwidth_share']:.0%}",
+        f"{case['peak_memory'] / 1e9:.1f} GB",
+    ]  # fmt: skip
 
 
-def _row(case: dict[str, Any], floors: dict[str, Any]) -> str:
+def _row(case: dict[str, Any], floors: dict[str, Any]) -> list[str]:
     shape = SHAPES[case["shape"]]
-    system = "`gpt train`'s step" if case["system"] == "ours" else "transformers"
-    cells = [system, shape.name, case["optimizer"], case["compile"], f"{shape.batch_tokens:,}"]
+    system = "`gpt train`" if case["system"] == "ours" else "Transformers"
+    cells = [system, shape.name, case["optimizer"], case.get("compiled", case["compile"]), f"{shape.batch_tokens:,}"]
     if "error" in case:
-        return f"| {' | '.join(cells)} | {case['error'].replace('|', ' ')} | | | | | |"
-    cells[3] = case["compiled"].replace("|", " ")
+        return [*cells, case["error"], *[""] * 5]
     rate, flops = case["tokens_per_second"], case["flops_per_token"]
     shares = [floors.get(peak) for peak in ("datasheet_peak", "measured_peak")]
-    cells += [f"{case['micro_batch']} × {shape.block_size:,}", f"{rate:,.0f}"]
-    cells += [f"{rate * flops / peak:.1%}" if peak else "" for peak in shares]
-    cells += [f"{case['peak_memory'] / 1e9:.1f} GB" if case["peak_memory"] else "", f"{case['seconds_to_warm']:.0f} s"]
-    return f"| {' | '.join(cells)} |"
+    return [
+        *cells, f"{case['micro_batch']} × {shape.block_size:,}", f"{rate:,.0f}",
+        *(f"{rate * flops / peak:.1%}" if peak else "" for peak in shares),
+        f"{case['peak_memory'] / 1e9:.1f} GB" if case["peak_memory"] else "", f"{case['seconds_to_warm']:.0f} s",
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Estimates the least time of GPT-2's and GPT-3's steps on an H100, without one: not a measurement.
+"""Estimates the minimum time of GPT-2's and GPT-3's steps on an H100, without one. This is not a measurement.
 
     pip install triton
-    python -m benchmarks.h100            writes the section of benchmarks/RESULTS.md
-    python -m benchmarks.h100 --tiny     the same of small models in seconds, printed
+    python -m benchmarks.h100            writes the section
+    python -m benchmarks.h100 --tiny     a smoke test with a tiny model, in seconds
 
 Inductor compiles blocks, loss and decoding steps for an H100, with fake tensors; nothing is built or run. Bytes and
-launches come from the code that it generates (`benchmarks.traffic`), Muon's update included. AdamW is not compiled and
-is counted operator by operator: each reads its inputs and writes its outputs once. The least time is the longest of
+launches come from the generated code (`benchmarks.traffic`), including Muon's update. AdamW is not compiled and is
+counted operator by operator: each reads its inputs and writes its outputs once. The minimum time is the largest of
 bytes over the datasheet's bandwidth, FLOPs over its peak, and launches times their spacing. A real GPU takes longer:
 kernels run below peak, and caches, the host and other ranks cost time.
 """
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils._triton import has_triton
 
-from benchmarks.results import machine, write_section
+from benchmarks.results import Table, measured, write_section
 from benchmarks.traffic import Traffic, count
 from gpt.config import ARCHITECTURES, GPTConfig, find_preset
 from gpt.decoding.context import Context
@@ -48,19 +48,19 @@ from gpt.model.plan import largest
 from gpt.model.positions import rotary_table
 from gpt.peaks import find_kind
 from gpt.sample_config import SampleConfig
+from gpt.training.compiling import COMPUTED_AGAIN
 from gpt.training.optim import ITERATIONS, make_optimizer
-from gpt.training.step import COMPUTED_AGAIN
 
 TITLE = "On an H100, estimated from generated code"
-BANDWIDTH = 3.35e12  # bytes a second, H100 SXM's datasheet
-LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # seconds from one kernel to the next at least: from the host, in a CUDA graph
+BANDWIDTH = 3.35e12  # bytes per second, from the datasheet of the H100 SXM
+LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels: launched by the host, in a CUDA graph
 KIND = "h100-80gb"
 CUDA = torch.device("cuda")
 NARROW = torch.bfloat16
 T = 1024
 TRAINED = ("gpt2", "gpt2, modern", "gpt2-medium", "gpt3-1.3b")
-BATCH = 524_288  # tokens a step
-WRITTEN = (
+BATCH = 524_288  # tokens per step
+DECODED = (
     ("gpt2", 1, "bfloat16"), ("gpt2", 1, "int8"), ("gpt2", 8, "bfloat16"), ("gpt2", 64, "bfloat16"),
     ("gpt3-6.7b", 1, "bfloat16"), ("gpt3-6.7b", 1, "int8"),
 )  # fmt: skip
@@ -75,7 +75,7 @@ H100 = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes moved, kernels launched and FLOPs of some work on a GPU."""
+    """Bytes moved, kernels launched and FLOPs of work on a GPU."""
 
     bytes: int
     launches: int
@@ -88,13 +88,13 @@ class Work:
         return Work(self.bytes * times, self.launches * times, self.flops * times)
 
     def seconds(self, launch: float) -> float:
-        """Returns the least time on an H100, with ``launch`` seconds between kernels."""
+        """Returns the minimum time on an H100, with ``launch`` seconds between kernels."""
         peak = find_kind(KIND).peak("bfloat16")
         assert peak is not None
         return max(self.bytes / BANDWIDTH, self.flops / peak, self.launches * launch)
 
 
-# An H100 that is not there
+# A simulated H100
 
 
 class _Driver:
@@ -131,7 +131,7 @@ def h100() -> Iterator[None]:
     """A context in which CUDA tensors are fake and Inductor generates code for an H100."""
     import triton
 
-    from tests.fake_cuda import shim  # autograd's device guard, which a CPU build lacks
+    from tests.fake_cuda import shim  # provides autograd's device guard, which a CPU build lacks
 
     cuda = {
         "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: True,
@@ -157,7 +157,7 @@ def h100() -> Iterator[None]:
         put(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
         put(F, "scaled_dot_product_attention", _attention)
         put(triton.runtime.driver, "_active", _Driver())
-        has_triton.cache_clear()  # it says no, if it was asked before
+        has_triton.cache_clear()  # it may have cached a no
         stack.callback(has_triton.cache_clear)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -181,7 +181,7 @@ def _attention(
 
 
 class _AsWritten(TorchDispatchMode):
-    """Adds up the bytes that operators read and write, and their launches; views are free."""
+    """Adds up the operators' launches and the bytes that they read and write. Views are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class _AsWritten(TorchDispatchMode):
 def compiled(work: Callable[[], object], **settings: Any) -> list[Traffic]:
     """Returns the traffic of the graphs that ``work`` calls.
 
-    Without constant folding and padding of matrices, which Inductor would compute or time on the GPU.
+    Constant folding and matrix padding are off, since Inductor would run them on the GPU.
     """
     return count(work, joint_graph_constant_folding=False, shape_padding=False, **settings)
 
@@ -223,7 +223,7 @@ def as_written(work: Callable[[], object]) -> Work:
 
 
 def training(config: GPTConfig) -> list[tuple[str, Work]]:
-    """Returns the parts of a training step of ``BATCH`` tokens, with the work of each."""
+    """Returns the work of each part of a training step of ``BATCH`` tokens."""
     setup = largest(config, Setup(), BATCH // config.block_size, find_kind(KIND).memory)
     micro = BATCH // config.block_size // setup.micro_batch
     positions = setup.micro_batch * config.block_size
@@ -239,7 +239,7 @@ def training(config: GPTConfig) -> list[tuple[str, Work]]:
 
 
 def _compiled(work: Callable[..., object], *args: object) -> Work:
-    """Returns the work of the graphs forward and backward of ``work``, called with ``args`` under autocast."""
+    """Returns the work of ``work``'s forward and backward graphs, called with ``args`` under autocast."""
     with torch.autocast("cuda", dtype=NARROW):
         found = compiled(lambda: torch.compile(work, fullgraph=True)(*args), **COMPUTED_AGAIN)
     assert len(found) == 2, "a graph forward and one backward"
@@ -274,9 +274,9 @@ def _optimizer(config: GPTConfig) -> Work:
             p.grad = torch.zeros_like(p)
         optimizer = make_optimizer(model, "muon", 0.1, NARROW)
     _, adamw = optimizer.optimizers
-    adamw.step()  # the first makes the moments
+    adamw.step()  # creates the moments
     [update] = compiled(optimizer.compile)
-    # Iterations of three products of an m × n matrix with m ≤ n: 2·m²n, 2·m³ and 2·m²n.
+    # Each iteration computes three products of an m × n matrix with m ≤ n: 2·m²n, 2·m³ and 2·m²n FLOPs.
     C = config.n_embd
     flops = sum(ITERATIONS * (4 * C * C * wide + 2 * C**3) * many for wide, many in ((C, 4), (4 * C, 2)))
     whole = Work(update.bytes, update.launches) + as_written(adamw.step)
@@ -287,8 +287,10 @@ def _optimizer(config: GPTConfig) -> Work:
 
 
 def decoding(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Work, int, int]:
-    """Returns the work of a decoding step of ``rows`` greedy texts with room for ``T`` positions, all of them filled,
-    which is one graph from ids to ids, the bytes of its weights, and the bytes of the cache."""
+    """Returns the work of a decoding step of ``rows`` greedy texts, and the bytes of the weights and of the KV cache.
+
+    The step is one graph from ids to ids, and the cache has ``T`` positions, all of them filled.
+    """
     compute = Compute(CUDA, NARROW)
     torch.set_default_dtype(NARROW)
     try:
@@ -299,7 +301,7 @@ def decoding(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Wor
     if dtype == "int8":
         with mock.patch.object(quantize, "_in_parts", _rounded):
             quantize.round_matrices(model, 8, NARROW)
-    prepare(model, Compute(CUDA, torch.float32))  # its weights are narrow already
+    prepare(model, Compute(CUDA, torch.float32))  # its weights are bfloat16 already
     fast = torch.compile(next_tokens, dynamic=False, fullgraph=True)
     context = Context(model, compute, rows, T, partial(fast, model))
     numbers = torch.zeros(2, rows, dtype=torch.int64, device=CUDA)
@@ -314,65 +316,59 @@ def decoding(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Wor
 
 
 def _rounded(weight: Tensor, _: object) -> quantize.Quantized:
-    """Stands in for rounding, which looks at numbers: int8 of the weight's shape."""
+    """Replaces rounding, which fake tensors cannot do, by an int8 tensor of the weight's shape."""
     return quantize.Quantized(weight.to(torch.int8), weight[:, 0].float())
 
 
-# The page
+# The section
 
 
-def page(tiny: bool) -> list[str]:
-    """Returns the section in Markdown."""
+def content(tiny: bool) -> tuple[list[str], list[Table]]:
+    """Returns the notes and tables of the section."""
     trained = [("tiny", TINY)] if tiny else [(name, _shape(name)) for name in TRAINED]
-    written = [("tiny", TINY, 2, "bfloat16")] if tiny else [(name, _shape(name), *how) for name, *how in WRITTEN]
+    decoded = [("tiny", TINY, 2, "bfloat16")] if tiny else [(name, _shape(name), *how) for name, *how in DECODED]
     peak = find_kind(KIND).peak("bfloat16") or 0.0
-    lines = [
-        f"- torch {torch.__version__}, tensors fake; bandwidth {BANDWIDTH / 1e12:.2f} TB/s, products "
-        f"{peak / 1e12:,.0f} TFLOP/s, {1e6 * LAUNCH:.0f} µs a launch ({1e6 * LAUNCH_IN_GRAPH:.0f} in a CUDA graph)",
-        "",
-        "**An estimate: nothing was run on a GPU.** Bytes and launches are those of the code that Inductor makes for "
-        "an H100 (`benchmarks/traffic.py`); the least time is the longest of what bandwidth, products and launches "
-        "allow, part by part. A real GPU takes longer.",
-        "",
-        f"Training, {BATCH:,} tokens a step, {T:,} of context, bfloat16, Muon, compiled blocks, loss and update:",
-        "",
-        "| estimate for | part of a step | GB | launches | least ms | tokens/s at most |",
-        "|---|---|---:|---:|---:|---:|",
+    notes = [
+        "**An estimate: nothing was run on a GPU.**",
+        "Bytes and launches are those of the code that Inductor generates for an H100 (`benchmarks/traffic.py`), with "
+        "fake tensors.",
+        "The minimum time of each part is the largest of what bandwidth, products and launches allow; a real GPU takes "
+        "longer.",
+        f"Assumed: {BANDWIDTH / 1e12:.2f} TB/s, {peak / 1e12:,.0f} TFLOP/s, {1e6 * LAUNCH:.0f} µs per launch "
+        f"({1e6 * LAUNCH_IN_GRAPH:.0f} in a CUDA graph).",
     ]
+    rows = []
     for name, config in trained:
         parts = training(config)
         total = sum(work.seconds(LAUNCH) for _, work in parts)
-        for part, work in parts:
-            lines.append(_row(name, part, f"{work.bytes / 1e9:,.1f}", f"{work.launches:,}", work.seconds(LAUNCH)))
         whole = sum((work for _, work in parts), Work(0, 0))
-        lines.append(
-            _row(name, "all", f"{whole.bytes / 1e9:,.1f}", f"{whole.launches:,}", total, f"{BATCH / total:,.0f}")
-        )
-    lines += [
-        "",
-        f"Decoding, a step of one greedy token a text, room for {T:,} positions, one CUDA graph from ids to ids. "
-        f"Attention reads blocks of {BLOCK} positions that are filled: all of them at the end of a text, and "
-        f"{(T + BLOCK) // 2} positions on average. The host waits once a step, for the tokens of the step before "
-        "(`tests/counts.toml`):",
-        "",
-        "| estimate for | weights | texts | GB a step, cache full | on average | weights' GB | cache's GB "
-        "| of weights and cache | launches | least ms, cache full | tokens/s at most |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for name, config, rows, dtype in written:
-        step, weights, cache = decoding(config, rows, dtype)
+        lines = [(part, work, work.seconds(LAUNCH), "") for part, work in parts]
+        for part, work, seconds, rate in [*lines, ("all", whole, total, f"{BATCH / total:,.0f}")]:
+            rows.append([name, part, f"{work.bytes / 1e9:,.1f}", f"{work.launches:,}", f"{1e3 * seconds:,.2f}", rate])
+    train = Table(
+        ["model", "part of a step", "GB", "launches", "minimum ms", "maximum tokens/s"],
+        rows,
+        f"Training, {BATCH:,} tokens per step, {T:,} tokens of context, bfloat16, Muon, all compiled but AdamW:",
+    )
+    rows = []
+    for name, config, texts, dtype in decoded:
+        step, weights, cache = decoding(config, texts, dtype)
         average = step.bytes - cache * (T - BLOCK) // (2 * T)
         seconds = step.seconds(LAUNCH_IN_GRAPH)
-        lines.append(
-            f"| {name} | {dtype} | {rows} | {step.bytes / 1e9:.3f} | {average / 1e9:.3f} "
-            f"| {weights / 1e9:.3f} | {cache / 1e9:.3f} "
-            f"| {step.bytes / (weights + cache):.2f} | {step.launches} | {1e3 * seconds:.3f} | {rows / seconds:,.0f} |"
-        )
-    return lines
-
-
-def _row(name: str, part: str, gigabytes: str, launches: str, seconds: float, rate: str = "") -> str:
-    return f"| {name} | {part} | {gigabytes} | {launches} | {1e3 * seconds:,.2f} | {rate} |"
+        rows.append([
+            name, dtype, str(texts), f"{step.bytes / 1e9:.3f}", f"{average / 1e9:.3f}", f"{weights / 1e9:.3f}",
+            f"{cache / 1e9:.3f}", f"{step.bytes / (weights + cache):.2f}", str(step.launches), f"{1e3 * seconds:.3f}",
+            f"{texts / seconds:,.0f}",
+        ])  # fmt: skip
+    decode = Table(
+        ["model", "weights", "texts", "GB/step, cache full", "on average", "weights, GB", "cache, GB",
+         "ratio to weights and cache", "launches", "minimum ms, cache full", "maximum tokens/s"],
+        rows,
+        f"Decoding, one token per greedy text and step, a cache of {T:,} positions, one CUDA graph from ids to ids. "
+        f"Attention reads the filled blocks of {BLOCK} positions: all of them at the end of a text, {(T + BLOCK) // 2} "
+        "positions on average. The host waits once per step, for the tokens of the step before (`tests/counts.toml`):",
+    )  # fmt: skip
+    return notes, [train, decode]
 
 
 def _shape(name: str) -> GPTConfig:
@@ -382,16 +378,17 @@ def _shape(name: str) -> GPTConfig:
 
 
 def main() -> None:
-    """Estimates, and writes the section of RESULTS.md."""
+    """Estimates and writes the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="of a small model, printed and not kept")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model and print the section")
     asked = parser.parse_args()
     with h100():
-        lines = page(asked.tiny)
+        notes, tables = content(asked.tiny)
+    section = measured(TITLE, "python -m benchmarks.h100", notes, tables)
     if asked.tiny:
-        print("\n".join(lines))
+        print(section)
     else:
-        write_section(TITLE, [*machine("python -m benchmarks.h100"), *lines])
+        write_section("h100", section)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Compares exported .gguf files in llama.cpp with ours: token ids, greedy texts, losses and log-probabilities.
+"""Compares exported .gguf files in llama.cpp with `gpt`: token ids, greedy texts, losses and log-probabilities.
 
     python -m benchmarks.llama_cpp [MODEL TEXT] [--texts N] [--prompts N] [--tokens N]
 
-Without MODEL it trains one on TEXT, which is the Python reference where none is given. Further small models are trained
-for further vocabularies and layouts. Takes some minutes and the extra `interop`; GPT-2's vocabulary is left out where
-it is not in the cache.
+Without MODEL, it trains one on TEXT; without TEXT, on the Python reference. It trains more small models for other
+vocabularies and layouts. Takes a few minutes and needs the extra `interop`; GPT-2's vocabulary is skipped if it is not
+cached.
 """
 
 import argparse
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -30,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.results import ROOT, machine, write_section
+from benchmarks.results import ROOT, Table, measured, write_section
 from gpt import api
 from gpt.api import LanguageModel
 from gpt.config import GPTConfig
@@ -47,14 +46,16 @@ from gpt.text.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LL
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
-TIE = 1e-3  # nats between the two likeliest ids, below which either may come first
+TIE = 1e-3  # nats between the two most likely ids below which either may come first
 GREEDY = 64  # tokens of a continuation
 
 
 class LlamaCpp:
-    """llama.cpp's server with the model of a .gguf file, on one thread. It runs in a process of its own, since a bad
-    file would end this one, until the context ends. ``exact``: its cache and attention are in float32, and not in
-    float16, which is its default."""
+    """llama.cpp's server with the model of a .gguf file, on one thread.
+
+    It runs in a separate process, since an invalid file would end this one, and stops when the context ends. ``exact``:
+    the KV cache and attention are float32, not float16, the default.
+    """
 
     def __init__(self, path: Path, exact: bool = True) -> None:
         self.path = path
@@ -70,21 +71,21 @@ class LlamaCpp:
         self.connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
         if not address:
             self.__exit__()
-            raise RuntimeError(f"llama.cpp does not read {self.path}: {self.said}")
+            raise RuntimeError(f"llama.cpp cannot read {self.path}: {self.log}")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.connection.close()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            pipe.close()  # at the end of its input the process ends
+            pipe.close()  # the process exits at the end of its input
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self.errors.seek(0)
-        self.said = self.errors.read().decode("utf-8", "replace")
+        self.log = self.errors.read().decode("utf-8", "replace")
         self.errors.close()
 
     def post(self, where: str, **body: Any) -> dict[str, Any]:
@@ -93,31 +94,31 @@ class LlamaCpp:
         answer = self.connection.getresponse()
         found: dict[str, Any] = json.loads(answer.read())
         if answer.status != 200:
-            raise RuntimeError(f"llama.cpp answers {where} with {found}")
+            raise RuntimeError(f"llama.cpp answered {where} with {found}")
         return found
 
     def ids(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Returns the ids of a text, in which special tokens are text unless ``parse_special``."""
+        """Returns the ids of a text. Special tokens in it are plain text unless ``parse_special``."""
         return list(
             self.post("/tokenize", content=text, add_special=add_special, parse_special=parse_special)["tokens"]
         )
 
     def continuation(self, prompt: str, count: int = GREEDY) -> list[int]:
-        """Returns the likeliest ids after a prompt, one after the other, up to an end of text."""
+        """Returns the greedy continuation of a prompt, up to end-of-text."""
         found = self.post(
             "/completion", prompt=prompt, n_predict=count, temperature=0, samplers=["temperature"], return_tokens=True
         )
         return list(found["tokens"])
 
     def logprob(self, ids: Sequence[int], following: int) -> float:
-        """Returns the log-probability of an id after others: the id is forced, which the logits told do not know."""
+        """Returns the log-probability of an id after others. The id is forced, which leaves logits alone."""
         found = self._probabilities(ids, 1, [[following, 1e9]])
         assert found["id"] == following
         return float(found["logprob"])
 
     def logprobs(self, ids: Sequence[int], vocab_size: int) -> Numbers:
-        """Returns the log-probabilities (V) of all ids after others. Id 65, an A, is forced: with a part of a character
-        llama.cpp gives none."""
+        """Returns the log-probabilities (V) of all ids after others. Id 65, an A, is forced: llama.cpp returns none
+        with a part of a character."""
         found = np.full(vocab_size, np.nan)
         for each in self._probabilities(ids, vocab_size, [[65, 1e9]])["top_logprobs"]:
             found[each["id"]] = each["logprob"]
@@ -131,7 +132,7 @@ class LlamaCpp:
         return dict(found["completion_probabilities"][0])
 
 
-# Two plain sentences in each of some languages and scripts.
+# Two simple sentences in each of several languages and scripts.
 LANGUAGES = [
     "The river is wide here, and it's cold. We don't swim until June.",
     "Der Fluss ist hier breit; größere Boote dürfen nicht weiterfahren. Schön wär's!",
@@ -182,7 +183,7 @@ _NUMBERS = ["0", "7", "12", "345", "6789", "1234567890", "3.14", "1,000,000", "�
 
 
 def _pieces() -> list[Callable[[random.Random], str]]:
-    """Makers of pieces of text, one for each kind."""
+    """Returns functions that draw a piece of text, one for each kind."""
     code = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "gpt").rglob("*.py"))]
 
     def part(found: Sequence[str], random: random.Random) -> str:
@@ -209,28 +210,28 @@ def _pieces() -> list[Callable[[random.Random], str]]:
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
-    """Returns texts: a fifth of hypothesis' own, the others of languages, code, white space, numbers, emoji, marks,
-    quotes, the words of special tokens, and any characters."""
+    """Returns random texts: a fifth from hypothesis, the others of languages, code, white space, numbers, emoji, marks,
+    quotes, the names of special tokens, and any characters."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
 
-    some, drawn, made = [], random.Random(seed), _pieces()
-    while len(some) < count - count // 5:
-        pieces = (drawn.choice(made)(drawn) for _ in range(drawn.randrange(1, 9)))
-        some.append(drawn.choice(["", "", " "]).join(pieces))
+    found, rng, pieces = list[str](), random.Random(seed), _pieces()
+    while len(found) < count - count // 5:
+        parts = (rng.choice(pieces)(rng) for _ in range(rng.randrange(1, 9)))
+        found.append(rng.choice(["", "", " "]).join(parts))
 
     @settings(max_examples=count // 5, phases=[Phase.generate], derandomize=True, database=None, deadline=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.text(max_size=60))
     def take(text: str) -> None:
-        some.append(text)
+        found.append(text)
 
     take()
-    return some[:count]
+    return found[:count]
 
 
-def learnt(pattern: str, size: int, texts: Iterable[str]) -> Tokenizer:
-    """Learns a byte-level BPE of a pattern; `gpt` itself learns those of GPT-2's only."""
+def train_bpe(pattern: str, size: int, texts: Iterable[str]) -> Tokenizer:
+    """Trains a byte-level BPE with a pattern; `gpt` itself trains with GPT-2's only."""
     import rustbpe
 
     learner = rustbpe.Tokenizer()
@@ -240,23 +241,23 @@ def learnt(pattern: str, size: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def vocabularies(text: str) -> Iterator[tuple[str, Tokenizer]]:
-    """Yields tokenizers of each pattern that llama.cpp has, with what each is called."""
+    """Yields tokenizers for each pattern that llama.cpp has, by name."""
     yield "bytes", bytes_tokenizer()
     for size in (512, 4096):
-        yield f"learnt from TEXT, {size} ids", learnt(GPT2_PATTERN, size, [text])
+        yield f"trained on TEXT, {size} ids", train_bpe(GPT2_PATTERN, size, [text])
     languages = [" ".join(random.Random(number).sample(LANGUAGES, len(LANGUAGES))) for number in range(20)]
     for size in (400, 1500):
-        yield f"learnt from {len(LANGUAGES)} languages, {size} ids", learnt(GPT2_PATTERN, size, languages)
+        yield f"trained on {len(LANGUAGES)} languages, {size} ids", train_bpe(GPT2_PATTERN, size, languages)
     both = [*languages, text]
-    yield "Llama 3's pattern", learnt(LLAMA3_PATTERN, 3000, both)
-    yield "Qwen's pattern", learnt(LLAMA3_PATTERN.replace("{1,3}", ""), 3000, both)
-    yield "SmolLM's pattern", learnt(DIGITS_PATTERN, 3000, both)
-    yield "minbpe's pattern", learnt(MINBPE_PATTERN, 3000, both)
-    yield "cl100k's pattern", learnt(CL100K_PATTERN, 3000, both)
+    yield "Llama 3's pattern", train_bpe(LLAMA3_PATTERN, 3000, both)
+    yield "Qwen's pattern", train_bpe(LLAMA3_PATTERN.replace("{1,3}", ""), 3000, both)
+    yield "SmolLM's pattern", train_bpe(DIGITS_PATTERN, 3000, both)
+    yield "minbpe's pattern", train_bpe(MINBPE_PATTERN, 3000, both)
+    yield "cl100k's pattern", train_bpe(CL100K_PATTERN, 3000, both)
     try:
         yield "GPT-2's", gpt2_tokenizer()
     except WorkError as error:
-        print(f"GPT-2's vocabulary is left out: {error}")
+        print(f"Skipped GPT-2's vocabulary: {error}")
 
 
 def untrained(path: Path, tokenizer: Tokenizer) -> Path:
@@ -269,50 +270,50 @@ def untrained(path: Path, tokenizer: Tokenizer) -> Path:
     return path
 
 
-def other_ids(tokenizer: Tokenizer, server: LlamaCpp, some: Iterable[str]) -> list[str]:
-    """Returns the texts to which llama.cpp gives other ids."""
-    return [text for text in some if tokenizer.encode(text).tolist() != server.ids(text)]
+def other_ids(tokenizer: Tokenizer, server: LlamaCpp, texts: Iterable[str]) -> list[str]:
+    """Returns the texts that llama.cpp tokenizes differently."""
+    return [text for text in texts if tokenizer.encode(text).tolist() != server.ids(text)]
 
 
 _gelu = F.gelu
 
 
 def table_gelu(x: Tensor, approximate: str) -> Tensor:
-    """GELU as llama.cpp's CPU computes it: a table from float16 to float16, between -10 and 10."""
+    """Computes GELU as llama.cpp does on a CPU: a float16 lookup table between -10 and 10."""
     looked_up = _gelu(x.half().float(), approximate=approximate).half().float()
     return torch.where(x <= -10, 0.0, torch.where(x >= 10, x, looked_up))
 
 
 def with_table_gelu() -> Any:
-    """Within the context, our decoder takes llama.cpp's GELU. SwiGLU has no table."""
+    """A context in which our decoder uses llama.cpp's GELU. SwiGLU has no table."""
     return mock.patch.object(decoder.F, "gelu", table_gelu)
 
 
 @dataclass(frozen=True)
 class Greedy:
-    """Continuations of a model's prompts by the likeliest ids."""
+    """A comparison of greedy continuations."""
 
     prompts: int
-    tokens: int  # of ours, those after a difference left out
-    apart: list[float]  # nats between our two likeliest ids where llama.cpp takes another
+    tokens: int  # tokens of ours up to the first difference of each
+    apart: list[float]  # nats between our two most likely ids at each difference
 
 
 def prompts(model: LanguageModel, text: str, count: int) -> list[str]:
-    """Returns prompts from a text that leave room for a continuation in the context."""
-    drawn, found = random.Random(0), list[str]()
+    """Draws prompts from a text, short enough for a continuation within the context."""
+    rng, found = random.Random(0), list[str]()
     while len(found) < count:
-        start = drawn.randrange(len(text))
-        prompt = text[start : start + drawn.randrange(4, 160)]
+        start = rng.randrange(len(text))
+        prompt = text[start : start + rng.randrange(4, 160)]
         if prompt and len(model.tokenizer.prompt(prompt)) <= model.model.config.block_size - GREEDY:
             found.append(prompt)
     return found
 
 
-def greedy(model: LanguageModel, some: Sequence[str], theirs: Sequence[list[int]]) -> Greedy:
-    """Compares continuations with llama.cpp's, up to the first other id of each."""
+def greedy(model: LanguageModel, prompts: Sequence[str], theirs: Sequence[list[int]]) -> Greedy:
+    """Compares continuations with llama.cpp's, up to the first difference of each."""
     config = SampleConfig(temperature=0, max_tokens=GREEDY, logprobs=2)
     tokens, apart = 0, []
-    for piece in model.write_all(some, config):
+    for piece in model.write_all(prompts, config):
         if piece.sample is None:
             continue
         assert piece.sample.logprobs is not None
@@ -323,8 +324,8 @@ def greedy(model: LanguageModel, some: Sequence[str], theirs: Sequence[list[int]
             (_, first), (_, second) = piece.sample.logprobs[same].top
             apart.append(first - second)
         elif len(ours) != len(ids):
-            raise AssertionError(f"{some[piece.prompt]!r} ends after {len(ours)} tokens, there after {len(ids)}")
-    return Greedy(len(some), tokens, sorted(apart))
+            raise AssertionError(f"{prompts[piece.prompt]!r}: {len(ours)} tokens, in llama.cpp {len(ids)}")
+    return Greedy(len(prompts), tokens, sorted(apart))
 
 
 def trained(text: Path, out: Path, steps: int, **settings: Any) -> LanguageModel:
@@ -337,7 +338,7 @@ def trained(text: Path, out: Path, steps: int, **settings: Any) -> LanguageModel
 
 
 def exported(model: LanguageModel, out: Path, **settings: Any) -> Path:
-    """Exports a model, once."""
+    """Exports a model unless ``out`` exists."""
     if not out.exists():
         api.export(model.path, out, device="cpu", **settings)
     return out
@@ -350,7 +351,7 @@ def their_loss(server: LlamaCpp, some: Sequence[Window]) -> float:
 
 
 def with_weights_of(path: Path, model: LanguageModel, kind: str) -> GPT:
-    """Our decoder in float32 with the numbers that a .gguf file of this kind holds."""
+    """Returns our decoder in float32 with the values of a .gguf file of this type."""
     source = open_source(path)
     stored = run.stored(source, run.Target(Path("model.gguf"), True, kind, None))
     return checkpoint.build(source.config, stored, model.compute.device, torch.float32)
@@ -369,103 +370,96 @@ def our_logprobs(model: LanguageModel, some: Iterable[Window], count: int) -> Nu
 
 
 def their_logprobs(server: LlamaCpp, some: Iterable[Window], count: int, vocab_size: int) -> Numbers:
-    """Returns the same of llama.cpp."""
+    """Returns the same from llama.cpp."""
     places = ((window, i) for window in some for i in range(len(window.x)))
     return np.stack([server.logprobs(w.x[: i + 1].tolist(), vocab_size) for w, i in islice(places, count)])
 
 
-def ids_table(text: str, count: int, place: Path) -> Iterator[str]:
-    """Yields a table of vocabularies and the texts to which llama.cpp gives other ids."""
-    some = texts(count)
-    yield f"Token ids of {count:,} texts ({sum(map(len, some)):,} characters), special tokens written out among them:"
-    yield ""
-    yield "| vocabulary | ids | texts with other ids |"
-    yield "|---|---:|---:|"
+def ids_table(text: str, count: int, place: Path) -> Table:
+    """Compares the token ids of random texts, by vocabulary."""
+    found, rows = texts(count), []
     for number, (name, tokenizer) in enumerate(vocabularies(text)):
         with LlamaCpp(untrained(place / f"{number}.gguf", tokenizer)) as server:
-            other = other_ids(tokenizer, server, some)
-        yield f"| {name} | {tokenizer.vocab_size:,} | {len(other):,} |"
+            other = other_ids(tokenizer, server, found)
+        rows.append([name, f"{tokenizer.vocab_size:,}", f"{len(other):,}"])
         print(name, *map(ascii, other), sep="\n  ", flush=True)
-    yield ""
-    yield "llama.cpp has Unicode 15: the letters and digits of Unicode 16, 4,382 of them, are neither to it."
+    characters = sum(map(len, found))
+    caption = f"Token ids of {count:,} texts ({characters:,} characters), which include the names of special tokens:"
+    return Table(["vocabulary", "ids", "texts with different ids"], rows, caption)
 
 
-def greedy_table(models: dict[str, LanguageModel], text: str, count: int, place: Path) -> Iterator[str]:
-    """Yields a table of models and the prompts that llama.cpp continues otherwise."""
-    yield f"Greedy continuations, {GREEDY} tokens of {count:,} prompts each, of f32 files with a cache in float32:"
-    yield ""
-    yield "| model | tokens compared | GELU | prompts with another id | nats between our two likeliest ids there |"
-    yield "|---|---:|---|---:|---|"
+def greedy_table(models: dict[str, LanguageModel], text: str, count: int, place: Path) -> Table:
+    """Compares greedy continuations."""
+    rows = []
     for number, (name, model) in enumerate(models.items()):
-        some = prompts(model, text, count)
-        with LlamaCpp(exported(model, place / f"greedy{number}.gguf", type="f32")) as server:
-            theirs = [server.continuation(prompt) for prompt in some]
+        drawn = prompts(model, text, count)
+        with LlamaCpp(exported(model, place / f"greedy{number}.gguf", dtype="f32")) as server:
+            theirs = [server.continuation(prompt) for prompt in drawn]
         for kind, how in gelus(model):
             with how():
-                found = greedy(model, some, theirs)
+                found = greedy(model, drawn, theirs)
             apart = ", ".join(f"{each:.5f}" for each in found.apart)
-            yield f"| {name} | {found.tokens:,} | {kind} | {len(found.apart)} | {apart} |"
+            rows.append([name, f"{found.tokens:,}", kind, str(len(found.apart)), apart])
+    columns = ["model", "tokens compared", "GELU", "prompts that differ", "nats between our two most likely ids there"]
+    caption = f"Greedy continuations of {count:,} prompts, {GREEDY} tokens each, f32 files, float32 KV cache:"
+    return Table(columns, rows, caption)
 
 
 def gelus(model: LanguageModel) -> list[tuple[str, Callable[[], Any]]]:
-    """Returns how our decoder may compute the activations: as it is, and with llama.cpp's table if it has a GELU."""
+    """Returns the ways to compute our decoder's activation: its own, and llama.cpp's table if it is GELU."""
     if model.model.config.mlp != "gelu":
         return [("none", nullcontext)]
-    return [("ours", nullcontext), ("its table", with_table_gelu)]
+    return [("exact", nullcontext), ("llama.cpp's table", with_table_gelu)]
 
 
-def loss_table(model: LanguageModel, some: list[Window], place: Path) -> Iterator[str]:
-    """Yields a table of the losses of exported folders here and of exported files in llama.cpp."""
-    count = sum(len(window.y) - window.skipped for window in some)
-    yield f"Loss over {count:,} tokens in windows of {len(some[0].x)} (llama.cpp takes no more), nats per token:"
-    yield ""
-    yield "| export | bytes | here | in llama.cpp |"
-    yield "|---|---:|---:|---:|"
+def loss_table(model: LanguageModel, some: list[Window], place: Path) -> Table:
+    """Compares the losses of exported folders in `gpt` and of exported files in llama.cpp."""
+    rows = []
     for dtype in ("float32", "int8", "int4"):
         folder = exported(model, place / dtype, dtype=dtype)
         size = (folder / "model.safetensors").stat().st_size
         total, n = total_loss(api.load(folder, device="cpu").model, some, model.compute)
-        yield f"| folder, {dtype} | {size:,} | {total / n:.4f} | |"
+        rows.append([f"folder, {dtype}", f"{size:,}", f"{total / n:.4f}", ""])
     for kind in ("f32", "f16", "q8_0", "q4_0"):
-        path = exported(model, place / f"{kind}.gguf", type=kind)
+        path = exported(model, place / f"{kind}.gguf", dtype=kind)
         total, n = total_loss(with_weights_of(model.path, model, kind), some, model.compute)
         with LlamaCpp(path) as server:
             theirs = their_loss(server, some)
-        yield f"| .gguf, {kind} | {path.stat().st_size:,} | {total / n:.4f} | {theirs:.4f} |"
+        rows.append([f".gguf, {kind}", f"{path.stat().st_size:,}", f"{total / n:.4f}", f"{theirs:.4f}"])
+    count, length = sum(len(window.y) - window.skipped for window in some), len(some[0].x)
+    caption = f"Loss over {count:,} tokens in windows of {length}, llama.cpp's maximum, in nats per token:"
+    return Table(["export", "bytes", "in `gpt`", "in llama.cpp"], rows, caption)
 
 
-def difference_table(models: dict[str, LanguageModel], text: str, count: int, place: Path) -> Iterator[str]:
-    """Yields a table of how far llama.cpp's log-probabilities of all ids are from ours."""
-    yield f"Log-probabilities of all ids at {count:,} positions, f32 files, nats from ours in float32:"
-    yield ""
-    yield "| model | its attention | GELU | mean | largest |"
-    yield "|---|---|---|---:|---:|"
+def difference_table(models: dict[str, LanguageModel], text: str, count: int, place: Path) -> Table:
+    """Compares the log-probabilities of all ids."""
+    rows = []
     for number, (name, model) in enumerate(models.items()):
-        path = exported(model, place / f"difference{number}.gguf", type="f32")
+        path = exported(model, place / f"difference{number}.gguf", dtype="f32")
         some = text_windows(model, text)
-        for exact, attention in ((True, "float32"), (False, "float16, its default")):
+        for exact, attention in ((True, "float32"), (False, "float16 (default)")):
             with LlamaCpp(path, exact) as server:
                 theirs = their_logprobs(server, some, count, model.model.config.vocab_size)
             for kind, how in gelus(model):
                 with how():
                     found = np.abs(theirs - our_logprobs(model, some, count))
-                yield f"| {name} | {attention} | {kind} | {found.mean():.1e} | {found.max():.1e} |"
-    yield ""
-    yield "llama.cpp's GELU on a CPU is a table in half precision; SwiGLU has none."
+                rows.append([name, attention, kind, f"{found.mean():.1e}", f"{found.max():.1e}"])
+    caption = f"Log-probabilities of all ids at {count:,} positions, f32 files, difference from float32 here in nats:"
+    return Table(["model", "llama.cpp's attention", "GELU", "mean", "largest"], rows, caption)
 
 
 def text_windows(model: LanguageModel, text: str) -> list[Window]:
-    """Returns the windows of a text that `gpt eval` takes, but one position shorter, since llama.cpp's server predicts
-    nothing at the last position of its context."""
+    """Returns `gpt eval`'s windows of a text, one token shorter, since llama.cpp's server predicts nothing at the last
+    position of its context."""
     document = model.tokenizer.document(text).astype(np.int64)
     return list(windows(Encoded([document]), model.model.config.block_size - 1))
 
 
 def main() -> None:
-    """Runs everything and writes the section of RESULTS.md."""
+    """Measures and writes the section."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?", help="a run or checkpoint; without it one is trained")
-    parser.add_argument("text", nargs="?", help="a file; without it the Python reference")
+    parser.add_argument("model", nargs="?", help="a run or checkpoint; without it, one is trained")
+    parser.add_argument("text", nargs="?", help="a file; without it, the Python reference")
     parser.add_argument("--texts", type=int, default=10_000)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=4000, help="tokens over which losses are measured")
@@ -485,7 +479,7 @@ def main() -> None:
         else:
             main_model = trained(file, place / "main", 300, vocab_size=1024)
         models = {
-            "learnt vocabulary": main_model,
+            "trained vocabulary": main_model,
             "bytes": trained(file, place / "bytes", 800, tokenizer="bytes"),
             "Qwen3's layout": trained(file, place / "modern", 300, arch="modern", vocab_size=1024),
         }
@@ -495,19 +489,24 @@ def main() -> None:
                 file, place / "gpt2", 500, tokenizer="gpt2", n_embd=64, batch_tokens=256
             )
         except WorkError as error:
-            print(f"GPT-2's vocabulary is left out: {error}")
+            print(f"Skipped GPT-2's vocabulary: {error}")
         some = text_windows(main_model, text)
         some = some[: -(-arguments.tokens // len(some[0].x))]
-        both = {each: models[each] for each in ("learnt vocabulary", "Qwen3's layout")}
-        lines = [
-            *ids_table(text, arguments.texts, place), "",
-            *greedy_table(models, text, arguments.prompts, place), "",
-            *loss_table(main_model, some, place), "",
-            *difference_table(both, text, arguments.positions, place), "",
-        ]  # fmt: skip
-    about = f"- xllamacpp {version('xllamacpp')}, one thread; the model: {parameters(main_model):,} parameters"
+        both = {each: models[each] for each in ("trained vocabulary", "Qwen3's layout")}
+        tables = [
+            ids_table(text, arguments.texts, place),
+            greedy_table(models, text, arguments.prompts, place),
+            loss_table(main_model, some, place),
+            difference_table(both, text, arguments.positions, place),
+        ]
+    notes = [
+        f"llama.cpp runs on one thread; the main model has {parameters(main_model):,} parameters.",
+        "llama.cpp has Unicode 15 and treats the 4,382 letters and digits of Unicode 16 as neither.",
+        "llama.cpp's GELU on a CPU is a table in half precision; SwiGLU has no table.",
+    ]
     command = "python -m benchmarks.llama_cpp" + (" MODEL TEXT" if arguments.model else "")
-    write_section("Exported files in llama.cpp", [*lines, *machine(command), about])
+    section = measured("Exported files in llama.cpp", command, notes, tables, ["torch", "xllamacpp"])
+    write_section("llama_cpp", section)
 
 
 def parameters(model: LanguageModel) -> int:

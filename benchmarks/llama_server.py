@@ -1,19 +1,33 @@
-"""The process in which `benchmarks.llama_cpp` has llama.cpp run. It imports nothing else, so that it starts quickly.
+"""Serves a .gguf file with llama.cpp until standard input ends, and prints the address.
 
-    python -m benchmarks.llama_server FILE [--exact]
+    python -m benchmarks.llama_server FILE [--exact] [--threads N] [--clients N --port N]
 
-Serves a file until standard input ends, and prints where. With --exact, keys, values and attention are float32.
+Other benchmarks start this as a separate process. With --exact, keys, values and attention are float32. With --clients,
+each client has a slot with a context of 256 tokens; without it, one client has the model's context.
 """
 
+import argparse
 import sys
 
 import xllamacpp
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("file")
+parser.add_argument("--exact", action="store_true")
+parser.add_argument("--threads", type=int, default=1)
+parser.add_argument("--clients", type=int)
+parser.add_argument("--port", type=int)
+asked = parser.parse_args()
+
 params = xllamacpp.CommonParams()
-params.model.path = sys.argv[1]
-params.n_gpu_layers, params.n_parallel, params.verbosity = 0, 1, 1
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-if sys.argv[2:] == ["--exact"]:  # flash attention would put keys and values in float16
+params.model.path = asked.file
+params.n_gpu_layers, params.n_parallel, params.verbosity = 0, asked.clients or 1, 1
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked.threads
+if asked.clients:
+    params.n_ctx = asked.clients * 256
+if asked.port:
+    params.port = asked.port
+if asked.exact:  # flash attention would store keys and values in float16
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 params.warmup = params.fit_params = params.ui = False

@@ -1,10 +1,10 @@
-"""Measures fine-tuning with adapters beside transformers with PEFT: steps per second and peak memory.
+"""Measures LoRA fine-tuning, compared with Transformers and PEFT: steps per second and peak memory.
 
     python -m benchmarks.lora [--rounds N] [--steps N]
 
-SmolLM2-135M's shape with random weights, adapters of rank 8 on all linear maps, 8 sequences of 256 tokens a step, in
-bfloat16. Both read the same folder. Each side is a process of its own; sides take turns in each round.
-Takes some ten minutes, in which nothing else should run.
+The shape of SmolLM2-135M with random weights, adapters of rank 8 on all linear layers, 8 sequences of 256 tokens per
+step, in bfloat16. Both systems read the same folder, run in separate processes and take turns. Takes some ten minutes,
+in which nothing else should run.
 """
 
 import argparse
@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results import ROOT, machine, write_section
+from benchmarks.results import ROOT, Table, measured, write_section
 
 PRESET, RANK, ROWS, LENGTH = "smollm2-135m", 8, 8, 256
-WARM = 2  # steps at the start that do not count
+WARM = 2  # warm-up steps
 RATE = 1e-4
 
 
 def make(base: Path, text: Path) -> None:
-    """Writes a text of made-up words, and a model of the shape with random weights, in bfloat16 as on the hub, whose
-    vocabulary is learnt from the text."""
+    """Writes a text of made-up words, and a model with random weights in bfloat16, as on the hub. Its tokenizer is
+    trained on the text."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -47,12 +47,12 @@ def make(base: Path, text: Path) -> None:
     checkpoint.save(base, model, checkpoint.TokenizerFiles(tokenizer, model.config), {"step": 0})
     weights = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):  # so that it is as others write it
+    for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):  # as other programs write it
         (base / name).unlink()
 
 
 def ours(base: Path, text: Path, steps: int) -> dict[str, float]:
-    """Fine-tunes by `gpt.train`; returns the median seconds of a step and the peak memory in bytes."""
+    """Fine-tunes with `gpt.train`; returns the median seconds of a step and the peak memory in bytes."""
     import gpt
     from gpt import events
 
@@ -69,12 +69,12 @@ def ours(base: Path, text: Path, steps: int) -> dict[str, float]:
     )  # fmt: skip
     record = json.loads((result.run / "run.json").read_text(encoding="utf-8"))["resolved"]
     assert (record["rows"], record["micro_batch"]) == (ROWS, ROWS), record
-    return measured(at)
+    return summarized(at)
 
 
 def theirs(base: Path, _: Path, steps: int) -> dict[str, float]:
-    """Fine-tunes by PEFT, with the frozen model in bfloat16 and adapters in float32 under autocast, as transformers'
-    Trainer does with ``bf16=True``; returns the same."""
+    """Fine-tunes with PEFT; returns the same. The frozen model is bfloat16 and the adapters are float32 under autocast,
+    as in Transformers' Trainer with ``bf16=True``."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM
@@ -96,21 +96,21 @@ def theirs(base: Path, _: Path, steps: int) -> dict[str, float]:
         optimizer.zero_grad()
         loss.item()
         at.append(time.perf_counter())
-    return measured(at)
+    return summarized(at)
 
 
-def measured(at: list[float]) -> dict[str, float]:
+def summarized(at: list[float]) -> dict[str, float]:
     """Returns the median seconds between steps that ended ``at`` these times, and the process's peak memory."""
     unit = 1 if sys.platform == "darwin" else 1024
     seconds = statistics.median(b - a for a, b in zip(at[WARM - 1 :], at[WARM:], strict=False))
     return {"seconds": seconds, "peak": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
-SIDES = {"gpt": ours, "transformers with PEFT": theirs}
+SIDES = {"`gpt`": ours, "Transformers with PEFT": theirs}
 
 
 def in_a_process(side: str, base: Path, text: Path, steps: int) -> dict[str, float]:
-    """Runs a side in a process of its own."""
+    """Runs a system in a separate process."""
     words = [sys.executable, "-m", "benchmarks.lora", "--side", side, "--base", base, "--text", text, "--steps", steps]
     done = subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
@@ -119,8 +119,8 @@ def in_a_process(side: str, base: Path, text: Path, steps: int) -> dict[str, flo
     return found
 
 
-def table(rounds: int, steps: int) -> list[str]:
-    """Returns the table of medians over the rounds, with the ratios that count."""
+def compare(rounds: int, steps: int) -> tuple[list[str], list[Table]]:
+    """Returns notes with the ratios, and a table of medians over the rounds."""
     got: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as place:
         base, text = Path(place) / "base", Path(place) / "text"
@@ -129,32 +129,27 @@ def table(rounds: int, steps: int) -> list[str]:
             for side in SIDES:
                 got[side].append(in_a_process(side, base, text, steps))
                 print(side, got[side][-1], flush=True)
-    rates = {side: [1 / each["seconds"] for each in some] for side, some in got.items()}
-    peaks = {side: statistics.median(each["peak"] for each in some) for side, some in got.items()}
-    rows = [
-        f"`{PRESET}` with random weights, adapters of rank {RANK} on all linear maps, {ROWS} × {LENGTH} tokens a step, "
-        f"bfloat16; medians of {rounds} rounds of {steps} steps in turn, each a process. The peak is the process's.",
-        "",
-        "| | steps per second | each round | peak memory, GB |",
-        "|---|---:|---|---:|",
-        *(
-            f"| {side} | {statistics.median(some):.3f} | {', '.join(f'{rate:.3f}' for rate in some)} "
-            f"| {peaks[side] / 1e9:.2f} |"
-            for side, some in rates.items()
-        ),
-    ]
+    rates = {side: [1 / each["seconds"] for each in found] for side, found in got.items()}
+    peaks = {side: statistics.median(each["peak"] for each in found) for side, found in got.items()}
     one, other = SIDES
-    pairs = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
-    return [
-        *rows,
-        "",
-        f"{statistics.median(pairs):.2f} times the steps per second (rounds: "
-        f"{', '.join(f'{pair:.2f}' for pair in pairs)}), {peaks[one] / peaks[other]:.2f} times the memory.",
+    ratios = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
+    notes = [
+        f"`{PRESET}` with random weights, adapters of rank {RANK} on all linear layers, {ROWS} × {LENGTH} tokens per "
+        "step, bfloat16.",
+        f"Medians of {rounds} rounds of {steps} steps; the systems take turns, each in a new process, whose peak "
+        "memory is shown.",
+        f"`gpt` reaches {statistics.median(ratios):.2f} times the steps per second (in each round: "
+        f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}) with {peaks[one] / peaks[other]:.2f} times the memory.",
     ]
+    rows = []
+    for side, found in rates.items():
+        each = ", ".join(f"{rate:.3f}" for rate in found)
+        rows.append([side, f"{statistics.median(found):.3f}", each, f"{peaks[side] / 1e9:.2f} GB"])
+    return notes, [Table(["system", "steps/s", "each round", "peak memory"], rows)]
 
 
 def main() -> None:
-    """Measures, prints the section, and writes it to RESULTS.md; in a process of its own, one side."""
+    """Measures and writes the section; in a separate process, runs one system."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
@@ -165,11 +160,9 @@ def main() -> None:
     if asked.side:
         print(json.dumps(SIDES[asked.side](asked.base, asked.text, asked.steps)))
     else:
-        from importlib.metadata import version
-
-        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
-        how = [*machine("python -m benchmarks.lora"), f"- {versions}", ""]
-        write_section("Fine-tuning with adapters", [*how, *table(asked.rounds, asked.steps)])
+        content = compare(asked.rounds, asked.steps)
+        packages = ["torch", "transformers", "peft"]
+        write_section("lora", measured("Fine-tuning with adapters", "python -m benchmarks.lora", *content, packages))
 
 
 if __name__ == "__main__":

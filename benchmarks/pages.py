@@ -1,8 +1,8 @@
-"""Measures the page of `gpt inspect attention`: GPT-2 124M's 12 layers of 12 heads over 128 tokens.
+"""Measures the page of `gpt inspect attention` for GPT-2 124M: 12 layers of 12 heads over 128 tokens.
 
     python -m benchmarks.pages
 
-Needs the dev extra, GPT-2's vocabulary (tiktoken fetches it, or has it in TIKTOKEN_CACHE_DIR) and a Chromium.
+Needs the dev extra, GPT-2's vocabulary (tiktoken downloads it unless TIKTOKEN_CACHE_DIR has it) and Chromium.
 """
 
 import shutil
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.results import SCRIPTS, command, machine, write_section
+from benchmarks.results import SCRIPTS, Table, measured, output, write_section
 
 TOKENS, LOADS = 128, 5
 DRAWN = "() => new Promise(f => requestAnimationFrame(() => requestAnimationFrame(() => f(performance.now()))))"
 
 
 def make(place: Path) -> tuple[Path, float]:
-    """Makes the page by the command that a user types; returns its path and the seconds that it took.
+    """Runs the command as a user types it; returns the page's path and the command's seconds.
 
     Weights are random: the size of the page does not depend on them.
     """
@@ -30,18 +30,18 @@ def make(place: Path) -> tuple[Path, float]:
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config()).save_pretrained(place / "model")
     prompt, page = place / "prompt.txt", place / "page.html"
-    prompt.write_text(" the" * TOKENS)  # a token each
+    prompt.write_text(" the" * TOKENS)  # one token each
     started = time.perf_counter()
     words = ("inspect", "attention", "-m", str(place / "model"), "--prompt-file", str(prompt), "-o", str(page))
-    command(str(SCRIPTS / "gpt"), *words)
+    output(str(SCRIPTS / "gpt"), *words)
     return page, time.perf_counter() - started
 
 
 def load(page: Path) -> tuple[list[float], str]:
-    """Loads the page; returns the seconds until all is painted, of each load, and the browser's version."""
+    """Loads the page several times; returns the seconds until each is painted, and the browser's version."""
     from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium") or sys.exit("no chromium is installed")
+    chromium = shutil.which("chromium") or sys.exit("Chromium is not installed")
     seconds = []
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -59,21 +59,20 @@ def load(page: Path) -> tuple[list[float], str]:
 
 
 def main() -> None:
-    """Measures, prints the section, and writes it to RESULTS.md."""
+    """Measures and writes the section."""
     with tempfile.TemporaryDirectory() as place:
         page, made = make(Path(place))
         size = page.stat().st_size
         seconds, version = load(page)
     rows = [
-        ("size of the page", f"{size / 1e6:.2f} MB"),
-        (f"drawn, median of {LOADS}", f"{statistics.median(seconds):.2f} s"),
-        ("drawn, slowest", f"{max(seconds):.2f} s"),
-        ("`gpt inspect attention`, the whole command", f"{made:.1f} s"),
+        ["size of the page", f"{size / 1e6:.2f} MB"],
+        [f"painted, median of {LOADS}", f"{statistics.median(seconds):.2f} s"],
+        ["painted, slowest", f"{max(seconds):.2f} s"],
+        ["`gpt inspect attention`, the whole command", f"{made:.1f} s"],
     ]
-    table = [f"| {what} | {value} |" for what, value in rows]
-    about = f"GPT-2 124M, 12 layers × 12 heads × {TOKENS} tokens, in headless Chromium {version}."
-    how = machine("python -m benchmarks.pages")
-    write_section("The page of attention", [*how, "", about, "", "| what | |", "|---|---:|", *table])
+    note = f"GPT-2 124M, 12 layers × 12 heads × {TOKENS} tokens, in headless Chromium {version}."
+    tables = [Table(["measure", "value"], rows)]
+    write_section("pages", measured("The page of attention", "python -m benchmarks.pages", [note], tables))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Generates with another system in a process of its own, as `gpt sample` does: loads a model, writes, ends.
+"""Generates with another system in a separate process, as `gpt sample` does: loads a model, generates, exits.
 
     python -m benchmarks.peers llama.cpp FILE.gguf IDS NEW TEXTS BATCH
     python -m benchmarks.peers transformers FOLDER IDS NEW TEXTS BATCH
 
-IDS is a prompt as JSON, after which ``NEW`` tokens of each of ``TEXTS`` texts, ``BATCH`` at once, are chosen greedily,
-without an end of text. Prints the ids of each text as JSON. `benchmarks.decode` times these commands.
+IDS is a prompt as JSON. ``TEXTS`` texts of ``NEW`` tokens each are generated greedily, ``BATCH`` at once, ignoring
+end-of-text. Prints the ids of each text as JSON. `benchmarks.decode` times these commands.
 """
 
 import http.client
@@ -18,8 +18,8 @@ THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 
 
 
 def llama_cpp(path: str, ids: list[int], new: int, texts: int, batch: int) -> list[list[int]]:
-    """Generates with llama.cpp's server, a slot and a thread of requests for each of a batch, on all cores; all
-    else, such as a cache in float16 and the choice of flash attention, is as it is by default."""
+    """Generates with llama.cpp's server, with one slot and one client thread per text of a batch, on all cores. Other
+    settings, such as the float16 cache and flash attention, keep their defaults."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -30,7 +30,7 @@ def llama_cpp(path: str, ids: list[int], new: int, texts: int, batch: int) -> li
     params.warmup = params.fit_params = params.ui = False
     server = xllamacpp.Server(params)
     address = server.listening_address.removeprefix("http://")
-    # Its default chain of samplers would sort logits that greedy decoding only compares.
+    # The default sampler chain would sort logits that greedy decoding only compares.
     body = json.dumps({
         "prompt": ids, "n_predict": new, "temperature": 0, "samplers": ["temperature"], "ignore_eos": True,
         "cache_prompt": False, "return_tokens": True,
@@ -46,7 +46,7 @@ def llama_cpp(path: str, ids: list[int], new: int, texts: int, batch: int) -> li
 
 
 def transformers(path: str, ids: list[int], new: int, texts: int, batch: int) -> list[list[int]]:
-    """Generates with transformers' ``generate`` and its cache, in float32."""
+    """Generates with Transformers' ``generate`` and its KV cache, in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,5 +1,12 @@
-"""Helpers of the benchmarks: medians, commands, lines about the machine, and sections of RESULTS.md."""
+"""Results of the benchmarks: a JSON file of sections per benchmark, and the pages that are generated from them.
 
+    python -m benchmarks.results     rewrites RESULTS.md and archive.md from results/*.json
+
+A benchmark calls `measured` and `write_section`. Tables contain text, formatted as the pages show it.
+"""
+
+import contextlib
+import json
 import os
 import platform
 import re
@@ -8,17 +15,250 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+FOLDER = ROOT / "benchmarks"
 SCRIPTS = Path(sys.executable).parent
-HEAD = "# Results\n\nWritten by `make bench`. Absolute figures are the machine's; compare within a section.\n"
+_NUMERIC = re.compile(r"[-+−]?\d[\d.,e+-]*( ?[%A-Za-z/]{1,8})?")  # a number, maybe with a unit
+
+# Benchmarks in the order of the page.
+PAGES = {
+    "RESULTS.md": (
+        "run", "curves", "gpu", "decode", "beams", "serve", "tokenize", "finetune", "lora", "llama_cpp", "rounding",
+        "contention", "faults", "pages", "h100",
+    ),
+    "archive.md": ("archive",),
+}  # fmt: skip
+HEADS = {
+    "RESULTS.md": [
+        "# Results",
+        "",
+        "Generated from `benchmarks/results/*.json` by `python -m benchmarks.results`. Speeds depend on the machine, "
+        "so compare them within a section only. Superseded measurements and logs are in the [archive](archive.md).",
+    ],
+    "archive.md": [
+        "# Archive",
+        "",
+        "Superseded measurements and logs, generated from `benchmarks/results/archive.json`. Current figures are in "
+        "the [results](RESULTS.md).",
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a section."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def lines(self) -> list[str]:
+        """Returns the caption and the table in Markdown. Columns of numbers are aligned to the right."""
+        columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.columns)
+        numeric = [all(not cell or _NUMERIC.fullmatch(cell) for cell in column) for column in columns]
+        rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
+        table = [_row(self.columns), rule, *map(_row, self.rows)]
+        return [self.caption, "", *table] if self.caption else table
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |"
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a benchmark measured, and where, when and how it did. ``notes`` are sentences."""
+
+    title: str
+    commit: str
+    date: str
+    machine: str
+    command: str
+    notes: Sequence[str] = ()
+    tables: Sequence[Table] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [
+            f"## {self.title}",
+            f"- {self.machine}\n- commit {self.commit}, {self.date}, command `{self.command}`",
+            "\n".join(self.notes),
+            *("\n".join(table.lines()) for table in self.tables),
+        ]
+        return "\n\n".join(filter(None, parts))
+
+
+def measured(
+    title: str, command: str, notes: Sequence[str], tables: Sequence[Table], packages: Sequence[str] = ("torch",)
+) -> Section:
+    """Returns a section measured now, on this machine, at this commit, with these ``packages``."""
+    return Section(title, **about(command, packages), notes=notes, tables=tables)
+
+
+def about(command: str, packages: Sequence[str]) -> dict[str, str]:
+    """Returns the commit, date, machine and command of a measurement made now."""
+    commit = "unknown"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = output("git", "rev-parse", "--short", "HEAD", cwd=ROOT).strip()
+        own = [":!benchmarks/results", ":!benchmarks/*.md"]  # which benchmarks write
+        changed = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *own, cwd=ROOT)
+        commit += "-dirty" if changed else ""
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    return {"commit": commit, "date": today, "machine": machine(packages), "command": command}
+
+
+def machine(packages: Sequence[str]) -> str:
+    """Describes this machine: processor, cores, system, Python, and the versions of ``packages``."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu = names[0] if names else cpu
+    versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
+    return f"{cpu}, {os.cpu_count()} cores; {platform.platform()}; {', '.join(versions)}"
+
+
+def load(benchmark: str) -> list[Section]:
+    """Returns the sections of a benchmark, none if it has not been run."""
+    path = FOLDER / "results" / f"{benchmark}.json"
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return [Section(**each | {"tables": [Table(**table) for table in each["tables"]]}) for each in found]
+
+
+def save(benchmark: str, sections: Sequence[Section]) -> None:
+    """Writes the sections of a benchmark, with one table row per line."""
+    text = json.dumps([asdict(section) for section in sections], indent=1, ensure_ascii=False)
+    text = re.sub(r'\n {6}|\n {5}(?=["\]])|(?<=")\n {4}(?=\])', " ", text)
+    (FOLDER / "results" / f"{benchmark}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def write_section(benchmark: str, section: Section) -> None:
+    """Replaces the section of this title in the benchmark's results, or adds it; rewrites the pages; prints it."""
+    sections = {each.title: each for each in load(benchmark)} | {section.title: section}
+    save(benchmark, list(sections.values()))
+    write_pages()
+    print(section)
+
+
+def page(name: str) -> str:
+    """Returns a page in Markdown."""
+    sections = [section for benchmark in PAGES[name] for section in load(benchmark)]
+    parts = ["\n".join(HEADS[name])]
+    if name == "RESULTS.md":
+        parts.append("\n".join(["## Summary", "", *summary(sections).lines()]))
+    return "\n\n".join([*parts, *map(str, sections)]) + "\n"
+
+
+def write_pages() -> None:
+    """Rewrites the pages."""
+    for name in PAGES:
+        (FOLDER / name).write_text(page(name), encoding="utf-8")
+
+
+def anchor(title: str) -> str:
+    """Returns the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+# The summary
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A line of the summary: the cells in a ``column`` of a section, each from the only row with all of some cells."""
+
+    work: str
+    section: str
+    column: str
+    ours: Sequence[str]
+    peer: str = ""
+    theirs: Sequence[str] = ()
+    their_column: str = ""  # if another
+
+    def row(self, sections: Sequence[Section]) -> list[str]:
+        """Returns the figure's cells: the work, ours, theirs, and a link to the section."""
+        (section,) = (each for each in sections if each.title == self.section)
+        unit = self.column.split(", ")[-1]
+        ours = f"{_cell(section, self.ours, self.column)} {unit}"
+        theirs = ""
+        if self.peer:
+            theirs = f"{_cell(section, self.theirs, self.their_column or self.column)} ({self.peer})"
+        return [self.work, ours, theirs, f"[{self.section}](#{anchor(self.section)})"]
+
+
+def _cell(section: Section, cells: Sequence[str], column: str) -> str:
+    found = [
+        dict(zip(table.columns, row, strict=True))[column]
+        for table in section.tables if column in table.columns
+        for row in table.rows if set(cells) <= set(row)
+    ]  # fmt: skip
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} rows of {section.title!r} have {cells} and a column {column!r}")
+    return found[0]
+
+
+_STEP = "Training: speed of a step, bfloat16"
+_LOSS = "Training: held-out loss in a given time"
+_GPU = "Training on a GPU"
+_ONE = "Decoding, gpt2: one text"
+FIGURES = (
+    Figure(
+        "Training step, 10.7 M parameters, AdamW, compiled, two CPU cores", _STEP, "tokens/s",
+        ["10.7 M", "`gpt train`, AdamW, compiled"], "Transformers, compiled", ["10.7 M", "Transformers, compiled"],
+    ),
+    Figure(
+        "Held-out loss on tinyshakespeare after one minute, two CPU cores", _LOSS, "nats per byte",
+        ["`gpt train --arch modern --minutes 1`", "tinyshakespeare"],
+        "nanoGPT's CPU recipe", ["nanoGPT's CPU recipe, on Transformers", "tinyshakespeare"],
+    ),
+    Figure(
+        "Training step, GPT-2 124M, AdamW, compiled, H200", _GPU, "tokens/s",
+        ["`gpt train`", "GPT-2 124M", "adamw", "yes"], "Transformers, compiled",
+        ["Transformers", "GPT-2 124M", "yes"],
+    ),
+    Figure("Training step, GPT-3 1.3B, Muon, compiled, H200", _GPU, "MFU", ["`gpt train`", "GPT-3 1.3B"]),
+    Figure(
+        "Decoding one text, GPT-2 124M, bfloat16, compiled, H200", _GPU, "decoding, tokens/s",
+        ["GPT-2 124M", "1", "yes"],
+    ),
+    Figure(
+        "Decoding one text, GPT-2 124M, float32, two CPU cores", _ONE, "`gpt`, tokens/s",
+        ["float32", "llama.cpp F32"], "llama.cpp", ["float32", "llama.cpp F32"], "peer, tokens/s",
+    ),
+    Figure(
+        "Decoding one text, GPT-2 124M, int8, two CPU cores", _ONE, "`gpt`, tokens/s",
+        ["int8", "llama.cpp Q8_0"], "llama.cpp, Q8_0", ["int8", "llama.cpp Q8_0"], "peer, tokens/s",
+    ),
+    Figure(
+        "Serving 32 clients, SmolLM2-135M, float32, two CPU cores", "Serving: SmolLM2-135M on two threads", "tokens/s",
+        ["`gpt serve`, float32", "32"], "llama.cpp", ["llama.cpp, float32", "32"],
+    ),
+    Figure(
+        "Tokenizing 64 MB with GPT-2's vocabulary, two CPU cores", "Tokenizing", "MB/s",
+        ["64 MB", "`gpt tokenize` one file, `--jobs 2`"], "Transformers' tokenizers", ["Tokenizers, batch, all cores"],
+    ),
+    Figure(
+        "LoRA steps, SmolLM2-135M, two CPU cores", "Fine-tuning with adapters", "steps/s", ["`gpt`"],
+        "Transformers with PEFT", ["Transformers with PEFT"],
+    ),
+)  # fmt: skip
+
+
+def summary(sections: Sequence[Section]) -> Table:
+    """Returns the table of the figures that one cites."""
+    return Table(["work", "`gpt`", "compared with", "measured in"], [each.row(sections) for each in FIGURES])
+
+
+# For benchmarks
 
 
 def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
-    """Returns the median seconds of ``runs`` calls of ``work``, after one to warm up."""
+    """Returns the median seconds of ``runs`` calls of ``work``, after a warm-up call."""
     work()
     times = []
     for _ in range(runs):
@@ -28,30 +268,10 @@ def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
     return statistics.median(times)
 
 
-def command(*args: str, cwd: Path | None = None) -> str:
+def output(*args: str, cwd: Path | None = None) -> str:
     """Runs a command and returns its stdout."""
     return subprocess.run(args, cwd=cwd, check=True, capture_output=True, text=True, encoding="utf-8").stdout
 
 
-def machine(how: str) -> list[str]:
-    """Returns lines that name processor, versions, commit, date and the command ``how``."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].split(": ")[1] if names else cpu
-    dirty = "-dirty" if command("git", "status", "--porcelain", "--untracked-files=no", cwd=ROOT) else ""
-    commit = command("git", "rev-parse", "--short", "HEAD", cwd=ROOT).strip() + dirty
-    return [
-        f"- {cpu}, {os.cpu_count()} cores; {platform.platform()}; Python {platform.python_version()}",
-        f"- commit {commit}, {datetime.now(UTC):%Y-%m-%d}, command `{how}`",
-    ]
-
-
-def write_section(title: str, lines: Sequence[str]) -> None:
-    """Replaces the section ``title`` of RESULTS.md, or adds it at the end."""
-    page = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEAD
-    section = f"\n## {title}\n\n" + "\n".join(lines) + "\n"
-    pattern = re.compile(rf"\n## {re.escape(title)}\n.*?(?=\n## |\Z)", re.DOTALL)
-    page = pattern.sub(lambda _: section, page) if pattern.search(page) else page + section
-    RESULTS.write_text(page, encoding="utf-8")
-    print(section)
+if __name__ == "__main__":
+    write_pages()

@@ -1,9 +1,9 @@
-"""Held-out loss of a model whose matrices are rounded, by how many bits each has.
+"""Measures the held-out loss of a model with rounded matrices, by the bits of each matrix.
 
     python -m benchmarks.rounding TEXT MODEL MODEL …
 
-The float32 weights of a model are replaced by rounded ones, restored; so nothing but their rounding is measured. The
-last rows are what `--dtype` computes, whose activations are rounded too.
+A model's float32 weights are replaced by their rounded values, so nothing but the rounding of weights is measured. The
+last rows are `--dtype int8` and `int4`, which also round activations.
 """
 
 import argparse
@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 import gpt.api as api
-from benchmarks.results import machine, write_section
+from benchmarks.results import Table, measured, write_section
 from gpt.decoding import weights
 from gpt.evaluate import Encoded, evaluate
 from gpt.model.quantize import Quantized, to_int4, to_int8
 
 MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-Bits = Callable[[int, str], int]  # the bits of a block's matrix; of the embedding, as block −1
+Bits = Callable[[int, str], int]  # block (−1: the embedding) and matrix → bits
 
 
 def loss(model: api.LanguageModel, text: str) -> float:
@@ -30,7 +30,7 @@ def loss(model: api.LanguageModel, text: str) -> float:
 
 
 def rounded(model: api.LanguageModel, bits: Bits) -> tuple[api.LanguageModel, int]:
-    """Returns a copy whose matrices are rounded and restored, and the bytes that the rounded ones take."""
+    """Returns a copy with rounded and dequantized matrices, and the bytes of the rounded ones."""
     found, size = copy.deepcopy(model.model), 0
     places = [(-1, "wte", found.wte)]
     places += [(at, name, block.get_submodule(name)) for at, block in enumerate(found.h) for name in MATRICES]
@@ -42,7 +42,7 @@ def rounded(model: api.LanguageModel, bits: Bits) -> tuple[api.LanguageModel, in
 
 
 def variants(layers: int) -> dict[str, Bits]:
-    """Returns the choices of bits that are compared, by what the table calls them."""
+    """Returns the choices of bits to compare, by their names in the table."""
 
     def all_but(*wider: str, blocks: tuple[int, ...] = (-1,)) -> Bits:
         return lambda at, name: 8 if name in wider or at in blocks else 4
@@ -50,7 +50,7 @@ def variants(layers: int) -> dict[str, Bits]:
     found = {
         "all int8": lambda at, name: 8,
         "all int4": lambda at, name: 4,
-        "int4, the embedding int8 (what is done)": all_but(),
+        "int4, the embedding int8 (as in `gpt`)": all_but(),
     }
     found |= {f"… and `{name}` int8": all_but(name) for name in MATRICES}
     found["… and the first and last block int8"] = all_but(blocks=(-1, 0, layers - 1))
@@ -58,38 +58,35 @@ def variants(layers: int) -> dict[str, Bits]:
 
 
 def main() -> None:
-    """Measures and writes the section of RESULTS.md."""
+    """Measures and writes the section."""
     parser = argparse.ArgumentParser()
     parser.add_argument("text")
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--characters", type=int, default=60_000, help="of the text")
+    parser.add_argument("--characters", type=int, default=60_000, help="length of the text")
     arguments = parser.parse_args()
     text = Path(arguments.text).read_text(encoding="utf-8")[: arguments.characters]
-    lines = [
-        f"Loss over {arguments.characters:,} characters of held-out text, nats per token, and the matrices' bytes:",
-        "",
-    ]
+    tables = []
     for path in arguments.models:
         exact = api.load(path, device="cpu", dtype="float32")
         config, base = exact.model.config, loss(exact, text)
-        lines += [
-            f"| {config.n_layer} blocks of width {config.n_embd}, {config.norm}, {config.mlp} | loss | more | MB |"
-        ]
-        lines += ["|---|---:|---:|---:|", f"| float32 | {base:.4f} | | |"]
+        rows = [["float32", f"{base:.4f}", "", ""]]
         for name, bits in variants(config.n_layer).items():
             model, size = rounded(exact, bits)
             found = loss(model, text)
-            lines.append(f"| {name} | {found:.4f} | {found - base:.4f} | {size / 1e6:.2f} |")
+            rows.append([name, f"{found:.4f}", f"{found - base:.4f}", f"{size / 1e6:.2f}"])
         for dtype, few, how in (
             ("int8", 0, ""),
-            ("int4", 0, ", many positions at once"),
+            ("int4", 0, ", many tokens at once"),
             ("int4", 10**9, ", the kernel"),
         ):
             weights._FEW = few
             found = loss(api.load(path, device="cpu", dtype=dtype), text)
-            lines.append(f"| `--dtype {dtype}`{how} | {found:.4f} | {found - base:.4f} | |")
-        lines.append("")
-    write_section("Rounded weights", [*lines, *machine("python -m benchmarks.rounding TEXT MODEL MODEL")])
+            rows.append([f"`--dtype {dtype}`{how}", f"{found:.4f}", f"{found - base:.4f}", ""])
+        caption = f"{config.n_layer} blocks of width {config.n_embd}, {config.norm}, {config.mlp}:"
+        tables.append(Table(["weights", "loss", "increase", "MB"], rows, caption))
+    note = f"Loss over {arguments.characters:,} characters of held-out text in nats per token, and the matrices' size."
+    command = "python -m benchmarks.rounding TEXT MODEL MODEL"
+    write_section("rounding", measured("Rounded weights", command, [note], tables))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Measures this machine's limits, start-up and training, beside the peers, for `make bench` and RESULTS.md.
+"""Measures this machine's limits, start-up time and training, compared with Transformers and nanoGPT's recipe.
 
     python -m benchmarks.run [TEXT]
 
-TEXT is tinyshakespeare, as a file; without it the catalogue's is fetched.
+TEXT is tinyshakespeare as a file; without it, the catalogue's copy is downloaded. `make bench` runs this first.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from unittest.mock import patch
 
 import torch
 from torch.nn.utils import clip_grad_norm_
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.results import SCRIPTS, command, machine, median_seconds, write_section
+from benchmarks.results import SCRIPTS, Table, measured, median_seconds, output, write_section
+from benchmarks.steps import Recorder
 from gpt.config import PRESETS, GPTConfig, Optimizer, TrainConfig, find_preset
 from gpt.device import keep_freed_memory, pick
 from gpt.model.decoder import GPT
@@ -42,27 +42,32 @@ from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
 
 START_UPS = 7
-COMPUTE = pick("cpu", training=True)  # as `gpt train` computes here
+COMPUTE = pick("cpu", training=True)  # the device and dtype that `gpt train` chooses here
 DTYPE = COMPUTE.dtype_name
 
+Content = tuple[list[str], list[Table]]  # the notes and tables of a section
 
-def floors() -> list[str]:
-    """Returns what this machine can do at most: matrix products and memory."""
+
+def floors() -> Content:
+    """Measures the machine's limits: matrix products and memory reads."""
     capabilities = torch.cpu.get_capabilities()
-    has = ", ".join(name for name in ("avx512_f", "avx512_bf16", "amx_bf16") if capabilities.get(name)) or "neither"
-    lines = [f"- torch {torch.__version__}, {torch.get_num_threads()} threads; {has}"]
+    features = [name for name in ("avx512_f", "avx512_bf16", "amx_bf16") if capabilities.get(name)]
+    rows = []
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(2048, 2048).to(dtype)
         rate = 2 * 2048**3 / median_seconds(lambda a=a: a @ a) / 1e9
-        lines.append(f"- matrix product 2048³ in {str(dtype)[6:]}: {rate:,.0f} GFLOP/s")
+        rows.append([f"2048³ matrix product, {str(dtype)[6:]}", f"{rate:,.0f} GFLOP/s"])
     big = torch.ones(2**27)
-    lines.append(f"- reading memory: {big.nbytes / median_seconds(big.sum) / 1e9:.1f} GB/s")
-    return lines
+    rows.append(["reading memory", f"{big.nbytes / median_seconds(big.sum) / 1e9:.1f} GB/s"])
+    note = f"{torch.get_num_threads()} threads; CPU features: {', '.join(features) or 'neither AVX512 nor AMX'}."
+    return [note], [Table(["limit", "rate"], rows)]
 
 
-def start_up() -> list[str]:
-    """Returns a table of whole commands' seconds, beside importing torch and transformers' own command. They take
-    turns. Our modules are compiled to bytecode, as installing does."""
+def start_up() -> Content:
+    """Times whole commands, compared with importing torch and with Transformers' command.
+
+    Commands take turns. Our modules are compiled to bytecode first, as an installation does.
+    """
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -79,32 +84,33 @@ def start_up() -> list[str]:
                 for words in commands:
                     name, *args = shlex.split(words)
                     started = time.perf_counter()
-                    command(str(SCRIPTS / name), *args, cwd=folder)
-                    if turn:  # the first is warm-up
+                    output(str(SCRIPTS / name), *args, cwd=folder)
+                    if turn:  # turn 0 is the warm-up
                         found.setdefault(words, []).append(time.perf_counter() - started)
-    alone = found[commands[0]]
-    rows = [f"| command | seconds, median of {START_UPS} | beside importing torch |", "|---|---:|---:|"]
+    imports = found[commands[0]]
+    rows = []
     for words, seconds in found.items():
-        more = statistics.median(a - b for a, b in zip(seconds, alone, strict=True))
-        beside = f"{more:+.2f}" if words.startswith("gpt sample") else ""
-        rows.append(f"| `{words}` | {statistics.median(seconds):.2f} | {beside} |")
-    return rows
+        more = statistics.median(a - b for a, b in zip(seconds, imports, strict=True))
+        beyond = f"{more:+.2f}" if words.startswith("gpt sample") else ""
+        rows.append([f"`{words}`", f"{statistics.median(seconds):.2f}", beyond])
+    note = f"Medians of {START_UPS} runs; the commands take turns."
+    return [note], [Table(["command", "seconds", "beyond importing torch"], rows)]
 
 
-def ours(text: str, folder: Path, *options: str) -> dict[str, float]:
-    """Runs ``gpt train TEXT`` in a process of its own; returns its JSON with ``whole_seconds`` of the command."""
+def train(text: str, folder: Path, *options: str) -> dict[str, float]:
+    """Runs ``gpt train TEXT`` in a separate process; returns its JSON and the command's ``whole_seconds``."""
     started = time.perf_counter()
-    out = command(str(SCRIPTS / "gpt"), "train", text, "--json", "--quiet", *options, cwd=folder)
+    out = output(str(SCRIPTS / "gpt"), "train", text, "--json", "--quiet", *options, cwd=folder)
     values: dict[str, float] = json.loads(out.splitlines()[-1])
     return values | {"whole_seconds": time.perf_counter() - started}
 
 
 def nanogpt_recipe(text: str, evaluated: Callable[[int, float, float], None] | None = None) -> tuple[float, float]:
-    """Trains transformers' GPT-2 by nanoGPT's recipe for a CPU; returns held-out nats per character and seconds.
+    """Trains Transformers' GPT-2 by nanoGPT's CPU recipe; returns held-out nats per character and seconds.
 
-    From nanoGPT's README: 4 layers of 128, 64 characters of context, batch 12, 2,000 steps of AdamW, float32.
-    ``evaluated`` is called every 100 steps with the step, the seconds but for those of evaluations, and the loss
-    of the first 16,384 held-out characters.
+    From nanoGPT's README: 4 layers of width 128, 64 characters of context, batch 12, 2,000 steps of AdamW, float32.
+    ``evaluated`` is called every 100 steps with the step, the seconds spent outside evaluations, and the loss on the
+    first 16,384 held-out characters.
     """
     started = time.perf_counter()
     torch.manual_seed(1337)
@@ -147,7 +153,7 @@ def _held_out_loss(model: GPT2LMHeadModel, ids: torch.Tensor) -> float:
 
 
 def texts(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Writes each text's first 90 % and its last 10 % to files of their own, to train on and to measure."""
+    """Writes two files for each text: its first 90 % to train on, and its last 10 % to measure."""
     whole = {"tinyshakespeare": shakespeare.read_bytes()}
     for name in ("pydocs", "stdlib"):
         whole[name] = b"".join(source.open().read() for source in catalogue.sources(name))
@@ -160,58 +166,49 @@ def texts(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
     return files
 
 
-def training(shakespeare: Path) -> list[str]:
-    """Returns a table of the losses that whole commands reach in a given time, beside nanoGPT's recipe."""
-    rows = [
-        "The first 90 % of each text is trained on, the last 10 % measured; whole commands.",
-        "",
-        "| system | text | whole time | nats per byte | bits per byte | parameters | tokens/s |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+def training(shakespeare: Path) -> Content:
+    """Measures the losses that whole commands reach in a given time, compared with nanoGPT's recipe."""
     plans = [(name, arch, 1) for name in ("tinyshakespeare", "pydocs", "stdlib") for arch in ("gpt2", "modern")]
     plans += [("tinyshakespeare", arch, 3) for arch in ("gpt2", "modern")]
+    rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as place:
         files = texts(shakespeare, Path(place))
         for name, arch, minutes in plans:
             text, held_out = map(str, files[name])
-            got = ours(text, Path(place), "--val-text", held_out, "--arch", arch, "--minutes", str(minutes))
+            got = train(text, Path(place), "--val-text", held_out, "--arch", arch, "--minutes", str(minutes))
             nats = got["bits_per_byte"] * math.log(2)
-            rows.append(
-                f"| `gpt train --arch {arch} --minutes {minutes}` | {name} | {got['whole_seconds']:.0f} s | {nats:.4f} "
-                f"| {got['bits_per_byte']:.4f} | {got['parameters']:,} | {got['tokens_per_second']:,.0f} |"
-            )
-            print(rows[-1], flush=True)
+            rows.append([
+                f"`gpt train --arch {arch} --minutes {minutes}`", name, f"{got['whole_seconds']:.0f} s", f"{nats:.4f}",
+                f"{got['bits_per_byte']:.4f}", f"{got['parameters']:,}", f"{got['tokens_per_second']:,.0f}",
+            ])  # fmt: skip
+            print(*rows[-1], flush=True)
         for name, (text_file, held_out_file) in files.items():
             text, held = (file.read_text(encoding="utf-8") for file in (text_file, held_out_file))
             if len(set(text + held)) > 300:
-                continue  # not a text for one id a character
+                continue  # too many characters for a character-level model
             loss, seconds = nanogpt_recipe(text + held)
-            per_byte = loss * len(held) / len(held.encode())  # characters are bytes, but for a few
-            rows.append(
-                f"| nanoGPT's CPU recipe, on transformers | {name} | {seconds:.0f} s | {per_byte:.4f} | "
-                f"{per_byte / math.log(2):.4f} | | {2000 * 12 * 64 / seconds:,.0f} |"
-            )
-            print(rows[-1], flush=True)
-    return rows
+            per_byte = loss * len(held) / len(held.encode())  # almost every character is one byte
+            rows.append([
+                "nanoGPT's CPU recipe, on Transformers", name, f"{seconds:.0f} s", f"{per_byte:.4f}",
+                f"{per_byte / math.log(2):.4f}", "", f"{2000 * 12 * 64 / seconds:,.0f}",
+            ])  # fmt: skip
+            print(*rows[-1], flush=True)
+    note = "Whole commands, trained on the first 90 % of each text and measured on the last 10 %."
+    columns = ["system", "text", "whole time", "nats per byte", "bits per byte", "parameters", "tokens/s"]
+    return [note], [Table(columns, rows)]
 
 
 RECIPE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}  # nanoGPT's for a GPU
 ROWS = 64
-ROUNDS = {"nano": 20, "tiny": 10, "micro": 10, "10.7 M": 3}  # steps of each system, in turn
+ROUNDS = {"nano": 20, "tiny": 10, "micro": 10, "10.7 M": 3}  # timed steps of each system
 
 
-def speed() -> list[str]:
-    """Times whole steps of small models: ours, plain and compiled, and transformers' GPT-2 in a plain loop."""
+def speed() -> Content:
+    """Times whole steps of small models: `gpt train`'s, uncompiled and compiled, and a plain loop over Transformers'
+    GPT-2."""
     keep_freed_memory()
     a = torch.randn(2048, 2048).to(COMPUTE.dtype)
-    rows = [
-        f"Batch, forward, loss, backward, clip and update in {DTYPE}, without dropout. Systems take turns: medians, "
-        "and the median ratio to the plain step of the same turn. 10.7 M: 64 sequences of 256, 6 layers of 384. MFU: "
-        f"6 N + 12·L·C·T FLOPs a token, of a {DTYPE} product's rate in the same turns.",
-        "",
-        "| model | system | ms a step | times the plain one's speed | MFU |",
-        "|---|---|---:|---:|---:|",
-    ]
+    rows: list[list[str]] = []
     for name, rounds in ROUNDS.items():
         preset = PRESETS.get(name)
         config = replace(preset.model, dropout=0.0) if preset else GPTConfig(**RECIPE)
@@ -221,8 +218,8 @@ def speed() -> list[str]:
             "`gpt train`, Muon, compiled": our_step(config, count, "muon", True),
             "`gpt train`, AdamW": our_step(config, count, "adamw", False),
             "`gpt train`, AdamW, compiled": our_step(config, count, "adamw", True),
-            "transformers, SDPA, fused AdamW": peers_step(config, count, False),
-            "transformers, `torch.compile`": peers_step(config, count, True),
+            "Transformers": peers_step(config, count, False),
+            "Transformers, compiled": peers_step(config, count, True),
             "peak": lambda: a @ a,
         }
         times: dict[str, list[float]] = {system: [] for system in systems}
@@ -238,15 +235,23 @@ def speed() -> list[str]:
         first = next(iter(times.values()))
         for system, each in times.items():
             seconds = statistics.median(each)
-            ratio = statistics.median(plain / one for plain, one in zip(first, each, strict=True))
-            mfu = count * config.block_size * flops / seconds / peak
-            rows.append(f"| {name} | {system} | {1e3 * seconds:,.1f} | {ratio:.2f} | {mfu:.1%} |")
-            print(rows[-1], flush=True)
-    return rows
+            ratio = statistics.median(baseline / one for baseline, one in zip(first, each, strict=True))
+            rate = count * config.block_size / seconds
+            cells = [f"{1e3 * seconds:,.1f}", f"{rate:,.0f}", f"{ratio:.2f}", f"{rate * flops / peak:.1%}"]
+            rows.append([name, system, *cells])
+            print(*rows[-1], flush=True)
+    notes = [
+        f"A step is batch, forward pass, loss, backward pass, clipping and update in {DTYPE}, without dropout.",
+        "Systems take turns: medians, and the median speedup over `gpt train` with Muon in the same turn.",
+        "10.7 M: 64 sequences of 256 tokens, 6 layers of width 384.",
+        "Transformers: GPT-2 with SDPA and fused AdamW.",
+        f"MFU counts 6 N + 12·L·C·T FLOPs per token, relative to a {DTYPE} matrix product measured in the same turns.",
+    ]
+    return notes, [Table(["model", "system", "ms/step", "tokens/s", "speedup", "MFU"], rows)]
 
 
 def our_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool) -> Callable[[], object]:
-    """Returns the step of `gpt train` on ``count`` sequences."""
+    """Returns `gpt train`'s step on ``count`` sequences."""
     settings = TrainConfig(
         n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, block_size=config.block_size,
         batch_tokens=count * config.block_size, steps=100, optimizer=kind, dropout=0.0,
@@ -261,7 +266,7 @@ def our_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool) -> 
 
 
 def peers_step(config: GPTConfig, count: int, compiled: bool) -> Callable[[], object]:
-    """Returns a step of transformers' GPT-2 on ``count`` sequences."""
+    """Returns a step of Transformers' GPT-2 on ``count`` sequences."""
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=config.vocab_size, n_positions=config.block_size, n_layer=config.n_layer, n_head=config.n_head,
@@ -283,28 +288,13 @@ def peers_step(config: GPTConfig, count: int, compiled: bool) -> Callable[[], ob
     return step
 
 
-class _Recorder(TorchDispatchMode):
-    """Records the operators of a step with their arguments, and the floating-point operations of its products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Calls an operator and records it."""
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **kwargs or {})
-
-
 PHASES = ("forward", "loss", "backward", "clip", "optimizer")
-FLOORED = {"nano": 9, "micro": 5, "10.7 M, 16 sequences": 3}  # steps
+PROFILED = {"nano": 9, "micro": 5, "10.7 M, 16 sequences": 3}  # timed steps
 
 
-def floor_of(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list[float]]:
-    """Returns for each of `PHASES` its seconds, what its products take at the ``peak`` FLOP/s, what other operators
-    take when they are called again, and the rest: the products' distance from the peak, allocation, and calls."""
+def phase_seconds(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list[float]]:
+    """Returns four times for each of `PHASES`: the whole; its matrix products at ``peak`` FLOP/s; its other operators,
+    replayed; and the remainder, which is products below peak, allocation and call overhead."""
     model = GPT(config)
     optimizer = make_optimizer(model, "muon", 0.1, COMPUTE.dtype)
     x, y = (torch.randint(config.vocab_size, (rows, config.block_size)) for _ in range(2))
@@ -328,9 +318,9 @@ def floor_of(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list
     for step in range(steps + 2):
         marks = [time.perf_counter()]
         for at, part in enumerate(parts):
-            counter, recorder = FlopCounterMode(display=False), _Recorder()
+            counter, recorder = FlopCounterMode(display=False), Recorder()
             with COMPUTE.autocast() if at < 2 else contextlib.nullcontext(), contextlib.ExitStack() as stack:
-                if step > steps:  # the last one is taken apart
+                if step > steps:  # the last step is recorded, not timed
                     stack.enter_context(counter)
                     stack.enter_context(recorder)
                 part()
@@ -343,10 +333,10 @@ def floor_of(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list
 
 
 @torch.no_grad()
-def _others(recorder: _Recorder) -> float:
-    """Returns the seconds of a phase's operators that are no products, called again."""
+def _others(recorder: Recorder) -> float:
+    """Replays a phase's operators except matrix products, and returns their seconds."""
     seconds = 0.0
-    for func, args, kwargs in recorder.calls:
+    for _, func, args, kwargs in recorder.calls:
         if func.is_view or any(name in func.name() for name in ("mm", "linear", "set_")):
             continue
         started = time.perf_counter()
@@ -355,46 +345,39 @@ def _others(recorder: _Recorder) -> float:
     return seconds
 
 
-def profile() -> list[str]:
-    """Returns where the time of steps goes, beside what their arithmetic takes at the machine's peak."""
+def profile() -> Content:
+    """Measures where the time of steps goes, compared with their arithmetic at the machine's peak."""
     keep_freed_memory()
     a = torch.randn(2048, 2048).to(COMPUTE.dtype)
     peak = 2 * 2048**3 / median_seconds(lambda: a @ a)
-    rows = [
-        f"{DTYPE}, Muon, not compiled; medians, ms. *Products* is what they take at the measured "
-        f"{peak / 1e9:,.0f} GFLOP/s, *other operators* what these take when called again, *rest* what is left.",
-        "",
-        "| model | phase | ms | products | other operators | rest |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for name, steps in FLOORED.items():
+    rows = []
+    for name, steps in PROFILED.items():
         preset = PRESETS.get(name)
         config = preset.model if preset else GPTConfig(**RECIPE)
         count = preset.batch_tokens // config.block_size if preset else ROWS // 4
-        phases = floor_of(config, count, steps, peak)
+        phases = phase_seconds(config, count, steps, peak)
         whole = [sum(each) for each in zip(*phases, strict=True)]
         for phase, each in zip((*PHASES, "step"), (*phases, whole), strict=True):
-            rows.append(f"| {name} | {phase} | {' | '.join(f'{1e3 * seconds:.1f}' for seconds in each)} |")
-    return rows
+            rows.append([name, phase, *(f"{1e3 * seconds:.1f}" for seconds in each)])
+    notes = [
+        f"Medians in milliseconds; {DTYPE}, Muon, not compiled.",
+        f"Matrix products are computed from their FLOPs at the measured {peak / 1e9:,.0f} GFLOP/s; the other operators "
+        "were replayed one by one.",
+    ]
+    return notes, [Table(["model", "phase", "ms", "matrix products", "other operators", "remainder"], rows)]
 
 
 COMPARED_STEPS, SEEDS = 800, (1, 2, 3)
 
 
-def optimizers(shakespeare: Path) -> list[str]:
-    """Compares Muon with AdamW on the unchanged GPT-2 block, over equal tokens and over equal time."""
-    rows = [
-        "`gpt train --arch gpt2 --preset nano` on the first 90 % of tinyshakespeare, nats a character of the rest, "
-        f"seeds {', '.join(map(str, SEEDS))}; each optimizer at its own default rate, the same schedule.",
-        "",
-        "| optimizer | steps of 1,024 tokens | nats a character, each seed | mean | seconds of steps, mean |",
-        "|---|---:|---|---:|---:|",
-    ]
+def optimizers(shakespeare: Path) -> Content:
+    """Compares Muon with AdamW on GPT-2's block, for equal tokens and for equal time."""
+    rows: list[list[str]] = []
 
     def add(kind: str, steps: int) -> float:
         nats, seconds = [], []
         for seed in SEEDS:
-            got = ours(
+            got = train(
                 str(text), Path(place), "--val-text", str(held_out), "--preset", "nano", "--optimizer", kind,
                 "--steps", str(steps), "--seed", str(seed), "--sample-every", "0",
             )  # fmt: skip
@@ -402,8 +385,8 @@ def optimizers(shakespeare: Path) -> list[str]:
             seconds.append(got["tokens_seen"] / got["tokens_per_second"])
         each = ", ".join(f"{value:.4f}" for value in nats)
         mean = statistics.mean(seconds)
-        rows.append(f"| {kind} | {steps:,} | {each} | {statistics.mean(nats):.4f} | {mean:.0f} |")
-        print(rows[-1], flush=True)
+        rows.append([kind, f"{steps:,}", each, f"{statistics.mean(nats):.4f}", f"{mean:.0f}"])
+        print(*rows[-1], flush=True)
         return mean
 
     with tempfile.TemporaryDirectory() as place:
@@ -411,22 +394,30 @@ def optimizers(shakespeare: Path) -> list[str]:
         muon = add("muon", COMPARED_STEPS)
         adamw = add("adamw", COMPARED_STEPS)
         add("adamw", round(COMPARED_STEPS * muon / adamw))
-    return rows
+    notes = [
+        "`gpt train --arch gpt2 --preset nano` on the first 90 % of tinyshakespeare, measured on the rest, seeds "
+        f"{', '.join(map(str, SEEDS))}; steps of 1,024 tokens.",
+        "Each optimizer has its own default learning rate; the schedule is the same.",
+    ]
+    return notes, [Table(["optimizer", "steps", "nats per character, each seed", "mean", "mean seconds"], rows)]
 
 
 def main() -> None:
-    """Measures all of it, and writes the sections of RESULTS.md."""
+    """Measures everything and writes the sections."""
     if len(sys.argv) > 1:
         shakespeare = Path(sys.argv[1]).resolve()
     else:
         (shakespeare,) = catalogue.fetch("shakespeare")
-    how = machine("python -m benchmarks.run")
-    write_section("Floors", [*how, *floors()])
-    write_section("Start-up", [*how, "", *start_up()])
-    write_section(f"Training: speed of a step, {DTYPE}", [*how, "", *speed()])
-    write_section(f"Training: where a step's time goes, {DTYPE}", [*how, "", *profile()])
-    write_section("Training: Muon and AdamW", [*how, "", *optimizers(shakespeare)])
-    write_section("Training: held-out loss in a given time", [*how, "", *training(shakespeare)])
+    sections: dict[str, Callable[[], Content]] = {
+        "Floors": floors,
+        "Start-up": start_up,
+        f"Training: speed of a step, {DTYPE}": speed,
+        f"Training: where a step's time goes, {DTYPE}": profile,
+        "Training: Muon and AdamW": lambda: optimizers(shakespeare),
+        "Training: held-out loss in a given time": lambda: training(shakespeare),
+    }
+    for title, measure in sections.items():
+        write_section("run", measured(title, "python -m benchmarks.run", *measure(), ["torch", "transformers"]))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Measures `gpt serve`: correctness under load, throughput and first tokens beside other servers, memory over time.
+"""Measures `gpt serve`: equality with `gpt sample` under load, throughput and latency next to other servers, memory.
 
-    python -m benchmarks.serve RUN                  writes a section of RESULTS.md, in some minutes
+    python -m benchmarks.serve RUN                  writes a section, in a few minutes
     python -m benchmarks.serve RUN --dtypes int8    throughput in other dtypes, compared with llama.cpp's file types
     python -m benchmarks.serve RUN --exact          only compares mixed requests with `gpt sample`
-    python -m benchmarks.serve RUN --soak MINUTES   mixed load with clients that leave: memory at its start and its end
+    python -m benchmarks.serve RUN --soak MINUTES   memory under mixed load with clients that disconnect
 
-RUN is a trained model. Servers run in processes of their own, in float32 on one thread unless asked otherwise, and take
-turns. llama.cpp is measured if the extra `interop` is installed, `transformers serve` if transformers[serving] is.
+RUN is a trained model. The servers run in separate processes, in float32 on one thread by default, and take turns.
+llama.cpp is measured if the extra `interop` is installed, `transformers serve` if transformers[serving] is.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import functools
 import itertools
 import json
 import os
+import pydoc_data.topics
 import random
 import socket
 import statistics
@@ -28,41 +29,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import ROOT, SCRIPTS, machine, write_section
+from benchmarks.results import ROOT, SCRIPTS, Table, measured, write_section
 from gpt import api
 from gpt.errors import UserError
 from gpt.runs import folder
 from gpt.sample_config import SampleConfig
 
 CLIENTS = (1, 8, 32)
-TOKENS = 64  # of each text whose speed is measured
+TOKENS = 64  # per timed text
 REQUESTS, CONNECTIONS = 1000, 64
-LONG = 1000  # tokens of the prompt beside which a short one is timed
-CHUNK = 128  # as gpt/serve/worker.py has it
+LONG = 1000  # tokens of the prompt that delays a short one
+CHUNK = 128  # of chunked prefill, as in gpt/serve/worker.py
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+Content = tuple[list[str], list[Table]]  # notes and tables of a section
 
 
 @dataclass
 class Reply:
-    """An answer to one request: its texts, and when parts of it came, in seconds since it was asked for."""
+    """The response to a request: its texts, and when their chunks arrived, in seconds since the request."""
 
     status: int
     texts: dict[int, str] = field(default_factory=dict)
-    times: list[float] = field(default_factory=list)  # of each chunk with text
+    times: list[float] = field(default_factory=list)  # one per chunk with text
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server that answers at a port, the name by which it knows the model, and its process."""
+    """A server: its port, its name of the model, and its process."""
 
     port: int
     model: str
     pid: int
-    extra: dict[str, Any]  # fields that it takes beside those of all
+    extra: dict[str, Any]  # additional fields of its requests
 
 
 async def ask(target: Target, body: dict[str, Any], leave_after: float | None = None) -> Reply:
-    """Asks for texts over a connection of its own; leaves after so many seconds."""
+    """Sends a request over a new connection; disconnects after ``leave_after`` seconds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
     data = json.dumps({"model": target.model, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\nConnection: close\r\n"
@@ -103,14 +106,14 @@ def _take_chunk(reply: Reply, chunk: dict[str, Any], at: float) -> None:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens at."""
+    """Returns an unused port."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager
 def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Target]:
-    """Runs a server until the end of the block. Raises `RuntimeError` where it does not answer within three minutes."""
+    """Runs a server until the end of the block. Raises `RuntimeError` if it does not answer within three minutes."""
     with tempfile.TemporaryFile() as log:
         one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
@@ -120,8 +123,8 @@ def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterat
             target = Target(port, model, process.pid, extra)
             if not asyncio.run(_answers(process, target)):
                 log.seek(0)
-                said = log.read().decode("utf-8", "replace").strip().splitlines()
-                raise RuntimeError(said[-1] if said else "it does not answer")
+                lines = log.read().decode("utf-8", "replace").strip().splitlines()
+                raise RuntimeError(lines[-1] if lines else "no answer")
             yield target
         finally:
             process.terminate()
@@ -146,64 +149,39 @@ async def _answers(process: "subprocess.Popen[bytes]", target: Target) -> bool:
 def ours(
     run: Path, batch: int = 32, dtype: str = "float32", threads: int = 1, compile: str = "auto"
 ) -> contextlib.AbstractContextManager[Target]:
-    """`gpt serve`."""
+    """Runs `gpt serve`."""
     port = free_port()
     words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", dtype]
-    words += [
-        "--threads",
-        str(threads),
-        "--max-batch",
-        str(batch),
-        "--queue",
-        "200",
-        "--defaults",
-        "openai",
-        "--compile",
-        compile,
-    ]
+    words += ["--threads", str(threads), "--max-batch", str(batch), "--queue", "200", "--defaults", "openai"]
+    words += ["--compile", compile]
     return running(words, port, "it", ignore_eos=True)
 
 
 def llama_cpp(run: Path, place: Path, dtype: str, threads: int) -> contextlib.AbstractContextManager[Target]:
-    """llama.cpp's server with the exported model, one slot per client."""
+    """Runs llama.cpp's server with the exported model, one slot per client."""
     port, kind = free_port(), {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}[dtype]
     path = place / f"{kind}.gguf"
     if not path.exists():
-        words = [SCRIPTS / "gpt", "export", str(run), "-o", str(path), "--type", kind]
+        words = [SCRIPTS / "gpt", "export", "-m", str(run), "-o", str(path), "--dtype", kind]
         subprocess.run(words, check=True, capture_output=True)
-    words = [sys.executable, "-m", "benchmarks.serve", str(path), "--llama-cpp", str(port), "--threads", str(threads)]
+    words = [sys.executable, "-m", "benchmarks.llama_server", str(path), "--threads", str(threads)]
+    words += ["--clients", str(max(CLIENTS)), "--port", str(port)]
     return running(words, port, "it", ignore_eos=True)
 
 
-def serve_llama_cpp(path: str, port: int, threads: int) -> None:
-    """Serves a .gguf file until standard input ends."""
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path, params.port = path, port
-    params.n_gpu_layers, params.n_parallel, params.verbosity = 0, max(CLIENTS), 1
-    params.n_ctx = max(CLIENTS) * 256
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    params.warmup = params.fit_params = params.ui = False
-    server = xllamacpp.Server(params)
-    sys.stdin.read()
-    del server
-
-
 def transformers(run: Path, batches: bool) -> contextlib.AbstractContextManager[Target]:
-    """`transformers serve` with the same checkpoint."""
+    """Runs `transformers serve` with the same checkpoint."""
     port, path = free_port(), str(folder.find_checkpoint(str(run)).absolute())
     start = "from transformers.cli.transformers import main; main()"
     words = [sys.executable, "-c", start, "serve", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
     return running([*words, *(["--continuous-batching"] if batches else [])], port, path)
 
 
-# Throughput and first tokens
+# Throughput and time to first token
 
 
 def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, float]:
-    """Returns pieces of text, which are tokens, per second of so many equal requests at once, and the median seconds to
-    a first one."""
+    """Sends equal requests at once; returns chunks, which are tokens, per second and the median time to first token."""
 
     async def all_at_once() -> tuple[float, float]:
         asked = {"max_tokens": TOKENS, "temperature": 0, "stream": True, **target.extra}
@@ -220,10 +198,10 @@ def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, 
 
 def compare(
     run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int, rounds: int
-) -> list[str]:
-    """Returns a table of servers that take turns. transformers' are compared in float32 on one thread."""
+) -> Content:
+    """Compares the servers, which take turns; Transformers' only in float32 on one thread."""
     rates: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     servers: dict[str, Callable[[], contextlib.AbstractContextManager[Target]]] = {
         name: server
         for dtype in dtypes
@@ -241,21 +219,24 @@ def compare(
                 speed(target, max(CLIENTS), prompts)  # warm-up
                 for clients in CLIENTS:
                     rates.setdefault(name, {}).setdefault(clients, []).append(speed(target, clients, prompts[n * 40 :]))
-        except Exception as error:  # a server of others may fail in any way
-            left_out[name] = f"- {name} was not measured: {type(error).__name__}: {str(error)[:200]}"
-    lines = [
-        "| server | clients | tokens per second | times one client's | median first token, ms |",
-        "|---|---|---|---|---|",
-    ]
+        except Exception as error:  # a peer's server may fail in any way
+            skipped[name] = f"{name} was not measured: {type(error).__name__}: {str(error)[:200]}"
+    rows = []
     for name, of_one in rates.items():
         for clients, found in of_one.items():
             rate, first = (statistics.median(values) for values in zip(*found, strict=True))
             times = statistics.median(many[0] / one[0] for many, one in zip(found, of_one[1], strict=True))
-            lines.append(f"| {name} | {clients} | {rate:,.0f} | {times:.1f} | {1000 * first:,.0f} |")
-    return [*lines, "", *left_out.values()]
+            rows.append([name, str(clients), f"{rate:,.0f}", f"{times:.1f}", f"{1000 * first:,.0f}"])
+    columns = ["server", "clients", "tokens/s", "speedup over one client", "first token, ms"]
+    notes = [
+        f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words.",
+        f"Servers have {threads} thread{'s' * (threads > 1)} each.",
+        f"Medians of {rounds} rounds; the servers take turns.",
+    ]
+    return [*notes, *skipped.values()], [Table(columns, rows)]
 
 
-# A short request beside a long prompt
+# A short request while a long prompt is being read
 
 
 def random_run(place: Path) -> Path:
@@ -269,9 +250,9 @@ def random_run(place: Path) -> Path:
     return place / "run"
 
 
-async def beside_a_long_prompt(target: Target, rng: random.Random) -> tuple[float, float, float, float]:
-    """Returns seconds to the first token of a short request alone, of a long one alone, of a short one beside a long
-    one, and the longest pause of a running text beside a long prompt."""
+async def delayed_by_a_long_prompt(target: Target, rng: random.Random) -> tuple[float, float, float, float]:
+    """Returns four times in seconds: to the first token of a short request, of a long one, and of a short one during a
+    long prompt, and the longest pause of a running text during a long prompt."""
 
     def body(length: int, tokens: int = 1) -> dict[str, Any]:
         ids = [rng.randrange(32, 120) for _ in range(length)]
@@ -280,43 +261,44 @@ async def beside_a_long_prompt(target: Target, rng: random.Random) -> tuple[floa
     short = (await ask(target, body(16))).times[0]
     long = (await ask(target, body(LONG))).times[0]
     other = asyncio.create_task(ask(target, body(LONG)))
-    await asyncio.sleep(rng.uniform(0.1, 0.6) * long)  # at any moment of a chunk
-    beside = (await ask(target, body(16))).times[0]
+    await asyncio.sleep(rng.uniform(0.1, 0.6) * long)  # at a random moment of a chunk
+    during = (await ask(target, body(16))).times[0]
     await other
     text = asyncio.create_task(ask(target, body(16, 100)))
     await asyncio.sleep(5 * short)
     await ask(target, body(LONG))
     times = (await text).times
-    return short, long, beside, max(b - a for a, b in itertools.pairwise(times))
+    return short, long, during, max(b - a for a, b in itertools.pairwise(times))
 
 
-def first_tokens(place: Path) -> list[str]:
-    """Returns lines about a short request beside a long prompt."""
+def first_tokens(place: Path) -> Table:
+    """Measures a short request during a long prompt."""
     rng = random.Random(0)
 
     async def rounds(target: Target) -> list[tuple[float, float, float, float]]:
-        await beside_a_long_prompt(target, rng)
-        return [await beside_a_long_prompt(target, rng) for _ in range(15)]
+        await delayed_by_a_long_prompt(target, rng)
+        return [await delayed_by_a_long_prompt(target, rng) for _ in range(15)]
 
     with ours(random_run(place), 8) as target:
         found = asyncio.run(rounds(target))
-    short, long, beside, pause = (statistics.median(values) for values in zip(*found, strict=True))
+    short, long, during, pause = (statistics.median(values) for values in zip(*found, strict=True))
     chunk = long / -(-LONG // CHUNK)
-    return [
-        "A model of 8 layers, 256 wide; milliseconds:", "",
-        "| first token of 16 tokens alone | beside a prompt that is being read | bound: twice that and a chunk "
-        "| longest pause of a running text beside such a prompt |", "|---|---|---|---|",
-        f"| {1000 * short:.0f} | {1000 * beside:.0f} | {1000 * (2 * short + chunk):.0f} | {1000 * pause:.0f} |", "",
-        f"The prompt has {LONG:,} tokens; alone its first token comes after {1000 * long:.0f} ms, "
-        f"{1000 * chunk:.0f} ms per chunk of {CHUNK}.",
-    ]  # fmt: skip
+    rows = [
+        ["first token after 16 tokens", short],
+        [f"first token after {LONG:,} tokens", long],
+        [f"first token after 16 tokens, during a prompt of {LONG:,}", during],
+        ["bound on this: twice the first line, and a chunk", 2 * short + chunk],
+        [f"longest pause of a running text during a prompt of {LONG:,}", pause],
+    ]
+    caption = f"Latency of a model of 8 layers of width 256, which reads prompts in chunks of {CHUNK} tokens:"
+    return Table(["latency", "ms"], [[name, f"{1000 * seconds:.0f}"] for name, seconds in rows], caption)
 
 
 # Mixed load
 
 
 def mixed(rng: random.Random, seed: int, prompts: Sequence[str]) -> dict[str, Any]:
-    """Returns a request of any kind."""
+    """Returns a random request."""
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 0}, {"temperature": 1.4, "top_k": 30}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eos": True},
         {"repetition_penalty": 1.3, "no_repeat_ngram": 3}, {"min_tokens": 6}, {"stop": ["a", "the c"]}, {"stop": "ing"},
@@ -331,7 +313,7 @@ def mixed(rng: random.Random, seed: int, prompts: Sequence[str]) -> dict[str, An
 async def load_with(
     target: Target, bodies: Sequence[dict[str, Any]], leave: Callable[[int], float | None]
 ) -> list[Reply]:
-    """Asks for all of them from `CONNECTIONS` clients at once; some leave."""
+    """Sends the requests from `CONNECTIONS` clients at once; some of them disconnect."""
     left = iter(enumerate(bodies))
     replies: dict[int, Reply] = {}
 
@@ -345,7 +327,7 @@ async def load_with(
 
 
 def exact(run: Path, prompts: Sequence[str]) -> list[str]:
-    """Returns lines about mixed requests at once whose texts are compared with those of `gpt sample`."""
+    """Compares the texts of mixed concurrent requests with those of `gpt sample`."""
     rng = random.Random(1)
     bodies = [mixed(rng, seed, prompts) for seed in range(REQUESTS)]
     leaving = {at for at in range(REQUESTS) if rng.random() < 0.1}
@@ -355,16 +337,16 @@ def exact(run: Path, prompts: Sequence[str]) -> list[str]:
         seconds = time.perf_counter() - began
     model = api.load(run, dtype="float32", threads=1, sampling=SampleConfig(compile="off"))
     lost = [at for at, reply in enumerate(replies) if reply.status != 200 and at not in leaving]
-    told = [at for at, reply in enumerate(replies) if reply.status == 200]
+    answered = [at for at, reply in enumerate(replies) if reply.status == 200]
     differ = [
-        at for at in told if list(dict(sorted(replies[at].texts.items())).values()) != expected(model, bodies[at])
+        at for at in answered if list(dict(sorted(replies[at].texts.items())).values()) != expected(model, bodies[at])
     ]
-    lines = [
-        f"{REQUESTS:,} requests of mixed kinds from {CONNECTIONS} connections in {seconds:.0f} s, of which "
-        f"{REQUESTS - len(told) - len(lost)} were left by their clients: {len(lost)} lost, "
-        f"{len(told) - len(differ)} of {len(told)} equal to `gpt sample` in float32.",
-    ]  # fmt: skip
-    return [*lines, *(f"- differs: {json.dumps(bodies[at])}" for at in differ)]
+    note = (
+        f"{REQUESTS:,} mixed requests over {CONNECTIONS} connections in {seconds:.0f} s; "
+        f"{REQUESTS - len(answered) - len(lost)} clients disconnected. {len(lost)} requests were lost, and "
+        f"{len(answered) - len(differ)} of {len(answered)} texts equal those of `gpt sample` in float32."
+    )
+    return [note, *(f"DIFFERENT: {json.dumps(bodies[at])}" for at in differ)]
 
 
 def expected(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:
@@ -378,7 +360,7 @@ def expected(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:
 
 
 def soak(run: Path, prompts: Sequence[str], minutes: float) -> list[str]:
-    """Returns lines about the memory of a server under mixed load with clients that leave."""
+    """Measures the memory of a server under mixed load with clients that disconnect."""
     import psutil
 
     rng = random.Random(2)
@@ -395,10 +377,10 @@ def soak(run: Path, prompts: Sequence[str], minutes: float) -> list[str]:
         last = process.memory_info().rss
         threads, files = process.num_threads(), process.num_fds()
     return [
-        f"{minutes:g} minutes of mixed requests ({count:,}), of which a quarter is left by its client within a second: "
-        f"{first / 2**20:.1f} MiB after the first minute, {last / 2**20:.1f} MiB at the end "
+        f"{minutes:g} minutes of mixed requests ({count:,}); a quarter of the clients disconnect within a second.",
+        f"Memory: {first / 2**20:.1f} MiB after the first minute, {last / 2**20:.1f} MiB at the end "
         f"({100 * (last / first - 1):+.1f} %), with {threads} threads and {files} open files.",
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
@@ -410,35 +392,34 @@ def main() -> None:
     parser.add_argument("--dtypes", choices=["float32", "int8", "int4"], nargs="+", default=["float32"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--llama-cpp", type=int, metavar="PORT", help=argparse.SUPPRESS)
-    parser.add_argument("--print", action="store_true", help="print, and leave RESULTS.md as it is")
+    parser.add_argument("--title", help="title of the section on throughput")
+    parser.add_argument("--print", action="store_true", help="print the section instead of writing it")
     asked = parser.parse_args()
-    if asked.llama_cpp:
-        serve_llama_cpp(asked.run, asked.llama_cpp, asked.threads)
-        return
     run, rng = Path(asked.run).absolute(), random.Random(0)
-    words = (ROOT / "docs" / "generate.md").read_text(encoding="utf-8").split()
+    words = "\n".join(pydoc_data.topics.topics.values()).split()
     prompts = [" ".join(words[at : at + 8]) for at in rng.sample(range(len(words) - 8), 200)]
-    how = " ".join(["python -m benchmarks.serve RUN", *(["--soak", f"{asked.soak:g}"] if asked.soak else [])])
+    command = "python -m benchmarks.serve RUN"
+    content: Content
     if asked.soak:
-        title, lines = "Serving: memory over time", soak(run, prompts, asked.soak)
+        command += f" --soak {asked.soak:g}"
+        title, content = "Serving: memory over time", (soak(run, prompts, asked.soak), [])
     elif asked.exact:
-        title, lines = "Serving: equality", exact(run, prompts)
-    elif asked.dtypes != ["float32"] or asked.threads > 1:
-        title = f"Serving: {asked.threads} threads"
-        with tempfile.TemporaryDirectory() as place:
-            lines = compare(run, prompts, Path(place), asked.dtypes, asked.threads, asked.rounds)
-        lines = [f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words.", "", *lines]
+        command += " --exact"
+        title, content = "Serving: equality", (exact(run, prompts), [])
     else:
-        title = "Serving"
+        other = asked.dtypes != ["float32"] or asked.threads > 1
+        command += f" --dtypes {' '.join(asked.dtypes)} --threads {asked.threads}" if other else ""
+        title = asked.title or (f"Serving: {asked.threads} threads" if other else "Serving")
         with tempfile.TemporaryDirectory() as place:
-            lines = compare(run, prompts, Path(place), asked.dtypes, asked.threads, asked.rounds)
-            lines += [*first_tokens(Path(place)), "", *exact(run, prompts)]
-        lines = [f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words.", "", *lines]
+            notes, tables = compare(run, prompts, Path(place), asked.dtypes, asked.threads, asked.rounds)
+            content = notes, tables
+            if not other:
+                content = [*notes, *exact(run, prompts)], [*tables, first_tokens(Path(place))]
+    section = measured(title, command, *content)
     if asked.print:
-        print("\n".join(lines))
+        print(section)
     else:
-        write_section(title, [*machine(how), "", *lines])
+        write_section("serve", section)
 
 
 if __name__ == "__main__":

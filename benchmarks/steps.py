@@ -1,19 +1,19 @@
-"""Where a token's time goes: a step of the engine, taken apart. `benchmarks.decode` runs it as its part ``steps``.
+"""Measures where a token's time goes: an engine step, taken apart. The part ``steps`` of `benchmarks.decode` uses it.
 
-The operators of one step are recorded with their arguments, and played again one after the other, each timed by the
-clock: in the step's order, so that weights come from memory as they do in it, and without the Python between them. What
-real steps, which take turns with these, need beyond that is calls. A profiler would add to each operator about what a
-short one takes.
+The operators of one step are recorded with their arguments and replayed one by one, each timed by the clock, in the
+step's order, so that weights come from memory as they do in the step. The time of a real step beyond that is call
+overhead. A profiler would add to each operator about as much as a short one takes.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.results import Table
 from gpt.api import LanguageModel
 from gpt.decoding.bench import bandwidth_of
 from gpt.decoding.context import Context
@@ -21,14 +21,19 @@ from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import weight_bytes
 from gpt.sample_config import SampleConfig
 
-WARM, ROUNDS, STEPS = 48, 5, 8  # steps before the recorded one; then so many times so many real and replayed steps
-GROUPS = ("products", "attention and cache", "other arithmetic", "views", "choice")
+WARM, ROUNDS, STEPS = 48, 5, 8  # warm-up steps; rounds; real and replayed steps in a round
+GROUPS = ("products", "attention and cache", "other arithmetic", "views", "selection")
+NOTES = (
+    "Milliseconds per step of the engine.",
+    "*Selection*: from logits to an id. *Call overhead*: what a real step takes beyond its replayed operators. *Host*: "
+    "the engine's bookkeeping.",
+)
 _PRODUCTS = ("linear", "pack_mm", "::mm", "::addmm", "::addmv", "::mv")
 _ATTENTION = ("attention", "bmm", "softmax", "copy_", "index_put", "index_copy", "cat", "scatter")
 
 
 class Recorder(TorchDispatchMode):
-    """Records operators and their arguments; ``within`` says whether they are the model's or the choice's."""
+    """Records operators and their arguments; ``within`` is True for the model's, False for those of the selection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +44,12 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls an operator and records it."""
-        self.calls.append((group(func) if self.within else "choice", func, args, kwargs or {}))
+        self.calls.append((group(func) if self.within else "selection", func, args, kwargs or {}))
         return func(*args, **kwargs or {})
 
 
 def group(func: Any) -> str:
-    """Returns which part of a step an operator of the model is."""
+    """Returns the part of a step that an operator of the model belongs to."""
     name = func.name()
     if func.is_view or name.startswith("aten::empty"):
         return "views"
@@ -54,8 +59,7 @@ def group(func: Any) -> str:
 
 
 class Steps:
-    """Steps of ``rows`` greedy texts after short prompts; ``model_seconds`` are what the last step's calls of the model
-    took."""
+    """Steps of ``rows`` greedy texts after short prompts. ``model_seconds`` is the model's time in the last step."""
 
     def __init__(self, model: LanguageModel, rows: int) -> None:
         new = WARM + ROUNDS * STEPS + 3
@@ -83,7 +87,7 @@ class Steps:
         return timed
 
     def step(self) -> tuple[float, float]:
-        """Returns the seconds of a step, and those of the model in it."""
+        """Runs a step; returns its seconds and the model's share of them."""
         self.model_seconds = 0.0
         started = time.perf_counter()
         self.engine.step()
@@ -99,7 +103,7 @@ class Steps:
 
 @torch.inference_mode()
 def replay(recorder: Recorder) -> dict[str, float]:
-    """Calls the operators of a step again and returns the seconds of each group."""
+    """Replays the operators of a step; returns the seconds of each group."""
     seconds = dict.fromkeys(GROUPS, 0.0)
     for name, func, args, kwargs in recorder.calls:
         started = time.perf_counter()
@@ -109,8 +113,8 @@ def replay(recorder: Recorder) -> dict[str, float]:
 
 
 def split(model: LanguageModel, rows: int) -> dict[str, float]:
-    """Returns the medians of a step's seconds and of its parts: `GROUPS`, but for views, ``calls`` and ``host``."""
-    torch.set_flush_denormal(True)  # an operator that changes its argument in place does so in every replay
+    """Returns the median seconds of a step and of its parts: `GROUPS` without views, ``calls`` and ``host``."""
+    torch.set_flush_denormal(True)  # in-place operators repeat with every replay
     steps = Steps(model, rows)
     for _ in range(WARM):
         steps.step()
@@ -122,20 +126,21 @@ def split(model: LanguageModel, rows: int) -> dict[str, float]:
     whole, inside = (statistics.median(each) for each in zip(*real, strict=True))
     found = {name: statistics.median(each[name] for each in again) for name in GROUPS}
     found.pop("views")
-    computed = sum(found.values()) - found["choice"]
-    return {"step": whole, **found, "calls": inside - computed, "host": whole - inside - found["choice"]}
+    computed = sum(found.values()) - found["selection"]
+    return {"step": whole, **found, "calls": inside - computed, "host": whole - inside - found["selection"]}
 
 
-def table(models: Iterator[tuple[str, LanguageModel]], rows: tuple[int, ...]) -> Iterator[str]:
-    """Yields a table of each model's steps, in milliseconds."""
-    yield (
-        "| weights | texts | a step | weights' products | their bytes at memory's speed | attention, cache | "
-        "norms, activations, rounding | choice | calls | host |"
-    )
-    yield "|---|" + "---:|" * 9
+def table(models: Iterable[tuple[str, LanguageModel]], rows: tuple[int, ...]) -> Table:
+    """Returns a table of the models' steps with each number of texts, in milliseconds."""
+    found = []
     for name, model in models:
         for count in rows:
             least = weight_bytes(model.model, model.compute) / bandwidth_of(model.compute)
-            found = split(model, count)
-            parts = [found["step"], found["products"], least, *list(found.values())[2:]]
-            yield f"| {name} | {count} | {' | '.join(f'{1e3 * each:.2f}' for each in parts)} |"
+            parts = split(model, count)
+            seconds = [parts["step"], parts["products"], least, *list(parts.values())[2:]]
+            found.append([name, str(count), *(f"{1e3 * each:.2f}" for each in seconds)])
+    columns = [
+        "weights", "texts", "step", "matrix products", "reading the weights", "attention and cache",
+        "norms, activations, rounding", "selection", "call overhead", "host",
+    ]  # fmt: skip
+    return Table(columns, found)

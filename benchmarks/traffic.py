@@ -1,9 +1,9 @@
-"""Counts the bytes that compiled code moves and the kernels that it launches, without building or running it.
+"""Counts the bytes that compiled code moves and the kernels that it launches, without building or running the code.
 
 The counts come from Inductor's schedule. A kernel's bytes are those of each buffer that it reads or writes, once, as
-far as the buffer is used. Two counts of Inductor's are corrected: where a fused kernel scatters numbers into a buffer,
-or only gathers them from one, Inductor counts the whole buffer, and this module counts the numbers. A decoding step
-scatters to one column of the cache in every layer, and gathers rows of the embedding.
+far as it uses the buffer. Two of Inductor's counts are corrected: where a fused kernel scatters elements into a buffer,
+or only gathers elements from one, Inductor counts the whole buffer, and this module counts the elements. A decoding
+step scatters to one column of the KV cache in every layer, and gathers rows of the embedding.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-COUNTED_UP_TO = 10**9  # numbers of a buffer that Inductor counts at most
+COUNTED_UP_TO = 10**9  # Inductor counts no more elements of a buffer
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Traffic:
     """Memory traffic and launches of one call of a compiled graph."""
 
     bytes: int  # read from memory and written to it
-    launches: int  # kernels, generated and libraries'
-    kernels: tuple[tuple[str, int], ...]  # each one's name and bytes, most first
+    launches: int  # kernels, generated or from libraries
+    kernels: tuple[tuple[str, int], ...]  # name and bytes of each, largest first
     code: str  # the program that calls them
 
 
@@ -43,7 +43,7 @@ class _Counted(Exception):
 def count(work: Callable[[], object], **settings: Any) -> list[Traffic]:
     """Runs ``work`` up to its first call of a compiled graph, and returns the traffic of each graph compiled by then.
 
-    A graph's backward graph is compiled with it and is counted too. ``settings``: Inductor's.
+    A graph's backward graph is compiled with it and counted too. ``settings`` are Inductor's.
     """
     torch._dynamo.reset()
     try:
@@ -56,7 +56,7 @@ def count(work: Callable[[], object], **settings: Any) -> list[Traffic]:
 
 @contextlib.contextmanager
 def counting(**settings: Any) -> Iterator[list[Traffic]]:
-    """A context in which Inductor's graphs are counted instead of built, and raise when they are called."""
+    """A context in which Inductor's graphs are counted instead of built. Calling one raises an exception."""
     found: list[Traffic] = []
 
     def module(graph: GraphLowering) -> Any:
@@ -103,7 +103,7 @@ def _bytes(node: BaseSchedulerNode) -> int:
     reads = [read for part in node.get_nodes() for read in part.read_writes.reads if isinstance(read, MemoryDep)]
     whole = {read.name for read in reads if not read.is_indirect()}
     for part in node.get_nodes():
-        if part.is_template():  # Inductor counts a number of each
+        if part.is_template():  # Inductor counts one element of each
             for read in part.read_writes.reads:
                 buffer = V.graph.get_buffer(read.name)
                 accesses[read.name] = _elements(buffer) * buffer.get_dtype().itemsize
@@ -119,6 +119,6 @@ def _bytes(node: BaseSchedulerNode) -> int:
             accesses |= {name: size for name, size in alone.items() if name in scattered}
     for read in reads:
         if read.is_indirect() and read.name not in whole:
-            numbers = math.prod(map(int, read.size)) * V.graph.get_dtype(read.name).itemsize
-            accesses[read.name] = min(accesses.get(read.name, 0), numbers)
+            size = math.prod(map(int, read.size)) * V.graph.get_dtype(read.name).itemsize
+            accesses[read.name] = min(accesses.get(read.name, 0), size)
     return sum(accesses.values())

@@ -2,35 +2,39 @@
 
 from typing import Annotated
 
-import typer
-
 from gpt.bench_config import BenchConfig
 
 from . import progress, render
-from .options import Device, Dtype, Json, Threads, one_of, takes
+from .options import Device, Dtype, Json, Threads, model_and_texts, one_of, option, takes
 
 
 @takes(BenchConfig)
 def bench(
     settings: BenchConfig,
-    target: Annotated[
+    rest: list[str],
+    model: Annotated[
         str | None,
-        typer.Argument(metavar="[PRESET|MODEL]", help="A preset with random weights, or what `gpt sample -m` takes.",
-                       show_default="best of the newest run in runs/"),
+        option("--model", "-m", metavar="MODEL", help="A preset (with random weights), or a model as in `gpt sample`",
+               show_default="best of the newest run"),
     ] = None,
     json: Json = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
     compile: Annotated[
-        str, one_of(("on", "off"), help="Compile steps: CUDA graphs, or blocks on a CPU.", rich_help_panel="Machine")
+        str, one_of(("on", "off"), help="Compile steps (CUDA graphs; blocks on a CPU)", rich_help_panel="Machine")
     ] = "off",
 ) -> None:  # fmt: skip
-    """Measure how fast a model reads a prompt and writes on, beside what this machine's memory allows."""
+    """Measure generation speed, compared with memory bandwidth.
+
+    gpt bench
+    gpt bench -m gpt2 --dtype int8
+    """
+    model, _ = model_and_texts("bench", model, rest, takes_text=False)
     with progress.starting(quiet=json):
         from gpt import api
     measured = api.bench(
-        target, settings, device=device, dtype=dtype, threads=threads, compile=compile, note=render.note
+        model, settings, device=device, dtype=dtype, threads=threads, compile=compile, note=render.note
     )
     if json:
         render.json_line(render.speed_json(measured))

@@ -13,7 +13,7 @@ from gpt.files import reading
 from . import progress, render_data
 from .options import Json, Quiet, option
 
-app = typer.Typer(help="The catalogue: texts to train on by name. See what there is, and fetch it.")
+app = typer.Typer(help="List and download corpora, and merge token folders.")
 
 
 def _names() -> list[str]:
@@ -22,12 +22,12 @@ def _names() -> list[str]:
     return catalogue.names()
 
 
-Name = Annotated[str, typer.Argument(help="A corpus: gpt data list.", autocompletion=_names)]
+Name = Annotated[str, typer.Argument(help="Name of a corpus, from `gpt data list`", autocompletion=_names)]
 
 
 @app.command("list")
 def list_corpora(json: Json = False) -> None:
-    """List the corpora: what they are, how large, under which license, and whether they are here."""
+    """List the corpora: their size, license, and whether they are downloaded."""
     from gpt.text import catalogue
 
     render_data.corpora([catalogue.corpus(name) for name in catalogue.names()], json)
@@ -35,28 +35,32 @@ def list_corpora(json: Json = False) -> None:
 
 @app.command("show")
 def show(
-    name: Annotated[str, typer.Argument(help="A corpus of the list, or a folder of tokens.", autocompletion=_names)],
-    verify: Annotated[bool, option("--verify", help="Read a folder of tokens and compare every checksum.")] = False,
+    name: Annotated[str, typer.Argument(help="Name of a corpus, or a token folder", autocompletion=_names)],
+    verify: Annotated[bool, option("--verify", help="Check every checksum of a token folder")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show all about a corpus: its files, their checksums and places; or about a folder of tokens."""
+    """Show a corpus and its files, or a token folder, in detail.
+
+    gpt data show shakespeare
+    gpt data show tokens --verify
+    """
     from gpt.text import catalogue
 
     with reading(Path(name)):
         is_folder = Path(name).is_dir()
     if not is_folder:
         if verify:
-            raise UserError(f"{name} is no folder of tokens", "--verify compares the checksums in a folder of tokens")
+            raise UserError(f"{name} is not a token folder", "--verify checks the checksums of a token folder")
         if name not in _names():
-            raise UserError(f'there is no corpus "{name}", and no folder of that name', did_you_mean(name, _names()))
+            raise UserError(f'there is no corpus or folder "{name}"', did_you_mean(name, _names()))
         render_data.corpus(catalogue.corpus(name), json)
         return
     from gpt.text import token_folder
 
     with reading(Path(name)):
         if not token_folder.is_token_folder(name):
-            raise UserError(f"{name} is no folder of tokens", "make one: gpt tokenize TEXT -o DIR")
+            raise UserError(f"{name} is not a token folder", "make one: gpt tokenize TEXT -o DIR")
     folder = token_folder.TokenFolder(name)
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:
@@ -66,7 +70,10 @@ def show(
 
 @app.command("fetch")
 def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
-    """Fetch a corpus into the cache; a download that was cut or interrupted is resumed."""
+    """Download a corpus into the cache, or resume an interrupted download.
+
+    gpt data fetch shakespeare
+    """
     from gpt.text import catalogue
 
     found = catalogue.corpus(name)
@@ -78,15 +85,18 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
 
 @app.command("merge")
 def merge(
-    part: Annotated[list[str], typer.Argument(help="The folders that gpt tokenize --part made, all of them.")],
-    out: Annotated[str | None, option("--out", "-o", help="The folder to make.", show_default="none")] = None,
+    part: Annotated[list[str], typer.Argument(help="All the folders made with `gpt tokenize --part`")],
+    out: Annotated[str | None, option("--out", "-o", metavar="DIR", help="New folder", show_default="required")] = None,
     json: Json = False,
 ) -> None:
-    """Join token folders made in parts into the one that a single machine would have made."""
+    """Merge token folders made in parts into what a single machine would have made.
+
+    gpt data merge part-1 part-2 -o tokens
+    """
     from gpt.text import token_folder
 
     if out is None:
-        raise UserError("where should the joined folder go?", "name a new folder: gpt data merge PART... -o DIR")
+        raise UserError("where should the merged folder go?", "name a new folder: gpt data merge PART... -o DIR")
     began = time.monotonic()
     folder = token_folder.merge(part, out)
     render_data.tokens(folder, time.monotonic() - began, json)

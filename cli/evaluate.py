@@ -8,7 +8,7 @@ from gpt import events
 from gpt.config import ReadConfig
 
 from . import inputs, progress, render
-from .options import MODEL_HELP, OUTPUT, Base, Device, Dtype, Json, Quiet, Threads, one_of, option, takes
+from .options import Base, Device, Dtype, Json, Model, Quiet, Threads, model_and_texts, one_of, option, takes
 
 if TYPE_CHECKING:
     from gpt.evaluate import Window
@@ -17,31 +17,39 @@ if TYPE_CHECKING:
 @takes(ReadConfig)
 def evaluate(
     settings: ReadConfig,
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    text: Annotated[list[str], typer.Argument(help="As `gpt train` takes it; or a folder of tokens.")],
+    text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`, or a token folder")],
+    model: Model = None,
     base: Base = None,
     stride: Annotated[
         int | None,
-        option(help="Tokens from the start of one window to the next. Less than the window: windows overlap.",
-                     show_default="the window"),
+        option(help="Tokens between the starts of windows; fewer than a window: they overlap",
+               show_default="the window"),
     ] = None,
     block_size: Annotated[
         int | None,
-        option(help="Tokens in a window, up to the model's context.", show_default="the context, at most 1024"),
+        option(help="Tokens per window, up to the context length", show_default="the context length, at most 1,024"),
     ] = None,
     split: Annotated[
-        str, one_of(("train", "val"), help="Of a folder of tokens: what was trained on, or what was held out.")
+        str, one_of(("train", "val"), help="Part of a token folder: training or held-out text")
     ] = "val",
-    tokens: Annotated[
-        bool, option("--tokens", help="Each token's log-probability instead, as JSONL.", rich_help_panel=OUTPUT)
+    per_token: Annotated[
+        bool, option("--per-token", help="Print each token's log-probability as JSON lines instead")
     ] = False,
+    tokens: Annotated[bool, option("--tokens", hidden=True)] = False,
     json: Json = False,
     quiet: Quiet = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:  # fmt: skip
-    """Measure a model on TEXT: loss, perplexity, bits per byte, in fixed windows over the whole of it."""
+    """Measure a model on a text: loss, perplexity and bits per byte.
+
+    gpt eval chapter.txt
+    gpt eval chapter.txt -m runs/book --stride 128
+    gpt eval wikitext-2 -m hf:openai-community/gpt2 --json
+    """
+    model, text = model_and_texts("eval", model, text)
+    per_token = per_token or tokens  # its former name
     inputs.announce(text)
     with progress.starting(quiet):
         from gpt import api
@@ -51,7 +59,7 @@ def evaluate(
     def on_window(window: "Window", losses: Any, total: int) -> None:
         nonlocal scored
         scored += len(losses)
-        if tokens:
+        if per_token:
             render.token_lines(window, losses, loaded.tokenizer)
         display(events.Progress("scored", scored, total, "tokens"))
 
@@ -59,5 +67,5 @@ def evaluate(
         result = loaded.evaluate_files(text, settings, split, stride, display, on_window, block_size)
     if json:
         render.json_line(render.evaluation_json(result))
-    elif not tokens:
+    elif not per_token:
         render.evaluation(result)

@@ -3,13 +3,11 @@
 import shlex
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from gpt.export_config import ExportConfig
 from gpt.words import counted
 
 from . import inputs, progress, render
-from .options import MODEL_HELP, Base, Device, Json, Quiet, option, takes
+from .options import Base, Device, Json, Model, Quiet, model_and_texts, option, takes
 
 if TYPE_CHECKING:
     from gpt.exporting.run import Exported
@@ -18,20 +16,27 @@ if TYPE_CHECKING:
 @takes(ExportConfig)
 def export(
     settings: ExportConfig,
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    rest: list[str],
     out: Annotated[
-        str, option("--out", "-o", help="A new FILE.gguf for llama.cpp and ollama, or a new folder for publishing.")
+        str,
+        option("--out", "-o", metavar="PATH", help="New GGUF file, for llama.cpp and Ollama, or new folder to publish"),
     ],
+    model: Model = None,
     base: Base = None,
     eval: Annotated[
         str | None,
-        option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after.", show_default="none"),
+        option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after"),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
     device: Device = "auto",
 ) -> None:
-    """Write a model for others: a GGUF file, or a folder with a model card, in any dtype down to int4."""
+    """Export a model as a GGUF file, or as a folder to publish.
+
+    gpt export -m runs/book -o book.gguf
+    gpt export -m runs/book -o book --dtype int8 --license mit
+    """
+    model, _ = model_and_texts("export", model, rest, takes_text=False)
     inputs.announce([eval] if eval else None)
     with progress.starting(quiet):
         from gpt import api
@@ -58,6 +63,5 @@ def _print(done: "Exported") -> None:
         line = f"FROM {done.out.absolute()}"
         render.fact("", f"ollama create NAME -f Modelfile  (a file with the line: {line})")
     else:
-        how = "-i" if done.chat else '"Once upon"'
-        render.fact("more", f"gpt sample {how} -m {place}")
+        render.fact("more", f"gpt chat -m {place}" if done.chat else f'gpt sample "Once upon" -m {place}')
         render.fact("", f"hf upload OWNER/NAME {place}  (read its README.md first)")

@@ -1,4 +1,4 @@
-"""Reads a command's inputs from files and stdin, within bounds; says on stderr when it waits for input."""
+"""Reads a command's inputs from files and stdin, within bounds, and notes on stderr when it waits for input."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from gpt.settings import MOST_TOML, parse_toml
 
 from . import render
 
-WAIT_SECONDS = 1.0  # until stderr says what the command waits for
+WAIT_SECONDS = 1.0  # before a note about what the command waits for
 MOST_TEXT = 64 * 2**20  # bytes of a text for the model to read, and of a line of prompts
 MOST_PROMPTS = 2**30  # bytes of a file of prompts
 
@@ -23,10 +23,10 @@ MOST_PROMPTS = 2**30  # bytes of a file of prompts
 def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
     """Returns the text that was given as words or as a file (``-`` is stdin)."""
     if words is not None and file is not None:
-        raise UserError(f"a {what} and {flag} were given", "give one of them")
+        raise UserError(f"a {what} and {flag} were both given", "give only one of them")
     if file is not None:
         with opened(file, f"the {what}") as stream:
-            data = bounded(stream, file, MOST_TEXT, f"a {what} has at most so many")
+            data = bounded(stream, file, MOST_TEXT, f"a {what} cannot be longer than that")
         try:
             words = data.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError as error:
@@ -45,20 +45,20 @@ def lines(file: Path, what: str) -> Iterator[bytes]:
         while line := stream.readline(MOST_TEXT + 1):
             left -= len(line)
             if len(line) > MOST_TEXT:
-                raise _too_long(f"a line of {name(file)}", MOST_TEXT, "a prompt has at most so many")
+                raise _too_long(f"a line of {name(file)}", MOST_TEXT, "a prompt cannot be longer than that")
             if left < 0:
-                raise _too_long(name(file), MOST_PROMPTS, "cut it into several files")
+                raise _too_long(name(file), MOST_PROMPTS, "split it into several files")
             yield line
 
 
 def toml(file: Path) -> dict[str, Any]:
     """Reads the table of a TOML file."""
     with opened(file, "settings") as stream:
-        return parse_toml(bounded(stream, file, MOST_TOML, "settings are a few lines"), str(file))
+        return parse_toml(bounded(stream, file, MOST_TOML, "a file of settings has only a few lines"), str(file))
 
 
 def bounded(stream: BinaryIO, file: Path, most: int, hint: str) -> bytes:
-    """Reads all of a stream. Raises `UserError` past so many bytes, since a device may be endless."""
+    """Reads all of a stream. Raises `UserError` beyond ``most`` bytes, since a device may be endless."""
     data = stream.read(most + 1)
     if len(data) > most:
         raise _too_long(name(file), most, hint)
@@ -76,8 +76,8 @@ def _too_long(what: str, most: int, hint: str) -> UserError:
 
 @contextlib.contextmanager
 def opened(file: Path, what: str) -> Iterator[BinaryIO]:
-    """Opens a file, or stdin for ``-``. Says on stderr that it waits for ``what`` while nothing comes from a terminal
-    or a pipe. Raises `UserError` where it cannot be read."""
+    """Opens a file, or stdin for ``-``. Prints a note while it waits for ``what`` from a terminal or a pipe. Raises
+    `UserError` if it cannot be read."""
     if str(file) == "-" and sys.stdin is None:
         raise UserError("there is no standard input to read", "give a file")
     try:
@@ -101,7 +101,7 @@ def _waiting(file: Path, what: str) -> Iterator[None]:
     if stat.S_ISREG(mode):
         yield
         return
-    end = "; Ctrl-D ends it" if stdin and sys.stdin.isatty() else ", which has not ended yet"
+    end = "; end with Ctrl-D" if stdin and sys.stdin.isatty() else ", which is still open"
     timer = threading.Timer(WAIT_SECONDS, render.note, [f"reading {what} from {name(file)}{end}"])
     timer.daemon = True
     timer.start()
@@ -112,6 +112,6 @@ def _waiting(file: Path, what: str) -> Iterator[None]:
 
 
 def announce(texts: Sequence[str] | None) -> None:
-    """Says that a text will be read from a terminal."""
+    """Notes that a text will be read from a terminal."""
     if "-" in (texts or ()) and sys.stdin is not None and sys.stdin.isatty():
-        render.note("reading the text from stdin; Ctrl-D ends it")
+        render.note("reading the text from stdin; end with Ctrl-D")

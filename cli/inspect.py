@@ -1,4 +1,4 @@
-"""``gpt inspect attention|neighbors|analogy|positions|tokens``."""
+"""``gpt inspect attention|neighbors|analogy|positions``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,47 +11,56 @@ from gpt.errors import UserError
 from . import inputs, page, plots, progress, render
 from .options import Device, Json, Model, PromptFile, TextFile, option
 from .page import Out
+from .tokenizer import encode
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
     from gpt.inspect import Embeddings
 
-app = typer.Typer(help="Look inside a model: attention, embeddings, positions, tokens.")
+app = typer.Typer(help="Look inside a model: attention, embeddings, positions.")
 
-Count = Annotated[int, option("--count", "-k", help="How many tokens to list.")]
+Count = Annotated[int, option("--count", "-k", help="Number of tokens to list")]
 
 
 @app.command("attention")
 def attention(
-    prompt: Annotated[
-        str | None, option("--prompt", "-p", help="What the model reads.", show_default="required")
-    ] = None,
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text for the model to read")] = None,
+    prompt: Annotated[str | None, option("--prompt", "-p", hidden=True)] = None,
     prompt_file: PromptFile = None,
-    layer: Annotated[int | None, option(help="One layer alone, counted from 0.", show_default="all")] = None,
+    layer: Annotated[int | None, option(help="Show only this layer, counted from 0", show_default="all")] = None,
     head: Annotated[
-        int | None, option(help="One head alone, counted from 0.", show_default="all; in a terminal the clearest")
+        int | None,
+        option(help="Show only this head, counted from 0", show_default="all; in a terminal, the clearest one"),
     ] = None,
     model: Model = None,
     out: Out = None,
     json: Json = False,
     device: Device = "auto",
 ) -> None:
-    """Show what each token attends to in every head, what heads do, and what the model would say at each layer."""
-    text = inputs.text(prompt, prompt_file, "prompt", "--prompt-file")
+    """Show what each head attends to, and what each layer would predict.
+
+    gpt inspect attention "Once upon a time"
+    gpt inspect attention "Once upon a time" -m runs/book -o attention.html
+    """
+    if text is not None and prompt is not None:
+        raise UserError("two prompts were given", "give one: gpt inspect attention PROMPT")
+    words = inputs.text(prompt if text is None else text, prompt_file, "prompt", "--prompt-file")
     page.check_out(out)
     loaded = _load(model, device, json)
     from gpt import inspect
 
     from . import render_inspect, views
 
-    ids = loaded.tokenizer.prompt(text) if text else []  # as sampling reads it
+    ids = loaded.tokenizer.prompt(words) if words else []  # as sampling reads it
     look = inspect.look(loaded.model, ids, loaded.tokenizer, layer, head)
     if look.dropped:
-        render.note(f"the prompt has {len(ids):,} tokens; the last {len(look.ids):,} fit the context and are shown")
+        render.note(
+            f"the prompt has {len(ids):,} tokens; only the last {len(look.ids):,}, which fit the context, are shown"
+        )
     name, tokenizer = str(loaded.path), loaded.tokenizer
     page.show(
         "attention", f"attention: {name}", out, json,
-        data=lambda: views.attention_data(look, tokenizer, name, text),
+        data=lambda: views.attention_data(look, tokenizer, name, words),
         page=lambda: views.attention_page(look, tokenizer, name),
         picture=lambda: plots.attention(look, tokenizer, name),
         terminal=lambda: render_inspect.attention(look, tokenizer),
@@ -60,13 +69,18 @@ def attention(
 
 @app.command("neighbors")
 def neighbors(
-    words: Annotated[list[str], typer.Argument(metavar="WORD...", help="Each with a space before it, as in a text.")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="WORD", help="Words, each encoded with a space before it, as in a text")
+    ],
     count: Count = 10,
     model: Model = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Show the tokens whose embeddings point in nearly the same direction as a word's."""
+    """Find the tokens whose embeddings are most similar to a word's.
+
+    gpt inspect neighbors king queen
+    """
     table, name = _embeddings(count, model, out, json)
     from . import views
 
@@ -81,13 +95,19 @@ def neighbors(
 
 @app.command("analogy")
 def analogy(
-    words: Annotated[list[str], typer.Argument(metavar="WORD - WORD + WORD", help="A sum, with spaces between.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="WORD - WORD + WORD", help="Sum and difference of words, with spaces around + and -"),
+    ],
     count: Count = 10,
     model: Model = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Show the tokens nearest to a sum of words' directions: king - man + woman."""
+    """Find the tokens closest to a sum of embeddings.
+
+    gpt inspect analogy king - man + woman
+    """
     from gpt.inspect import parse_analogy  # with torch, which takes its time
 
     parsed = parse_analogy(words)
@@ -104,7 +124,10 @@ def analogy(
 
 @app.command("positions")
 def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
-    """Show the table of positions, and how alike two places are by their distance."""
+    """Show the position embeddings, and how similar two positions are by distance.
+
+    gpt inspect positions -m runs/book -o positions.html
+    """
     page.check_out(out)
     loaded = _load(model, "cpu", json)
     from gpt import inspect
@@ -121,33 +144,17 @@ def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
     )  # fmt: skip
 
 
-@app.command("tokens")
+@app.command("tokens", hidden=True)
 def tokens(
-    text: Annotated[str | None, typer.Argument(help="What to cut.")] = None,
+    text: Annotated[str | None, typer.Argument(help="Text to split into tokens")] = None,
     file: TextFile = None,
     model: Model = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """Show how a text is cut into tokens."""
-    words = inputs.text(text, file, "text", "--file")
-    if not words:
-        raise UserError("there is nothing to cut", "give TEXT, or --file")
-    page.check_out(out)
-    from gpt.runs import checkpoint, folder, hf
-
-    from . import render_inspect, views
-
-    path = folder.find_checkpoint(model)
-    tokenizer = checkpoint.load_tokenizer(path, hf.load_config(path))
-    data = views.tokens_data(tokenizer.encode(words).tolist(), tokenizer, str(path), words)
-    page.show(
-        "tokens", f"tokens: {path}", out, json,
-        data=lambda: data,
-        page=lambda: data,
-        picture=lambda: plots.tokens(data["pieces"]),
-        terminal=lambda: render_inspect.tokens(data),
-    )  # fmt: skip
+    """The former name of `gpt tokenizer encode --show`."""
+    render.note("use gpt tokenizer encode --show; the next release drops gpt inspect tokens")
+    encode(text, file=file, model=model, show=True, out=out, json=json)
 
 
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
@@ -173,7 +180,7 @@ def _show_near(
 ) -> None:
     from . import render_inspect
 
-    cosine = "The cosine of two rows of the embedding: 1 is the same direction, 0 none in common."
+    cosine = "Cosine similarity of two rows of the embedding: 1 is the same direction, 0 is unrelated."
     page.show(
         "near", f"{title}: {model}", out, json,
         data=lambda: data,

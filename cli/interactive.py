@@ -1,7 +1,8 @@
-"""``gpt sample --interactive``: prompt after prompt, with history, settings and models changed on the way."""
+"""The conversation of ``gpt chat`` and ``gpt sample -i``, with history, and settings and models changed on the way."""
 
 import contextlib
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,27 +13,27 @@ from gpt.errors import UserError, check_text, did_you_mean
 from gpt.files import user_folder
 from gpt.sample_config import SampleConfig
 
-from . import render
+from . import progress, render
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
 
 PLAIN_HELP = """\
-TEXT             the model writes on after it; end a line with \\ to go on in the next, or put \"\"\" before and after
-/retry           another text after the same prompt
-/more            on from where the text ended
+TEXT             continues the text; end a line with \\ to continue on the next, or put \"\"\" before and after
+/retry           generates another text from the same prompt
+/more            continues the text where it ended
 """
 CHAT_HELP = """\
-TEXT             the model answers; end a line with \\ to go on in the next, or put \"\"\" before and after
-/retry           another answer to the same
-/more            on from where the answer ended
-/system TEXT     what the model is told before the conversation; without TEXT: nothing
-/clear           begins the conversation anew
+TEXT             sends a message; end a line with \\ to continue on the next, or put \"\"\" before and after
+/retry           generates another answer
+/more            continues the answer where it ended
+/system TEXT     sets the system message; without TEXT, removes it
+/clear           starts a new conversation
 """
 HELP = """\
-/set             all settings; /set NAME VALUE changes one: /set temperature 0.7
-/model PATH      another model
-/help  /quit     this; the end (or Ctrl-D). Ctrl-C ends a text. // at the start of a prompt is one /"""
+/set             lists the settings; /set NAME VALUE changes one: /set temperature 0.7
+/model PATH      loads another model
+/help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
 QUOTES = '"""'
 HISTORY = 1000  # lines that are remembered
 
@@ -61,12 +62,12 @@ class Interaction:
     def run(self) -> None:
         """Runs until the end of stdin. Raises `UserError` where there is no stdin."""
         if sys.stdin is None:
-            raise UserError("there is no standard input to read", "give a prompt instead of --interactive")
+            raise UserError("there is no standard input to read", "gpt sample PROMPT needs none")
         with contextlib.suppress(AttributeError, ValueError):
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         if sys.stdin.isatty():
             what = "messages" if self.chats else "prompts"
-            render.note(f"/help says what there is besides {what}; Ctrl-D ends")
+            render.note(f"enter {what}; /help lists commands, Ctrl-D exits")
         with _history():
             while (words := read()) is not None:
                 try:
@@ -95,7 +96,7 @@ class Interaction:
 
     def _retry(self, _: str) -> None:
         if not self.messages:
-            raise UserError("there is no prompt yet", "write one")
+            raise UserError("there is no prompt yet", "enter one")
         if self.messages[-1]["role"] == "assistant":
             self.messages.pop()
         self.index += 1
@@ -103,7 +104,7 @@ class Interaction:
 
     def _more(self, _: str) -> None:
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise UserError("there is no text yet", "write a prompt")
+            raise UserError("there is no text yet", "enter a prompt")
         self._answer(more=True)
 
     def _answer(self, more: bool = False) -> None:
@@ -148,7 +149,7 @@ class Interaction:
                 break
             kept = kept[turns[0] :]
         if dropped := len(self.messages) - len(kept):
-            render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were left out")
+            render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were dropped")
             self.messages = kept
         return ids
 
@@ -163,8 +164,8 @@ class Interaction:
     def _check_chats(self, command: str) -> None:
         if not self.chats:
             raise UserError(
-                f"{command} is for a conversation, and {self.loaded.path} has no chat template",
-                "gpt train --chat gives a model one",
+                f"{command} needs a chat template, which {self.loaded.path} does not have",
+                "a model trained with gpt train --chat has one",
             )
 
     def _help(self, _: str) -> None:
@@ -187,6 +188,23 @@ class Interaction:
         self.loaded = self.load(path)
 
 
+def converse(
+    settings: SampleConfig,
+    model: str | None,
+    base: str | None,
+    seed: int | None,
+    device: str,
+    dtype: str,
+    threads: int | None,
+) -> None:
+    """Loads a model, and runs an `Interaction` with it."""
+    with progress.starting(quiet=False):
+        from gpt import api
+    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
+    loaded = load(model, base=base)
+    Interaction(loaded, load, settings, render.draw_seed(announce=settings.draws) if seed is None else seed).run()
+
+
 def read() -> str | None:
     """Reads the next prompt or command, which may have several lines; None at the end of stdin."""
     lines: list[str] = []
@@ -196,7 +214,7 @@ def read() -> str | None:
             line = input(("… " if lines or block else "> ") if sys.stdin.isatty() else "").removeprefix("\ufeff")
         except EOFError:
             return "\n".join(lines) if lines else None
-        except KeyboardInterrupt:  # what was typed is thrown away
+        except KeyboardInterrupt:  # what was typed is discarded
             render.write("\n")
             lines, block = [], False
             continue

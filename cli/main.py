@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Sequence
@@ -10,18 +11,22 @@ from importlib import import_module
 from typing import Any
 
 import typer
-import typer.core
 
-from gpt import __version__, waiting
+from gpt import waiting
+from gpt.distribution import NAME, VERSION, install, packages
 from gpt.errors import Interrupted, ModelWarning, UserError, device_failure, is_out_of_memory, is_out_of_threads
 from gpt.parallel import environment
+from gpt.words import as_json
 
-from . import processes, render
+from . import help_pages, names, processes, render
 
-EPILOG = (
-    "Every option has a twin in the environment, GPT_<COMMAND>_<OPTION>: GPT_TRAIN_STEPS=100 is --steps 100. "
-    "With --debug, also after a command, an error shows where it came from."
-)
+HELP = """Train a GPT on your own text, on the computer you have. Then look inside it.
+
+gpt train book.txt
+gpt sample "Once upon a time"
+gpt inspect attention "Once upon a time" -o attention.html"""
+EPILOG = """gpt COMMAND --help explains a command.
+GPT_TRAIN_STEPS=100 means --steps 100, and so on; --debug shows tracebacks."""
 
 
 def _help(context: typer.Context) -> None:
@@ -31,10 +36,10 @@ def _help(context: typer.Context) -> None:
 
 
 _show_plainly = warnings.showwarning
-_TWINS = "Each option has a twin in the environment: GPT_{}_<OPTION>."
-COMMANDS = {  # by name, the module with a function of the same name; in the order of the help page
+COMMANDS = {  # by name, the module with a function of the same name
     "train": "train",
     "sample": "sample",
+    "chat": "chat",
     "eval": "evaluate",
     "tokenize": "tokenize",
     "params": "params",
@@ -44,10 +49,25 @@ COMMANDS = {  # by name, the module with a function of the same name; in the ord
     "serve": "serve",
 }
 GROUPS = ("tokenizer", "data", "inspect")
+_TOOK_MODEL = ("bench", "export")  # without -m; they read the words that no argument takes
+PURPOSES = {  # the headings of the help page, in order
+    "Train": ("train",),
+    "Generate": ("sample", "chat", "serve"),
+    "Understand": ("eval", "inspect", "report", "params", "bench"),
+    "Prepare": ("data", "tokenizer", "tokenize"),
+    "Publish": ("export",),
+}
 
 
-class _Group(typer.core.TyperGroup):
-    """The command ``gpt``. The options for completion, which typer adds to it, have no twin in the environment."""
+class _Root(help_pages.Group):
+    """The command ``gpt``. The options for completion, which typer adds to it, have no twin in the environment. A
+    command of another program is answered with ours."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Finds the command. Raises `UserError` for one of another program."""
+        if args[0] in names.COMMANDS and args[0] not in self.commands:
+            raise UserError(f"there is no command {args[0]}", names.COMMANDS[args[0]])
+        return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Returns the options."""
@@ -63,24 +83,30 @@ def make_app(args: Sequence[str] = ()) -> typer.Typer:
     building them takes time."""
     app = typer.Typer(
         name="gpt",
-        cls=_Group,
-        help="Train and use your own GPT: a decoder of the GPT-2/GPT-3 family, from any text.",
+        cls=_Root,
+        help=HELP,
         epilog=EPILOG,
         pretty_exceptions_enable=False,
-        context_settings={"auto_envvar_prefix": "GPT", "help_option_names": ["-h", "--help"]},
+        context_settings={
+            "auto_envvar_prefix": "GPT",
+            "help_option_names": help_pages.FLAGS,
+            "max_content_width": help_pages.WIDTH,
+        },
     )
     app.callback(invoke_without_command=True)(_main)
-    names = [*COMMANDS, *GROUPS]
-    for name in [name for name in names if name in args[:1]] or names:
+    purposes = {name: title for title, names in PURPOSES.items() for name in names if name in (*COMMANDS, *GROUPS)}
+    for name in [name for name in purposes if name in args[:1]] or purposes:
+        settings: dict[str, Any] = {"name": name, "rich_help_panel": purposes[name]}
         if name in COMMANDS:
             command = getattr(import_module(f"gpt_cli.{COMMANDS[name]}"), COMMANDS[name])
-            app.command(name, epilog=_TWINS.format(name.upper()))(command)
+            extra = {"allow_extra_args": name in _TOOK_MODEL}
+            app.command(cls=help_pages.Command, context_settings=extra, **settings)(command)
         else:
             group = _group(name)
             for info in group.registered_commands:
-                info.epilog = _TWINS.format(f"{name}_{info.name}".upper())
+                info.cls = help_pages.Command
             group.callback(invoke_without_command=True)(_help)
-            app.add_typer(group, name=name)
+            app.add_typer(group, cls=help_pages.Group, **settings)
     return app
 
 
@@ -89,10 +115,21 @@ def _group(name: str) -> typer.Typer:
     return group
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"gpt {__version__}")
-        raise typer.Exit
+def _versions() -> dict[str, Any]:
+    """What a bug report needs. If torch cannot be imported, the error replaces the device."""
+    try:
+        from gpt.device import pick
+
+        device = pick().describe()
+    except Exception as error:
+        device = f"{type(error).__name__}: {error}"
+    return {
+        "gpt": VERSION,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device,
+        "packages": packages(),
+    }
 
 
 def _main(
@@ -100,13 +137,17 @@ def _main(
     version: bool = typer.Option(
         False,
         "--version",
-        help="Print the version.",
-        is_eager=True,
-        callback=_print_version,
+        help="Print the version; with --json, also packages and device",
         allow_from_autoenv=False,  # GPT_VERSION may mean something to others
         show_envvar=False,
     ),
+    json: bool = typer.Option(False, "--json", hidden=True, allow_from_autoenv=False, show_envvar=False),
 ) -> None:
+    if version:
+        typer.echo(as_json(_versions()) if json else f"gpt {VERSION}")
+        raise typer.Exit
+    if json:
+        raise UserError("--json comes after a command", "gpt params --json, or gpt --version --json")
     _help(context)
 
 
@@ -127,7 +168,7 @@ def main(args: list[str]) -> int:
     try:
         words = _with_values([arg for arg in args if arg != "--debug"])
         _check_current_folder(words)
-        status = make_app(words)(words, standalone_mode=False, obj=args)
+        status = make_app(words)(words, prog_name="gpt", standalone_mode=False, obj=args)
         sys.stdout.flush()
         if status == 130:  # how typer passes on a Ctrl-C
             render.note("interrupted")
@@ -144,7 +185,7 @@ def main(args: list[str]) -> int:
 
 
 def _show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Prints a warning: of a model's files as a note, any other as Python does."""
+    """Prints a warning about a model's files as a note, and any other as Python does."""
     if issubclass(category, ModelWarning):
         render.note(str(message))
     else:
@@ -154,12 +195,12 @@ def _show(message: Warning | str, category: type[Warning], *where: Any, **more: 
 def _check_current_folder(words: Sequence[str]) -> None:
     """Raises `UserError` if a command is called in a folder that has been deleted: MKL would end the process when torch
     loads it."""
-    if _command([*words]) == "COMMAND" or {"-h", "--help"} & {*words}:
+    if (_command([*words]) == "COMMAND" and "--json" not in words) or {*help_pages.FLAGS} & {*words}:
         return
     try:
         os.getcwd()  # noqa: PTH109
     except FileNotFoundError:
-        raise UserError("the current folder no longer exists", "cd to another one: cd ~") from None
+        raise UserError("the current folder no longer exists", "change to another folder: cd ~") from None
 
 
 def _with_values(args: list[str]) -> list[str]:
@@ -172,7 +213,7 @@ def _with_values(args: list[str]) -> list[str]:
 
 
 def _command(args: list[str]) -> str:
-    """Returns the command that ``args`` name, such as ``data show``; ``COMMAND`` where they name none."""
+    """Returns the command in ``args``, such as ``data show``, or ``COMMAND`` if there is none."""
     at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
     if at is None:
         return "COMMAND"
@@ -181,7 +222,7 @@ def _command(args: list[str]) -> str:
 
 
 def _report(error: BaseException, command: str) -> int:
-    """Says what went wrong and returns the exit status for it."""
+    """Reports an error and returns its exit status."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     status, message, hint = _described(error, command)
@@ -193,30 +234,32 @@ def _report(error: BaseException, command: str) -> int:
 
 
 def _described(error: BaseException, command: str) -> tuple[int, str, str]:
-    """Returns the exit status, what went wrong, and a hint. An interruption has no hint."""
+    """Returns an error's exit status, message and hint. An interruption has no hint."""
     if isinstance(error, UserError):
-        return error.exit_code, error.message, error.hint or f"gpt {command} --help says what each setting takes"
+        return error.exit_code, error.message, error.hint or f"see gpt {command} --help"
     if isinstance(error, typer.TyperException):  # the command line cannot be parsed
         context = getattr(error, "ctx", None)
+        if (answer := names.answer(error, context)) is not None:
+            return error.exit_code, *answer
         path = context.command_path if context else "gpt"
-        return error.exit_code, error.format_message().rstrip("."), f"{path} --help lists what there is"
+        return error.exit_code, error.format_message().rstrip("."), f"see {path} --help"
     if isinstance(error, Interrupted):
         return error.exit_code, error.message, ""
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return 130, "interrupted", ""
     if isinstance(error, ModuleNotFoundError):
-        return 1, f"the package {error.name} is not installed", f"pip install {error.name}, or reinstall gpt"
+        return 1, f"the package {error.name} is not installed", f"{install(str(error.name))}, or reinstall {NAME}"
     if is_out_of_memory(error):
-        return 1, "out of memory", "take a smaller --micro-batch, --preset or --block-size"
+        return 1, "out of memory", "try a smaller --micro-batch, --preset or --block-size"
     if is_out_of_threads(error):
-        message = "the system refuses to start another thread: memory or the number of threads is limited"
-        return 1, message, "raise the limit (ulimit -v, ulimit -u, or a container's), or take fewer --threads"
+        message = "the system refuses to start another thread: it is out of memory or at its limit of threads"
+        return 1, message, "use fewer --threads, or raise the limit (ulimit -v, ulimit -u, or the container's)"
     if (failure := device_failure(error)) is not None:
-        return 1, f"the device has failed: {failure}", "try again; where it fails again, --device cpu computes too"
+        return 1, f"the device failed: {failure}", "try again; if it keeps failing, use --device cpu"
     if isinstance(error, OSError):
-        return 1, f"the system says: {error}", "--debug shows where"
-    message = f"a fault in gpt itself: {type(error).__name__}: {error}"
-    return 1, message, "--debug shows where; please report it"
+        return 1, f"system error: {error}", "add --debug for the traceback"
+    message = f"internal error in gpt: {type(error).__name__}: {error}"
+    return 1, message, "please report it, with the traceback that --debug prints"
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -13,64 +13,84 @@ from gpt import config, sample_config
 from gpt.errors import UserError, did_you_mean
 from gpt.settings import field_types, from_dict, without_none
 
-from . import inputs
+from . import help_pages, inputs, render
 
 OUTPUT = "Output"
 
-# Every option has an environment twin; the app's help says so once, so that each option need not.
+# Every option is an environment variable too; `gpt --help` says so once. Options without a panel are common ones, which
+# `--help` lists (see `help_pages`).
 option = functools.partial(typer.Option, show_envvar=False)
 
-Json = Annotated[bool, option("--json", help="JSON on stdout, one object a line.", rich_help_panel=OUTPUT)]
-Quiet = Annotated[bool, option("--quiet", "-q", help="No progress.", rich_help_panel=OUTPUT)]
-MODEL_HELP = (
-    "A run, RUN:best, RUN:latest, RUN:step-N, a checkpoint, a folder of transformers or PEFT, or hf:NAME of the hub."
-)
-Model = Annotated[str | None, option("--model", "-m", help=MODEL_HELP, show_default="best of the newest run in runs/")]
-PromptFile = Annotated[Path | None, option(help="Read the prompt from a file; - is stdin.", show_default="none")]
-TextFile = Annotated[Path | None, option(help="Read the text from a file; - is stdin.", show_default="none")]
+Json = Annotated[bool, option("--json", help="Print JSON to stdout, one object per line")]
+Quiet = Annotated[bool, option("--quiet", "-q", help="Do not show progress", rich_help_panel=OUTPUT)]
+MODEL_HELP = "RUN[:best|latest|step-N], a checkpoint, a Transformers or PEFT folder, or hf:NAME"
+Model = Annotated[
+    str | None, option("--model", "-m", metavar="MODEL", help=MODEL_HELP, show_default="best of the newest run")
+]
+PromptFile = Annotated[Path | None, option(help="Read the prompt from a file; - is stdin", rich_help_panel="Text")]
+TextFile = Annotated[Path | None, option(help="Read the text from a file; - is stdin")]
+Seed = Annotated[int | None, option(help="Random seed; the same seed gives the same text", show_default="random")]
 Base = Annotated[
     str | None,
-    option("--base", metavar="MODEL", help="The model that an adapter belongs to.", show_default="the one it names"),
-]
-
-
-def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
-    """An option that takes one of ``values``. The library refuses others, with a suggestion, so the parser need not."""
-    return option(*flags, metavar=f"[{'|'.join(values)}]", autocompletion=lambda: list(values), **settings)
-
-
-Device = Annotated[
-    str, one_of(get_args(config.Device), help="auto: CUDA, else MPS, else the CPU.", rich_help_panel="Machine")
-]
-Dtype = Annotated[
-    str,
-    one_of(
-        get_args(sample_config.Dtype),
-        help="auto: bfloat16 on newer CUDA devices, else float32; int8, int4: weights rounded, "
-        "in int8 on CPUs activations too: smaller, faster, and a little worse, int4 more so.",
-        rich_help_panel="Machine",
-    ),
-]
-
-
-Threads = Annotated[
-    int | None,
     option(
-        "--threads", help="Threads that compute on a CPU; beats OMP_NUM_THREADS.", rich_help_panel="Machine",
-        show_default="one a core, fewer for decoding with a small model",
+        "--base", metavar="MODEL", help="Base model of a PEFT adapter", show_default="the one that the adapter names",
+        rich_help_panel="Fine-tuning",
     ),
 ]  # fmt: skip
 
 
-def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command one option per field of ``config_class``.
+def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
+    """An option that takes one of ``values``. The library, not the parser, rejects others, with a suggestion."""
+    return option(*flags, metavar="|".join(values), autocompletion=lambda: list(values), **settings)
+
+
+Device = Annotated[str, one_of(get_args(config.Device), help="Device; auto: CUDA, else MPS, else the CPU")]
+Dtype = Annotated[
+    str,
+    one_of(
+        get_args(sample_config.Dtype),
+        help="auto: bfloat16 on recent GPUs, else float32; int8, int4: quantized weights",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    option(
+        "--threads", help="CPU threads; overrides OMP_NUM_THREADS", rich_help_panel="Machine",
+        show_default="one per core, fewer to decode with a small model",
+    ),
+]  # fmt: skip
+
+
+def model_and_texts(
+    command: str, model: str | None, words: Sequence[str], takes_text: bool = True
+) -> tuple[str | None, list[str]]:
+    """Returns the model and the TEXTs of a command whose model used to be its first word.
+
+    With ``-m`` every word is a TEXT. Without it, a first word that names a model is the model if another word
+    follows. A command without TEXT takes its only word as the model. These old forms print a note."""
+    from gpt.runs import folder
+
+    texts = list(words)
+    if model is None and texts and (not takes_text or folder.names_model(texts[0])):
+        if takes_text and len(texts) == 1:
+            raise UserError(f"{texts[0]} is a model, and there is no TEXT", f"gpt {command} TEXT -m {texts[0]}")
+        model = texts.pop(0)
+        render.note(f"use -m {model} to name the model; the next release drops the old form")
+    if texts and not takes_text:
+        raise UserError(f"gpt {command} takes no TEXT, and {texts[0]} was given", "-m names the model, -o the output")
+    return model, texts
+
+
+def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command one option per field of ``config_class``, except those ``without``.
 
     The command's body receives an instance as ``settings``. If it has such parameters, it also receives ``given``, the
-    settings that the user gave, and ``words``, the whole command line.
+    settings that the user gave, ``words``, the whole command line, and ``rest``, the words that no argument takes.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        names = [field.name for field in dataclasses.fields(config_class)]
+        kept = [field for field in dataclasses.fields(config_class) if field.name not in without]
+        names = [field.name for field in kept]
         wanted = inspect.signature(command).parameters
 
         @functools.wraps(command)
@@ -84,16 +104,16 @@ def takes(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..
                 values["given"] = {name: asked[name] for name in given}
             if "words" in wanted:
                 values["words"] = _context.find_root().obj
+            if "rest" in wanted:
+                values["rest"] = _context.args
             return command(settings=from_dict(config_class, asked, command.__name__), **values)
 
         own = [
             p
             for p in inspect.signature(command, eval_str=True).parameters.values()
-            if p.name not in ("settings", "given", "words")
+            if p.name not in ("settings", "given", "words", "rest")
         ]
-        in_order = sorted(
-            dataclasses.fields(config_class), key=lambda field: config.PANELS.index(field.metadata["panel"])
-        )
+        in_order = sorted(kept, key=lambda field: config.PANELS.index(field.metadata["panel"]))
         made = [_as_parameter(config_class, field) for field in in_order]
         context_parameter = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         # The order of the help page: what the command does first, how it prints last.
@@ -121,15 +141,17 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
     meta = field.metadata
     kind = field_types(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
-    settings = {"help": meta["help"], "rich_help_panel": meta["panel"], "show_default": meta["shown"] or True}
+    panel = {"basic": None, "config": help_pages.RARE}.get(meta["level"], meta["panel"])
+    settings = {"help": meta["help"], "rich_help_panel": panel, "show_default": meta["shown"] or True,
+                "hidden": meta["hidden"]}  # fmt: skip
     choice = without_none(kind)
     default = field.default
     if get_origin(choice) is tuple:
-        kind, default, info = list[str], [], option(*flags, **settings)
+        kind, default, info = list[str], [], option(*flags, metavar=meta["metavar"], **settings)
     elif get_origin(choice) is Literal:
         kind, info = str if choice is kind else str | None, one_of(get_args(choice), *flags, **settings)
     else:
-        info = option(*flags, **settings)
+        info = option(*flags, metavar=meta["metavar"], **settings)
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
@@ -148,13 +170,11 @@ def config_file(config_class: type[Any]) -> Any:
                     raise UserError(f'{path}: unknown key "{key}"', did_you_mean(key, known))
                 if (without_none(kinds[key]) is bool) != isinstance(value, bool):  # which the parser takes for 1 and 0
                     said = str(value).lower() if isinstance(value, bool) else repr(value)
-                    raise UserError(
-                        f"{path}: {key} is {said}", "only switches are true or false, and they are nothing else"
-                    )
+                    raise UserError(f"{path}: {key} is {said}", "use true or false for switches, and only for switches")
             context.default_map = {**(context.default_map or {}), **values}
         return path
 
     return option(
-        "--config", help="Settings from a TOML file; options and GPT_… variables beat it.",
-        is_eager=True, callback=read, rich_help_panel=OUTPUT, show_default="none",
+        "--config", help="Read settings from a TOML file; options and GPT_… variables override them",
+        is_eager=True, callback=read, rich_help_panel="Run",
     )  # fmt: skip

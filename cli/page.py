@@ -13,7 +13,7 @@ from gpt.errors import UserError
 from gpt.files import disk_errors, write_file
 
 from . import plots, render
-from .options import OUTPUT, option
+from .options import option
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -21,19 +21,14 @@ if TYPE_CHECKING:
 
 Data = Mapping[str, Any]
 ENDINGS = (".html", *plots.ENDINGS, ".json")
-_KINDS = {".html": "a page that needs nothing else", ".png": "or .svg or .pdf a picture", ".json": "data"}
 
 
-def _out_option(*endings: str) -> Any:
-    """The option ``-o FILE`` of a command that can show its result in these forms."""
-    said = ", ".join(f"{ending} {_KINDS[ending]}" for ending in endings)
-    return option(
-        "--out", "-o", help=f"Into a file, by its ending: {said}.", show_default="none", rich_help_panel=OUTPUT
-    )
+def _out_option(help: str) -> Any:
+    return option("--out", "-o", help=help)
 
 
-OutPage = Annotated[Path | None, _out_option(".html")]
-Out = Annotated[Path | None, _out_option(*_KINDS)]
+OutPage = Annotated[Path | None, _out_option("Write a self-contained page to FILE.html")]
+Out = Annotated[Path | None, _out_option("Write FILE.html (a self-contained page), .png, .svg, .pdf or .json")]
 
 
 def check_out(out: Path | None, *endings: str) -> None:
@@ -42,16 +37,16 @@ def check_out(out: Path | None, *endings: str) -> None:
         return
     known = endings or ENDINGS
     if out.suffix.lower() not in known:
-        raise UserError(f'"{out}" has no ending that says what to write', f"end it in {', '.join(known)}")
+        raise UserError(f'the suffix of "{out}" does not name a format', f"use one of {', '.join(known)}")
     if out.suffix.lower() in plots.ENDINGS:
         plots.check()
     if out.is_dir():
-        raise UserError(f"{out} is a folder", "name a file in it")
+        raise UserError(f"{out} is a folder", "give the name of a file in it")
     folder = out.absolute().parent
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}", "make it first, or name another place with --out")
+        raise UserError(f"there is no folder {folder}", "create it, or choose another place with --out")
     if not os.access(folder, os.W_OK):
-        raise UserError(f"cannot write into {folder}", "name another place with --out")
+        raise UserError(f"cannot write into {folder}", "choose another place with --out")
 
 
 def show(

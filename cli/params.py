@@ -25,30 +25,41 @@ def params(
     given: dict[str, object],
     targets: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[PRESET|CHECKPOINT]...", help="A preset, a run, a checkpoint or hf:NAME; several: side by side."
+        typer.Argument(metavar="PRESET|MODEL", help="Presets, runs, checkpoints or hf:NAME; several are compared"),
+    ] = None,
+    list_presets: Annotated[bool, option("--list", help="List all presets")] = False,
+    n_layer: Annotated[int | None, option(help="Transformer blocks")] = None,
+    n_head: Annotated[int | None, option(help="Attention heads per block")] = None,
+    n_kv_head: Annotated[int | None, option(help="Key/value heads per block", rich_help_panel=_SHAPE)] = None,
+    head_dim: Annotated[int | None, option(help="Width of a head", rich_help_panel=_SHAPE)] = None,
+    n_embd: Annotated[int | None, option(help="Embedding width")] = None,
+    n_inner: Annotated[int | None, option(help="Hidden width of the MLP", rich_help_panel=_SHAPE)] = None,
+    window: Annotated[int | None, option(help="Sliding window of layers 1, 3, 5 …", rich_help_panel=_SHAPE)] = None,
+    block_size: Annotated[int | None, option(help="Context length in tokens", rich_help_panel=_SHAPE)] = None,
+    vocab_size: Annotated[int | None, option(help="Vocabulary size", rich_help_panel=_SHAPE)] = None,
+    positions: Annotated[
+        str | None,
+        one_of(
+            get_args(Positions), help="Position encoding; only learned ones have parameters", rich_help_panel=_SHAPE
         ),
     ] = None,
-    list_presets: Annotated[bool, option("--list", help="All presets.")] = False,
-    n_layer: Annotated[int | None, option(help="Blocks.", rich_help_panel=_SHAPE)] = None,
-    n_head: Annotated[int | None, option(help="Heads a block.", rich_help_panel=_SHAPE)] = None,
-    n_kv_head: Annotated[int | None, option(help="Heads of keys and values a block.", rich_help_panel=_SHAPE)] = None,
-    head_dim: Annotated[int | None, option(help="Width of a head.", rich_help_panel=_SHAPE)] = None,
-    n_embd: Annotated[int | None, option(help="Width.", rich_help_panel=_SHAPE)] = None,
-    n_inner: Annotated[int | None, option(help="Width of the MLP's inside.", rich_help_panel=_SHAPE)] = None,
-    window: Annotated[int | None, option(help="Positions that layers 1, 3, 5 … see.", rich_help_panel=_SHAPE)] = None,
-    block_size: Annotated[int | None, option(help="Context in tokens.", rich_help_panel=_SHAPE)] = None,
-    vocab_size: Annotated[int | None, option(help="Ids.", rich_help_panel=_SHAPE)] = None,
-    positions: Annotated[
-        str | None, one_of(get_args(Positions), help="Learned count, the others do not.", rich_help_panel=_SHAPE)
-    ] = None,
     arch: Annotated[
-        str | None, one_of(get_args(Arch), help="Norms, MLP, positions, biases.", rich_help_panel=_SHAPE)
+        str | None, one_of(get_args(Arch), help="Kind of norms, MLP, positions and biases", rich_help_panel=_SHAPE)
     ] = None,
+    parts: Annotated[
+        bool,
+        option("--memory", "--flops", "--time", hidden=True,
+               envvar=["GPT_PARAMS_MEMORY", "GPT_PARAMS_FLOPS", "GPT_PARAMS_TIME"]),
+    ] = False,
     out: OutPage = None,
     json: Json = False,
-) -> None:
-    """Show where every parameter sits, in the form of the GPT-3 table, and what training takes. Allocates nothing."""
+) -> None:  # fmt: skip
+    """Count a model's parameters, and estimate what training it takes.
+
+    gpt params gpt3-175b
+    gpt params gpt2 gpt2-xl runs/book
+    gpt params gpt3-175b --devices 1024 --kind h100-80gb --tokens 300e9
+    """
     asked = {
         "n_layer": n_layer, "n_head": n_head, "n_kv_head": n_kv_head, "head_dim": head_dim, "n_embd": n_embd,
         "n_inner": n_inner, "window": window, "block_size": block_size, "vocab_size": vocab_size,
@@ -57,13 +68,15 @@ def params(
     shape: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
     page.check_out(out, ".html")
     every = list_presets or (not targets and not shape)
+    if parts and not given:  # one of three former options for parts of what is always shown now
+        given = {"devices": settings.devices}
     if given and (every or out is not None):
         flag = f"--{next(iter(given))}".replace("_", "-")
-        raise UserError(f"{flag} is about what training takes, which {'-o' if out else 'a list'} does not show",
-                        "name a preset or a checkpoint: gpt params gpt2 --memory")  # fmt: skip
+        raise UserError(f"{flag} estimates training, which {'-o' if out else 'a list of presets'} does not show",
+                        "name a preset or a model: gpt params gpt2 --devices 8")  # fmt: skip
     if list_presets and (targets or shape):
         named = targets[0] if targets else f"--{next(iter(shape))}".replace("_", "-")
-        raise UserError(f"--list shows all presets, and {named} asks for one shape", "leave one of them out")
+        raise UserError(f"--list shows all presets, but {named} asks for a single shape", "leave one of them out")
     if every and out is None:
         render_params.presets(PRESETS, json)
         return
@@ -96,7 +109,9 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
     if target is None:
         missing = [f"--{key.replace('_', '-')}" for key in ("n_layer", "n_head", "n_embd") if key not in shape]
         if missing:
-            raise UserError(f"a shape by hand needs {', '.join(missing)} too", "or name a preset: gpt params --list")
+            raise UserError(
+                f"without a preset, {', '.join(missing)} must be given too", "or name a preset: gpt params --list"
+            )
         return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **_properties(shape)})
     from gpt.files import reading
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpt.distribution import install_extra
 from gpt.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ COLUMNS, SIZE = 96, 11  # characters of a line of tokens, and their size in poin
 def check() -> None:
     """Raises `UserError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("pictures need the package matplotlib", "pip install 'gpt[plots]'; or -o FILE.html")
+        raise UserError("pictures need the package matplotlib", f"{install_extra('plots')}; or -o FILE.html")
 
 
 def _figure(width: float, height: float, title: str = "") -> "Figure":
@@ -137,10 +138,10 @@ def positions(found: "Positions", model: str) -> "Figure":
         axes, curve = figure.subplots(2, height_ratios=[5, 2])
         strength = np.sign(table) * np.sqrt(np.abs(table) / max(float(np.abs(table).max()), 1e-30))
         axes.imshow(strength, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
-        axes.set(xlabel=f"{table.shape[1]:,} numbers", ylabel=f"{len(table):,} places")
+        axes.set(xlabel=f"{table.shape[1]:,} numbers", ylabel=f"{len(table):,} positions")
     curve.plot(found.similarity)
     curve.grid(alpha=0.4)
-    curve.set(xlabel="tokens apart", ylabel="similarity of two places")
+    curve.set(xlabel="tokens apart", ylabel="similarity of two positions")
     return figure
 
 

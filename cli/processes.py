@@ -30,8 +30,10 @@ def start(words: Sequence[str], nproc: int, began: float) -> int:
     )
     if ended.signum is not None:
         name = signal.Signals(ended.signum).name
-        why = ", maybe by the system, for want of memory" if name == "SIGKILL" else ""
-        raise WorkError(f"process {ended.rank} of {nproc} was ended by {name}{why}", resume or "nothing was begun yet")
+        why = ", perhaps by the system, to free memory" if name == "SIGKILL" else ""
+        raise WorkError(
+            f"process {ended.rank} of {nproc} was killed by {name}{why}", resume or "training had not started"
+        )
     if ended.status == 1 and ended.rank and resume:
         render.note(resume)
     return ended.status

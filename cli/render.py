@@ -194,8 +194,9 @@ def result(result: "Result", console: Console | None = None) -> None:
     sample = Text.assemble(("sample\n", "bold"), (excerpt(result.sample, 12), "italic"))
     (console or stdout()).print(sample)
     short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
-    prompt = "-i" if result.chat else f"{shlex.quote(result.prompt)} --greedy" if short else '"Once upon"'
-    fact("more", f"gpt sample {prompt} -m {shlex.quote(str(result.run))}", console)
+    prompt = f"{shlex.quote(result.prompt)} --greedy" if short else '"Once upon"'
+    command = "gpt chat" if result.chat else f"gpt sample {prompt}"
+    fact("more", f"{command} -m {shlex.quote(str(result.run))}", console)
 
 
 def draw_seed(announce: bool) -> int:
@@ -242,9 +243,9 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
 def context_notes(overflow: Overflow, size: int) -> None:
     """Prints notes about samples that did not fit into the context of ``size`` tokens."""
     if dropped := overflow.dropped:
-        note(f"the prompt has {dropped + size:,} tokens, and the context {size:,}: its first {dropped:,} were left out")
+        note(f"the prompt has {dropped + size:,} tokens, but the context only {size:,}: dropped the first {dropped:,}")
     if overflow.slid:
-        note(f"the text outgrew the context of {size:,} tokens: what stood further back was forgotten")
+        note(f"the text outgrew the context of {size:,} tokens: earlier tokens were dropped")
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
@@ -264,7 +265,7 @@ def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Token
 
 
 def _token_json(token: "Token", tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Returns a token's JSON: id, text, log-probability, and the likeliest alternatives if they were asked for."""
+    """Returns a token's JSON: id, text, log-probability, and the most likely alternatives if they were asked for."""
     values = {"token": token.id, "text": tokenizer.decode([token.id]), "logprob": token.logprob}
     top = [{"token": id, "text": tokenizer.decode([id]), "logprob": logprob} for id, logprob in token.top]
     return values | ({"top": top} if top else {})

@@ -50,7 +50,7 @@ def corpora(all_corpora: "Sequence[CatalogueEntry]", as_json: bool) -> None:
     for found in all_corpora:
         table.add_row(found.name, found.title, size_in_words(found.size), found.license, status(found))
     console.print(table)
-    console.print(Text("gpt data show NAME tells more; gpt train NAME fetches what is not here.", "dim"))
+    console.print(Text("gpt data show NAME prints details; gpt train NAME downloads what is missing.", "dim"))
 
 
 def corpus(found: "CatalogueEntry", as_json: bool) -> None:
@@ -119,7 +119,7 @@ def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) 
         render.json_line({**values, "seconds": round(seconds, 2), "train": train})
         return
     where = f"{folder}  ({counted(len(files), 'file')}, {size:,} bytes)"
-    render.fact("here", where if folder else "inside this Python: nothing to fetch")
+    render.fact("here", where if folder else "part of Python: nothing to fetch")
     render.fact("train", train)
 
 
@@ -134,14 +134,14 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
     by = {
         "end": "the end of the text is held out",
         "hash": "documents are held out by a hash of seed and text",
-        "text": "a text of its own is held out",
+        "text": "a separate text is held out",
         "nothing": "nothing is held out",
     }[manifest["split"]["by"]]
     rows = {
         "tokenizer": f"{folder.tokenizer.name}, {folder.tokenizer.vocab_size:,} ids",
         "split": by,
         "sources": f"{manifest['sources']['count']:,}",
-        "shards": f"{len(folder.shards):,}" + (", every sum is right" if verified else ""),
+        "shards": f"{len(folder.shards):,}" + (", all checksums match" if verified else ""),
         "replaced": counted(manifest["replaced"], "wrong byte") if manifest["replaced"] else "",
         "left out": counted(manifest["skipped"], "file, line or row", "files, lines or rows")
         if manifest["skipped"]
@@ -189,4 +189,4 @@ def _next(folder: "TokenFolder") -> None:
     elif folder.manifest["train"]["tokens"]:
         render.fact("train on it", f"gpt train {shlex.quote(str(folder.path))}")
     else:
-        render.stdout().print("there is nothing to train on: all of the text is held out")
+        render.stdout().print("nothing to train on: all of the text is held out")

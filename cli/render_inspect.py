@@ -39,7 +39,7 @@ def ramp(share: float) -> tuple[int, int, int]:
 
 
 def attention(look: "Look", tokenizer: "Tokenizer") -> None:
-    """Prints what heads do, the pattern of one head, and the likeliest next tokens at each layer."""
+    """Prints what heads do, the pattern of one head, and the most likely next tokens at each layer."""
     console = render.stdout()
     at, column = clearest(look)
     if len(look.layers) * len(look.heads) > 1:
@@ -112,11 +112,11 @@ def _cell(share: float, wide: int, console: Console) -> Text:
 
 
 def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
-    """Prints the likeliest next tokens at each layer."""
+    """Prints the most likely next tokens at each layer."""
     from gpt.inspect import token_text
 
     table = render.table(
-        ">block", "likeliest tokens and their probabilities", box=None, title="\nnext token, as read after each block"
+        ">block", "most likely tokens and their probabilities", box=None, title="\nnext token, as read after each block"
     )
     last = len(look.lens.ids) - 1
     for layer, (ids, shares) in enumerate(zip(look.lens.ids[:, -1], look.lens.probabilities[:, -1], strict=True)):
@@ -145,11 +145,11 @@ def positions(found: "Positions") -> None:
     console = render.stdout()
     size = len(found.similarity)
     if found.table is None:
-        console.print("rotary: no table; queries and keys are turned by an angle that grows with the place")
+        console.print("rotary: no table; queries and keys are rotated by an angle that grows with the position")
     else:
-        console.print(Text(f"{found.kind}: {size:,} places of {found.table.shape[1]:,} numbers", "bold"))
+        console.print(Text(f"{found.kind}: {size:,} positions of {found.table.shape[1]:,} numbers", "bold"))
         console.print(Text("-o FILE.html or FILE.png shows the table", "dim"))
-    console.print(Text("\nsimilarity of two places, by the tokens between them", "bold"))
+    console.print(Text("\nsimilarity of two positions, by distance", "bold"))
     table = render.table()
     table.add_column(justify="right")
     distances = sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1})

@@ -19,7 +19,7 @@ BIASES = {
     "qkv": "biases of queries, keys and values",
     "none": "biases: the linear layers have none",
 }
-NAMES = "Value-Up is W_V and Value-Down is W_O in the usual names: a head's two factors of its value map."
+NAMES = "Value-Up and Value-Down are usually called W_V and W_O: the two factors of a head's value map."
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def breakdown(shape: Shape) -> None:
     sums.add_column(justify="right")
     fixed = " (a fixed sine table has none)" if config.positions == "sinusoidal" else ""
     tied = "tied: the unembedding is the embedding transposed"
-    sums.add_row(f"−{parts.tied:,}", tied if config.tied else "not tied: the unembedding is a matrix of its own")
+    sums.add_row(f"−{parts.tied:,}", tied if config.tied else "not tied: the unembedding is a separate matrix")
     if config.positions != "rotary":
         sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}{fixed}")
     sums.add_row(f"+{parts.biases:,}", BIASES[config.biases])
@@ -114,4 +114,4 @@ def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
         table.add_row(name, f"{c.n_layer}", heads, *(f"{n:,}" for n in sizes), c.layout, Text(remark, "dim"))
     console = render.stdout()
     console.print(table)
-    console.print(Text("In brackets: heads of keys and values, where these are fewer.", "dim"))
+    console.print(Text("In parentheses: key/value heads, if there are fewer of them.", "dim"))

@@ -36,21 +36,14 @@ class Cost:
         return self.plans[-1]
 
     def data(self) -> dict[str, Any]:
-        """The members that costs add to the object of ``gpt params --json``: those that were asked for, or memory and
-        time."""
-        asked, made = self.asked, dict[str, Any]()
-        default = not (asked.memory or asked.flops or asked.time)
-        if asked.memory or default:
-            made |= {
-                "plan": self._plan(self.shown),
-                "memory": self._memory(),
-                "plans": list(map(self._plan, self.plans)),
-            }
-        if asked.flops:
-            made["flops"] = self._flops()
-        if asked.time or default:
-            made["time"] = self._time()
-        return made
+        """The members that costs add to the object of ``gpt params --json``."""
+        return {
+            "plan": self._plan(self.shown),
+            "memory": self._memory(),
+            "plans": list(map(self._plan, self.plans)),
+            "flops": self._flops(),
+            "time": self._time(),
+        }
 
     def _plan(self, plan: TrainingPlan) -> dict[str, Any]:
         names = ("tensor", "micro_batch", "recompute", "loss_chunk", "dtype", "optimizer")
@@ -103,17 +96,14 @@ class Cost:
 
 
 def cost(cost: Cost, name: str = "") -> None:
-    """The sections that were asked for, under the name where there are several."""
+    """Prints memory, operations and time, under the name where there are several."""
     if name:
         render.stdout().print(Text(f"\n{name}", "bold"))
     data = cost.data()
-    if "memory" in data:
-        _memory(cost, data["memory"])
-        _fitting(cost, "time" in data)
-    if "flops" in data:
-        _flops(cost, data["flops"])
-    if "time" in data:
-        _time(cost, data["time"])
+    _memory(cost, data["memory"])
+    _fitting(cost)
+    _flops(cost, data["flops"])
+    _time(cost, data["time"])
 
 
 def size(n: float) -> str:
@@ -156,25 +146,27 @@ def _memory(cost: Cost, data: dict[str, Any]) -> None:
     console.print(table)
     sampling = data["sampling"]
     if asked.kind != "cpu":
-        console.print(f"In the host's memory, for checkpoints: {size(data['snapshot'])} a rank.")
+        console.print(f"Host memory for checkpoints: {size(data['snapshot'])} per rank.")
     console.print(
         f"Sampling in {setup.dtype}: weights {size(sampling['weights'])}, and {size(sampling['cache'])} of keys and "
-        f"values for a text of {cost.config.block_size:,} tokens."
+        f"values for {cost.config.block_size:,} tokens."
     )
 
 
-def _fitting(cost: Cost, days: bool) -> None:
+def _fitting(cost: Cost) -> None:
     console = render.stdout()
     title = f"What fits into the memory of {cost.asked.kind}, from one device up"
-    table = render.table(">devices", "gpt train …", ">peak", *([">days"] if days else []), title=title)
+    table = render.table(">devices", "gpt train …", ">peak", ">days", title=title)
     for plan in cost.plans:
         launch = f"--nproc {plan.devices} " if 1 < plan.devices <= NODE else ""
         words = launch + plan.options if plan.fits else "nothing fits; least:"
-        time = [_days(plan.days) if plan.fits else "–"] if days else []
-        table.add_row(f"{plan.devices:,}", Text(words, "" if plan.fits else "dim"), size(plan.memory.peak), *time)
+        days = _days(plan.days) if plan.fits else "–"
+        table.add_row(f"{plan.devices:,}", Text(words, "" if plan.fits else "dim"), size(plan.memory.peak), days)
     console.print(table)
     if cost.asked.devices > NODE:
-        console.print(Text(f"More than {NODE} devices are several machines: torchrun starts gpt train on each.", "dim"))
+        console.print(
+            Text(f"More than {NODE} devices mean several machines: start gpt train on each with torchrun.", "dim")
+        )
 
 
 def _flops(cost: Cost, data: dict[str, int]) -> None:
@@ -194,7 +186,7 @@ def _flops(cost: Cost, data: dict[str, int]) -> None:
 def _time(cost: Cost, data: dict[str, Any]) -> None:
     asked, console = cost.asked, render.stdout()
     if data["days"] is None:
-        console.print(f"How much a {asked.kind} computes in {asked.dtype} is not known, so neither are the days.")
+        console.print(f"The peak of {asked.kind} in {asked.dtype} is unknown, so training time is too.")
         return
     days = _days(data["days"])
     console.print(

@@ -143,7 +143,9 @@ def _sample(run: dict[str, Any], console: Console) -> None:
         console.print(Text(render.excerpt(last["text"], SAMPLE_LINES), "italic"))
     console.print(Text(copying_line(run), "dim"))
     for each in run["rollbacks"]:
-        console.print(Text(f"went back to step {each['step']:,} from {each['failed_step']:,}: {each['why']}", "yellow"))
+        console.print(
+            Text(f"rolled back to step {each['step']:,} from {each['failed_step']:,}: {each['why']}", "yellow")
+        )
     if run["unread_lines"]:
         console.print(Text(f"{counted(run['unread_lines'], 'line')} of its metrics could not be read", "yellow"))
 
@@ -152,9 +154,9 @@ def copying_line(run: dict[str, Any]) -> str:
     """A sentence on how much the samples copy."""
     copying = run["copying"]
     if not run["samples"]:
-        return "it kept no samples"
+        return "no samples were kept"
     if copying is None:
-        return "copying was not measured: the tokens that it was trained on are not there"
+        return "copying was not measured: the training tokens are missing"
     part = "" if copying["compared"] == copying["trained"] else f" (its first {copying['compared']:,} tokens)"
     share = (
         ""

@@ -18,15 +18,20 @@ def report(
     runs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[RUN]...", help="Run folders, or files with other programs' curves; none: the newest run in runs/."
+            metavar="RUN", help="Run folders, or files with the curves of other programs", show_default="the newest run"
         ),
     ] = None,
     out: OutPage = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show how runs went: curves, settings, samples, and what these copy from the training text. Several: laid over
-    each other."""
+    """Show the curves, settings and samples of runs. Samples are compared with the training text, to find copied spans;
+    several runs are overlaid.
+
+    gpt report
+    gpt report runs/book -o report.html
+    gpt report runs/a runs/b
+    """
     page.check_out(out, ".html")
     found = _read(runs, quiet)
     from . import render_report, views_report
@@ -46,7 +51,7 @@ def _read(runs: list[str] | None, quiet: bool) -> "list[Report]":
         from gpt.runs import report as reports
     paths = [reports.find_run(word) for word in runs] if runs else [reports.find_run(None)]
     if len(set(paths)) < len(paths):
-        raise UserError("a run is named twice", "name each run once")
+        raise UserError("the same run was given twice", "give each run once")
     found = []
     for path in paths:
         with progress.Bar("compared", "tokens", quiet) as bar:

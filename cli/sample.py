@@ -1,6 +1,5 @@
 """``gpt sample``."""
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,8 @@ from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
 from . import inputs, progress, render
-from .options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Threads, option, takes
+from .interactive import converse
+from .options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -27,59 +27,60 @@ def sample(
     settings: SampleConfig,
     given: dict[str, Any],
     prompt: Annotated[
-        str | None, typer.Argument(help="What the text begins with. None: it begins like a document.")
+        str | None, typer.Argument(help="Text to continue", show_default="a new document")
     ] = None,
     model: Model = None,
     base: Base = None,
     prompt_file: PromptFile = None,
     prompts: Annotated[
         Path | None,
-        option(help='Many prompts, a line {"prompt": …} each; - is stdin.', show_default="none"),
+        option(help='Many prompts: JSON lines of {"prompt": …}; - is stdin', rich_help_panel="Text"),
     ] = None,
-    num: Annotated[int, option("--num", "-N", help="How many samples.", rich_help_panel="Text")] = 1,
-    seed: Annotated[
-        int | None,
-        option(help="Same seed, same text; a whole number from 0.", show_default="drawn and printed",
-               rich_help_panel="Text"),
-    ] = None,
-    no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt.", rich_help_panel=OUTPUT)] = False,
+    num: Annotated[int, option("--num", "-N", help="Number of samples, or of beams to return")] = 1,
+    seed: Seed = None,
+    no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt", rich_help_panel=OUTPUT)] = False,
     json: Json = False,
     quiet: Quiet = False,
     out: Annotated[
         Path | None,
-        option("--out", "-o", help="Write JSON lines into this file, and complete one that is there.",
+        option("--out", "-o", help="Write JSON lines to FILE, and resume an incomplete one",
                show_default="stdout", rich_help_panel=OUTPUT),
     ] = None,
     interactive: Annotated[
-        bool, option("--interactive", "-i", help="Ask for prompt after prompt; /help says what else.")
+        bool, option("--interactive", "-i", help="Chat, or enter prompt after prompt; /help lists commands")
     ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:  # fmt: skip
-    """Let a model write on after PROMPT."""
-    _check_numbers(num, seed)
-    settings = _with_constraint(settings, given)
-    if interactive and any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
-        raise UserError("--interactive reads prompts and writes texts as they come", "leave out what says otherwise")
+    """Generate text from a prompt.
+
+    gpt sample "Once upon a time"
+    gpt sample "Once upon a time" -m runs/book -t 0.5 -n 100
+    gpt sample -N 3 --top-p 0.9 -m hf:Qwen/Qwen3-0.6B
+    """
+    check_numbers(num, seed)
+    settings = with_constraint(settings, given)
+    if interactive:
+        if any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
+            raise UserError(
+                "--interactive cannot be combined with a prompt, --prompts, --out, --json, --quiet or --num",
+                "leave one of them out",
+            )
+        converse(settings, model, base, seed, device, dtype, threads)
+        return
+    settings, num = _beams_returned(settings, num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
-    texts = [] if interactive else _prompts(prompt, prompt_file, prompts)
-    if not interactive:
-        _check(settings, num, as_json=json or out is not None, note=note)
+    texts = _prompts(prompt, prompt_file, prompts)
+    _check(settings, as_json=json or out is not None, note=note)
     with progress.starting(quiet=json or quiet):
         from gpt import api
-    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
-    loaded = load(model, base=base)
+    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
     if out is not None:
         _into_file(loaded, texts, settings, seed, num, out, json, quiet)
         return
     if seed is None:
         seed = render.draw_seed(announce=settings.draws and not json and not quiet)
-    if interactive:
-        from .interactive import Interaction
-
-        Interaction(loaded, load, settings, seed).run()
-        return
     forgotten = render.Overflow()
     pieces = forgotten.counting(loaded.write_all(texts, settings, seed, num))
     if json:
@@ -97,17 +98,17 @@ def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None)
     if prompts is None:
         return [inputs.text(prompt, prompt_file, "prompt", "--prompt-file")]
     if prompt is not None or prompt_file is not None:
-        raise UserError("one prompt and --prompts were given", "give one of them")
+        raise UserError("a prompt and --prompts were both given", "give only one of them")
     from gpt.decoding.prompts import parse_prompts
 
     return parse_prompts(inputs.lines(prompts, "prompts"), inputs.name(prompts))
 
 
-def _with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
+def with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
     """Splits the choices, and reads the schema's file. Raises `UserError` for a constraint that is empty."""
     settings = settings.changed("choices", ",".join(settings.choices))
     if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
-        raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out for any text")
+        raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out to allow any text")
     if settings.json_schema:
         schema = inputs.text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
         if not schema.strip():
@@ -116,25 +117,35 @@ def _with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleCon
     return settings
 
 
-def _check_numbers(num: int, seed: int | None) -> None:
+def check_numbers(num: int, seed: int | None) -> None:
+    """Raises `UserError` for a number of samples or a seed out of bounds."""
     for name, value, low in (("num", num, 1), ("seed", seed, 0)):
         if value is not None and not low <= value <= HIGHEST[name]:
             raise UserError(f"{name} is {value}; it must be a whole number from {low} to {HIGHEST[name]:,}")
 
 
-def _check(settings: SampleConfig, num: int, as_json: bool, note: Callable[[str], None]) -> None:
-    """Raises `UserError` for options that exclude each other, and says which have no effect."""
-    if settings.beam and num > 1:
-        raise UserError(f"--num {num} samples are drawn, and beams draw nothing", f"the best {num}: --n-best {num}")
+def _beams_returned(settings: SampleConfig, num: int) -> tuple[SampleConfig, int]:
+    """Returns the settings and the number of samples: with beams, -N is the number of texts that they return."""
+    if not settings.beam or num == 1:
+        return settings, num
+    if num > settings.beam:
+        raise UserError(f"-N is {num} and --beam is {settings.beam}", f"{num} texts take {num} beams: --beam {num}")
+    if settings.n_best not in (1, num):
+        raise UserError(f"-N is {num} and --n-best is {settings.n_best}", "leave --n-best out")
+    return replace(settings, n_best=num), 1
+
+
+def _check(settings: SampleConfig, as_json: bool, note: Callable[[str], None]) -> None:
+    """Raises `UserError` for options that exclude each other, and notes those that have no effect."""
     if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
-        raise UserError("--logprobs and --echo-logprobs are for programs", "add --json")
+        raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     default = SampleConfig()
     if settings.constraint and settings.speculate:
-        note("--speculate is not used with structured output")
+        note("--speculate has no effect with structured output")
     without = ("speculate",) if settings.beam else ("length_penalty", "early_stopping")
     for name in without:
         if getattr(settings, name) != getattr(default, name):
-            note(f"--{name.replace('_', '-')} is not used {'with' if settings.beam else 'without'} --beam")
+            note(f"--{name.replace('_', '-')} has no effect {'with' if settings.beam else 'without'} --beam")
     if settings.draws:
         return
     names = [
@@ -142,8 +153,8 @@ def _check(settings: SampleConfig, num: int, as_json: bool, note: Callable[[str]
     ]
     if names and not (names == ["temperature"] and settings.temperature == 0):
         said = ", ".join("--" + name.replace("_", "-") for name in names)
-        what = "beams draw" if settings.beam else "greedy draws"
-        note(f"what to draw from is not used, since {what} nothing: {said}")
+        how = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
+        note(f"{said} {'has' if len(names) == 1 else 'have'} no effect with {how}")
 
 
 def _into_file(
@@ -162,7 +173,7 @@ def _into_file(
         seed = _agreed_seed(settings, seed, results, quiet)
         said = seed if settings.draws else None
         if results.done and not quiet:
-            render.note(f"{out} has {counted(len(results.done), 'sample')}; completing it")
+            render.note(f"{out} already has {counted(len(results.done), 'sample')}; adding the rest")
         with progress.Bar("wrote", "samples", quiet) as bar:
             total = len(texts) * (settings.n_best if settings.beam else num)
             for piece in loaded.write_all(texts, settings, seed, num, results.done):
@@ -176,9 +187,13 @@ def _into_file(
 def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:
     """Returns the seed that was asked for, or that of an existing file, or a drawn one."""
     if results.done and (results.seed is not None) != settings.draws:
-        raise UserError(f"{results.path} was written with other settings", "name another file, or the same settings")
+        raise UserError(
+            f"{results.path} was written with different settings", "use the same settings, or choose another file"
+        )
     if results.seed is not None and seed not in (None, results.seed):
-        raise UserError(f"{results.path} has seed {results.seed}, not {seed}", "name another file")
+        raise UserError(
+            f"{results.path} has seed {results.seed}, not {seed}", "leave out --seed, or choose another file"
+        )
     if seed is None:
         seed = results.seed
     return render.draw_seed(announce=settings.draws and not quiet) if seed is None else seed

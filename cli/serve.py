@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from gpt.distribution import install_extra
 from gpt.errors import WorkError
 from gpt.sample_config import SampleConfig
 from gpt.serve_config import LOOPBACK, ServeConfig
@@ -20,11 +21,15 @@ def serve(
     dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:
-    """Serve a model over HTTP as OpenAI's API does, for programs, and on a page for people."""
+    """Serve a model over an OpenAI-compatible API, with a chat page.
+
+    gpt serve -m runs/book
+    gpt serve -m hf:Qwen/Qwen3-0.6B --dtype int8 --port 8080
+    """
     if any(word.partition("=")[0] == "--api-key" for word in words):
-        render.note("others on this machine can read --api-key; GPT_SERVE_API_KEY hides it")
+        render.note("other users of this machine can see --api-key; set GPT_SERVE_API_KEY instead")
     if settings.allow_host and settings.host not in LOOPBACK:
-        render.note(f"--allow-host has no effect with --host {settings.host}, which is served under any name")
+        render.note(f"--allow-host has no effect with --host {settings.host}, which answers to any name")
     with progress.starting(quiet=False):
         from gpt import api, programs
         from gpt.decoding import native
@@ -32,10 +37,10 @@ def serve(
         try:
             from gpt.serve.server import serve as run
         except ImportError as error:
-            raise WorkError(f"serving needs the package {error.name}", "pip install 'gpt[serve]'") from None
+            raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
     fits = settings.compile != "off" and native.fits(api.pick(device, dtype))
     if settings.compile == "on" and not fits:
-        render.note("steps are compiled only on a CPU, in float32, int8 or int4")
+        render.note("--compile on has no effect: only float32, int8 and int4 on a CPU are compiled")
     compiles = fits and (settings.compile == "on" or programs.compiles_unasked())
     sampling = SampleConfig(compile="on" if compiles else "off")
     loaded = api.load(

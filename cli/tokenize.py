@@ -14,13 +14,16 @@ from .options import Json, Quiet, takes
 @takes(TokenizeConfig)
 def tokenize(
     settings: TokenizeConfig,
-    text: Annotated[
-        list[str], typer.Argument(help="Files, folders, globs, addresses, - for stdin, or corpora by name.")
-    ],
+    text: Annotated[list[str], typer.Argument(help="Files, folders, globs, URLs, - for stdin, or names of corpora")],
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Turn TEXT into a folder of tokens that `gpt train` takes: checked, resumable, of any size."""
+    """Turn text of any size into a token folder for `gpt train`.
+
+    gpt tokenize corpus/ -o tokens
+    gpt tokenize web.jsonl.zst -o tokens --field content --tokenizer gpt2
+    gpt tokenize corpus/ -o tokens --resume
+    """
     began = time.perf_counter()
     inputs.announce(text)
     from gpt.text.tokenize import tokenize_texts

@@ -10,32 +10,38 @@ from gpt.config import LearnConfig, ReadConfig
 from gpt.errors import UserError
 from gpt.files import check_new
 
-from . import inputs, progress, render, render_vocabulary
-from .options import Json, Quiet, TextFile, option, takes
+from . import inputs, page, plots, progress, render, render_vocabulary
+from .options import Json, Model, Quiet, TextFile, option, takes
+from .page import Out
 
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
-app = typer.Typer(help="Learn a vocabulary, and look inside one.")
-_TOKENIZER = "bytes, gpt2, another of tiktoken's names, or the path of a tokenizer, a run or a folder of transformers."
+app = typer.Typer(help="Train and inspect tokenizers.")
+_TOKENIZER = "bytes, gpt2, a tiktoken name, or the path of a tokenizer, a run or a Transformers folder"
 
-Named = Annotated[str | None, option("--tokenizer", help=_TOKENIZER, show_default="required")]
+Named = Annotated[str | None, option("--tokenizer", metavar="NAME", help=_TOKENIZER, show_default="the model's")]
 
 
 @app.command("train")
 @takes(LearnConfig)
 def train(
     settings: LearnConfig,
-    text: Annotated[list[str], typer.Argument(help="As `gpt train` takes it.")],
-    out: Annotated[Path | None, option("--out", "-o", help="The folder to make.", show_default="required")] = None,
+    text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`")],
+    out: Annotated[
+        Path | None, option("--out", "-o", metavar="DIR", help="New folder for the tokenizer", show_default="required")
+    ] = None,
     special: Annotated[
         list[str] | None,
-        option(help="A further special token; may be repeated. Ids in this order.", show_default="none"),
+        option(metavar="TOKEN", help="Add a special token; repeatable, with ids in this order"),
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Learn a byte-level BPE from TEXT, for `gpt train --tokenizer DIR`, transformers and tiktoken."""
+    """Train a byte-level BPE tokenizer for `gpt train`, Transformers and tiktoken.
+
+    gpt tokenizer train book.txt -o tokenizer --vocab-size 4096
+    """
     began = time.perf_counter()
     if out is None:
         raise UserError("where should the tokenizer go?", "name a new folder: gpt tokenizer train TEXT... -o DIR")
@@ -54,15 +60,19 @@ def train(
 def show(
     settings: ReadConfig,
     tokenizer: Annotated[str, typer.Argument(help=_TOKENIZER)],
-    text: Annotated[list[str] | None, typer.Argument(help="Count this too, read as `gpt train` reads it.")] = None,
-    longest: Annotated[int, option(help="How many of the longest tokens to list.")] = 20,
+    text: Annotated[list[str] | None, typer.Argument(help="Text to count tokens of, as in `gpt train`")] = None,
+    longest: Annotated[int, option(help="Number of the longest tokens to list")] = 20,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show the tokens of a vocabulary, and with TEXT how many of them that text uses."""
+    """Show a tokenizer's vocabulary, and how much of it a text uses.
+
+    gpt tokenizer show runs/book
+    gpt tokenizer show gpt2 book.txt
+    """
     if longest < 0:
         raise UserError(f"longest is {longest}; it must be 0 or more")
-    found = _find(tokenizer)
+    found, _ = _find(tokenizer, None)
     used = None
     inputs.announce(text)
     if text:
@@ -75,21 +85,40 @@ def show(
 
 @app.command("encode")
 def encode(
-    text: Annotated[str | None, typer.Argument(help="What to encode.")] = None,
+    text: Annotated[str | None, typer.Argument(help="Text to encode")] = None,
     tokenizer: Named = None,
+    model: Model = None,
     file: TextFile = None,
     special: Annotated[
-        bool, option("--special", help="Special tokens in the text get their own ids; else they are ordinary text.")
+        bool, option("--special", help="Encode special tokens in the text as such, not as plain text")
     ] = False,
+    show: Annotated[bool, option("--show", help="Show the text split into its tokens.")] = False,
+    out: Out = None,
     json: Json = False,
 ) -> None:
-    """Print the ids of TEXT, separated by spaces."""
-    if text is None and file is None:
-        raise UserError("there is nothing to encode", "give TEXT, or --file")
+    """Print the token ids of a text, or with --show its tokens.
+
+    gpt tokenizer encode "Once upon a time" --tokenizer gpt2
+    gpt tokenizer encode "Once upon a time" --show
+    """
     words = inputs.text(text, file, "text", "--file")
-    found = _find(tokenizer)
+    if not words and (show or out or (text is None and file is None)):
+        raise UserError("there is nothing to encode", "give TEXT, or --file")
+    page.check_out(out)
+    found, name = _find(tokenizer, model)
     ids = found.encode(words, specials=special).tolist()
-    if json:
+    if show or out:
+        from . import render_inspect, views
+
+        data = views.tokens_data(ids, found, name, words)
+        page.show(
+            "tokens", f"tokens: {name}", out, json,
+            data=lambda: data,
+            page=lambda: data,
+            picture=lambda: plots.tokens(data["pieces"]),
+            terminal=lambda: render_inspect.tokens(data),
+        )  # fmt: skip
+    elif json:
         render.json_line({"tokens": ids, "pieces": [found.decode([id]) for id in ids]})
     else:
         render.write(" ".join(map(str, ids)) + "\n")
@@ -97,27 +126,36 @@ def encode(
 
 @app.command("decode")
 def decode(
-    ids: Annotated[list[str], typer.Argument(help="Numbers; - reads them from stdin.", metavar="IDS...")],
+    ids: Annotated[list[str], typer.Argument(help="Token ids; - reads them from stdin", metavar="ID")],
     tokenizer: Named = None,
+    model: Model = None,
 ) -> None:
-    """Print the text of ids, its bytes exactly as they are."""
+    """Print the text of token ids, byte for byte.
+
+    gpt tokenizer decode 7454 2402 257 640 --tokenizer gpt2
+    """
     words = [word for each in ids for word in (_stdin().split() if each == "-" else each.split())]
     numbers = [int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else -1 for word in words]
     if -1 in numbers:
-        raise UserError(f'"{words[numbers.index(-1)]}" is no id', "ids are whole numbers, separated by spaces")
-    found = _find(tokenizer)
+        raise UserError(f'"{words[numbers.index(-1)]}" is not a token id', "ids are whole numbers, separated by spaces")
+    found, _ = _find(tokenizer, model)
     found.check(numbers)
     space = b" " if found.backend.adds_space else b""
     render_vocabulary.write_bytes(found.decode_bytes(numbers).removeprefix(space))
 
 
-def _find(word: str | None) -> "Tokenizer":
-    from gpt.text.tokenizer import named_tokenizers
-    from gpt.text.tokenizer_files import find_tokenizer
+def _find(word: str | None, model: str | None) -> "tuple[Tokenizer, str]":
+    """Finds the tokenizer that is named, or a model's. Returns it and a name for it."""
+    if word is not None:
+        from gpt.text.tokenizer_files import find_tokenizer
 
-    if word is None:
-        raise UserError("--tokenizer is missing", f"{', '.join(named_tokenizers())}, or a path")
-    return find_tokenizer(word)
+        if model is not None:
+            raise UserError("--tokenizer and -m both name a tokenizer", "give one of them")
+        return find_tokenizer(word), word
+    from gpt.runs import checkpoint, folder, hf
+
+    path = folder.find_checkpoint(model)
+    return checkpoint.load_tokenizer(path, hf.load_config(path)), str(path)
 
 
 def _stdin() -> str:

@@ -12,7 +12,7 @@ from gpt.parallel import environment
 from gpt.settings import to_toml
 
 from . import inputs, processes, progress, render
-from .options import OUTPUT, Json, Quiet, config_file, option, takes
+from .options import Json, Quiet, config_file, option, takes
 
 
 @takes(TrainConfig)
@@ -22,25 +22,31 @@ def train(
     words: list[str],
     text: Annotated[
         list[str] | None,
-        typer.Argument(help="Files, folders, - for stdin, or corpora by name. None: pydocs, which Python carries."),
+        typer.Argument(
+            help="Files, folders, - for stdin, or names of corpora",
+            show_default="pydocs, which ships with Python",
+        ),
     ] = None,
     resume: Annotated[
         str | None,
         option(
-            help="Resume RUN exactly where it stopped; without RUN, the newest unfinished run. May be combined with a "
-            "longer --steps, --nproc, --shard, --tensor, --recompute, --device, --threads, --micro-batch, "
-            "--keep, --log.",
-            metavar="[RUN]", rich_help_panel="Run", show_default="none",
+            help="Continue RUN, or the newest unfinished run, exactly where it stopped",
+            metavar="[RUN]",
         ),
     ] = None,
     config: Annotated[Path | None, config_file(TrainConfig)] = None,
     print_config: Annotated[
-        bool, option("--print-config", help="Print the settings as TOML, and stop.", rich_help_panel=OUTPUT)
+        bool, option("--print-config", help="Print the settings as TOML and exit", rich_help_panel="Run")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
-    """Train a decoder on TEXT. Ends with a checkpoint, its loss on held-out text, and a sample."""
+    """Train a GPT on your own text.
+
+    gpt train book.txt
+    gpt train notes/ --minutes 10 -o runs/notes
+    gpt train chats.jsonl --init hf:Qwen/Qwen3-0.6B --lora-rank 8
+    """
     began = environment.began() or time.perf_counter()
     if print_config:
         render.write(to_toml(asdict(settings)))

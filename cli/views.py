@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
 LARGEST_PAGE = 96 * 2**20  # bytes of patterns in a page; browsers grow slow far below
-NEXT = 100  # likeliest next tokens that are named
+NEXT = 100  # most likely next tokens that are named
 Tree = dict[str, Any]
 
 
@@ -104,8 +104,8 @@ def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tr
     lower = look.patterns[..., np.tri(T, dtype=np.bool_)]  # (layers, heads, T (T + 1) / 2)
     if 2 * lower.size > LARGEST_PAGE:
         raise UserError(
-            f"the page would hold {lower.size:,} weights of {T:,} tokens, {8 * lower.size // 3 / 2**20:,.0f} MB",
-            "take a shorter prompt, one --layer, or data: -o FILE.json",
+            f"the page would contain {lower.size:,} weights for {T:,} tokens, {8 * lower.size // 3 / 2**20:,.0f} MB",
+            "use a shorter prompt, a single --layer, or -o FILE.json",
         )
     best = np.argsort(-look.logits, kind="stable")[:NEXT]
     return {
@@ -139,7 +139,7 @@ def word_note(word: inspect.Word, tokenizer: "Tokenizer") -> str:
     if len(word.ids) == 1:
         return f'"{word.text}", one token'
     pieces = " ".join(f'"{inspect.token_text(tokenizer, id)}"' for id in word.ids)
-    return f'"{word.text}" is {len(word.ids)} tokens: {pieces}; the mean of their directions'
+    return f'"{word.text}" is {len(word.ids)} tokens, represented by their mean: {pieces}'
 
 
 def neighbors_data(words: list[inspect.Word], count: int, table: inspect.Embeddings, model: str) -> Tree:
@@ -188,6 +188,6 @@ def positions_page(found: inspect.Positions, model: str) -> Tree:
 
 
 def tokens_data(ids: list[int], tokenizer: "Tokenizer", model: str, text: str) -> Tree:
-    """Returns the object of ``gpt inspect tokens --json``."""
+    """Returns the object of ``gpt tokenizer encode --show --json``."""
     pieces = [inspect.token_text(tokenizer, id) for id in ids]
     return {"model": model, "tokens": ids, "pieces": pieces, "bytes": len(text.encode())}

@@ -5,14 +5,12 @@ python docs/reference.py; a test checks that the page is what this writes
 
 import dataclasses
 import html
-import inspect
-import re
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import typer
+from gpt_cli import help_pages
 from gpt_cli.main import make_app
 
 from gpt.config import TrainConfig
@@ -21,21 +19,21 @@ PAGE = Path(__file__).parent / "reference.md"
 HEAD = """\
 # Reference
 
-Every command with all its options. Written by `python docs/reference.py` from the commands themselves;
-`gpt COMMAND --help` says the same in a terminal.
+Every command with all its options. `python docs/reference.py` writes this page from the commands themselves. In a
+terminal, `gpt COMMAND --help` lists the options that most people use, here under **Options**, and `--help-all` the
+others too, except those under **Rarely needed**.
 
-- Each option has a **variable**, which an option on the command line beats.
-- The settings of `gpt train` also have a **key** for `--config FILE.toml`, which a variable beats.
-  `gpt train --print-config` prints them all, as `--config` takes them.
-- Results go to stdout; progress, notes and errors to stderr. With `--json` stdout has JSON alone, an object a line.
-- Exit status: 0 done; 1 the work failed; 2 the input was wrong; 130, 143 or 129 stopped by SIGINT, SIGTERM or SIGHUP,
-  after saving.
-- `--debug`, also as `GPT_DEBUG=1`, shows where an error came from.
-- `gpt --version` prints the version; `gpt --install-completion` has your shell complete commands, options and values.
+- Each option is also an environment **variable**; an option on the command line overrides it.
+- The settings of `gpt train` also have a **key** for `--config FILE.toml`, which a variable overrides.
+  `gpt train --print-config` prints all of them in that form.
+- Results go to stdout; progress, notes and errors to stderr. With `--json`, stdout has only JSON, one object per line.
+- Exit status: 0 success; 1 the work failed; 2 the input was wrong; 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP,
+  with the work saved.
+- `--debug`, or `GPT_DEBUG=1`, adds the traceback to an error.
+- `gpt --version` prints the version; `gpt --install-completion` makes your shell complete commands, options and values.
 
 ## Commands
 """
-KINDS = {"int": "N", "float": "X", "str": "WORD", "path": "PATH", "list[str]": "WORD, repeatable"}
 
 
 def page() -> str:
@@ -43,91 +41,57 @@ def page() -> str:
     root: Any = typer.main.get_command(make_app())
     context = root.make_context("gpt", [], resilient_parsing=True)
     found = list(commands(root, context))
-    listed = [f"- [`{name}`](#{name.replace(' ', '-')}): {_summary(command)}" for name, command, _ in found]
+    listed = [f"- [`{name}`](#{name.replace(' ', '-')}): {_text(help_pages.summary(each))}" for name, each, _ in found]
     return "\n".join([HEAD, *listed, "", *(_section(*each) for each in found)])
 
 
 def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each command that is no group: its words, the command, and its context."""
+    """Yields each command that is no group and is not hidden: its words, the command, and its context."""
     for name, command in group.commands.items():
+        if command.hidden:
+            continue
         own = command.make_context(name, [], parent=context, resilient_parsing=True)
         if hasattr(command, "commands"):
             yield from commands(command, own)
-        else:
+        elif not command.hidden:
             yield own.command_path, command, own
 
 
-def _summary(command: Any) -> str:
-    return _text(" ".join(inspect.cleandoc(command.help).split())).split(". ")[0].rstrip(".")
-
-
 def _section(name: str, command: Any, context: Any) -> str:
-    parameters = [each for each in command.get_params(context) if each.name != "help"]
-    arguments = [each for each in parameters if each.param_type_name == "argument"]
-    options = [each for each in parameters if each.param_type_name == "option"]
-    words = " ".join([name, "[OPTIONS]" if options else "", *map(_argument, arguments)])
-    lines = [f"## {name}", "", f"    {' '.join(words.split())}", "", _text(" ".join(command.help.split())), ""]
-    if arguments:
-        rows = [(f"`{_argument(each)}`", _described(each, context)[0]) for each in arguments]
-        lines += [*_table(("argument", "what it is"), rows), ""]
+    description, examples = help_pages.described(command)
+    lines = [f"## {name}", "", f"    {name} {help_pages.usage(command, context)}", "", _text(description), ""]
+    if examples:
+        lines += ["```console", *(f"$ {line}" for line in examples), "```", ""]
+    if arguments := help_pages.arguments(command):
+        rows = [
+            (f"`{help_pages.name(each)}`".replace("|", "\\|"), _text(each.help or ""), _default(each))
+            for each in arguments
+        ]
+        lines += [*_table(("argument", "what it is", "default"), rows), ""]
     keys = {field.name for field in dataclasses.fields(TrainConfig)} if name == "gpt train" else set()
-    for panel, some in groupby(_in_panels(options), key=_panel):
+    for panel, options in help_pages.panels(command, context).items():
         lines += [f"**{panel}**", ""]
         titles = ("option", "what it does", "default", "variable", *(["key"] if keys else []))
-        lines += [*_table(titles, [_row(each, context, keys) for each in some]), ""]
+        lines += [*_table(titles, [_row(each, context, keys) for each in options]), ""]
     return "\n".join(lines)
 
 
-def _panel(parameter: Any) -> str:
-    return parameter.rich_help_panel or "Options"
-
-
-def _in_panels(options: list[Any]) -> list[Any]:
-    """Groups options by panel; panels come in the order of their first option."""
-    order = list(dict.fromkeys(map(_panel, options)))
-    return sorted(options, key=lambda each: order.index(_panel(each)))
-
-
-def _argument(parameter: Any) -> str:
-    name = (parameter.metavar or parameter.name.upper()).strip("[].")
-    name += "..." if parameter.nargs == -1 else ""
-    return name if parameter.required else f"[{name}]"
-
-
 def _row(option: Any, context: Any, keys: set[str]) -> tuple[str, ...]:
-    said, default = _described(option, context)
-    flags = " ".join(f"`{flag}`" for flag in sorted(option.opts, key=len, reverse=True)) + _value(option, context)
+    value = help_pages.value(option, context)
+    choices = value.split("|") if "|" in value else []
+    flags = " ".join(f"`{flag}`" for flag in sorted(option.opts, key=len, reverse=True))
+    said = _text(option.help or "") + (f". One of {', '.join(f'`{each}`' for each in choices)}" if choices else "")
     variable = f"`{context.auto_envvar_prefix}_{option.name.upper()}`"
     key = (f"`{option.name}`" if option.name in keys else "",) if keys else ()
-    return (flags, said + _choices(option), default, variable, *key)
+    return (flags if choices else f"{flags} {value}".rstrip(), said, _default(option), variable, *key)
 
 
-def _value(option: Any, context: Any) -> str:
-    """Returns the placeholder after a flag that takes a value."""
-    kind = re.search(r"<(.*)>$", option.get_help_record(context)[0])
-    if kind is None:
-        return f" {option.metavar}" if option.metavar and "|" not in option.metavar else ""
-    return f" {KINDS[kind[1]]}"
-
-
-def _choices(option: Any) -> str:
-    """Returns a sentence of the values that an option takes; empty where any value goes."""
-    if not option.metavar or "|" not in option.metavar:
-        return ""
-    return " One of " + ", ".join(f"`{value}`" for value in option.metavar.strip("[]").split("|")) + "."
-
-
-def _described(parameter: Any, context: Any) -> tuple[str, str]:
-    """Returns a parameter's help and its default, in the words of `--help`."""
-    _, said = parameter.get_help_record(context)
-    said = re.sub(r"\s*\[required\]$", "", said)
-    found = re.fullmatch(r"(?P<help>.*?)\s*\[default: (?P<default>.*)\]", said, re.DOTALL)
-    if found is None:
-        return _text(said), "off" if getattr(parameter, "is_flag", False) else ""
-    default = found["default"]
-    worded = default.startswith("(") or default in ("", "none", "off", "auto", "on")
-    default = default.removeprefix("(").removesuffix(")")
-    return _text(found["help"]), _text(default) if worded else f"`{default}`"
+def _default(parameter: Any) -> str:
+    """Returns a default, as code if it is what one would type."""
+    found = help_pages.default(parameter)
+    if getattr(parameter, "is_flag", False):
+        return "off"
+    return _text(found) if not found or isinstance(parameter.show_default, str) else f"`{found}`"
 
 
 def _text(words: str) -> str:

@@ -6,6 +6,8 @@ The names below are loaded when they are first used, so that ``import gpt`` impo
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gpt.distribution import VERSION
+
 if TYPE_CHECKING:
     from gpt.api import LanguageModel, export, load, resume, train
     from gpt.config import GPTConfig, TrainConfig
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from gpt.sample_config import SampleConfig
     from gpt.text.tokenizer import Tokenizer
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "GPT", "GPTConfig", "Interrupted", "LanguageModel", "SampleConfig", "Tokenizer", "TrainConfig", "UserError",
     "WorkError", "export", "load", "resume", "train",

@@ -329,7 +329,7 @@ def export(
     **settings: Any,
 ) -> "Exported":
     """Writes a model, which `load` takes with its ``base``, to ``out``: a GGUF file where it ends in .gguf, else a
-    folder for publishing. ``settings`` are those of `ExportConfig`: ``type`` or ``dtype``, ``license``, ``samples``.
+    folder for publishing. ``settings`` are those of `ExportConfig`: ``dtype``, ``license``, ``samples``.
     With ``eval``, a text as `train` takes it, the loss is measured before and after. ``listen`` hears the progress.
     Raises `UserError`, `WorkError`, and `Interrupted` after a signal."""
     from gpt.exporting import gguf_tokenizer

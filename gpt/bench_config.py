@@ -13,13 +13,13 @@ class BenchConfig:
     """The settings of ``gpt bench``. Raises `UserError` for values without a meaning."""
 
     prompt_tokens: int | None = option(
-        None, "Tokens of each prompt.", panel="Text", shown="32, or a quarter of the context", low=1
+        None, "Prompt length in tokens", panel="Text", shown="32, or a quarter of the context", low=1
     )
     new_tokens: int | None = option(
-        None, "Tokens that are written after it.", panel="Text", flags=("-n",), shown="128, or what fits", low=1
+        None, "Tokens to generate", panel="Text", flags=("-n",), shown="128, or what fits", low=1
     )
-    batch: int = option(1, "Texts at once.", panel="Text", low=1, high=2**16)
-    rounds: int = option(3, "Repetitions; medians are shown.", panel="Text", low=1, high=1000)
+    batch: int = option(1, "Sequences per batch", panel="Text", low=1, high=2**16)
+    rounds: int = option(3, "Repetitions; medians are reported", panel="Text", low=1, high=1000)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -292,9 +292,9 @@ def find_preset(name: str) -> Preset:
 
 # The panels in which options are listed, in this order.
 PANELS = (
-    "Run", "Model", "Fine-tuning", "Text and tokens", "How TEXT is read", "Length and batch", "Optimizer",
-    "Along the way", "Text", "Choice of the next token", "Beam search", "Weights", "Card", "Address", "Load",
-    "What it costs", "Devices", "How a step is computed", "Machine", "Output",
+    "Run", "Model", "Fine-tuning", "Text and tokens", "Reading TEXT", "Length and batch", "Optimizer",
+    "Evaluation and checkpoints", "Text", "Sampling", "Beam search", "Weights", "Card", "Address", "Load",
+    "Devices", "Training step", "Machine", "Output",
 )  # fmt: skip
 _run, _model, _tune, _data, _read, _length, _optim, _log = (partial(option, panel=name) for name in PANELS[:8])
 _machine = partial(option, panel="Machine")
@@ -304,17 +304,17 @@ _machine = partial(option, panel="Machine")
 class ReadConfig:
     """Options for reading files as documents."""
 
-    field: str = _read("text", "The key or column that holds the text in .jsonl, .json, .csv, .tsv and .parquet.")
+    field: str = _read(
+        "text", "Key or column that holds the text, in JSON, CSV and Parquet files", metavar="NAME", level="basic"
+    )
     split_on: str | None = _read(
-        None, "A line that separates the documents of a plain text; without it a file is one document.", shown="none"
+        None, "Line that separates documents within a plain-text file", metavar="LINE", shown="one document per file"
     )
-    encoding: str = _read("utf-8", "Of plain text, JSON, CSV and TSV.")
+    encoding: str = _read("utf-8", "Encoding of plain text, JSON, CSV and TSV files", metavar="NAME")
     errors: Literal["strict", "replace"] = _read(
-        "strict", "Bytes that are not of that encoding: strict stops, replace writes U+FFFD and counts."
+        "strict", "Undecodable bytes: stop (strict), or count them and use U+FFFD (replace)"
     )
-    skip_bad: bool = _read(
-        False, "Leave out files, lines and rows that cannot be read, and count them, instead of stopping."
-    )
+    skip_bad: bool = _read(False, "Skip and count unreadable files, lines and rows instead of stopping")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -329,12 +329,11 @@ class LearnConfig(ReadConfig):
     """Options for learning a vocabulary from text."""
 
     vocab_size: int | None = _data(
-        None, "Ids of the learnt vocabulary, special tokens included.", shown="by the text's size", low=257, high=2**24
+        None, "Vocabulary size, special tokens included", shown="set by the size of the text", low=257, high=2**24
     )
     sample_bytes: int = _data(
-        1_000_000_000, "The vocabulary is learnt from so much text at most, spread over the whole of it.", low=1,
-        high=2**31 - 1,
-    )  # fmt: skip
+        1_000_000_000, "Train the tokenizer on at most N bytes, sampled evenly", level="config", low=1, high=2**31 - 1
+    )
 
 
 @dataclass(frozen=True)
@@ -342,18 +341,19 @@ class TextConfig(LearnConfig):
     """Options for turning text into ids to train on and ids held out, shared by ``gpt tokenize`` and ``gpt train``."""
 
     tokenizer: str = _data(
-        "auto", "auto: a byte-level BPE learnt from the text; bytes: no merging; gpt2: the 50,257 tokens of GPT-2; "
-        "another of tiktoken's, such as cl100k_base; or the path of a tokenizer, a run or a folder of transformers.",
-    )  # fmt: skip
-    val_fraction: float = _data(
-        0.1, "Share held out, never trained on: the end; from 200 documents on, by hash.", low=0
+        "auto",
+        "auto: train a BPE on the text; or bytes, gpt2, a tiktoken name, or a path",
+        metavar="NAME",
+        level="basic",
     )
-    val_text: str | None = _data(None, "A text to hold out instead; then all of TEXT is trained on.", shown="none")
+    val_fraction: float = _data(
+        0.1, "Share to hold out: the end of the text, or with 200+ documents a random sample", low=0
+    )
+    val_text: str | None = _data(None, "Hold out this text instead, and train on all of TEXT", metavar="TEXT")
     jobs: int | None = _machine(
-        None, "Threads that tokenize, one a core at most; the ids are the same for any number.",
-        shown="one a core", low=1, high=1024,
-    )  # fmt: skip
-    seed: int = _run(1337, "Same seed: the same split into training and held-out text.", low=0)
+        None, "Tokenizer threads; any number gives the same ids", shown="one per core", low=1, high=1024
+    )
+    seed: int = _run(1337, "Random seed of the split into training and held-out text", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -367,11 +367,14 @@ class TextConfig(LearnConfig):
 class TokenizeConfig(TextConfig):
     """Options of ``gpt tokenize``."""
 
-    out: str | None = _run(None, "The folder to make; there must be none yet.", flags=("-o",), shown="none")
-    resume: bool = _run(False, "Resume a folder that was not finished.")
-    part: str | None = _run(
-        None, "I/N: the I-th of N shares of the sources, to be joined by `gpt data merge`.", shown="all"
+    out: str | None = _run(
+        None, "New folder for the tokens", flags=("-o",), metavar="DIR", shown="required", level="basic"
     )
+    resume: bool = _run(False, "Resume an unfinished folder", level="basic")
+    part: str | None = _run(
+        None, "Tokenize the I-th of N parts of the sources, to be joined with `gpt data merge`", metavar="I/N",
+        shown="all", level="config",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -402,137 +405,113 @@ class TrainConfig(TextConfig):
     )
 
     out: str | None = _run(
-        None, "The run folder. A taken name gets -2, -3 …: nothing is overwritten.", flags=("-o",),
-        shown="runs/<name of the text>",
+        None, "Run folder; if it exists, -2, -3 … is appended", flags=("-o",), metavar="DIR",
+        shown="runs/<name of the text>", level="basic",
     )  # fmt: skip
-    preset: str = _model("auto", "A size of `gpt params --list`; auto: by the text's size and the device.")
+    preset: str = _model(
+        "auto",
+        "Model size (see `gpt params --list`); auto suits the text and the device",
+        metavar="NAME",
+        level="basic",
+    )
     arch: Arch | None = _model(
-        None, "gpt2: exactly GPT-2's and GPT-3's; modern: Qwen3's, which reaches a lower loss in the same time.",
-        shown="by preset: gpt2, of modern-… modern",
+        None, "gpt2: exactly GPT-2 and GPT-3; modern: Qwen3's layout, for a lower loss in equal time",
+        shown="gpt2; modern for modern-… presets",
     )  # fmt: skip
     positions: Positions | None = _model(
-        None, "A trained table, the sine/cosine table of the Transformer paper, or rotation of queries and keys, "
-        "which alone goes with --arch modern.", shown="learned; with --arch modern rotary",
-    )  # fmt: skip
-    n_layer: int | None = _model(None, "Blocks.", shown="by preset", low=1)
-    n_head: int | None = _model(None, "Attention heads a block.", shown="by preset", low=1)
+        None, "Position encoding; --arch modern takes only rotary", shown="learned; rotary with --arch modern"
+    )
+    n_layer: int | None = _model(None, "Transformer blocks", shown="from the preset", low=1)
+    n_head: int | None = _model(None, "Attention heads per block", shown="from the preset", low=1)
     n_kv_head: int | None = _model(
-        None, "Heads of keys and values a block, each shared by as many heads; divides --n-head.", shown="by preset",
-        low=1,
-    )  # fmt: skip
+        None, "Key/value heads (grouped-query attention); must divide --n-head", shown="from the preset", low=1
+    )
     window: int | None = _model(
-        None, "Layers 1, 3, 5 … see the last so many positions alone, as GPT-3's locally banded ones; the others all.",
-        shown="none", low=1,
-    )  # fmt: skip
-    n_embd: int | None = _model(None, "Width; divisible by --n-head.", shown="by preset", low=1)
-    block_size: int | None = _model(None, "Context in tokens.", shown="by preset", low=1)
+        None, "Sliding window, in tokens, of layers 1, 3, 5 …, like GPT-3's banded attention", low=1
+    )
+    n_embd: int | None = _model(None, "Embedding width; a multiple of --n-head", shown="from the preset", low=1)
+    block_size: int | None = _model(None, "Context length in tokens", shown="from the preset", low=1)
     dropout: float | None = _model(
-        None, "Share of activations dropped in training.", shown="by how often the text is read; with --init 0", low=0
+        None, "Dropout rate", shown="set by the number of passes over the text; 0 with --init", low=0
     )
     init: str | None = _tune(
-        None, "Start from the weights and tokenizer of a model: a run, RUN:latest, a checkpoint, a folder of "
-        "transformers or PEFT, or hf:NAME from the hub. Shape and vocabulary are its own.", shown="none",
-    )  # fmt: skip
-    seed: int = _run(
-        1337, "Same seed, same machine: the same split, and the same weights bit for bit on the CPU.", low=0
+        None, "Fine-tune a run, a checkpoint, a Transformers or PEFT folder, or hf:NAME", metavar="MODEL", level="basic"
     )
-    pairs: bool = _tune(
-        False, 'TEXT has records {"prompt": …, "completion": …}, in JSON lines, JSON, CSV, TSV or Parquet; the loss '
-        'counts only completions.',
-    )  # fmt: skip
-    chat: bool = _tune(
-        False, 'TEXT has records {"messages": [{"role": …, "content": …}, …]}, in JSON lines, JSON or Parquet; the '
-        'loss counts what the assistant says, and the ends of its turns.',
-    )  # fmt: skip
+    seed: int = _run(1337, "Random seed; on a CPU, the same seed gives bit-identical weights", low=0)
+    pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
+    chat: bool = _tune(False, 'TEXT has {"messages": […]} records; train only on assistant turns')
     lora_rank: int | None = _tune(
-        None, "With --init: train low-rank adapters of so many dimensions, and leave the weights as they are.",
-        shown="off", low=1, high=2**20,
+        None, "With --init: train LoRA adapters of rank N instead of all weights", shown="off", level="basic", low=1,
+        high=2**20,
     )  # fmt: skip
     lora_alpha: float | None = _tune(
-        None, "With --lora-rank: adapters are scaled by alpha / rank.", shown="twice the rank", low=0
+        None, "LoRA scaling: adapters are multiplied by alpha / rank", shown="twice the rank", low=0
     )
     lora_targets: str | None = _tune(
-        None, "With --lora-rank: which linear maps have adapters: all, attention, mlp, or some of query, key, value, "
-        "output, gate, up and down, with commas between.", shown="all",
+        None, "Layers to adapt: all, attention, mlp, or some of query,key,value,output,gate,up,down", metavar="NAMES",
+        shown="all",
     )  # fmt: skip
-    merge_lora: bool = _tune(False, "With --lora-rank: at the end also save the whole model, merged, in RUN/merged.")
-    steps: int | None = _length(None, "Optimizer steps.", shown="by the text's size", low=1)
-    epochs: float | None = _length(
-        None, "Length as passes over the text, instead of --steps.", shown="by the text's size", low=0
-    )
+    merge_lora: bool = _tune(False, "With --lora-rank: also save the merged model, in RUN/merged")
+    steps: int | None = _length(None, "Optimizer steps", shown="set by the size of the text", level="basic", low=1)
+    epochs: float | None = _length(None, "Passes over the text, instead of --steps", level="basic", low=0)
     minutes: float | None = _length(
-        None, "Length as minutes of the whole command, from its start to the last checkpoint, instead of --steps.",
-        shown="none", low=0, high=10**7,
-    )  # fmt: skip
-    batch_tokens: int | None = _length(None, "Tokens a step: a multiple of the context.", shown="by preset", low=1)
-    micro_batch: str = _length("auto", "Sequences computed at once; the rest of the batch is accumulated.")
+        None, "Total running time in minutes, instead of --steps", level="basic", low=0, high=10**7
+    )
+    batch_tokens: int | None = _length(
+        None, "Tokens per step; a multiple of the context length", shown="from the preset", low=1
+    )
+    micro_batch: str = _length("auto", "Sequences per forward pass; gradients accumulate to the batch", metavar="N")
     batch_ramp: int | None = _length(
-        None, "The batch grows to --batch-tokens over so many tokens, from 32,768 or, where that is less, a sixteenth "
-        "of it (GPT-3's recipe: 4 to 12 billion).", shown="off", low=1,
+        None, "Grow the batch to --batch-tokens over the first N tokens, from 32,768 tokens or a sixteenth of it, "
+        "whichever is less (GPT-3: 4 to 12 billion)", shown="off", level="config", low=1,
     )  # fmt: skip
     lr: float | None = _optim(
-        None, "Peak learning rate.", shown="by preset; with --init half of it (AdamW: a fifth), with --lora-rank twice",
-        low=0,
+        None, "Peak learning rate",
+        shown="from the preset; with --init half (AdamW: a fifth), with --lora-rank twice that", low=0,
     )  # fmt: skip
-    warmup: int | None = _optim(
-        None, "Steps of linear warm-up.", shown="a twentieth of the steps, at most 2,000", low=0
-    )
+    warmup: int | None = _optim(None, "Steps of linear warmup", shown="5% of the steps, at most 2,000", low=0)
     warmup_tokens: int | None = _optim(
-        None, "Warm-up as tokens, instead of --warmup (GPT-3's recipe: 375,000,000).", shown="none", low=0
+        None, "Tokens of linear warmup, instead of --warmup (GPT-3: 375,000,000)", level="config", low=0
     )
     optimizer: Optimizer | None = _optim(
-        None, "muon: for the matrices of the blocks, with AdamW for the rest; adamw: for all.",
-        shown="muon; adamw for adapters, and with --init from 100 million parameters on",
+        None, "muon: for the matrices in blocks, with AdamW for the rest; adamw: for all",
+        shown="muon; adamw with --lora-rank, and with --init from 100 million parameters",
     )  # fmt: skip
     schedule: Literal["linear", "cosine", "constant"] = _optim(
-        "linear", "After warm-up: constant and then a line down to 0, a cosine down to a tenth, or constant."
+        "linear", "After warmup: constant, then linear decay to 0; cosine decay to 10%; or constant"
     )
-    decay: int | None = _optim(None, "Steps of the linear schedule's way down.", shown="half of the steps", low=0)
+    decay: int | None = _optim(None, "Steps of linear decay", shown="half of the steps", low=0)
     weight_decay: float | None = _optim(
-        None, "Decay of the matrices; above 0.1 embeddings, with Muon, have twice as much; biases and norms have none.",
-        shown="by how often the text is read; with --init 0.1", low=0,
+        None, "Weight decay of matrices; doubled for embeddings with Muon if above 0.1",
+        shown="set by the number of passes over the text; 0.1 with --init", low=0,
     )  # fmt: skip
-    clip: float = _optim(1.0, "Gradient norm above which gradients are scaled down; 0: off.", low=0)
-    eval_every: int | None = _log(
-        None, "Steps between evaluations on held-out text.", shown="a twentieth of the steps", low=1
-    )
-    patience: int = _log(0, "Stop after so many evaluations in a row without a better loss; 0: never.", low=0)
+    clip: float = _optim(1.0, "Clip gradients to this norm; 0: off", low=0)
+    eval_every: int | None = _log(None, "Steps between evaluations on held-out text", shown="5% of the steps", low=1)
+    patience: int = _log(0, "Stop after N evaluations without improvement; 0: never", low=0)
     save_every: int | None = _log(
-        None, "Steps between checkpoints; a better held-out loss is always saved.", shown="as --eval-every", low=1
+        None, "Steps between checkpoints; the best one is always saved", shown="same as --eval-every", low=1
     )
-    keep: int = _log(
-        2, "Newest checkpoints to keep, with what --resume needs; the best one's weights always stay.", low=1
-    )
+    keep: int = _log(2, "Latest checkpoints to keep for --resume; the best weights are always kept", low=1)
     sample_every: int | None = _log(
-        None, "Steps between sampled lines; 0: none.", shown="a quarter of the steps", low=0
+        None, "Steps between printed samples; 0: none", shown="a quarter of the steps", low=0
     )
-    log: str = _log("none", "Beside metrics.jsonl: tensorboard, wandb, or both with a comma between.")
-    device: Device = _machine("auto", "Where to compute; auto: CUDA, else MPS, else the CPU.")
+    log: str = _log(
+        "none", "Also log to tensorboard, wandb, or both (tensorboard,wandb)", metavar="NAMES", shown="none"
+    )
+    device: Device = _machine("auto", "Device; auto: CUDA, else MPS, else the CPU", level="basic")
     nproc: int = _machine(
-        1, "Processes on this machine, which share each batch; a GPU each. On more machines: torchrun.", low=1,
-        high=1024,
-    )  # fmt: skip
+        1, "Data-parallel processes on this machine, one per GPU; for several machines, torchrun", low=1, high=1024
+    )
     threads: int | None = _machine(
-        None,
-        "Threads that compute on a CPU, in each process; beats OMP_NUM_THREADS. Another number: equal up to rounding.",
-        shown="one a core", low=1, high=MOST_THREADS,
-    )  # fmt: skip
+        None, "CPU threads per process; overrides OMP_NUM_THREADS", shown="one per core", low=1, high=MOST_THREADS
+    )
     shard: Literal["none", "full"] = _machine(
-        "none", "full: the processes divide weights, gradients and the optimizer's memory; none: each has all."
+        "none", "full: shard weights, gradients and optimizer state across processes"
     )
-    tensor: int = _machine(
-        1, "Processes that compute each sequence together, some heads each; divides --nproc and the heads.", low=1,
-        high=1024,
-    )  # fmt: skip
-    recompute: bool = _machine(
-        False, "Compute the activations of each block anew for the gradient instead of keeping them."
-    )
-    dtype: Dtype = _machine(
-        "auto", "Of the matrix products; weights stay float32. auto: bfloat16 where the device is made for it."
-    )
-    compile: Compile = _machine(
-        "auto", "Compile steps; auto: on a GPU, and on a CPU for small models, where the run is long enough to gain."
-    )
+    tensor: int = _machine(1, "Tensor-parallel processes; must divide --nproc and the heads", low=1, high=1024)
+    recompute: bool = _machine(False, "Recompute activations in the backward pass to save memory")
+    dtype: Dtype = _machine("auto", "Dtype of matrix products (weights stay float32); auto: bfloat16 if it is fast")
+    compile: Compile = _machine("auto", "Compile steps; auto: on GPUs, and on a CPU for small models in long runs")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python

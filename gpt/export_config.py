@@ -8,6 +8,7 @@ from gpt.settings import check_options, option
 
 FileType = Literal["f32", "f16", "q8_0", "q4_0"]
 FolderDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+ExportDtype = Literal[FileType, FolderDtype]
 # The hub's identifiers of licenses (its documentation of model cards); it takes no others.
 _LICENSES = """
 afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
@@ -26,18 +27,23 @@ LICENSES = sorted(_LICENSES.split())
 class ExportConfig:
     """The settings of ``gpt export``. Raises `UserError` for values without a meaning."""
 
-    type: FileType | None = option(None, "Of the matrices in a .gguf file.", panel="Weights", shown="f16")
-    dtype: FolderDtype | None = option(None, "Of the weights in a folder.", panel="Weights", shown="float32")
+    dtype: ExportDtype | None = option(
+        None, "Type of the weights: f32, f16, q8_0 or q4_0 in a GGUF file, others in a folder", panel="Weights",
+        shown="f16; in a folder float32",
+    )  # fmt: skip
+    type: FileType | None = option(None, "The former name of --dtype for GGUF files", panel="Weights", hidden=True)
     license: str | None = option(
-        None, "The model's license, as the hub names it: mit, apache-2.0, other …", panel="Card", shown="unknown"
+        None, "License in the model card, such as mit, apache-2.0 or other", panel="Card", shown="unknown", metavar="ID"
     )
     samples: int = option(
-        0, "Samples in a folder's card. They may repeat private text of the data.", panel="Card", shown="none",
-        low=0, high=100,
-    )  # fmt: skip
+        0, "Samples in the model card; they may quote the training text", panel="Card", low=0, high=100
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.type is not None and self.dtype not in (None, self.type):
+            raise UserError(f"--dtype {self.dtype} and --type {self.type} contradict each other", "leave --type out")
+        object.__setattr__(self, "dtype", self.dtype or self.type)
         if self.license is None:
             return
         object.__setattr__(self, "license", self.license.lower())  # as in Apache-2.0, SPDX's spelling

@@ -5,39 +5,39 @@ from functools import partial
 from typing import Literal
 
 from gpt.errors import UserError
-from gpt.peaks import KINDS, find_kind
+from gpt.peaks import find_kind
 from gpt.settings import check_options, option
 
-_PANELS = ("What it costs", "Devices", "How a step is computed")
-_cost, _devices, _step = (partial(option, panel=name) for name in _PANELS)
+_PANELS = ("Devices", "Training step")
+_devices, _step = (partial(option, panel=name) for name in _PANELS)
 
 
 @dataclass(frozen=True)
 class PlanConfig:
     """Options of ``gpt params``. Raises `UserError` for values that mean nothing."""
 
-    memory: bool = _cost(False, "What a rank holds in training, and what fits; what sampling takes.")
-    flops: bool = _cost(False, "Floating-point operations a token, trained on and sampled.")
-    time: bool = _cost(False, "Days of training.")
-    kind: str = _devices("h100-80gb", "One of " + ", ".join(KINDS) + ", or cpu: this machine.")
-    devices: int = _devices(1, "How many there are; a process each.", low=1, high=2**20)
-    tokens: float | None = _devices(None, "To train on, as 300e9.", shown="20 a parameter", low=1, high=1e18)
-    mfu: float = _devices(
-        0.4, "Share of the devices' peak that the model's operations reach; what is computed again counts as lost.",
-        low=1e-6, high=1,
-    )  # fmt: skip
+    kind: str = _devices(
+        "h100-80gb", "Device type, such as rtx-4090-24gb, or cpu (this machine)", metavar="NAME", level="basic"
+    )
+    devices: int = _devices(1, "Number of devices, with one process each", level="basic", low=1, high=2**20)
+    tokens: float | None = _devices(
+        None, "Tokens to train on, such as 300e9", shown="20 per parameter", level="basic", low=1, high=1e18
+    )
+    mfu: float = _devices(0.4, "Model FLOPs utilization; recomputed FLOPs do not count", low=1e-6, high=1)
     dtype: Literal["bfloat16", "float16", "float32"] = _step(
-        "bfloat16", "Of matrix products; weights, gradients and optimizer state are float32."
+        "bfloat16", "Dtype of matrix products; weights and optimizer state are float32"
     )
-    optimizer: Literal["muon", "adamw"] = _step("muon", "As `gpt train` has it.")
-    batch_tokens: int | None = _step(None, "Tokens a step, over all ranks.", shown="by preset", low=1, high=2**40)
-    micro_batch: int | None = _step(None, "Sequences at once on a rank.", shown="the most that fit", low=1)
+    optimizer: Literal["muon", "adamw"] = _step("muon", "Optimizer, as in `gpt train`")
+    batch_tokens: int | None = _step(
+        None, "Tokens per step, over all ranks", shown="from the preset", low=1, high=2**40
+    )
+    micro_batch: int | None = _step(None, "Sequences per forward pass on each rank", shown="the most that fit", low=1)
     shard: Literal["auto", "none", "full"] = _step(
-        "auto", "Whether ranks share out parameters, gradients and optimizer state; auto: where it must be."
+        "auto", "Shard weights, gradients and optimizer state; auto: only if needed"
     )
-    tensor: int | None = _step(None, "Ranks that share each sequence.", shown="the least that fits", low=1, high=2**20)
+    tensor: int | None = _step(None, "Tensor-parallel ranks", shown="the fewest that fit", low=1, high=2**20)
     recompute: Literal["auto", "on", "off"] = _step(
-        "auto", "Whether blocks are computed again for their gradient; auto: where it must be."
+        "auto", "Recompute activations in the backward pass; auto: only if needed"
     )
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_origin
 from gpt.errors import UserError, did_you_mean
 from gpt.settings import check_options, field_types, option, without_none
 
-_PANELS = ("Text", "Choice of the next token", "Beam search", "Machine", "Output")
+_PANELS = ("Text", "Sampling", "Beam search", "Machine", "Output")
 _text, _filter, _beam, _machine, _output = (partial(option, panel=name) for name in _PANELS)
 MOST_BEAMS = 1024
 MOST_BIAS = 10**9  # either way; far beyond what logits differ by, and far within what a float holds
@@ -27,63 +27,65 @@ class SampleConfig:
     """
 
     temperature: float = _filter(
-        0.8, "Divides the logits: below 1 bolder, above 1 wilder, 0 greedy.", flags=("-t",), low=0
+        0.8, "Sampling temperature; higher is less predictable, 0 is greedy", flags=("-t",), level="basic", low=0
     )
-    top_k: int = _filter(0, "Draw from the K likeliest tokens; 0: off.", shown="off", low=0)
+    top_k: int = _filter(0, "Sample only from the K most likely tokens", metavar="K", shown="off", level="basic", low=0)
     top_p: float = _filter(
-        0.0, "Draw from the fewest tokens that hold this probability together; 0: off.", shown="off", low=0
-    )
+        0.0, "Sample only from the most likely tokens whose probabilities add up to P", metavar="P", shown="off",
+        level="basic", low=0,
+    )  # fmt: skip
     min_p: float = _filter(
-        0.0, "Draw from tokens at least so likely as this share of the likeliest; 0: off.", shown="off", low=0
+        0.0,
+        "Sample only from tokens at least P times as likely as the most likely one",
+        metavar="P",
+        shown="off",
+        low=0,
     )
     repetition_penalty: float = _filter(
-        0.0, "Above 1: tokens that stand in the text or its prompt become less likely; 0 or 1: off.", shown="off", low=0
+        0.0, "Above 1: make tokens of the prompt and the text so far less likely", shown="off", low=0
     )
     presence_penalty: float = _filter(
-        0.0, "Taken from the logit of each token that has been generated.", shown="off", low=-MOST_BIAS, high=MOST_BIAS
+        0.0, "Subtract X from the logit of each token generated so far", shown="off", low=-MOST_BIAS, high=MOST_BIAS
     )
     frequency_penalty: float = _filter(
-        0.0, "Taken from a token's logit for each time that it has been generated.", shown="off", low=-MOST_BIAS,
+        0.0, "Subtract X from a token's logit for each time it was generated", shown="off", low=-MOST_BIAS,
         high=MOST_BIAS,
     )  # fmt: skip
     no_repeat_ngram: int = _filter(
-        0, "No run of N tokens comes twice, the prompt's included; 0: off.", shown="off", low=0
+        0, "Never repeat a sequence of N tokens, including those of the prompt", shown="off", low=0
     )
-    bias: tuple[str, ...] = _filter((), "TOKEN=NUMBER, added to the token's logit; may be repeated.", shown="none")
-    greedy: bool = _filter(False, "The likeliest token each step.")
-    beam: int = _beam(
-        0, "Follow the B likeliest texts side by side; 1 is greedy; 0: off.", shown="off", low=0, high=MOST_BEAMS
-    )
+    bias: tuple[str, ...] = _filter((), "Add X to the logit of a token; repeatable", metavar="TOKEN=X")
+    greedy: bool = _filter(False, "Always pick the most likely token")
+    beam: int = _beam(0, "Beam search with B beams; 1 is greedy", metavar="B", shown="off", low=0, high=MOST_BEAMS)
     length_penalty: float = _beam(
-        1.0, "With --beam: a text is ranked by its log-probability over its length to this power.", low=-100, high=100
+        1.0, "Rank beams by log-probability divided by length to the power of X", low=-100, high=100
     )
     early_stopping: Literal["off", "on", "never"] = _beam(
-        "off",
-        "With --beam: on stops at B finished texts, off when no better one seems likely, never when none is possible.",
-    )  # fmt: skip
-    n_best: int = _beam(1, "With --beam: so many texts, best first.", low=1, high=MOST_BEAMS)
-    max_tokens: int = _text(200, "Tokens to generate at most.", flags=("-n",), low=0)
-    min_tokens: int = _text(0, "End-of-text cannot come before so many tokens.", low=0)
-    stop: tuple[str, ...] = _text((), "A text that ends the sample, and is not shown; may be repeated.", shown="none")
-    choices: tuple[str, ...] = _text((), "A,B,C: the text is one of these; may be repeated.", shown="any text")
-    regex: str = _text("", "The text matches this regular expression as a whole.", shown="any text")
-    json_schema: str = _text("", "FILE: the text is JSON that this schema allows; - is stdin.", shown="any text")
-    ignore_eot: bool = _text(False, "End-of-text may come, and does not end the text.")
+        "off", "Stop at B finished beams (on), when a better one is unlikely (off) or impossible (never)"
+    )
+    n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MOST_BEAMS, hidden=True)  # as -N
+    max_tokens: int = _text(200, "Maximum number of tokens to generate", flags=("-n",), level="basic", low=0)
+    min_tokens: int = _text(0, "Suppress end-of-text for the first N tokens", low=0)
+    stop: tuple[str, ...] = _text((), "Stop before this text; repeatable", metavar="TEXT", level="basic")
+    choices: tuple[str, ...] = _text((), "Generate one of these texts; repeatable", metavar="A,B,C")
+    regex: str = _text("", "Generate text that matches this regular expression", metavar="PATTERN")
+    json_schema: str = _text("", "Generate JSON that fits the schema in FILE; - is stdin", metavar="FILE")
+    ignore_eot: bool = _text(False, "Keep generating past end-of-text")
     batch: int = _machine(
-        0, "Samples computed at once; the texts are the same for any number.", shown="by the device", low=0, high=2**16
+        0, "Samples per batch; does not change the texts", shown="set by the device", low=0, high=2**16
     )
     speculate: int = _machine(
-        0, "Guess up to K tokens from the text so far and check them at once: faster where texts repeat themselves, "
-        "and the same text.", shown="off", low=0, high=64,
+        0, "Draft up to K tokens from the text so far: same text, faster if it is repetitive", metavar="K", shown="off",
+        low=0, high=64,
     )  # fmt: skip
     compile: Literal["auto", "on", "off"] = _machine(
-        "auto", "Compile steps of one token: on GPUs as CUDA graphs, on a CPU those of one text by blocks; auto: on a "
-        "GPU, for long requests.",
-    )  # fmt: skip
-    logprobs: int | None = _output(
-        None, "With --json: each token's log-probability, and those of the K likeliest.", shown="off", low=0, high=2**20
+        "auto", "Compile decoding steps; auto: on a GPU, for long requests"
     )
-    echo_logprobs: bool = _output(False, "With --json: the log-probabilities of the prompt's tokens too.")
+    logprobs: int | None = _output(
+        None, "With --json: log-probabilities of each token and of the K most likely ones", metavar="K", shown="off",
+        low=0, high=2**20,
+    )  # fmt: skip
+    echo_logprobs: bool = _output(False, "With --json: log-probabilities of the prompt's tokens too")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -16,41 +16,44 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class ServeConfig:
     """The settings of ``gpt serve``. Raises `UserError` for values without a meaning."""
 
-    host: str = _address("127.0.0.1", "Address to listen at; one that others reach needs a key.")
-    port: int = _address(8000, "Port to listen at; 0: a free one.", low=0, high=65_535)
-    name: str | None = _address(None, "The model's name for clients.", shown="the run's or the folder's")
-    cors: tuple[str, ...] = _address(
-        (), "ORIGIN whose web pages or apps may send requests, such as https://example.org or app://obsidian.md; may "
-        "be repeated.", shown="none",
-    )  # fmt: skip
-    allow_host: tuple[str, ...] = _address(
-        (), "NAME under which clients may reach a server at a loopback address, such as host.docker.internal; may be "
-        "repeated.", shown="none",
-    )  # fmt: skip
-    api_key: str | None = _address(
-        None,
-        "The key that clients must send. Others on this machine see a command line: set GPT_SERVE_API_KEY instead.",
-        shown="none",
-    )  # fmt: skip
-    max_batch: int = _load(0, "Texts that are generated at once.", shown="by the device's memory", low=0, high=1024)
-    context: int = _load(
-        0, "Context length in tokens; a shorter one needs less memory.",
-        shown="the model's context", low=0,
-    )  # fmt: skip
-    queue: int = _load(64, "Requests that may wait beside those that run; further ones are told to come later.", low=0)
-    limit_tokens: int = _load(4096, "Tokens that a request may ask for, and those that its prompt may have.", low=1)
-    compile: Literal["auto", "on", "off"] = _load(
-        "auto", "Compile steps of one text on a CPU, in float32, int8 or int4: some 20 seconds at the first start. "
-        "auto: if there is a C++ compiler, except on macOS.",
-    )  # fmt: skip
-    grace: float = _load(30, "Seconds that running requests have after a Ctrl-C.", low=0, high=86_400)
-    defaults: Literal["model", "openai"] = option(
-        "model", "Sampling settings that requests leave out: model takes them from the model's generation_config.json, "
-        "openai ignores it.", panel="Choice of the next token",
-    )  # fmt: skip
-    access_log: bool = option(
-        False, "Print a line on stderr for each request: its id, path, status, tokens and seconds.", panel="Output"
+    host: str = _address(
+        "127.0.0.1", "Address to listen on; a key is required unless it is local", metavar="ADDRESS", level="basic"
     )
+    port: int = _address(8000, "Port to listen on; 0: a free one", level="basic", low=0, high=65_535)
+    name: str | None = _address(
+        None, "Model name for clients", metavar="NAME", shown="name of the run or folder", level="basic"
+    )
+    cors: tuple[str, ...] = _address(
+        (), "Let web pages and apps of this origin send requests; repeatable", metavar="ORIGIN", level="basic"
+    )
+    allow_host: tuple[str, ...] = _address(
+        (), "Another host name of a local server, such as host.docker.internal; repeatable", metavar="NAME"
+    )
+    api_key: str | None = _address(
+        None, "Key that clients must send; GPT_SERVE_API_KEY hides it from other users", metavar="KEY", level="basic"
+    )
+    max_batch: int = _load(
+        0,
+        "Maximum number of requests in flight",
+        shown="set by the device's memory",
+        level="basic",
+        low=0,
+        high=1024,
+    )
+    context: int = _load(
+        0, "Context length in tokens; a shorter one needs less memory", shown="the model's", level="basic", low=0
+    )
+    queue: int = _load(64, "Maximum number of waiting requests; further ones are told to retry", low=0)
+    limit_tokens: int = _load(4096, "Maximum tokens to generate, and of a prompt, per request", low=1)
+    compile: Literal["auto", "on", "off"] = _load(
+        "auto", "Compile decoding on a CPU, 20 s at first; auto: with a C++ compiler, except on macOS"
+    )  # fmt: skip
+    grace: float = _load(30, "Seconds that requests in flight get after Ctrl-C", low=0, high=86_400)
+    defaults: Literal["model", "openai"] = option(
+        "model", "Default sampling settings: the model's generation_config.json, or OpenAI's",
+        panel="Sampling",
+    )  # fmt: skip
+    access_log: bool = option(False, "Log each request to stderr: id, path, status, tokens and seconds", panel="Output")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from gpt.errors import UserError, check_text, did_you_mean
 
 T = TypeVar("T")
+Level = Literal["basic", "more", "config"]
 MOST_TOML = 2**20  # bytes
 LARGEST = 3.4028234663852886e38  # of float32
 
@@ -89,12 +90,19 @@ def option(
     panel: str,
     flags: tuple[str, ...] = (),
     shown: str = "",
+    metavar: str | None = None,
+    level: Level = "more",
     low: float | None = None,
     high: float = 2**53,
+    hidden: bool = False,
 ) -> Any:
-    """A setting that is also an option: its help, its panel in the help page, further flags, how its default is shown,
-    and its bounds."""
-    meta = {"help": help, "panel": panel, "flags": flags, "shown": shown, "low": low, "high": high}
+    """Returns the field of a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown``, the
+    default in words, are for the help page; ``flags`` are additional ones. ``level`` says what lists the option:
+    ``--help`` (basic), ``--help-all`` (more), or only the reference (config); nothing lists a ``hidden`` one."""
+    meta = {
+        "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
+        "high": high, "hidden": hidden,
+    }  # fmt: skip
     return field(default=default, metadata=meta)
 
 

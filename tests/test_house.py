@@ -92,10 +92,10 @@ def test_dependencies_have_ranges_here_pins_in_constraints_and_their_place_in_th
     pins = dict(line.split("==") for line in pinned if line and line[0] != "#")
     docs = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
     extras = PROJECT["project"]["optional-dependencies"]
-    for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["hf"], *extras["bench"]]:
+    for requirement in [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["bench"]]:
         name = re.split(r"[\[<>=]", requirement)[0]
         assert "==" not in requirement
-        assert name == "gpt" or (name in pins and f"`{name}`" in docs), name
+        assert name == "gpt-workshop" or (name in pins and f"`{name}`" in docs), name
 
 
 def test_catalogue_table_lists_every_corpus() -> None:

@@ -84,10 +84,10 @@ def test_a_conversation_goes_on(gpt: Gpt, damaged: Path) -> None:
 def test_measuring_and_looking_say_so(gpt: Gpt, damaged: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat\n" * 20)
-    failed(gpt("eval", damaged, text), "the loss is nan: that of ")
-    failed(gpt("eval", damaged, text, "--json"), "tokens is no finite number")
-    failed(gpt("inspect", "attention", "-m", damaged, "--prompt", "the cat", "--json"), "logits of the model")
-    done = gpt("eval", damaged, text, "--tokens")
+    failed(gpt("eval", text, "-m", damaged), "the loss is nan: that of ")
+    failed(gpt("eval", text, "-m", damaged, "--json"), "tokens is no finite number")
+    failed(gpt("inspect", "attention", "the cat", "-m", damaged, "--json"), "logits of the model")
+    done = gpt("eval", text, "-m", damaged, "--per-token")
     assert done.code == 1
     assert {json.loads(line)["logprob"] for line in done.out.splitlines()} == {None}
 

@@ -181,7 +181,7 @@ def test_a_text_whose_name_is_not_utf8(gpt: Gpt) -> None:
     assert gpt("sample", "the", "-n", "2").code == 0
     assert gpt("train", "--resume", "runs/b_").code == 0
     assert gpt("report").code == 0
-    assert gpt("eval", "runs/b_", BYTES_NAME, "--quiet").code == 0
+    assert gpt("eval", BYTES_NAME, "-m", "runs/b_", "--quiet").code == 0
     Path("runs/b_").rename("m\udcff")
     one_line_of_what_and_what_next(gpt("sample", "the", "-m", "m\udcff"), "is not UTF-8")
 
@@ -216,7 +216,7 @@ def test_names_of_255_bytes(gpt: Gpt, run_folder: Path, text: Path, name: str) -
     assert gpt("inspect", "positions", "-m", run_folder, "-o", name).code == 0
     folder = name[:-5] + "12345"
     assert len(os.fsencode(folder)) == 255
-    assert gpt("export", run_folder, "-o", folder).code == 0
+    assert gpt("export", "-m", run_folder, "-o", folder).code == 0
     assert gpt("tokenize", text, "--tokenizer", "bytes", "-o", folder[:-1] + "6").code == 0
     assert not list(Path().glob(".tmp-*"))
 

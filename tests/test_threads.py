@@ -58,7 +58,7 @@ def test_threads_are_asked_for_or_chosen_by_the_work(
 @pytest.mark.slow
 def test_commands_take_threads(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     def used(*more: str) -> str:
-        done = gpt("bench", run_folder, "--rounds", "1", "-n", "2", "--json", *more)
+        done = gpt("bench", "-m", run_folder, "--rounds", "1", "-n", "2", "--json", *more)
         return str(json.loads(done.out)["device"])
 
     assert used("--threads", "3") == "cpu, 3 threads"
@@ -66,10 +66,10 @@ def test_commands_take_threads(gpt: Gpt, run_folder: Path, workdir: Path) -> Non
     assert gpt("sample", "the", "-m", run_folder, "--threads", "2", "-n", "2").code == 0
     assert torch.get_num_threads() == 2
     Path("text.txt").write_text(make_text(300))
-    assert gpt("eval", run_folder, "text.txt", "--threads", "3").code == 0
+    assert gpt("eval", "text.txt", "-m", run_folder, "--threads", "3").code == 0
     assert torch.get_num_threads() == 3
     for number in ("0", "5000"):
-        for command in (["sample", "-m", run_folder], ["eval", run_folder, "text.txt"], ["train", "text.txt"]):
+        for command in (["sample", "-m", run_folder], ["eval", "text.txt", "-m", run_folder], ["train", "text.txt"]):
             done = gpt(*command, "--threads", number)
             assert (done.code, done.err[:17]) == (2, "error: threads is")
             assert "it must lie between 1 and 4" in done.err

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpt.decoding.logits import EXCLUDED
 from gpt.device import upload
+from gpt.distribution import install_extra
 from gpt.errors import UserError, check_text
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
@@ -96,7 +97,7 @@ class ConstraintCache:
         try:
             from llguidance import LLTokenizer
         except ModuleNotFoundError:
-            raise UserError("structured output needs the package llguidance", "pip install 'gpt[structured]'") from None
+            raise UserError("structured output needs the package llguidance", install_extra("structured")) from None
         tokenizer = self._tokenizer
         wrapper = SimpleNamespace(
             is_tokenizer_wrapper=True,

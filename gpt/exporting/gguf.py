@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
+from gpt.distribution import install_extra
 from gpt.errors import UserError, WorkError
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel
@@ -33,7 +34,7 @@ _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4
 _Q8_0_BYTES = 34  # of a block: a scale and 32 levels
 _ROPE_FREQS = "rope_freqs.weight"  # what llama.cpp divides the frequencies of rotary positions by
 _HINT = "export a folder instead: -o without .gguf"
-_OTHER_TYPE = "take another --type"
+_OTHER_TYPE = "take another --dtype"
 Array = np.ndarray[Any, Any]
 
 
@@ -70,7 +71,7 @@ def package() -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise WorkError("a .gguf file needs the package gguf", "pip install 'gpt[gguf]'") from None
+        raise WorkError("a .gguf file needs the package gguf", install_extra("gguf")) from None
     return gguf
 
 

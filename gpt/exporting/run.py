@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from torch import Tensor
 
 from gpt.errors import Interrupted, UserError, check_text
-from gpt.export_config import ExportConfig
+from gpt.export_config import ExportConfig, FileType, FolderDtype
 from gpt.exporting import folder, gguf
 from gpt.exporting.card import BITS, Comparison, Facts, card
 from gpt.exporting.provenance import KEY
@@ -59,14 +60,14 @@ def find_target(out: str, config: ExportConfig) -> Target:
     check_text("the name of -o", out)
     path = Path(out)
     is_file = path.suffix.lower() == ".gguf"
-    if is_file and config.dtype is not None:
-        raise UserError("--dtype is of folders", "a .gguf file takes --type")
+    kinds = get_args(FileType if is_file else FolderDtype)
+    if config.dtype is not None and config.dtype not in kinds:
+        where = "a .gguf file" if is_file else "a folder"
+        raise UserError(f"{where} cannot have the dtype {config.dtype}", f"{where} takes {', '.join(kinds)}")
     if is_file and config.samples:
         raise UserError("--samples stand in the card of a folder, and a .gguf file has none", "leave them out")
-    if not is_file and config.type is not None:
-        raise UserError("--type is of .gguf files", "a folder takes --dtype, or give -o a name that ends in .gguf")
     check_new(path, "give another place with -o")
-    return Target(path, is_file, (config.type or "f16") if is_file else (config.dtype or "float32"), config.license)
+    return Target(path, is_file, config.dtype or ("f16" if is_file else "float32"), config.license)
 
 
 def check(source: SourceModel, target: Target) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpt.config import PRESETS
 from gpt.errors import UserError, WorkError, check_text
 from gpt.files import (
     TEMPORARY,
@@ -283,6 +284,18 @@ def is_run(path: Path) -> bool:
 def _has(path: Path, name: str) -> bool:
     with reading(path):
         return (path / name).is_file()
+
+
+def names_model(word: str) -> bool:
+    """Whether a word names a model, as `find_checkpoint` takes it, or a preset. Raises `UserError` for a path that
+    cannot be read."""
+    if hub.is_remote(word):
+        return True
+    with reading(Path(word)):
+        exists = Path(word).exists()
+    part = None if exists else _PART.fullmatch(word)
+    path = Path(part[1] if part else word)
+    return (word in PRESETS and not exists) or is_run(path) or is_checkpoint(path)
 
 
 def runs_in(runs: Path) -> list[Path]:

@@ -103,7 +103,7 @@ class Server:
             response = Response(status_code=499)
         except Exception as error:
             if not isinstance(error, (ApiError, UserError)):
-                self.note(f"{route}: a fault in gpt itself: {type(error).__name__}: {error}")
+                self.note(f"{route}: internal error in gpt: {type(error).__name__}: {error}")
             response = error_response(ApiError.of(error))
         if isinstance(response, Stream):
             response.ended = count

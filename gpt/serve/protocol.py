@@ -35,7 +35,7 @@ class ApiError(Exception):
         if isinstance(error, UserError):
             hint = f" ({error.hint})" if error.hint and not _COMMAND.search(error.hint) else ""
             return ApiError(400 if error.exit_code == 2 else 500, error.message + hint)
-        return ApiError(500, f"a fault in gpt itself: {type(error).__name__}: {error!s:.200}")
+        return ApiError(500, f"internal error in gpt: {type(error).__name__}: {error!s:.200}")
 
     def body(self) -> dict[str, Any]:
         """Returns the object that clients read."""

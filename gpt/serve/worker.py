@@ -152,4 +152,4 @@ def _as_user_error(error: Exception) -> UserError:
         return error
     if is_out_of_memory(error):
         return WorkError("out of memory", "ask for fewer tokens at once")
-    return WorkError(f"a fault in gpt itself: {type(error).__name__}: {error}", "please report it")
+    return WorkError(f"internal error in gpt: {type(error).__name__}: {error}", "please report it")

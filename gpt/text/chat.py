@@ -5,7 +5,6 @@ whose time, memory and output are bounded.
 """
 
 import functools
-import importlib.util
 import json
 import re
 import subprocess
@@ -18,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt.errors import UserError, WorkError
+from gpt.errors import UserError
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer
 from gpt.text.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, content, with_specials
 
@@ -261,8 +260,6 @@ class _Renderer:
         return answer
 
     def _begin(self) -> "subprocess.Popen[bytes]":
-        if importlib.util.find_spec("jinja2") is None:
-            raise WorkError("a chat template needs the package jinja2", "pip install 'gpt[serve]'")
         program = str(Path(__file__).with_name("template_process.py"))
         pipe = subprocess.PIPE
         # Without -P a module of Python's own would be looked for beside the program first.

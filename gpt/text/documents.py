@@ -274,3 +274,11 @@ def is_plain(source: Source) -> bool:
     """Whether a source is plain text as stored: one document as long as the file, unless it is to be split."""
     ending = "." + _kind(source.name).rpartition(".")[2]
     return ending not in {*UNPACK, *RECORDS, ".zip", ".tar"}
+
+
+def has_records(source: Source) -> bool:
+    """Whether a source is a file of records, packed or not. Archives may hold anything."""
+    kind = _kind(source.name)
+    while (ending := "." + kind.rpartition(".")[2]) in UNPACK:
+        kind = kind.removesuffix(ending) + UNPACK[ending][1]
+    return ending in RECORDS

@@ -1,17 +1,19 @@
 """Examples to learn answers from, of JSON, Parquet or tables, packed or not: pairs of prompt and completion, or
 conversations."""
 
+import glob
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gpt.config import TextConfig
 from gpt.errors import UserError
 from gpt.text import formats, sources
 from gpt.text.corpus import HASHED_SPLIT_FROM, hash_fraction
-from gpt.text.documents import Reader, utf8_size
+from gpt.text.documents import Reader, has_records, utf8_size
 from gpt.text.unpack import Source
 
 
@@ -98,6 +100,34 @@ class Conversation(Example):
 
 
 E = TypeVar("E", bound=Example)
+
+
+def kind_of(texts: Sequence[str], config: TextConfig) -> type[Example] | None:
+    """Returns the kind of example whose keys, and no others, every record in ``texts`` has. Returns None if there is no
+    such kind, if a record cannot be read, and if ``texts`` are not all files of records on this disk."""
+    kinds: dict[str, type[Example]] = {json.dumps(sorted(kind.records.keys)): kind for kind in (Pair, Conversation)}
+    reader = Reader(replace(config, skip_bad=False), formats.KEYS)
+    found: type[Example] | None = None
+    try:
+        if not all(map(_is_on_disk, texts)):
+            return None
+        files = sources.find(texts)
+        for source in files if all(map(has_records, files)) else ():
+            for chunk in reader.documents(source):
+                kind = kinds.get(chunk.text)
+                if kind is None or found not in (None, kind):
+                    return None
+                found = kind
+    except (UserError, OSError):  # reported when the texts are read
+        return None
+    return found
+
+
+def _is_on_disk(text: str) -> bool:
+    """Whether a text names files that can be read twice, unlike stdin, a pipe and an address."""
+    if text == "-" or "://" in text:
+        return False
+    return Path(text).is_file() or Path(text).is_dir() or glob.has_magic(text)
 
 
 @dataclass(frozen=True)

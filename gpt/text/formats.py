@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from gpt.distribution import install_extra
 from gpt.errors import UserError, WorkError
 from gpt.text.unpack import BUFFER, ByteStream, damaged, reason, translated
 from gpt.words import counted
@@ -187,6 +188,13 @@ class RecordForm:
         return found + [name for name in self.optional if name in known]
 
 
+class _AllKeys(RecordForm):
+    """A form that reads every value of a record."""
+
+    def columns(self, known: Collection[str]) -> list[str]:
+        return [*known] or [""]
+
+
 class _Bad(UserError):
     """An error in a record, whose place is still to be added."""
 
@@ -279,6 +287,8 @@ CHATS = RecordForm(
     synonyms=("conversations", "conversation"),
     optional=("system", *_TOOLS),
 )
+
+KEYS = _AllKeys((), lambda record, number, place: json.dumps(sorted(record)), "", strings=False)  # a record's keys
 
 
 Raw = TypeVar("Raw")
@@ -621,7 +631,7 @@ class Parquet(Records[tuple[Any, ...]]):
         try:
             from pyarrow import parquet as pq
         except ImportError:
-            raise WorkError(f"{self.name} needs the package pyarrow", "pip install 'gpt[parquet]'") from None
+            raise WorkError(f"{self.name} needs the package pyarrow", install_extra("parquet")) from None
         with translated(partial(damaged, self.name)):  # pyarrow raises many kinds
             about = pq.read_metadata(self.stream)
             schema = about.schema.to_arrow_schema()

@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
+from gpt.distribution import install, install_extra
 from gpt.errors import UserError, WorkError, did_you_mean
 from gpt.text import catalogue
 from gpt.text.documents import Skipped
@@ -297,8 +298,8 @@ def _filesystem(address: str) -> tuple[Any, str]:
         files, path = fsspec.core.url_to_fs(address, **options)
     except ImportError as error:
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-        package = "'gpt[remote]'" if cause.name in ("aiohttp", None) else cause.name
-        raise WorkError(f"{address} cannot be read yet: {reason(error)}", f"pip install {package}") from None
+        hint = install_extra("remote") if cause.name in ("aiohttp", None) else install(str(cause.name))
+        raise WorkError(f"{address} cannot be read yet: {reason(error)}", hint) from None
     except ValueError as error:
         raise UserError(f"{address}: {reason(error)}", "https://, s3://, gs://, hf:// … are read by fsspec") from None
     return files, path

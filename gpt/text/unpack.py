@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from gpt.distribution import install_extra
 from gpt.errors import UserError, WorkError
 
 
@@ -227,7 +228,7 @@ def unzstd(name: str, packed: ByteStream) -> ByteStream:
         else:
             import backports.zstd as zstd
     except ImportError:
-        raise WorkError(f"{name} needs the package backports.zstd", "pip install 'gpt[zstd]'") from None
+        raise WorkError(f"{name} needs the package backports.zstd", install_extra("zstd")) from None
     buffered = io.BufferedReader(packed, BUFFER)
     return ByteStream(zstd.ZstdFile(buffered), partial(damaged, name), close=(buffered,))
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from gpt.device import Compute
+from gpt.distribution import install_extra
 from gpt.errors import UserError, did_you_mean
 from gpt.events import EndEvent, Event, SampleEvent
 from gpt.files import disk_errors, open_regular
@@ -113,7 +114,7 @@ def check(asked: str) -> None:
         try:
             module = import_module(KINDS[name][0])
         except ImportError as error:
-            raise UserError(f"--log {name} needs a package: {error}", f"pip install 'gpt[{name}]'") from None
+            raise UserError(f"--log {name} needs a package: {error}", install_extra("log")) from None
         if name == "wandb" and module.setup().settings.mode == "online":
             try:
                 module.login()  # on a terminal it asks

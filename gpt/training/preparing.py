@@ -3,8 +3,8 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gpt import files
@@ -15,6 +15,7 @@ from gpt.files import disk_errors, locked
 from gpt.runs import folder
 from gpt.runs.record import FORMAT, RunRecord
 from gpt.text.corpus import open_corpus
+from gpt.text.examples import Conversation, Pair, kind_of
 from gpt.training.budget import preset_for_minutes
 from gpt.training.context import Session, data_record, now
 from gpt.training.data import Dataset, make_tokens, open_examples, open_tokens, tokenized
@@ -43,7 +44,8 @@ def prepare(
     """Makes a run's folder, holds its lock ``until_ended``, tokenizes the text into it unless it comes tokenized, and
     writes what ``run.json`` says by then: it is there before the text is tokenized. If anything fails
     ``until_first_step``, no folder is left."""
-    listen, note, asked = session.listen, session.note, config
+    listen, note = session.listen, session.note
+    config = asked = with_examples(texts, config, note)
     if session.world.size > 1 and config.has_examples and "-" in texts:
         what = "conversations" if config.chat else "pairs"
         raise UserError(f"{what} from stdin cannot be read by several processes", "put them into a file")
@@ -72,6 +74,19 @@ def prepare(
     with disk_errors(run):
         data_record(record, data, init).write(run)
     return Prepared(run, data, init)
+
+
+def with_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:
+    """Returns the settings with ``pairs`` or ``chat`` if neither was asked for, nor a ``field``, and every record of
+    ``texts`` has exactly the keys of one."""
+    if not texts or config.has_examples or config.field != TrainConfig.field:
+        return config
+    kind = kind_of(texts, config)
+    if kind is None:
+        return config
+    keys = " and ".join(kind.records.keys)
+    note(f"{', '.join(texts)}: every record has only {keys}: assuming {kind.option} (--field KEY reads text instead)")
+    return replace(config, pairs=kind is Pair, chat=kind is Conversation)
 
 
 def lock_run(run: Path) -> contextlib.AbstractContextManager[None]:

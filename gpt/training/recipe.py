@@ -390,7 +390,7 @@ def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1)
         raise UserError(
             f"{breakdown(model).trainable:,} parameters take {stays / 1e9:,.1f} GB in training (weights, gradients, "
             f"the optimizer's memory), and there are {memory / 1e9:,.1f} GB",
-            "take a smaller --preset; gpt params --memory says what each needs",
+            "take a smaller --preset; gpt params PRESET --devices 1 says what each needs",
         )
     copies, host = step.snapshot * (here if recipe.is_sharded else 1), host_memory()
     if setup.device != "cpu" and copies > host:

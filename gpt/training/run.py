@@ -15,6 +15,7 @@ from typing import Any
 
 from gpt import device, events
 from gpt.config import TrainConfig
+from gpt.distribution import VERSION
 from gpt.interrupt import StopSignal
 from gpt.parallel import environment
 from gpt.parallel.world import joined
@@ -105,7 +106,7 @@ def _session(nproc: int, listen: Listener, began: float | None) -> Iterator[Sess
 
 def _code_versions() -> dict[str, str]:
     """The versions that must be the same on all ranks."""
-    return {f"the version of {package}": version(package) for package in ("gpt", "torch")}
+    return {"the version of gpt": VERSION, "the version of torch": version("torch")}
 
 
 def open_run(begun: Begun, given: Mapping[str, Any], session: Session, prepared: Prepared | None = None) -> Trainer:

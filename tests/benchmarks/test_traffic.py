@@ -1,4 +1,4 @@
-"""`benchmarks.traffic` on a compiled step of decoding: it moves the weights and the cache, and nothing else."""
+"""`benchmarks.traffic` on compiled steps: a decoding step moves only the weights and the KV cache."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from gpt.model.decoder import GPT
 from gpt.model.memory import Setup
 from gpt.sample_config import SampleConfig
 
-pytestmark = pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+pytestmark = pytest.mark.filterwarnings("default")  # the compiler warns about itself
 
 
 def decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, Compute]:
@@ -33,8 +33,8 @@ def decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [more("gpt2"), "modern"])
-def test_a_step_moves_weights_and_cache_and_nothing_else(arch: str) -> None:
-    """Were there one tensor for all layers' keys, each layer's would be written by copying it."""
+def test_a_decoding_step_moves_only_weights_and_cache(arch: str) -> None:
+    """With one tensor for the keys of all layers, writing those of a layer would copy the whole tensor."""
     model, compute = decoder(arch, torch.float32)
     context = Context(model, compute, 2, 128, partial(torch.compile(next_tokens, dynamic=False), model))
     push(context, [1, 2, 3], [1, 2, 3])
@@ -45,9 +45,11 @@ def test_a_step_moves_weights_and_cache_and_nothing_else(arch: str) -> None:
 
 @pytest.mark.slow
 def test_a_training_step_on_an_h100_moves_little() -> None:
-    """GPT-2 124M's block, loss with the last norm, and update of 16 × 1,024 tokens, by generated code: logits are read
-    and written five times in the dtype of products, the residual stream has two bytes a number, and the gradients that
-    GELU's and attention's kernels write are not read again for the biases."""
+    """Checks the generated code for 16 × 1,024 tokens of GPT-2 124M: block, loss with the last norm, and update.
+
+    Logits are read and written five times in the dtype of matrix products, the residual stream has two bytes per element,
+    and the gradients that the kernels of GELU and attention write are not read again for the biases.
+    """
     pytest.importorskip("triton")
     from benchmarks import h100
 

@@ -18,7 +18,7 @@ CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 def test_json_has_every_figure(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("bench", run_folder, "--json", "--rounds", "1", "--batch", "2")
+    done = gpt("bench", "-m", run_folder, "--json", "--rounds", "1", "--batch", "2")
     values = json.loads(done.out)
     assert list(values) == [
         "name", "parameters", "device", "dtype", "compiled", "prompt_tokens", "new_tokens", "batch", "rounds",
@@ -33,11 +33,11 @@ def test_json_has_every_figure(gpt: Gpt, run_folder: Path) -> None:
 
 
 def test_a_preset_gets_random_weights(gpt: Gpt) -> None:
-    shown = gpt("bench", "nano", "-n", "3", "--rounds", "1", "--dtype", "int8").out
+    shown = gpt("bench", "-m", "nano", "-n", "3", "--rounds", "1", "--dtype", "int8").out
     assert "nano" in shown
     assert "int8" in shown
     assert "GB/s" in shown
-    done = gpt("bench", "nano", "-n", "60")
+    done = gpt("bench", "-m", "nano", "-n", "60")
     assert (done.code, "16 + 60 tokens do not fit into the context of 64" in done.err) == (2, True)
 
 
@@ -58,13 +58,13 @@ def test_what_no_machine_holds_is_refused_at_once(gpt: Gpt, run_folder: Path, mo
         (["--batch", "1000000000"], "batch is 1000000000; it must lie between 1 and 65,536"),
         (["--rounds", "1000000000000000"], "rounds is 1000000000000000; it must lie between 1 and 1,000"),
     ):
-        done = gpt("bench", run_folder, *words)
+        done = gpt("bench", "-m", run_folder, *words)
         assert done.code == 2
         assert said in done.err
     monkeypatch.setattr(Compute, "memory", lambda self: 2**20)
     kept = "keys and values of 65,536 texts of 32 tokens take 1.1 GB, and beside the weights there are 0.0 GB"
     for words in (
-        ["bench", run_folder, "--batch", "65536", "-n", "24"],
+        ["bench", "-m", run_folder, "--batch", "65536", "-n", "24"],
         ["sample", "x", "-m", run_folder, "-N", "65536", "--batch", "65536", "-n", "31", "--seed", "1"],
     ):
         done = gpt(*words)

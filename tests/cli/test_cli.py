@@ -193,20 +193,22 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
         (["train", "book.txt", "--init", "x", "--lora-rank", "0"], "lora-rank is 0"),
         (["params", "gpt2", "--positions", "sinus"], 'there is no positions "sinus"'),
-        (["params", "--list", "--n-layer", "3"], "--list shows all presets, and --n-layer asks for one shape"),
-        (["eval", "nowhere"], "text"),
+        (["params", "--list", "--n-layer", "3"], "--list shows all presets, but --n-layer asks for a single shape"),
+        (["eval"], "text"),
+        (["eval", "book.txt"], "no run with a checkpoint"),
         (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both say how long to train"),
         (["train", "book.txt", "--minutes", "0.001"], "there is no time to train"),
         (["train", "book.txt", "--positions", "rotary", "--n-embd", "12", "--n-head", "4"], "even width of a head, not 3"),
-        (["params", "--n-layer", "2"], "a shape by hand needs --n-head, --n-embd too"),
+        (["params", "--n-layer", "2"], "without a preset, --n-head, --n-embd must be given too"),
         (["train", "book.txt", "--tokenizer", "book.txt"], "book.txt is no tokenizer"),
         (["tokenizer", "train", "book.txt"], "where should the tokenizer go?"),
         (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9"], "vocab-size is 9; it must lie between 257"),
         (["tokenizer", "show", "."], "holds no tokenizer"),
-        (["tokenizer", "encode", "x"], "--tokenizer is missing"),
+        (["tokenizer", "encode", "x"], "no run with a checkpoint"),
+        (["tokenizer", "encode", "x", "-m", "run", "--tokenizer", "bytes"], "--tokenizer and -m both name a tokenizer"),
         (["tokenizer", "encode", "--tokenizer", "bytes"], "nothing to encode"),
-        (["tokenizer", "encode", "x", "--file", "book.txt", "--tokenizer", "bytes"], "a text and --file were given"),
-        (["tokenizer", "decode", "1", "x", "--tokenizer", "bytes"], '"x" is no id'),
+        (["tokenizer", "encode", "x", "--file", "book.txt", "--tokenizer", "bytes"], "a text and --file were both given"),
+        (["tokenizer", "decode", "1", "x", "--tokenizer", "bytes"], '"x" is not a token id'),
         (["tokenizer", "decode", "257", "--tokenizer", "bytes"], "id 257 is outside the vocabulary of 257"),
     ],
 )  # fmt: skip
@@ -279,7 +281,9 @@ def test_a_terminal_on_stderr_takes_nothing_from_stdout(run_folder: Path, book: 
     """`gpt eval … > file` on a terminal: the bar is on the terminal and every line is in the file."""
     import pty
 
-    args = {"eval": ["eval", run_folder, book, "--tokens"], "train": ["train", book, *QUICK, "--json"]}[command]
+    args = {"eval": ["eval", book, "-m", run_folder, "--per-token"], "train": ["train", book, *QUICK, "--json"]}[
+        command
+    ]
     code = "from gpt_cli.main import run; run()"
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -364,7 +368,7 @@ def test_narrow_encodings_end_nothing(run_folder: Path, encoding: str) -> None:
     code = "from gpt_cli.main import run; run()"
     for args in (
         ["sample", "🐕 日本語", "-n", "3", "--seed", "1", "-m", str(run_folder)],
-        ["inspect", "attention", "-p", "Zürich 🐕 cat", "-m", str(run_folder)],
+        ["inspect", "attention", "Zürich 🐕 cat", "-m", str(run_folder)],
         ["params", "gpt2"],
         ["--help"],
     ):
@@ -381,16 +385,16 @@ def test_narrow_encodings_end_nothing(run_folder: Path, encoding: str) -> None:
 
 def test_eval_json_is_the_contracts(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes("the cat sat in Zürich\n".encode() * 9)
-    values = json.loads(gpt("eval", run_folder, tmp_path / "t.txt", "--json").out)
+    values = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json").out)
     assert list(values) == [
         "loss", "perplexity", "bits_per_byte", "word_perplexity", "tokens", "bytes", "words", "stride", "block_size",
     ]  # fmt: skip
     assert (values["bytes"], values["words"], values["stride"], values["block_size"]) == (9 * 23, 45, 32, 32)
-    better = json.loads(gpt("eval", run_folder, tmp_path / "t.txt", "--json", "--stride", "4").out)
+    better = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json", "--stride", "4").out)
     assert better["tokens"] == values["tokens"]
     assert better["loss"] != values["loss"]
-    one_line_of_what_and_what_next(gpt("eval", run_folder, tmp_path / "t.txt", "--stride", "33"), "stride is 33")
-    shown = gpt("eval", run_folder, tmp_path / "t.txt").out
+    one_line_of_what_and_what_next(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--stride", "33"), "stride is 33")
+    shown = gpt("eval", tmp_path / "t.txt", "-m", run_folder).out
     assert f"{values['loss']:.4f}" in shown
     assert "nats a token" in shown
 
@@ -399,8 +403,8 @@ def test_eval_tokens_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_path: Path)
     (tmp_path / "t").mkdir()
     for name in ("a.txt", "b.txt"):
         (tmp_path / "t" / name).write_bytes(make_text(60).encode())
-    values = json.loads(gpt("eval", run_folder, tmp_path / "t", "--json").out)
-    lines = [json.loads(line) for line in gpt("eval", run_folder, tmp_path / "t", "--tokens").out.splitlines()]
+    values = json.loads(gpt("eval", tmp_path / "t", "-m", run_folder, "--json").out)
+    lines = [json.loads(line) for line in gpt("eval", tmp_path / "t", "-m", run_folder, "--per-token").out.splitlines()]
     assert len(lines) == values["tokens"]
     assert -sum(line["logprob"] for line in lines) / len(lines) == pytest.approx(values["loss"], rel=1e-6)
     first = [line for line in lines if line["document"] == 0]
@@ -445,7 +449,7 @@ def test_params_side_by_side(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     said = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
     assert said == [json.loads(gpt("params", name, "--json").out) for name in ("gpt2", "gpt3-125m")]
     one_line_of_what_and_what_next(gpt("params", "gpt2", "gtp3-125m"), 'no preset, run or checkpoint "gtp3-125m"')
-    one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "has no ending that says what to write")
+    one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "does not name a format")
 
 
 def test_params_list(gpt: Gpt) -> None:

@@ -25,7 +25,7 @@ def test_the_judge(tmp_path: Path) -> None:
 
     assert judged(2, "", "note\nerror: what is wrong\nhint: what to do\n") == []
     assert judged(-9) == ["status -9"]
-    assert judged(1, "", "error: a fault in gpt itself: x\nhint: y\n") == ["a fault in gpt itself"]
+    assert judged(1, "", "error: internal error in gpt: x\nhint: y\n") == ["internal error in gpt"]
     assert judged(0, "NaN\n", "", "--json") == ["stdout is not JSON"]
     (cwd / "text.txt").write_text("gone")
     (cwd / ".tmp-1-x").touch()

@@ -47,7 +47,7 @@ def test_ids_from_stdin_have_a_bound_and_ascii_digits(gpt: Gpt, monkeypatch: pyt
     monkeypatch.setattr(inputs, "MOST_TEXT", 5)
     refused(gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 105"), "stdin has mo")
     assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 33").out == "H!"
-    assert 'error: "٣" is no id' in gpt("tokenizer", "decode", "٣", "--tokenizer", "bytes").err
+    assert 'error: "٣" is not a token id' in gpt("tokenizer", "decode", "٣", "--tokenizer", "bytes").err
 
 
 def test_closed_stdin_is_an_error_of_two_lines(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_silent_pipe_is_told_of_and_can_be_interrupted(workdir: Path) -> None:
     os.mkfifo("pipe")
     with spawn("sample", "--prompt-file", "pipe") as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "reading the prompt from pipe, which has not ended yet\n"
+        assert process.stderr.readline() == "reading the prompt from pipe, which is still open\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
@@ -83,13 +83,13 @@ def test_a_terminal_is_told_how_to_end(workdir: Path) -> None:
     ours, theirs = os.openpty()
     with spawn("sample", "--prompts", "-", stdin=theirs) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "reading prompts from stdin; Ctrl-D ends it\n"
+        assert process.stderr.readline() == "reading prompts from stdin; end with Ctrl-D\n"
         os.write(ours, b"\x04")
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err.splitlines()[0]) == (2, "error: stdin holds no prompt")
     with spawn("tokenize", "-", "-o", "tokens", stdin=theirs) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "reading the text from stdin; Ctrl-D ends it\n"
+        assert process.stderr.readline() == "reading the text from stdin; end with Ctrl-D\n"
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)

@@ -16,7 +16,7 @@ PROMPT = "the cat sat on the mat while the cat"
 
 
 def test_attention_json_is_what_the_model_computes(gpt: Gpt, run_folder: Path) -> None:
-    values = json.loads(gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder, "--json").out)
+    values = json.loads(gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json").out)
     loaded = library.load(run_folder, dtype="float32")
     ids = loaded.tokenizer.encode(PROMPT).tolist()
     seen = inspect.trace(loaded.model, ids)
@@ -35,9 +35,9 @@ def test_attention_json_is_what_the_model_computes(gpt: Gpt, run_folder: Path) -
 
 
 def test_attention_in_a_terminal(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder, "--layer", "1", "--head", "0")
+    done = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--layer", "1", "--head", "0")
     assert "layer 1, head 0" in done.out
-    values = json.loads(gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder, "--json").out)
+    values = json.loads(gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json").out)
     rows = re.findall(r"^ *\S+ ((?:[.\d] )+) *$", done.out, re.MULTILINE)
     assert len(rows) == len(values["tokens"])
     for row, shares in zip(rows, values["patterns"][1][0], strict=True):
@@ -45,14 +45,14 @@ def test_attention_in_a_terminal(gpt: Gpt, run_folder: Path) -> None:
         assert len(tenths) == sum(share > 0 for share in shares)
         assert all(abs(tenth - 10 * share) <= 1 for tenth, share in zip(tenths, shares, strict=False))
     assert f"{values['next'][0]['probability']:.3f}" in done.out
-    assert "what heads mostly attend to" in gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder).out
+    assert "what heads mostly attend to" in gpt("inspect", "attention", PROMPT, "-m", run_folder).out
 
 
 def test_attention_of_a_prompt_beyond_the_context(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("inspect", "attention", "-p", PROMPT * 9, "-m", run_folder, "--json")
+    done = gpt("inspect", "attention", PROMPT * 9, "-m", run_folder, "--json")
     values = json.loads(done.out)
     assert len(values["tokens"]) == 32
-    assert re.search(r"the prompt has \d+ tokens; the last 32 fit the context and are shown", done.err)
+    assert re.search(r"the prompt has \d+ tokens; only the last 32, which fit the context, are shown", done.err)
     whole = library.load(run_folder).tokenizer.encode(PROMPT * 9).tolist()
     assert values["tokens"] == whole[-32:]
     assert values["dropped"] == len(whole) - 32
@@ -80,7 +80,7 @@ def test_neighbors(gpt: Gpt, run_folder: Path) -> None:
             [near.cosine for near in found], abs=1e-5
         )
     text = gpt("inspect", "neighbors", "zzzqx", "-m", run_folder).out
-    assert re.search(r'"zzzqx" is \d tokens: .*; the mean of their directions', text)
+    assert re.search(r'"zzzqx" is \d tokens, represented by their mean: ', text)
     assert "cat − dogs + mat" in gpt("inspect", "analogy", "cat - dogs + mat", "-m", run_folder).out
 
 
@@ -91,36 +91,46 @@ def test_positions(gpt: Gpt, run_folder: Path) -> None:
     assert np.array_equal(np.array(values["table"], np.float32), table)
     assert values["similarity"][0] == pytest.approx(1)
     text = gpt("inspect", "positions", "-m", run_folder).out
-    assert "learned: 32 places of 32 numbers" in text
+    assert "learned: 32 positions of 32 numbers" in text
     assert f"{values['similarity'][31]:.3f}" in text
 
 
 def test_tokens(gpt: Gpt, run_folder: Path) -> None:
-    values = json.loads(gpt("inspect", "tokens", "Zürich\n\x00 cat", "-m", run_folder, "--json").out)
+    values = json.loads(gpt("tokenizer", "encode", "Zürich\n\x00 cat", "--show", "-m", run_folder, "--json").out)
     tokenizer = library.load(run_folder).tokenizer
     assert tokenizer.decode(values["tokens"]) == "Zürich\n\x00 cat"
     assert values["bytes"] == 13
     assert "\\x00" in "".join(values["pieces"])
-    done = gpt("inspect", "tokens", "a cat", "-m", run_folder)
+    done = gpt("tokenizer", "encode", "--show", "a cat", "-m", run_folder)
     pieces = [tokenizer.decode([id]) for id in tokenizer.encode("a cat").tolist()]
     assert done.out.splitlines()[0] == "|".join(pieces)
+    former = gpt("inspect", "tokens", "a cat", "-m", run_folder)
+    assert (former.code, former.out) == (0, done.out)
+    assert former.err == "use gpt tokenizer encode --show; the next release drops gpt inspect tokens\n"
+
+
+def test_the_former_option_of_a_prompt(gpt: Gpt, run_folder: Path) -> None:
+    now = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json")
+    assert now.code == 0
+    for flag in ("-p", "--prompt"):
+        assert gpt("inspect", "attention", flag, PROMPT, "-m", run_folder, "--json").out == now.out
 
 
 @pytest.mark.parametrize(
     "args",
     [
-        slow(["attention", "-p", PROMPT]), slow(["attention", "-p", PROMPT, "--layer", "0", "--head", "1"]),
-        ["positions"], slow(["neighbors", "cat", "mat"]), slow(["analogy", "cat", "-", "mat"]),
-        ["tokens", PROMPT + "\n🐕 <b>"],
+        slow(["inspect", "attention", PROMPT]), slow(["inspect", "attention", PROMPT, "--layer", "0", "--head", "1"]),
+        ["inspect", "positions"], slow(["inspect", "neighbors", "cat", "mat"]),
+        slow(["inspect", "analogy", "cat", "-", "mat"]), ["tokenizer", "encode", "--show", PROMPT + "\n🐕 <b>"],
     ],
-    ids=lambda args: " ".join(args)[:20],
+    ids=lambda args: " ".join(args)[:28],
 )  # fmt: skip
 def test_every_form_in_a_file(gpt: Gpt, run_folder: Path, workdir: Path, args: list[str]) -> None:
     from PIL import Image
 
-    said = gpt("inspect", *args, "-m", run_folder, "--json").out
+    said = gpt(*args, "-m", run_folder, "--json").out
     for ending in ("html", "PNG", "svg", "pdf", "json"):
-        done = gpt("inspect", *args, "-m", run_folder, "-o", f"out.{ending}")
+        done = gpt(*args, "-m", run_folder, "-o", f"out.{ending}")
         assert done.code == 0, done.err
         assert done.out.startswith(f"saved  out.{ending}")
     assert json.loads(Path("out.json").read_bytes()) == json.loads(said)
@@ -139,16 +149,17 @@ def test_what_is_refused(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch:
     def refused(message: str, *args: str | Path) -> None:
         one_line_of_what_and_what_next(gpt("inspect", *args, "-m", run_folder), message)
 
-    refused("there is no layer 2", "attention", "-p", "x", "--layer", "2")
-    refused("there is no head 2", "attention", "-p", "x", "--head", "2")
+    refused("there is no layer 2", "attention", "x", "--layer", "2")
+    refused("there is no head 2", "attention", "x", "--head", "2")
     refused("there is no prompt to look at", "attention")
-    refused("a prompt and --prompt-file were given", "attention", "-p", "x", "--prompt-file", "y")
+    refused("a prompt and --prompt-file were both given", "attention", "x", "--prompt-file", "y")
     refused("a word is empty", "neighbors", "")
     refused("count is 0", "neighbors", "cat", "-k", "0")
     refused("a sum needs two words", "analogy", "cat")
-    refused("there is nothing to cut", "tokens")
+    refused("there is nothing to encode", "tokens")
+    refused("two prompts were given", "attention", "x", "-p", "y")
     refused("there is no folder", "positions", "-o", "none/x.html")
-    refused("has no ending that says what to write", "positions", "-o", "x.gif")
+    refused("does not name a format", "positions", "-o", "x.gif")
     Path("x.html").mkdir()
     refused("x.html is a folder", "positions", "-o", "x.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -162,8 +173,8 @@ def test_a_page_that_no_browser_would_take(
     from gpt_cli import views
 
     monkeypatch.setattr(views, "LARGEST_PAGE", 100)
-    done = gpt("inspect", "attention", "-p", PROMPT, "-m", run_folder, "-o", "a.html")
-    one_line_of_what_and_what_next(done, "the page would hold")
+    done = gpt("inspect", "attention", PROMPT, "-m", run_folder, "-o", "a.html")
+    one_line_of_what_and_what_next(done, "the page would contain")
     assert not Path("a.html").exists()
 
 

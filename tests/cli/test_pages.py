@@ -52,7 +52,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def attention(gpt: Gpt, run_folder: Path, workdir: Path) -> tuple[Path, dict[str, Any]]:
-    args = ["inspect", "attention", "-p", PROMPT, "-m", run_folder]
+    args = ["inspect", "attention", PROMPT, "-m", run_folder]
     assert gpt(*args, "-o", "a.html").code == 0
     return Path("a.html"), json.loads(gpt(*args, "--json").out)
 
@@ -171,9 +171,10 @@ def test_contrast_is_enough_to_read(open_page: Any, attention: tuple[Path, dict[
 
 def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     for name, args in {
-        "n": ["neighbors", "cat", "<b>"], "a": ["analogy", "cat - mat"], "p": ["positions"], "t": ["tokens", PROMPT],
+        "n": ["inspect", "neighbors", "cat", "<b>"], "a": ["inspect", "analogy", "cat - mat"], "p": ["inspect", "positions"],
+        "t": ["tokenizer", "encode", "--show", PROMPT],
     }.items():  # fmt: skip
-        assert gpt("inspect", *args, "-m", run_folder, "-o", f"{name}.html").code == 0
+        assert gpt(*args, "-m", run_folder, "-o", f"{name}.html").code == 0
     said = json.loads(gpt("inspect", "neighbors", "cat", "-m", run_folder, "--json").out)["words"][0]["neighbors"]
     page = open_page(Path("n.html"))
     cosines = page.locator("section").first.locator("tbody td:nth-child(3)").all_inner_texts()

@@ -42,7 +42,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_beams_are_told_best_first(gpt: Gpt, run_folder: Path) -> None:
-    args = ["sample", "the cat", "-m", run_folder, "--beam", "4", "--n-best", "3", "-n", "10"]
+    args = ["sample", "the cat", "-m", run_folder, "--beam", "4", "-N", "3", "-n", "10"]
     lines = lines_of(gpt(*args, "--json"))
     assert [line["index"] for line in lines] == [0, 1, 2]
     for line in lines:
@@ -57,20 +57,20 @@ def test_beams_are_told_best_first(gpt: Gpt, run_folder: Path) -> None:
 
 def test_what_beams_do_not_use_is_said(gpt: Gpt, run_folder: Path) -> None:
     done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "-t", "0.5", "--top-k", "3")
-    assert done.err == "what to draw from is not used, since beams draw nothing: --temperature, --top-k\n"
+    assert done.err == "--temperature, --top-k have no effect with --beam\n"
     assert gpt("sample", "the", "-m", run_folder, "-t", "0", "-n", "3").err == ""
     done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "--speculate", "2")
-    assert done.err == "--speculate is not used with --beam\n"
+    assert done.err == "--speculate has no effect with --beam\n"
     args = ["--greedy", "--length-penalty", "2", "--early-stopping", "on"]
     said = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
-    assert said == "--length-penalty is not used without --beam\n--early-stopping is not used without --beam\n"
+    assert said == "--length-penalty has no effect without --beam\n--early-stopping has no effect without --beam\n"
 
 
 # Many prompts
 
 
 def test_many_prompts_equal_one_by_one(gpt: Gpt, run_folder: Path, prompts: Path) -> None:
-    for how in (["--seed", "3", "-N", "2"], ["--beam", "2", "--n-best", "2"], ["--greedy"]):
+    for how in (["--seed", "3", "-N", "2"], ["--beam", "2", "-N", "2"], ["--greedy"]):
         args = ["-m", run_folder, "-n", "15", "--json", *how]
         together = lines_of(gpt("sample", "--prompts", prompts, *args))
         assert len(together) == len(PROMPTS) * (1 if how == ["--greedy"] else 2)
@@ -119,7 +119,7 @@ def test_prompts_on_a_terminal_have_a_line_above_each(gpt: Gpt, run_folder: Path
     assert piped.out == out
 
 
-@pytest.mark.parametrize("how", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "--n-best", "2"]])
+@pytest.mark.parametrize("how", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "-N", "2"]])
 def test_a_file_of_samples_is_gone_on_with(
     gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, how: list[str]
 ) -> None:
@@ -160,13 +160,13 @@ def test_files_that_cannot_be_gone_on_with(gpt: Gpt, run_folder: Path, prompts: 
     refused(gpt("sample", "--prompts", tmp_path / "latin.jsonl"), "is not UTF-8: byte 0xe9")
     refused(gpt("sample", "--prompts", tmp_path / "empty.jsonl"), "holds no prompt")
     refused(gpt("sample", "--prompts", tmp_path / "none.jsonl"), "cannot read")
-    refused(gpt("sample", "x", "--prompts", prompts), "one prompt and --prompts were given")
+    refused(gpt("sample", "x", "--prompts", prompts), "a prompt and --prompts were both given")
     refused(gpt(*args, "-o", tmp_path / "none" / "o.jsonl"), "cannot write")
     refused(gpt(*args, "-o", tmp_path), "cannot write")
     assert gpt(*args, "-o", out, "--seed", "1").code == 0
     before = out.read_bytes()
     refused(gpt(*args, "-o", out, "--seed", "2"), "has seed 1, not 2")
-    refused(gpt(*args, "-o", out, "--greedy"), "was written with other settings")
+    refused(gpt(*args, "-o", out, "--greedy"), "was written with different settings")
     first = before.splitlines(keepends=True)[0]
     for line, message in (
         (first.replace(b'"seed": 1', b'"seed": 2'), "line 5 has seed 2; the lines before have 1"),
@@ -212,17 +212,18 @@ def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path) -> None:
         "--beam 2 --greedy": "--beam and --greedy",
         "--beam 2 --n-best 3": "n-best is 3 and beam is 2",
         "--n-best 2": "n-best is 2 and beam is off",
-        "--beam 2 -N 2": "--num 2 samples are drawn",
+        "--beam 2 -N 3": "-N is 3 and --beam is 2",
+        "--beam 3 -N 3 --n-best 2": "-N is 3 and --n-best is 2",
         "--beam 500": "beam is 500; the model has 400 tokens",
         "--length-penalty inf --beam 2": "length-penalty is inf",
         "--early-stopping nver": 'there is no early-stopping "nver"',
         "--stop ''": "stop is empty",
-        "--logprobs 2": "--logprobs and --echo-logprobs are for programs",
+        "--logprobs 2": "--logprobs and --echo-logprobs need --json",
         "--logprobs -2 --json": "logprobs is -2",
         "--dtype int7": 'there is no dtype "int7"',
     }.items():
         refused(gpt("sample", "the", "-m", run_folder, "-n", "3", *shlex.split(args)), message)
-    assert 'did you mean "int8"?' in gpt("bench", run_folder, "--dtype", "int7").err
+    assert 'did you mean "int8"?' in gpt("bench", "-m", run_folder, "--dtype", "int7").err
 
 
 # Log-probabilities
@@ -237,7 +238,7 @@ def test_log_probabilities_sum_to_the_samples_and_to_evals(gpt: Gpt, run_folder:
         ids = [token["token"] for token in line["logprobs"]]
         assert ids[: len(line["tokens"])] == line["tokens"]
         (tmp_path / "t.txt").write_text(prompt, encoding="utf-8")
-        values = json.loads(gpt("eval", run_folder, tmp_path / "t.txt", "--json").out)
+        values = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json").out)
         of_prompt = [token["logprob"] for token in line["prompt_logprobs"]]
         assert of_prompt[0] is None
         assert -sum(of_prompt[1:]) == pytest.approx(values["loss"] * values["tokens"], abs=1e-3)
@@ -269,7 +270,7 @@ def test_a_long_prompt_keeps_its_end_and_says_so(gpt: Gpt, run_folder: Path) -> 
     ids = loaded.tokenizer.encode(text).tolist()
     done = gpt("sample", text, "-m", run_folder, "--greedy", "-n", "3")
     left_out = len(ids) - 32
-    assert f"the prompt has {len(ids)} tokens, and the context 32: its first {left_out} were left out" in done.err
+    assert f"the prompt has {len(ids)} tokens, but the context only 32: dropped the first {left_out}" in done.err
     end = loaded.tokenizer.decode(ids[-32:])
     assert loaded.tokenizer.encode(end).tolist() == ids[-32:]
     assert gpt("sample", end, "-m", run_folder, "--greedy", "-n", "3", "--no-echo").out == done.out[len(text) :]
@@ -291,7 +292,7 @@ def test_generate_from_python(run_folder: Path) -> None:
 
 def talk(gpt: Gpt, run_folder: Path, *lines: str) -> Done:
     stdin = "".join(f"{line}\n" for line in lines).encode()
-    return gpt("sample", "-i", "-m", run_folder, "-n", "8", "--seed", "1", stdin=stdin)
+    return gpt("chat", "-m", run_folder, "-n", "8", "--seed", "1", stdin=stdin)
 
 
 def test_a_conversation_writes_after_each_prompt(gpt: Gpt, run_folder: Path) -> None:
@@ -321,8 +322,8 @@ def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path) -> None:
         "/set temprature 1": ('there is no setting "temprature"', 'did you mean "temperature"?'),
         "/set temperature x": ("temperature is 'x'", ""),
         "/retyr": ("there is no command /retyr", 'did you mean "/retry"?'),
-        "/retry": ("there is no prompt yet", "write one"),
-        "/more": ("there is no text yet", "write a prompt"),
+        "/retry": ("there is no prompt yet", "enter one"),
+        "/more": ("there is no text yet", "enter a prompt"),
         "/model nowhere": ("there is no run or checkpoint nowhere", "train one"),
     }
     done = talk(gpt, run_folder, *mistakes, "the")
@@ -335,7 +336,7 @@ def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path) -> None:
 
 def test_a_conversation_is_alone(gpt: Gpt, run_folder: Path) -> None:
     for more in (["--json"], ["x"], ["-o", "o.jsonl"], ["-N", "2"]):
-        refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive reads prompts")
+        refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive cannot be combined")
 
 
 @pytest.mark.slow
@@ -417,7 +418,7 @@ def test_a_run_that_may_not_be_read_is_named(
     for command in (
         ["sample", "hi", "-m", "runs/theirs"],
         ["sample", "hi", "-m", "runs/theirs:latest"],
-        ["eval", "runs/theirs", "t.txt"],
+        ["eval", "t.txt", "-m", "runs/theirs"],
         ["params", "runs/theirs"],
         ["report", "runs/theirs"],
         ["inspect", "positions", "-m", "runs/theirs"],
@@ -497,7 +498,7 @@ def test_structured_output(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
         (["--choices", "yes,no", "--choices", "may be"], ["yes", "no", "may be"]),
         (["--regex", "x|y"], ["x", "y"]),
         (["--json-schema", schema], ['{"a":1', '{"a":"b"']),
-        (["--beam", "2", "--n-best", "2", "-N", "1", "--choices", "yes,no"], ["yes", "no"]),
+        (["--beam", "2", "-N", "2", "--choices", "yes,no"], ["yes", "no"]),
     ):
         lines = lines_of(gpt(*args, *options))
         assert all(line["text"].startswith(tuple(texts)) for line in lines), lines

@@ -103,6 +103,6 @@ def test_names_are_no_markup(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     for name in ("[red]x", "[/x]", ":smile:"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).symlink_to(run_folder)
-        done = gpt("bench", name, "-n", "2", "--rounds", "1")
+        done = gpt("bench", "-m", name, "-n", "2", "--rounds", "1")
         assert done.code == 0, done.err
         assert name in done.out

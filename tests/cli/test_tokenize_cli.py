@@ -60,9 +60,9 @@ def test_nothing_to_train_on_is_said(gpt: Gpt, texts: Path) -> None:
 
 def test_data_show_of_what_is_none(gpt: Gpt, texts: Path) -> None:
     done = gpt("data", "show", "my texts")
-    assert (done.code, "my texts is no folder of tokens" in done.err) == (2, True)
+    assert (done.code, "my texts is not a token folder" in done.err) == (2, True)
     done = gpt("data", "show", "nothere")
-    assert (done.code, "no folder of that name" in done.err) == (2, True)
+    assert (done.code, "there is no corpus or folder" in done.err) == (2, True)
 
 
 def test_held_out_text_is_not_trained_on(gpt: Gpt, texts: Path) -> None:

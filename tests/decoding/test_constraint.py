@@ -20,6 +20,7 @@ from gpt.decoding import constraint as constraints
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
+from gpt.distribution import install_extra
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import bytes_tokenizer
@@ -167,7 +168,7 @@ def test_it_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match="structured output needs the package llguidance") as error:
         ConstraintCache(bytes_tokenizer()).find(SampleConfig(regex="a"))
-    assert (error.value.hint, error.value.exit_code) == ("pip install 'gpt[structured]'", 2)
+    assert (error.value.hint, error.value.exit_code) == (install_extra("structured"), 2)
 
 
 def test_a_vocabulary_that_cannot_write_it() -> None:

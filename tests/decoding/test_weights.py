@@ -129,7 +129,7 @@ def test_int8_rows_do_not_see_each_other() -> None:
 def test_int8_is_a_little_worse(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes("the cat sat on the mat in Zürich\n".encode() * 20)
     exact, near = (
-        json.loads(gpt("eval", run_folder, tmp_path / "t.txt", "--json", "--dtype", dtype).out)["loss"]
+        json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json", "--dtype", dtype).out)["loss"]
         for dtype in ("float32", "int8")
     )
     assert exact != near

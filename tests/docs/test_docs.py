@@ -29,7 +29,7 @@ def test_variables_of_the_reference_are_read(monkeypatch: pytest.MonkeyPatch) ->
     count = 0
     for _, command, context in reference.commands(root, root.make_context("gpt", [], resilient_parsing=True)):
         for option in command.get_params(context):
-            if option.param_type_name == "option" and option.name != "help":
+            if option.param_type_name == "option" and "--help" not in option.opts and not option.hidden:
                 variable = f"{context.auto_envvar_prefix}_{option.name.upper()}"
                 assert f"| `{variable}` |" in page
                 monkeypatch.setenv(variable, "a value")
@@ -116,16 +116,16 @@ def test_a_link_that_leads_nowhere_fails_the_site(
 ) -> None:
     shutil.copytree(built / "docs", tmp_path / "docs")
     shutil.copy(built / "zensical.toml", tmp_path)
-    path = tmp_path / "docs" / "docs" / "report.md"
+    path = tmp_path / "docs" / "docs" / "understand.md"
     whole = path.read_text(encoding="utf-8")
-    links = ("nowhere.md", "runs.md#nowhere", "#nowhere")
-    bad = "".join(f"[fine](runs.md), [x]({link}), [also fine](runs.md)\n" for link in links)
+    links = ("nowhere.md", "formats.md#nowhere", "#nowhere")
+    bad = "".join(f"[fine](formats.md), [x]({link}), [also fine](formats.md)\n" for link in links)
     path.write_text(f"{whole}\n{bad}", encoding="utf-8")
     assert build_site.render(tmp_path) == 1
     lines = sorted(capfd.readouterr().err.splitlines())
     assert len(lines) == len(links)
     for row, (line, link) in enumerate(zip(lines, links, strict=True), len(whole.splitlines()) + 2):
-        assert line.startswith(f'error: docs/report.md, line {row}: the link "{link}" leads nowhere: ')
+        assert line.startswith(f'error: docs/understand.md, line {row}: the link "{link}" leads nowhere: ')
 
 
 def test_a_site_that_cannot_be_built_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -282,8 +282,9 @@ def test_nothing_of_the_machine_is_in_the_folder(workdir: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["-o", "out", "--type", "f16"], "--type is of .gguf files"),
-        (["-o", "out.gguf", "--dtype", "int8"], "--dtype is of folders"),
+        (["-o", "out", "--type", "f16"], "a folder cannot have the dtype f16"),
+        (["-o", "out.gguf", "--dtype", "int8"], "a .gguf file cannot have the dtype int8"),
+        (["-o", "out.gguf", "--type", "f16", "--dtype", "f32"], "--dtype f32 and --type f16 contradict each other"),
         (["-o", "out.gguf", "--samples", "1"], "--samples stand in the card"),
         (["-o", "out", "--dtype", "int3"], 'there is no dtype "int3"'),
         (["-o", "out", "--license", "mti"], 'the hub knows no license "mti"'),
@@ -299,48 +300,50 @@ def test_what_cannot_be_meant(run_folder: Path, chapter: Path, gpt: Gpt, args: l
     Path("empty.txt").touch()
     Path("link").symlink_to("nowhere")
     before = sorted(Path().iterdir())
-    one_line_of_what_and_what_next(gpt("export", run_folder, *args), message)
+    one_line_of_what_and_what_next(gpt("export", "-m", run_folder, *args), message)
     assert sorted(Path().iterdir()) == before
 
 
 def test_a_license_is_suggested_and_in_any_case(gpt: Gpt) -> None:
-    assert "mit" in gpt("export", "x", "-o", "out", "--license", "mti").err.splitlines()[1]
-    assert "apache-2.0" in gpt("export", "x", "-o", "out", "--license", "apache").err.splitlines()[1]
-    assert 'give "other"' in gpt("export", "x", "-o", "out", "--license", "???????").err.splitlines()[1]
+    assert "mit" in gpt("export", "-m", "x", "-o", "out", "--license", "mti").err.splitlines()[1]
+    assert "apache-2.0" in gpt("export", "-m", "x", "-o", "out", "--license", "apache").err.splitlines()[1]
+    assert 'give "other"' in gpt("export", "-m", "x", "-o", "out", "--license", "???????").err.splitlines()[1]
     assert ExportConfig(license="MIT").license == "mit"
 
 
 def test_places_that_are_a_runs_own(run_folder: Path, gpt: Gpt) -> None:
     shutil.copytree(run_folder, "run")
     best = folder.find_checkpoint("run")
-    one_line_of_what_and_what_next(gpt("export", "run", "-o", best / "x"), "lies in the model's own folder")
-    one_line_of_what_and_what_next(gpt("export", "run", "-o", "run/step-999999"), "would be taken for a checkpoint")
+    one_line_of_what_and_what_next(gpt("export", "-m", "run", "-o", best / "x"), "lies in the model's own folder")
+    one_line_of_what_and_what_next(
+        gpt("export", "-m", "run", "-o", "run/step-999999"), "would be taken for a checkpoint"
+    )
     assert not Path("run/step-999999").exists()
-    assert gpt("export", "run", "-o", "run/beside").code == 0
+    assert gpt("export", "-m", "run", "-o", "run/beside").code == 0
 
 
 def test_a_place_where_no_folder_can_be_made(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
-    one_line_of_what_and_what_next(gpt("export", run_folder, "-o", "chapter.txt/out"), "cannot write", 1)
+    one_line_of_what_and_what_next(gpt("export", "-m", run_folder, "-o", "chapter.txt/out"), "cannot write", 1)
     Path("closed").mkdir(mode=0o500)
     if not os.access("closed", os.W_OK):
-        one_line_of_what_and_what_next(gpt("export", run_folder, "-o", "closed/out"), "cannot write", 1)
+        one_line_of_what_and_what_next(gpt("export", "-m", run_folder, "-o", "closed/out"), "cannot write", 1)
 
 
 def test_what_is_printed(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
-    done = gpt("export", run_folder, "-o", "a/b/out", "--eval", chapter, "--json")
+    done = gpt("export", "-m", run_folder, "-o", "a/b/out", "--eval", chapter, "--json")
     values = json.loads(done.out)
     assert set(values) == KEYS
     assert (values["out"], values["format"], values["type"], values["arch"]) == ("a/b/out", "folder", "float32", "gpt2")
     assert values["loss_before"] == values["loss_after"]
     assert values["bytes"] == sum(file.stat().st_size for file in Path("a/b/out").iterdir())
     assert values["vocab_size"] == 400
-    done = gpt("export", run_folder, "-o", "out", "--dtype", "int4", "--eval", chapter, "--quiet")
+    done = gpt("export", "-m", run_folder, "-o", "out", "--dtype", "int4", "--eval", chapter, "--quiet")
     assert re.match(r"saved  out  \(.* tensors, int4\)\nloss   .* nats a token\n.*gpt sample .* -m out", done.out)
     assert done.err == ""
-    done = gpt("export", run_folder, "-o", "b.GGUF")
+    done = gpt("export", "-m", run_folder, "-o", "b.GGUF")
     assert "llama-cli -m b.GGUF" in done.out
     assert Path("b.GGUF").is_file()
-    assert json.loads(gpt("export", run_folder, "-o", "c.gguf", "--json").out)["loss_after"] is None
+    assert json.loads(gpt("export", "-m", run_folder, "-o", "c.gguf", "--json").out)["loss_after"] is None
 
 
 def test_the_license_of_a_gguf_file_stands_in_it(run_folder: Path) -> None:
@@ -358,7 +361,7 @@ def test_an_exported_folder_is_a_model(run_folder: Path, chapter: Path, gpt: Gpt
     assert done.loss_before is not None
     assert done.loss_after is not None
     for model, loss in ((run_folder, done.loss_before), (Path("out"), done.loss_after)):
-        found = json.loads(gpt("eval", model, chapter, "--json", "--dtype", "float32").out)
+        found = json.loads(gpt("eval", chapter, "-m", model, "--json", "--dtype", "float32").out)
         assert found["loss"] == loss
     assert (done.loss_before == done.loss_after) == (dtype == "float32")
     assert abs(done.loss_after - done.loss_before) < 0.1
@@ -406,9 +409,11 @@ def test_numbers_that_a_dtype_cannot_hold(gpt: Gpt) -> None:
     model = library.GPT(config)
     model.h[0].mlp.c_fc.weight.data[0, 0] = 1e6
     checkpoint.save(Path("wide"), model, checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
-    one_line_of_what_and_what_next(gpt("export", "wide", "-o", "a/out", "--dtype", "float16"), "float16 cannot hold")
+    one_line_of_what_and_what_next(
+        gpt("export", "-m", "wide", "-o", "a/out", "--dtype", "float16"), "float16 cannot hold"
+    )
     assert [path.name for path in Path().iterdir()] == ["wide"]
-    assert gpt("export", "wide", "-o", "out", "--dtype", "bfloat16").code == 0
+    assert gpt("export", "-m", "wide", "-o", "out", "--dtype", "bfloat16").code == 0
 
 
 # Where it ends early
@@ -440,7 +445,7 @@ def test_the_command_ends_with_the_signals_status(
     run_folder: Path, chapter: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpt_cli.progress.TrainDisplay.__call__", lambda display, event: send(signal.SIGTERM))
-    done = gpt("export", run_folder, "-o", "out")
+    done = gpt("export", "-m", run_folder, "-o", "out")
     assert (done.code, done.out, done.err) == (143, "", "interrupted: nothing was written\n")
     assert [path.name for path in Path().iterdir()] == ["chapter.txt"]
 
@@ -461,7 +466,7 @@ def test_a_disk_that_is_full_leaves_nothing(
     monkeypatch.setattr(os, "fsync", fills)
     for at in range(40):
         left = at
-        done = gpt("export", run_folder, "-o", out)
+        done = gpt("export", "-m", run_folder, "-o", out)
         if done.code == 0:
             break
         one_line_of_what_and_what_next(done, "No space left on device", 1)

@@ -184,7 +184,7 @@ def test_refusals(family: str, properties: dict[str, Any], reason: str) -> None:
 
 def test_missing_package(run_folder: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    one_line_of_what_and_what_next(gpt("export", run_folder, "-o", "new/m.gguf"), "needs the package gguf", 1)
+    one_line_of_what_and_what_next(gpt("export", "-m", run_folder, "-o", "new/m.gguf"), "needs the package gguf", 1)
     assert not Path("new").exists()
 
 
@@ -203,7 +203,7 @@ def test_numbers_that_a_type_cannot_hold(tmp_path: Path, kind: str, value: float
     name = "h.0.attn.c_attn.weight"
     with pytest.raises(UserError, match=f"^{name}") as error:
         gguf.write(tmp_path / "it", changed(name, value), kind, "it")
-    assert "--type" in error.value.hint
+    assert "--dtype" in error.value.hint
     with pytest.raises(UserError, match=f"^{name}"):
         gguf.restored(model_of("gpt2").config, name, changed(name, value).weights[name](), kind)
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ import pytest
 import vocabularies
 from conftest import GPT2_RANKS, make_text, more
 
-pytest.importorskip("xllamacpp", reason="needs the extra interop: pip install 'gpt[interop]'")
+pytest.importorskip("xllamacpp", reason="the extra interop is not installed")
 
 from benchmarks import llama_cpp
 from benchmarks.llama_cpp import LlamaCpp

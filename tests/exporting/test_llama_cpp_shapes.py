@@ -21,7 +21,7 @@ from gpt.model.decoder import GPT
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not find_spec("xllamacpp"), reason="xllamacpp is not installed: pip install 'gpt[interop]'"),
+    pytest.mark.skipif(not find_spec("xllamacpp"), reason="the extra interop is not installed"),
 ]
 # Most nats between its log-probability of an id and ours with the weights of the file. Before a product with a matrix
 # that is not f32 it rounds activations as well: to float16, or to int8 in groups of 32. Of 400 files the most were

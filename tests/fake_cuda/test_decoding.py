@@ -215,7 +215,7 @@ def test_a_lost_device_is_one_line(models: dict[str, Path], disguise: Disguise, 
         device.lost = "CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later.\n"
         done = gpt("sample", "-m", models["gpt2"], "--device", "cuda", "the cat")
     assert (done.code, done.out) == (1, "")
-    assert done.err.splitlines()[-2] == "error: the device has failed: CUDA error: unspecified launch failure"
+    assert done.err.splitlines()[-2] == "error: the device failed: CUDA error: unspecified launch failure"
 
 
 class Captures:

@@ -238,7 +238,7 @@ def test_a_folder_of_pefts_is_a_model(gpt: Gpt, workdir: Path, other: Path) -> N
     assert json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(workdir / "base")
     assert gpt("sample", "the", "-m", path, "-n", "4").code == 0
     assert json.loads(gpt("params", path, "--json").out)["config"]["n_embd"] == 32
-    assert gpt("eval", path, other).code == 0
+    assert gpt("eval", other, "-m", path).code == 0
     result = library.train(other, init=path, steps=2, **LORA)
     assert library.load(result.run).model.config.layout == "llama"
     (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")

@@ -267,7 +267,18 @@ def test_commands(gpt: Gpt, pair: tuple[Path, Path], words: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", slow("int4")])
 def test_bench_says_the_dtype(gpt: Gpt, made: Made, dtype: str) -> None:
-    words = ("bench", made("gpt2", f"float32-{dtype}"), "-n", "2", "--rounds", "1", "--prompt-tokens", "4", "--json")
+    words = (
+        "bench",
+        "-m",
+        made("gpt2", f"float32-{dtype}"),
+        "-n",
+        "2",
+        "--rounds",
+        "1",
+        "--prompt-tokens",
+        "4",
+        "--json",
+    )
     assert json.loads(gpt(*words).out)["dtype"] == (dtype if dtype == "int8" or fast_int4 else "float32")
     assert json.loads(gpt(*words, "--dtype", "float32").out)["dtype"] == "float32"
     done = gpt(*words, "--compile", "on")

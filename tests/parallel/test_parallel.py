@@ -128,7 +128,7 @@ def test_an_error_in_one_is_said_once(workdir: Path, capfd: pytest.CaptureFixtur
     texts()
     ended = launch([sys.executable, str(RANKS), "broken"], 2)
     assert ended == Ended(1, 1, None, Path("broken"))
-    said = "error: a fault in gpt itself: RuntimeError: boom\nhint: --debug shows where; please report it\n"
+    said = "error: internal error in gpt: RuntimeError: boom\nhint: please report it, with the traceback that --debug prints\n"
     assert capfd.readouterr() == ("", said)
     assert library.resume("broken").steps == 12
 

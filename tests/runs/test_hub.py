@@ -198,7 +198,7 @@ def test_an_export_of_a_model_from_the_hub(there: Gpt, server: Hub, workdir: Pat
     card = server.folder / "README.md"
     card.write_text("---\nlicense: apache-2.0\n---\n# Tiny\n", encoding="utf-8")
     try:
-        done = there("export", f"hf:me/tiny@{COMMIT}", "-o", "out", "--dtype", "int8")
+        done = there("export", "-m", f"hf:me/tiny@{COMMIT}", "-o", "out", "--dtype", "int8")
     finally:
         card.unlink()
     assert done.code == 0, done.err

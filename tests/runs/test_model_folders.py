@@ -103,7 +103,7 @@ def test_an_unembedding_that_is_not_the_embedding_is_used(
         is_transformers(path)
     done = gpt("sample", "the", "-m", path, "-n", 4, "--greedy")
     assert done.code == 0 and "is not the embedding" in done.err
-    assert gpt("export", path, "-o", path.parent / "out").code == 0
+    assert gpt("export", "-m", path, "-o", path.parent / "out").code == 0
     said = json.loads((path.parent / "out/config.json").read_text())
     assert said["tie_word_embeddings"] is False
     is_transformers(path.parent / "out")
@@ -206,7 +206,7 @@ def test_tokens_beside_a_vocabulary_have_their_ids(
             assert model.tokenizer.prompt(text) == ids
             assert model.tokenizer.decode(ids) == theirs.decode(ids)
         if each == path:
-            assert gpt("export", path, "-o", tmp_path / "out").code == 0
+            assert gpt("export", "-m", path, "-o", tmp_path / "out").code == 0
 
 
 # A tokenizer that has more ids than its model
@@ -232,10 +232,10 @@ def test_only_a_text_that_needs_the_id_is_refused(padded: Path, gpt: Gpt, tmp_pa
     for words in (
         ["sample", "the", "-n", 5, "--greedy", "-m", padded],
         ["sample", "the", "-n", 5, "--beam", 3, "-m", padded],
-        ["eval", padded, book],
+        ["eval", book, "-m", padded],
         ["inspect", "neighbors", "the", "-m", padded],
         ["params", padded],
-        ["export", padded, "-o", tmp_path / "out", "--dtype", "int8"],
+        ["export", "-m", padded, "-o", tmp_path / "out", "--dtype", "int8"],
         ["sample", "the", "-n", 5, "-m", tmp_path / "out"],
     ):
         done = gpt(*words)
@@ -403,7 +403,7 @@ def test_a_config_beside_an_adapter_does_not_count(
         x = torch.randint(400, (2, 20))
         with torch.no_grad():
             assert torch.allclose(checkpoint.load(adapter, CPU.device).model(x), theirs(x).logits, atol=1e-4)
-    for words in (["sample", "the", "-n", 3, "-m", adapter], ["export", adapter, "-o", tmp_path / "out"]):
+    for words in (["sample", "the", "-n", 3, "-m", adapter], ["export", "-m", adapter, "-o", tmp_path / "out"]):
         done = gpt(*words)
         assert done.code == 0, done.err
 
@@ -426,8 +426,8 @@ def test_a_base_can_be_named(
     assert done.out.rstrip("\n") == expected.rstrip("\n")
     book = tmp_path / "book.txt"
     book.write_text(make_text(400))
-    assert gpt("eval", adapter, book, "--base", base).code == 0
-    assert gpt("export", adapter, "-o", tmp_path / "whole", "--base", base).code == 0
+    assert gpt("eval", book, "-m", adapter, "--base", base).code == 0
+    assert gpt("export", "-m", adapter, "-o", tmp_path / "whole", "--base", base).code == 0
     assert load(tmp_path / "whole").generate("the", max_tokens=5, greedy=True)[0] == expected
     one_line_of_what_and_what_next(gpt("sample", "-m", base, "--base", base), "is a whole model")
     one_line_of_what_and_what_next(gpt("sample", "-m", adapter, "--base", tmp_path / "no"), "there is no run")

@@ -235,8 +235,8 @@ def test_what_is_refused(gpt: Gpt, two_runs: list[Path]) -> None:
 
     refused("there is no run nowhere", "nowhere")
     refused("is not a run: it has no run.json", ".")
-    refused("a run is named twice", "one", "one")
-    refused("has no ending that says what to write", "one", "-o", "r.png")
+    refused("the same run was given twice", "one", "one")
+    refused("does not name a format", "one", "-o", "r.png")
     refused("there is no folder", "one", "-o", "none/r.html")
     Path("two/metrics.jsonl").write_text("")
     refused("has no metrics: no step is told", "two")

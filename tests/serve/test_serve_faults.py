@@ -468,7 +468,7 @@ def test_gauges_return_to_zero_however_the_last_text_ends(
 
 @pytest.mark.parametrize(
     "error, says",
-    [(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"), (ZeroDivisionError("x"), "a fault in gpt itself")],
+    [(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"), (ZeroDivisionError("x"), "internal error in gpt")],
     ids=["memory", "fault"],
 )  # fmt: skip
 def test_an_error_of_a_step_is_told_to_all_and_the_next_request_works(

@@ -197,22 +197,19 @@ def rank_killed(place: Path, text: Path, number: int, expected: str, took: list[
         return "finished"
     took.append(time.monotonic() - killed)
     lines = err.splitlines()
-    if process.returncode != 1 or not lines[0].startswith(f"error: process {rank} of 2 was ended by SIGKILL"):
+    if process.returncode != 1 or not lines[0].startswith(f"error: process {rank} of 2 was killed by SIGKILL"):
         return f"exit {process.returncode}: {err}"
     when = "while training" if any(run.glob("step-*")) else "before the first checkpoint"
     return go_on(place, run, resuming(run) or train, expected) or f"same state, rank {rank} killed {when}"
 
 
-def ranks(count: int, place: Path) -> str:
+def ranks(count: int, place: Path) -> tuple[Counter[str], float]:
+    """Returns the outcomes, and the longest time in seconds until all processes of a command had ended."""
     text, whole, took = write_text(place / "text.txt"), place / "whole", [0.0]
     _, err = start("train", str(text), "-o", str(whole), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
     assert folder.checkpoints(whole), err
     expected = state_sum(whole)
-    outcomes = Counter(rank_killed(place, text, number, expected, took) for number in range(count))
-    return (
-        f"- {count} kills of one of two processes, gone on with by two: {said(outcomes)}; all of a command had ended "
-        f"{max(took):.1f} s after the kill at most"
-    )
+    return Counter(rank_killed(place, text, number, expected, took) for number in range(count)), max(took)
 
 
 def many(numbers: range, place: Path, *kinds: Callable[..., str]) -> list[Counter[str]]:
@@ -587,40 +584,42 @@ def peak_memory(reset: bool = False) -> int:
 
 
 def main(words: list[str]) -> None:
-    from benchmarks.results import machine, write_section
+    from benchmarks.results import Table, measured, write_section
 
     quick = "--quick" in words
     parts = [word for word in words if word != "--quick"] or PARTS
     if unknown := {*parts} - {*PARTS}:
         raise SystemExit(f"no part {unknown}")
     counts = QUICK if quick else COUNTS
-    lines = machine(f"python -m tests.stress.faults {' '.join(words)}".strip())
+    rows: list[list[str]] = []
+
+    def add(what: str, outcomes: Counter[str], note: str = "") -> None:
+        rows.append([what, f"{outcomes.total():,}", listed(outcomes) + note])
+        print(*rows[-1], sep=": ", flush=True)
+
     for part in parts:
         place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
-        began = time.monotonic()
         if part in ("kills", "signals"):
             (outcomes,) = many(range(counts[part]), place, killed if part == "kills" else stopped)
-            lines.append(f"- {counts[part]} {part}: {said(outcomes)}")
+            add("SIGKILL at a random moment" if part == "kills" else "a signal at a random moment", outcomes)
         elif part == "ranks":
-            lines.append(ranks(counts[part], place))
+            outcomes, seconds = ranks(counts[part], place)
+            add("SIGKILL of one of two ranks", outcomes, f"; all processes had ended within {seconds:.1f} s")
         elif part == "disk":
             outcomes = failing_saves(place, ERRORS[:1] if quick else ERRORS)
-            lines.append(f"- each write, sync and rename of a save failing, {sum(outcomes.values())}: {said(outcomes)}")
+            add("a failing write, sync or rename of a save", outcomes)
         else:
-            for what, do in (("checkpoint", damaged_copies), ("folder of tokens", damaged_tokens)):
+            for what, do in (("checkpoint", damaged_copies), ("token folder", damaged_tokens)):
                 tried = do(place, counts["damage"])
-                lines.append(
-                    f"- {sum(tried.outcomes.values())} damaged copies of a {what}: {said(tried.outcomes)}; at most "
-                    f"{tried.memory:.2f} times its size in memory"
-                )
-                print(lines[-1], flush=True)
+                memory = f"; peak memory {tried.memory:.2f} times its size"
+                add(f"a damaged copy of a {what}", tried.outcomes, memory)
         shutil.rmtree(place, ignore_errors=True)
-        print(f"{lines[-1]}  ({time.monotonic() - began:.0f} s)", flush=True)
     if not quick:
-        write_section("Faults", lines)
+        command = f"python -m tests.stress.faults {' '.join(words)}".strip()
+        write_section("faults", measured("Faults", command, [], [Table(["fault", "times", "outcomes"], rows)]))
 
 
-def said(outcomes: Counter[str]) -> str:
+def listed(outcomes: Counter[str]) -> str:
     return ", ".join(f"{outcome}: {count}" for outcome, count in outcomes.most_common())
 
 

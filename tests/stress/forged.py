@@ -228,7 +228,7 @@ def outcome(words: list[str]) -> str:
     if code == 0 or Enough.__name__ in err:
         return "works"
     last = [line for line in err.splitlines() if line.startswith("error:")][-1:]
-    told = last and not any(words in last[0] for words in ("a fault in gpt", "the system says", "out of memory"))
+    told = last and not any(words in last[0] for words in ("internal error in gpt", "system error", "out of memory"))
     if code in (1, 2) and told:  # 1: the rate is too high, say, and the loss no number
         return "refused" if len(last[0]) < 6000 else f"LONG: {last[0][:100]}"
     return f"exit {code}: {err.strip()[-300:]}"

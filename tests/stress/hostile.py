@@ -50,7 +50,7 @@ EXAMPLE = "the cat sat on the mat, and the dog ran after the cat. " * 300
 CHANCE = 0.25  # that a value is nonsense
 WEIGHTS = {
     "train": 20, "sample": 24, "eval": 8, "tokenize": 8, "params": 8, "report": 4, "bench": 3, "inspect": 12,
-    "tokenizer": 10, "data": 3, "export": 6, "serve": 2,
+    "tokenizer": 10, "data": 3, "export": 6, "serve": 2, "chat": 4,
 }  # fmt: skip
 TINY = [
     "--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-tokens", "64", "--steps", "2",
@@ -148,9 +148,9 @@ def draw(rng: random.Random, known: dict[tuple[str, ...], Any]) -> Case:
     arguments = [each for each in params if each not in options]
     if path == ("train",) and rng.random() < 0.9:
         case.words += TINY
-    if path[0] in ("sample", "inspect", "eval", "bench", "serve") and rng.random() < 0.9:
+    if path[0] in ("sample", "chat", "export", "tokenizer", "inspect", "eval", "bench", "serve") and rng.random() < 0.9:
         case.words += ["-m", "run"] if any(each.name == "model" for each in options) else []
-    if path == ("sample",):
+    if path in (("sample",), ("chat",)):
         case.words += ["-n", "4"]
     if path == ("export",) and rng.random() < 0.8:
         case.words += ["-o", rng.choice(["new", "new.gguf"])]
@@ -316,13 +316,13 @@ def judge(case: Case, ended: Ended, cwd: Path, beside: Path, before: dict[str, A
         yield f"status {ended.status}"
     if ended.status in (130, 143) and not ended.interrupted:
         yield f"status {ended.status} without a signal"
-    for said in ("Traceback", "a fault in gpt itself", "LEFT main"):
+    for said in ("Traceback", "internal error in gpt", "LEFT main"):
         if said in ended.err and "--debug" not in case.words:
             yield said
     lines = ended.err.splitlines()
     if ended.status in (1, 2) and [line.split(": ")[0] for line in lines[-2:]] != ["error", "hint"]:
         yield "no error and hint at the end"
-    if sum(line.startswith("error: ") for line in lines) > 1 and not {"-i", "--interactive"} & {*case.words}:
+    if sum(line.startswith("error: ") for line in lines) > 1 and not {"-i", "--interactive", "chat"} & {*case.words}:
         yield "several errors"
     if "--json" in case.words and not {"--print-config", "--help"} & {*case.words}:
         whole = ended.out if ended.status == 0 else ended.out.rpartition("\n")[0]

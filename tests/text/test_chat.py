@@ -390,7 +390,16 @@ def test_conversations_are_trained_on_without_the_wrong_ones(gpt: Gpt, workdir: 
     one_line_of_what_and_what_next(gpt("train", "chats.jsonl", "--chat"), message)
     done = gpt("train", "chats.jsonl", "--chat", "--skip-bad", "--val-fraction", "0", "--steps", "1")
     assert done.code == 0, done.err
-    assert "gpt sample -i -m" in done.out
+    assert "gpt chat -m" in done.out
+
+
+def test_conversations_are_inferred_from_the_key(gpt: Gpt, workdir: Path) -> None:
+    Path("chats.jsonl").write_text(jsonl(CHATS))
+    done = gpt("train", "chats.jsonl", "--steps", "1")
+    assert done.code == 0, done.err
+    assert "chats.jsonl: every record has only messages: assuming --chat (--field KEY reads text instead)" in done.err
+    assert "gpt chat -m" in done.out
+    assert json.loads(Path("runs/chats/run.json").read_text())["settings"]["chat"] is True
 
 
 def test_conversations_in_parquet_and_json(workdir: Path) -> None:
@@ -418,9 +427,9 @@ def test_a_conversation_at_the_prompt(gpt: Gpt, file: Path) -> None:
     lines = (
         b"Spell 1.\n/retry\n/more\n/system Be brief.\nAnd 2?\n/clear\nHello\n/help\n" + b"And more words to read?\n" * 6
     )
-    done = gpt("sample", "-i", "-m", run, "--seed", "1", "-n", "6", stdin=lines)
+    done = gpt("chat", "-m", run, "--seed", "1", "-n", "6", stdin=lines)
     assert done.code == 0, done.err
-    assert "messages were left out" in done.err
+    assert "messages were dropped" in done.err
     assert "/system TEXT" in done.out
     model = library.load(run)
     ids = chat.prompt(model.tokenizer, [{"role": "user", "content": "Spell 1."}])

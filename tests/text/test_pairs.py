@@ -5,6 +5,7 @@ import gzip
 import json
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, Gpt, losses, more, one_line_of_what_and_what_next, slow
+from conftest import TINY, Gpt, assert_same, losses, more, one_line_of_what_and_what_next, slow
 
 import gpt as library
 from gpt.config import TextConfig
 from gpt.errors import UserError
 from gpt.model.loss import IGNORED
 from gpt.sample_config import SampleConfig
-from gpt.text.examples import Pair, read_examples, split
+from gpt.text.examples import Conversation, Pair, kind_of, read_examples, split
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training import evaluation
 from gpt.training.example_rows import ExampleRows, PairEncoder, RowBatches
@@ -54,6 +55,62 @@ def test_what_is_said_and_measured(gpt: Gpt, file: Path) -> None:
     record = json.loads(Path("runs/pairs/run.json").read_text())
     assert record["sources"][0]["documents"] == 65
     assert not Path("runs/pairs/tokens").exists()
+
+
+def test_pairs_are_inferred_from_the_keys(gpt: Gpt, file: Path) -> None:
+    how = ["--steps", "2", "--dtype", "float32", "--sample-every", "0"]
+    assert gpt("train", file, "--pairs", *how, "-o", "asked").code == 0
+    done = gpt("train", file, *how, "-o", "inferred")
+    assert done.code == 0, done.err
+    line = f"{file}: every record has only prompt and completion: assuming --pairs (--field KEY reads text instead)"
+    assert done.err.splitlines().count(line) == 1
+    assert json.loads(Path("inferred/run.json").read_text())["settings"]["pairs"] is True
+    assert_same(Path("asked"), Path("inferred"))
+    done = gpt("train", file, "--field", "prompt", *how, "-o", "text")
+    assert (done.code, "assuming" in done.err) == (0, False), done.err
+    assert Path("text/tokens").exists()
+    done = gpt("train", file, "--batch-ramp", "9")
+    one_line_of_what_and_what_next(done, "--batch-ramp is for running text, not for --pairs")
+
+
+def test_what_is_inferred(workdir: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 3
+    texts = [{"text": "a"}, {"text": "b"}]
+    for name, records in {"pairs": TRANSLATIONS, "chats": chats, "texts": texts}.items():
+        for ending in ("jsonl", "txt"):
+            Path(f"{name}.{ending}").write_text(jsonl(records))
+            Path(f"{name}.{ending}.gz").write_bytes(gzip.compress(jsonl(records).encode()))
+        Path(f"{name}.json").write_text(json.dumps(records))
+        parquet.write_table(pa.Table.from_pylist(records), f"{name}.parquet")
+    Path("pairs.csv").write_text("completion,prompt\nb,a\n")
+    Path("folder").mkdir()
+    for name in ("pairs.jsonl", "pairs.json"):
+        shutil.copy(name, "folder")
+    Path("more.jsonl").write_text(jsonl([{"id": 1, **pair} for pair in TRANSLATIONS]))
+    Path("late.jsonl").write_text(jsonl([*TRANSLATIONS, {"text": "a"}]))
+    Path("bad.jsonl").write_text(jsonl(TRANSLATIONS) + "{")
+    Path("empty.jsonl").touch()
+    Path("objects.json").write_text("{}")
+
+    def inferred(*names: str) -> Any:
+        return kind_of(names, TextConfig(skip_bad=True))
+
+    for names in (
+        ["pairs.jsonl"], ["pairs.jsonl.gz"], ["pairs.json"], ["pairs.parquet"], ["pairs.csv"], ["folder"],
+        ["pairs.jsonl", "folder"], ["pairs.json*"],
+    ):  # fmt: skip
+        assert inferred(*names) is Pair, names
+    for name in ("chats.jsonl", "chats.jsonl.gz", "chats.json", "chats.parquet"):
+        assert inferred(name) is Conversation, name
+    for names in (
+        ["texts.jsonl"], ["texts.json"], ["pairs.txt"], ["pairs.txt.gz"], ["chats.txt"], ["more.jsonl"], ["late.jsonl"],
+        ["bad.jsonl"], ["empty.jsonl"], ["objects.json"], ["pairs.jsonl", "chats.jsonl"], ["pairs.jsonl", "pairs.txt"],
+        ["nowhere.jsonl"], ["pairs.jsonl", "-"], ["pydocs"], ["http://127.0.0.1:9/pairs.jsonl"], [],
+    ):  # fmt: skip
+        assert inferred(*names) is None, names
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="they have no names that are not UTF-8")

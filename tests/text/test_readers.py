@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt.config import ReadConfig
+from gpt.distribution import install_extra
 from gpt.errors import UserError, WorkError
 from gpt.text import documents as reading
 from gpt.text import formats
@@ -450,12 +451,16 @@ def test_settings_that_cannot_be() -> None:
             read("x", data, encoding="utf-16")
 
 
-@pytest.mark.parametrize(("name", "module"), [("x.zst", lib_zstd.__name__), ("x.parquet", "pyarrow")])
-def test_packages_that_are_missing_are_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "module", "extra"), [("x.zst", lib_zstd.__name__, "zstd"), ("x.parquet", "pyarrow", "parquet")]
+)
+def test_packages_that_are_missing_are_named(
+    name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(WorkError, match="needs the package") as error:
         read(name, b"", skip_bad=True)  # it is not the file that is bad
-    assert error.value.hint.startswith("pip install 'gpt[")
+    assert error.value.hint == install_extra(extra)
 
 
 def test_what_the_system_says() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from gpt.config import ReadConfig
+from gpt.distribution import install, install_extra
 from gpt.errors import UserError, WorkError
 from gpt.text import documents, sources
 from gpt.text.documents import Skipped
@@ -319,7 +320,7 @@ def test_what_goes_wrong_on_the_web(web: str) -> None:
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    for address, hint in {"s3://bucket/x": "pip install s3fs", "https://host/x": "pip install 'gpt[remote]'"}.items():
+    for address, hint in {"s3://bucket/x": install("s3fs"), "https://host/x": install_extra("remote")}.items():
         with pytest.raises(WorkError) as error:
             sources.find([address])
         assert error.value.hint == hint

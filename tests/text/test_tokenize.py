@@ -439,14 +439,14 @@ def test_trained_on_it_is_the_text_it_was_made_from(texts: Path, tmp_path: Path,
     assert not (b / "tokens").exists()
     record = json.loads((b / "run.json").read_text())
     assert record["sources"][0]["sha256"] == hashlib.sha256((folder.path / "manifest.json").read_bytes()).hexdigest()
-    val = json.loads(gpt("eval", b, folder.path, "--json", "-q").out)
+    val = json.loads(gpt("eval", folder.path, "-m", b, "--json", "-q").out)
     assert val["loss"] == pytest.approx(from_tokens.val_loss) == pytest.approx(from_text.val_loss)
-    train = json.loads(gpt("eval", b, folder.path, "--split", "train", "--json", "-q").out)
+    train = json.loads(gpt("eval", folder.path, "-m", b, "--split", "train", "--json", "-q").out)
     assert train["bytes"] + val["bytes"] == folder.bytes
-    assert gpt("eval", b, folder.path, "--split", "test").code == 2
-    assert "already: --field is not used" in gpt("eval", b, folder.path, "--field", "x").err
+    assert gpt("eval", folder.path, "-m", b, "--split", "test").code == 2
+    assert "already: --field is not used" in gpt("eval", folder.path, "-m", b, "--field", "x").err
     (tmp_path / "t.txt").write_text("the cat sat on the dog")
-    done = gpt("eval", b, tmp_path / "t.txt", "--split", "train", "-q")
+    done = gpt("eval", tmp_path / "t.txt", "-m", b, "--split", "train", "-q")
     assert (done.code, "t.txt is no folder of tokens" in done.err) == (0, True), done.err
 
 
@@ -454,9 +454,9 @@ def test_a_folder_of_another_tokenizer_is_refused(
     texts: Path, tmp_path: Path, run_folder: Path, gpt: Callable[..., Done]
 ) -> None:
     other = make(texts, tmp_path / "other", vocab_size=300)
-    one_line_of_what_and_what_next(gpt("eval", run_folder, other.path), "was made with another tokenizer")
+    one_line_of_what_and_what_next(gpt("eval", other.path, "-m", run_folder), "was made with another tokenizer")
     same = make(texts, tmp_path / "same", tokenizer=str(run_folder), vocab_size=None)
-    assert gpt("eval", run_folder, same.path, "-q").code == 0
+    assert gpt("eval", same.path, "-m", run_folder, "-q").code == 0
     done = gpt("train", same.path, texts, "--out", tmp_path / "run")
     one_line_of_what_and_what_next(done, "can only be trained on alone")
 

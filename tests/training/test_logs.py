@@ -194,8 +194,8 @@ def test_what_wandb_itself_writes_offline(text: Path, monkeypatch: pytest.Monkey
     [
         ("tensorbord", 'there is no log "tensorbord"', 'did you mean "tensorboard"?'),
         ("tensorboard,,", 'there is no log ""', ""),
-        ("wandb", "--log wandb needs a package: ", "pip install 'gpt[wandb]'"),
-        ("tensorboard", "--log tensorboard needs a package: ", "pip install 'gpt[tensorboard]'"),
+        ("wandb", "--log wandb needs a package: ", '"gpt-workshop[log]"'),
+        ("tensorboard", "--log tensorboard needs a package: ", '"gpt-workshop[log]"'),
     ],
 )
 def test_a_log_that_is_not_there(
@@ -207,7 +207,8 @@ def test_a_log_that_is_not_there(
     assert done.code == 2
     first, second = done.err.splitlines()
     assert first.startswith(f"error: {message}")
-    assert second.startswith(f"hint: {hint}")
+    assert second.startswith("hint: ")
+    assert hint in second
     assert not Path("runs").exists()
 
 

@@ -1,0 +1,29 @@
+"""``gpt chat``."""
+
+from typing import Any
+
+from gpt.sample_config import SampleConfig
+
+from .interactive import converse
+from .options import Base, Device, Dtype, Model, Seed, Threads, takes
+from .sample import check_numbers, with_constraint
+
+
+@takes(SampleConfig, without=("batch", "logprobs", "echo_logprobs"))
+def chat(
+    settings: SampleConfig,
+    given: dict[str, Any],
+    model: Model = None,
+    base: Base = None,
+    seed: Seed = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+) -> None:
+    """Talk with a model. One without a chat template continues your text.
+
+    gpt chat
+    gpt chat -m hf:Qwen/Qwen3-0.6B
+    """
+    check_numbers(1, seed)
+    converse(with_constraint(settings, given), model, base, seed, device, dtype, threads)

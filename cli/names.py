@@ -1,0 +1,134 @@
+"""Commands and options of other programs, and what they are called here."""
+
+import re
+from typing import Any
+
+COMMANDS = {  # a command of another program → what to type here
+    **dict.fromkeys(
+        ("generate", "complete", "completion", "ask", "predict", "infer", "inference", "prompt"),
+        "gpt sample PROMPT generates text",
+    ),
+    "run": "gpt chat talks with a model, gpt sample PROMPT generates text; -m names the model",
+    **dict.fromkeys(("repl", "interactive", "talk", "conversation"), "gpt chat talks with a model; -m names the model"),
+    **dict.fromkeys(("finetune", "fine-tune", "sft", "lora"), "gpt train TEXT --init MODEL fine-tunes a model"),
+    **dict.fromkeys(("pretrain", "fit"), "gpt train TEXT trains a model"),
+    **dict.fromkeys(("resume", "continue"), "gpt train --resume resumes the newest unfinished run"),
+    **dict.fromkeys(
+        ("pull", "download", "fetch"),
+        "models are downloaded on first use: gpt chat -m hf:OWNER/NAME; gpt data fetch NAME downloads a corpus",
+    ),
+    **dict.fromkeys(
+        ("list", "ls", "models", "ps"),
+        "gpt data list lists corpora, gpt params --list model sizes; your runs are the folders in runs/",
+    ),
+    **dict.fromkeys(
+        ("convert", "quantize", "push", "save"), "gpt export -m MODEL -o FILE.gguf, or -o FOLDER; --dtype quantizes"
+    ),
+    **dict.fromkeys(("server", "api", "web", "ui"), "gpt serve serves a model over HTTP, with a web page"),
+    **dict.fromkeys(
+        ("encode", "decode", "detokenize"), "gpt tokenizer encode TEXT, or gpt tokenizer decode IDS; -m names the model"
+    ),
+    **dict.fromkeys(
+        ("ppl", "perplexity", "evaluate", "test", "validate"), "gpt eval TEXT -m MODEL measures loss and perplexity"
+    ),
+    **dict.fromkeys(("benchmark", "speed"), "gpt bench -m MODEL measures how fast a model generates text"),
+    **dict.fromkeys(
+        ("info", "summary", "size", "count"),
+        "gpt params MODEL counts its parameters, gpt report RUN shows its training",
+    ),
+    **dict.fromkeys(("plot", "log", "logs"), "gpt report RUN shows how a run went"),
+    **dict.fromkeys(("attention", "visualize"), "gpt inspect attention PROMPT shows what each head attends to"),
+    "datasets": "gpt data list lists corpora",
+    "version": "gpt --version prints the version",
+    "help": "gpt --help lists the commands, gpt COMMAND --help explains one",
+}
+
+# An option or argument of ours → the options that other programs have for it.
+_OPTIONS = {
+    "--steps": "max-iters max-steps num-steps train-steps num-train-steps max-train-steps iters iterations",
+    "--epochs": "num-epochs num-train-epochs max-epochs n-epochs",
+    "--batch-tokens": "batch-size train-batch-size gradient-accumulation-steps grad-accum-steps total-batch-size",
+    "--micro-batch": "batch-size per-device-train-batch-size device-batch-size micro-batch-size train-micro-batch-size",
+    "--batch": "batch-size num-sequences parallel",
+    "--max-batch": "batch-size parallel max-num-seqs slots",
+    "--lr": "learning-rate peak-lr max-lr",
+    "--schedule": "lr-scheduler-type lr-scheduler lr-schedule",
+    "--warmup": "warmup-steps warmup-iters lr-warmup-steps num-warmup-steps warmup-ratio",
+    "--clip": "max-grad-norm grad-clip gradient-clip clip-grad",
+    "--optimizer": "optim",
+    "--eval-every": "eval-steps eval-interval val-interval eval-freq",
+    "--save-every": "save-steps save-interval checkpoint-interval",
+    "--keep": "save-total-limit",
+    "--patience": "early-stopping-patience",
+    "--val-fraction": "val-split validation-split test-size",
+    "--val-text": "val-file validation-file eval-data eval-dataset val-data",
+    "--block-size": "context-length ctx-size context-size n-ctx ctx seq-len seq-length sequence-length max-seq-len"
+    " max-seq-length max-length n-positions max-position-embeddings",
+    "--context": "context-length ctx-size context-size n-ctx ctx max-model-len max-seq-len",
+    "--n-layer": "num-layers num-hidden-layers n-layers layers depth",
+    "--n-head": "num-heads num-attention-heads n-heads heads",
+    "--n-kv-head": "num-key-value-heads num-kv-heads n-kv-heads",
+    "--n-embd": "hidden-size d-model embed-dim dim width",
+    "--init": "model-name model-name-or-path model-id pretrained base-model model m init-from",
+    "--resume": "resume-from-checkpoint resume-from",
+    "--lora-rank": "lora-r lora-dim rank",
+    "--lora-targets": "target-modules lora-target-modules",
+    "--recompute": "gradient-checkpointing activation-checkpointing",
+    "--nproc": "nproc-per-node num-processes num-gpus gpus",
+    "--shard": "fsdp zero",
+    "--tensor": "tensor-parallel-size tp tp-size tensor-parallel",
+    "--log": "wandb report-to",
+    "--model": "model-name model-path model-name-or-path model-id checkpoint ckpt ckpt-path",
+    "--base": "base-model",
+    "--out": "output output-dir out-dir output-file outfile save-dir",
+    "--temperature": "temp",
+    "--max-tokens": "n-predict max-new-tokens num-predict max-length max-completion-tokens length",
+    "--new-tokens": "n-predict max-new-tokens max-tokens n-gen",
+    "--min-tokens": "min-length min-new-tokens",
+    "--num": "num-return-sequences num-samples n-samples n best-of",
+    "--beam": "num-beams beams beam-size beam-width",
+    "--repetition-penalty": "repeat-penalty",
+    "--no-repeat-ngram": "no-repeat-ngram-size",
+    "--stop": "stop-sequence stop-sequences reverse-prompt stop-strings eos-token",
+    "--bias": "logit-bias",
+    "--regex": "grammar guided-regex",
+    "--json-schema": "guided-json schema",
+    "--prompt-file": "file",
+    "--interactive": "conversation chat",
+    "--device": "n-gpu-layers gpu-layers ngl gpu cuda use-gpu no-cuda",
+    "--dtype": "bf16 fp16 fp32 torch-dtype precision load-in-8bit load-in-4bit quantize quantization quant outtype",
+    "--threads": "num-threads n-threads",
+    "--jobs": "num-workers workers num-proc",
+    "--seed": "random-seed",
+    "prompt": "prompt text input",
+    "text": "text texts data data-path dataset dataset-name train-data train-file input file",
+}
+_NOTES = {  # for what has no option here
+    "do-sample": "sampling is the default; --greedy turns it off",
+    **dict.fromkeys(
+        ("ctx-size", "context-length", "context-size", "n-ctx", "max-seq-len"),
+        "the context length is fixed when a model is trained: gpt train --block-size",
+    ),
+}
+
+
+def answer(error: Any, context: Any) -> tuple[str, str] | None:
+    """Returns the message and the hint for a command line that the parser refused, if it has an option of another
+    program, or a word for a command that takes none; None for any other."""
+    if context is None:
+        return None
+    ours = {flag: each for each in context.command.params for flag in each.opts if not each.hidden}
+    if "unexpected extra argument" in error.message and "--model" in ours:
+        return error.message, f"-m names the model, -o the output: {context.command_path} --help"
+    if not hasattr(error, "possibilities"):  # the option is known
+        return None
+    brought = error.option_name.lower().lstrip("-").replace("_", "-")
+    names = [f"--{brought}", *(name for name, theirs in _OPTIONS.items() if brought in theirs.split())]
+    hint = "; ".join(_described(name, ours[name], context) for name in names if name in ours) or _NOTES.get(brought)
+    return (f"there is no option {error.option_name}", hint) if hint else None
+
+
+def _described(name: str, parameter: Any, context: Any) -> str:
+    if not name.startswith("-"):
+        return f"{name.upper()} is positional: {context.command_path} {name.upper()}"
+    return f"{name}: {re.split(r'[.;](?: |$)', parameter.help or '')[0]}"

@@ -1,0 +1,45 @@
+"""The distribution: its name in the package index, its version, and how to install what is missing."""
+
+import contextlib
+import re
+import shutil
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+NAME = "gpt-workshop"
+VERSION = "0.1.0"
+
+
+def install(package: str) -> str:
+    """Returns the command that installs a package into the running environment."""
+    if find_spec("pip") is None:
+        return f"uv pip install --python {_quoted(sys.prefix)} {package}"
+    if Path(shutil.which("pip") or "").parent == Path(sysconfig.get_path("scripts")):
+        return f"pip install {package}"
+    return f"{_quoted(sys.executable)} -m pip install {package}"  # `pip` belongs to another environment.
+
+
+def install_extra(extra: str) -> str:
+    """Returns the command that installs an extra. The installed gpt already satisfies the requirement, wherever it came
+    from, so only the extra's packages are fetched."""
+    return install(f'"{NAME}[{extra}]"')
+
+
+def _quoted(path: str) -> str:
+    return f'"{path}"' if " " in path else path
+
+
+def packages() -> dict[str, str]:
+    """Returns the versions of the installed dependencies, including those of extras."""
+    from importlib.metadata import PackageNotFoundError, requires, version  # takes 20 ms
+
+    found = {}
+    with contextlib.suppress(PackageNotFoundError):  # gpt itself, in a source tree that was never installed
+        for requirement in requires(NAME) or []:
+            name = re.split(r"[^\w.-]", requirement)[0]
+            with contextlib.suppress(PackageNotFoundError):
+                found[name] = version(name)
+    found.pop(NAME, None)
+    return dict(sorted(found.items()))

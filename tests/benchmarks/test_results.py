@@ -1,0 +1,111 @@
+"""The results: the pages show the data, and every figure that a page cites is in the section that it links to."""
+
+import re
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import results
+from benchmarks.results import Section, Table
+
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *results.FOLDER.glob("*.md")]
+
+
+def numbers(text: str) -> list[Decimal]:
+    return [Decimal(each.replace(",", "")) for each in NUMBER.findall(text)]
+
+
+def digits(number: Decimal) -> int:
+    return -int(number.as_tuple().exponent)
+
+
+def occurs(figure: Decimal, text: str) -> bool:
+    """Whether a text contains a number that equals the figure, or rounds to it."""
+    half = Decimal(5).scaleb(-digits(figure) - 1)
+    return any(digits(each) >= digits(figure) and abs(each - figure) <= half for each in numbers(text))
+
+
+def sections(text: str) -> dict[str, str]:
+    """Returns the sections of a page by anchor, with their subsections; the whole page is at the empty one."""
+    lines, fenced, headings = text.splitlines(), False, list[tuple[int, int, str]]()
+    for at, line in enumerate(lines):
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and (heading := re.match(r"(#+) (.+)", line)):
+            headings.append((at, len(heading[1]), results.anchor(LINK.sub(r"\1", heading[2]))))
+    found = {"": text}
+    for number, (at, level, name) in enumerate(headings):
+        end = next((line for line, other, _ in headings[number + 1 :] if other <= level), len(lines))
+        same = sum(other == name for _, _, other in headings[:number])
+        found[f"{name}-{same}" if same else name] = "\n".join(lines[at:end])
+    return found
+
+
+def test_the_pages_show_the_data() -> None:
+    names = {path.stem for path in (results.FOLDER / "results").glob("*.json")}
+    assert names <= {name for page in results.PAGES.values() for name in page}
+    for name in results.PAGES:
+        shown = (results.FOLDER / name).read_text(encoding="utf-8")
+        assert shown == results.page(name), "python -m benchmarks.results writes the pages"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_cited_figures_are_in_the_results(page: Path) -> None:
+    for words, target in LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        evidence = (page.parent / path).resolve() if path else page
+        if "://" in target or evidence.parent != results.FOLDER or evidence.suffix != ".md":
+            continue
+        found = sections(evidence.read_text(encoding="utf-8"))
+        assert anchor in found, f"{target} does not exist"
+        for figure in numbers(words):
+            assert occurs(figure, found[anchor]), f"{figure} of [{words}] is not in {target}"
+
+
+def test_readme_rows_that_cite_results_link_every_figure() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    for row in rows:
+        if "](benchmarks/" in row:
+            unlinked = [cell for cell in row.strip("|").split("|")[1:] if re.match(r"\s*\**\d", cell)]
+            assert not unlinked, f"cells without a link to the results: {unlinked}"
+
+
+@pytest.mark.parametrize(
+    ("figure", "text", "expected"),
+    [
+        ("544,309", "| 544309 |", True), ("1.485", "1.4850", True), ("1.485", "1.4846", True),
+        ("1.485", "1.4856", False), ("398", "397,886", False), ("2.50", "2.5", False), ("61", "61 s", True),
+        ("3", "2.5", True), ("0.4", "10.4", False),
+    ],
+)  # fmt: skip
+def test_figures_may_be_rounded_but_not_invented(figure: str, text: str, expected: bool) -> None:
+    (number,) = numbers(figure)
+    assert occurs(number, text) is expected
+
+
+def test_a_section_replaces_its_predecessor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(results, "FIGURES", ())
+    table = Table(["what", "rate", "each"], [["a|b", "1,000", "1, 2"], ["c", "", "3"]], "A caption:")
+    first = Section("One", "abc", "2026-01-01", "a machine", "make bench", ["A note."], [table])
+    second = replace(first, title="Two", notes=[], tables=[])
+    for section in (replace(first, commit="old"), second, first):
+        results.write_section("run", section)
+    assert results.load("run") == [first, second]
+    page = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
+    assert "A caption:\n\n| what | rate | each |\n|---|---:|---|\n| a b | 1,000 | 1, 2 |\n| c |  | 3 |" in page
+    assert page.endswith("## Two\n\n- a machine\n- commit abc, 2026-01-01, command `make bench`\n")
+
+
+def test_the_summary_cites_the_only_row_that_matches() -> None:
+    table = Table(["system", "dtype", "tokens/s"], [["`gpt`", "int8", "20"], ["peer", "int8", "10"]])
+    section = Section("Speed", "abc", "2026-01-01", "a machine", "make bench", [], [table])
+    figure = results.Figure("Decoding", "Speed", "tokens/s", ["`gpt`"], "a peer", ["peer", "int8"])
+    assert figure.row([section]) == ["Decoding", "20 tokens/s", "10 (a peer)", "[Speed](#speed)"]
+    with pytest.raises(LookupError, match="2 rows"):
+        replace(figure, ours=["int8"]).row([section])

@@ -1,0 +1,199 @@
+"""One grammar: -m names the model, -o the output, words are text. Former forms, and the names of other programs."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from conftest import Gpt, make_text
+from conftest import one_line_of_what_and_what_next as refused
+
+
+@pytest.fixture
+def run(run_folder: Path, workdir: Path) -> str:
+    """The newest run, beside a text."""
+    shutil.copytree(run_folder, "runs/book")
+    Path("t.txt").write_bytes(make_text(60).encode())
+    return "runs/book"
+
+
+# The model
+
+
+def test_the_model_is_the_newest_runs_or_named_by_m(gpt: Gpt, run: str) -> None:
+    for words in (["eval", "t.txt", "--json"], ["tokenizer", "encode", "the cat"], ["tokenizer", "decode", "40", "50"]):
+        newest, named = gpt(*words), gpt(*words, "-m", run)
+        assert (newest.code, newest.out) == (0, named.out), newest.err
+        assert "use -m" not in newest.err + named.err
+    assert gpt("export", "-o", "newest.gguf", "--quiet").code == 0
+    assert gpt("export", "-m", run, "-o", "named.gguf", "--quiet").code == 0
+    assert json.loads(gpt("bench", "--rounds", "1", "-n", "2", "--json").out)["name"].startswith(run)
+
+
+def test_the_former_first_word_of_eval(gpt: Gpt, run: str) -> None:
+    for model in (run, f"{run}:best", str(next(Path(run).glob("step-*")))):
+        now = gpt("eval", "t.txt", "t.txt", "-m", model, "--json")
+        former = gpt("eval", model, "t.txt", "t.txt", "--json")
+        assert (former.code, former.out) == (0, now.out)
+        assert f"use -m {model} to name the model; the next release drops the old form\n" in former.err
+        assert "use -m" not in now.err
+
+
+def test_with_m_every_word_is_a_text(gpt: Gpt, run: str) -> None:
+    Path("nano").write_text("the cat sat on the mat")  # named like a preset
+    assert json.loads(gpt("eval", "nano", "t.txt", "--json").out)["bytes"] > Path("t.txt").stat().st_size
+    shutil.copy("t.txt", Path(run) / "notes.txt")
+    inside = gpt("eval", f"{run}/notes.txt", "t.txt", "-m", run, "--json")
+    assert json.loads(inside.out)["bytes"] == 2 * Path("t.txt").stat().st_size
+
+
+def test_a_model_without_a_text(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for model in (run, f"{run}:latest", "hf:me/tiny", "gpt2"):
+        done = gpt("eval", model)
+        refused(done, f"{model} is a model, and there is no TEXT")
+        assert done.err.endswith(f"hint: gpt eval TEXT -m {model}\n")
+    refused(gpt("eval", "gpt2", "t.txt"), "there is no run or checkpoint gpt2")
+    monkeypatch.setenv("GPT_EVAL_MODEL", run)
+    assert gpt("eval", "t.txt").code == 0
+
+
+def test_the_former_word_of_export_and_bench(gpt: Gpt, run: str) -> None:
+    done = gpt("export", run, "-o", "a.gguf", "--type", "q8_0", "--json")
+    assert (done.code, json.loads(done.out)["type"]) == (0, "q8_0")
+    assert f"use -m {run} to name the model" in done.err
+    assert json.loads(gpt("export", "-m", run, "-o", "b.gguf", "--dtype", "q8_0", "--json").out)["type"] == "q8_0"
+    assert Path("a.gguf").stat().st_size == Path("b.gguf").stat().st_size
+    done = gpt("bench", "nano", "--rounds", "1", "-n", "2", "--json")
+    assert json.loads(done.out)["name"] == "nano"
+    assert "use -m nano to name the model" in done.err
+    refused(gpt("export", "-m", run, "b", "-o", "c"), "gpt export takes no TEXT, and b was given")
+    refused(gpt("bench", "nano", "b"), "gpt bench takes no TEXT, and b was given")
+
+
+def test_former_names_of_options(gpt: Gpt, run: str) -> None:
+    for former, now in {
+        "eval t.txt --tokens": "eval t.txt --per-token",
+        "sample the --beam 3 --n-best 2 -n 5": "sample the --beam 3 -N 2 -n 5",
+        "params gpt2 --memory": "params gpt2 --devices 1",
+        "params gpt2 --flops --time": "params gpt2 --devices 1",
+    }.items():
+        done = gpt(*former.split())
+        assert (done.code, done.out) == (0, gpt(*now.split()).out), former
+        flags = [word for word in former.split() if word.startswith("--") and word not in now]
+        assert not [flag for flag in flags if flag in gpt(former.split()[0], "--help").out]
+
+
+def test_twins_of_former_names(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_PARAMS_TIME", "1")
+    assert "days" in gpt("params", "gpt2").out
+    monkeypatch.setenv("GPT_EXPORT_TYPE", "f32")
+    assert json.loads(gpt("export", "-m", run, "-o", "a.gguf", "--json").out)["type"] == "f32"
+    monkeypatch.setenv("GPT_EVAL_TOKENS", "1")
+    assert "logprob" in json.loads(gpt("eval", "t.txt").out.splitlines()[0])
+
+
+# gpt chat
+
+
+def test_chat_is_sample_i(gpt: Gpt, run: str) -> None:
+    how = ["-m", run, "-n", "6", "--seed", "3", "--temperature", "0.5"]
+    chat, sample = (gpt(*words, *how, stdin=b"the cat\n/retry\n") for words in (["chat"], ["sample", "-i"]))
+    assert (chat.code, chat.out, chat.err) == (0, sample.out, sample.err)
+    assert chat.out.count("the cat") == 2
+    assert gpt("chat", "-n", "6", "--seed", "3", "--temperature", "0.5", stdin=b"the cat\n/retry\n").out == chat.out
+    done = gpt("chat", run)
+    refused(done, f"unexpected extra argument(s) ({run})")
+    assert "-m names the model" in done.err
+    refused(gpt("chat", "--seed", "-1"), "seed is -1")
+    refused(gpt("chat", "-m", "nowhere"), "there is no run or checkpoint nowhere")
+
+
+# Names of other programs
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("generate Once upon", "gpt sample PROMPT"),
+        ("run llama3", "gpt chat"),
+        ("finetune x.jsonl", "gpt train TEXT --init MODEL"),
+        ("fine-tune", "gpt train TEXT --init MODEL"),
+        ("pretrain", "gpt train TEXT"),
+        ("resume", "gpt train --resume"),
+        ("pull qwen3", "-m hf:OWNER/NAME"),
+        ("download", "gpt data fetch NAME"),
+        ("ls", "gpt params --list"),
+        ("list", "gpt data list"),
+        ("convert", "gpt export -m MODEL -o FILE.gguf"),
+        ("quantize", "--dtype quantizes"),
+        ("server", "gpt serve"),
+        ("repl", "gpt chat"),
+        ("complete", "gpt sample PROMPT"),
+        ("encode x", "gpt tokenizer encode"),
+        ("ppl", "gpt eval TEXT -m MODEL"),
+        ("info", "gpt params MODEL"),
+        ("version", "gpt --version"),
+        ("help train", "gpt COMMAND --help"),
+        ("train --batch-size 8", "--batch-tokens: Tokens a step"),
+        ("train --batch_size=8", "--micro-batch: "),
+        ("sample --batch-size 8", "--batch: "),
+        ("train --learning-rate 1e-3", "--lr: Peak learning rate"),
+        ("train --max-iters 5", "--steps: Optimizer steps"),
+        ("train --num-epochs 5", "--epochs: "),
+        ("train --context-length 5", "--block-size: Context"),
+        ("train --gradient-accumulation-steps 5", "--batch-tokens: "),
+        ("train --per-device-train-batch-size 5", "--micro-batch: "),
+        ("train --output-dir x", "--out: "),
+        ("train --model-name x", "--init: "),
+        ("train -m gpt2", "--init: "),
+        ("sample --model-name x", "--model: "),
+        ("sample --temp 0.5", "--temperature: "),
+        ("sample --n-predict 5", "--max-tokens: "),
+        ("sample --max-new-tokens 5", "--max-tokens: "),
+        ("bench --max-new-tokens 5", "--new-tokens: "),
+        ("sample --num-beams 5", "--beam: "),
+        ("sample --num-return-sequences 5", "--num: How many samples"),
+        ("sample --do-sample", "--greedy turns it off"),
+        ("sample --ctx-size 5", "the context length is fixed when a model is trained"),
+        ("serve --ctx-size 5", "--context: "),
+        ("sample --n-gpu-layers 99", "--device: auto: CUDA, else MPS, else the CPU"),
+        ("sample --top_k 5", "--top-k: "),
+        ("sample --prompt x", "PROMPT is positional: gpt sample PROMPT"),
+        ("train --dataset x", "TEXT is positional: gpt train TEXT"),
+        ("export --outtype q8_0", "--dtype: "),
+        ("tokenizer train --output x", "--out: "),
+    ],
+)  # fmt: skip
+def test_names_of_other_programs(gpt: Gpt, line: str, hint: str) -> None:
+    words = shlex.split(line)
+    done = gpt(*words)
+    name = next((word.split("=")[0] for word in words if word.startswith("-")), words[0])
+    kind = "option" if name.startswith("-") else "command"
+    refused(done, f"there is no {kind} {name}")
+    assert hint in done.err.splitlines()[1]
+
+
+def test_no_answer_where_nothing_is_known(gpt: Gpt) -> None:
+    refused(gpt("sample", "--learning-rate", "1"), "No such option: --learning-rate")
+    refused(gpt("train", "--stesp", "1"), "--steps")
+    refused(gpt("trian"), "train")
+
+
+def test_what_is_answered_is_here(gpt: Gpt) -> None:
+    """Every name that the answers give is a command or an option of ours, and none of the brought ones is."""
+    import typer
+    from gpt_cli import main, names
+
+    root = typer.main.get_command(main.make_app())
+    commands: dict[str, Sequence[str]] = {}
+    for name, command in root.commands.items():  # type: ignore[attr-defined]
+        for each in [command, *getattr(command, "commands", {}).values()]:
+            commands[name] = [*commands.get(name, []), *(flag for param in each.params for flag in param.opts)]
+    known = {flag for flags in commands.values() for flag in flags}
+    assert {ours for ours in names._OPTIONS if ours not in known} == set()
+    assert not {*names.COMMANDS} & {*commands}
+    for hint in names.COMMANDS.values():
+        for word in hint.replace(",", " ").split("gpt ")[1:]:
+            assert word.split()[0] in {*commands, "--version", "--help", "COMMAND"}, hint
