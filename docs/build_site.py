@@ -1,7 +1,7 @@
-"""Builds the site of the documentation into build/site: `make docs`, or python docs/build_site.py.
+"""Builds the documentation site in build/site: `make docs`, or python docs/build_site.py.
 
-The pages are those that GitHub shows, at the same places, so their links hold here and there. What they link to outside
-of docs/ comes along; a source file becomes a page. A link that leads nowhere fails the build.
+The pages are the ones on GitHub, at the same paths, so the same links work in both places. Files outside docs/ that
+they link to are copied too; a source file becomes a page. A broken link fails the build.
 """
 
 import json
@@ -17,10 +17,10 @@ PLACE = ROOT / "build"
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 ANY_LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")  # also within the page
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# A broken link in what the generator says: "╭─[ docs/report.md:32:13 ]", the line, and below it "╰──── why".
+# A broken link in the generator's output: "╭─[ docs/report.md:32:13 ]", the line, and below it "╰──── why".
 BROKEN = re.compile(r"╭─\[ ([^\n]+):(\d+):(\d+) \]$.*?╰─+ ([^\n]+)$", re.MULTILINE | re.DOTALL)
 
-SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme's pages ask for where search has to work from disk
+SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme fetches to make search work from disk
 WORKER = """if (location.protocol === "file:") {
   const code = %s;
   window.Worker = class extends Worker {
@@ -45,7 +45,7 @@ def build(place: Path = PLACE) -> int:
 def render(place: Path) -> int:
     """Builds ``place``/site and returns the exit status. A broken link or anchor fails the build.
 
-    Prints a line for each broken link, since the generator ends with a traceback; other failures in its own words.
+    Prints a line for each broken link, since the generator ends with a traceback; other failures as it prints them.
     """
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs")}
@@ -53,19 +53,19 @@ def render(place: Path) -> int:
         command, cwd=place, env=environment, check=False, encoding="utf-8", errors="replace",
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    said = COLOUR.sub("", done.stdout)
+    output = COLOUR.sub("", done.stdout)
     if done.returncode == 0:
-        print(said, end="")
+        print(output, end="")
         return 0
-    for line in broken_links(place / "docs", said) or [said.rstrip()]:
+    for line in broken_links(place / "docs", output) or [output.rstrip()]:
         print(line, file=sys.stderr)
     return done.returncode
 
 
-def broken_links(stage: Path, said: str) -> list[str]:
-    """Returns a line for each broken link, with file, line, link and reason, from the generator's drawings of them."""
+def broken_links(stage: Path, output: str) -> list[str]:
+    """Returns a line for each broken link, with file, line, link and reason, from the generator's diagrams."""
     lines = []
-    for page, row, column, why in BROKEN.findall(said):
+    for page, row, column, why in BROKEN.findall(output):
         line = (stage / page).read_text(encoding="utf-8").splitlines()[int(row) - 1]
         here = [found[2] + (found[3] or "") for found in ANY_LINK.finditer(line) if found.end() >= int(column)]
         link = f' "{here[0].replace(".py.md", ".py")}"' if here else ""
@@ -74,7 +74,7 @@ def broken_links(stage: Path, said: str) -> list[str]:
 
 
 def lay_out(path: Path, stage: Path) -> None:
-    """Copies a file and what it links to, to their places below ``stage``."""
+    """Copies a file and the files that it links to, to the same paths below ``stage``."""
     place = stage / page_of(path.relative_to(ROOT))
     if place.exists():
         return
@@ -96,9 +96,9 @@ def lay_out(path: Path, stage: Path) -> None:
 
 
 def search_from_disk(site: Path) -> None:
-    """Makes pages that are opened from disk start the search worker from a string.
+    """Makes pages opened from disk start the search worker from a string.
 
-    Browsers start no worker from a file, and the theme would fetch a script from another host to do so.
+    Browsers don't start workers from files, and the theme would fetch a script from another host to work around that.
     """
     (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     script = site / "assets" / "javascripts" / "worker.js"

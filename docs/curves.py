@@ -1,8 +1,8 @@
-"""Draws docs/pictures/curves.png: runs beside nanoGPT's recipe for a CPU, held-out loss against time.
+"""Draws docs/pictures/curves.png: held-out loss against time, of two runs and of nanoGPT's recipe for a CPU.
 
-python -m docs.curves TEXT [FOLDER] [OPTION ...]; FOLDER keeps what was trained, OPTIONs are those of `gpt train`,
-`--minutes 3` by default. All train at once, each with one thread, so that other work on the machine slows all alike;
-nanoGPT's recipe has 2,000 steps and is ended with the last run. Needs the dev extra and a Chromium
+python -m docs.curves TEXT [FOLDER] [OPTION ...]; FOLDER keeps the runs, OPTIONs are those of `gpt train`, by default
+`--minutes 3`. All three train at once with one thread each, so that other work on the machine slows them alike.
+nanoGPT's recipe has 2,000 steps and is stopped when both runs have ended. Needs the dev extra and a Chromium
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from gpt_cli.main import main
 from playwright.sync_api import sync_playwright
 
 PICTURE = Path(__file__).resolve().parent / "pictures" / "curves.png"
-RUNS = ("gpt2", "modern")  # folders, and what `--arch` is
+RUNS = ("gpt2", "modern")  # names of the run folders and values of --arch
 PEER = "nanogpt.jsonl"
 
 
 def train(text: str, options: list[str]) -> None:
-    """Trains in the current folder, on the first 90 % of a text; the rest of it is held out."""
+    """Trains all three in the current folder on the first 90 % of a text. The rest is held out."""
     cut = round(0.9 * len(text))
     for name, part in (("text.txt", text[:cut]), ("held-out.txt", text[cut:])):
         Path(name).write_text(part, encoding="utf-8", newline="")
@@ -42,7 +42,7 @@ def train(text: str, options: list[str]) -> None:
 
 
 def peer() -> None:
-    """Trains by nanoGPT's recipe, on transformers, and writes its curve. Each character is a token."""
+    """Trains with nanoGPT's recipe on Transformers, and writes its curve. Each character is a token."""
     from benchmarks.run import nanogpt_recipe
 
     text, held_out = (Path(name).read_bytes().decode() for name in ("text.txt", "held-out.txt"))
@@ -59,7 +59,7 @@ def peer() -> None:
 
 
 def draw() -> None:
-    """Photographs the chart of losses against time in a report of the runs in the current folder."""
+    """Takes a screenshot of the chart of losses against time, in a report on the runs in the current folder."""
     main(["report", *RUNS, PEER, "-o", "curves.html"])
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

@@ -1,7 +1,7 @@
-"""Draws docs/pictures: what the tool shows of a small model, which this script trains first.
+"""Draws the pictures in docs/pictures that show a small model, which this script trains first.
 
-python docs/pages.py [TEXT] [RUN]; TEXT is tinyshakespeare by default, RUN a finished run on it, used instead of
-training one; needs the dev extra and a Chromium
+python docs/pages.py TEXT [RUNS]; TEXT is tinyshakespeare. RUNS is a folder with the finished runs book and chat of the
+tutorial, to use instead of training them. Needs the dev extra and a Chromium
 """
 
 import contextlib
@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from gpt_cli.main import main
+from outputs import BLOCK
 from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
-BOOK, WAVES, BANDS = "runs/book", "runs/waves", "runs/bands"
+BOOK, CHAT, WAVES, BANDS = "runs/book", "runs/chat", "runs/waves", "runs/bands"
+TUTORIAL = Path(__file__).resolve().parent / "tutorial.md"
 PROMPT = "The king is dead, and the king's son is"
 HEAD = ("2", "0")
+QUESTION = "Who are you?"
 # Commands whose `-o FILE.png` is drawn.
 STILLS: dict[str, list[str]] = {
     "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
@@ -40,15 +43,19 @@ PAGES: dict[str, list[str]] = {
 }
 
 
-def train(text: str, run: str | None) -> None:
-    """Trains the run that is shown, or copies ``run``; one step of a run with sine and cosine positions; and for a
-    minute one whose layers 1 and 3 see four tokens."""
-    if run is not None:
-        shutil.copytree(run, BOOK)
-    elif main(["train", text, "-o", BOOK]):
-        sys.exit(1)
-    main(["train", text, "-o", WAVES, "--positions", "sinusoidal", "--steps", "1"])
-    main(["train", text, "-o", BANDS, "--arch", "modern", "--window", "4", "--minutes", "1"])
+def train(text: str, runs: str | None) -> None:
+    """Trains the runs of the tutorial, or copies them from ``runs``; a run of one step with sine and cosine positions;
+    and for a minute one whose layers 1 and 3 attend to four tokens."""
+    shutil.copy(text, "book.txt")
+    if runs is not None:
+        shutil.copytree(runs, "runs")
+    else:
+        exec(next(code for kind, code, _ in BLOCK.findall(TUTORIAL.read_text("utf-8")) if kind == "python"), {})
+        for words in (["book.txt", "-o", BOOK], ["chats.jsonl", "--chat", "--init", BOOK, "-o", CHAT]):
+            if main(["train", *words]):
+                sys.exit(1)
+    main(["train", "book.txt", "-o", WAVES, "--positions", "sinusoidal", "--steps", "1"])
+    main(["train", "book.txt", "-o", BANDS, "--arch", "modern", "--window", "4", "--minutes", "1"])
 
 
 def draw(pictures: Path) -> None:
@@ -65,16 +72,17 @@ def draw(pictures: Path) -> None:
             page.goto(Path(f"{PAGE_OF.get(name, 'attention')}.html").absolute().as_uri())
             page.wait_for_selector("body[data-ready]")
             page.screenshot(path=pictures / f"{name}.png", full_page=True, clip=take(page))
-        with serving(BOOK) as address:
-            page.goto(address)
-            page.wait_for_selector("body[data-ready]")
-            page.screenshot(path=pictures / "serve.png", clip=_served(page))
+        for name, run, take in (("serve", BOOK, _served), ("chat", CHAT, _chatted)):
+            with serving(run) as address:
+                page.goto(address)
+                page.wait_for_selector("body[data-ready]")
+                page.screenshot(path=pictures / f"{name}.png", clip=take(page))
         browser.close()
 
 
 @contextlib.contextmanager
 def serving(run: str) -> Iterator[str]:
-    """Serves a run while it is entered, and gives its address."""
+    """Serves a run inside the ``with`` block and yields its address."""
     command = [sys.executable, "-c", "from gpt_cli.main import run; run()", "serve", "-m", run, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -85,7 +93,7 @@ def serving(run: str) -> Iterator[str]:
 
 
 def _served(page: Page) -> dict[str, float]:
-    """Has the model write, and shows the alternatives of the last whole word that it was in doubt about."""
+    """Generates a text and opens the alternatives of the last whole word that the model was unsure of."""
     for name, value in {"text": PROMPT, "max_tokens": "50", "seed": "4"}.items():
         page.fill(f"#{name}", value)
     page.click("#go")
@@ -94,7 +102,22 @@ def _served(page: Page) -> dict[str, float]:
         "open(parts.findLastIndex((part) => /^ ..+/.test(part.text) && part.logprob > -3 && part.logprob < -1))"
     )
     page.evaluate("document.activeElement.blur()")
-    box = _box(page, "#keys")
+    return _above(page, "#keys")
+
+
+def _chatted(page: Page) -> dict[str, float]:
+    """Asks a question and waits for the answer."""
+    for name, value in {"question": QUESTION, "max_tokens": "40", "seed": "1"}.items():
+        page.fill(f"#{name}", value)
+    page.click("#go")
+    page.wait_for_selector("#status:text('.')")
+    page.evaluate("document.activeElement.blur()")
+    return _above(page, "#chat-keys")
+
+
+def _above(page: Page, selector: str) -> dict[str, float]:
+    """Cuts out the part of the page that ends with ``selector``."""
+    box = _box(page, selector)
     return {"x": 0, "y": 0, "width": 960, "height": box["y"] + box["height"] + 16}
 
 
@@ -164,7 +187,7 @@ PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        text, run = [*map(os.path.abspath, sys.argv[1:]), None, None][:2]
+        text, runs = [*map(os.path.abspath, sys.argv[1:]), None][:2]
         with contextlib.chdir(place):
-            train(text or "shakespeare", run)
+            train(text, runs)
             draw(PICTURES)

@@ -1,6 +1,6 @@
-"""Every command and every example in Python of the README and the pages of docs that have such is run, in a copy of its own, with few steps.
+"""Every command and every example in Python of the README and docs is run, in a folder of its own, with few steps.
 
-Commands that need a network are parsed and not run; `make demo` and `make test` are .ci/run's.
+Commands that need a network or never end are parsed and not run; `make demo` and `make test` are .ci/run's.
 """
 
 import json
@@ -14,14 +14,19 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Done, make_text
 
-NETWORK = {"shakespeare", "--tokenizer gpt2", "hf:"}
+NOT_RUN = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wandb")
+TEXTS = {
+    page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if page.name != "reference.md"  # whose examples are parsed by the tests of --help
+}
 
 
 def commands(page: str) -> Iterator[str]:
-    """What stands after a $ in the console blocks."""
+    """The `gpt` commands after a $ in the console blocks."""
     for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
-        for line in block.splitlines():
-            if line.startswith("$ "):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            if line.startswith("$ gpt "):
                 yield line[2:].split(" #")[0].strip()
 
 
@@ -48,23 +53,20 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", ["README", *(f"docs/{name}" for name in
-    ("finetuning", "publish", "sampling", "scale", "tokens", "training", "tutorial", "understand"))])  # fmt: skip
-def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
+@pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if any(commands(text))])
+def test_commands(gpt: Callable[..., Done], page: str) -> None:
     """In order, as a reader would type them, each on what the ones before left."""
     import gpt_cli.main
 
-    lines = [line for line in commands((ROOT / f"{page}.md").read_text(encoding="utf-8")) if line.startswith("gpt ")]
-    assert lines
-    for line in lines:
+    for line in commands(TEXTS[page]):
         words = shlex.split(line)
-        if any(mark in line for mark in NETWORK):
+        if any(mark in line for mark in NOT_RUN):
             command = gpt_cli.main.make_app()
             with pytest.raises(SystemExit) as stop:  # --help after all other words: they are parsed first
                 command([*words[1:], "--help"])
             assert stop.value.code == 0
             continue
-        stdin = b"What follows 1?\n" if "-i" in words else b""
+        stdin = b"What follows 1?\n" if {"-i", "chat"} & set(words) else b""
         if "<" in words:
             at = words.index("<")
             stdin = Path(words[at + 1]).read_bytes()
@@ -75,11 +77,11 @@ def test_commands_of_the_readme(gpt: Callable[..., Done], page: str) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/understand.md", "docs/tutorial.md"])
+@pytest.mark.parametrize(
+    "page", [page for page, text in TEXTS.items() if "import gpt\n" in "".join(python_blocks(text))]
+)
 def test_python_examples(page: str) -> None:
-    blocks = python_blocks((ROOT / page).read_text(encoding="utf-8"))
-    assert blocks
-    few = "\n".join(blocks).replace("steps=50", "steps=2, block_size=32, batch_tokens=256")
+    few = "\n".join(python_blocks(TEXTS[page])).replace("steps=50", "steps=2, block_size=32, batch_tokens=256")
     done = subprocess.run([sys.executable, "-c", few], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
