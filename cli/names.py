@@ -1,6 +1,5 @@
 """Commands and options of other programs, and what they are called here."""
 
-import re
 from typing import Any
 
 COMMANDS = {  # a command of another program → what to type here
@@ -131,4 +130,4 @@ def answer(error: Any, context: Any) -> tuple[str, str] | None:
 def _described(name: str, parameter: Any, context: Any) -> str:
     if not name.startswith("-"):
         return f"{name.upper()} is positional: {context.command_path} {name.upper()}"
-    return f"{name}: {re.split(r'[.;](?: |$)', parameter.help or '')[0]}"
+    return f"{name}: {parameter.help}"

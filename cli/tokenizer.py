@@ -92,7 +92,7 @@ def encode(
     special: Annotated[
         bool, option("--special", help="Encode special tokens in the text as such, not as plain text")
     ] = False,
-    show: Annotated[bool, option("--show", help="Show the text split into its tokens.")] = False,
+    show: Annotated[bool, option("--show", help="Show the text split into its tokens")] = False,
     out: Out = None,
     json: Json = False,
 ) -> None:

@@ -25,7 +25,7 @@ from unittest import mock
 import gpt
 from gpt.runs import folder
 from gpt.text.token_folder import MANIFEST, PROGRESS, SOURCES
-from tests.stress.faults import peak_memory, said, write_text
+from tests.stress.faults import listed, peak_memory, write_text
 
 SECONDS, WAIT = 20, 300  # of CPU time and of wall time that a command may take
 MEMORY = 2**30  # bytes that a command may take on top of what the process has
@@ -315,7 +315,7 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="gpt-forged-") as name:
         make(Path(name))
         outcomes, wrong = tried(Path(name), count, tuple(words[1:]))
-    print(said(outcomes))
+    print(listed(outcomes))
     print("\n".join(wrong))
     sys.exit(bool(wrong))
 
