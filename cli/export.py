@@ -56,7 +56,7 @@ def _print(done: "Exported") -> None:
     render.fact("saved", f"{done.out}  ({done.bytes:,} bytes, {counted(done.tensors, 'tensor')}, {done.type})")
     if done.loss_before is not None and done.loss_after is not None:
         change = done.loss_after - done.loss_before
-        said = f"{done.loss_before:.4f} before, {done.loss_after:.4f} after: {change:+.4f} nats a token"
+        said = f"{done.loss_before:.4f} before, {done.loss_after:.4f} after: {change:+.4f} nats per token"
         render.fact("loss", said)
     if done.format == "gguf":
         render.fact("more", f"llama-cli -m {place}" + ("" if done.chat else ' -p "Once upon"'))

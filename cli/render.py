@@ -185,7 +185,7 @@ def result(result: "Result", console: Console | None = None) -> None:
     length = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {rate}"
     fact("saved", f"{result.checkpoint}  ({length})", console)
     if result.val_loss is not None and result.bits_per_byte is not None:
-        loss = f"{result.val_loss:.4f} nats a token, {result.bits_per_byte:.4f} bits per byte, on "
+        loss = f"{result.val_loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte, on "
         loss += f"{result.val_tokens:,} tokens of held-out text" if result.val_tokens else "held-out text"
         fact("loss", loss, console)
     if result.answers is not None:
@@ -284,10 +284,10 @@ def evaluation_json(result: "Evaluation") -> dict[str, Any]:
 def evaluation(result: "Evaluation") -> None:
     """Prints the measures of ``gpt eval`` with their units."""
     rows = table()
-    rows.add_row("loss", f"{result.loss:.4f}", "nats a token")
-    rows.add_row("perplexity", f"{result.perplexity:,.2f}", "a token: e to the loss")
+    rows.add_row("loss", f"{result.loss:.4f}", "nats per token")
+    rows.add_row("perplexity", f"{result.perplexity:,.2f}", "per token: e to the loss")
     rows.add_row("bits per byte", f"{result.bits_per_byte:.4f}", "comparable between tokenizers")
-    rows.add_row("word perplexity", f"{result.word_perplexity:,.2f}", "a word, as white space cuts them")
+    rows.add_row("word perplexity", f"{result.word_perplexity:,.2f}", "per word, split at white space")
     rows.add_row("text", f"{result.tokens:,}", f"tokens predicted; {result.bytes:,} bytes, {result.words:,} words")
     rows.add_row("windows", f"{result.block_size:,}", f"tokens each, one every {result.stride:,}")
     stdout().print(rows)

@@ -175,8 +175,8 @@ def _flops(cost: Cost, data: dict[str, int]) -> None:
     width = "C" if config.n_head * config.head_size == config.n_embd else "H·D"
     scores = f"S·{width}" if any(config.windows) else f"L·{width}·T"
     windowed = f", S = {seen(config, T):,} positions that the layers see" if any(config.windows) else ""
-    table.add_row("a token trained on", f"{data['trained_token']:.3e}", f"6 N + 12·{scores}, T = {T:,}{windowed}")
-    table.add_row("a token sampled", f"{data['sampled_token']:.3e}", f"2 N + 4·{scores}, after T = {T:,}")
+    table.add_row("per trained token", f"{data['trained_token']:.3e}", f"6 N + 12·{scores}, T = {T:,}{windowed}")
+    table.add_row("per sampled token", f"{data['sampled_token']:.3e}", f"2 N + 4·{scores}, after T = {T:,}")
     table.add_row(f"{data['tokens']:,} tokens", f"{data['training']:.3e}", "all of the training")
     without = f"{data['training_without_scores']:.3e}"
     table.add_row("", without, "6 N alone, as the GPT-3 paper counts (its table D.1)")

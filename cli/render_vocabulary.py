@@ -77,7 +77,7 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_js
     console = render.stdout()
     console.print(_facts(tokenizer, used))
     lengths = vocabulary.lengths(tokenizer)
-    table = render.table("Bytes a token", *(f">{column}" for column in lengths))
+    table = render.table("Bytes per token", *(f">{column}" for column in lengths))
     table.add_row("tokens", *(f"{count:,}" for count in lengths.values()))
     console.print(table)
     if tokens:
@@ -104,7 +104,9 @@ def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
         table.add_row("pattern", tokenizer.pattern)
     table.add_row("fingerprint", tokenizer.fingerprint)
     if used is not None:
-        table.add_row("text", f"{used.bytes:,} bytes, {used.tokens:,} tokens: {used.bytes_per_token:.2f} bytes a token")
+        table.add_row(
+            "text", f"{used.bytes:,} bytes, {used.tokens:,} tokens: {used.bytes_per_token:.2f} bytes per token"
+        )
         table.add_row("ids used", f"{used.ids_used:,} ({used.ids_used / tokenizer.vocab_size:.1%})")
     return table
 

@@ -25,8 +25,8 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step: loss in nats a token, the gradient's norm before clipping, tokens a second of steps alone, and
-    the share of the device's peak that they need (`gpt.training.speed`), null where no peak is known."""
+    """An optimizer step: loss in nats per token, gradient norm before clipping, tokens per second of steps only, and
+    their share of the device's peak (`gpt.training.speed`), null if no peak is known."""
 
     loss: float
     lr: float
@@ -37,7 +37,7 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class EvalEvent(Event):
-    """An evaluation on held-out text, nats a token; ``best``: the lowest so far."""
+    """An evaluation on held-out text, nats per token; ``best``: the lowest so far."""
 
     val_loss: float
     best: bool

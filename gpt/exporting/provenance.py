@@ -59,7 +59,7 @@ class Provenance:
     texts: list[Text] | None = None  # None: not known
     tokens: Count | None = None  # of the text, to train on
     settings: Table = field(default_factory=dict)
-    val_loss: float | None = None  # nats a token over the whole held-out text
+    val_loss: float | None = None  # nats per token over the whole held-out text
     bits_per_byte: float | None = None
     ancestors: list[Ancestor] = field(default_factory=list)  # the nearest first
     bits: Count = 32  # the fewest that its weights were ever rounded to

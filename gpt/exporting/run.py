@@ -46,7 +46,7 @@ class Exported:
     bytes: int
     tensors: int
     vocab_size: int
-    loss_before: float | None  # nats a token, over --eval's text; None where there is none
+    loss_before: float | None  # nats per token, over --eval's text; None where there is none
     loss_after: float | None
     seconds: float
     chat: bool  # whether it is a model to talk with

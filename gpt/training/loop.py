@@ -32,7 +32,7 @@ class Launched:
 
     step: int
     lr: float
-    outcome: Download  # loss, in nats a token, and norm
+    outcome: Download  # loss, in nats per token, and norm
 
 
 class Diverged(WorkError):

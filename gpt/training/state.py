@@ -33,7 +33,7 @@ class TrainState:
     step: Count = 0  # optimizer steps done; the next batch is a function of it
     settled_step: Annotated[int, Within(-1)] = -1  # the newest step whose due actions are done
     measured_step: Annotated[int, Within(-1)] = -1  # the newest evaluation's …
-    measured_loss: float | None = None  # … and its loss, nats a token
+    measured_loss: float | None = None  # … and its loss, nats per token
     windows: Count = 0  # of held-out text in a periodic evaluation
     best_loss: float | None = None  # lowest held-out loss so far
     evals_since_best: Count = 0  # for patience

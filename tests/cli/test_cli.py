@@ -94,7 +94,7 @@ def test_train_says_where_how_good_and_what_next(gpt: Gpt, book: Path) -> None:
     done = gpt("train", book, *QUICK)
     assert done.code == 0
     assert re.search(r"saved\s+runs.book.step-00000\d", done.out)
-    assert re.search(r"loss\s+\d\.\d{4} nats a token, \d\.\d{4} bits per byte", done.out)
+    assert re.search(r"loss\s+\d\.\d{4} nats per token, \d\.\d{4} bits per byte", done.out)
     assert re.search(r'more\s+gpt sample "Once upon" -m runs.book', done.out)
     assert "1 document;" in done.err
     assert "held-out" in done.err
@@ -396,7 +396,7 @@ def test_eval_json_is_the_contracts(gpt: Gpt, run_folder: Path, tmp_path: Path) 
     one_line_of_what_and_what_next(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--stride", "33"), "stride is 33")
     shown = gpt("eval", tmp_path / "t.txt", "-m", run_folder).out
     assert f"{values['loss']:.4f}" in shown
-    assert "nats a token" in shown
+    assert "nats per token" in shown
 
 
 def test_eval_tokens_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:

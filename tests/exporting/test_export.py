@@ -338,7 +338,7 @@ def test_what_is_printed(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
     assert values["bytes"] == sum(file.stat().st_size for file in Path("a/b/out").iterdir())
     assert values["vocab_size"] == 400
     done = gpt("export", "-m", run_folder, "-o", "out", "--dtype", "int4", "--eval", chapter, "--quiet")
-    assert re.match(r"saved  out  \(.* tensors, int4\)\nloss   .* nats a token\n.*gpt sample .* -m out", done.out)
+    assert re.match(r"saved  out  \(.* tensors, int4\)\nloss   .* nats per token\n.*gpt sample .* -m out", done.out)
     assert done.err == ""
     done = gpt("export", "-m", run_folder, "-o", "b.GGUF")
     assert "llama-cli -m b.GGUF" in done.out
