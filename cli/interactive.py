@@ -51,7 +51,8 @@ class Interaction:
         self.index = 0  # which sample of the prompt comes next
         self.commands: dict[str, Callable[[str], object]] = {
             "/retry": self._retry, "/more": self._more, "/system": self._set_system, "/clear": self._clear,
-            "/set": self._set, "/model": self._model, "/help": self._help, "/quit": lambda _: sys.exit(0),
+            "/set": self._set, "/model": self._model, "/help": self._help,
+            **dict.fromkeys(("/quit", "/exit", "/bye"), lambda _: sys.exit(0)),
         }  # fmt: skip
 
     @property

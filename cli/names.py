@@ -118,7 +118,9 @@ def answer(error: Any, context: Any) -> tuple[str, str] | None:
         return None
     ours = {flag: each for each in context.command.params for flag in each.opts if not each.hidden}
     if "unexpected extra argument" in error.message and "--model" in ours:
-        return error.message, f"-m names the model, -o the output: {context.command_path} --help"
+        quoted = f'a text of several words needs quotes: {context.command_path} "Once upon a time"; '
+        text = any(each.param_type_name == "argument" for each in context.command.params)
+        return error.message, f"{quoted if text else ''}-m names the model, -o the output"
     if not hasattr(error, "possibilities"):  # the option is known
         return None
     brought = error.option_name.lower().lstrip("-").replace("_", "-")

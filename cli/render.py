@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -199,11 +200,11 @@ def result(result: "Result", console: Console | None = None) -> None:
     fact("more", f"{command} -m {shlex.quote(str(result.run))}", console)
 
 
-def draw_seed(announce: bool) -> int:
-    """Draws a seed from the system's randomness; with ``announce``, prints it on stderr."""
+def draw_seed(announce: bool, model: Path | None = None) -> int:
+    """Draws a seed from the system's randomness; with ``announce``, prints it on stderr, after the name of the model."""
     seed = secrets.randbelow(2**31)
     if announce:
-        note(f"seed {seed}")
+        note(f"{f'{model}, ' if model else ''}seed {seed}")
     return seed
 
 

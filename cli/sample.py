@@ -80,7 +80,7 @@ def sample(
         _into_file(loaded, texts, settings, seed, num, out, json, quiet)
         return
     if seed is None:
-        seed = render.draw_seed(announce=settings.draws and not json and not quiet)
+        seed = render.draw_seed(announce=settings.draws and not json and not quiet, model=loaded.path)
     forgotten = render.Overflow()
     pieces = forgotten.counting(loaded.write_all(texts, settings, seed, num))
     if json:

@@ -216,7 +216,7 @@ def look(
     layers, heads = _chosen("layer", layer, config.n_layer), _chosen("head", head, config.n_head)
     whole = np.asarray(ids, np.int64)
     if not len(whole):
-        raise UserError("there is no prompt to look at", 'give one: --prompt "Once upon a time"')
+        raise UserError("there is no prompt to look at", 'give one: gpt inspect attention "Once upon a time"')
     kept = whole[-config.block_size :]
     windows = [config.windows[at] for at in layers]
     needed = 4 * len(layers) * config.n_head * len(kept) ** 2

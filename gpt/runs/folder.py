@@ -348,7 +348,10 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
     if is_checkpoint(path):
         return path
     if not path.exists():
-        raise UserError(f"there is no run or checkpoint {path}", known_runs())
+        named = Path(RUNS, path)
+        raise UserError(
+            f"there is no run or checkpoint {path}", f'did you mean "{named}"?' if is_run(named) else known_runs()
+        )
     if path.is_dir() and any(path.glob("pytorch_model*.bin")):
         raise UserError(
             f"{path} holds pickled weights only", "save them as safetensors first; pickles are never opened"

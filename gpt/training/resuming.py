@@ -132,7 +132,10 @@ def refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
     """Raises `UserError` for anything that cannot be given with ``--resume``: all but `MAY_CHANGE`."""
     may = "it may be joined by " + ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE)
     if texts:
-        raise UserError(f"a text ({texts[0]}) cannot be given with --resume: the run has its own", may)
+        raise UserError(
+            f"a text ({texts[0]}) cannot be given with --resume: the run has its own",
+            "gpt train --resume RUN continues a run; --init RUN starts another from its weights",
+        )
     for name in given:
         if name not in MAY_CHANGE:
             raise UserError(

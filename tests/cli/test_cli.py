@@ -334,7 +334,7 @@ def test_sample_echoes_streams_and_repeats(gpt: Gpt, run_folder: Path) -> None:
 
 def test_a_drawn_seed_is_printed_and_repeats(gpt: Gpt, run_folder: Path) -> None:
     done = gpt("sample", "the", "-m", run_folder, "-n", "30")
-    seed = re.fullmatch(r"seed (\d+)\n", done.err)
+    seed = re.fullmatch(r".+step-\d+, seed (\d+)\n", done.err)
     assert seed
     assert gpt("sample", "the", "-m", run_folder, "-n", "30", "--seed", seed[1]).out == done.out
     assert gpt("sample", "the", "-m", run_folder, "-n", "30", "--greedy").err == ""
