@@ -21,7 +21,8 @@ COMMANDS = {  # a command of another program → what to type here
         "gpt data list lists corpora, gpt params --list model sizes; your runs are the folders in runs/",
     ),
     **dict.fromkeys(
-        ("convert", "quantize", "push", "save"), "gpt export -m MODEL -o FILE.gguf, or -o FOLDER; --dtype quantizes"
+        ("convert", "quantize", "push", "save", "merge"),
+        "gpt export -m MODEL -o FILE.gguf, or -o FOLDER; --dtype quantizes",
     ),
     **dict.fromkeys(("server", "api", "web", "ui"), "gpt serve serves a model over HTTP, with a web page"),
     **dict.fromkeys(
@@ -68,9 +69,10 @@ _OPTIONS = {
     "--n-head": "num-heads num-attention-heads n-heads heads",
     "--n-kv-head": "num-key-value-heads num-kv-heads n-kv-heads",
     "--n-embd": "hidden-size d-model embed-dim dim width",
+    "--name": "served-model-name alias",
     "--init": "model-name model-name-or-path model-id pretrained base-model model m init-from",
     "--resume": "resume-from-checkpoint resume-from",
-    "--lora-rank": "lora-r lora-dim rank",
+    "--lora-rank": "lora lora-r lora-dim rank",
     "--lora-targets": "target-modules lora-target-modules",
     "--recompute": "gradient-checkpointing activation-checkpointing",
     "--nproc": "nproc-per-node num-processes num-gpus gpus",
@@ -90,20 +92,23 @@ _OPTIONS = {
     "--no-repeat-ngram": "no-repeat-ngram-size",
     "--stop": "stop-sequence stop-sequences reverse-prompt stop-strings eos-token",
     "--bias": "logit-bias",
-    "--regex": "grammar guided-regex",
-    "--json-schema": "guided-json schema",
+    "--regex": "grammar guided-regex guided-grammar",
+    "--json-schema": "guided-json schema grammar",
     "--prompt-file": "file",
-    "--interactive": "conversation chat",
+    "--interactive": "conversation chat cnv",
     "--device": "n-gpu-layers gpu-layers ngl gpu cuda use-gpu no-cuda",
-    "--dtype": "bf16 fp16 fp32 torch-dtype precision load-in-8bit load-in-4bit quantize quantization quant outtype",
+    "--dtype": "bf16 fp16 fp32 torch-dtype precision quantize quantization quant outtype",
     "--threads": "num-threads n-threads",
     "--jobs": "num-workers workers num-proc",
     "--seed": "random-seed",
-    "prompt": "prompt text input",
+    "prompt": "prompt text input p",
+    "targets": "model model-name m",
     "text": "text texts data data-path dataset dataset-name train-data train-file input file",
 }
 _NOTES = {  # for what has no option here
     "do-sample": "sampling is the default; --greedy turns it off",
+    "lora-dropout": "adapters are trained without dropout of their own",
+    **dict.fromkeys(("load-in-4bit", "load-in-8bit"), "only sampling quantizes: --dtype int4 or int8"),
     **dict.fromkeys(
         ("ctx-size", "context-length", "context-size", "n-ctx", "max-seq-len"),
         "the context length is fixed when a model is trained: gpt train --block-size",
@@ -131,5 +136,6 @@ def answer(error: Any, context: Any) -> tuple[str, str] | None:
 
 def _described(name: str, parameter: Any, context: Any) -> str:
     if not name.startswith("-"):
-        return f"{name.upper()} is positional: {context.command_path} {name.upper()}"
+        word = parameter.metavar or name.upper()
+        return f"{word} is positional: {context.command_path} {word}"
     return f"{name}: {parameter.help}"

@@ -201,7 +201,7 @@ def result(result: "Result", console: Console | None = None) -> None:
 
 
 def draw_seed(announce: bool, model: Path | None = None) -> int:
-    """Draws a seed from the system's randomness; with ``announce``, prints it on stderr, after the name of the model."""
+    """Draws a seed from the system's randomness; with ``announce``, prints it and the model on stderr."""
     seed = secrets.randbelow(2**31)
     if announce:
         note(f"{f'{model}, ' if model else ''}seed {seed}")

@@ -34,7 +34,7 @@ class ServeConfig:
     )
     max_batch: int = _load(
         0,
-        "Maximum number of requests in flight",
+        "Texts generated at the same time; others wait (--queue)",
         shown="set by the device's memory",
         level="basic",
         low=0,

@@ -152,8 +152,8 @@ def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
 
 def _use(source: SourceModel, facts: Facts) -> Iterator[str]:
     name, talks = _visible(facts.name), source.tokenizer.chat_template is not None
-    how = "-i" if talks else '"Once upon"'
-    yield f"```console\ngpt sample {how} -m {shlex.quote(name)}\n```"
+    how = "chat" if talks else 'sample "Once upon"'
+    yield f"```console\ngpt {how} -m {shlex.quote(name)}\n```"
     if _in_transformers(source, facts):
         asked = 'tokenizer("Once upon", return_tensors="pt")'
         if talks:

@@ -348,9 +348,13 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
     if is_checkpoint(path):
         return path
     if not path.exists():
-        named = Path(RUNS, path)
+        meant = [str(Path(RUNS, path))] if is_run(Path(RUNS, path)) else []
+        meant += [f"hf:{model}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and path.parts[0] != RUNS else []
+        hint = f'did you mean "{meant[0]}"?' if meant else known_runs()
+        raise UserError(f"there is no run or checkpoint {path}", hint)
+    if path.suffix == ".gguf":
         raise UserError(
-            f"there is no run or checkpoint {path}", f'did you mean "{named}"?' if is_run(named) else known_runs()
+            f"{path} is a GGUF file, which gpt writes but does not read", "name the folder it was made from"
         )
     if path.is_dir() and any(path.glob("pytorch_model*.bin")):
         raise UserError(
