@@ -60,7 +60,7 @@ def show(
 
     with reading(Path(name)):
         if not token_folder.is_token_folder(name):
-            raise UserError(f"{name} is not a token folder", "make one: gpt tokenize TEXT -o DIR")
+            raise UserError(f"{name} is not a token folder", "create one: gpt tokenize TEXT -o DIR")
     folder = token_folder.TokenFolder(name)
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:

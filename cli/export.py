@@ -61,7 +61,7 @@ def _print(done: "Exported") -> None:
     if done.format == "gguf":
         render.fact("more", f"llama-cli -m {place}" + ("" if done.chat else ' -p "Once upon"'))
         line = f"FROM {done.out.absolute()}"
-        render.fact("", f"ollama create NAME -f Modelfile  (a file with the line: {line})")
+        render.fact("", f"ollama create NAME -f Modelfile  (a file that contains: {line})")
     else:
         render.fact("more", f"gpt chat -m {place}" if done.chat else f'gpt sample "Once upon" -m {place}')
         render.fact("", f"hf upload OWNER/NAME {place}  (read its README.md first)")

@@ -26,7 +26,7 @@ def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
         raise UserError(f"a {what} and {flag} were both given", "give only one of them")
     if file is not None:
         with opened(file, f"the {what}") as stream:
-            data = bounded(stream, file, MOST_TEXT, f"a {what} cannot be longer than that")
+            data = bounded(stream, file, MOST_TEXT, f"that is the limit for a {what}")
         try:
             words = data.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError as error:
@@ -45,7 +45,7 @@ def lines(file: Path, what: str) -> Iterator[bytes]:
         while line := stream.readline(MOST_TEXT + 1):
             left -= len(line)
             if len(line) > MOST_TEXT:
-                raise _too_long(f"a line of {name(file)}", MOST_TEXT, "a prompt cannot be longer than that")
+                raise _too_long(f"a line of {name(file)}", MOST_TEXT, "that is the limit for a prompt")
             if left < 0:
                 raise _too_long(name(file), MOST_PROMPTS, "split it into several files")
             yield line
@@ -54,7 +54,7 @@ def lines(file: Path, what: str) -> Iterator[bytes]:
 def toml(file: Path) -> dict[str, Any]:
     """Reads the table of a TOML file."""
     with opened(file, "settings") as stream:
-        return parse_toml(bounded(stream, file, MOST_TOML, "a file of settings has only a few lines"), str(file))
+        return parse_toml(bounded(stream, file, MOST_TOML, "that is the limit for a settings file"), str(file))
 
 
 def bounded(stream: BinaryIO, file: Path, most: int, hint: str) -> bytes:

@@ -54,9 +54,7 @@ def attention(
     ids = loaded.tokenizer.prompt(words) if words else []  # as sampling reads it
     look = inspect.look(loaded.model, ids, loaded.tokenizer, layer, head)
     if look.dropped:
-        render.note(
-            f"the prompt has {len(ids):,} tokens; only the last {len(look.ids):,}, which fit the context, are shown"
-        )
+        render.note(f"the prompt has {len(ids):,} tokens; showing the last {len(look.ids):,}, which fit the context")
     name, tokenizer = str(loaded.path), loaded.tokenizer
     page.show(
         "attention", f"attention: {name}", out, json,

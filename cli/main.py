@@ -252,7 +252,7 @@ def _described(error: BaseException, command: str) -> tuple[int, str, str]:
     if is_out_of_memory(error):
         return 1, "out of memory", "try a smaller --micro-batch, --preset or --block-size"
     if is_out_of_threads(error):
-        message = "the system refuses to start another thread: it is out of memory or at its limit of threads"
+        message = "the system cannot start another thread: it is out of memory or at its thread limit"
         return 1, message, "use fewer --threads, or raise the limit (ulimit -v, ulimit -u, or the container's)"
     if (failure := device_failure(error)) is not None:
         return 1, f"the device failed: {failure}", "try again; if it keeps failing, use --device cpu"

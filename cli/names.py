@@ -18,7 +18,7 @@ COMMANDS = {  # a command of another program → what to type here
     ),
     **dict.fromkeys(
         ("list", "ls", "models", "ps"),
-        "gpt data list lists corpora, gpt params --list model sizes; your runs are the folders in runs/",
+        "gpt data list lists corpora, gpt params --list model sizes; your runs are in runs/",
     ),
     **dict.fromkeys(
         ("convert", "quantize", "push", "save", "merge"),
@@ -125,7 +125,8 @@ def answer(error: Any, context: Any) -> tuple[str, str] | None:
     if "unexpected extra argument" in error.message and "--model" in ours:
         quoted = f'a text of several words needs quotes: {context.command_path} "Once upon a time"; '
         text = any(each.param_type_name == "argument" for each in context.command.params)
-        return error.message, f"{quoted if text else ''}-m names the model, -o the output"
+        out = ", -o the output" if "--out" in ours else ""
+        return error.message, f"{quoted if text else ''}-m names the model{out}"
     if not hasattr(error, "possibilities"):  # the option is known
         return None
     brought = error.option_name.lower().lstrip("-").replace("_", "-")

@@ -72,7 +72,7 @@ def params(
         given = {"devices": settings.devices}
     if given and (every or out is not None):
         flag = f"--{next(iter(given))}".replace("_", "-")
-        raise UserError(f"{flag} estimates training, which {'-o' if out else 'a list of presets'} does not show",
+        raise UserError(f"{flag} estimates training, but {'-o' if out else 'a list of presets'} does not show it",
                         "name a preset or a model: gpt params gpt2 --devices 8")  # fmt: skip
     if list_presets and (targets or shape):
         named = targets[0] if targets else f"--{next(iter(shape))}".replace("_", "-")
@@ -110,7 +110,7 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
         missing = [f"--{key.replace('_', '-')}" for key in ("n_layer", "n_head", "n_embd") if key not in shape]
         if missing:
             raise UserError(
-                f"without a preset, {', '.join(missing)} must be given too", "or name a preset: gpt params --list"
+                f"without a preset, {', '.join(missing)} are required", "or name a preset: gpt params --list"
             )
         return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **_properties(shape)})
     from gpt.files import reading

@@ -26,7 +26,7 @@ COLUMNS, SIZE = 96, 11  # characters of a line of tokens, and their size in poin
 def check() -> None:
     """Raises `UserError` if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("pictures need the package matplotlib", f"{install_extra('plots')}; or -o FILE.html")
+        raise UserError("images need the package matplotlib", f"{install_extra('plots')}; or use -o FILE.html")
 
 
 def _figure(width: float, height: float, title: str = "") -> "Figure":
@@ -96,7 +96,7 @@ def _one_head(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
     kind = mostly(look.here, look.probe, 0, 0)
     window = f", window {look.windows[0]:,}" if look.windows[0] else ""
     figure = _figure(7, 7.4, f"layer {look.layers[0]}{window}, head {look.heads[0]}: {model}")
-    axes = figure.add_subplot(title=f"mostly {KINDS[kind]}" if kind else "no one kind of key")
+    axes = figure.add_subplot(title=f"mostly {KINDS[kind]}" if kind else "no single kind of key")
     axes.title.set_fontsize(10)
     _map(axes, look.patterns[0, 0])
     places = range(0, len(look.ids), -(-len(look.ids) // 64))  # more names would not be legible

@@ -30,9 +30,9 @@ def start(words: Sequence[str], nproc: int, began: float) -> int:
     )
     if ended.signum is not None:
         name = signal.Signals(ended.signum).name
-        why = ", perhaps by the system, to free memory" if name == "SIGKILL" else ""
+        why = ", possibly by the system because memory ran out" if name == "SIGKILL" else ""
         raise WorkError(
-            f"process {ended.rank} of {nproc} was killed by {name}{why}", resume or "training had not started"
+            f"process {ended.rank} of {nproc} was killed by {name}{why}", resume or "training had not started yet"
         )
     if ended.status == 1 and ended.rank and resume:
         render.note(resume)

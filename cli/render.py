@@ -306,13 +306,13 @@ def speed(measured: "Measured") -> None:
     rows = table()
     how = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"
     rows.add_row("model", measured.name, how + (", compiled" if measured.compiled else ""))
-    texts = f"{asked.batch} texts" if asked.batch > 1 else "a text"
-    rows.add_row("reading", f"{found.prefill_tokens_per_second:,.0f}", f"tokens/s: {asked.prompt_tokens} of {texts}")
+    texts = f"{asked.batch} sequences" if asked.batch > 1 else "one sequence"
+    rows.add_row("prefill", f"{found.prefill_tokens_per_second:,.0f}", f"tokens/s: {asked.prompt_tokens} of {texts}")
     rows.add_row("first token", f"{1000 * found.first_token_seconds:,.1f}", "ms after the prompt")
-    rows.add_row("writing", f"{found.decode_tokens_per_second:,.1f}", f"tokens/s: {asked.new_tokens} of {texts}")
-    share = f"% of {found.bandwidth_bytes_per_second / 1e9:,.1f} GB/s, which this memory reads; a step reads "
+    rows.add_row("decoding", f"{found.decode_tokens_per_second:,.1f}", f"tokens/s: {asked.new_tokens} of {texts}")
+    share = f"% of this memory's {found.bandwidth_bytes_per_second / 1e9:,.1f} GB/s; a step reads "
     rows.add_row("bandwidth", f"{100 * found.bandwidth_share:.0f}", share + f"{found.read_bytes / 1e6:,.0f} MB")
-    rows.add_row("memory", f"{found.memory_bytes / 1e6:,.0f}", "MB at most")
+    rows.add_row("memory", f"{found.memory_bytes / 1e6:,.0f}", "MB at peak")
     stdout().print(rows)
 
 

@@ -50,7 +50,7 @@ def corpora(all_corpora: "Sequence[CatalogueEntry]", as_json: bool) -> None:
     for found in all_corpora:
         table.add_row(found.name, found.title, size_in_words(found.size), found.license, status(found))
     console.print(table)
-    console.print(Text("gpt data show NAME prints details; gpt train NAME downloads what is missing.", "dim"))
+    console.print(Text("gpt data show NAME prints details; gpt train NAME downloads missing files.", "dim"))
 
 
 def corpus(found: "CatalogueEntry", as_json: bool) -> None:
@@ -119,7 +119,7 @@ def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) 
         render.json_line({**values, "seconds": round(seconds, 2), "train": train})
         return
     where = f"{folder}  ({counted(len(files), 'file')}, {size:,} bytes)"
-    render.fact("here", where if folder else "part of Python: nothing to fetch")
+    render.fact("here", where if folder else "part of Python: nothing to download")
     render.fact("train", train)
 
 
@@ -133,7 +133,7 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
     manifest = folder.manifest
     by = {
         "end": "the end of the text is held out",
-        "hash": "documents are held out by a hash of seed and text",
+        "hash": "documents are chosen by a hash of the seed and the text",
         "text": "a separate text is held out",
         "nothing": "nothing is held out",
     }[manifest["split"]["by"]]
@@ -142,7 +142,7 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
         "split": by,
         "sources": f"{manifest['sources']['count']:,}",
         "shards": f"{len(folder.shards):,}" + (", all checksums match" if verified else ""),
-        "replaced": counted(manifest["replaced"], "wrong byte") if manifest["replaced"] else "",
+        "replaced": counted(manifest["replaced"], "invalid byte") if manifest["replaced"] else "",
         "left out": counted(manifest["skipped"], "file, line or row", "files, lines or rows")
         if manifest["skipped"]
         else "",

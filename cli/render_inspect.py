@@ -72,7 +72,7 @@ def _heads(look: "Look") -> Table:
         window = [str(look.windows[at] or "-")] if any(look.windows) else []
         table.add_row(str(layer), *window, *letters)
     said = "  ".join(f"{LETTERS[kind]} {what}" for kind, what in inspect.KINDS.items())
-    table.caption = Text(f"what heads mostly attend to:  {said}  - no one kind", "dim")
+    table.caption = Text(f"what heads mostly attend to:  {said}  - no single kind", "dim")
     return table
 
 
@@ -83,7 +83,7 @@ def heat(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Co
     kind = mostly(look.here, look.probe, at, column)
     does = f": mostly {KINDS[kind]}" if kind else ""
     window = look.windows[at]
-    sees = "" if window is None else f" (sees the last {counted(window, 'token')})"
+    sees = "" if window is None else f" (attends to the last {counted(window, 'token')})"
     console.print(Text(f"\nlayer {look.layers[at]}{sees}, head {look.heads[column]}{does}", "bold"))
     fit = min(MOST, console.width - LABEL - 2)
     T = len(look.ids)
@@ -147,7 +147,7 @@ def positions(found: "Positions") -> None:
     if found.table is None:
         console.print("rotary: no table; queries and keys are rotated by an angle that grows with the position")
     else:
-        console.print(Text(f"{found.kind}: {size:,} positions of {found.table.shape[1]:,} numbers", "bold"))
+        console.print(Text(f"{found.kind}: {size:,} positions, {found.table.shape[1]:,} dimensions each", "bold"))
         console.print(Text("-o FILE.html or FILE.png shows the table", "dim"))
     console.print(Text("\nsimilarity of two positions, by distance", "bold"))
     table = render.table()

@@ -121,11 +121,11 @@ def _memory(cost: Cost, data: dict[str, Any]) -> None:
     ranks = "one" if plan.devices == 1 else f"each of {plan.devices:,}"
     words = f"Memory on {ranks} {asked.kind}, {setup.dtype}, {plan.options}"
     table = render.table("what", ">bytes", "", title=words)
-    narrow = "weights in the dtype of products" if not setup.shard else "weights gathered from the other ranks"
+    narrow = "weights in the dtype of matrix products" if not setup.shard else "weights gathered from the other ranks"
     other = "activations" if setup.recompute else "activations_recomputed"
     said = "without" if setup.recompute else "with"
     mine = "activations_recomputed" if setup.recompute else "activations"
-    chunk = f", {setup.loss_chunk:,} positions at a time" if setup.loss_chunk else ""
+    chunk = f", {setup.loss_chunk:,} tokens at a time" if setup.loss_chunk else ""
     rows = [
         ("parameters", data["parameters"], "float32"),
         ("gradients", data["gradients"], "float32"),
@@ -135,14 +135,14 @@ def _memory(cost: Cost, data: dict[str, Any]) -> None:
         ("copies", data["copies"], narrow if data["copies"] else ""),
     ]
     if asked.kind == "cpu":
-        rows.append(("snapshot", data["snapshot"], "parameters and optimizer once more, for checkpoints"))
+        rows.append(("snapshot", data["snapshot"], "a copy of parameters and optimizer state, for checkpoints"))
     for name, n, remark in rows:
         table.add_row(name, size(n), Text(remark, "dim"))
     table.add_section()
-    moment = {"loss": "when the gradient begins", "backward": "when it ends", "update": "in the optimizer's step"}
+    moment = {"loss": "when the backward pass starts", "backward": "when it ends", "update": "in the optimizer step"}
     when = moment[max(plan.memory.moments, key=plan.memory.moments.__getitem__)]
     verdict = "fits" if plan.fits else "does not fit"
-    table.add_row("peak", size(plan.memory.peak), f"{when}; {verdict} into {size(plan.room)}", style="bold")
+    table.add_row("peak", size(plan.memory.peak), f"{when}; {verdict} in {size(plan.room)}", style="bold")
     console.print(table)
     sampling = data["sampling"]
     if asked.kind != "cpu":
@@ -155,17 +155,17 @@ def _memory(cost: Cost, data: dict[str, Any]) -> None:
 
 def _fitting(cost: Cost) -> None:
     console = render.stdout()
-    title = f"What fits into the memory of {cost.asked.kind}, from one device up"
+    title = f"What fits in the memory of {cost.asked.kind}, by number of devices"
     table = render.table(">devices", "gpt train …", ">peak", ">days", title=title)
     for plan in cost.plans:
         launch = f"--nproc {plan.devices} " if 1 < plan.devices <= NODE else ""
-        words = launch + plan.options if plan.fits else "nothing fits; least:"
+        words = launch + plan.options if plan.fits else "nothing fits; smallest:"
         days = _days(plan.days) if plan.fits else "–"
         table.add_row(f"{plan.devices:,}", Text(words, "" if plan.fits else "dim"), size(plan.memory.peak), days)
     console.print(table)
     if cost.asked.devices > NODE:
         console.print(
-            Text(f"More than {NODE} devices mean several machines: start gpt train on each with torchrun.", "dim")
+            Text(f"More than {NODE} devices take several machines: start gpt train on each with torchrun.", "dim")
         )
 
 
@@ -174,19 +174,19 @@ def _flops(cost: Cost, data: dict[str, int]) -> None:
     config, T = cost.config, cost.config.block_size
     width = "C" if config.n_head * config.head_size == config.n_embd else "H·D"
     scores = f"S·{width}" if any(config.windows) else f"L·{width}·T"
-    windowed = f", S = {seen(config, T):,} positions that the layers see" if any(config.windows) else ""
+    windowed = f", S = {seen(config, T):,} tokens that the layers attend to" if any(config.windows) else ""
     table.add_row("per trained token", f"{data['trained_token']:.3e}", f"6 N + 12·{scores}, T = {T:,}{windowed}")
     table.add_row("per sampled token", f"{data['sampled_token']:.3e}", f"2 N + 4·{scores}, after T = {T:,}")
-    table.add_row(f"{data['tokens']:,} tokens", f"{data['training']:.3e}", "all of the training")
+    table.add_row(f"{data['tokens']:,} tokens", f"{data['training']:.3e}", "the whole training")
     without = f"{data['training_without_scores']:.3e}"
-    table.add_row("", without, "6 N alone, as the GPT-3 paper counts (its table D.1)")
+    table.add_row("", without, "only 6 N, as in table D.1 of the GPT-3 paper")
     render.stdout().print(table)
 
 
 def _time(cost: Cost, data: dict[str, Any]) -> None:
     asked, console = cost.asked, render.stdout()
     if data["days"] is None:
-        console.print(f"The peak of {asked.kind} in {asked.dtype} is unknown, so training time is too.")
+        console.print(f"The peak FLOP/s of {asked.kind} in {asked.dtype} are unknown, so training time is too.")
         return
     days = _days(data["days"])
     console.print(

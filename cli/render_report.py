@@ -156,7 +156,7 @@ def copying_line(run: dict[str, Any]) -> str:
     if not run["samples"]:
         return "no samples were kept"
     if copying is None:
-        return "copying was not measured: the training tokens are missing"
+        return "copying could not be measured: the training tokens are missing"
     part = "" if copying["compared"] == copying["trained"] else f" (its first {copying['compared']:,} tokens)"
     share = (
         ""
@@ -164,7 +164,7 @@ def copying_line(run: dict[str, Any]) -> str:
         else f"{copying['share']:.1%} of the samples' 8-grams are in the training text{part}; "
     )
     if not copying["longest"]:
-        return f"{share}no span of 8 tokens or more is"
+        return f"{share}no span of 8 or more tokens is"
     text = " ".join(copying["text"].split())
     shown = text if len(text) <= 90 else text[:89] + "…"
     return f'{share}the longest span has {copying["longest"]} tokens: "{shown}"'

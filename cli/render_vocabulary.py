@@ -99,7 +99,7 @@ def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
         table.add_row("", f"and {len(tokenizer.all_specials) - 20:,} more")
     if tokenizer.words:
         table.add_row("added", ", ".join(list(tokenizer.words)[:20]))
-    table.add_row("run by", "tiktoken" if tokenizer.pattern else "the tokenizers library")
+    table.add_row("backend", "tiktoken" if tokenizer.pattern else "the tokenizers library")
     if tokenizer.pattern:
         table.add_row("pattern", tokenizer.pattern)
     table.add_row("fingerprint", tokenizer.fingerprint)
@@ -114,7 +114,7 @@ def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
 def _role(tokenizer: "Tokenizer", id: int) -> str:
     """Says whether a special token begins or ends a text, where that isn't plain."""
     if id == tokenizer.bos:
-        return "  begins a text"
+        return "  starts a text"
     return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""
 
 

@@ -129,7 +129,7 @@ def _beams_returned(settings: SampleConfig, num: int) -> tuple[SampleConfig, int
     if not settings.beam or num == 1:
         return settings, num
     if num > settings.beam:
-        raise UserError(f"-N is {num} and --beam is {settings.beam}", f"{num} texts take {num} beams: --beam {num}")
+        raise UserError(f"-N is {num} and --beam is {settings.beam}", f"{num} texts need {num} beams: --beam {num}")
     if settings.n_best not in (1, num):
         raise UserError(f"-N is {num} and --n-best is {settings.n_best}", "leave --n-best out")
     return replace(settings, n_best=num), 1

@@ -89,7 +89,7 @@ def unit(reports: Sequence[Report]) -> str:
         return NATS
     if all(each.bits_per_nat for each in reports):
         return BITS
-    return f"{NATS}, not comparable: {BITS} are not known of all"
+    return f"{NATS}, not comparable: {BITS} are not known for all runs"
 
 
 def shown(reports: Sequence[Report], most: int) -> tuple[list[Tree], str]:

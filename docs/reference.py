@@ -53,7 +53,7 @@ def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
         own = command.make_context(name, [], parent=context, resilient_parsing=True)
         if hasattr(command, "commands"):
             yield from commands(command, own)
-        elif not command.hidden:
+        else:
             yield own.command_path, command, own
 
 

@@ -166,17 +166,17 @@ def _opened(
     if path is not None:
         for each in fields(ReadConfig):
             if getattr(config, each.name) != each.default:
-                note(f"{path} is tokenized already: --{each.name.replace('_', '-')} is not used")
+                note(f"{path} is already tokenized: --{each.name.replace('_', '-')} has no effect")
         folder = TokenFolder(path)
         if not folder.read_for(tokenizer):
             raise UserError(
-                f"{path} was made with another tokenizer ({folder.tokenizer.name}) than the model's",
+                f"{path} was made with another tokenizer ({folder.tokenizer.name}), not the model's",
                 "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
             )
         yield folder, folder.stream(side).documents
         return
     if side != "val":
-        note(f"{texts[0]} is no folder of tokens: all of it is measured, and --split is not used")
+        note(f"{texts[0]} is not a token folder: all of it is measured, and --split has no effect")
     corpus = open_corpus(texts, TextConfig(**vars(config), val_fraction=0))
     try:
         with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as place:
@@ -231,9 +231,7 @@ def load(
     devices.use_threads(compute, threads, count if decodes else None)  # first, since weights are laid out by them too
     loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, bits=bits)
     if bits not in (None, stored):
-        note(
-            f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} says what it costs this model"
-        )
+        note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
     if blocks:
         native.use(loaded.model, note)
     return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
@@ -245,14 +243,14 @@ def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callab
     parts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
     parameters, exact = parts.trainable, 4 * parts.total_weights  # a tied embedding is laid out anew as the unembedding
     if narrow and dtype == "auto" and exact > memory:
-        note(f"float32 weights take {exact / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB: bfloat16")
+        note(f"float32 weights take {exact / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16")
         compute = replace(compute, dtype=torch.bfloat16)
     rounds = dtype == "int8" or (dtype == "int4" and Int4Linear.runs_on(compute.device))
     size = 4 if not narrow else 1 if rounds else compute.dtype.itemsize
     if size * parameters > memory:
         raise UserError(
-            f"the weights of {path} take {size * parameters / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f} GB",
-            "sample in --dtype bfloat16, int8 or int4, or take a smaller model",
+            f"the weights of {path} take {size * parameters / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available",
+            "use --dtype bfloat16, int8 or int4, or a smaller model",
         )
     return compute
 

@@ -31,7 +31,7 @@ class BenchConfig:
         new = self.new_tokens or max(1, min(_NEW, block_size - prompt))
         if prompt + new > block_size:
             raise UserError(
-                f"{prompt} + {new} tokens do not fit into the context of {block_size:,}",
-                "leave out --prompt-tokens or --new-tokens, and what fits is taken",
+                f"{prompt} + {new} tokens do not fit in the context of {block_size:,}",
+                "leave out --prompt-tokens or --new-tokens to use what fits",
             )
         return replace(self, prompt_tokens=prompt, new_tokens=new)

@@ -51,9 +51,9 @@ class RopeScaling:
         for name, most in (("factor", 1e4), ("low", 1e4), ("high", 1e4), ("original", 2**24)):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 1 <= value <= most:
-                raise UserError(f"rope_scaling: {name} is {value!r}; it must lie between 1 and {most:g}")
+                raise UserError(f"rope_scaling: {name} is {value!r}; it must be between 1 and {most:g}")
         if self.low >= self.high:
-            raise UserError(f"rope_scaling: low is {self.low:g} and high {self.high:g}; high must be more")
+            raise UserError(f"rope_scaling: low is {self.low:g} and high is {self.high:g}; high must be greater")
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class GPTConfig:
         if self.head_dim is None and self.n_embd % self.n_head:
             raise UserError(
                 f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}",
-                f"heads share the width evenly; with {self.n_head} heads take n_embd "
+                f"heads share the width evenly; with {self.n_head} heads use n_embd "
                 f"{max(1, round(self.n_embd / self.n_head)) * self.n_head}",
             )
         if self.n_head % self.kv_heads:
             raise UserError(
                 f"n_head {self.n_head} is not divisible by n_kv_head {self.n_kv_head}",
-                "each head of keys and values is shared by as many heads of queries",
+                "each key/value head is shared by the same number of query heads",
             )
         self._check_positions()
         self._check_window()
@@ -124,18 +124,18 @@ class GPTConfig:
         paired = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
         what, width = paired.get(self.positions, ("", 0))
         if width % 2:
-            raise UserError(f"{self.positions} positions need an even {what}, not {width}", "they come in pairs")
+            raise UserError(f"{self.positions} positions need an even {what}, not {width}", "dimensions are paired")
         if self.norm == "rmsnorm" and self.positions != "rotary":
             raise UserError(
-                f"{self.positions} positions do not go with the modern architecture, whose positions are rotary",
-                "leave --positions out, or take --arch gpt2",
+                f"{self.positions} positions do not work with --arch modern, which uses rotary positions",
+                "leave out --positions, or use --arch gpt2",
             )
 
     def _check_window(self) -> None:
         layers = self.window_layers
         listed = all(type(at) is int and 0 <= at < self.n_layer for at in layers or ())
         if layers is not None and (self.window is None or not listed):
-            raise UserError(f"window_layers is {layers!r:.80}; with a window it lists layers below {self.n_layer}")
+            raise UserError(f"window_layers is {layers!r:.80}; with a window, list layers below {self.n_layer}")
 
     @classmethod
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
@@ -148,7 +148,7 @@ class GPTConfig:
         model that this version does not compute."""
         fields = dict(values)
         if fields.pop("arch", "gpt2") != "gpt2":
-            raise UserError(f"{where} is of the former --arch modern, which is no longer computed", "train it anew")
+            raise UserError(f"{where} uses the old --arch modern, which is no longer supported", "train it again")
         return fields
 
     @property
@@ -358,9 +358,9 @@ class TextConfig(LearnConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.val_fraction >= 1:
-            raise UserError(f"val-fraction is {self.val_fraction}; it must lie in [0, 1)")
+            raise UserError(f"val-fraction is {self.val_fraction}; it must be in [0, 1)")
         if self.tokenizer != "auto" and self.vocab_size is not None:
-            raise UserError(f"--vocab-size goes with --tokenizer auto; {self.tokenizer} has a size of its own")
+            raise UserError(f"--vocab-size needs --tokenizer auto; {self.tokenizer} has a fixed size")
 
 
 @dataclass(frozen=True)
@@ -397,11 +397,11 @@ class TrainConfig(TextConfig):
     """Options of ``gpt train``. ``None`` means: chosen from the text's size, the preset or the device."""
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
-        ("steps", "epochs", "say how long to train"),
-        ("steps", "minutes", "say how long to train"),
-        ("epochs", "minutes", "say how long to train"),
-        ("warmup", "warmup_tokens", "say how long to warm up"),
-        ("minutes", "batch_ramp", "say how long to train: a growing batch makes steps longer"),
+        ("steps", "epochs", "set the length of training"),
+        ("steps", "minutes", "set the length of training"),
+        ("epochs", "minutes", "set the length of training"),
+        ("warmup", "warmup_tokens", "set the length of warmup"),
+        ("minutes", "batch_ramp", "set the length of training: a growing batch makes steps longer"),
     )
 
     out: str | None = _run(
@@ -523,12 +523,12 @@ class TrainConfig(TextConfig):
                 names = f"--{one} and --{other}".replace("_", "-")
                 raise UserError(f"{names} both {what}", "give one of them")
         if self.arch == "modern" and self.positions not in (None, "rotary"):
-            raise UserError(f"--positions {self.positions} does not go with --arch modern", "its positions are rotary")
+            raise UserError(f"--positions {self.positions} contradicts --arch modern", "it uses rotary positions")
         if self.pairs and self.chat:
-            raise UserError("--pairs and --chat both say what TEXT is", "give one of them")
+            raise UserError("--pairs and --chat cannot be combined", "give one of them")
         if self.has_examples and self.batch_ramp is not None:
             raise UserError(
-                f"--batch-ramp is for running text, not for --{'chat' if self.chat else 'pairs'}",
+                f"--batch-ramp cannot be combined with --{'chat' if self.chat else 'pairs'}",
                 "leave one of them out",
             )
         self._check_adapters()
@@ -540,15 +540,15 @@ class TrainConfig(TextConfig):
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None and self.init is None:
-            raise UserError("--lora-rank needs --init", "adapters are made for a model: --init CHECKPOINT")
+            raise UserError("--lora-rank needs --init", "an adapter needs a base model: --init CHECKPOINT")
         if self.lora_rank is not None and (self.shard == "full" or self.tensor > 1):
             raise UserError(
-                f"{'--shard full' if self.shard == 'full' else '--tensor'} is not for --lora-rank",
-                "adapters are few: leave it out, and each process has all weights",
+                f"{'--shard full' if self.shard == 'full' else '--tensor'} cannot be combined with --lora-rank",
+                "leave it out: adapters do not support sharded weights",
             )
         for name in ("merge_lora", "lora_alpha", "lora_targets"):
             if self.lora_rank is None and getattr(self, name) not in (None, False):
-                raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "8 is usual: --lora-rank 8")
+                raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "a common value is 8: --lora-rank 8")
         words = (*LORA_GROUPS, *LORA_ROLES)
         for word in ("all" if self.lora_targets is None else self.lora_targets).split(","):
             if word not in words:

@@ -141,7 +141,7 @@ def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
     if dtype == "float16" and where.type == "cpu":
         raise UserError(
-            "the CPU computes float16 slowly" + (", and it overflows in training" if training else ""),
+            "float16 is slow on a CPU" + (", and overflows in training" if training else ""),
             "use bfloat16 or float32 on the CPU",
         )
     if dtype == "bfloat16" and where.type == "mps" and _mac_release() < 14:
@@ -158,7 +158,7 @@ def _device(name: str) -> torch.device:
         raise UserError(f'there is no device "{name}"', did_you_mean(name, get_args(Device)))
     if not has[match[1]] or (match[2] and match[1] == "cuda" and int(match[2][1:]) >= torch.cuda.device_count()):
         present = ", ".join(kind for kind in has if has[kind])
-        raise UserError(f'this machine (or this build of torch) has no device "{name}"', f"present: {present}")
+        raise UserError(f'this machine (or this build of torch) has no device "{name}"', f"available: {present}")
     return torch.device(name)
 
 
@@ -168,7 +168,7 @@ def use_threads(compute: Compute, asked: int | None = None, decoding: int | None
     one thread per `DECODED` parameters, since a step is too short for more. Starts to watch how threads wait
     (`gpt.waiting`). Raises `UserError` for an impossible number."""
     if asked is not None and not 1 <= asked <= MOST_THREADS:
-        raise UserError(f"threads is {asked:,}; it must lie between 1 and {MOST_THREADS:,}")
+        raise UserError(f"threads is {asked:,}; it must be between 1 and {MOST_THREADS:,}")
     if compute.device.type != "cpu":
         return
     if asked is None and not os.environ.get("OMP_NUM_THREADS"):

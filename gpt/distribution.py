@@ -40,6 +40,6 @@ def packages() -> dict[str, str]:
         for requirement in requires(NAME) or []:
             name = re.split(r"[^\w.-]", requirement)[0]
             with contextlib.suppress(PackageNotFoundError):
-                found[name] = version(name)
+                found[name] = version(name) or "unknown"  # of damaged metadata
     found.pop(NAME, None)
     return dict(sorted(found.items()))

@@ -48,7 +48,7 @@ class NotANumber(WorkError):
     """A model computed NaN or infinity where there must be a number: damaged weights, or too narrow a dtype."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, "its weights are damaged, or overflow: take another checkpoint, or --dtype float32")
+        super().__init__(message, "its weights are damaged or overflow: use another checkpoint, or --dtype float32")
 
 
 class PeerLost(WorkError):
@@ -104,7 +104,7 @@ def device_failure(error: BaseException) -> str | None:
     return first_line(error) if failed else None
 
 
-def check_text(what: str, text: str, hint: str = "type it in a terminal that is set to UTF-8") -> None:
+def check_text(what: str, text: str, hint: str = "set your terminal to UTF-8") -> None:
     """Raises `UserError` for bytes of a command line that are not UTF-8, which Python reads as lone surrogates."""
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise UserError(f"{what} is not UTF-8", hint)

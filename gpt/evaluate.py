@@ -247,7 +247,7 @@ def evaluate(
     block_size = block_size or min(WINDOW, context)
     count = int(np.maximum(documents.lengths - 1, 0).sum())
     if not count:
-        raise UserError("the text has one token at most: nothing in it can be predicted", "give a longer text")
+        raise UserError("the text has fewer than two tokens: there is nothing to predict", "give a longer text")
     total, wrong = 0.0, 0
     for window, of_window in each_window(model, windows(documents, block_size, stride), compute):
         total += float(of_window.sum())
@@ -255,7 +255,7 @@ def evaluate(
         if on_window is not None:
             on_window(window, of_window, count)
     if wrong:
-        raise NotANumber(f"the loss is {total / count}: that of {wrong:,} of {count:,} tokens is no finite number")
+        raise NotANumber(f"the loss is {total / count}: it is not finite for {wrong:,} of {count:,} tokens")
     n_bytes, n_words = count_text(tokenizer, documents)
     return Evaluation(
         loss=total / count,

@@ -49,5 +49,5 @@ class ExportConfig:
         object.__setattr__(self, "license", self.license.lower())  # as in Apache-2.0, SPDX's spelling
         if self.license not in LICENSES:
             near = did_you_mean(self.license, LICENSES)
-            hint = near if near.startswith("did") else 'give "other", and write its name into the card by hand'
-            raise UserError(f'the hub knows no license "{self.license}"', hint)
+            hint = near if near.startswith("did") else 'give "other", and add its name to the card by hand'
+            raise UserError(f'the Hugging Face Hub has no license "{self.license}"', hint)

@@ -33,7 +33,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 LOCK = ".lock"
 TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # prefixes of what is being written, and of what it replaces
-EXISTS_NOW = "another process has made it in the meantime, and nothing is overwritten"
+EXISTS_NOW = "another process has created it in the meantime, and nothing is overwritten"
 T = TypeVar("T")
 
 
@@ -49,7 +49,7 @@ def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = Fa
             file.flush()
             os.fsync(file.fileno())
         if digest is not None and file_sha256(beside, from_disk=True) != digest.hexdigest():
-            raise OSError(errno.EIO, "what was written is not what can be read", str(path))
+            raise OSError(errno.EIO, "what was written does not read back the same", str(path))
         if new and os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(path))
         os.replace(beside, path)
@@ -155,10 +155,10 @@ def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
         file.close()
-        raise UserError(f"{path} is a pipe, a device or a socket, and no regular file", "put a copy in its place")
+        raise UserError(f"{path} is a pipe, a device or a socket, not a regular file", "replace it with a copy")
     if limit is not None and status.st_size > limit:
         file.close()
-        raise UserError(f"{path} has {status.st_size:,} bytes: more than the {limit:,} that such a file may have")
+        raise UserError(f"{path} has {status.st_size:,} bytes, more than the limit of {limit:,}")
     return file
 
 
@@ -178,7 +178,7 @@ def read_regular(path: Path, limit: int) -> bytes:
     with reading(path), open_regular(path, limit=limit) as file:
         data = file.read(limit + 1)
     if len(data) > limit:  # it has grown
-        raise UserError(f"{path} has more than the {limit:,} bytes that such a file may have")
+        raise UserError(f"{path} has more than the limit of {limit:,} bytes")
     return data
 
 
@@ -197,9 +197,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise UserError(f"{path} is damaged: it is not JSON") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged: it holds no JSON object")
+        raise UserError(f"{path} is damaged: it is not a JSON object")
     if not _is_flat(value):
-        raise UserError(f"{path} is damaged: its values lie more than {DEEPEST} deep in each other")
+        raise UserError(f"{path} is damaged: its values are nested more than {DEEPEST} deep")
     return value
 
 
@@ -226,7 +226,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         said = f"cannot read {error.filename or path}: {error.strerror or error}"
-        raise UserError(said, "look at its permissions" if isinstance(error, PermissionError) else "") from None
+        raise UserError(said, "check its permissions" if isinstance(error, PermissionError) else "") from None
 
 
 @contextlib.contextmanager
@@ -236,12 +236,12 @@ def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint, free, place = "give another place with --out", "", path
+        hint, free, place = "choose another path with --out", "", path
         if error.filename is not None:
             failed = Path(os.fsdecode(error.filename))
             place = path if path.absolute().parent in failed.absolute().parents else failed
         if error.errno in FULL:
-            hint = f"make room, or {hint}"
+            hint = f"free up space, or {hint}"
             with contextlib.suppress(OSError):
                 space = shutil.disk_usage(place if place.exists() else place.parent).free
                 free = f"; {space / 1e6:,.0f} MB are free there"
@@ -255,7 +255,7 @@ def check_new(path: Path, hint: str) -> None:
     with disk_errors(path):
         check_text(f"the name {str(path)!r}", str(path), hint)
         if path.exists() or path.is_symlink():
-            raise UserError(f"{path} is there already; nothing is overwritten", hint)
+            raise UserError(f"{path} already exists; nothing is overwritten", hint)
         nearest = next(folder for folder in path.absolute().parents if folder.exists())
         tempfile.TemporaryDirectory(prefix=".tmp-", dir=nearest).cleanup()
 
@@ -318,8 +318,8 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
             if error.errno not in NO_LOCKS:
                 raise
             raise UserError(
-                f"{folder} is on a file system without locks, which keep two processes from writing there at once",
-                "give a place on another file system with --out",
+                f"{folder} is on a file system without locks, so two processes could write there at once",
+                "choose a path on another file system with --out",
             ) from None
     try:
         yield

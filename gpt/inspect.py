@@ -27,7 +27,7 @@ KINDS = {
     "previous": "the token before",
     "first": "the first token",
     "itself": "the token itself",
-    "same": "the same token, where it stood earlier",
+    "same": "an earlier copy of the same token",
     "matching": "what came after the same token earlier (induction)",
 }
 CLEAR = 0.25  # the lift from which on a head is said to do something
@@ -83,7 +83,7 @@ def _numbers(what: str, tensor: Tensor) -> Tensor:
     """Returns the tensor. Raises `NotANumber` where not all of it is finite."""
     wrong = tensor.numel() - int(tensor.isfinite().sum())
     if wrong:
-        raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are no finite numbers")
+        raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are NaN or infinite")
     return tensor
 
 
@@ -222,9 +222,9 @@ def look(
     needed = 4 * len(layers) * config.n_head * len(kept) ** 2
     if needed > host_memory():
         raise UserError(
-            f"the patterns of {len(kept):,} tokens take {needed / 1e9:,.1f} GB, and there are "
-            f"{host_memory() / 1e9:,.1f} GB",
-            "take a shorter prompt, or one --layer",
+            f"the patterns of {len(kept):,} tokens take {needed / 1e9:,.1f} GB, but only "
+            f"{host_memory() / 1e9:,.1f} GB are available",
+            "use a shorter prompt, or one --layer",
         )
     seen = trace(model, kept, layers)
     patterns = seen.patterns[:, heads]
@@ -273,7 +273,7 @@ class Embeddings:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        table = _numbers("numbers of the embedding", model.wte.weight.detach().float()).cpu().numpy()
+        table = _numbers("values of the embedding", model.wte.weight.detach().float()).cpu().numpy()
         norms = np.linalg.norm(table, axis=1, keepdims=True)
         self.rows: Floats = table / np.maximum(norms, 1e-30)
         known = np.zeros(len(table), np.bool_)
@@ -284,7 +284,7 @@ class Embeddings:
         """Encodes a word as in running text: with a space before it, unless it has fewer tokens without, or begins with
         white space itself. Raises `UserError` for an empty word."""
         if not word.strip():
-            raise UserError("a word is empty", "name a word that has letters")
+            raise UserError("a word is empty", "give a word that has letters")
         check_text("a word", word)
         forms = [word] if word[0].isspace() else [" " + word, word]
         found = [Word(form, self.tokenizer.encode(form, continues=True).tolist()) for form in forms]
@@ -324,11 +324,11 @@ def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
     parts = parts if parts and parts[0] in "+-" else ["+", *parts]
     terms = [(1 if sign == "+" else -1, word.strip()) for sign, word in zip(parts[::2], parts[1::2], strict=False)]
     if len(parts) % 2 or any(not word for _, word in terms):
-        raise UserError("a sign of the sum has no word after it", hint)
+        raise UserError("a sign in the sum has no word after it", hint)
     if any(" " in word for _, word in terms):
         raise UserError(f'there is no sign in "{next(word for _, word in terms if " " in word)}"', hint)
     if len(terms) < 2:
-        raise UserError("a sum needs two words at least", hint)
+        raise UserError("a sum needs at least two words", hint)
     return terms
 
 
@@ -355,7 +355,7 @@ def positions(model: GPT) -> Positions:
     if table is None:
         cosines, _ = rotary_table(min(model.config.block_size, MOST_ROTATIONS), model.config)
         return Positions(model.config.positions, model.config.block_size, None, cosines.mean(dim=-1).numpy())
-    rows = _numbers("numbers of the table of positions", table.detach().float()).cpu()
+    rows = _numbers("values of the position table", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
     size = len(unit)
     # All pairs that are d apart at once: the correlation of each column with itself, by its spectrum.

@@ -60,7 +60,7 @@ class StopSignal:
         if self.at_once:
             raise Interrupted(signum)
         if first is not None:
-            raise Interrupted(signum, "interrupted twice: ended at once; checkpoints saved before are whole")
+            raise Interrupted(signum, "interrupted twice: stopped at once; earlier checkpoints are intact")
 
 
 def interruption(error: BaseException | None) -> Interrupted | None:

@@ -47,5 +47,5 @@ class PlanConfig:
         if self.tensor is not None and self.devices % self.tensor:
             raise UserError(
                 f"--tensor {self.tensor} does not divide the {self.devices:,} devices",
-                "each sequence is shared by so many of them: take a divisor",
+                "each sequence is split over that many devices: use a divisor",
             )

@@ -50,7 +50,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
             return program
     if shutil.which(compiler()) is None:
         raise OSError(f"there is no {compiler()}, a C++ compiler")
-    note(f"compiling {what} for this processor and shape: some 20 seconds, once")
+    note(f"compiling {what} for this CPU and model shape: about 20 seconds, once")
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
         made = compile(trace(), Path(scratch), options)
         with made.open("rb+") as file:

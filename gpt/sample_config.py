@@ -91,16 +91,16 @@ class SampleConfig:
         check_options(self)
         for name, value in (("top-p", self.top_p), ("min-p", self.min_p)):
             if value > 1:
-                raise UserError(f"{name} is {value}; it must lie in (0, 1], or be 0 for off")
+                raise UserError(f"{name} is {value}; it must be in (0, 1], or 0 for off")
         self.biases()
         if self.constraint is not None and self.ignore_eot:
-            raise UserError("structured output cannot ignore end-of-text, where it ends", "leave one of the two out")
+            raise UserError("structured output cannot ignore end-of-text, which ends it", "leave out one of them")
         if self.beam and self.greedy:
-            raise UserError("--beam and --greedy both say how to choose", "give one of them; --beam 1 is greedy")
+            raise UserError("--beam and --greedy cannot be combined", "give one of them; --beam 1 is greedy")
         if self.n_best > max(1, self.beam):
             raise UserError(
                 f"n-best is {self.n_best} and beam is {self.beam or 'off'}",
-                f"so many texts need as many beams: --beam {self.n_best}",
+                f"{self.n_best} texts need {self.n_best} beams: --beam {self.n_best}",
             )
 
     @property

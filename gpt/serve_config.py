@@ -58,14 +58,14 @@ class ServeConfig:
     def __post_init__(self) -> None:
         check_options(self)
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
-            raise UserError("the key is empty, or has characters that no header can carry", "take printable ASCII")
+            raise UserError("the key is empty or has characters that a header cannot contain", "use printable ASCII")
         if self.host not in LOOPBACK and self.api_key is None:
             raise UserError(
-                f"others could reach {self.host}, and there is no key", "set GPT_SERVE_API_KEY, or leave out --host"
+                f"others can reach {self.host}, and there is no key", "set GPT_SERVE_API_KEY, or leave out --host"
             )
         for origin in self.cors:
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/*]+", origin):
-                raise UserError(f'"{origin}" is no origin', "such as --cors https://example.org, without a path")
+                raise UserError(f'"{origin}" is not an origin', "such as --cors https://example.org, without a path")
         for name in self.allow_host:
             if not re.fullmatch(r"[^\s/*:@\[\]]+|\[[0-9a-fA-F:.]+\]", name):
                 raise UserError(

@@ -58,7 +58,7 @@ def check_options(config: Any) -> None:
             continue
         fits = (int, float) if kind is float else (get_origin(kind) or kind,)
         if type(value) not in fits:
-            raise UserError(f"{name} is {reprlib.repr(value)}; it must be of the kind {kind.__name__}")
+            raise UserError(f"{name} is {reprlib.repr(value)}; it must be of type {kind.__name__}")
         _check_bounds(name, value, each.metadata.get("low"), each.metadata.get("high"))
 
 
@@ -66,7 +66,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     """Returns the values of a repeatable option."""
     words = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(word, str) and word for word in words):
-        raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be a text, or several")
+        raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be one or more strings")
     for word in words:
         check_text(name, word)
     return words
@@ -75,7 +75,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 def _check_bounds(name: str, value: float, low: float | None, high: float | None) -> None:
     if low is None or high is None or low <= value <= high:
         return
-    bounds = f"lie between {low:g} and {high:,}" if high < 2**53 else f"be {low:g} or more"
+    bounds = f"be between {low:g} and {high:,}" if high < 2**53 else f"be {low:g} or more"
     if isinstance(value, float) and not math.isfinite(value):
         bounds += ", and finite"
     elif value > high >= 2**53:
@@ -141,7 +141,7 @@ def checked(cls: type[T], values: Any, where: str) -> T:
     every field of its type, every number finite, as float32 too, and within its bounds. A class may ``upgrade`` what
     older versions wrote. Raises `UserError` naming ``where``."""
     if not isinstance(values, dict):
-        raise UserError(f"{where} is damaged: it is no JSON object")
+        raise UserError(f"{where} is damaged: it is not a JSON object")
     upgrade = getattr(cls, "upgrade", None)
     if upgrade is not None:
         values = upgrade(values, where)
@@ -209,4 +209,4 @@ def parse_toml(data: bytes, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode("utf-8-sig").replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8, numbers of many digits
-        raise UserError(f"{where} is not TOML: {error}", "gpt train --print-config shows the form") from None
+        raise UserError(f"{where} is not TOML: {error}", "gpt train --print-config prints an example") from None

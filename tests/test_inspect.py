@@ -227,9 +227,9 @@ def test_look_is_one_model_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no prompt"):
         inspect.look(model, [], bytes_tokenizer())
     monkeypatch.setattr(inspect, "host_memory", lambda: 1000)
-    with pytest.raises(UserError, match=r"the patterns of 16 tokens take 0\.0 GB, and there are 0\.0 GB") as wrong:
+    with pytest.raises(UserError, match=r"the patterns of 16 tokens take 0\.0 GB, but only 0\.0 GB") as wrong:
         inspect.look(model, ids, bytes_tokenizer())
-    assert wrong.value.hint == "take a shorter prompt, or one --layer"
+    assert wrong.value.hint == "use a shorter prompt, or one --layer"
 
 
 # The embedding

@@ -157,7 +157,7 @@ def test_threads_that_cannot_be_started_are_reported(gpt: Gpt, monkeypatch: pyte
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("gpt_cli.main.make_app", fail)
-    one_line_of_what_and_what_next(gpt("params"), "the system refuses to start another thread", 1)
+    one_line_of_what_and_what_next(gpt("params"), "the system cannot start another thread", 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a current folder cannot be removed, or keeps its name")

@@ -52,7 +52,7 @@ class Constraint:
         self.ended = self._matcher.is_stopped()
         if self.ended and not self._matcher.is_accepting():
             self._forget()  # copies share an automaton, which never recovers from an error
-            raise UserError(f"the text cannot be continued as required: {_reason(self._matcher)}", "require less")
+            raise UserError(f"no text meets the constraint: {_reason(self._matcher)}", "relax the constraint")
 
     def after(self, id: int) -> "Constraint":
         """Returns a copy with a further id."""
@@ -76,7 +76,7 @@ class ConstraintCache:
         text = "".join(value)
         check_text(name, text)
         if len(text) > LONGEST:
-            raise UserError(f"{name}: {len(text):,} characters are too many", f"{LONGEST:,} are the most")
+            raise UserError(f"{name} has {len(text):,} characters, which is too long", f"the limit is {LONGEST:,}")
         return self._compiled(name, value)
 
     def _compile(self, name: str, value: str | tuple[str, ...]) -> Constraint:
@@ -89,7 +89,7 @@ class ConstraintCache:
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # fails if no text satisfies it
         if matcher.is_stopped() and not matcher.is_accepting():
-            raise UserError(f"{name}: {_reason(matcher)}", "docs/generate.md says what is supported")
+            raise UserError(f"{name}: {_reason(matcher)}", "docs/generate.md lists what is supported")
         return Constraint(matcher, self._compiled.cache_clear)
 
     @functools.cached_property
@@ -136,7 +136,7 @@ def _grammar(name: str, value: str | tuple[str, ...]) -> str:
     if not isinstance(schema, dict):
         raise UserError(f"{name} is not a JSON object", 'such as {"type": "object"}')
     if _multiples(schema) > MOST_MULTIPLES:
-        raise UserError(f"{name}: multipleOf is too large", f"{MOST_MULTIPLES:,} is the most, for all of them together")
+        raise UserError(f"{name}: multipleOf is too large", f"all of them together: up to {MOST_MULTIPLES:,}")
     schema.setdefault("x-guidance", {"whitespace_flexible": False})
     return f"%json {json.dumps(schema)}"
 
@@ -161,6 +161,6 @@ def _reason(matcher: "LLMatcher") -> str:
     """Returns why a matcher failed, in one line, without a place in the grammar, which users have not written."""
     lines = matcher.get_error().splitlines()
     if not lines or lines[0].startswith("NoExtension"):
-        return "no text satisfies it"
+        return "no text can match it"
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", [*errors, lines[0]][0])[:300]

@@ -279,9 +279,9 @@ def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
     left = _beside_weights(model, compute)
     if needed > left:
         raise UserError(
-            f"keys and values of {rows:,} texts of {room:,} tokens take {needed / 1e9:,.1f} GB, and beside the weights "
-            f"there are {left / 1e9:,.1f} GB",
-            "take a smaller --batch, or fewer beams or tokens",
+            f"the KV cache of {rows:,} sequences of {room:,} tokens takes {needed / 1e9:,.1f} GB, but the weights "
+            f"leave {left / 1e9:,.1f} GB",
+            "use a smaller --batch, or fewer beams or tokens",
         )
 
 

@@ -74,16 +74,16 @@ class Engine:
         size, room, slots = self.context.vocab_size, self.context.cache.room, len(self.context.slots)
         beam = request.config.beam
         if beam > slots:
-            raise UserError(f"beam is {beam}; there is room for {slots:,} texts at once", "take fewer beams")
+            raise UserError(f"beam is {beam}, but only {slots:,} sequences fit at once", "use fewer beams")
         longest = min(len(request.ids) + request.config.max_tokens, self.context.size)
         if longest > room:
             raise UserError(
-                f"a request needs room for {longest:,} tokens; there is room for {room:,}",
-                "shorten the prompt, or take fewer --max-tokens",
+                f"a request may take {longest:,} tokens, but the KV cache holds {room:,}",
+                "shorten the prompt, or lower --max-tokens",
             )
         ids = [*request.ids, *(id for id, _ in request.bias)]
         if not request.ids or not 0 <= min(ids) <= max(ids) < size:
-            raise UserError(f"a request has ids from 0 to {size - 1:,}, and one at least", "take the model's tokenizer")
+            raise UserError(f"a request needs one or more ids from 0 to {size - 1:,}", "use the model's tokenizer")
 
     def cancel(self, *numbers: int) -> None:
         """Ends requests without another update; their slots are free in the next step. Those that have ended are left

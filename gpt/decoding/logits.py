@@ -53,7 +53,7 @@ def tokens(scores: Sequence[Any], tops: Sequence[int]) -> list[list[Token]]:
 
 def no_logits() -> NotANumber:
     """The error of a model whose logits are NaN or infinite."""
-    return NotANumber("the model's logits are no finite numbers, so that no token can be chosen")
+    return NotANumber("the model produced NaN or infinite logits, so no token can be chosen")
 
 
 def warm(logits: Tensor, temperature: float) -> Tensor:

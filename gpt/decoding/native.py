@@ -205,7 +205,7 @@ class Programs:
             try:
                 self._made[block.kinds] = self._load(block)
             except Exception as error:  # the compiler's own, that of a C++ compiler which is not there, or the disk's
-                self.note(f"blocks are computed without compiling: {first_line(error):.200}")
+                self.note(f"blocks are not compiled: {first_line(error):.200}")
                 self._made[block.kinds] = None
         return self._made[block.kinds]
 

@@ -31,7 +31,7 @@ def parse_prompts(lines: Iterable[bytes], where: str) -> list[str]:
             raise UserError(f'{where}, line {number} has no text "{KEY}"', 'a line is {"prompt": "Once upon"}')
         prompts.append(values[KEY])
     if not prompts:
-        raise UserError(f"{where} holds no prompt", 'a line is {"prompt": "Once upon"}')
+        raise UserError(f"{where} contains no prompt", 'a line is {"prompt": "Once upon"}')
     return prompts
 
 
@@ -42,7 +42,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,}") from None
     except UnicodeEncodeError:
-        raise UserError(f"{where} has an escape of half a character", "surrogates come in pairs") from None
+        raise UserError(f"{where} has an unpaired surrogate escape", "surrogates must come in pairs") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}", 'a line is {"prompt": "Once upon"}') from None
     if not isinstance(values, dict):
@@ -65,7 +65,7 @@ class Results:
         try:
             self._file = path.open("a+b")
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror or error}", "name another file") from None
+            raise UserError(f"cannot write {path}: {error.strerror or error}", "choose another file") from None
         try:
             self._read(prompts)
         except BaseException:
@@ -78,7 +78,7 @@ class Results:
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):  # the last, cut off
                 if not line.startswith(BEGINS[: len(line)]):
-                    raise UserError(f"{self.path}, line {number} is no sample", "name another file")
+                    raise UserError(f"{self.path}, line {number} is not a sample", "choose another file")
                 break
             self._take(line, f"{self.path}, line {number}", prompts)
             whole += len(line)
@@ -90,12 +90,12 @@ class Results:
         try:
             number, index, prompt, seed = (values[key] for key in ("prompt_index", "index", KEY, "seed"))
         except KeyError as error:
-            raise UserError(f"{where} is no sample: it has no {error}", "name another file") from None
+            raise UserError(f"{where} is not a sample: it has no {error}", "choose another file") from None
         known = isinstance(number, int) and 0 <= number < len(prompts) and prompts[number] == prompt
         if not known or not isinstance(index, int):
-            raise UserError(f"{where} is a sample of another prompt", "name another file, or the same prompts")
+            raise UserError(f"{where} is a sample for another prompt", "choose another file, or give the same prompts")
         if self.done and seed != self.seed:
-            raise UserError(f"{where} has seed {seed}; the lines before have {self.seed}", "name another file")
+            raise UserError(f"{where} has seed {seed}; earlier lines have {self.seed}", "choose another file")
         self.done.add((number, index))
         self.count += 1
         self.seed = seed

@@ -51,7 +51,7 @@ def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step 
     if native.is_used(model):
         return None
     if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):
-        note("weights of int4, and those packed or rounded for the CPU, are not compiled: their kernels are")
+        note("int4 weights and weights packed or quantized for the CPU are not compiled: their kernels already are")
         return None
     plain = functools.partial(next_tokens, model)
     fast = torch.compile(next_tokens, dynamic=False, options=OPTIONS if compute.device.type == "cuda" else None)
@@ -66,7 +66,7 @@ def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step 
                 if is_out_of_memory(error):
                     raise
                 failed = True
-                note(f"torch.compile failed, so steps are computed without it: {first_line(error):.200}")
+                note(f"torch.compile failed, so steps run without it: {first_line(error):.200}")
         return plain(*args)
 
     return step

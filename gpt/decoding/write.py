@@ -94,7 +94,7 @@ class TextGenerator:
         self.model, self.compute = contexts.model, contexts.compute
         if config.beam > self.model.config.vocab_size:
             size = self.model.config.vocab_size
-            raise UserError(f"beam is {config.beam}; the model has {size:,} tokens", "take fewer beams")
+            raise UserError(f"beam is {config.beam}, but the model has only {size:,} tokens", "use fewer beams")
         self._bias = tuple((self._token(word), value) for word, value in config.biases())
         self._stops = self._ends_with_stop if config.stop else None
 
@@ -102,7 +102,7 @@ class TextGenerator:
         ids = self.tokenizer.encode(word, specials=True, continues=True).tolist()
         if len(ids) != 1:
             parts = " ".join(repr(self.tokenizer.decode([id])) for id in ids)
-            raise UserError(f'bias: "{word}" is {len(ids)} tokens: {parts}', "name one token; a space before it counts")
+            raise UserError(f'bias: "{word}" is {len(ids)} tokens: {parts}', "give one token; a leading space counts")
         return int(ids[0])
 
     def write(

@@ -84,16 +84,16 @@ def _introduction(source: SourceModel, facts: Facts) -> str:
     if line:
         how = "It is fine-tuned from" if source.provenance.texts is not None else "It is a copy of"
         said += f" {how} {', made from '.join(_code(each.name) for each in line)}."
-    said += "" if facts.license else " Its makers have not said under which license it may be used."
+    said += "" if facts.license else " Its authors have not stated a license."
     for each in line:
         if each.license:
-            said += f" The card of {_code(each.name)} gives the license {_code(each.license)}, for that model only."
+            said += f" {_code(each.name)} is licensed under {_code(each.license)}, which covers only that model."
     return said
 
 
 def _model(source: SourceModel, facts: Facts) -> Iterator[str]:
     config = source.config
-    kind = config.layout if config.layout != hf.OWN_TYPE else "gpt, which transformers does not have"
+    kind = config.layout if config.layout != hf.OWN_TYPE else "gpt, which Transformers does not have"
     rows = {
         "architecture": f"{kind}: {config.norm}, {config.mlp}, {config.positions} positions",
         "layers, heads, width": f"{config.n_layer}, {config.n_head} ({config.kv_heads} key/value), {config.n_embd:,}",
@@ -105,19 +105,19 @@ def _model(source: SourceModel, facts: Facts) -> Iterator[str]:
     if any(config.windows):
         rows["windows"] = f"{config.window:,} tokens in {sum(map(bool, config.windows))} of the layers"
     if source.provenance.bits < BITS[facts.dtype]:
-        rows["rounded before"] = f"to {source.provenance.bits} bits: a wider dtype does not bring back what was lost"
+        rows["quantized before"] = f"to {source.provenance.bits} bits: a wider dtype does not restore what was lost"
     yield _table(("", ""), *rows.items())
 
 
 def _training(source: SourceModel) -> Iterator[str]:
     provenance, saved = source.provenance, source.saved
     if provenance.texts is None:
-        yield "How it was trained, and on which data, was not recorded where this folder was made."
+        yield "How it was trained, and on which data, is not recorded."
         return
     seen = f", {saved['tokens_seen']:,} tokens in all" if saved.get("tokens_seen") else ""
     steps = f"{counted(saved['step'], 'step')}{seen}, " if "step" in saved else ""
     where = f"{provenance.tokens:,} tokens of text" if provenance.tokens else "text"
-    yield f"Trained for {steps}on {where}. The text, with the sha256 of single files:"
+    yield f"Trained for {steps}on {where}. The text, with the sha256 of each file:"
     rows = [
         (_code(text.name), f"{text.files:,}", f"{text.bytes:,}" if text.bytes else "", _code(text.sha256 or "unknown"))
         for text in provenance.texts
@@ -140,12 +140,12 @@ def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
     if loss is not None:
         bits = f", {provenance.bits_per_byte:.4f} bits per byte" if provenance.bits_per_byte is not None else ""
         over = "all held-out text" if provenance.val_loss is not None else "windows of the held-out text, in training"
-        exact = ", before its weights were rounded" if facts.dtype != "float32" or provenance.bits < 32 else ""
+        exact = ", before its weights were quantized" if facts.dtype != "float32" or provenance.bits < 32 else ""
         yield f"On {over}: {loss:.4f} nats per token{bits}{exact}."
     if found is not None:
         checksum = f" (sha256 {_code(found.text.sha256)})" if found.text.sha256 else ""
         yield f"On {found.before.tokens:,} tokens of {_code(found.text.name)}{checksum}:"
-        whens = (("before", found.before), (f"as it is here, in {facts.dtype}", found.after))
+        whens = (("before", found.before), (f"as published, in {facts.dtype}", found.after))
         rows = ((when, f"{each.loss:.4f}", f"{each.bits_per_byte:.4f}") for when, each in whens)
         yield _table(("", "nats per token", "bits per byte"), *rows)
 
@@ -163,7 +163,7 @@ def _use(source: SourceModel, facts: Facts) -> Iterator[str]:
             )
         yield _PYTHON.format(name=json.dumps(name), asked=asked)
     elif source.config.layout != hf.OWN_TYPE:
-        yield "transformers does not read these weights; `gpt export` turns them into a float32 folder that it reads."
+        yield "Transformers cannot load these weights; `gpt export` converts them to a float32 folder that it can."
 
 
 _PYTHON = """\
@@ -180,7 +180,7 @@ print(tokenizer.decode(model.generate(inputs.input_ids, max_new_tokens=40, do_sa
 def _samples(facts: Facts) -> Iterator[str]:
     if facts.samples:
         yield "## Samples"
-        yield "Drawn with the default settings of `gpt sample`, without a prompt, and not selected:"
+        yield "Sampled without a prompt, with the default settings of `gpt sample`, and not cherry-picked:"
     for number, sample in enumerate(facts.samples, 1):
         yield f"Sample {number}:"
         lines = sample.expandtabs(4).split("\n")
@@ -188,9 +188,9 @@ def _samples(facts: Facts) -> Iterator[str]:
 
 
 _LIMITS = """\
-The model continues a text with what is likely after its last {context:,} tokens. Nothing here checks that what it
-writes is true, safe or fit for a purpose, and no figure above says so. It knows the language, the subjects and the
-prejudices of the text that it was trained on, and may repeat parts of that text word for word, private ones too."""
+The model continues a text with what is likely after its last {context:,} tokens. Nothing guarantees that what it
+writes is true, safe or fit for a purpose, and no figure above measures it. It has the language, the topics and the
+biases of the text it was trained on, and may repeat parts of that text verbatim, including private ones."""
 
 
 def _table(*rows: Sequence[str]) -> str:

@@ -56,7 +56,7 @@ def _converted(name: str, parameter: Parameter, get: Callable[[], Tensor | Quant
     def numbers() -> np.ndarray[Any, Any]:
         narrow = whole(get()).to(DTYPES[dtype])
         if not narrow.isfinite().all():
-            raise UserError(f"{name} has numbers that {dtype} cannot hold", "take another --dtype")
+            raise UserError(f"{name} has values that {dtype} cannot represent", "use another --dtype")
         return (narrow.view(torch.uint16) if dtype == "bfloat16" else narrow).numpy()
 
     return tensors.Deferred(parameter.shape, numbers, _CODES[dtype])

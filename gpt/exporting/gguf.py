@@ -34,7 +34,7 @@ _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4
 _Q8_0_BYTES = 34  # of a block: a scale and 32 levels
 _ROPE_FREQS = "rope_freqs.weight"  # what llama.cpp divides the frequencies of rotary positions by
 _HINT = "export a folder instead: -o without .gguf"
-_OTHER_TYPE = "take another --dtype"
+_OTHER_TYPE = "use another --dtype"
 Array = np.ndarray[Any, Any]
 
 
@@ -43,7 +43,7 @@ def check(source: SourceModel) -> None:
     package."""
     reason = _unlike(source.config)
     if reason is not None:
-        raise UserError(f"llama.cpp does not compute this model: {reason}", _HINT)
+        raise UserError(f"llama.cpp does not support this model: {reason}", _HINT)
     gguf_tokenizer.check(source.tokenizer)
 
 
@@ -51,18 +51,18 @@ def _unlike(config: GPTConfig) -> str | None:
     """The reason for which llama.cpp does not compute a model of this shape; None where it does."""
     known, windowed = config.layout in ARCHES, any(config.windows)
     if windowed and (not known or min(filter(None, config.windows)) < config.block_size):
-        return f"it ignores windows, and layers of this one see {config.window:,} positions"
+        return f"it ignores the sliding window of {config.window:,} tokens that this model has"
     if not known:
-        several = f"{config.norm}, {config.mlp}, {config.positions} positions, biases of {config.biases}"
-        return f"it has no architecture of {several}, {config.n_head} heads and {config.kv_heads} of keys and values"
+        several = f"{config.norm}, {config.mlp}, {config.positions} positions, biases: {config.biases}"
+        return f"it has no architecture with {several}, {config.n_head} heads and {config.kv_heads} key/value heads"
     if config.layout in ("qwen2", "qwen3") and config.rope_scaling is not None:
         return f"it has no rope_scaling for {config.layout}"
     if config.layout == "qwen2" and config.n_head * config.head_size != config.n_embd:
-        return f"its heads of qwen2 are n_embd / n_head wide, and those of this model {config.head_size}"
+        return f"its qwen2 heads are n_embd / n_head wide, but this model's are {config.head_size}"
     if config.n_layer > MOST_LAYERS:
-        return f"it has {MOST_LAYERS} layers at most, and this model {config.n_layer:,}"
+        return f"it supports up to {MOST_LAYERS} layers, and this model has {config.n_layer:,}"
     if 1 in (config.head_size, config.block_size):
-        return "it aborts at heads of a width of 1, and at a context of 1"
+        return "it crashes on a head width of 1 and on a context of 1"
     return None
 
 
@@ -194,7 +194,7 @@ def _stored(ours: str, value: Tensor | Quantized, kind: str) -> Array:
     else:
         held = stored = (numbers.half() if kind == "f16" else numbers).numpy()
     if not np.isfinite(held).all():
-        raise UserError(f"{ours} has numbers that {kind} cannot hold", _OTHER_TYPE)
+        raise UserError(f"{ours} has values that {kind} cannot represent", _OTHER_TYPE)
     return stored
 
 

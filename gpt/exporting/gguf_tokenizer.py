@@ -56,32 +56,32 @@ def check(tokenizer: Tokenizer) -> None:
     """Raises `UserError` for a tokenizer to which llama.cpp would give other ids, or another end of a text."""
     bpe = _bpe(tokenizer.backend)
     if bpe is None:
-        raise UserError("a .gguf file takes a byte-level BPE, and this tokenizer.json is none that is known here", HINT)
+        raise UserError("a .gguf file needs a byte-level BPE, and this tokenizer.json is not a known one", HINT)
     if max(bpe.ranks.values()) >= tokenizer.usable:
         raise UserError("this tokenizer has ordinary tokens that the model does not have", HINT)
     pre = _pre(bpe)
     if pre is None:
-        raise UserError("llama.cpp does not have the pattern that cuts this tokenizer's texts into words", HINT)
+        raise UserError("llama.cpp does not support this tokenizer's pattern for splitting text into words", HINT)
     if bpe.whole != (pre == _WHOLE) and len(merging_pairs(bpe.ranks)) < sum(len(token) > 1 for token in bpe.ranks):
-        raise UserError("this tokenizer has tokens that no merge makes: llama.cpp would give other ids", HINT)
+        raise UserError("this tokenizer has tokens that no merge produces: llama.cpp would give other ids", HINT)
     both = sorted({*map(in_characters, bpe.ranks)} & {*_added(tokenizer)})
     if both:
-        raise UserError(f'"{both[0]}" is an ordinary token too: llama.cpp tells special tokens by their text', HINT)
+        raise UserError(f'"{both[0]}" is also an ordinary token: llama.cpp finds special tokens by their text', HINT)
     if len(_told_ends(tokenizer)) > _NAMED_ENDS:
-        raise UserError(f"llama.cpp would not end a text at all the {len(tokenizer.ends)} tokens that end it", HINT)
+        raise UserError(f"llama.cpp would not stop at all {len(tokenizer.ends)} end-of-text tokens", HINT)
 
 
 def differences(tokenizer: Tokenizer) -> list[str]:
     """Returns what differs in llama.cpp, for a user to know, and is no reason to refuse: files of Qwen live with it."""
     found, bpe = [], _bpe(tokenizer.backend)
     if bpe is not None and bpe.nfc:
-        found.append("llama.cpp does not normalize a text to NFC as this tokenizer does: give it texts in NFC")
+        found.append("llama.cpp does not normalize text to NFC, as this tokenizer does: give it NFC text")
     missing = 0 if bpe is None else sum(bytes([byte]) not in bpe.ranks for byte in range(256))
     if missing:
-        found.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp leaves them out of a text")
+        found.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp drops them")
     more = [word for word, id in _added(tokenizer).items() if word in _ENDS and id not in tokenizer.ends]
     if more:
-        found.append(f"llama.cpp ends a text at {', '.join(more)} too, whatever the file says")
+        found.append(f"llama.cpp also stops at {', '.join(more)}, regardless of the file")
     return found
 
 

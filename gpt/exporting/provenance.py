@@ -83,7 +83,7 @@ def _provenance(path: Path, line: int = 0) -> Provenance:
         try:
             return _of_run(RunRecord.read(run), path.absolute(), line)
         except UserError as error:
-            hint = "copy the checkpoint out of its run: then its card says that its training is not known"
+            hint = "copy the checkpoint out of its run; its card will then state that its training is unknown"
             raise UserError(error.message, hint) from None
     if folder.is_adapter(path):
         return Provenance(ancestors=_line(folder.base_of(path), folder.base_folder(path), line))
@@ -129,7 +129,7 @@ def _line(words: str, path: Path, line: int = 0) -> list[Ancestor]:
         before = _provenance(path, line + 1).ancestors if line < _LONGEST_LINE and path.is_dir() else []
     card = _front_matter(path)
     license = card.get("license_name") or card.get("license") or "/"  # a license called "other" has a name beside it
-    return [Ancestor(name or "a model without a name", on_hub, None if "/" in license else license), *before]
+    return [Ancestor(name or "an unnamed model", on_hub, None if "/" in license else license), *before]
 
 
 def _own_name(words: str) -> str:
@@ -186,4 +186,4 @@ def last_part(name: str) -> str:
     if "://" in name:
         path = re.split("[?#]", name.partition("://")[2])[0].partition("/")[2]
     parts = [part for part in re.split(r"[/\\]", path) if part.strip(".")]
-    return parts[-1] if parts else "a text without a name"
+    return parts[-1] if parts else "an unnamed text"

@@ -63,10 +63,10 @@ def find_target(out: str, config: ExportConfig) -> Target:
     kinds = get_args(FileType if is_file else FolderDtype)
     if config.dtype is not None and config.dtype not in kinds:
         where = "a .gguf file" if is_file else "a folder"
-        raise UserError(f"{where} cannot have the dtype {config.dtype}", f"{where} takes {', '.join(kinds)}")
+        raise UserError(f"{where} cannot have the dtype {config.dtype}", f"use {', '.join(kinds)}")
     if is_file and config.samples:
-        raise UserError("--samples stand in the card of a folder, and a .gguf file has none", "leave them out")
-    check_new(path, "give another place with -o")
+        raise UserError("--samples go into the model card, and a .gguf file has none", "leave them out")
+    check_new(path, "choose another path with -o")
     return Target(path, is_file, config.dtype or ("f16" if is_file else "float32"), config.license)
 
 
@@ -77,9 +77,9 @@ def check(source: SourceModel, target: Target) -> None:
         gguf.package()
     place, home = target.out.resolve(), source.path.resolve()
     if home in place.parents:
-        raise UserError(f"{target.out} lies in the model's own folder", "give a place outside of it with -o")
+        raise UserError(f"{target.out} is inside the model's own folder", "choose a path outside it with -o")
     if run_folder.is_step_name(place.name) and run_folder.is_run(place.parent):
-        raise UserError(f"{target.out} would be taken for a checkpoint of that run", "give another name with -o")
+        raise UserError(f"{target.out} would look like a checkpoint of that run", "choose another name with -o")
 
 
 def stored(source: SourceModel, target: Target) -> Parameters:
@@ -106,7 +106,7 @@ def whole_or_nothing(target: Target) -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     parent.rmdir()
             if isinstance(error, Interrupted):
-                left = f"{target.out} is whole" if target.out.exists() else "nothing was written"
+                left = f"{target.out} is complete" if target.out.exists() else "nothing was written"
                 raise Interrupted(error.signum, f"interrupted: {left}") from None
             raise
 

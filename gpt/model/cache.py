@@ -165,7 +165,7 @@ class Placement:
             seen = torch.arange(end, device=device)[None]
             return _Span(rows, new, slice(0, end), _sees(seen[:, start:], seen, window)[0, 0])
         if window == room and T > 1 and reach > room:
-            raise ValueError(f"{reach} positions at once; there is room for {room}")
+            raise ValueError(f"{reach} tokens do not fit in a cache of {room}")
         if isinstance(new, slice):
             new = torch.arange(new.start, new.stop, device=device).expand(len(lengths), -1)
         if columns - window >= T - 1 or reach <= columns:

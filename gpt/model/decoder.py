@@ -253,7 +253,7 @@ class GPT(nn.Module):
         """Ids (B, T) → the residual stream before the first block, (B, T, C), and the rotations of its positions."""
         where, reach = (slice(0, idx.size(1)), idx.size(1)) if places is None else (places.where, places.reach)
         if reach > self.config.block_size and (places is None or self.rope is None):
-            raise ValueError(f"{reach} positions; the context is {self.config.block_size}")
+            raise ValueError(f"{reach} tokens do not fit in the context of {self.config.block_size}")
         self.reach(reach)
         return self.embed_at(idx, where)
 

@@ -180,7 +180,7 @@ def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
     for roles in has:
         if 0 < len(named & set(roles)) < len(roles):
             raise UserError(
-                f"lora-targets: {', '.join(roles)} are one tensor in a {config.layout}, and have one adapter",
+                f"lora-targets: {', '.join(roles)} are a single tensor in {config.layout} and share an adapter",
                 "name all of them, or none",
             )
     return tuple(role for role in LORA_ROLES if role in named and role in sum(has, ()))

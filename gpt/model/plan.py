@@ -50,10 +50,10 @@ def plans(config: GPTConfig, asked: PlanConfig, batch_tokens: int) -> list[Train
     """The first way that fits for 1, 2, 4 … devices, up to all that there are; where none does, the one that needs
     least. Devices that cannot share the sequences of a step evenly are left out. Raises `UserError` where all are."""
     if asked.tensor is not None and config.kv_heads % asked.tensor:
-        of_keys = "" if config.kv_heads == config.n_head else " of keys and values"
+        of_keys = "" if config.kv_heads == config.n_head else " key/value"
         raise UserError(
-            f"the model's {config.kv_heads} heads{of_keys} cannot be shared evenly by {asked.tensor} ranks",
-            "take one of " + ", ".join(map(str, divisors(config.kv_heads))),
+            f"the model's {config.kv_heads}{of_keys} heads cannot be split evenly over {asked.tensor} ranks",
+            "use one of " + ", ".join(map(str, divisors(config.kv_heads))),
         )
     rows = step_rows(config, asked.batch_tokens or batch_tokens, asked.batch_tokens is not None)
     counts = sorted({2**n for n in range(asked.devices.bit_length()) if 2**n <= asked.devices} | {asked.devices})
@@ -68,7 +68,7 @@ def step_rows(config: GPTConfig, batch_tokens: int, was_asked: bool) -> int:
     T = config.block_size
     if was_asked and batch_tokens % T:
         above = -(-batch_tokens // T) * T
-        raise UserError(f"batch-tokens {batch_tokens:,} is not a multiple of the context, {T:,}", f"take {above:,}")
+        raise UserError(f"batch-tokens {batch_tokens:,} is not a multiple of the context, {T:,}", f"use {above:,}")
     return max(1, round(batch_tokens / T))
 
 
@@ -186,10 +186,10 @@ def _explain(config: GPTConfig, asked: PlanConfig, rows: int) -> None:
     if rows % data:
         above = -(-rows // data) * data * config.block_size
         raise UserError(
-            f"the {rows:,} sequences of a step cannot be shared evenly by {n:,} devices, {max(ways)} a sequence",
-            f"take --batch-tokens {above}, or --devices {max(d * max(ways) for d in divisors(rows) if d <= data)}",
+            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices, {max(ways)} per sequence",
+            f"use --batch-tokens {above}, or --devices {max(d * max(ways) for d in divisors(rows) if d <= data)}",
         )
     raise UserError(
         f"a micro-batch of {asked.micro_batch} does not divide the {rows // data:,} sequences of a rank",
-        "take one of " + ", ".join(map(str, divisors(rows // data))),
+        "use one of " + ", ".join(map(str, divisors(rows // data))),
     )

@@ -115,13 +115,13 @@ def _rows_to_int4(rows: Tensor) -> Quantized:
     if not least.isfinite().all():  # no scale of a group has a finite error
         if not rows.isfinite().all():
             raise _not_finite()
-        raise UserError("weights are too large for int4, whose scales are numbers of float16", "round them to 8 bits")
+        raise UserError("weights are too large for int4, which has float16 scales", "use int8")
     low, high = (_levels(groups, best) + MIDDLE).to(torch.uint8).chunk(2, dim=-1)
     return Quantized((low | high << 4).flatten(1), best.squeeze(-1).half())
 
 
 def _not_finite() -> NotANumber:
-    return NotANumber("weights cannot be rounded: they are not all finite numbers")
+    return NotANumber("weights cannot be quantized: some are NaN or infinite")
 
 
 def _levels(groups: Tensor, scale: Tensor) -> Tensor:

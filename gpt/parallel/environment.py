@@ -21,7 +21,7 @@ def number(name: str, otherwise: int | None = None) -> int:
         said = "not set" if value is None else f'"{value}"; it must be a whole number'
         raise UserError(
             f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, and {name} is {said}",
-            "start all processes with torchrun, which sets both; or take WORLD_SIZE out of the environment",
+            "start all processes with torchrun, which sets both, or unset WORLD_SIZE",
         )
     return int(value)
 

@@ -44,9 +44,9 @@ def _check_room(nproc: int) -> None:
     needed, memory = nproc * PROCESS_BYTES, host_memory()
     if needed > memory:
         raise UserError(
-            f"{nproc:,} processes take {needed / 1e9:,.0f} GB before any work, and this machine has "
+            f"{nproc:,} processes take {needed / 1e9:,.0f} GB just to start, and this machine has "
             f"{memory / 1e9:,.0f} GB",
-            "take fewer --nproc: one a GPU, or one a few cores",
+            "lower --nproc: one process per GPU, or per few CPU cores",
         )
 
 
@@ -105,10 +105,10 @@ def _port() -> int:
     except OSError as error:
         if int(asked) and error.errno in (errno.EADDRINUSE, errno.EACCES):
             why = "in use" if error.errno == errno.EADDRINUSE else "reserved by the system"
-            raise UserError(f"port {asked} is {why}", "unset MASTER_PORT: then a free one is taken") from None
+            raise UserError(f"port {asked} is {why}", "unset MASTER_PORT to use a free one") from None
         raise UserError(
             f"processes cannot connect to each other at 127.0.0.1: {error.strerror or error}",
-            "turn the loopback device on (ip link set lo up), or leave --nproc out",
+            "bring up the loopback device (ip link set lo up), or leave --nproc out",
         ) from None
     return int(asked)
 

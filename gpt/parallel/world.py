@@ -71,7 +71,7 @@ class World:
             n = "one process" if self.size == 1 else f"{self.size} processes"
             raise UserError(
                 f"{n} cannot be divided into groups of {tensor} (--tensor {tensor})",
-                f"--nproc {-(-self.size // tensor) * tensor}, or --tensor 1",
+                f"use --nproc {-(-self.size // tensor) * tensor}, or --tensor 1",
             )
         self.tensor = tensor
 
@@ -182,14 +182,14 @@ class Ranks(World):
         if kind == "cpu":
             return torch.device("cpu")
         if kind != "cuda":
-            raise UserError(f"several processes cannot share {kind}", "leave --nproc out, or --device cpu")
+            raise UserError(f"several processes cannot share {kind}", "leave out --nproc, or use --device cpu")
         if torch.cuda.device_count() < self.local_size:
             raise UserError(
-                f"{self.local_size} processes need as many GPUs; this machine has {torch.cuda.device_count()}",
-                f"--nproc {torch.cuda.device_count()}, or --device cpu",
+                f"{self.local_size} processes need a GPU each; this machine has {torch.cuda.device_count()}",
+                f"use --nproc {torch.cuda.device_count()}, or --device cpu",
             )
         if not dist.is_nccl_available():
-            raise UserError("this build of torch has no NCCL, over which GPUs exchange gradients", "--device cpu")
+            raise UserError("this build of torch has no NCCL, needed to train on several GPUs", "use --device cpu")
         return torch.device("cuda", self.local_rank)
 
     def all_reduce_max(self, value: int) -> int:
@@ -242,7 +242,7 @@ class Ranks(World):
                     self.wait_for_main()
                     raise UserError(
                         f"processes do not agree: {key} is {ours!r} in process 0 and {theirs!r} in process {rank}",
-                        "start all of them with the same versions, words and variables",
+                        "start all of them with the same versions, arguments and environment variables",
                     )
 
     def _broadcast(self, value: Any, source: int = 0) -> Any:
@@ -313,8 +313,8 @@ def joined(nproc: int) -> Iterator[World]:
     if not environment.is_one_of_many():
         if nproc > 1:
             raise UserError(
-                f"{nproc} processes were asked for, and this is one by itself",
-                "start them with gpt train --nproc, or a program of yours with torchrun and without nproc",
+                f"{nproc} processes were requested, but this is a single one",
+                "use gpt train --nproc; or start your own program with torchrun, without nproc",
             )
         world = World()
         try:
@@ -340,12 +340,12 @@ def _store() -> Any:
 
 def _join() -> Ranks:
     if not dist.is_available():
-        raise UserError("this build of torch cannot train in several processes", "leave --nproc out")
+        raise UserError("this build of torch cannot train with several processes", "leave out --nproc")
     try:
         return Ranks()
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
         raise UserError(
-            f"the processes could not meet at {where}: {first_line(error):.200}",
-            "is the port in use? torchrun --rdzv-endpoint HOST:PORT names another",
+            f"the processes could not connect at {where}: {first_line(error):.200}",
+            "is the port in use? choose another with torchrun --rdzv-endpoint HOST:PORT",
         ) from None

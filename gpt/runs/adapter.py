@@ -69,7 +69,7 @@ class Adapter:
         gone or have changed."""
         base = folder.base_folder(path)
         if self.sha256 and folder.weight_checksums(base) != self.sha256:
-            raise UserError(f"{path} is an adapter to {self.base}, whose weights are others now", folder.BASE_HINT)
+            raise UserError(f"{path} is an adapter for {self.base}, whose weights have changed", folder.BASE_HINT)
         return base
 
 
@@ -80,21 +80,21 @@ def read(path: Path) -> Adapter:
     values = read_json(where)
     for key, allowed in _WITHOUT.items():
         if values.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{where}: {key} is {values[key]!r:.80}; adapters with {allowed[0]!r} alone are read")
+            raise UserError(f"{where}: {key} is {values[key]!r:.80}; only adapters with {allowed[0]!r} are supported")
     for key in values.keys() - {*_WITHOUT, *_READ, *_IDLE}:
         if values[key]:
-            raise UserError(f"{where}: {key:.80} is {values[key]!r:.80}, which is not known here")
+            raise UserError(f"{where}: {key:.80} is {values[key]!r:.80}, which is not supported")
     rank: Any = values.get("r")
     alpha: Any = values.get("lora_alpha")
     by_root = values.get("use_rslora", False)
     if type(rank) is not int or not 1 <= rank <= _MOST_RANK:
-        raise UserError(f"{where} is damaged: an adapter of rank {rank!r:.80}")
+        raise UserError(f"{where} is damaged: the adapter has rank {rank!r:.80}")
     if type(alpha) not in (int, float) or not 0 <= alpha <= 1e12 or type(by_root) is not bool:
-        raise UserError(f"{where} is damaged: a scale of {alpha!r:.80}")
+        raise UserError(f"{where} is damaged: the adapter has scale {alpha!r:.80}")
     meta = read_json(path / folder.META).get("adapter") if (path / folder.META).is_file() else {}
     sums = meta.get("sha256", {}) if isinstance(meta, dict) else None
     if not isinstance(sums, dict):
-        raise UserError(f"{path / folder.META} does not say what its adapter belongs to")
+        raise UserError(f"{path / folder.META} does not name the base model of its adapter")
     return Adapter(folder.base_of(path), rank, float(alpha), sums, by_root)
 
 
@@ -154,7 +154,7 @@ def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor]
     and shapes are compared with the model's first. Raises `UserError` where some are missing."""
     if not (path / FILE).is_file():
         pickled = any(path.glob("*.bin"))
-        hint = "it holds pickles, which are never opened: save it as safetensors first" if pickled else ""
+        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""
         raise UserError(f"{path} has no {FILE}", hint)
     possible = _stored(config, rank, LORA_ROLES)
     shapes = {name: each.shape for name, each in possible.items()}

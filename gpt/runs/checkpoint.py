@@ -252,8 +252,8 @@ def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
         tokenizer = gpt2_tokenizer()
     if tokenizer is None:
         raise UserError(
-            f"{path} has no tokenizer, and its {config.vocab_size:,} ids are not GPT-2's {GPT2_VOCAB:,}",
-            "put the model's tokenizer.json into that folder",
+            f"{path} has no tokenizer, and its vocabulary of {config.vocab_size:,} is not GPT-2's {GPT2_VOCAB:,}",
+            "put the model's tokenizer.json in that folder",
         )
     try:
         tokenizer = tokenizer.for_model(config.vocab_size)
@@ -277,7 +277,7 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / MODEL]
     if not index.exists():
         pickled = any(path.glob("*.bin"))
-        hint = "it holds pickles, which are never opened: save it as safetensors first" if pickled else ""
+        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""
         raise UserError(f"{path} has no {MODEL}", hint)
     parts = read_json(index).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(n, str) and is_file_name(n) for n in parts.values()):
@@ -333,21 +333,19 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         if not rounded:
             raise
         raise UserError(
-            f"{path}: {rounded}, and only weights that gpt export has rounded are read ({error.message})",
-            "take the model in 16 or 32 bits",
+            f"{path}: {rounded}, and gpt only loads weights that gpt export has quantized ({error.message})",
+            "use the model in 16 or 32 bits",
         ) from None
     if rounded:
-        warn(f"{path}: {rounded}, but its weights are not rounded: they are used as they are")
+        warn(f"{path}: {rounded}, but its weights are not quantized: they are used as they are")
     if beside:
         more = f" and {len(beside) - 1:,} more" if len(beside) > 1 else ""
-        warn(f"{path}: the tensor {beside[0]:.80}{more} is no part of the decoder, and is not used")
+        warn(f"{path}: the tensor {beside[0]:.80}{more} is not part of the decoder and is ignored")
     if config.tied and hf.UNEMBEDDING in found:
         both = [found[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
         wide = torch.promote_types(both[0].dtype, both[1].dtype)
         if not torch.equal(both[0].to(wide), both[1].to(wide)):
-            warn(
-                f"{path}: {hf.UNEMBEDDING} is not the embedding, though config.json says that they are tied: it is used"
-            )
+            warn(f"{path}: {hf.UNEMBEDDING} differs from the embedding, although config.json ties them: it is used")
             config = replace(config, tied=False)
     return config, from_stored(config, lambda theirs: found[theirs].mapped())
 
@@ -359,8 +357,8 @@ def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:
     least = count * (bits or 16) // 8
     if size < least:
         raise UserError(
-            f"{files[0].parent}: the weights have {size:,} bytes; config.json asks for {least:,} at least",
-            "copy it anew",
+            f"{files[0].parent}: the weights have {size:,} bytes; config.json requires at least {least:,}",
+            "copy it again",
         )
 
 

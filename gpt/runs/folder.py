@@ -36,12 +36,11 @@ META = "gpt.json"
 ADAPTER = "adapter_config.json"  # of adapters, in PEFT's layout
 MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
 TRAINING = ("training.json", "training.safetensors")  # for resuming alone; older checkpoints lose it
-KEPT = "checkpoints saved before, if any, are whole"
+KEPT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
-    "name it with --base (sample, eval, serve, export), or put it back; where --merge-lora was given, RUN/merged needs "
-    "no base"
+    "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
 )
-HINT = "take another checkpoint of the run, or copy this one anew"
+HINT = "use another checkpoint of the run, or copy this one again"
 _STEP = re.compile(r"step-(\d{6,12})")
 _PART = re.compile(r"(.+):(best|latest|step-\d+)")
 _HUB_NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
@@ -73,7 +72,7 @@ def is_step_name(name: str) -> bool:
 def create_run(out: str) -> Path:
     """Makes a run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten. Raises
     `UserError` where none can be made, or the name is not UTF-8, which safetensors needs."""
-    check_text(f"the name {out!r}", out, "give another place with --out")
+    check_text(f"the name {out!r}", out, "choose another path with --out")
     first = Path(out)  # without a slash at its end
     for number in range(1, 10_000):
         path = first if number == 1 else first.with_name(f"{first.name}-{number}")
@@ -84,9 +83,9 @@ def create_run(out: str) -> Path:
             continue
         except OSError as error:
             raise UserError(
-                f"cannot make the run folder {path}: {error.strerror or error}", "give another place with --out"
+                f"cannot create the run folder {path}: {error.strerror or error}", "choose another path with --out"
             ) from None
-    raise UserError(f"{out}, and 9,999 names after it, are taken", "give another place with --out")
+    raise UserError(f"{out}, and 9,999 names after it, are taken", "choose another path with --out")
 
 
 def _checksum_of(files: Mapping[str, str]) -> str:
@@ -128,7 +127,7 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
         found = side_by_side(lambda name: file_sha256(folder / name), wanted)
     for name in wanted:
         if found[name] != sums[name]:
-            raise UserError(f"{folder / name} is damaged: its sha256 is not the one it was saved with", HINT)
+            raise UserError(f"{folder / name} is damaged: its sha256 has changed since it was saved", HINT)
 
 
 def weight_checksums(folder: Path) -> dict[str, str]:
@@ -149,7 +148,7 @@ def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> l
             try:
                 loss = read_json(path / META).get("val_loss")
             except UserError as error:
-                note(f"{error.message}: the best is taken of the other checkpoints")
+                note(f"{error.message}: using the best of the other checkpoints")
             number = type(loss) in (int, float) and abs(loss) <= LARGEST
             entries.append(Entry(int(match[1]), float(loss) if number else None))
     return sorted(entries, key=lambda entry: entry.step)
@@ -219,7 +218,7 @@ def name_base(path: Path, base: str) -> None:
     """Puts ``base``, as `find_checkpoint` takes it, in the place of the model that the files of the adapters at
     ``path`` name. Raises `UserError` where there are no adapters."""
     if not is_adapter(path):
-        raise UserError(f"{path} is a whole model, and no adapter to another one", "leave out --base")
+        raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
     named = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
     with contextlib.suppress(UserError):  # files that name no base
         while not hub.is_remote(below := base_of(path)) and is_adapter(Path(below)):
@@ -235,7 +234,7 @@ def base_of(path: Path) -> str:
     values = read_json(path / ADAPTER)
     name, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not isinstance(name, str) or not name or not isinstance(revision, str | None):
-        raise UserError(f"{path / ADAPTER} does not say what its adapter belongs to", BASE_HINT)
+        raise UserError(f"{path / ADAPTER} does not name the base model of its adapter", BASE_HINT)
     if not _HUB_NAME.fullmatch(name) or Path(name).is_dir():
         return name
     return f"{hub.PREFIX}{name}" + (f"@{revision}" if revision else "")
@@ -245,12 +244,12 @@ def base_folder(path: Path) -> Path:
     """The folder of the model that the adapters at ``path`` belong to. Raises `UserError` where it cannot be had."""
     base = base_of(path)
     if not hub.is_remote(base) and not is_checkpoint(Path(base)):
-        raise UserError(f"{path} is an adapter to {base}, which is not there", BASE_HINT)
+        raise UserError(f"{path} is an adapter for {base}, which does not exist", BASE_HINT)
     try:
         return hub.fetch(base) if hub.is_remote(base) else Path(base)
     except WorkError as error:
         raise WorkError(
-            f"{path} is an adapter to {base}: {error.message}",
+            f"{path} is an adapter for {base}: {error.message}",
             f"name another base with --base (sample, eval, serve, export), or {error.hint}",
         ) from None
 
@@ -264,7 +263,7 @@ def lineage(path: Path) -> Iterator[Path]:
         if not is_adapter(here):
             return
         here = base_folder(here)
-    raise UserError(f"{path} ends a chain of more than {MOST_ADAPTERS} adapters", "merge some of them")
+    raise UserError(f"{path} is in a chain of more than {MOST_ADAPTERS} adapters", "merge some of them")
 
 
 def home(path: Path) -> Path:
@@ -289,12 +288,15 @@ def _has(path: Path, name: str) -> bool:
 def names_model(word: str) -> bool:
     """Whether a word names a model, as `find_checkpoint` takes it, or a preset. Raises `UserError` for a path that
     cannot be read."""
-    if hub.is_remote(word):
-        return True
+    if hub.is_remote(word) or "://" in word:
+        return "://" not in word  # an address of a text, also of one on the Hub
     with reading(Path(word)):
         exists = Path(word).exists()
     part = None if exists else _PART.fullmatch(word)
     path = Path(part[1] if part else word)
+    if path.is_dir() and not is_run(path) and not is_adapter(path):
+        with contextlib.suppress(UserError):  # a folder of texts may have a config.json, too
+            return "model_type" in read_json(path / "config.json")
     return (word in PRESETS and not exists) or is_run(path) or is_checkpoint(path)
 
 
@@ -325,8 +327,8 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
                 started.append((RunRecord.read(path).started, path))
     if not started:
         raise UserError(
-            f"there is no run with a checkpoint in {runs}{os.sep} to take a model from",
-            "train one: gpt train FILE; or name one with --model",
+            f"there is no run with a checkpoint in {runs}{os.sep}",
+            "train one: gpt train FILE; or choose one with --model",
         )
     return max(started)[1]
 
@@ -357,10 +359,8 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
             f"{path} is a GGUF file, which gpt writes but does not read", "name the folder it was made from"
         )
     if path.is_dir() and any(path.glob("pytorch_model*.bin")):
-        raise UserError(
-            f"{path} holds pickled weights only", "save them as safetensors first; pickles are never opened"
-        )
-    raise UserError(f"{path} is no run and no checkpoint: it has neither run.json nor config.json", known_runs())
+        raise UserError(f"{path} has only pickled weights", "save them as safetensors first; gpt never opens pickles")
+    raise UserError(f"{path} is not a run or a checkpoint: it has neither run.json nor config.json", known_runs())
 
 
 def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
@@ -391,8 +391,8 @@ def newest_whole(run: Path, note: Callable[[str], None], training: bool = False)
             return path
         except UserError as error:
             why = error.message
-            note(f"{why}: the checkpoint before it is taken")
-    raise UserError(f"the run {run} has no whole checkpoint: {why}", HINT)
+            note(f"{why}: using the checkpoint before it")
+    raise UserError(f"the run {run} has no intact checkpoint: {why}", HINT)
 
 
 def known_runs() -> str:

@@ -235,19 +235,19 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     what this decoder does not, or a number that is none."""
     kind = values.get("model_type")
     if kind != OWN_TYPE and (not isinstance(kind, str) or kind not in FAMILIES):
-        raise UserError(f"{where} describes a model of type {kind!r:.80}", f"these are read: {', '.join(FAMILIES)}")
+        raise UserError(f"{where} describes a model of type {kind!r:.80}", f"supported: {', '.join(FAMILIES)}")
     values = GPTConfig.upgrade(values, where) if kind == OWN_TYPE else values
     try:
         return _from_own_config(values) if kind == OWN_TYPE else _from_family(kind, FAMILIES[kind], values)
     except UserError as error:
-        hint = error.hint or "no option changes that: take another model"
+        hint = error.hint or "no option changes that: use another model"
         raise UserError(f"{where}: {error.message}", hint) from None
 
 
 def _from_family(kind: str, family: Family, values: Mapping[str, Any]) -> GPTConfig:
     for key, allowed in (_WITHOUT | dict(family.fixed)).items():
         if values.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{key} is {values[key]!r:.80}; this decoder computes {allowed[0]!r} only")
+            raise UserError(f"{key} is {values[key]!r:.80}; this decoder supports only {allowed[0]!r}")
     if kind == "gpt2" and "n_positions" not in values:
         values = {**values, **({"n_positions": values["n_ctx"]} if "n_ctx" in values else {})}
     values = {**family.defaults, **values}
@@ -285,15 +285,15 @@ def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_rope_form(said: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(said, dict) or any(isinstance(each, dict) for each in said.values()):
-        raise UserError(f"rope_parameters is {said!r:.80}; this decoder has one set for all layers")
+        raise UserError(f"rope_parameters is {said!r:.80}; this decoder supports only one set for all layers")
     kind = said.get("rope_type", said.get("type", "default"))
     bases = [each["rope_theta"] for each in (said, values) if each.get("rope_theta") is not None]
     if kind not in ("default", "llama3"):
-        raise UserError(f"rope_type is {kind!r:.80}; this decoder computes default and llama3 only")
+        raise UserError(f"rope_type is {kind!r:.80}; this decoder supports only default and llama3")
     if said.get("partial_rotary_factor", 1) not in _WITHOUT["partial_rotary_factor"]:
-        raise UserError(f"partial_rotary_factor is {said['partial_rotary_factor']!r:.80}; this decoder computes 1 only")
+        raise UserError(f"partial_rotary_factor is {said['partial_rotary_factor']!r:.80}; the only one supported is 1")
     if len(bases) == 2 and bases[0] != bases[1]:
-        raise UserError(f"rope_theta is {bases[0]!r:.80} and {bases[1]!r:.80}")
+        raise UserError(f"rope_theta is both {bases[0]!r:.80} and {bases[1]!r:.80}")
     base = bases[0] if bases else _ROPE_THETA
     if kind == "default":
         return {"rope_base": base}
@@ -317,7 +317,7 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
     elif kind == "llama":
         window = values.get("sliding_window")
         if window is not None:
-            raise UserError(f"sliding_window is {window!r:.80}; a llama has none")
+            raise UserError(f"sliding_window is {window!r:.80}; llama does not support it")
     if types is None:
         return window, layers
     if not isinstance(types, list) or len(types) != n_layer or any(each not in (_FULL, _SLIDING) for each in types):

@@ -36,13 +36,13 @@ def fetch(model: str, weights: bool = True) -> Path:
     """
     name, _, revision = model.removeprefix(PREFIX).partition("@")
     if not name or name.count("/") > 1:
-        raise UserError(f'"{model}" names no model of the hub', "hf:OWNER/NAME, such as hf:openai-community/gpt2")
+        raise UserError(f'"{model}" is no Hugging Face Hub model', "hf:OWNER/NAME, such as hf:openai-community/gpt2")
     folder = Path(_snapshot(name, revision or "main", FILES if weights else CONFIG))
     if not any((folder / name).is_file() for name in CONFIG):
-        raise UserError(f"{model} has no config.json: it is no model of transformers", "gpt2, llama, mistral, qwen2 …")
+        raise UserError(f"{model} has no config.json: not a Transformers model", "gpt2, llama, mistral, qwen2 …")
     if weights and not any(folder.glob("*.safetensors")):
         raise UserError(
-            f"{model} has no weights as safetensors", "pickles are never opened; take a revision that has safetensors"
+            f"{model} has no weights as safetensors", "gpt never opens pickles; use a revision with safetensors"
         )
     return folder
 
@@ -64,21 +64,21 @@ def _snapshot(name: str, revision: str, files: list[str]) -> str:
         return found
     except errors.HFValidationError:
         hint = "hf:OWNER/NAME, such as hf:openai-community/gpt2"
-        raise UserError(f'"hf:{what}" names no model of the hub', hint) from None
+        raise UserError(f'"hf:{what}" is not a Hugging Face Hub model', hint) from None
     except errors.GatedRepoError:
-        hint = f"ask for it at {place}/{name}, then log in: hf auth login"
-        raise UserError(f"{what} is gated: its owners say who may have it", hint) from None
+        hint = f"request access at {place}/{name}, then log in: hf auth login"
+        raise UserError(f"{what} is gated: its owners must grant you access", hint) from None
     except errors.RevisionNotFoundError:
         raise UserError(
-            f'{name} has no revision "{revision}"', "a branch, a tag or a commit; without one, main"
+            f'{name} has no revision "{revision}"', "give a branch, a tag or a commit; the default is main"
         ) from None
     except errors.RepositoryNotFoundError:
-        hint = "look at its name (OWNER/NAME); for a private one log in: hf auth login"
+        hint = "check its name (OWNER/NAME); if it is private, log in: hf auth login"
         raise UserError(f"{place} has no model {name}", hint) from None
     except Exception as error:  # of the connection, the server or the disk; there are many
         raise WorkError(
-            f"{what} is not in the cache and could not be fetched from {place} ({_reason(error)})",
-            "look at the connection (HF_HUB_OFFLINE, HF_ENDPOINT), or give the path of a folder with its files",
+            f"{what} is not in the cache and could not be downloaded from {place} ({_reason(error)})",
+            "check the connection (HF_HUB_OFFLINE, HF_ENDPOINT), or give a local folder with its files",
         ) from None
 
 

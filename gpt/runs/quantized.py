@@ -97,7 +97,7 @@ def from_stored(
     def matrix(name: str) -> Quantized:
         found = Quantized(get(name), get(name + SCALES))
         if not found.scales.isfinite().all():
-            raise UserError(f"{where} is damaged: the scales of {name} are not all finite numbers", HINT)
+            raise UserError(f"{where} is damaged: the scales of {name} are not all finite", HINT)
         return found
 
     return {

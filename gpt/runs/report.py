@@ -82,7 +82,7 @@ def read_history(run: Path) -> History:
     path, history = run / folder.METRICS, History()
     if not path.exists():
         raise UserError(
-            f"the run {run} has no metrics: {folder.METRICS} is not there", "it stopped before its first step"
+            f"the run {run} has no metrics: {folder.METRICS} is missing", "it stopped before its first step"
         )
     with reading(path), open_regular(path, limit=LINES_LIMIT) as file:
         for line in read_lines(file):
@@ -91,7 +91,7 @@ def read_history(run: Path) -> History:
             except UserError:
                 history.unread += 1
     if not history.steps and not history.evals:
-        raise UserError(f"the run {run} has no metrics: no step is told in {path}", "wait for its first one")
+        raise UserError(f"the run {run} has no metrics: {path} contains no steps", "wait for its first one")
     return history
 
 
@@ -230,21 +230,21 @@ def read_curve(path: Path) -> Report:
     Raises `UserError` for a file that is larger than `CURVE_LIMIT`, empty, or has another line, which it names.
     """
     points: list[CurvePoint] = []
-    hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, where known with "bits_per_byte"'
+    hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, optionally with "bits_per_byte"'
     with reading(path), open_regular(path, limit=CURVE_LIMIT) as file:
         for number, line in enumerate(read_lines(file), 1):
             where = f"line {number} of {path}"
             try:
                 point = checked(CurvePoint, json.loads(line), where)
             except (ValueError, RecursionError):
-                raise UserError(f"{where} is no JSON", hint) from None
+                raise UserError(f"{where} is not JSON", hint) from None
             except UserError as error:
                 raise UserError(error.message, hint) from None
             if points and (point.step <= points[-1].step or point.seconds < points[-1].seconds):
-                raise UserError(f"{where} is not after the line before it", "steps rise, and seconds do not fall")
+                raise UserError(f"{where} is out of order", "steps must increase, and seconds must not decrease")
             points.append(point)
     if not points:
-        raise UserError(f"the curve {path} has no line", hint)
+        raise UserError(f"the curve {path} is empty", hint)
     evals = [events.EvalEvent(each.step, 0, each.seconds, each.val_loss, False) for each in points]
     last, best = points[-1], min(points, key=lambda each: each.val_loss)
     ratio = next((each.bits_per_byte / each.val_loss for each in points if each.bits_per_byte and each.val_loss), None)

@@ -21,7 +21,7 @@ from gpt.files import open_regular, reading
 
 Array = npt.NDArray[Any]
 WEIGHTS = ("F32", "F16", "BF16")
-HINT = "copy or save it anew"
+HINT = "copy or save it again"
 _CODES = {
     "float32": "F32", "float64": "F64", "float16": "F16",
     "int64": "I64", "int8": "I8", "uint32": "U32", "uint8": "U8",
@@ -137,9 +137,9 @@ def find(
                 tensor = opened.get_slice(theirs)
                 shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                 if name not in shapes:
-                    raise UserError(f"{file} has a tensor {theirs[:80]} that {where} has no place for")
+                    raise UserError(f"{file} has a tensor {theirs[:80]} that {where} does not expect")
                 if shape != shapes[name]:
-                    raise UserError(f"{file}: {theirs} has the shape {shape}; {where} asks for {shapes[name]}")
+                    raise UserError(f"{file}: {theirs} has the shape {shape}; {where} expects {shapes[name]}")
                 allowed = [dtypes[name]] if isinstance(dtypes, Mapping) else dtypes
                 if dtype not in allowed:
                     raise UserError(f"{file}: {theirs} is {dtype}; {', '.join(allowed)} can be read")
@@ -162,14 +162,14 @@ def _check_header(file: Path, count: int) -> None:
         size = os.fstat(opened.fileno()).st_size
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
     if length > min(size - _LENGTH.size, _HEADER_ROOM + _HEADER_EACH * count):
-        raise UserError(f"{file} is damaged or no safetensors file: its header has {length:,} bytes", HINT)
+        raise UserError(f"{file} is damaged or not a safetensors file: its header has {length:,} bytes", HINT)
 
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    check_text(f"the path {str(file)!r}", str(file), "rename the folder: safetensors opens no other names")
+    check_text(f"the path {str(file)!r}", str(file), "rename the folder: safetensors only opens UTF-8 names")
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is damaged or no safetensors file: {error}", HINT) from None
+        raise UserError(f"{file} is damaged or not a safetensors file: {error}", HINT) from None

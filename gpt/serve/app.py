@@ -130,7 +130,7 @@ class Server:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await request.body()
         except TimeoutError:
-            raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
         request.state.lane = "large text" if len(body) > SMALL_BODY else "text"
         return await self._in_thread(request, lambda: read_json(body))
 
@@ -183,7 +183,7 @@ class Server:
             opened = values.get("add_special_tokens") is not False
             ids = await self._in_thread(request, lambda: self._ids_of(clean(text), opened))
         else:
-            raise ApiError(400, "prompt must be a text", "prompt")
+            raise ApiError(400, "prompt must be a string", "prompt")
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.service.block_size})
 
     def _ids_of(self, text: str, opened: bool) -> list[int]:
@@ -236,7 +236,7 @@ class Server:
         prompt, generation, room = self._prompt(ids), asked.generation, self.service.block_size - len(ids)
         if room < 1:
             context = f"the model's context has {self.service.block_size:,}"
-            raise _too_long(f"messages have {len(ids):,} tokens, and {context}", "messages")
+            raise _too_long(f"messages have {len(ids):,} tokens, but {context}", "messages")
         most = min(room, limit if generation.open_ended else generation.config.max_tokens)
         least = min(generation.config.min_tokens, most)
         generation = replace(generation, config=replace(generation.config, max_tokens=most, min_tokens=least))
@@ -271,21 +271,21 @@ class Server:
         if not all(0 <= id < size for id in prompt.ids):
             raise ApiError(400, f"prompt has an id that is not below {size:,}", "prompt")
         if len(prompt.ids) > limit:
-            raise _too_long(f"prompt has {len(prompt.ids):,} tokens; {limit:,} are the most")
+            raise _too_long(f"prompt has {len(prompt.ids):,} tokens; the limit is {limit:,}")
         return prompt
 
     def _check_length(self, text: str) -> None:
         """Raises `ApiError` for a text that has too many tokens whatever they are, so that it is never tokenized."""
         limit, least = self.service.config.limit_tokens, self.service.tokenizer.least_tokens(text)
         if least > limit:
-            raise _too_long(f"prompt has {least:,} tokens or more; {limit:,} are the most")
+            raise _too_long(f"prompt has at least {least:,} tokens; the limit is {limit:,}")
 
     def _check_room(self) -> None:
         """Raises `ApiError` where the request, which is in flight already, cannot be taken."""
         if self.stopping:
             raise _stopping()
         if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
-            raise come_later("too many requests wait")
+            raise come_later("too many requests are waiting")
 
     async def _generate(self, request: Request, prompts: list[Prompt], asked: Generation, form: Form) -> Response:
         self._check_size(prompts, asked)
@@ -317,16 +317,16 @@ class Server:
         longest = max(len(prompt.ids) for prompt in prompts)
         if config.echo_logprobs and longest > block_size:
             raise _too_long(
-                f"prompt has {longest:,} tokens, and the model sees {block_size:,}: it has no log-probabilities of more"
+                f"prompt has {longest:,} tokens, but log-probabilities need it to fit in the context of {block_size:,}"
             )
         texts = len(prompts) * asked.best_of
         if texts > MOST_TEXTS:
-            raise ApiError(400, f"n: {texts:,} texts are asked for; {MOST_TEXTS:,} are the most", "n")
+            raise ApiError(400, f"n: {texts:,} completions are requested; the limit is {MOST_TEXTS:,}", "n")
         tokens = texts * (config.max_tokens + (longest if asked.echo else 0))
         if tokens * (1 + (config.logprobs or 0)) > MOST_FIGURES:
             raise ApiError(
-                400, f"max_tokens: {texts:,} texts may become {tokens:,} tokens, with log-probabilities more than "
-                f"{MOST_FIGURES:,} figures; ask for less at once", "max_tokens",
+                400, f"max_tokens: {texts:,} completions of {tokens:,} tokens in all, with log-probabilities, exceed "
+                f"{MOST_FIGURES:,} values; request fewer at once", "max_tokens",
             )  # fmt: skip
 
 

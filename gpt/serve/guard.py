@@ -44,7 +44,7 @@ class Guard:
         elif own:
             await self.app(_without_slashes(scope), receive, send)
         elif origin == "null":
-            why = "the page has no origin, as one that is opened as a file"
+            why = "the page has no origin, like a page opened from a file"
             refusal = ApiError(403, f"{why}; serve it over HTTP and allow that origin with gpt serve --cors")
             await error_response(refusal)(scope, receive, send)
         elif origin not in self.config.cors:
@@ -92,7 +92,7 @@ def _preflight(asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refusal(what: str, value: str, option: str) -> ApiError:
-    by = f"whoever runs the server can allow it with gpt serve {option} {value:.80}"
+    by = f"the server's operator can allow it with gpt serve {option} {value:.80}"
     return ApiError(403, f"the {what} {value:.80} is not allowed; {by}")
 
 

@@ -16,15 +16,15 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         of: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("gpt_requests", "Requests by route and status.", ["route", "status"], **of)
-        self.cancelled = Counter("gpt_requests_cancelled", "Requests whose client went away.", **of)
-        self.prompt_tokens = Counter("gpt_prompt_tokens", "Tokens of prompts.", **of)
-        self.generated_tokens = Counter("gpt_generated_tokens", "Tokens that were generated.", **of)
-        self.waiting = Gauge("gpt_requests_waiting", "Requests that have not begun.", **of)
-        self.running = Gauge("gpt_texts_running", "Texts that are generated at once.", **of)
-        self.cached = Gauge("gpt_cache_positions", "Positions whose keys and values are held.", **of)
-        self.step_seconds = Histogram("gpt_step_seconds", "Seconds of a step.", buckets=_SECONDS, **of)
-        self.first_token = Histogram("gpt_first_token_seconds", "Seconds to a first token.", buckets=_SECONDS, **of)
-        self.seconds = Histogram("gpt_request_seconds", "Seconds of a request.", buckets=_SECONDS, **of)
+        self.cancelled = Counter("gpt_requests_cancelled", "Requests whose client disconnected.", **of)
+        self.prompt_tokens = Counter("gpt_prompt_tokens", "Prompt tokens processed.", **of)
+        self.generated_tokens = Counter("gpt_generated_tokens", "Tokens generated.", **of)
+        self.waiting = Gauge("gpt_requests_waiting", "Requests in the queue.", **of)
+        self.running = Gauge("gpt_texts_running", "Texts being generated.", **of)
+        self.cached = Gauge("gpt_cache_positions", "Tokens in the KV cache.", **of)
+        self.step_seconds = Histogram("gpt_step_seconds", "Seconds per decoding step.", buckets=_SECONDS, **of)
+        self.first_token = Histogram("gpt_first_token_seconds", "Seconds to the first token.", buckets=_SECONDS, **of)
+        self.seconds = Histogram("gpt_request_seconds", "Seconds per request.", buckets=_SECONDS, **of)
 
     def stepped(self, engine: Engine, seconds: float, tokens: int) -> None:
         """Counts a step of the engine."""

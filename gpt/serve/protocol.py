@@ -97,14 +97,14 @@ def read_json(body: bytes) -> dict[str, Any]:
     """Returns the object in a request's body. Raises `ApiError`."""
 
     def no_number(word: str) -> float:
-        raise ValueError(f"{word} is no number of JSON")
+        raise ValueError(f"{word} is not a JSON number")
 
     try:
         values = json.loads(body, parse_constant=no_number)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error!s:.200}") from None
+        raise ApiError(400, f"the body is not JSON: {error!s:.200}") from None
     if not isinstance(values, dict):
-        raise ApiError(400, "the body is no JSON object")
+        raise ApiError(400, "the body is not a JSON object")
     return values
 
 
@@ -117,7 +117,7 @@ class _Fields:
         for alias, name in ALIASES.items():
             if alias in self.values:
                 if self.values.get(name, self.values[alias]) != self.values[alias]:
-                    raise _wrong(alias, f"is another name for {name}, which has another value; send one of them")
+                    raise _wrong(alias, f"is an alias of {name}, which has another value; send one of them")
                 self.values[name], self._given[name] = self.values[alias], alias
         self.values = {**defaults, **self.values}
 
@@ -161,7 +161,7 @@ class _Fields:
                 raise _wrong(name, "is not supported by this server; leave it out")
 
 
-_KINDS: dict[type, str] = {list: "a list", str: "a text", dict: "an object"}
+_KINDS: dict[type, str] = {list: "a list", str: "a string", dict: "an object"}
 
 
 def _shown(value: Any) -> str:
@@ -208,9 +208,9 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
     best_of = n if chat else fields.count("best_of", n, 1, MOST_CHOICES)
     stream, echo = fields.flag("stream"), not chat and fields.flag("echo")
     if best_of < n:
-        raise _wrong("best_of", f"is {best_of} and n is {n}; so many choices need as many texts")
+        raise _wrong("best_of", f"is {best_of} and n is {n}; best_of must be at least n")
     if stream and best_of > n:
-        raise _wrong("best_of", "cannot be more than n in a stream, whose texts are sent before they can be compared")
+        raise _wrong("best_of", "cannot exceed n in a stream, which sends texts before they can be compared")
     if chat:
         logprobs = fields.count("top_logprobs", 0, 0, MOST_LOGPROBS) if fields.flag("logprobs") else None
         if logprobs is None and fields.values.get("top_logprobs"):
@@ -240,10 +240,10 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
     )
     penalized = config.presence_penalty or config.frequency_penalty or config.repetition_penalty not in (0, 1)
     if penalized and fields.count("repeat_last_n", -1, -1, 2**31) != -1:
-        raise _wrong("repeat_last_n", "must be -1, or absent: penalties count the whole text")
+        raise _wrong("repeat_last_n", "must be -1 or absent: penalties always apply to the whole text")
     stop_ids = fields.values.get("stop_token_ids", [])
     if not isinstance(stop_ids, list) or not _are_ids(stop_ids) or len(stop_ids) > MOST_STOPS:
-        raise _wrong("stop_token_ids", f"is {_shown(stop_ids)}; it must be a list of ids, {MOST_STOPS} at most")
+        raise _wrong("stop_token_ids", f"is {_shown(stop_ids)}; it must be a list of at most {MOST_STOPS} ids")
     if stop_ids and config.min_tokens:
         raise _wrong("stop_token_ids", "cannot be combined with min_tokens")
     options = fields.values.get("stream_options", {})
@@ -269,10 +269,10 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
 def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
-        raise _wrong("stop", f"is {_shown(value)}; it must be a text or a list of texts")
+        raise _wrong("stop", f"is {_shown(value)}; it must be a string or a list of strings")
     stops = list(filter(None, stops))  # an empty one stops nothing
     if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
-        raise _wrong("stop", f"has {len(stops)} texts; {MOST_STOPS} are the most, of {LONGEST_STOP:,} characters each")
+        raise _wrong("stop", f"has {len(stops)} strings; the limit is {MOST_STOPS} of {LONGEST_STOP:,} characters")
     return tuple(map(clean, stops))
 
 
@@ -284,14 +284,14 @@ def _constraint(fields: _Fields) -> dict[str, Any]:
     choices, regex = fields.value("choices", []), fields.value("regex", "")
     schema, form = fields.value("json_schema", "", dict), fields.value("response_format", {"type": "text"})
     if not all(isinstance(each, str) and each for each in choices):
-        raise _wrong("choices", "must be texts, none of them empty")
+        raise _wrong("choices", "must be a list of non-empty strings")
     if form.get("type") not in ("text", "json_object", "json_schema"):
         raise _wrong("response_format", "must be of type text, json_object or json_schema")
     if form["type"] != "text":
         inner = form.get("json_schema") if form["type"] == "json_schema" else {"schema": form.get("schema") or OBJECT}
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if not isinstance(schema, dict):
-            raise _wrong("response_format", "must have a schema, which is an object")
+            raise _wrong("response_format", "must have a schema that is an object")
     given = _constraint_fields(fields)
     if len(given) > 1:
         raise _wrong(given[1], f"cannot be combined with {given[0]}")
@@ -314,13 +314,13 @@ def clean(value: str) -> str:
 
 def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise _wrong("logit_bias", f"is {_shown(value)}; it must be an object of ids, {MOST_BIASES} at most")
+        raise _wrong("logit_bias", f"is {_shown(value)}; it must be an object with at most {MOST_BIASES} ids")
     found = []
     for id, number in value.items():
         if not (id.isascii() and id.isdigit() and len(id) < 10):
-            raise _wrong("logit_bias", f"has {_shown(id)}, which is no token's id")
+            raise _wrong("logit_bias", f"has {_shown(id)}, which is not a token id")
         if type(number) not in (int, float) or not -100 <= number <= 100:
-            raise _wrong("logit_bias", f"of {id} is {_shown(number)}; it must be a number from -100 to 100")
+            raise _wrong("logit_bias", f"for {id} is {_shown(number)}; it must be a number from -100 to 100")
         if number:
             found.append((int(id), float(number)))
     return tuple(found)
@@ -358,13 +358,13 @@ def _prompts(value: Any) -> list[str | Sequence[int]]:
     if isinstance(value, str) or (isinstance(value, list) and value and _are_ids(value)):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise _wrong("prompt", f"is {_shown(value)}; it must be a text, a list of ids, or a list of these")
+        raise _wrong("prompt", f"is {_shown(value)}; it must be a string, a list of ids, or a list of these")
     if len(value) > MOST_PROMPTS:
-        raise _wrong("prompt", f"has {len(value):,} texts; {MOST_PROMPTS} are the most")
+        raise _wrong("prompt", f"has {len(value):,} entries; the limit is {MOST_PROMPTS}")
     prompts: list[str | Sequence[int]] = []
     for each in value:
         if not (isinstance(each, str) or (isinstance(each, list) and each and _are_ids(each))):
-            raise _wrong("prompt", f"has {_shown(each)}, which is no text and no list of ids")
+            raise _wrong("prompt", f"has {_shown(each)}, which is neither a string nor a list of ids")
         prompts.append(clean(each) if isinstance(each, str) else each)
     return prompts
 
@@ -391,12 +391,12 @@ def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
     fields.refuse({**REFUSED, **REFUSED_IN_CHATS})
     messages = fields.values.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", "must be a list of messages, one at least")
+        raise _wrong("messages", "must be a list of at least one message")
     found = []
     for message in messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if role in ("tool", "function") or (isinstance(message, dict) and any(map(message.get, _CALLS))):
-            raise _wrong("messages", "has a call of a tool or its result; tools are not supported yet")
+            raise _wrong("messages", "has a tool call or tool result; tools are not supported yet")
         if isinstance(content, list):  # parts, of which texts can be read
             texts = [each["text"] for each in content if _is_text(each)]
             other = next(
@@ -406,13 +406,13 @@ def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
                 raise _wrong("messages", f"has a part of type {_shown(other)}; only parts of type text are supported")
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
-            raise _wrong("messages", f"has {_shown(message)}; a message has a role and a content, which are texts")
+            raise _wrong("messages", f"has {_shown(message)}; a message needs a role and a content, both strings")
         words = {"role": role, "content": content, "name": message.get("name"), **reasoning(message)}
         found.append({key: clean(text) for key, text in words.items() if isinstance(text, str)})
     open_end = fields.flag("continue_final_message")
     answer = fields.flag("add_generation_prompt", not open_end)
     if open_end and answer:
-        raise _wrong("continue_final_message", "continues the last message; add_generation_prompt must be false then")
+        raise _wrong("continue_final_message", "continues the last message, so add_generation_prompt must be false")
     return ChatPrompt(found, answer, open_end, _variables(fields))
 
 
@@ -433,12 +433,12 @@ def _variables(fields: _Fields) -> Mapping[str, Any]:
         level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
         level = [part for part in level if isinstance(part, (dict, list))]
     if level:
-        raise _wrong(name, f"has more than {DEEPEST_VARIABLES} levels")
+        raise _wrong(name, f"is nested more than {DEEPEST_VARIABLES} deep")
     text = json.dumps(values, ensure_ascii=False)
     if len(text) > LONGEST_VARIABLES:
-        raise _wrong(name, f"has {len(text):,} characters; {LONGEST_VARIABLES:,} are the most")
+        raise _wrong(name, f"has {len(text):,} characters; the limit is {LONGEST_VARIABLES:,}")
     for key in values:
         if key in _GIVEN or key.endswith("_token"):
-            raise _wrong(name, f"has {_shown(key)}, which the template gets from the server")
+            raise _wrong(name, f"has {_shown(key)}, which the server sets itself")
     cleaned: dict[str, Any] = json.loads(clean(text))
     return cleaned

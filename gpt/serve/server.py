@@ -117,7 +117,7 @@ def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: 
     try:
         return Context(model, compute, rows, room, vocab_size=vocab_size, size=size)
     except UserError as error:
-        raise UserError(error.message, "take a smaller --max-batch or --context") from None
+        raise UserError(error.message, "use a smaller --max-batch or --context") from None
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -128,7 +128,7 @@ def listen(config: ServeConfig) -> socket.socket:
     except OSError as error:
         raise UserError(
             f"cannot listen at {config.host}, port {config.port}: {os.strerror(error.errno) if error.errno else error}",
-            "another program may have the port: take another --port, or 0 for a free one",
+            "another program may be using the port: use another --port, or 0 for a free one",
         ) from None
 
 
@@ -169,7 +169,7 @@ def _defaults(checkpoint: Path, note: Callable[[str], None]) -> dict[str, Any]:
     try:
         found = sampling_defaults(read_json(path), note) if path.is_file() else {}
     except UserError as error:
-        raise UserError(error.message, "repair the file, or ignore it with --defaults openai") from None
+        raise UserError(error.message, "fix the file, or ignore it with --defaults openai") from None
     if found:
         shown = ", ".join(f"{name} {value:.15g}" for name, value in found.items())
         note(f"sampling defaults from generation_config.json: {shown}; --defaults openai turns them off")
@@ -220,7 +220,7 @@ async def _finish(server: Server, http: uvicorn.Server, note: Callable[[str], No
     in_flight, grace = server.in_flight, server.service.config.grace
     server.stop()
     if in_flight.count:
-        note(f"{counted(in_flight.count, 'request')} may run for {grace:g} s more; Ctrl-C again ends at once")
+        note(f"{counted(in_flight.count, 'request')} may run for {grace:g} s more; press Ctrl-C again to stop at once")
     end = time.monotonic() + grace
     while in_flight.count and time.monotonic() < end:
         await asyncio.sleep(0.02)

@@ -151,5 +151,5 @@ def _as_user_error(error: Exception) -> UserError:
     if isinstance(error, UserError):
         return error
     if is_out_of_memory(error):
-        return WorkError("out of memory", "ask for fewer tokens at once")
+        return WorkError("out of memory", "request fewer tokens at once")
     return WorkError(f"internal error in gpt: {type(error).__name__}: {error}", "please report it")

@@ -25,7 +25,7 @@ from gpt.text.untrusted import steps
 T = TypeVar("T")
 Ids = npt.NDArray[np.uint32]
 Int64s = npt.NDArray[np.int64]
-HINT = "take another --tokenizer, or break up the long runs of one kind of character in the text"
+HINT = "use another --tokenizer, or break up the long runs of one kind of character in the text"
 
 
 # What stands between texts that tiktoken encodes in one call. It ends in another character than it begins with, so that
@@ -202,9 +202,8 @@ class Library:
             return [each for text in texts for each in self._encoded(tokenizer, [text], batch)]
         if size * self._growth > untrusted.MOST_CHARACTERS:
             raise UserError(
-                f"a text of {size:,} characters is too long for a tokenizer that may make it {self._growth} times "
-                "as long",
-                "break it up into documents",
+                f"a text of {size:,} characters is too long for a tokenizer that may lengthen it {self._growth} times",
+                "split it into documents",
             )
 
         def work() -> list[Any]:
@@ -328,7 +327,7 @@ def _decoders(values: Mapping[str, Any]) -> list[Step]:
         elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
             found.append(("Replace", step["pattern"]["String"], step["content"]))
         elif kind not in ("Fuse", "Strip"):  # Strip takes the space before a whole text away; a piece keeps it
-            raise UserError(f"the tokenizer's decoder {json.dumps(step)[:120]} is not one that can be run here")
+            raise UserError(f"the tokenizer's decoder {json.dumps(step)[:120]} is not supported")
     return found
 
 

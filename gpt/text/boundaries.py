@@ -127,8 +127,8 @@ def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tup
             wanted = max(size, min(2 * length, LONGEST))
         elif not is_cut and length > most:
             raise UserError(
-                f"a document has {length:,} characters without a place to cut it under the tokenizer's pattern",
-                "--split-on cuts it into documents; or take another --tokenizer",
+                f"a document has {length:,} characters that the tokenizer's pattern leaves no place to split",
+                "split it into documents with --split-on, or use another --tokenizer",
             )
     if length:
         yield "".join(held), False

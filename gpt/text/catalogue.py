@@ -152,8 +152,8 @@ def _pydocs() -> Iterator[Source]:
         from pydoc_data.topics import topics
     except ImportError:
         raise UserError(
-            f"this Python ({platform.python_version()}) comes without pydoc_data, the text of the corpus pydocs",
-            "train on a text of your own: gpt train FILE (Debian packages it in libpython3-stdlib)",
+            f"this Python ({platform.python_version()}) does not include pydoc_data, the text of the corpus pydocs",
+            "train on your own text: gpt train FILE (Debian has it in the package libpython3-stdlib)",
         ) from None
     for topic, text in topics.items():
         data = text.encode()
@@ -171,9 +171,7 @@ def _stdlib() -> list[Source]:
             if _is_text(path.read_bytes()):  # a few modules declare another encoding
                 found.append(file_source(f"stdlib/{path.relative_to(root).as_posix()}", path))
     if not found:
-        raise UserError(
-            f"this Python has no .py files of its own in {root}", "train on a text of your own: gpt train FILE"
-        )
+        raise UserError(f"this Python has no .py files of its own in {root}", "train on your own text: gpt train FILE")
     return found
 
 

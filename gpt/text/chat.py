@@ -54,7 +54,7 @@ def render(
     if open_end:
         text = _until_tag(text, last["content"])
     if not text:
-        raise UserError("the chat template renders nothing of this conversation", "take a model with another template")
+        raise UserError("the chat template renders this conversation as nothing", "use a model with another template")
     return text
 
 
@@ -102,8 +102,8 @@ def _learned(messages: Sequence[Message], context: Collection[int], spans: list[
     said = _said(messages)
     if context and len(spans) != len(said):
         raise UserError(
-            "the chat template does not mark one text per answer, so that none can be left out",
-            'give a model or --tokenizer with another chat template, or answers without "weight": 0',
+            "the chat template does not mark one text per answer, so no answer can be left out",
+            'use a model or --tokenizer with another chat template, or answers without "weight": 0',
         )
     return [span for number, span in zip(said, spans, strict=True) if number not in context] if context else spans
 
@@ -149,8 +149,8 @@ def _start(before: str, prompt: str, after: str, content: str, specials: re.Patt
     start = next((at for at, (one, other) in enumerate(zip(prompt, after, strict=False)) if one != other), len(prompt))
     if start < len(before):
         raise UserError(
-            "the chat template rewrites the messages before an answer once it is there",
-            "give a model or --tokenizer with another chat template, or one with {% generation %}",
+            "the chat template changes earlier messages when an answer is added",
+            "use a model or --tokenizer with another chat template, or one with {% generation %}",
         )
     if start < len(prompt):
         places = (after.rfind(words, len(before), start + len(words)) for words in _words_of(content))
@@ -167,8 +167,8 @@ def _end(text: str, start: int, content: str, specials: re.Pattern[str]) -> int:
     ends = [found.end() for found in specials.finditer(text, start if behind is None else behind)]
     if not ends:
         raise UserError(
-            "the chat template ends an answer with no special token: a model would not learn to stop",
-            "give a model or --tokenizer with another chat template",
+            "the chat template does not end an answer with a special token, so a model would not learn to stop",
+            "use a model or --tokenizer with another chat template",
         )
     return ends[-1 if behind is None else 0]
 
@@ -202,7 +202,7 @@ def _rendered(
     if tokenizer.chat_template is None:
         raise UserError(
             "this model has no chat template, which turns a conversation into text",
-            "train it with gpt train --chat, put a chat_template.jinja into its folder, or let it continue texts: "
+            "train it with gpt train --chat, put a chat_template.jinja into its folder, or use it without chat: "
             "gpt sample PROMPT, /v1/completions",
         )
     renderer = _renderer(tokenizer.chat_template, tuple(sorted(_words(tokenizer).items())))
@@ -256,7 +256,7 @@ class _Renderer:
             raise UserError(f"the chat template takes longer than {SECONDS:g} s, or more than {MEMORY >> 20:,} MiB")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise UserError(f"the chat template refuses this conversation: {answer['error']}")
+            raise UserError(f"the chat template rejects this conversation: {answer['error']}")
         return answer
 
     def _begin(self) -> "subprocess.Popen[bytes]":

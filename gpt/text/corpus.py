@@ -153,8 +153,8 @@ def plan_split(
     kept = found.bytes - round(found.bytes * fraction)
     if kept < 1 or kept >= found.bytes:
         raise UserError(
-            f"the text is too short to hold {fraction:g} of it out: {counted(found.bytes, 'byte')}",
-            "give more text, or --val-fraction 0 to hold nothing out",
+            f"the text is too short to hold out {fraction:g} of it: {counted(found.bytes, 'byte')}",
+            "give more text, or use --val-fraction 0 to hold out nothing",
         )
     return Split("end", fraction, seed, starts=starts, kept=kept)
 
@@ -173,8 +173,8 @@ def _bound(sources: Sequence[Source], config: ReadConfig, fraction: float, seed:
                     return fraction
     if least == most:
         raise UserError(
-            f"all documents are alike in their first {HEAD:,} characters: no part of them can be held out",
-            "name a text to hold out with --val-text, or --val-fraction 0 to hold nothing out",
+            f"all documents have the same first {HEAD:,} characters, so none can be held out",
+            "give a text to hold out with --val-text, or use --val-fraction 0 to hold out nothing",
         )
     return most if most < fraction else math.nextafter(least, 1)  # documents below it are held out
 
@@ -293,7 +293,7 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
     elif config.val_fraction == TextConfig.val_fraction:
         own = published(texts, on_bytes)
     if skipped is not None and skipped.count:
-        listen(events.Note(f"left out, since nobody may look at them: {skipped.count:,}; {skipped.first}"))
+        listen(events.Note(f"skipped {skipped.count:,} unreadable: {skipped.first}"))
     found_sources = _without(found_sources, own, listen)
     found = survey(found_sources, reading)
     if not found.documents or not found.bytes:
@@ -311,10 +311,10 @@ def _without(sources: list[Source], own: Sequence[Source], listen: Listener) -> 
     held_out = {identity(source) for source in own}
     kept = [source for source in sources if identity(source) not in held_out]
     if not kept:
-        raise UserError("all of the text is in --val-text: nothing is left to train on", "hold out another text")
+        raise UserError("all of the text is in --val-text, so nothing is left to train on", "hold out another text")
     if len(kept) < len(sources):
         count = len(sources) - len(kept)
-        what = f"{counted(count, 'file')} of --val-text {'are' if count != 1 else 'is'} among the text"
+        what = f"{counted(count, 'file')} of --val-text {'are' if count != 1 else 'is'} also in TEXT"
         listen(events.Note(f"{what}: held out, not trained on"))
     return kept
 

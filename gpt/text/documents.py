@@ -136,7 +136,7 @@ class Reader:
 
     def __init__(self, config: ReadConfig, form: RecordForm | None = None) -> None:
         if config.split_on is not None and "\n" in config.split_on:
-            raise UserError("--split-on has a line break in it", "give one line, without its end")
+            raise UserError("--split-on contains a line break", "give a single line without the line break")
         self.config = config
         self._form, self._only_records = form or text_form(config.field), form is not None
         self._encoding = TextEncoding(config.encoding, config.errors)
@@ -186,7 +186,7 @@ class Reader:
 
     def _read(self, file: PackedFile) -> Iterator[Chunk]:
         if file.depth > DEPTH:
-            raise UserError(f"{file.name} is wrapped more than {DEPTH} times", "unpack it, and give the files")
+            raise UserError(f"{file.name} is packed more than {DEPTH} levels deep", "unpack it, and give the files")
         ending = "." + file.kind.rpartition(".")[2]
         if ending in UNPACK:
             yield from self._read(file.unpacked(ending))

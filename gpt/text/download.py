@@ -89,8 +89,8 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise WorkError(
-            f"no room for {needed:,} bytes in {folder}: {free:,} are free",
-            "make room, or set GPT_CACHE_DIR to a folder on another disk",
+            f"not enough space for {needed:,} bytes in {folder}: {free:,} are free",
+            "free up space, or set GPT_CACHE_DIR to a folder on another disk",
         )
 
 
@@ -139,7 +139,7 @@ class _Download:
                 time.sleep(left.pop(0))
         if self.sha256 is not None and (found := file_sha256(self.part)) != self.sha256:
             raise self._wrong(
-                f"gave {_size(self.part):,} bytes that are not what was published: "
+                f"returned {_size(self.part):,} bytes that differ from the published file: "
                 f"their sha256 is {found[:16]}…, not {self.sha256[:16]}…"
             )
         os.replace(self.part, self.target)
@@ -190,7 +190,7 @@ class _Download:
             file.flush()
             os.fsync(file.fileno())
         if total is not None and done > total:
-            raise self._wrong(f"gave more than the {total:,} bytes that were published")
+            raise self._wrong(f"returned more than the {total:,} bytes that were published")
         if total is not None and done < total:
             raise _Cut(f"the connection was cut after {done:,} of {total:,} bytes")
 
@@ -206,7 +206,7 @@ class _Download:
         return self._error(f"{self.url} {what}")
 
     def _error(self, message: str) -> WorkError:
-        return WorkError(message, f"with a network elsewhere: download {self.url} and put it at {self.target}")
+        return WorkError(message, f"on a machine with a network, download {self.url}; then put it at {self.target}")
 
 
 class Redirects(urllib.request.HTTPRedirectHandler):
@@ -221,7 +221,7 @@ class Redirects(urllib.request.HTTPRedirectHandler):
             fp.close()
             raise WorkError(
                 f"{req.full_url} redirects from {before} to {after}: {newurl}",
-                "this is not followed; try another network",
+                "gpt does not follow such a redirect; try another network",
             )
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -253,6 +253,6 @@ def _disk_errors(target: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             free = f"; {shutil.disk_usage(target.parent).free:,} bytes are free there"
         raise WorkError(
-            f"cannot keep {target}: {error.strerror or error}{free}",
-            "make room, or set GPT_CACHE_DIR to another folder of yours; the bytes so far are kept",
+            f"cannot save {target}: {error.strerror or error}{free}",
+            "free up space, or set GPT_CACHE_DIR to another folder; the bytes so far are kept",
         ) from None

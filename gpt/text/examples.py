@@ -146,7 +146,7 @@ def read_examples(
 ) -> ExampleCorpus[E]:
     """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` where there are none."""
     if not texts:
-        raise UserError(f"{kind.option} needs a TEXT", f"a file of {kind.form}, one a line")
+        raise UserError(f"{kind.option} needs a TEXT", f"give a file of {kind.form}, one per line")
     reader = Reader(config, kind.records)
     skipped = reader.skipped if config.skip_bad else None
     examples, read = _read(reader, kind, sources.find(texts, skipped, note=note))
@@ -155,7 +155,7 @@ def read_examples(
         own, more = _read(reader, kind, sources.find([config.val_text], skipped, note=note))
         read += more
     if not examples:
-        raise UserError(f"{texts[0]} is empty: 0 {kind.plural}", f"give {kind.form}, one a line")
+        raise UserError(f"{texts[0]} is empty: 0 {kind.plural}", f"give {kind.form}, one per line")
     train, held_out = examples, own
     if config.val_text is None:
         train, held_out = split(examples, config.val_fraction, config.seed)
@@ -197,7 +197,7 @@ def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], l
         held_out = [example for example, at in zip(examples, shares, strict=True) if at < bound]
     if not train:
         raise UserError(
-            f"there are too few {examples[0].plural} to hold {fraction:g} of them out: {len(examples):,}",
-            "give more, or --val-fraction 0 to hold nothing out",
+            f"there are too few {examples[0].plural} to hold out {fraction:g} of them: {len(examples):,}",
+            "give more, or use --val-fraction 0 to hold out nothing",
         )
     return train, held_out

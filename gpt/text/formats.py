@@ -61,7 +61,7 @@ class TextEncoding:
         try:
             b"a".decode(encoding)
         except LookupError:
-            raise UserError(f'"{encoding}" is no encoding of text', "utf-8, latin-1, cp1252, utf-16 …") from None
+            raise UserError(f'"{encoding}" is not a text encoding', "utf-8, latin-1, cp1252, utf-16 …") from None
         except UnicodeError:
             pass  # a unit is longer than a byte
         self.name = encoding
@@ -104,8 +104,8 @@ class TextEncoding:
                 yield text
             if zero >= 0 or found:
                 where = f"character in line {line:,}" if found else f"byte at offset {offset + zero:,}"
-                hint = "give plain text, or leave such files out: --skip-bad"
-                raise UserError(f"{name} is no text: it has a zero {where}", hint)
+                hint = "give plain text, or use --skip-bad to skip such files"
+                raise UserError(f"{name} is not text: it has a zero {where}", hint)
             offset += len(block)
             if bad is not None:
                 raise self.error(name, bad, offset - len(bad.object) + bad.start, line)
@@ -147,8 +147,8 @@ class TextEncoding:
     @property
     def hint(self) -> str:
         """The advice for bytes of another encoding."""
-        other = "if it is Latin-1: --encoding latin-1" if self.is_utf8 else "--encoding says what it is"
-        return f"{other}; or --errors replace, or --skip-bad"
+        other = "for Latin-1, use --encoding latin-1" if self.is_utf8 else "set its --encoding"
+        return f"{other}; or use --errors replace or --skip-bad"
 
     def error(self, name: str, error: UnicodeDecodeError, offset: int, line: int) -> UserError:
         """Returns the error for an invalid byte, with its place."""
@@ -202,7 +202,7 @@ class _Bad(UserError):
 def text_form(field: str) -> RecordForm:
     """Documents: the string at the key ``field`` of each record."""
     hint = "--field names the key or column that holds the text"
-    otherwise = "; to train on the JSON as it stands, rename the file to .txt"
+    otherwise = "; to train on the raw JSON, rename the file to .txt"
     return RecordForm((field,), lambda record, number, place: _string(record, field, hint), hint, otherwise=otherwise)
 
 
@@ -218,11 +218,11 @@ def _chat(record: dict[str, Any], number: int, place: Place) -> str:
         with contextlib.suppress(ValueError, RecursionError):
             messages = json.loads(messages)
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise _Bad('no list of objects "messages" in it', hint)
+        raise _Bad('it has no list of objects "messages"', hint)
     if any(_uses_tools(each) for each in [record, *messages]):
         raise _Bad(
             "it uses tools, which are not supported",
-            f"give conversations of the roles {', '.join(ROLES)} without tools; --skip-bad leaves the others out",
+            f"give conversations with the roles {', '.join(ROLES)}, without tools; --skip-bad skips others",
         )
     found = [_message(each) for each in messages]
     system = record.get("system")
@@ -231,7 +231,7 @@ def _chat(record: dict[str, Any], number: int, place: Place) -> str:
     answers = [at for at, message in enumerate(found) if message["role"] == "assistant"]
     context = [at for at in answers if not _counts(messages[at])]
     if len(context) == len(answers):
-        what = 'each of the assistant\'s has "weight": 0' if answers else "no message is the assistant's"
+        what = 'every assistant message has "weight": 0' if answers else "it has no assistant message"
         raise _Bad(f"{what}: there is nothing to learn", hint)
     return json.dumps([found, place(number), context], ensure_ascii=False)
 
@@ -247,7 +247,7 @@ def _message(message: dict[str, Any]) -> dict[str, str]:
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise _Bad('"content" has a part that is no text', "a model here reads only text: --skip-bad leaves it out")
+            raise _Bad('"content" has a part that is not text', "only text is supported; --skip-bad skips others")
         message = {**message, "content": "".join(part["text"] for part in content)}
     return {"role": role, "content": _string(message, "content", CHATS.hint, null=False), **reasoning(message)}
 
@@ -263,7 +263,7 @@ def _counts(message: dict[str, Any]) -> bool:
     """Whether an answer is to be learned: OpenAI's files leave it out by a ``weight`` of 0."""
     weight = message.get("weight")
     if weight not in (None, 0, 1):
-        raise _Bad(f'"weight" is {weight!r:.40}, not 0 or 1', "1: the answer is learned; 0: it is only read")
+        raise _Bad(f'"weight" is {weight!r:.40}, not 0 or 1', "1 trains on the answer; 0 uses it only as context")
     return weight != 0
 
 
@@ -333,7 +333,7 @@ class Records(Generic[Raw]):
 
     def _too_long(self, number: int) -> UserError:
         what = f"longer than {MAX_RECORD:,} bytes"
-        return self._error(number, what, "cut it into several, or --skip-bad leaves it out")
+        return self._error(number, what, "split it into several, or use --skip-bad to skip it")
 
     def _lines(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
         """Yields the number of each line, with its offset and its bytes, its end included."""
@@ -397,7 +397,7 @@ class JSONFile(Records[Any]):
         if array:
             self._at += 1
             if not mark or self._next():
-                what = "there is more behind the array" if mark else "the array has no end"
+                what = "there is more after the array" if mark else "the array is not closed"
                 raise self._not_json(what, self._at)
 
     def _parse(self, number: int, row: Any) -> dict[str, Any]:
@@ -430,7 +430,7 @@ class JSONFile(Records[Any]):
                     self._at = end
                     return value
             except RecursionError:
-                raise self._not_json("it is too deep", self._at) from None
+                raise self._not_json("it is nested too deep", self._at) from None
             except ValueError as error:  # also where the rest is not in memory yet
                 if not self._more():
                     raise self._not_json(
@@ -466,7 +466,7 @@ class JSONFile(Records[Any]):
         return self._line
 
     def _not_json(self, what: str, position: int) -> UserError:
-        hint = "give an array of objects, or one object after another, or --skip-bad" + self.otherwise
+        hint = "give an array of objects, or objects in sequence, or use --skip-bad" + self.otherwise
         return self._error(self._line_at(position), f"not JSON: {what}", hint)
 
 
@@ -474,13 +474,13 @@ def _object(line: str) -> dict[str, Any]:
     try:
         record, end = _decode(line)
         if end < len(line):
-            raise ValueError("there is more behind the object")
+            raise ValueError("there is more after the object")
     except RecursionError:
-        raise _Bad("JSON that is too deep", "--skip-bad leaves such lines out") from None
+        raise _Bad("JSON that is nested too deep", "--skip-bad skips such lines") from None
     except ValueError as error:
-        raise _Bad(f"not JSON: {reason(error)}", "one object a line; --skip-bad leaves others out") from None
+        raise _Bad(f"not JSON: {reason(error)}", "give one object per line; --skip-bad skips other lines") from None
     if not isinstance(record, dict):
-        hint = "give one object per line (an array is read from a file named .json), or --skip-bad"
+        hint = "give one object per line (for an array, name the file .json), or use --skip-bad"
         raise _Bad("not a JSON object", hint)
     return record
 
@@ -502,7 +502,7 @@ def _without_surrogates(value: str, encoding: TextEncoding) -> str:
     if not _SURROGATE.search(value):
         return value
     if encoding.errors == "strict":
-        raise _Bad("half a surrogate pair is no character", "--errors replace, or --skip-bad")
+        raise _Bad("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
     value, count = _SURROGATE.subn("\ufffd", value)
     encoding.replaced += count
     return value
@@ -512,7 +512,7 @@ def _missing(field: str, known: Iterable[Any], what: str) -> str:
     """Returns the message for a field that is missing."""
     some = list(known)
     names = ", ".join(map(str, some[:20])) + (", …" if len(some) > 20 else "") or "none"
-    return f'no "{field}" in it; its {what}: {names}'
+    return f'it has no "{field}"; its {what}: {names}'
 
 
 class Table(Records[list[str]]):
@@ -538,12 +538,12 @@ class Table(Records[list[str]]):
         if row == self._header:  # of a file that was appended
             return None
         if len(row) != len(self._header):
-            what = "a text with a comma or a line break needs quotes around it"
+            what = "a field with a comma or a line break must be quoted"
             if self.delimiter == "\t":
-                what = "a text in .tsv has no tabs or line breaks, and quotes are ordinary characters"
+                what = "a .tsv field cannot contain tabs or line breaks, and quotes are ordinary characters"
             raise _Bad(
-                f"{counted(len(row), 'field')}, and the header has {len(self._header)}",
-                f"{what}; --skip-bad leaves such rows out",
+                f"{counted(len(row), 'field')}, but the header has {len(self._header)}",
+                f"{what}; --skip-bad skips such rows",
             )
         return {key: _cell(row[column], self.encoding) for key, column in self._columns.items()}
 
@@ -568,7 +568,7 @@ class Table(Records[list[str]]):
                 line, what = self._last, str(error)
                 if what == "unexpected end of data":
                     line, what = self._first, "a quote is never closed"
-                self.on_bad(self._error(line, what, "mend it, or --skip-bad leaves it out"))
+                self.on_bad(self._error(line, what, "fix it, or use --skip-bad to skip it"))
             except UserError as error:
                 self.on_bad(error)
             else:
@@ -609,7 +609,7 @@ def _tab_separated(line: str) -> list[str]:
 
 def _cell(value: str, encoding: TextEncoding) -> str:
     if "\0" in value:
-        raise _Bad("a zero byte is no text", "--skip-bad leaves such rows out")
+        raise _Bad("a zero byte is not text", "--skip-bad skips such rows")
     if value.isascii() or not _SURROGATE.search(value):
         return value
     return _decoded(value.encode(encoding.name, "surrogateescape"), encoding, encoding.hint)
@@ -641,7 +641,7 @@ class Parquet(Records[tuple[Any, ...]]):
                     raise UserError(f"{self.name}: {_missing(key, schema.names, 'columns')}", self.form.hint)
                 kind = schema.field(key).type
                 if self.form.strings and not _is_text(kind):
-                    raise UserError(f'{self.name}: "{key}" holds {kind}, not strings', self.form.hint)
+                    raise UserError(f'{self.name}: "{key}" contains {kind}, not strings', self.form.hint)
             dictionaries = keys if self.form.strings else None
             with pq.ParquetFile(self.stream, metadata=about, read_dictionary=dictionaries) as opened:
                 batches = opened.iter_batches(ROWS, columns=keys, use_threads=False)
@@ -650,8 +650,8 @@ class Parquet(Records[tuple[Any, ...]]):
 
     def _parse(self, number: int, row: tuple[Any, ...]) -> dict[str, Any]:
         if any(isinstance(value, bytes) and len(value) > MAX_RECORD for value in row):
-            raise _Bad(f"longer than {MAX_RECORD:,} bytes", "cut it into several, or --skip-bad")
-        hint = "--errors replace, or --skip-bad"
+            raise _Bad(f"longer than {MAX_RECORD:,} bytes", "split it into several, or use --skip-bad")
+        hint = "use --errors replace or --skip-bad"
         decoded = (_decoded(value, self.encoding, hint) if isinstance(value, bytes) else value for value in row)
         return dict(zip(self._keys, decoded, strict=True))
 

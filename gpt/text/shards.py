@@ -25,7 +25,7 @@ MAGIC = b"GPTIDS\r\n"
 VERSION = 2
 HEADER = struct.Struct("<8sIIIIQQ")
 CONTINUES = 1  # the only flag
-HINT = "make it again from the text"
+HINT = "create it again from the text"
 
 Side = Literal["train", "val"]
 SIDES: tuple[Side, ...] = ("train", "val")
@@ -48,7 +48,7 @@ def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: in
     parts = [np.ascontiguousarray(part, id_type(vocab_size)) for part in ids]
     count = sum(map(len, parts))
     if max((int(part.max()) for part in parts if len(part)), default=0) >= vocab_size:
-        raise UserError(f"an id outside the vocabulary of {vocab_size:,} was to be written to {path}")
+        raise UserError(f"cannot write an id outside the vocabulary of {vocab_size:,} to {path}")
     flags = CONTINUES if count and (not len(offsets) or offsets[0]) else 0
     itemsize = id_type(vocab_size).itemsize
     header = HEADER.pack(MAGIC, VERSION, itemsize, vocab_size, flags, count, len(offsets))
@@ -88,7 +88,7 @@ class Shard:
 
     def _check_header(self, header: bytes, size: int) -> None:
         if len(header) < HEADER.size or header[:8] != MAGIC:
-            raise UserError(f"{self.path} is no token file of ours", HINT)
+            raise UserError(f"{self.path} is not a gpt token file", HINT)
         _, version, self.itemsize, self.vocab_size, flags, self.count, self.documents = HEADER.unpack(header)
         if version != VERSION or self.itemsize not in (2, 4):
             raise UserError(
@@ -101,7 +101,7 @@ class Shard:
         self._offsets_start = ids_end + -(self.count * self.itemsize) % 8
         promised = self._offsets_start + self.documents * 8
         if size != promised:
-            raise UserError(f"{self.path} has {size:,} bytes; its header promises {promised:,}", HINT)
+            raise UserError(f"{self.path} has {size:,} bytes; its header requires {promised:,}", HINT)
 
     def __len__(self) -> int:
         return int(self.count)
@@ -113,7 +113,7 @@ class Shard:
         ids: Ids = np.frombuffer(self._mapped(), self._dtype, max(0, stop - start), at).copy()
         if len(ids) and int(ids.max()) >= self.vocab_size:
             raise UserError(
-                f"{self.path} holds id {int(ids.max())}, outside its vocabulary of {self.vocab_size:,}", HINT
+                f"{self.path} contains id {int(ids.max())}, outside its vocabulary of {self.vocab_size:,}", HINT
             )
         return ids
 
@@ -136,7 +136,7 @@ class Shard:
         """Reads the whole file. Raises `UserError` for another sha256, and for ids or offsets out of bounds."""
         with self._system_errors():
             if file_sha256(self.path) != sha256:
-                raise UserError(f"{self.path} is damaged: its sha256 is not the one it was made with", HINT)
+                raise UserError(f"{self.path} is damaged: its sha256 has changed since it was created", HINT)
         for start in range(0, len(self), 2**22):
             self.take(start, start + 2**22)
             self.release()

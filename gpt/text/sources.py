@@ -82,7 +82,7 @@ def _status(text: str) -> os.stat_result | None:
 
 
 def _unreadable(name: str, error: OSError) -> UserError:
-    return UserError(f"cannot read {name}: {reason(error)}", "look at its permissions, or leave it out: --skip-bad")
+    return UserError(f"cannot read {name}: {reason(error)}", "check its permissions, or use --skip-bad to skip it")
 
 
 def _is_tokens(folder: str) -> bool:
@@ -137,7 +137,7 @@ class _Finder:
 
     def _folder(self, folder: str) -> list[Source]:
         if _is_tokens(folder):
-            raise UserError(f"{folder} is tokenized already", f"gpt train {shlex.quote(folder)} takes it as it is")
+            raise UserError(f"{folder} is already tokenized", f"use it as it is: gpt train {shlex.quote(folder)}")
         found = self._files(self._below(folder))
         if not found:
             raise UserError(f"the folder {folder} has no files in it (hidden ones are skipped)")
@@ -158,7 +158,7 @@ class _Finder:
             elif _type(match) == stat.S_IFREG and at == len(parts):
                 paths.add(match)
         if not paths:
-            hint = "** goes into folders: 'texts/**/*.txt'; hidden files are skipped"
+            hint = "** matches subfolders: 'texts/**/*.txt'; hidden files are skipped"
             raise UserError(f"no file matches {pattern}", hint)
         return self._files(sorted(paths))
 
@@ -232,7 +232,7 @@ def _file(path: str) -> Source:
     try:
         kind = stat.S_IFMT(Path(path).stat().st_mode)
         if kind in (stat.S_IFCHR, stat.S_IFBLK):  # which may never end
-            raise UserError(f"{path} is a device, and no text", "give a file, a folder, or - for standard input")
+            raise UserError(f"{path} is a device, not a text", "give a file, a folder, or - for standard input")
         return file_source(path, Path(path)) if kind == stat.S_IFREG else _spooled(path, open(path, "rb"))
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -281,7 +281,7 @@ def find_remote(address: str) -> list[Source]:
         found = dict(_remote_files(files, path, address))
         sources = [_remote_source(files, path, info) for path, info in sorted(found.items())]
     if not sources:
-        raise UserError(f"there is no file at {address}", "a folder's name, or a pattern, must lead to one")
+        raise UserError(f"there is no file at {address}", "a folder or a pattern must match files")
     return sources
 
 
@@ -301,7 +301,7 @@ def _filesystem(address: str) -> tuple[Any, str]:
         hint = install_extra("remote") if cause.name in ("aiohttp", None) else install(str(cause.name))
         raise WorkError(f"{address} cannot be read yet: {reason(error)}", hint) from None
     except ValueError as error:
-        raise UserError(f"{address}: {reason(error)}", "https://, s3://, gs://, hf:// … are read by fsspec") from None
+        raise UserError(f"{address}: {reason(error)}", "use one of fsspec: https://, s3://, gs://, hf:// …") from None
     return files, path
 
 
@@ -361,6 +361,6 @@ def _remote_error(address: str, error: Exception) -> UserError:
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = getattr(cause, "status", None)
     if status in (404, 410) or (isinstance(error, FileNotFoundError) and cause is error):
-        return UserError(f"there is no {address}", "look whether the address is right")
+        return UserError(f"there is no {address}", "check the address")
     words = f"{status} {getattr(cause, 'message', '')}" if status else reason(cause)
-    return WorkError(f"cannot read {address}: {words}", "look whether the network and the address are right")
+    return WorkError(f"cannot read {address}: {words}", "check the network and the address")

@@ -100,7 +100,7 @@ class Renderer:
             pieces.append(piece)
             self.generation.length += len(piece)
             if self.generation.length > self.longest:
-                raise TemplateError(f"its text has more than {self.longest:,} characters")
+                raise TemplateError(f"the text has more than {self.longest:,} characters")
         return "".join(pieces)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class TokenFolder:
             self.shards = [checked(ShardRecord, record, MANIFEST) for record in self.manifest["shards"]]
             self._check_manifest()
         except (KeyError, TypeError, ValueError, UserError):
-            raise UserError(f"{self.path / MANIFEST} is damaged", "make the folder again from the text") from None
+            raise UserError(f"{self.path / MANIFEST} is damaged", "create the folder again from the text") from None
         self.documents: int = self.manifest["documents"]
         self.bytes: int = self.manifest["bytes"]
         self.tokens: int = self.manifest["tokens"]
@@ -140,7 +140,7 @@ class TokenFolder:
             if record.side == side:
                 shard = Shard(self.path / record.file)
                 if (len(shard), shard.documents, shard.vocab_size) != (record.tokens, record.documents, vocab_size):
-                    raise UserError(f"{shard.path} is not what {MANIFEST} says", "make the folder again from the text")
+                    raise UserError(f"{shard.path} does not match {MANIFEST}", "create the folder again from the text")
                 shard.vocab_size = self.tokenizer.usable
                 shards.append(shard)
         return TokenStream(shards)
@@ -157,11 +157,11 @@ class TokenFolder:
         except OSError as error:
             raise UserError(f"cannot read {self.path / SOURCES}: {error.strerror or error}") from None
         if not right:
-            raise UserError(f"{self.path / SOURCES} is damaged: its sha256 is not the one in {MANIFEST}")
+            raise UserError(f"{self.path / SOURCES} is damaged: its sha256 does not match {MANIFEST}")
         sources = list(self.sources())
         found = (len(sources), sum(s.documents for s in sources), sum(s.bytes for s in sources))
         if found != (self.manifest["sources"]["count"], self.documents, self.bytes):
-            raise UserError(f"{self.path / MANIFEST} is damaged: its totals are not those of {SOURCES}")
+            raise UserError(f"{self.path / MANIFEST} is damaged: its totals do not match {SOURCES}")
         done = 0
         for record in self.shards:
             Shard(self.path / record.file).verify(record.sha256)
@@ -182,7 +182,7 @@ class TokenFolder:
                     values = json.loads(line.decode("utf-8", "surrogateescape"))
                     yield checked(SourceRecord, values, str(self.path / SOURCES))
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"cannot read {self.path / SOURCES}: {error}", "make the folder again") from None
+            raise UserError(f"cannot read {self.path / SOURCES}: {error}", "create the folder again") from None
 
 
 def write_manifest(
@@ -232,7 +232,7 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
     """
     target = Path(out)
     if target.exists():
-        raise UserError(f"{out} is there already", "give another place with --out; nothing is overwritten")
+        raise UserError(f"{out} already exists", "choose another path with --out; nothing is overwritten")
     folders = [TokenFolder(part) for part in parts]
     _check_parts(folders)
     folders.sort(key=lambda folder: int(folder.manifest["part"][0]))
@@ -256,7 +256,7 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
 
 def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
     """Raises `UserError` where two parts have a source or a shard in common: they were made from different texts."""
-    hint = "make all parts from the same text"
+    hint = "create all parts from the same text"
     groups: dict[str, int] = {}
     for source in sources:
         if groups.setdefault(source.name, source.group) != source.group:
@@ -277,7 +277,7 @@ def _check_parts(folders: Sequence[TokenFolder]) -> None:
         part = folder.manifest.get("part")
         if not isinstance(part, list) or len(part) != 2:
             raise UserError(
-                f"{folder.path} is no part: it was made without --part", "give the folders made with --part"
+                f"{folder.path} is not a part: it was created without --part", "give the folders created with --part"
             )
         numbers.append(int(part[0]))
         about, expected = _about(folder), _about(first)
@@ -287,9 +287,9 @@ def _check_parts(folders: Sequence[TokenFolder]) -> None:
     count = int(_about(first)["part"][1])
     missing = sorted(set(range(1, count + 1)) - set(numbers))
     if missing:
-        raise UserError(f"part {missing[0]}/{count} is missing", f"make it: gpt tokenize … --part {missing[0]}/{count}")
+        raise UserError(f"part {missing[0]}/{count} is missing", f"run: gpt tokenize … --part {missing[0]}/{count}")
     if len(numbers) != count:
-        raise UserError(f"{len(numbers)} folders are given for {count} parts: one is there twice")
+        raise UserError(f"{len(numbers)} folders were given for {count} parts: one was given twice")
 
 
 def _link(source: Path, target: Path) -> None:

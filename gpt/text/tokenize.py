@@ -165,7 +165,7 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
     with reading(out):
         begun = config.resume and out.is_dir()
     if not begun:
-        check_new(out, "give another --out; where it is unfinished, --resume continues it")
+        check_new(out, "choose another --out; if it is unfinished, --resume continues it")
     corpus = open_corpus(texts, config, listen)
     if begun:
         tokenizer = unfinished_folder.check_begun(out, corpus, config.share)
@@ -254,8 +254,8 @@ def _check_room(
     free = shutil.disk_usage(place).free
     if needed > free:
         raise WorkError(
-            f"the tokens need about {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free at {place}",
-            "make room, or give another place with --out",
+            f"the tokens need about {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free at {place}",
+            "free up space, or choose another path with --out",
         )
     if needed > 100_000_000:
         listen(events.Note(f"about {needed / 1e6:,.0f} MB of tokens; {free / 1e6:,.0f} MB are free at {place}"))

@@ -58,7 +58,7 @@ class Tokenizer:
             raise UserError(f"the tokenizer {self.name} has no token for {missing} of the 256 bytes")
         words = [self.eot_token, *self.specials, *self.words]
         if len(set(words)) != len(words) or "" in words:
-            raise UserError(f"the special tokens of the tokenizer {self.name} are not different words")
+            raise UserError(f"the special tokens of the tokenizer {self.name} are not all different")
         ids = [*self.backend.pieces, *self._added.values()]
         if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= MOST_IDS:
             raise UserError(f"the ids of the tokenizer {self.name} are not numbers from 0 to {MOST_IDS:,}")
@@ -67,7 +67,7 @@ class Tokenizer:
             raise UserError(f"the tokenizer {self.name} has {count:,} tokens and {len(set(ids)):,} ids")
         for id in (*self.ends, *([] if self.bos is None else [self.bos])):
             if id not in self._bytes:
-                raise UserError(f"the tokenizer {self.name} has no token {id}, which begins or ends a text")
+                raise UserError(f"the tokenizer {self.name} has no token {id}, which starts or ends a text")
 
     @property
     def keeps_files(self) -> bool:
@@ -125,9 +125,9 @@ class Tokenizer:
             return replace(self, limit=None) if self.limit else self
         if max(self.eot, self.bos or 0) >= ids:
             raise UserError(
-                f"the tokenizer has {self.vocab_size:,} ids and the model {ids:,}, without the one that begins or ends "
+                f"the tokenizer has {self.vocab_size:,} ids, the model {ids:,}, without the one that starts or ends "
                 "a text",
-                "put the model's own tokenizer beside it",
+                "put the model's own tokenizer next to it",
             )
         return replace(self, limit=ids, more_ends=frozenset(id for id in self.more_ends if id < ids))
 
@@ -135,8 +135,8 @@ class Tokenizer:
         if self.limit is not None and len(ids) and (highest := int(ids.max())) >= self.limit:
             word = self._bytes[highest].decode("utf-8", "replace")
             raise UserError(
-                f'the text has the token "{word}", {highest:,}, and the model has {self.limit:,} ids',
-                "leave it out: the model was never trained on it",
+                f'the text contains "{word}", token {highest:,}, but the model has {self.limit:,} ids',
+                "remove it: the model was never trained on it",
             )
         return ids
 
@@ -281,8 +281,8 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[st
     tokenizer = learn_tokenizer_up_to(texts, vocab_size, specials)
     if tokenizer.vocab_size < vocab_size:
         raise UserError(
-            f"the text supports a vocabulary of {tokenizer.vocab_size:,} ids at most, not {vocab_size:,}",
-            f"take --vocab-size {tokenizer.vocab_size} or less, or more text",
+            f"the text supports a vocabulary of at most {tokenizer.vocab_size:,} ids, not {vocab_size:,}",
+            f"use --vocab-size {tokenizer.vocab_size} or less, or more text",
         )
     return tokenizer
 
@@ -306,11 +306,11 @@ def check_specials(specials: Sequence[str]) -> None:
         if not special:
             raise UserError("a special token is empty")
         if special == END_OF_TEXT or list(specials).count(special) > 1:
-            raise UserError(f'the special token "{special}" is there already')
+            raise UserError(f'the special token "{special}" already exists')
         try:
             special.encode()
         except UnicodeEncodeError:  # invalid UTF-8 in a command line
-            raise UserError(f"the special token {special!r} is not UTF-8", "write it in UTF-8") from None
+            raise UserError(f"the special token {special!r} is not UTF-8", "give it in UTF-8") from None
 
 
 ENCODINGS_URL = "https://openaipublic.blob.core.windows.net/encodings/"
@@ -361,8 +361,8 @@ def _fetched(name: str) -> tiktoken.Encoding:
         place = os.path.join(folder, hashlib.sha1(url.encode()).hexdigest())
         what = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary {name}"
         raise WorkError(
-            f"{what} is not on this machine and could not be fetched ({type(error).__name__})",
-            f"download {url} elsewhere and put it at {place}",
+            f"{what} is not on this machine and could not be downloaded ({type(error).__name__})",
+            f"on a machine with a network, download {url}; then put it at {place}",
         ) from None
     finally:
         if before is None:
@@ -383,7 +383,7 @@ def from_tiktoken(data: bytes, where: str) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise UserError(f"{where}, line {number}: not a token in base64 and its rank") from None
+            raise UserError(f"{where}, line {number}: expected a token in base64 and its rank") from None
     return ranks
 
 

@@ -45,7 +45,7 @@ _WHOLE_KEPT = (WHOLE, *_BESIDE)
 KEPT = (*_WHOLE_KEPT, "vocab.json", "merges.txt")  # files of transformers' that are saved again as they are
 RANKS = "tokenizer.tiktoken"
 _LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-NEW = "give another place with --out"
+NEW = "choose another path with --out"
 _DESCRIBED = ("gpt.json", "manifest.json")  # describe the tokenizer beside its ranks
 
 
@@ -65,8 +65,8 @@ def _at(path: Path, word: str) -> Tokenizer:
         found = next((each for folder in _folders(path) if (each := _in_folder(folder))), None)
         if found is None:
             raise UserError(
-                f"the folder {path} holds no tokenizer",
-                f"it would be {RANKS} beside gpt.json, tokenizer.json, or vocab.json and merges.txt",
+                f"the folder {path} contains no tokenizer",
+                f"a tokenizer is {RANKS} with gpt.json, tokenizer.json, or vocab.json and merges.txt",
             )
         return found
     if path.exists():
@@ -97,7 +97,7 @@ def _in_file(path: Path) -> Tokenizer:
         return found
     if path.suffix == ".json":
         return from_tokenizer_json(read_json(path), str(path), {WHOLE: _json_bytes(path)})
-    raise UserError(f"{path} is no tokenizer", f"a tokenizer is a tokenizer.json, or a folder with one or with {RANKS}")
+    raise UserError(f"{path} is not a tokenizer", f"one is a tokenizer.json, or a folder with one or with {RANKS}")
 
 
 def has_own(folder: Path, said: Any) -> bool:
@@ -160,8 +160,8 @@ def read_transformers(folder: Path) -> Tokenizer | None:
         return from_vocab_and_merges(read_json(vocab), text, str(vocab), _kept(folder, KEPT[1:]), _settings(folder))
     if (folder / "tokenizer.model").is_file():
         raise UserError(
-            f"{folder} has its tokenizer as tokenizer.model alone, which is not read here",
-            f"write a tokenizer.json: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})",
+            f"{folder} has only a tokenizer.model, which gpt does not support",
+            f"convert it: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})",
         )
     return None
 
@@ -224,7 +224,7 @@ def _tokens_beside(
             normalized = bool(token.get("normalized", not is_special))
             new.append({"id": id, "content": word, **flags, "normalized": normalized, "special": is_special})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"the files beside {where} list no tokens: {_fault(error)}") from None
+        raise UserError(f"the files next to {where} list no tokens: {_fault(error)}") from None
     return new
 
 
@@ -232,7 +232,7 @@ def _fault(error: Exception) -> str:
     """Returns what is wrong with JSON of another form, in words."""
     if isinstance(error, KeyError):
         return f"{error.args[0]!r} is missing"
-    return f"a value is not of the kind that it should be: {error}"
+    return f"a value has the wrong type: {error}"
 
 
 def read_template(folder: Path) -> dict[str, bytes]:
@@ -417,10 +417,10 @@ def from_tokenizer_json(
         library = Library(data, whole)
         backend = _as_ours(library, {*specials, *words}) or library
         if whole["model"].get("dropout"):
-            raise UserError("a tokenizer with dropout gives other ids each time")
+            raise UserError("a tokenizer with dropout gives different ids each time")
         tokenizer = _tokenizer(backend, specials, words, _bos(whole), settings, where, files)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{where} is no tokenizer of the tokenizers library: {_fault(error)}") from None
+        raise UserError(f"{where} is not a tokenizers file: {_fault(error)}") from None
     # GPT-2's own tokenizer needs no files of others.
     gpt2 = tokenizer.fingerprint == GPT2_FINGERPRINT
     return replace(tokenizer, name="gpt2", files={}) if gpt2 else tokenizer
@@ -436,8 +436,8 @@ def from_vocab_and_merges(
     """Reads the older pair ``vocab.json`` and ``merges.txt``, with GPT-2's pattern."""
     kind = settings[-1].get("tokenizer_class")
     if kind not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
-        hint = "write a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        raise UserError(f"{where} and merges.txt do not say how {kind} cuts a text into words", hint)
+        hint = "create a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        raise UserError(f"{where} and merges.txt do not specify how {kind} splits text into words", hint)
     merges = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
     values = {
         "version": "1.0", "added_tokens": [], "pre_tokenizer": _LEVEL, "decoder": _LEVEL,
@@ -460,9 +460,9 @@ def _tokenizer(
     ends = next((found for each in settings if (found := _ends(each, {**specials, **words}, backend.pieces))), [])
     if not ends:
         if END_OF_TEXT not in specials and len(specials) != 1:
-            hint = 'name it in tokenizer_config.json: "eos_token"'
+            hint = 'set "eos_token" in tokenizer_config.json'
             raise UserError(
-                f"{where} has {len(specials)} special tokens, and none is {END_OF_TEXT}: which ends a text?", hint
+                f"{where} has {len(specials)} special tokens, none of them {END_OF_TEXT}: which one ends a text?", hint
             )
         ends = [specials[END_OF_TEXT]] if END_OF_TEXT in specials else list(specials.values())
     eot = specials.get(END_OF_TEXT, -1)
@@ -481,7 +481,7 @@ def _ends(settings: Mapping[str, Any], added: Mapping[str, int], pieces: Mapping
     if said is not None:
         ids = said if isinstance(said, list) else [said]
         if not all(type(id) is int and 0 <= id < MOST_IDS for id in ids):
-            raise UserError(f"eos_token_id is {said!r}, which is no id", "mend the model's generation_config.json")
+            raise UserError(f"eos_token_id is {said!r}, which is not an id", "fix the model's generation_config.json")
         own = [id for id in ids if id in added.values()]
         return [*own, *(id for id in ids if id in pieces and id not in own)] if own else []
     word = content(settings.get("eos_token"))
@@ -505,8 +505,8 @@ def _bos(values: Mapping[str, Any]) -> int | None:
             ids = [id for piece in before for id in step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]]
             if len(ids) > 1:
                 raise UserError(
-                    f"the tokenizer begins a text with {len(ids)} special tokens, and more than one is not supported",
-                    "leave one in the post_processor of its tokenizer.json",
+                    f"the tokenizer starts a text with {len(ids)} special tokens; only one is supported",
+                    "keep one in the post_processor of its tokenizer.json",
                 )
             return int(ids[0]) if ids else None
     return None

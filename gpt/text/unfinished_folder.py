@@ -150,7 +150,7 @@ def _line(values: Mapping[str, Any]) -> bytes:
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Holds the folder for this process alone. Raises `UserError` where another process has it."""
-    with files.locked(out, "wait for it, or give another --out"):
+    with files.locked(out, "wait for it, or choose another --out"):
         yield
         with contextlib.suppress(OSError):  # nobody's, or another process's by now
             (out / files.LOCK).unlink()
@@ -195,8 +195,8 @@ def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tok
     temporary = next((source.name for source in corpus.sources if source.temporary), None)
     if temporary is not None:
         raise UserError(
-            f"{out} is there, and {temporary} cannot be compared with what it was made from",
-            "put the text into a file, or give another --out",
+            f"{out} already exists, and {temporary} cannot be compared with the text it was made from",
+            "put the text in a file, or choose another --out",
         )
     tokenizer = read_own(out, was.get("tokenizer"), str(out / (MANIFEST if finished else PROGRESS)))
     now = provenance(corpus, tokenizer, share)
@@ -219,7 +219,7 @@ def _first_line(out: Path) -> dict[str, Any]:
             return begun
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise UserError(f"{out} is no token folder that was begun here", "give another place with --out")
+    raise UserError(f"{out} is not a token folder that gpt tokenize started", "choose another path with --out")
 
 
 def read_progress(out: Path, about: Mapping[str, Any]) -> FinishedSlices:
@@ -281,24 +281,24 @@ def _check_sources(out: Path, was: list[list[Any]], corpus: Corpus, share: tuple
     for number in (number for group in corpus.groups[i - 1 :: n] for number in group):
         source = corpus.sources[number]
         if source.name not in before:
-            raise UserError(f"{source.name} was not there when {out} was begun", _OTHER_FOLDER)
+            raise UserError(f"{source.name} did not exist when {out} was started", _OTHER_FOLDER)
         if before.pop(source.name) != [source.size, source.time]:
-            raise UserError(f"{source.name} has changed since {out} was begun", _OTHER_FOLDER)
+            raise UserError(f"{source.name} has changed since {out} was started", _OTHER_FOLDER)
     if before:
-        raise UserError(f"{next(iter(before))} is gone since {out} was begun", _OTHER_FOLDER)
+        raise UserError(f"{next(iter(before))} has disappeared since {out} was started", _OTHER_FOLDER)
 
 
 def _check_settings(out: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for key in ("tokenizer", "split", "part", "corpus"):
         if was.get(key) != now[key]:
-            said = f"{out} was begun with another {key}: {_short(was.get(key))}, now {_short(now[key])}"
+            said = f"{out} was started with another {key}: {_short(was.get(key))}, now {_short(now[key])}"
             raise UserError(said, _OTHER_FOLDER)
     strict = was["reading"].get("errors") == "strict" and not was["reading"].get("skip_bad")
     for table in ("asked", "reading"):
         for key, value in now[table].items():
             # Up to the first bad byte, strict reading makes the same ids as any other.
             if was[table].get(key) != value and not (strict and key in _FOR_BAD_TEXT):
-                raise UserError(f"{out} was begun with {key} {was[table].get(key)!r}, now {value!r}", _OTHER_FOLDER)
+                raise UserError(f"{out} was started with {key} {was[table].get(key)!r}, now {value!r}", _OTHER_FOLDER)
 
 
 def _short(value: Any) -> str:

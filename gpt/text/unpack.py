@@ -63,7 +63,7 @@ def reason(error: BaseException) -> str:
 
 def damaged(name: str, error: Exception) -> StreamError:
     """Returns the error for a file that is not what its suffix promises."""
-    return StreamError(name, f"{name} is damaged: {reason(error)}", "get it once more, or leave it out with --skip-bad")
+    return StreamError(name, f"{name} is damaged: {reason(error)}", "get it again, or skip it with --skip-bad")
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
         on_bytes(min(done, source.size) if source.size else done)
 
     def to_error(error: Exception) -> UserError:
-        hint = "look at the file and its disk, or leave it out with --skip-bad"
+        hint = "check the file and its disk, or skip it with --skip-bad"
         return StreamError(source.name, f"cannot read {source.name}: {reason(error)}", hint)
 
     try:
@@ -171,7 +171,7 @@ class Copy:
             shutil.copyfileobj(stream, self._file, BUFFER)
             self._file.flush()
         except OSError as error:
-            hint = "make room there, or name another folder in TMPDIR"
+            hint = "free up space there, or set TMPDIR to another folder"
             raise WorkError(f"cannot write to {tempfile.gettempdir()}: {reason(error)}", hint) from None
         self.size = self._file.tell()
 
@@ -254,8 +254,8 @@ def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
         if info.flag_bits & 1:
             raise UserError(f"{name} is encrypted", "unpack the archive yourself, and give the files")
         if info.compress_type not in _METHODS:
-            method = f"method {info.compress_type}; only deflate (8) is read"
-            raise UserError(f"{name} is packed by {method}", "unpack the archive yourself, and give the files")
+            method = f"method {info.compress_type}; only deflate (8) is supported"
+            raise UserError(f"{name} is compressed with {method}", "unpack the archive yourself, and give the files")
         return ByteStream(members.open(info), partial(damaged, name))
 
     with (
@@ -312,8 +312,8 @@ def _member(archive: PackedFile, name: str, opened: Callable[[str], ByteStream],
     def open_() -> ByteStream:
         if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or ".." in _parts(name):
             raise UserError(
-                f"{archive.name} is refused: its member {printable} leads out of it",
-                "no honest archive has such a name; unpack it yourself if you trust it",
+                f"{archive.name} is unsafe: its member {printable} points outside the archive",
+                "a normal archive has no such names; unpack it yourself if you trust it",
             )
         with translated(partial(damaged, shown)):
             return opened(shown)

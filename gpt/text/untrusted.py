@@ -23,7 +23,7 @@ LONGEST_AFFIX = 64  # characters that a model may put before or after each part 
 SHORT = 256  # characters of a text that is not timed: starting a thread would take as long as tokenizing it …
 SHORT_IF_LINEAR = 100_000  # … by a tokenizer whose time grows with the text
 SECONDS, RATE = 20.0, 20_000  # that a text may take, and one more for so many characters: a fiftieth of the usual rate
-_HINT = "take another --tokenizer or model; this one may be damaged or hostile"
+_HINT = "use another --tokenizer or model; this one may be damaged or hostile"
 
 
 def steps(part: Any, key: str) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def check(values: Mapping[str, Any]) -> int:
             times *= _growth(step)
             if times > MOST_GROWTH:
                 raise UserError(
-                    f"the tokenizer.json has a {name} that may make a text more than {MOST_GROWTH} times as long "
+                    f"the tokenizer.json has a {name} that may lengthen a text more than {MOST_GROWTH} times "
                     f"({step.get('type')!s:.40})",
                     _HINT,
                 )

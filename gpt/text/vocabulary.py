@@ -42,7 +42,7 @@ def tokenizer_for(
     text. ``most`` bounds the size where none is given."""
     size, limit = corpus.train_bytes, config.sample_bytes
     if config.tokenizer == "auto" and size > limit:
-        note(f"learning the vocabulary from {limit / 1e6:,.0f} of {size / 1e6:,.0f} MB, spread over the text")
+        note(f"training the tokenizer on {limit / 1e6:,.0f} of {size / 1e6:,.0f} MB, sampled evenly")
     sample = TextSample(corpus.training_text(), size, limit)
     return make_tokenizer(config.tokenizer, config.vocab_size, sample, size, most)
 

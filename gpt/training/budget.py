@@ -73,7 +73,7 @@ def largest_preset(minutes: float, n_bytes: int, arch: Arch, rate: Rate) -> tupl
         n, below = parameters(name), parameters(chosen)
         tokens, least = needs(name, arch)
         if n * least > n_bytes:
-            return chosen, f"{name} has {n:,} parameters, more than {1 / least:g} for each byte of the text"
+            return chosen, f"{name} has {n:,} parameters, more than {1 / least:g} per byte of text"
         seconds = tokens * n / (GAIN * pace * below / n)  # at least, to read so much
         if seconds <= 60 * minutes:
             faster = rate(name)
@@ -82,7 +82,7 @@ def largest_preset(minutes: float, n_bytes: int, arch: Arch, rate: Rate) -> tupl
             needed = f"{name} would need at least {seconds / 60:,.1f} minutes to be better"
             return chosen, f"at {pace:,.0f} tokens/s; {needed}"
         chosen, pace = name, faster
-    return chosen, "the largest that is chosen by itself"
+    return chosen, "the largest size that auto chooses"
 
 
 def parameters(name: str) -> int:
@@ -127,7 +127,7 @@ class Planner:
         world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size))
         if config.minutes is None:
             return recipe, None
-        note("measuring how fast this machine trains it")
+        note("measuring training speed on this machine")
         # Whether it compiles is decided by the minutes, not by the steps that fit into them.
         known, fits = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
         if self.init is not None and config.batch_tokens is None:  # a step of the usual batch may take minutes

@@ -148,7 +148,7 @@ class Writer:
             self.done(self._step)
         elif self.failed is None:  # said once
             why = error_text(self._error)
-            self.warn(f"step {self._step:,} cannot be saved: {why}; the run continues, and tries again")
+            self.warn(f"step {self._step:,} could not be saved: {why}; the run continues and will try again")
         self.failed = self._error
 
     def wait(self) -> None:
@@ -174,7 +174,7 @@ class Writer:
     def _write(self, size: int, files: Callable[[], Files]) -> None:
         free = shutil.disk_usage(self.run).free
         if free < size + SPARE:
-            raise OSError(FULL[0], f"about {_mb(size)} are needed, and {_mb(free)} are free")
+            raise OSError(FULL[0], f"about {_mb(size)} are needed, but only {_mb(free)} are free")
         checkpoint.write(self.run / folder.step_name(self._step), files())
         folder.prune(self.run, self.keep, newest=self._step)
         folder.write_index(self.run)
@@ -194,7 +194,7 @@ class Writer:
             if first is None:
                 return
             began = time.monotonic()
-            self.warn(f"waiting {ROOM_SECONDS:.0f} s for room in {self.run}")
+            self.warn(f"waiting {ROOM_SECONDS:.0f} s for disk space in {self.run}")
             while not stopped() and time.monotonic() - began < ROOM_SECONDS:
                 self.begin(step, 0, weights)
                 self.wait()
@@ -210,7 +210,7 @@ class Writer:
         newest = f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
         raise WorkError(
             f"step {step:,} could not be saved and is lost: {error_text(first)}",
-            f"{newest}; make room, then continue from there with --resume",
+            f"{newest}; free up space, then resume from there with --resume",
         )
 
 
@@ -220,8 +220,8 @@ def check_room(run: Path, size: int) -> None:
         free = shutil.disk_usage(run).free
     if free < size + SPARE:
         raise WorkError(
-            f"a checkpoint needs about {_mb(size)}, and {_mb(free)} are free in {run}",
-            "make room, or train another run with --out",
+            f"a checkpoint needs about {_mb(size)}, but only {_mb(free)} are free in {run}",
+            "free up space, or choose another run folder with --out",
         )
 
 

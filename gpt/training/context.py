@@ -131,7 +131,7 @@ class Result:
         where = str(run / folder.RECORD)
         name = str(record.get("checkpoint"))
         if not folder.is_step_name(name):
-            raise UserError(f"{where} is damaged: {name[:40]!r} is no checkpoint")
+            raise UserError(f"{where} is damaged: {name[:40]!r} is not a checkpoint")
         return checked(cls, {**record, "run": run, "checkpoint": run / name}, where)
 
 

@@ -57,7 +57,7 @@ def tokenized(texts: Sequence[str]) -> Path | None:
         with reading(Path(text)):
             folders += [text] if is_token_folder(text) else []
     if folders and len(texts) > 1:
-        raise UserError(f"{folders[0]} is tokenized: it can only be trained on alone", "tokenize all texts together")
+        raise UserError(f"{folders[0]} is tokenized: no other texts can be added", "tokenize all texts together")
     return Path(folders[0]) if folders else None
 
 
@@ -72,13 +72,13 @@ def open_tokens(
     unused = [each.name for each in fields(TextConfig) if each.name not in ("seed", "jobs")]  # jobs change no result
     for name in unused:
         if getattr(config, name) != getattr(usual, name):
-            note(f"{path} is tokenized already: --{name.replace('_', '-')} is not used")
+            note(f"{path} is already tokenized: --{name.replace('_', '-')} has no effect")
     folder = TokenFolder(path)
     if folder.manifest.get("part"):
         raise UserError(f"{path} is a part of a corpus", "join the parts: gpt data merge PART... -o DIR")
     if tokenizer is not None and not folder.read_for(tokenizer):
         raise UserError(
-            f"{path} was made with another tokenizer ({folder.tokenizer.name}) than that of {config.init}",
+            f"{path} was made with another tokenizer ({folder.tokenizer.name}), not that of {config.init}",
             f"tokenize the text with the model's own: gpt tokenize … --tokenizer {config.init}",
         )
     return _open(folder, note)
@@ -96,7 +96,7 @@ def make_tokens(
     """Tokenizes a corpus into the folder ``out`` with ``tokenizer``, that of the model that is fine-tuned; None learns
     a vocabulary from the training part alone."""
     if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
-        note("--val-text is what is held out; --val-fraction is not used")
+        note("--val-fraction has no effect with --val-text")
     most = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
     tokenizer = tokenizer or tokenizer_for(corpus, config, note, most)
     return _open(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
@@ -135,8 +135,8 @@ def _open(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | Non
         raise UserError(f"{folder.path} has nothing to train on: all of its text is held out")
     if data.held_out_tokens and not data.held_out_targets:
         raise UserError(
-            f"the text is too short: {data.held_out_bytes:,} bytes held out are one token: nothing can be predicted",
-            "give more text, a larger --val-fraction, or --val-fraction 0 to hold nothing out",
+            f"the text is too short: the {data.held_out_bytes:,} held-out bytes are one token, too few to predict",
+            "give more text or a larger --val-fraction, or use --val-fraction 0 to hold out nothing",
         )
     return data
 
@@ -149,24 +149,24 @@ def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
     first = corpus.first_held_out if corpus else None
     lines = [
         f"{names}: {counted(folder.documents, 'document')}; "
-        f"{train:,} bytes to train on, {held_out:,} held out" + (f", from {first} on" if first else "")
+        f"{train:,} bytes to train on, {held_out:,} held out" + (f", starting at {first}" if first else "")
     ]
     if manifest.get("end_of_text_in_text"):
         lines.append(
             f"the text contains {folder.tokenizer.eot_token} {counted(manifest['end_of_text_in_text'], 'time')}: "
-            "there it is ordinary text"
+            "it is treated as ordinary text"
         )
     if manifest.get("cut_pieces"):
         lines.append(
             counted(
                 manifest["cut_pieces"],
-                "piece of over 500,000 characters without a break is cut there",
-                "pieces of over 500,000 characters without a break are cut there",
+                "piece of over 500,000 characters without a break is split",
+                "pieces of over 500,000 characters without a break are split",
             )
-            + ", to be tokenized in linear time"
+            + " to tokenize in linear time"
         )
     if manifest.get("replaced"):
-        lines.append(counted(manifest["replaced"], "wrong byte was", "wrong bytes were") + " replaced by U+FFFD")
+        lines.append(counted(manifest["replaced"], "invalid byte was", "invalid bytes were") + " replaced with U+FFFD")
     if manifest.get("skipped"):
         lines.append(
             counted(manifest["skipped"], "file, line or row", "files, lines or rows") + " could not be read: left out"
@@ -197,7 +197,7 @@ def open_examples(
     usual = TextConfig()
     for name in ("field", "split_on"):
         if getattr(config, name) != getattr(usual, name):
-            note(f"{kind.option} reads {kind.content}: --{name.replace('_', '-')} is not used")
+            note(f"{kind.option} reads {kind.content}: --{name.replace('_', '-')} has no effect")
     corpus = read_examples(texts, config, kind, note)
     n_bytes = sum(source["bytes"] for source in corpus.sources)
     block_size = block_size or example_context(config, n_bytes, device, start)
@@ -207,13 +207,13 @@ def open_examples(
     train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
     note(f"{', '.join(texts)}: {train.examples:,} {kind.plural} to train on, {held_out.examples:,} held out")
     if corpus.skipped:
-        note(f"{corpus.skipped:,} files or lines could not be read and were left out")
+        note(f"{corpus.skipped:,} files or lines could not be read and were skipped")
     for line in encoder.notes():
         note(line)
     tokenizer = encoder.tokenizer
     note(
-        f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {train.tokens:,} tokens to train on, of which "
-        f"{train.targets:,} count"
+        f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {train.tokens:,} tokens to train on, "
+        f"{train.targets:,} of them predicted"
     )
     if not train:
         raise UserError(f"there are no {kind.plural} to train on", "give others, or a larger --block-size")

@@ -153,7 +153,7 @@ def _sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Comp
         tokens = parallel.until_stopped(run.session.stop, drawn)
         ids = [token.id for token in tokens if token.id not in tokenizer.ends]
     except NotANumber as error:  # the loss decides whether the run continues
-        run.session.warn(f"there is no sample: {error.message}")
+        run.session.warn(f"could not generate a sample: {error.message}")
         return ""
     finally:
         model.train(training)

@@ -126,8 +126,8 @@ class PairEncoder(Encoder[Pair]):
         ids = np.array([*prompt, *completion, self.tokenizer.eot], np.int64)
         if len(ids) - 1 > self.block_size:
             raise UserError(
-                f"{example.where}: the pair has {len(ids) - 1:,} tokens; the context holds {self.block_size:,}",
-                "shorten it, or give a larger --block-size",
+                f"{example.where}: the pair has {len(ids) - 1:,} tokens, but the context holds {self.block_size:,}",
+                "shorten it, or use a larger --block-size",
             )
         return [ExampleRow(ids, np.arange(len(ids)) >= len(prompt), utf8_size(example.completion))]
 
@@ -190,7 +190,7 @@ class ChatEncoder(Encoder[Conversation]):
         """Yields notes about conversations that were divided, cut or left out."""
         if self._split:
             yield (
-                "the chat template rewrites earlier messages as a conversation goes on: "
+                "the chat template changes earlier messages as a conversation grows: "
                 f"{counted(self._split, 'conversation', 'conversations')} with several answers became a row per answer"
             )
         what = "row" if self._split else "conversation"
@@ -198,8 +198,8 @@ class ChatEncoder(Encoder[Conversation]):
             yield (
                 f"{counted(total, f'{what} is', f'{what}s are')} longer than the context of "
                 f"{self.block_size:,} tokens (--block-size): {self._cut_between:,} cut after the last answer that "
-                f"fits, {self._cut_within:,} within the first one, {self._left_out:,} left out, whose first answer "
-                "begins later"
+                f"fits, {self._cut_within:,} within the first one, and {self._left_out:,} skipped, whose first answer "
+                "starts too late"
             )
         if self._refused:
-            yield f"{counted(self._refused, 'conversation', 'conversations')} refused by the chat template: left out"
+            yield f"{counted(self._refused, 'conversation', 'conversations')} skipped: rejected by the chat template"

@@ -95,8 +95,8 @@ def find_init(config: TrainConfig) -> InitCheckpoint | None:
     _check_shape(config, init.model)
     if config.lora_rank and init.added:
         raise UserError(
-            f"{config.init} has no chat template, and no special tokens for one, which adapters cannot learn",
-            "leave out --lora-rank, or take a model with a chat template",
+            f"{config.init} has no chat template, and lacks the special tokens for one, which adapters cannot learn",
+            "leave out --lora-rank, or use a model with a chat template",
         )
     return init
 
@@ -109,22 +109,22 @@ def open_init(config: TrainConfig, asked: str, path: Path, sha256: dict[str, str
 
 def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
     """Raises `UserError` for options that contradict the checkpoint's shape."""
-    hint = "leave it out: --init takes shape and vocabulary from the checkpoint"
+    hint = "leave it out: with --init, shape and vocabulary come from the checkpoint"
     if config.preset != "auto":
         raise UserError(f"--preset {config.preset} contradicts --init {config.init}", hint)
     if config.tokenizer != "auto":
         raise UserError(f"--tokenizer {config.tokenizer} contradicts --init {config.init}, which has its own", hint)
     asked_arch = ARCHITECTURES[config.arch] if config.arch else {}
     if any(getattr(model, name) != value for name, value in asked_arch.items() if name in ("norm", "qk_norm")):
-        raise UserError(f"--arch {config.arch} contradicts --init {config.init}: it is of another one", hint)
+        raise UserError(f"--arch {config.arch} contradicts --init {config.init}, which has another", hint)
     for name in (each.name for each in fields(GPTConfig) if each.name not in ("block_size", "dropout")):
         asked, has = getattr(config, name, None), getattr(model, name)
         if asked is not None and asked != has:
             raise UserError(f"--{name.replace('_', '-')} {asked} contradicts --init {config.init}: it has {has}", hint)
     if config.block_size is not None and config.block_size > model.block_size:
         raise UserError(
-            f"block-size {config.block_size:,} is more than the {model.block_size:,} of {config.init}",
-            "a context can be cut, not lengthened",
+            f"block-size {config.block_size:,} exceeds the context of {config.init}, {model.block_size:,}",
+            "a context can be shortened, not extended",
         )
     lora.find_roles(config.lora_targets or "all", model)
 
@@ -134,7 +134,7 @@ def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], 
     one, which ``note`` is told."""
     length = config.block_size or (min(CONTEXT, model.block_size) if model.positions == "rotary" else model.block_size)
     if config.block_size is None and length < model.block_size:
-        note(f"trained on {length:,} tokens at once, of a context of {model.block_size:,} (--block-size)")
+        note(f"training on sequences of {length:,} tokens; the model's context is {model.block_size:,} (--block-size)")
     return replace(model, block_size=length)
 
 

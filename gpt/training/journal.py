@@ -69,8 +69,8 @@ class Journal:
         run, recipe, shape, world = self.run, self.run.recipe, self.run.recipe.model, self.run.world
         step, epochs = self.state.step, recipe.tokens(recipe.steps) / run.data.tokens
         processes = f"{world.size} processes, each on " if world.size > 1 else ""
-        sharded = [f"{recipe.tensor} processes compute each sequence"] if recipe.tensor > 1 else []
-        sharded += ["weights, gradients and moments are divided among all processes"] if recipe.shard == "full" else []
+        sharded = [f"{recipe.tensor} processes share each sequence"] if recipe.tensor > 1 else []
+        sharded += ["weights, gradients and optimizer state are sharded"] if recipe.shard == "full" else []
         self.note(
             f"model {run.record.init.model if run.record.init else recipe.preset}: "
             f"{breakdown(shape).trainable:,} parameters ({counted(shape.n_layer, 'layer')}, "
@@ -78,7 +78,7 @@ class Journal:
             f"dropout {shape.dropout:g})"
         )
         if recipe.lora_rank:
-            self.note(f"adapters on the linear maps of the blocks: {adapters:,} parameters train")
+            self.note(f"adapters on the linear layers of the blocks: training {adapters:,} parameters")
         self.note(
             f"{counted(recipe.steps, 'step')} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text, "
             f"on {processes}{run.compute.describe()}; run {run.run}" + (f"; from step {step:,}" if step else "")
@@ -95,8 +95,8 @@ class Journal:
         self.learned = self.learned + 1 if loss < LEARNED else 0
         if self.learned == LEARNED_STEPS and self.state.step < 0.9 * self.run.recipe.steps:
             self.note(
-                f"the loss has been below {LEARNED} nats per token for {LEARNED_STEPS} steps: the examples are learned "
-                "by heart, and the rest of the run adds little. Fewer --epochs or --steps, or --patience, end it sooner"
+                f"the loss has been below {LEARNED} nats per token for {LEARNED_STEPS} steps: the model has memorized "
+                "the examples, and more training adds little. To stop sooner: fewer --epochs or --steps, or --patience"
             )
 
     def saved(self, step: int) -> None:
@@ -112,7 +112,7 @@ class Journal:
             self.emit(events.AnswersEvent, **vars(result.answers), **counts)
             if best != folder.step_name(self.state.step):
                 self.note(
-                    f"the loss of the held-out pairs was lowest at {best}, which is kept as the best; the last step's "
+                    f"the loss on the held-out pairs was lowest at {best}, which is kept as the best; the last step's "
                     f"weights: -m {self.run.run}:latest"
                 )
         loss, bits = result.val_loss, result.bits_per_byte

@@ -119,7 +119,7 @@ def check(asked: str) -> None:
             try:
                 module.login()  # on a terminal it asks
             except module.Error as error:
-                raise UserError(f"wandb: {error}", "wandb login, or WANDB_MODE=offline") from None
+                raise UserError(f"wandb: {error}", "run wandb login, or set WANDB_MODE=offline") from None
 
 
 class Logs:
@@ -153,7 +153,7 @@ class Logs:
         try:
             yield
         except Exception as error:
-            self.note(f"--log {name} failed, and hears no more of this run: {type(error).__name__}: {error}")
+            self.note(f"--log {name} failed and is disabled for the rest of this run: {type(error).__name__}: {error}")
             log = self.logs.pop(name, None)
             if log is not None:
                 with contextlib.suppress(Exception):
@@ -182,12 +182,12 @@ class Metrics:
         data = (line + "\n").encode("utf-8", "backslashreplace")
         try:
             if self.file.write(data) != len(data):
-                raise OSError(0, "only a part was written")
+                raise OSError(0, "only part of it was written")
             self.size += len(data)
             self.failing = False
         except OSError as error:
             if not self.failing:
-                self.warn(f"cannot write {self.path}: {error.strerror}; the run continues, and its metrics have a gap")
+                self.warn(f"cannot write {self.path}: {error.strerror}; the run continues, with a gap in its metrics")
             self.failing = True
             with contextlib.suppress(OSError):
                 self.file.truncate(self.size)

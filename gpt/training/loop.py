@@ -210,7 +210,8 @@ class Trainer:
         self.stepper.forget_graph()
         why, step = diverged.why, diverged.step
         self.journal.emit(events.RollbackEvent, failed_step=step, why=why, rate_factor=LOWER)
-        self.session.note(f"{why} at step {step:,}: back to step {self.state.step:,}, with {LOWER:g} times the rate")
+        back = f"back to step {self.state.step:,}, with {LOWER:g} times the learning rate"
+        self.session.note(f"{why} at step {step:,}: {back}")
 
     def fit_to_budget(self) -> None:
         """When the last ``decay`` steps begin, plans as many as fit into the time that is left, at the pace so far."""
@@ -235,13 +236,13 @@ class Trainer:
     def on_uncompiled(self, why: str, begun: bool = True) -> None:
         """Records that steps are not compiled, of a run that has ``begun`` from here on."""
         self.update_recipe(compile=False)
-        rounded = "from here on steps are not compiled, and equal to compiled ones to rounding, not bit for bit"
+        rounded = "from now on, steps are not compiled: equal to compiled ones up to rounding, not bit for bit"
         self.session.warn(f"{rounded if begun else 'steps are not compiled'}: {why:.200}")
 
     def on_halved(self, micro_batch: int) -> None:
         """Records a smaller micro-batch, after memory ran out."""
         rows = self.recipe.rows
-        self.session.note(f"out of memory: from here on {micro_batch:,} of {rows:,} sequences at once")
+        self.session.note(f"out of memory: from now on, {micro_batch:,} of {rows:,} sequences at once")
         self.update_recipe(micro_batch=micro_batch)
 
     def update_recipe(self, **changes: Any) -> None:
@@ -272,7 +273,7 @@ class Trainer:
         if writer.failed is not None:
             raise WorkError(
                 f"interrupted at step {state.step:,}, which could not be saved: {error_text(writer.failed)}",
-                f"make room, then resume from the checkpoint before: {self.run.resume_command}",
+                f"free up space, then resume from the previous checkpoint: {self.run.resume_command}",
             )
         saved = f", saved in {self.run.run / folder.step_name(state.step)}" if state.step else ""
         raise Interrupted(
@@ -288,7 +289,7 @@ class Trainer:
         self.journal.cut_off("diverged")
         self.journal.write(ended="diverged")
         before = folder.checkpoints(self.run.run)
-        saved = f"the checkpoints in {self.run.run} are from before" if before else "nothing was saved yet"
+        saved = f"the earlier checkpoints are in {self.run.run}" if before else "nothing was saved yet"
         diverged.hint = f"train with a lower --lr; {saved}"
         raise diverged
 
@@ -300,6 +301,6 @@ class Trainer:
         if isinstance(error, PeerLost):
             error.hint = f"resume with: {self.run.resume_command}"
         if (failure := device_failure(error)) is not None:
-            message = f"the device {self.run.compute.device} has failed: {failure}"
+            message = f"the device {self.run.compute.device} failed: {failure}"
             raise WorkError(message, f"resume with: {self.run.resume_command}") from error
         raise error

@@ -58,8 +58,8 @@ class TimeBudget:
         if left < 4 * self.step:
             needed = (4 * self.step - left + self.deadline - now) / 60
             raise UserError(
-                f"there is no time to train: a step takes {self.step:.2g} s, and {max(0.0, left):.0f} s are left",
-                f"give at least --minutes {math.ceil(10 * needed) / 10:g}, or a smaller --batch-tokens, --block-size "
+                f"there is no time to train: a step takes {self.step:.2g} s, but only {max(0.0, left):.0f} s are left",
+                f"use at least --minutes {math.ceil(10 * needed) / 10:g}, or a smaller --batch-tokens, --block-size "
                 "or model",
             )
         return int(left / self.step)

@@ -310,7 +310,7 @@ def parallelize(
         if recipe.lora_rank > model.config.n_embd:
             raise UserError(
                 f"lora-rank {recipe.lora_rank} is more than the model's width, {model.config.n_embd}",
-                "adapters are thin: 4 to 64 is usual",
+                "common ranks are 4 to 64",
             )
         added = lora.adapt(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets)
         optimizer = Optimizers([AdamW(added, lr=0.0, betas=BETAS, weight_decay=recipe.weight_decay, fused=True)])

@@ -48,7 +48,7 @@ def prepare(
     config = asked = with_examples(texts, config, note)
     if session.world.size > 1 and config.has_examples and "-" in texts:
         what = "conversations" if config.chat else "pairs"
-        raise UserError(f"{what} from stdin cannot be read by several processes", "put them into a file")
+        raise UserError(f"{what} cannot be read from stdin by several processes", "put them in a file")
     init = find_init(config)
     tokenizer = init.tokenizer if init else None
     data: Dataset | None = None
@@ -91,7 +91,7 @@ def with_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str
 
 def lock_run(run: Path) -> contextlib.AbstractContextManager[None]:
     """Holds a run folder for this process."""
-    return locked(run, "it is being trained: wait for it, or train another run with --out")
+    return locked(run, "it is being trained: wait for it, or choose another run folder with --out")
 
 
 @contextlib.contextmanager
@@ -106,4 +106,4 @@ def removed_on_failure(run: Path) -> Iterator[None]:
                 run.parent.rmdir()
         if not isinstance(error, Interrupted):
             raise
-        raise Interrupted(error.signum, "interrupted before the first step: nothing is left of the run") from None
+        raise Interrupted(error.signum, "interrupted before the first step: the run was removed") from None

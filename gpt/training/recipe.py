@@ -198,7 +198,7 @@ def resolve(
     for line in _without_effect(config, model, steps, warmup, held_out):
         note(line)
     if model.layout == "gpt":
-        note("no model of transformers computes such blocks: it will refuse the checkpoints, which gpt alone reads")
+        note("no Transformers class supports this architecture, so only gpt can load the checkpoints")
     eval_every = config.eval_every or math.ceil(steps / 20)
     as_asked: dict[str, Any] = {each: getattr(config, each) for each in AS_ASKED}
     recipe = Recipe(
@@ -244,12 +244,12 @@ def _without_effect(config: TrainConfig, model: GPTConfig, steps: int, warmup: i
     """Notes about settings that have no effect, or less than intended."""
     lines = []
     if config.patience and not held_out:
-        lines.append("nothing is held out, so --patience has nothing to go by")
+        lines.append("--patience has no effect: nothing is held out")
     if warmup > steps and config.minutes is None:
         share = f"{steps / warmup:.2g}"
-        lines.append(f"the rate rises for {warmup:,} steps, and there are {steps:,}: it comes to {share} of its peak")
+        lines.append(f"warmup is {warmup:,} steps, the run {steps:,}: the learning rate reaches {share} of its peak")
     if config.window is not None and config.window >= model.block_size:
-        lines.append(f"a window of {config.window:,} hides nothing in a context of {model.block_size:,} tokens")
+        lines.append(f"a window of {config.window:,} has no effect in a context of {model.block_size:,} tokens")
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--decay has no effect with --schedule {config.schedule}")
     return lines
@@ -270,8 +270,8 @@ def check_heads(model: GPTConfig, tensor: int) -> None:
     heads = model.kv_heads
     if heads % tensor:
         raise UserError(
-            f"the model's {heads} heads cannot be shared evenly by {tensor} processes (--tensor {tensor})",
-            "take one of " + ", ".join(map(str, divisors(heads))),
+            f"the model's {heads} heads cannot be split evenly over {tensor} processes (--tensor {tensor})",
+            "use one of " + ", ".join(map(str, divisors(heads))),
         )
 
 
@@ -279,7 +279,7 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
     shape = preset.model
     block_size = config.block_size or shape.block_size
     if n_tokens < block_size:
-        note(f"the text has {n_tokens:,} tokens to train on: the context shrinks from {block_size:,} to {n_tokens:,}")
+        note(f"the text has {n_tokens:,} tokens to train on: context reduced from {block_size:,} to {n_tokens:,}")
         block_size = n_tokens
     if config.init is not None:
         return replace(shape, block_size=block_size, dropout=config.dropout or 0.0)
@@ -294,7 +294,7 @@ def _rows(config: TrainConfig, preset: Preset, row: float, pairs: bool) -> int:
         below, above = asked // context * context, -(-asked // context) * context
         raise UserError(
             f"batch-tokens {asked:,} is not a multiple of the context, {context:,}",
-            f"take {above:,}" + (f" or {below:,}" if below else ""),
+            f"use {above:,}" + (f" or {below:,}" if below else ""),
         )
     return max(1, round((asked or preset.batch_tokens) / row))
 
@@ -337,7 +337,7 @@ def _batch(
         first += -first % processes
         ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), setup.micro_batch * processes, processes)
         if ramp.sizes > MOST_SIZES:
-            raise UserError(f"a batch that grows to {rows:,} sequences has {ramp.sizes:,} sizes", "leave it out")
+            raise UserError(f"a batch ramp to {rows:,} sequences has too many sizes: {ramp.sizes:,}", "leave it out")
     return _Batch(rows, row, ramp, setup)
 
 
@@ -348,7 +348,7 @@ def _check_batch(rows: int, tokens: float) -> None:
         raise UserError(
             f"the ids of a step of {tokens:,.0f} tokens take {needed / 1e9:,.1f} GB, and this machine has "
             f"{memory / 1e9:,.1f} GB",
-            "take a smaller --batch-tokens",
+            "use a smaller --batch-tokens",
         )
 
 
@@ -389,15 +389,15 @@ def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1)
     if stays > memory:
         raise UserError(
             f"{breakdown(model).trainable:,} parameters take {stays / 1e9:,.1f} GB in training (weights, gradients, "
-            f"the optimizer's memory), and there are {memory / 1e9:,.1f} GB",
-            "take a smaller --preset; gpt params PRESET --devices 1 says what each needs",
+            f"optimizer state), but only {memory / 1e9:,.1f} GB are available",
+            "use a smaller --preset; gpt params PRESET --devices 1 shows what each needs",
         )
     copies, host = step.snapshot * (here if recipe.is_sharded else 1), host_memory()
     if setup.device != "cpu" and copies > host:
         raise UserError(
-            f"weights and moments are copied to the host's memory for checkpoints: {copies / 1e9:,.1f} GB, and there "
-            f"are {host / 1e9:,.1f} GB",
-            "take a smaller --preset, or more machines with --shard full",
+            f"checkpoints copy weights and optimizer state to host memory: {copies / 1e9:,.1f} GB, but only "
+            f"{host / 1e9:,.1f} GB are available",
+            "use a smaller --preset, or more machines with --shard full",
         )
 
 
@@ -405,11 +405,11 @@ def asked_micro_batch(asked: str, rows: int) -> int:
     """The micro-batch that was asked for. Raises `UserError` if it is no number or does not divide a process's
     ``rows``."""
     if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
-        raise UserError(f'micro-batch is "{asked}"; it must be auto or a whole number from 1')
+        raise UserError(f'micro-batch is "{asked}"; it must be auto or a whole number of at least 1')
     if rows % int(asked):
         raise UserError(
             f"a micro-batch of {asked} does not divide the {rows:,} sequences of a step",
-            "take one of " + ", ".join(map(str, divisors(rows))),
+            "use one of " + ", ".join(map(str, divisors(rows))),
         )
     return int(asked)
 
@@ -417,11 +417,11 @@ def asked_micro_batch(asked: str, rows: int) -> int:
 def check_share(rows: int, processes: int, length: int | None = None) -> None:
     """Raises `UserError` if processes cannot share the sequences of a step, of ``length`` tokens each, evenly."""
     if rows % processes:
-        hint = "take --nproc " + " or ".join(str(n) for n in divisors(rows)[:8])
+        hint = "use --nproc " + " or ".join(str(n) for n in divisors(rows)[:8])
         if length is not None:
             below, above = ((rows // processes + more) * processes * length for more in (0, 1))
-            hint = f"take --batch-tokens {above}" + (f" or {below}" if below else "") + f", or {hint[5:]}"
-        raise UserError(f"the {rows:,} sequences of a step cannot be shared evenly by {processes} processes", hint)
+            hint = f"use --batch-tokens {above}" + (f" or {below}" if below else "") + f", or {hint[4:]}"
+        raise UserError(f"the {rows:,} sequences of a step cannot be split evenly over {processes} processes", hint)
 
 
 def _warmup(config: TrainConfig, steps: int, batch: _Batch) -> int:
@@ -440,7 +440,7 @@ def _steps(config: TrainConfig, n_tokens: int, batch: _Batch, usual_epochs: floa
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")
     steps = batch.steps(epochs * n_tokens)
     if steps > MOST_STEPS:
-        raise UserError(f"{epochs:g} epochs are {steps:,} steps; at most {MOST_STEPS:,} are counted", "take fewer")
+        raise UserError(f"{epochs:g} epochs are {steps:,} steps; the limit is {MOST_STEPS:,}", "use fewer")
     return steps
 
 

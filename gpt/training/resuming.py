@@ -130,16 +130,16 @@ def processes_of(asked: str | None, given: Mapping[str, Any]) -> int:
 
 def refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
     """Raises `UserError` for anything that cannot be given with ``--resume``: all but `MAY_CHANGE`."""
-    may = "it may be joined by " + ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE)
+    may = "allowed options: " + ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE)
     if texts:
         raise UserError(
-            f"a text ({texts[0]}) cannot be given with --resume: the run has its own",
+            f"a text ({texts[0]}) cannot be given with --resume: a run keeps its text",
             "gpt train --resume RUN continues a run; --init RUN starts another from its weights",
         )
     for name in given:
         if name not in MAY_CHANGE:
             raise UserError(
-                f"--{name.replace('_', '-')} cannot be given with --resume: the run continues exactly as it was begun",
+                f"--{name.replace('_', '-')} cannot be given with --resume: the run continues exactly as it started",
                 may,
             )
 
@@ -152,7 +152,7 @@ def read_begun(run: Path, at: str | None = None) -> Begun:
     if record.format != FORMAT:
         raise UserError(f"{where} has format {record.format}; this program reads format {FORMAT}", "update gpt")
     if record.texts is None or record.settings is None:
-        raise UserError(f"{where} is damaged: it does not say what the run was asked for", "train again")
+        raise UserError(f"{where} is damaged: it does not contain the settings of the run", "train again")
     config = from_dict(TrainConfig, record.settings, where)
     config = replace(config, preset=record.size or config.preset)
     result = Result.of(run, record.result) if record.ended and record.result is not None else None
@@ -168,12 +168,12 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
         return None
     if not any(folder.can_resume(run / entry.name) for entry in entries):
         raise UserError(
-            f"the checkpoints of {run} hold weights alone: there is nothing to resume from",
+            f"the checkpoints of {run} contain only weights: there is nothing to resume from",
             f"fine-tune from them: gpt train TEXT --init {run}",
         )
     path = folder.newest_whole(run, note, training=True)
     if checkpoint.peek(path)[0] != read_saved(path).recipe.saved_model:
-        raise UserError(f"{path} is damaged: its training state is of a model of another shape", folder.HINT)
+        raise UserError(f"{path} is damaged: its training state is for a model of another shape", folder.HINT)
     return path.name
 
 
@@ -191,26 +191,26 @@ def same_compute(begun: Begun, given: Mapping[str, Any], processes: int, note: C
     before = torch.device(machine.device)
     moved = compute.device.type != before.type or compute.device.index not in (None, before.index)
     if moved:
-        note(f"on {compute.device} instead of {machine.device}: equal to rounding, not bit for bit")
+        note(f"on {compute.device} instead of {machine.device}: equal up to rounding, not bit for bit")
     if processes != machine.processes:
         note(
-            f"{counted(processes, 'process', 'processes')} instead of {machine.processes}: the same batches; equal to "
-            "rounding, but for dropout"
+            f"{counted(processes, 'process', 'processes')} instead of {machine.processes}: same batches; equal up to "
+            "rounding, except for dropout"
         )
     elif not moved and compute.device.type == "cpu":
         if not 1 <= machine.threads <= MOST_THREADS:
             raise UserError(
-                f"{begun.run} is damaged: it says that it ran on {counted(machine.threads, 'thread')}", folder.HINT
+                f"{begun.run} is damaged: it claims to have run on {counted(machine.threads, 'thread')}", folder.HINT
             )
         threads = given.get("threads", machine.threads)
         if threads != machine.threads:
-            note(f"{counted(threads, 'thread')} instead of {machine.threads}: equal to rounding, not bit for bit")
+            note(f"{counted(threads, 'thread')} instead of {machine.threads}: equal up to rounding, not bit for bit")
         elif threads != torch.get_num_threads():
-            note(f"{counted(threads, 'thread')}, as before, instead of {torch.get_num_threads()}: sums depend on it")
+            note(f"{counted(threads, 'thread')}, as before, instead of {torch.get_num_threads()}: it affects rounding")
     device.use_threads(compute, threads)
     was = begun.record.versions
     if was is not None and was.get("torch") != versions()["torch"]:
-        note(f"torch {versions()['torch']} instead of {was.get('torch')}: equal to rounding, not bit for bit")
+        note(f"torch {versions()['torch']} instead of {was.get('torch')}: equal up to rounding, not bit for bit")
     return compute
 
 
@@ -228,9 +228,7 @@ def same_init(begun: Begun, world: World) -> InitCheckpoint | None:
             asked = f"{str(begun.config.init).partition('@')[0]}@{Path(asked).name}"
     found = find_init(replace(begun.config, init=asked))
     if found is not None and init is not None and found.sha256 != init.sha256:
-        raise UserError(
-            f"{begun.run} was begun from {asked}, whose weights are others now", "put them back as they were"
-        )
+        raise UserError(f"{begun.run} was started from {asked}, whose weights have changed", "restore them")
     return found
 
 
@@ -259,8 +257,8 @@ def open_data(begun: Begun, compute: Compute, init: InitCheckpoint | None, sessi
     made_with, was = record.tokenizer, record.sources
     if (was is not None and was != data.sources) or (made_with and made_with.fingerprint != data.tokenizer.fingerprint):
         raise UserError(
-            f"the text of {run} is not what it was: {', '.join(texts) or tokens}",
-            "put it back as it was, or fine-tune on the new text with --init",
+            f"the text of {run} has changed: {', '.join(texts) or tokens}",
+            "restore it, or fine-tune on the new text with --init",
         )
     return data
 
@@ -273,7 +271,7 @@ def changed(
     check_share(recipe.rows, processes)
     if recipe.ramp and recipe.ramp.by % processes:
         raise UserError(
-            f"the batches grow in multiples of {recipe.ramp.by:,}, which {processes} processes cannot share evenly",
+            f"the batches grow in multiples of {recipe.ramp.by:,}, which {processes} processes cannot split evenly",
             f"resume with --nproc {recipe.ramp.by}",
         )
     share = recipe.rows // processes
@@ -285,21 +283,21 @@ def changed(
         if value not in (None, before):
             recipe = replace(recipe, **{name: value})
             if name != "keep":
-                note(f"--{name} {value} instead of {before}: equal to rounding")
+                note(f"--{name} {value} instead of {before}: equal up to rounding")
     check_heads(recipe.model, recipe.tensor)
     if recipe.lora_rank and recipe.is_sharded:
-        raise UserError("adapters are trained by processes that have all weights each", "leave out --shard, --tensor")
+        raise UserError("adapters do not support sharded weights", "leave out --shard and --tensor")
     if micro_batch not in (None, "auto"):
         recipe = replace(recipe, micro_batch=asked_micro_batch(micro_batch, share))
-        note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal to rounding")
+        note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal up to rounding")
     if steps is not None and steps < recipe.steps:
-        raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give as many or more")
+        raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give at least that many")
     if steps is not None and steps > recipe.steps:
         longer = replace(recipe, steps=steps, planned=0)
         before, after = (each.lr_at(step + 1) for each in (recipe, longer))
         note(
-            f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,} on, the {recipe.schedule} schedule is "
-            f"that of {steps:,} steps, with {recipe.decay:,} of decay at its end; the next rate is {after:.2g}"
+            f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,}, the {recipe.schedule} schedule is "
+            f"that of {steps:,} steps, with {recipe.decay:,} of final decay; the next learning rate is {after:.2g}"
             + (f" instead of {before:.2g}" if step < recipe.steps and before != after else "")
         )
         recipe = longer

@@ -163,11 +163,11 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
     found = {name: parallel.part(name, each.mapped()) for name, each in stored.items()}
     whole = set(expected) <= set(found) or not any(name.startswith(MOMENT) for name in found)
     if not whole or RANDOM + "torch" not in found:
-        raise UserError(f"{path / TENSORS} is damaged: not all of the training state is in it")
+        raise UserError(f"{path / TENSORS} is damaged: the training state is incomplete")
     if folder.is_adapter(path):
         added, _ = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
         if {name: tuple(each.shape) for name, each in added.items()} != parallel.shapes:
-            raise UserError(f"{path} is damaged: its adapters are not those of its training state", folder.HINT)
+            raise UserError(f"{path} is damaged: its adapters do not match its training state", folder.HINT)
         found |= {WEIGHT + name: tensor for name, tensor in added.items()}
     scaling = asdict(saved.scaling) if saved.scaling else {}
     return Snapshot(saved.state, scaling, found)

@@ -38,7 +38,7 @@ def test_a_preset_gets_random_weights(gpt: Gpt) -> None:
     assert "int8" in shown
     assert "GB/s" in shown
     done = gpt("bench", "-m", "nano", "-n", "60")
-    assert (done.code, "16 + 60 tokens do not fit into the context of 64" in done.err) == (2, True)
+    assert (done.code, "16 + 60 tokens do not fit in the context of 64" in done.err) == (2, True)
 
 
 def test_a_step_reads_each_matrix_once() -> None:
@@ -55,14 +55,14 @@ def test_a_step_reads_each_matrix_once() -> None:
 
 def test_what_no_machine_holds_is_refused_at_once(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words, said in (
-        (["--batch", "1000000000"], "batch is 1000000000; it must lie between 1 and 65,536"),
-        (["--rounds", "1000000000000000"], "rounds is 1000000000000000; it must lie between 1 and 1,000"),
+        (["--batch", "1000000000"], "batch is 1000000000; it must be between 1 and 65,536"),
+        (["--rounds", "1000000000000000"], "rounds is 1000000000000000; it must be between 1 and 1,000"),
     ):
         done = gpt("bench", "-m", run_folder, *words)
         assert done.code == 2
         assert said in done.err
     monkeypatch.setattr(Compute, "memory", lambda self: 2**20)
-    kept = "keys and values of 65,536 texts of 32 tokens take 1.1 GB, and beside the weights there are 0.0 GB"
+    kept = "the KV cache of 65,536 sequences of 32 tokens takes 1.1 GB, but the weights leave 0.0 GB"
     for words in (
         ["bench", "-m", run_folder, "--batch", "65536", "-n", "24"],
         ["sample", "x", "-m", run_folder, "-N", "65536", "--batch", "65536", "-n", "31", "--seed", "1"],

@@ -169,8 +169,8 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
     [
         (["train", "none.txt"], "there is no file none.txt"),
         (["train", "empty.txt"], "empty.txt is empty: 0 characters"),
-        (["train", "byte.txt"], "too short to hold 0.1 of it out: 1 byte"),
-        (["train", "binary.bin"], "is no text: it has a zero byte at offset 3"),
+        (["train", "byte.txt"], "too short to hold out 0.1 of it: 1 byte"),
+        (["train", "binary.bin"], "is not text: it has a zero byte at offset 3"),
         (["train", "latin.txt"], "is not UTF-8: byte 0xe9 at offset 9, line 2"),
         (["train", "book.txt", "--n-embd", "33"], "n_embd 33 is not divisible by n_head 4"),
         (["train", "book.txt", "--tokenizer", "gtp2"], 'there is no tokenizer "gtp2"'),
@@ -178,9 +178,9 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["train", "book.txt", "--steps", "-1"], "steps is -1; it must be 1 or more"),
         (["train", "book.txt", "--lr", "nan"], "lr is nan"),
         (["sample", "--top-p", "2"], "top-p is 2.0"),
-        (["train", "book.txt", "--out", "book.txt/x"], "cannot make the run folder"),
+        (["train", "book.txt", "--out", "book.txt/x"], "cannot create the run folder"),
         (["sample", "hi"], "no run with a checkpoint"),
-        (["sample", "hi", "-m", "book.txt"], "is no run and no checkpoint"),
+        (["sample", "hi", "-m", "book.txt"], "is not a run or a checkpoint"),
         (["sample", "--prompt-file", "none.txt"], "cannot read none.txt"),
         (["sample", "--stop", "\udcff"], "stop is not UTF-8"),
         (["sample", "\udcff"], "the prompt is not UTF-8"),
@@ -188,7 +188,7 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["sample", "-N", str(2**63)], "num is 9223372036854775808; it must be a whole number from 1"),
         (["sample", "-i", "--seed", "-1"], "seed is -1; it must be a whole number from 0"),
         (["sample", "--bias", "x=1e300"], 'bias is "x=1e300"; it must be TOKEN=NUMBER, from -1,000,000,000 to'),
-        (["sample", "hi", "-m", "hf:a/b/c"], '"hf:a/b/c" names no model of the hub'),
+        (["sample", "hi", "-m", "hf:a/b/c"], '"hf:a/b/c" is not a Hugging Face Hub model'),
         (["train", "book.txt", "--lora-rank", "4"], "--lora-rank needs --init"),
         (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
         (["train", "book.txt", "--init", "x", "--lora-rank", "0"], "lora-rank is 0"),
@@ -196,14 +196,14 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["params", "--list", "--n-layer", "3"], "--list shows all presets, but --n-layer asks for a single shape"),
         (["eval"], "text"),
         (["eval", "book.txt"], "no run with a checkpoint"),
-        (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both say how long to train"),
+        (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both set the length of training"),
         (["train", "book.txt", "--minutes", "0.001"], "there is no time to train"),
         (["train", "book.txt", "--positions", "rotary", "--n-embd", "12", "--n-head", "4"], "even width of a head, not 3"),
-        (["params", "--n-layer", "2"], "without a preset, --n-head, --n-embd must be given too"),
-        (["train", "book.txt", "--tokenizer", "book.txt"], "book.txt is no tokenizer"),
+        (["params", "--n-layer", "2"], "without a preset, --n-head, --n-embd are required"),
+        (["train", "book.txt", "--tokenizer", "book.txt"], "book.txt is not a tokenizer"),
         (["tokenizer", "train", "book.txt"], "where should the tokenizer go?"),
-        (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9"], "vocab-size is 9; it must lie between 257"),
-        (["tokenizer", "show", "."], "holds no tokenizer"),
+        (["tokenizer", "train", "book.txt", "-o", "new", "--vocab-size", "9"], "vocab-size is 9; it must be between 257"),
+        (["tokenizer", "show", "."], "contains no tokenizer"),
         (["tokenizer", "encode", "x"], "no run with a checkpoint"),
         (["tokenizer", "encode", "x", "-m", "run", "--tokenizer", "bytes"], "--tokenizer and -m both name a tokenizer"),
         (["tokenizer", "encode", "--tokenizer", "bytes"], "nothing to encode"),
@@ -512,7 +512,7 @@ def test_data_fetch(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_data_fetch_of_what_python_has(gpt: Gpt) -> None:
-    assert "nothing to fetch" in gpt("data", "fetch", "pydocs").out
+    assert "nothing to download" in gpt("data", "fetch", "pydocs").out
     assert json.loads(gpt("data", "fetch", "stdlib", "--json").out)["folder"] is None
 
 

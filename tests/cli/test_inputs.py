@@ -25,9 +25,9 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="devices and nam
         ("inspect attention --prompt-file", "/dev/zero has more than 67,108,864 bytes"),
         ("inspect tokens --file", "/dev/zero has more than 67,108,864 bytes"),
         ("tokenizer encode --tokenizer bytes --file", "/dev/zero has more than 67,108,864 bytes"),
-        ("train", "/dev/zero is a device, and no text"),
-        ("tokenize -o tokens", "/dev/zero is a device, and no text"),
-        ("train --val-text", "/dev/zero is a device, and no text"),
+        ("train", "/dev/zero is a device, not a text"),
+        ("tokenize -o tokens", "/dev/zero is a device, not a text"),
+        ("train --val-text", "/dev/zero is a device, not a text"),
     ],
 )
 def test_devices_that_never_end(gpt: Gpt, workdir: Path, words: str, message: str) -> None:
@@ -86,7 +86,7 @@ def test_a_terminal_is_told_how_to_end(workdir: Path) -> None:
         assert process.stderr.readline() == "reading prompts from stdin; end with Ctrl-D\n"
         os.write(ours, b"\x04")
         _, err = process.communicate(timeout=60)
-    assert (process.returncode, err.splitlines()[0]) == (2, "error: stdin holds no prompt")
+    assert (process.returncode, err.splitlines()[0]) == (2, "error: stdin contains no prompt")
     with spawn("tokenize", "-", "-o", "tokens", stdin=theirs) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "reading the text from stdin; end with Ctrl-D\n"

@@ -52,7 +52,7 @@ def test_attention_of_a_prompt_beyond_the_context(gpt: Gpt, run_folder: Path) ->
     done = gpt("inspect", "attention", PROMPT * 9, "-m", run_folder, "--json")
     values = json.loads(done.out)
     assert len(values["tokens"]) == 32
-    assert re.search(r"the prompt has \d+ tokens; only the last 32, which fit the context, are shown", done.err)
+    assert re.search(r"the prompt has \d+ tokens; showing the last 32, which fit the context", done.err)
     whole = library.load(run_folder).tokenizer.encode(PROMPT * 9).tolist()
     assert values["tokens"] == whole[-32:]
     assert values["dropped"] == len(whole) - 32
@@ -91,7 +91,7 @@ def test_positions(gpt: Gpt, run_folder: Path) -> None:
     assert np.array_equal(np.array(values["table"], np.float32), table)
     assert values["similarity"][0] == pytest.approx(1)
     text = gpt("inspect", "positions", "-m", run_folder).out
-    assert "learned: 32 positions of 32 numbers" in text
+    assert "learned: 32 positions, 32 dimensions each" in text
     assert f"{values['similarity'][31]:.3f}" in text
 
 
@@ -155,7 +155,7 @@ def test_what_is_refused(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch:
     refused("a prompt and --prompt-file were both given", "attention", "x", "--prompt-file", "y")
     refused("a word is empty", "neighbors", "")
     refused("count is 0", "neighbors", "cat", "-k", "0")
-    refused("a sum needs two words", "analogy", "cat")
+    refused("a sum needs at least two words", "analogy", "cat")
     refused("there is nothing to encode", "tokens")
     refused("two prompts were given", "attention", "x", "-p", "y")
     refused("there is no folder", "positions", "-o", "none/x.html")
@@ -163,7 +163,7 @@ def test_what_is_refused(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch:
     Path("x.html").mkdir()
     refused("x.html is a folder", "positions", "-o", "x.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refused("pictures need the package matplotlib", "positions", "-o", "x.png")
+    refused("images need the package matplotlib", "positions", "-o", "x.png")
     one_line_of_what_and_what_next(gpt("inspect", "tokens", "x", "-m", "nowhere"), "there is no run or checkpoint")
 
 

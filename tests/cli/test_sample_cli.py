@@ -145,7 +145,7 @@ def test_a_bad_line_of_prompts_is_named(gpt: Gpt, run_folder: Path, tmp_path: Pa
         '{"prompt": "b", "temperature": 1}': 'line 2: unknown key "temperature"',
         '{"prompt": 5}': 'line 2 has no text "prompt"',
         "[]": "line 2 is not a JSON object",
-        '{"prompt": "\\ud800"}': "line 2 has an escape of half a character",
+        '{"prompt": "\\ud800"}': "line 2 has an unpaired surrogate escape",
         "[" * 100_000: "line 2 is not JSON",
     }.items():
         (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
@@ -158,7 +158,7 @@ def test_files_that_cannot_be_gone_on_with(gpt: Gpt, run_folder: Path, prompts: 
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
     refused(gpt("sample", "--prompts", tmp_path / "latin.jsonl"), "is not UTF-8: byte 0xe9")
-    refused(gpt("sample", "--prompts", tmp_path / "empty.jsonl"), "holds no prompt")
+    refused(gpt("sample", "--prompts", tmp_path / "empty.jsonl"), "contains no prompt")
     refused(gpt("sample", "--prompts", tmp_path / "none.jsonl"), "cannot read")
     refused(gpt("sample", "x", "--prompts", prompts), "a prompt and --prompts were both given")
     refused(gpt(*args, "-o", tmp_path / "none" / "o.jsonl"), "cannot write")
@@ -169,13 +169,13 @@ def test_files_that_cannot_be_gone_on_with(gpt: Gpt, run_folder: Path, prompts: 
     refused(gpt(*args, "-o", out, "--greedy"), "was written with different settings")
     first = before.splitlines(keepends=True)[0]
     for line, message in (
-        (first.replace(b'"seed": 1', b'"seed": 2'), "line 5 has seed 2; the lines before have 1"),
-        (first.replace(b'"index": 0', b'"index": "0"'), "line 5 is a sample of another prompt"),
+        (first.replace(b'"seed": 1', b'"seed": 2'), "line 5 has seed 2; earlier lines have 1"),
+        (first.replace(b'"index": 0', b'"index": "0"'), "line 5 is a sample for another prompt"),
     ):
         (tmp_path / "two.jsonl").write_bytes(before + line)
         refused(gpt(*args, "-o", tmp_path / "two.jsonl"), message)
-    refused(gpt("sample", "other", "-m", run_folder, "-o", out), "is a sample of another prompt")
-    refused(gpt(*args, "-o", prompts), "line 1 is no sample: it has no 'prompt_index'")
+    refused(gpt("sample", "other", "-m", run_folder, "-o", out), "is a sample for another prompt")
+    refused(gpt(*args, "-o", prompts), "line 1 is not a sample: it has no 'prompt_index'")
     assert out.read_bytes() == before
     assert len(prompts.read_text(encoding="utf-8").splitlines()) == 5
 
@@ -214,7 +214,7 @@ def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path) -> None:
         "--n-best 2": "n-best is 2 and beam is off",
         "--beam 2 -N 3": "-N is 3 and --beam is 2",
         "--beam 3 -N 3 --n-best 2": "-N is 3 and --n-best is 2",
-        "--beam 500": "beam is 500; the model has 400 tokens",
+        "--beam 500": "beam is 500, but the model has only 400 tokens",
         "--length-penalty inf --beam 2": "length-penalty is inf",
         "--early-stopping nver": 'there is no early-stopping "nver"',
         "--stop ''": "stop is empty",
@@ -427,7 +427,7 @@ def test_a_run_that_may_not_be_read_is_named(
     ):
         done = gpt(*command)
         assert (done.code, "cannot read runs/theirs/run.json: Permission denied" in done.err) == (2, True), done.err
-        assert done.err.splitlines()[-1] == "hint: look at its permissions"
+        assert done.err.splitlines()[-1] == "hint: check its permissions"
     shutil.copytree(run_folder, "runs/mine")  # others are found beside it
     assert gpt("sample", "hi", "-n", "1").code == 0
     assert "runs here: runs/mine\n" in gpt("sample", "hi", "-m", "nowhere").err
@@ -445,7 +445,7 @@ def test_a_checkpoint_that_may_not_be_read_is_named(
         assert (done.code, f"cannot read mine/{step}/" in done.err) == (2, True), done.err
     done = gpt("sample", "hi", "-n", "1", "-m", "mine:latest")
     assert done.code == 0
-    assert "Permission denied: the checkpoint before it is taken" in done.err
+    assert "Permission denied: using the checkpoint before it" in done.err
 
 
 def test_a_best_that_cannot_be_told_is_said(run_folder: Path, workdir: Path, gpt: Gpt) -> None:
@@ -454,7 +454,7 @@ def test_a_best_that_cannot_be_told_is_said(run_folder: Path, workdir: Path, gpt
     assert "other checkpoints" not in gpt("sample", "hi", "-n", "1", "-m", "mine").err
     Path("mine", step, "gpt.json").write_text("{", encoding="utf-8")
     done = gpt("sample", "hi", "-n", "1", "-m", "mine")
-    assert f"mine/{step}/gpt.json is damaged: it is not JSON: the best is taken of the other checkpoints" in done.err
+    assert f"mine/{step}/gpt.json is damaged: it is not JSON: using the best of the other checkpoints" in done.err
 
 
 # Many samples
@@ -509,7 +509,7 @@ def test_structured_output(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options, message", [
     (["--regex", "a(?=b)"], "regex: look-around, including look-ahead and look-behind, is not supported"),
     (["--regex", "a", "--choices", "b,c"], "choices and regex both constrain the text"),
-    (["--choices", "b,,c"], "choices is empty; it must be a text, or several"),
+    (["--choices", "b,,c"], "choices is empty; it must be one or more strings"),
     (["--json-schema", "none.json"], "cannot read none.json: No such file or directory"),
     (["--regex", "a", "--ignore-eot"], "structured output cannot ignore end-of-text"),
 ])  # fmt: skip

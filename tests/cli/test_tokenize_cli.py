@@ -67,7 +67,7 @@ def test_data_show_of_what_is_none(gpt: Gpt, texts: Path) -> None:
 
 def test_held_out_text_is_not_trained_on(gpt: Gpt, texts: Path) -> None:
     done = tokenize(gpt, "my texts", "-o", "tokens", "--val-text", "my texts/b.txt")
-    assert "1 file of --val-text is among the text: held out, not trained on" in done.err
+    assert "1 file of --val-text is also in TEXT: held out, not trained on" in done.err
     folder = TokenFolder("tokens")
     assert folder.bytes_of("train") == (texts / "a.txt").stat().st_size
     assert folder.bytes_of("val") == (texts / "b.txt").stat().st_size
@@ -88,7 +88,7 @@ def test_folders_that_are_left_out_are_said(gpt: Gpt, texts: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "scandir", refuse)
     done = tokenize(gpt, "my texts", "-o", "tokens", "--skip-bad")
-    assert "left out, since nobody may look at them: 1; cannot read the folder my texts/locked" in done.err
+    assert "skipped 1 unreadable: cannot read the folder my texts/locked" in done.err
 
 
 def test_tokens_are_not_tokenized_again(gpt: Gpt, texts: Path) -> None:
@@ -96,7 +96,7 @@ def test_tokens_are_not_tokenized_again(gpt: Gpt, texts: Path) -> None:
     tokenize(gpt, ".", "-o", "two")
     assert TokenFolder("one").manifest["corpus"] == TokenFolder("two").manifest["corpus"]
     done = gpt("tokenize", "one", "-o", "three")
-    assert (done.code, "one is tokenized already" in done.err) == (2, True)
+    assert (done.code, "one is already tokenized" in done.err) == (2, True)
 
 
 def test_the_end_of_text_that_is_counted_is_the_tokenizers(workdir: Path) -> None:

@@ -36,7 +36,7 @@ def test_train_says_where_and_from_how_much(gpt: Gpt, book: Path) -> None:
         "gpt.json", "tokenizer.json", "tokenizer.tiktoken", "tokenizer_config.json",
     ]  # fmt: skip
     again = gpt("tokenizer", "train", book, "-o", "vocab")
-    assert (again.code, "vocab is there already" in again.err) == (2, True)
+    assert (again.code, "vocab already exists" in again.err) == (2, True)
     done = gpt("tokenizer", "train", book, "-o", "other", "--sample-bytes", "5000")
     read = re.search(r"([\d,]+) of ([\d,]+) bytes", done.out)
     assert read and 4000 < int(read[1].replace(",", "")) <= 5000 and read[2] == f"{size:,}"
@@ -67,7 +67,7 @@ def test_what_is_refused_before_the_work(gpt: Gpt, book: Path, monkeypatch: pyte
         assert (done.code, "cannot write book.txt/x: Not a directory" in done.err) == (1, True)
 
         done = gpt(*command, book, "-o", "link")
-        assert (done.code, "link is there already" in done.err) == (2, True)
+        assert (done.code, "link already exists" in done.err) == (2, True)
 
 
 def test_what_may_not_be_read_or_written_is_named(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:

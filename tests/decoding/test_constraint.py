@@ -131,7 +131,7 @@ WRONG = [
     ({"regex": "a(?=b)"}, "regex: look-around, including look-ahead and look-behind, is not supported"),
     ({"regex": "["}, "regex: unclosed character class"),
     ({"regex": r"\bfoo"}, "lookarounds not supported yet"),
-    ({"regex": "a" * (2**20 + 1)}, "regex: 1,048,577 characters are too many"),
+    ({"regex": "a" * (2**20 + 1)}, "regex has 1,048,577 characters, which is too long"),
     ({"regex": "\ud800"}, "regex is not UTF-8"),
     ({"json_schema": "{"}, "json_schema is not JSON: Expecting property name"),
     ({"json_schema": "[" * 10**5}, "json_schema is not JSON: "),
@@ -141,7 +141,7 @@ WRONG = [
     ({"json_schema": '{"items": {"type": "integer", "multipleOf": 999983}}'}, "json_schema: multipleOf is too large"),
     ({"json_schema": '{"enum": []}'}, "json_schema: Unsatisfiable schema"),
     ({"json_schema": '{"$ref": "http://x/y"}'}, "json_schema: Resource 'http://x/y' is not present"),
-    ({"json_schema": '{"$ref": "#"}'}, "json_schema: no text satisfies it"),
+    ({"json_schema": '{"$ref": "#"}'}, "json_schema: no text can match it"),
     ({"json_schema": '{"type": "string", "pattern": "(?=a)"}'}, "json_schema: look-around"),
     ({"json_schema": '{"x-guidance": 1}'}, "json_schema: "),
     ({"json_schema": '{"items":' * 500 + "{}" + "}" * 500}, "json_schema: "),
@@ -174,7 +174,7 @@ def test_it_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_vocabulary_that_cannot_write_it() -> None:
     """Some vocabularies lack bytes. Several tokens may have the same."""
     cache = ConstraintCache(letters(b"a", b"b", b"ab", b"a"))
-    with pytest.raises(UserError, match="regex: no text satisfies it"):
+    with pytest.raises(UserError, match="regex: no text can match it"):
         cache.find(SampleConfig(regex="z"))
     found = cache.find(SampleConfig(regex="aba?|abz"))
     assert found is not None
@@ -187,7 +187,7 @@ def test_a_vocabulary_that_cannot_write_it() -> None:
     assert dead is not None
     dead = dead.after(2)
     assert dead.allowed(5).tolist() == [False] * 4 + [True]
-    with pytest.raises(UserError, match="the text cannot be continued as required: "):
+    with pytest.raises(UserError, match="no text meets the constraint: "):
         dead.take(4)
 
 
@@ -204,7 +204,7 @@ def test_what_becomes_too_complex_ends_its_request_alone(model: LanguageModel, m
         assert last[other].error is None
         error = last[number].error
         assert error is not None
-        assert error.message.startswith("the text cannot be continued as required: ")
+        assert error.message.startswith("no text meets the constraint: ")
         assert sum(map(len, [update.tokens for update in last.values()])) > 0
 
 

@@ -213,7 +213,7 @@ def test_where_compiling_fails_steps_are_computed_as_written(
     config = SampleConfig(max_tokens=9, ignore_eot=True)
     events = list(engine_of(Context(model, CPU, step=step), [Request([1, 2])], config).run())
     assert sum(len(event.tokens) for event in events) == 9
-    assert notes == [f"torch.compile failed, so steps are computed without it: {why}"]
+    assert notes == [f"torch.compile failed, so steps run without it: {why}"]
     notes.clear()
     assert compiled(prepare(round_matrices(tiny_model(40), 8), CPU), CPU, notes.append) is None
     assert len(notes) == 1

@@ -100,9 +100,9 @@ def test_a_folder_without_a_run_says_that_it_does_not_know(run_folder: Path, wor
     (workdir / "theirs" / "README.md").write_text('---\nlicense: "mit"  # of theirs\n---\n', encoding="utf-8")
     library.export("theirs", "out")
     text = read_card(Path("out"))
-    assert "How it was trained, and on which data, was not recorded" in text
+    assert "How it was trained, and on which data, is not recorded" in text
     assert "It is a copy of `theirs`." in text
-    assert "The card of `theirs` gives the license `mit`, for that model only" in text
+    assert "`theirs` is licensed under `mit`, which covers only that model" in text
     assert front(Path("out"))["license"] == "unknown"
     assert "base_model" not in front(Path("out"))  # a name on this disk is none of the hub
 
@@ -176,9 +176,11 @@ def test_losses_of_rounded_weights_are_told_apart() -> None:
     both = [Evaluation(loss, 10, 20, 3, 8, 8) for loss in (1.5, 1.75)]
     known = Provenance([Text("a")], 5, val_loss=1.25, bits_per_byte=0.5)
     text = card(a_source(provenance=known), Facts("it", "int4", None, Comparison(Text("b", 1, 20, "1" * 64), *both)))
-    assert "On all held-out text: 1.2500 nats per token, 0.5000 bits per byte, before its weights were rounded." in text
+    assert (
+        "On all held-out text: 1.2500 nats per token, 0.5000 bits per byte, before its weights were quantized." in text
+    )
     assert "| before | 1.5000 | 1.0820 |" in text
-    assert "| as it is here, in int4 | 1.7500 | 1.2624 |" in text
+    assert "| as published, in int4 | 1.7500 | 1.2624 |" in text
 
 
 # Where the model is from
@@ -195,7 +197,7 @@ def test_fine_tuned_from_a_folder_with_a_license(run_folder: Path, text: Path) -
         said, words = front(Path(name)), read_card(Path(name))
         assert (said["license"], said["base_model"]) == ("mit", "me/first")
         assert "It is fine-tuned from `base`, made from `me/first`." in words
-        assert "The card of `base` gives the license `cc-by-4.0`" in words
+        assert "`base` is licensed under `cc-by-4.0`" in words
         assert ("| `lora_rank` | `2` |" in words) == (name == "adapters")
     Path("peft").mkdir()  # with what PEFT writes alone
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -204,7 +206,7 @@ def test_fine_tuned_from_a_folder_with_a_license(run_folder: Path, text: Path) -
     library.export("peft", "from-peft", dtype="int8")
     words = read_card(Path("from-peft"))
     assert "It is a copy of `peft`, made from `base`, made from `me/first`." in words
-    assert "The card of `peft` gives the license `mine-1.0`" in words
+    assert "`peft` is licensed under `mine-1.0`" in words
     again = library.train(text, init="tuned", steps=2, out="runs/again", **fast)
     library.export(again.run, "third")
     assert [each.name for each in read_provenance(Path("third"), "").ancestors] == ["tuned", "base", "me/first"]
@@ -226,7 +228,7 @@ def test_texts_are_named_without_their_place() -> None:
     ]  # fmt: skip
     found = texts_of([{"name": name, "bytes": 1, "sha256": "a" * 64} for name in names])
     assert [text.name for text in found] == [
-        "book.txt", "notes.md", "b.csv", "part.jsonl", "x.parquet", "a text without a name", "stdin",
+        "book.txt", "notes.md", "b.csv", "part.jsonl", "x.parquet", "an unnamed text", "stdin",
     ]  # fmt: skip
     assert [text.dataset for text in found if text.dataset] == ["OWNER/SET"]
 
@@ -285,12 +287,12 @@ def test_nothing_of_the_machine_is_in_the_folder(workdir: Path) -> None:
         (["-o", "out", "--type", "f16"], "a folder cannot have the dtype f16"),
         (["-o", "out.gguf", "--dtype", "int8"], "a .gguf file cannot have the dtype int8"),
         (["-o", "out.gguf", "--type", "f16", "--dtype", "f32"], "--dtype f32 and --type f16 contradict each other"),
-        (["-o", "out.gguf", "--samples", "1"], "--samples stand in the card"),
+        (["-o", "out.gguf", "--samples", "1"], "--samples go into the model card"),
         (["-o", "out", "--dtype", "int3"], 'there is no dtype "int3"'),
-        (["-o", "out", "--license", "mti"], 'the hub knows no license "mti"'),
+        (["-o", "out", "--license", "mti"], 'the Hugging Face Hub has no license "mti"'),
         (["-o", "out", "--samples", "-1"], "samples is -1"),
         (["-o", ""], "-o is empty"),
-        (["-o", "link"], "link is there already"),
+        (["-o", "link"], "link already exists"),
         (["-o", "out", "--eval", "nowhere.txt"], "there is no file nowhere.txt"),
         (["-o", "out", "--eval", "empty.txt"], "empty"),
         (["-o", "out\udcff"], "is not UTF-8"),
@@ -314,10 +316,8 @@ def test_a_license_is_suggested_and_in_any_case(gpt: Gpt) -> None:
 def test_places_that_are_a_runs_own(run_folder: Path, gpt: Gpt) -> None:
     shutil.copytree(run_folder, "run")
     best = folder.find_checkpoint("run")
-    one_line_of_what_and_what_next(gpt("export", "-m", "run", "-o", best / "x"), "lies in the model's own folder")
-    one_line_of_what_and_what_next(
-        gpt("export", "-m", "run", "-o", "run/step-999999"), "would be taken for a checkpoint"
-    )
+    one_line_of_what_and_what_next(gpt("export", "-m", "run", "-o", best / "x"), "is inside the model's own folder")
+    one_line_of_what_and_what_next(gpt("export", "-m", "run", "-o", "run/step-999999"), "would look like a checkpoint")
     assert not Path("run/step-999999").exists()
     assert gpt("export", "-m", "run", "-o", "run/beside").code == 0
 
@@ -383,10 +383,10 @@ def test_exported_again(run_folder: Path, chapter: Path) -> None:
     library.export("first", "second")
     library.export("second", "third", dtype="int4")
     words = read_card(Path("second"))
-    assert "| rounded before | to 4 bits: a wider dtype does not bring back what was lost |" in words
+    assert "| quantized before | to 4 bits: a wider dtype does not restore what was lost |" in words
     assert "`text.txt`" in words
-    assert "before its weights were rounded" in words
-    assert "rounded before" not in read_card(Path("third"))
+    assert "before its weights were quantized" in words
+    assert "quantized before" not in read_card(Path("third"))
     one, two, three = (meta(Path(name))["provenance"] for name in ("first", "second", "third"))
     assert one == two == three
     assert one["bits"] == 4
@@ -410,7 +410,7 @@ def test_numbers_that_a_dtype_cannot_hold(gpt: Gpt) -> None:
     model.h[0].mlp.c_fc.weight.data[0, 0] = 1e6
     checkpoint.save(Path("wide"), model, checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
     one_line_of_what_and_what_next(
-        gpt("export", "-m", "wide", "-o", "a/out", "--dtype", "float16"), "float16 cannot hold"
+        gpt("export", "-m", "wide", "-o", "a/out", "--dtype", "float16"), "float16 cannot represent"
     )
     assert [path.name for path in Path().iterdir()] == ["wide"]
     assert gpt("export", "-m", "wide", "-o", "out", "--dtype", "bfloat16").code == 0
@@ -488,7 +488,7 @@ def test_two_exports_to_one_place(run_folder: Path, chapter: Path, workdir: Path
             code = f"import gpt; gpt.export({str(run_folder)!r}, {out!r}, license='mit')"
             subprocess.run([sys.executable, "-c", code], check=True, cwd=workdir)
 
-    with pytest.raises(WorkError, match="another process has made it in the meantime"):
+    with pytest.raises(WorkError, match="another process has created it in the meantime"):
         library.export(run_folder, out, listen=listen)
     assert heard == ["written"]
     library.export(run_folder, f"again/{out}", license="mit")

@@ -162,9 +162,9 @@ def test_bytes_follow_from_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "properties", "reason"),
     [
-        ("gpt2", {"window": 8}, "ignores windows"),
-        ("gpt2", {"positions": "rotary"}, "no architecture of layernorm, gelu, rotary"),
-        ("mistral", {"window": 47, "window_layers": (0, 1)}, "ignores windows"),
+        ("gpt2", {"window": 8}, "ignores the sliding window"),
+        ("gpt2", {"positions": "rotary"}, "no architecture with layernorm, gelu, rotary"),
+        ("mistral", {"window": 47, "window_layers": (0, 1)}, "ignores the sliding window"),
         ("qwen3", {"window": 8, "window_layers": (0,)}, "see 8 positions"),
         ("qwen2", {"rope_scaling": SCALING}, "no rope_scaling for qwen2"),
         ("gpt2", {"n_kv_head": 2}, "4 heads and 2"),

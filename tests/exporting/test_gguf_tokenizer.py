@@ -93,7 +93,7 @@ def test_the_pattern_has_its_name_there(pattern: str, name: str) -> None:
 
 @pytest.mark.parametrize("pattern", [MINBPE_PATTERN.replace("{1,3}", "{1,2}"), O200K, r"\S+|\s+"])
 def test_a_pattern_that_llama_cpp_does_not_have_is_refused(pattern: str) -> None:
-    with pytest.raises(UserError, match="does not have the pattern"):
+    with pytest.raises(UserError, match="does not support this tokenizer's pattern"):
         gguf_tokenizer.check(with_pattern(pattern))
 
 
@@ -102,7 +102,7 @@ def test_cl100k_with_a_token_that_reaches_beyond_a_line_end_is_refused() -> None
     assert written(tokenizer)["pre"] == "llama-bpe"
     assert isinstance(tokenizer.backend, ByteBPE)
     backend = replace(tokenizer.backend, ranks={**tokenizer.backend.ranks, b"\n ": 257})
-    with pytest.raises(UserError, match="does not have the pattern"):
+    with pytest.raises(UserError, match="does not support this tokenizer's pattern"):
         gguf_tokenizer.check(replace(tokenizer, backend=backend))
 
 
@@ -118,11 +118,11 @@ def test_the_forms_of_other_families(form: str, name: str, tmp_path: Path) -> No
     assert said["bos_token_id"] == (tokenizer.eot if tokenizer.bos is None else tokenizer.bos)
     assert said.get("tokenizer.chat_template") == tokenizer.chat_template
     notes = gguf_tokenizer.differences(tokenizer)
-    assert [note for note in notes if "ends a text" not in note and "NFC" not in note] == []
+    assert [note for note in notes if "also stops at" not in note and "NFC" not in note] == []
     assert any("NFC" in note for note in notes) == (form == "qwen")
     more = {"llama3": "<|end_of_text|>", "qwen": "<|endoftext|>", "smollm2": "<|im_end|>"}.get(form)
-    assert [note for note in notes if "ends a text" in note] == (
-        [f"llama.cpp ends a text at {more} too, whatever the file says"] if more else []
+    assert [note for note in notes if "also stops at" in note] == (
+        [f"llama.cpp also stops at {more}, regardless of the file"] if more else []
     )
 
 
@@ -130,7 +130,7 @@ def test_the_forms_of_other_families(form: str, name: str, tmp_path: Path) -> No
 def test_no_byte_level_bpe_is_refused(form: str, tmp_path: Path) -> None:
     tokenizer = find_tokenizer(str(vocabularies.write(form, tmp_path / form)))
     assert gguf_tokenizer.differences(tokenizer) == []
-    with pytest.raises(UserError, match="takes a byte-level BPE") as raised:
+    with pytest.raises(UserError, match="needs a byte-level BPE") as raised:
         gguf_tokenizer.check(tokenizer)
     assert "folder" in str(raised.value.hint)
 
@@ -139,13 +139,13 @@ def test_tokens_that_no_merge_makes_need_a_pattern_under_which_they_are_found() 
     assert isinstance(LEARNT.backend, ByteBPE)
     ranks = {**LEARNT.backend.ranks, b"qzqz": 500}
     tokenizer = replace(LEARNT, backend=replace(LEARNT.backend, ranks=ranks))
-    with pytest.raises(UserError, match="no merge makes"):
+    with pytest.raises(UserError, match="no merge produces"):
         gguf_tokenizer.check(tokenizer)
     gguf_tokenizer.check(with_pattern(LLAMA3_PATTERN, tokenizer))
 
 
 def test_a_special_token_that_is_a_part_of_words_too_is_refused() -> None:
-    with pytest.raises(UserError, match='"the" is an ordinary token too'):
+    with pytest.raises(UserError, match='"the" is also an ordinary token'):
         gguf_tokenizer.check(replace(LEARNT, specials={"the": 499}))
 
 
@@ -155,6 +155,6 @@ def test_a_text_ends_where_ours_does() -> None:
     said = written(tokenizer)
     assert [said[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id")] == [498, 500, 501]
     assert gguf_tokenizer.differences(tokenizer) == []
-    with pytest.raises(UserError, match="would not end a text at all the 5 tokens"):
+    with pytest.raises(UserError, match="would not stop at all 5 end-of-text tokens"):
         gguf_tokenizer.check(replace(tokenizer, more_ends=frozenset({499, 500, 501, 502})))
     assert "<|im_end|> too" in gguf_tokenizer.differences(replace(tokenizer, more_ends=frozenset()))[0]

@@ -202,7 +202,7 @@ def test_a_lost_device_ends_a_run_with_one_line(text: Path, disguise: Disguise, 
         assert device.lost
     assert (done.code, done.out) == (1, "")
     assert done.err.splitlines()[-2:] == [
-        "error: the device cuda has failed: CUDA error: an illegal memory access was encountered",
+        "error: the device cuda failed: CUDA error: an illegal memory access was encountered",
         "hint: resume with: gpt train --resume run",
     ]
     with disguise():

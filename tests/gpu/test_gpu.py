@@ -164,7 +164,7 @@ def test_memory_that_runs_out_halves_what_is_computed_at_once(text: Path) -> Non
         result, losses, notes = train(text, micro_batch="512", **large)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any(note.startswith("out of memory: from here on 256 of 512 sequences") for note in notes)
+    assert any(note.startswith("out of memory: from now on, 256 of 512 sequences") for note in notes)
     assert losses == pytest.approx(expected, rel=1e-3)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["micro_batch"] < 512
 

@@ -231,7 +231,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"rope_scaling": "big"}, "rope_parameters is 'big'"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "no factor, low_freq_factor, high_freq_factor"),
         ("llama", {"rope_scaling": LLAMA3 | {"factor": 1e99}}, "factor is 1e"),
-        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "high must be more"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "high must be greater"),
         ("llama", {"rope_theta": 5.0, "rope_scaling": LLAMA3 | {"rope_theta": 6.0}}, "rope_theta is 6.0 and 5.0"),
         ("llama", {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 9.0}}, "contradict each other"),
         ("llama", {"rope_theta": -1}, "rope_base is -1"),
@@ -284,8 +284,8 @@ def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
     query = "model.layers.1.self_attn.q_proj.weight"
     for change, message in (
         ({query: good[query].T.contiguous()[:4]}, "q_proj.weight has the shape"),
-        ({"model.layers.1.self_attn.o_proj.bias": torch.zeros(3)}, "o_proj.bias that config.json has no place for"),
-        ({"model.layers.0.mlp.up_proj.weight": None}, "up_proj.weight is missing|asks for"),
+        ({"model.layers.1.self_attn.o_proj.bias": torch.zeros(3)}, "o_proj.bias that config.json does not expect"),
+        ({"model.layers.0.mlp.up_proj.weight": None}, "up_proj.weight is missing|expects|requires"),
         ({"model.layers.1.self_attn.k_proj.bias": None}, "k_proj.bias is missing"),
         ({query: good[query].to(torch.int8)}, "q_proj.weight is I8"),
     ):

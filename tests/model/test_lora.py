@@ -285,7 +285,7 @@ def test_adapters_with_too_many_tensors_too_few_or_themselves_as_a_base(gpt: Gpt
     assert "layers.1.self_attn.k_proj.lora_B.weight is missing" in gpt("sample", "-m", path).err
     about = json.loads((path / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(path)}
     (path / "adapter_config.json").write_text(json.dumps(about))
-    one_line_of_what_and_what_next(gpt("sample", "-m", path), "ends a chain of more than 100 adapters")
+    one_line_of_what_and_what_next(gpt("sample", "-m", path), "is in a chain of more than 100 adapters")
 
 
 # Roles
@@ -294,7 +294,7 @@ def test_adapters_with_too_many_tensors_too_few_or_themselves_as_a_base(gpt: Gpt
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        ("query", "query, key, value are one tensor in a gpt2"),
+        ("query", "query, key, value are a single tensor in gpt2"),
         ("output,gate", "this model has no gate"),
         ("q_proj", 'there is no "q_proj"'),
         ("", 'there is no ""'),
@@ -363,7 +363,7 @@ def test_the_merged_model_needs_no_base(gpt: Gpt, base: Path, other: Path) -> No
     assert gpt("sample", "the", "-m", "runs/other:latest", "--greedy").code == 0
     assert json.loads(gpt("params", "runs/other", "--json").out)["config"]["n_embd"] == 32
     base.rename("elsewhere")
-    one_line_of_what_and_what_next(gpt("sample", "the", "-m", "runs/other"), "base, which is not there")
+    one_line_of_what_and_what_next(gpt("sample", "the", "-m", "runs/other"), "base, which does not exist")
     assert gpt("sample", "the", "-m", "runs/other/merged", "--greedy").out == from_run
 
 
@@ -372,7 +372,7 @@ def test_a_base_that_changed_is_refused(gpt: Gpt, base: Path, other: Path) -> No
     weights = load_file(base / "model.safetensors")
     weights["transformer.ln_f.bias"] += 1
     save_file(weights, base / "model.safetensors")
-    one_line_of_what_and_what_next(gpt("sample", "the", "-m", "runs/other"), "base, whose weights are others now")
+    one_line_of_what_and_what_next(gpt("sample", "the", "-m", "runs/other"), "base, whose weights have changed")
 
 
 @pytest.mark.slow
@@ -392,7 +392,7 @@ def test_adapters_that_do_not_fit(gpt: Gpt, base: Path, other: Path) -> None:
     one_line_of_what_and_what_next(done, "lora-rank 33 is more than the model's width, 32")
     result = library.train(other, init=base, steps=1, **LORA)
     save_file({"x": torch.zeros(1)}, result.checkpoint / "adapter_model.safetensors")
-    one_line_of_what_and_what_next(gpt("sample", "-m", result.run), "its sha256 is not the one it was saved with")
+    one_line_of_what_and_what_next(gpt("sample", "-m", result.run), "its sha256 has changed since it was saved")
     (result.checkpoint / "checksums.json").unlink()
     folder.write_checksums(result.checkpoint)
     one_line_of_what_and_what_next(gpt("sample", "-m", result.run), "has a tensor x that an adapter to its base has no")

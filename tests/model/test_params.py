@@ -105,7 +105,7 @@ def test_a_window_costs_less(gpt: Gpt) -> None:
     assert dense["flops"]["trained_token"] - banded["flops"]["trained_token"] == 12 * 16 * 128 * saved
     columns = 14 * (8192 - 512 - SLACK)
     assert dense["memory"]["sampling"]["cache"] - banded["memory"]["sampling"]["cache"] == 2 * 2 * 8 * 128 * columns
-    assert "S = 121,856 positions that the layers see" in gpt(*words[:-1], "--window", "512").out
+    assert "S = 121,856 tokens that the layers attend to" in gpt(*words[:-1], "--window", "512").out
 
 
 # What is printed
@@ -151,9 +151,9 @@ def test_a_shape_by_hand(gpt: Gpt) -> None:
     ("words", "message"),
     [
         (["--n-kv-head", "5"], "n_head 12 is not divisible by n_kv_head 5"),
-        (["--window", "0"], "window is 0; it must lie between 1 and 16,777,216"),
-        (["--arch", "modern", "--positions", "learned"], "learned positions do not go with the modern architecture"),
-        (["--n-kv-head", "4", "--devices", "8", "--tensor", "8"], "the model's 4 heads of keys and values cannot be"),
+        (["--window", "0"], "window is 0; it must be between 1 and 16,777,216"),
+        (["--arch", "modern", "--positions", "learned"], "learned positions do not work with --arch modern"),
+        (["--n-kv-head", "4", "--devices", "8", "--tensor", "8"], "the model's 4 key/value heads cannot be"),
     ],
 )
 def test_shapes_that_cannot_be(gpt: Gpt, words: list[str], message: str) -> None:

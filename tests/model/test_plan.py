@@ -173,7 +173,7 @@ def test_sections(gpt: Gpt) -> None:
         said = json.loads(gpt("params", "gpt2", *flags, "--json").out)
         assert list(said) == [*plain, "plan", "memory", "plans", "flops", "time"]
         assert all(said[key] == plain[key] for key in plain)
-    assert "is unknown" in gpt("params", "nano", "--kind", "cpu").out
+    assert "are unknown" in gpt("params", "nano", "--kind", "cpu").out
     both = [json.loads(line) for line in gpt("params", "gpt2", "gpt2-xl", "--devices", "1", "--json").out.splitlines()]
     assert both[0]["time"]["days"] < both[1]["time"]["days"]
 
@@ -188,14 +188,14 @@ def test_a_checkpoint_has_costs_too(gpt: Gpt, run_folder: Any) -> None:
     [
         (["--devices", "0"], "devices is 0"),
         (["--tokens", "nan"], "tokens is nan; it must be 1 or more, and finite"),
-        (["--batch-tokens", "1099511628800"], "batch-tokens is 1099511628800; it must lie between 1 and"),
+        (["--batch-tokens", "1099511628800"], "batch-tokens is 1099511628800; it must be between 1 and"),
         (["--list"], "--list shows all presets, but gpt2 asks for a single shape"),
         (["--mfu", "1.5"], "mfu is 1.5"),
         (["--micro-batch", "7"], "a micro-batch of 7 does not divide the 512 sequences of a rank"),
         (["--batch-tokens", "1000"], "batch-tokens 1,000 is not a multiple of the context, 1,024"),
-        (["--devices", "16", "--tensor", "8"], "the model's 12 heads cannot be shared evenly by 8 ranks"),
+        (["--devices", "16", "--tensor", "8"], "the model's 12 heads cannot be split evenly over 8 ranks"),
         (["--devices", "6", "--tensor", "4"], "--tensor 4 does not divide the 6 devices"),
-        (["--devices", "3"], "the 512 sequences of a step cannot be shared evenly by 3 devices"),
+        (["--devices", "3"], "the 512 sequences of a step cannot be split evenly over 3 devices"),
         (["--shard", "ful"], 'there is no shard "ful"'),
         (["--dtype", "int8"], 'there is no dtype "int8"'),
         (["--mfu", "0.5", "-o", "x.html"], "--mfu estimates training"),

@@ -85,7 +85,7 @@ def test_a_run_goes_on_with_another_number(several_trained: Path, workdir: Path)
     expected = losses(several_trained / "one/adamw")
     assert losses(several_trained / "two/from-one") == pytest.approx(expected, rel=1e-4)
     notes = heard_by(several_trained, 0)["notes"]
-    assert any(line.startswith("2 processes instead of 1: the same batches") for line in notes)
+    assert any(line.startswith("2 processes instead of 1: same batches") for line in notes)
     cut(str(several_trained / "two/adamw"), "from-two", 4)
     heard: list[Any] = []
     library.resume("from-two", heard.append)
@@ -110,8 +110,8 @@ def test_memory_that_is_short_in_one_is_short_in_all(several_trained: Path) -> N
     assert json.loads((several_trained / "two/little/run.json").read_text())["resolved"]["micro_batch"] == 1
     notes = heard_by(several_trained, 0)["notes"]
     assert [line for line in notes if line.startswith("out of memory")] == [
-        "out of memory: from here on 2 of 8 sequences at once",
-        "out of memory: from here on 1 of 8 sequences at once",
+        "out of memory: from now on, 2 of 8 sequences at once",
+        "out of memory: from now on, 1 of 8 sequences at once",
     ]
 
 
@@ -188,7 +188,7 @@ def test_torchrun(workdir: Path) -> None:
 # What cannot be
 
 
-@pytest.mark.parametrize(("number", "message"), [("0", "it must lie between 1 and 1,024"), ("2000", "nproc is 2000")])
+@pytest.mark.parametrize(("number", "message"), [("0", "it must be between 1 and 1,024"), ("2000", "nproc is 2000")])
 def test_numbers_that_cannot_be(gpt: Gpt, number: str, message: str) -> None:
     one_line_of_what_and_what_next(gpt("train", "book.txt", "--nproc", number), message)
 
@@ -203,13 +203,13 @@ def test_more_processes_than_a_machine_has_room_for(gpt: Gpt, workdir: Path, mon
     monkeypatch.setattr("gpt.parallel.launch.host_memory", lambda: 8 * 2**30)
     Path("book.txt").write_text("the cat " * 500)
     done = gpt("train", "book.txt", "--nproc", "1024")
-    one_line_of_what_and_what_next(done, "1,024 processes take 275 GB before any work, and this machine has 9 GB")
+    one_line_of_what_and_what_next(done, "1,024 processes take 275 GB just to start, and this machine has 9 GB")
 
 
 def test_a_batch_that_cannot_be_shared() -> None:
-    with pytest.raises(UserError, match="the 8 sequences of a step cannot be shared evenly by 3 processes") as error:
+    with pytest.raises(UserError, match="the 8 sequences of a step cannot be split evenly over 3 processes") as error:
         recipe(3)
-    assert error.value.hint == "take --batch-tokens 288 or 192, or --nproc 1 or 2 or 4 or 8"
+    assert error.value.hint == "use --batch-tokens 288 or 192, or --nproc 1 or 2 or 4 or 8"
     with pytest.raises(UserError, match="does not divide the 4 sequences"):
         recipe(2, micro_batch=8)
     assert recipe(2).micro_batch == 4
@@ -245,7 +245,7 @@ def test_a_port_that_was_in_use_a_moment_ago_is_free(monkeypatch: pytest.MonkeyP
 
 def test_an_environment_that_is_not_whole(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts()
-    with pytest.raises(UserError, match="2 processes were asked for"):
+    with pytest.raises(UserError, match="2 processes were requested"):
         library.train("book.txt", nproc=2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     one_line_of_what_and_what_next(gpt("train", "book.txt"), "WORLD_SIZE is 2, and RANK is not set")
@@ -260,7 +260,7 @@ def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Ranks.__new__(Ranks)
     world.local_size, world.local_rank = 4, 3
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="4 processes need as many GPUs; this machine has 2"):
+    with pytest.raises(UserError, match="4 processes need a GPU each; this machine has 2"):
         world._device("cuda")
     world.local_size = 2
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)

@@ -99,9 +99,9 @@ def test_queries_keys_and_values_of_a_head_stay_together() -> None:
 
 
 def test_tensor_must_divide_the_heads() -> None:
-    with pytest.raises(UserError, match="4 heads cannot be shared evenly by 3 processes") as told:
+    with pytest.raises(UserError, match="4 heads cannot be split evenly over 3 processes") as told:
         check_heads(TINY, 3)
-    assert told.value.hint == "take one of 1, 2, 4"
+    assert told.value.hint == "use one of 1, 2, 4"
 
 
 @pytest.mark.parametrize("config", [TINY, MODERN])

@@ -98,7 +98,7 @@ def test_a_file_is_of_the_size_that_it_may_have(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     assert read_regular(path, 5) == b"12345"
-    with pytest.raises(UserError, match="has 5 bytes: more than the 4"):
+    with pytest.raises(UserError, match="has 5 bytes, more than the limit of 4"):
         read_regular(path, 4)
     with pytest.raises(UserError, match="cannot be the name"):
         open_regular(tmp_path / "a\0b")
@@ -111,7 +111,7 @@ def test_a_file_that_grows_after_it_was_opened_has_its_bound(tmp_path: Path, mon
     path.write_bytes(b"1234567")
     fstat = os.fstat
     monkeypatch.setattr(os, "fstat", lambda descriptor: os.stat_result((*fstat(descriptor)[:6], 3, 0, 0, 0)))
-    with pytest.raises(UserError, match="more than the 4 bytes"):
+    with pytest.raises(UserError, match="more than the limit of 4 bytes"):
         read_regular(path, 4)
 
 

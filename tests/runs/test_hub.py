@@ -205,7 +205,7 @@ def test_an_export_of_a_model_from_the_hub(there: Gpt, server: Hub, workdir: Pat
     text = (workdir / "out" / "README.md").read_text(encoding="utf-8")
     assert 'license: unknown\nlibrary_name: gpt\npipeline_tag: text-generation\nbase_model: "me/tiny"\n' in text
     assert "It is a copy of `me/tiny`." in text
-    assert "The card of `me/tiny` gives the license `apache-2.0`, for that model only" in text
+    assert "`me/tiny` is licensed under `apache-2.0`, which covers only that model" in text
     for file in (workdir / "out").iterdir():
         assert b"snapshots" not in file.read_bytes()
         assert str(workdir).encode() not in file.read_bytes()

@@ -99,10 +99,10 @@ def test_an_unembedding_that_is_not_the_embedding_is_used(
     torch.manual_seed(1)
     size = find_tokenizer(str(path)).vocab_size
     add_tensors(path, {"lm_head.weight": torch.randn(size, 16).to(dtype)})
-    with pytest.warns(ModelWarning, match=r"lm_head\.weight is not the embedding"):
+    with pytest.warns(ModelWarning, match=r"lm_head\.weight differs from the embedding"):
         is_transformers(path)
     done = gpt("sample", "the", "-m", path, "-n", 4, "--greedy")
-    assert done.code == 0 and "is not the embedding" in done.err
+    assert done.code == 0 and "differs from the embedding" in done.err
     assert gpt("export", "-m", path, "-o", path.parent / "out").code == 0
     said = json.loads((path.parent / "out/config.json").read_text())
     assert said["tie_word_embeddings"] is False
@@ -132,7 +132,7 @@ BESIDE = {
 def test_tensors_beside_the_decoder_are_left_out_with_a_word(made: Made, what: str) -> None:
     path = made()
     add_tensors(path, {**BESIDE[what], "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    with pytest.warns(ModelWarning, match=rf"{next(iter(sorted(BESIDE[what])))}.* is no part of the decoder"):
+    with pytest.warns(ModelWarning, match=rf"{next(iter(sorted(BESIDE[what])))}.* is not part of the decoder"):
         is_transformers(path)
     with pytest.warns(ModelWarning):  # once in a process, however often the files are read
         api.export(path, path.parent / "out")
@@ -144,7 +144,7 @@ def test_tensors_that_a_decoder_would_compute_with_are_refused(made: Made) -> No
     for name in ("model.layers.0.self_attn.q_norm.weight", "model.layers.7.mlp.up_proj.weight", "lm_head.bias"):
         before = (path / "model.safetensors").read_bytes()
         add_tensors(path, {name: torch.ones(8)})
-        with pytest.raises(UserError, match=f"{name} that config.json has no place for"):
+        with pytest.raises(UserError, match=f"{name} that config.json does not expect"):
             checkpoint.load(path, CPU.device)
         (path / "model.safetensors").write_bytes(before)
 
@@ -157,13 +157,13 @@ def test_a_quantization_that_is_over_is_left_out_with_a_word(made: Made, left: d
     expected = load(path).generate("the", max_tokens=5, greedy=True)
     change(path / "config.json", **left)
     done = gpt("sample", "the", "-m", path, "-n", 5, "--greedy", "--no-echo")
-    assert done.code == 0 and "its weights are not rounded: they are used as they are" in done.err
+    assert done.code == 0 and "its weights are not quantized: they are used as they are" in done.err
     assert done.out.rstrip("\n") == expected[0].rstrip("\n")
     assert gpt("params", path).code == 0
     add_tensors(path, {"model.layers.0.mlp.up_proj.weight": torch.ones(256, 1, dtype=torch.uint8)})
     done = gpt("sample", "the", "-m", path)
     one_line_of_what_and_what_next(done, f"{next(iter(left))} is")
-    assert "hint: take the model in 16 or 32 bits" in done.err
+    assert "hint: use the model in 16 or 32 bits" in done.err
 
 
 # Tokens that only the files beside tokenizer.json have
@@ -242,7 +242,7 @@ def test_only_a_text_that_needs_the_id_is_refused(padded: Path, gpt: Gpt, tmp_pa
         assert done.code == 0, done.err
     one_line_of_what_and_what_next(
         gpt("sample", "the [PAD]", "-m", padded),
-        f'the text has the token "[PAD]", {size}, and the model has {size} ids',
+        f'the text contains "[PAD]", token {size}, but the model has {size} ids',
     )
 
 
@@ -288,7 +288,7 @@ def test_an_end_of_text_that_has_no_row_is_refused(made: Made, gpt: Gpt) -> None
         tensors[name] = tensors[name][:650].contiguous()
     save_file(tensors, path / "model.safetensors")
     done = gpt("sample", "the", "-m", path)
-    one_line_of_what_and_what_next(done, "703 ids and the model 650, without the one that begins or ends a text")
+    one_line_of_what_and_what_next(done, "703 ids, the model 650, without the one that starts or ends a text")
 
 
 def test_a_gguf_file_leaves_the_id_out(made: Made, tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_a_template_may_be_put_beside_a_tokenizer_of_ours(run_folder: Path, tmp_
 def test_an_adapter_to_a_tied_model_that_has_an_unembedding_of_its_own(adapter: Path, tmp_path: Path) -> None:
     expected = load(adapter).generate("the", max_tokens=5, greedy=True)
     change(tmp_path / "theirs/config.json", tie_word_embeddings=True)
-    with pytest.warns(ModelWarning, match="is not the embedding"):
+    with pytest.warns(ModelWarning, match="differs from the embedding"):
         assert load(adapter).generate("the", max_tokens=5, greedy=True) == expected
 
 
@@ -429,7 +429,7 @@ def test_a_base_can_be_named(
     assert gpt("eval", book, "-m", adapter, "--base", base).code == 0
     assert gpt("export", "-m", adapter, "-o", tmp_path / "whole", "--base", base).code == 0
     assert load(tmp_path / "whole").generate("the", max_tokens=5, greedy=True)[0] == expected
-    one_line_of_what_and_what_next(gpt("sample", "-m", base, "--base", base), "is a whole model")
+    one_line_of_what_and_what_next(gpt("sample", "-m", base, "--base", base), "is a full model")
     one_line_of_what_and_what_next(gpt("sample", "-m", adapter, "--base", tmp_path / "no"), "there is no run")
 
 

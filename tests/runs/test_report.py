@@ -239,9 +239,9 @@ def test_what_is_refused(gpt: Gpt, two_runs: list[Path]) -> None:
     refused("does not name a format", "one", "-o", "r.png")
     refused("there is no folder", "one", "-o", "none/r.html")
     Path("two/metrics.jsonl").write_text("")
-    refused("has no metrics: no step is told", "two")
+    refused("contains no steps", "two")
     Path("two/metrics.jsonl").unlink()
-    refused("has no metrics: metrics.jsonl is not there", "two")
+    refused("has no metrics: metrics.jsonl is missing", "two")
     Path("two/run.json").write_text("{")
     refused("is damaged", "two")
 
@@ -266,12 +266,12 @@ def test_a_curve_of_another_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", "has no line"),
-        ("[" * 100_000, "line 1 of .* is no JSON"),
+        ("", "is empty"),
+        ("[" * 100_000, "line 1 of .* is not JSON"),
         (POINT.replace("2.0", "NaN"), "line 1 of .* is damaged: val_loss is nan"),
         (POINT.replace("250", "1e3"), "line 1 of .* is damaged: step is 1000.0"),
         ('{"step": 1, "seconds": 1.0}', "line 1 of .* is damaged: .*val_loss"),
-        (f"{POINT}\n{POINT}", "line 2 of .* is not after the line before it"),
+        (f"{POINT}\n{POINT}", "line 2 of .* is out of order"),
     ],
 )
 def test_a_curve_that_is_none(tmp_path: Path, lines: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

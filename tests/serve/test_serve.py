@@ -392,8 +392,8 @@ def test_what_contradicts_itself_is_refused(server: Served) -> None:
 WRONG_CONSTRAINTS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"choices": "yes"}, 'choices is "yes"; it must be a list', "choices"),
     ({"guided_choice": {"a": 1}}, "guided_choice is {'a': 1}; it must be a list", "guided_choice"),
-    ({"choices": ["a", ""]}, "choices must be texts, none of them empty", "choices"),
-    ({"regex": 1}, "regex is 1; it must be a text", "regex"),
+    ({"choices": ["a", ""]}, "choices must be a list of non-empty strings", "choices"),
+    ({"regex": 1}, "regex is 1; it must be a string", "regex"),
     ({"json_schema": 0.5}, "json_schema is 0.5; it must be a text or an object", "json_schema"),
     ({"guided_json": True}, "guided_json is true; it must be a text or an object", "guided_json"),
     ({"response_format": "json"}, 'response_format is "json"; it must be an object', "response_format"),
@@ -411,7 +411,7 @@ WRONG_CONSTRAINTS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"json_schema": {"const": "\ud800"}}, "json_schema: ", "json_schema"),
     ({"regex": "a(?=b)"}, "regex: look-around", "regex"),
     ({"regex": "a", "ignore_eos": True}, "structured output cannot ignore end-of-text", None),
-    ({"regex": "a" * 2**21}, "regex: 2,097,152 characters are too many", "regex"),
+    ({"regex": "a" * 2**21}, "regex has 2,097,152 characters, which is too long", "regex"),
 ]
 
 
@@ -774,7 +774,7 @@ def test_a_chat_without_a_template_says_how_to_get_one(server: Served) -> None:
 def test_a_template_that_renders_nothing_is_told(model: LanguageModel) -> None:
     with served(chat_model(model, "{% if false %}x{% endif %}")) as found:
         error = found.refuse("/v1/chat/completions", messages=CHAT)
-    assert "the chat template renders nothing of this conversation" in error["message"]
+    assert "the chat template renders this conversation as nothing" in error["message"]
 
 
 def test_clients_get_no_hint_for_the_command_line() -> None:

@@ -757,7 +757,7 @@ def test_errors_of_a_conversation(open_chat: Any) -> None:
     page = open_chat()
     error = page.locator("#error")
     send(page, "!", max_tokens=3)
-    assert "the chat template refuses this conversation: no bangs" in error.inner_text()
+    assert "the chat template rejects this conversation: no bangs" in error.inner_text()
     assert (conversation(page), page.input_value("#question")) == ([], "!")
     send(page, "the cat", system="!")
     assert "no bangs" in error.inner_text()

@@ -111,7 +111,9 @@ def test_a_document_without_a_place_to_cut_does_not_fill_the_memory(
 ) -> None:
     monkeypatch.setattr(boundaries, limit, 1000)
     assert list(boundaries.parts(["7" * 10] * 100, pattern, 100)) == [("7" * 1000, False)]
-    with pytest.raises(UserError, match="has 1,010 characters without a place to cut it") as error:
+    with pytest.raises(
+        UserError, match="has 1,010 characters that the tokenizer's pattern leaves no place to split"
+    ) as error:
         list(boundaries.parts(["7" * 10] * 200, pattern, 100))
     assert "--split-on" in error.value.hint
 

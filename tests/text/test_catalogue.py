@@ -129,7 +129,7 @@ def test_a_whole_file_once(site: Site, target: Path) -> None:
 def test_what_the_server_refuses(site: Site, target: Path) -> None:
     with pytest.raises(WorkError, match="cannot download .*/none: HTTP Error 404") as error:
         fetch(site.url + "/none", target, SUM)
-    assert f"download {site.url}/none and put it at {target}" in error.value.hint
+    assert f"download {site.url}/none; then put it at {target}" in error.value.hint
     assert len(site.log) == 1  # another try would not help
     site.statuses = [503, 429]
     assert fetch(site.url + "/x", target, SUM, waits=AT_ONCE).read_bytes() == DATA
@@ -183,7 +183,9 @@ def test_what_is_no_continuation_is_fetched_anew(
 
 def test_a_wrong_sum_leaves_nothing(site: Site, target: Path) -> None:
     site.files["/x"] = b"x" + DATA[1:]
-    with pytest.raises(WorkError, match=r"1,000,000 bytes that are not what was published: their sha256 is \w{16}…"):
+    with pytest.raises(
+        WorkError, match=r"1,000,000 bytes that differ from the published file: their sha256 is \w{16}…"
+    ):
         fetch(site.url + "/x", target, SUM, len(DATA))
     assert [path.name for path in target.parent.iterdir()] == [".x.bin.lock"]
     site.files["/x"] = DATA
@@ -197,7 +199,7 @@ def test_wrong_sizes(site: Site, target: Path) -> None:
     site.lengths = False
     assert fetch(site.url + "/x", target).read_bytes() == DATA
     target.unlink()
-    with pytest.raises(WorkError, match="gave more than the 999 bytes"):
+    with pytest.raises(WorkError, match="returned more than the 999 bytes"):
         fetch(site.url + "/x", target, None, 999)
     with pytest.raises(WorkError, match="cut after 1,000,000 of 1,000,001 bytes"):
         fetch(site.url + "/x", target, None, len(DATA) + 1, waits=())
@@ -222,7 +224,7 @@ def test_a_full_disk(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(download.os, "fsync", full)
-    with pytest.raises(WorkError, match="cannot keep .*No space left on device; [0-9,]+ bytes are free there"):
+    with pytest.raises(WorkError, match="cannot save .*No space left on device; [0-9,]+ bytes are free there"):
         fetch(site.url + "/x", target)
 
 
@@ -308,7 +310,7 @@ def test_what_of_python_is_left_out_or_missing(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match=r"no \.py files of its own"):
         catalogue.sources("stdlib")
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(UserError, match="comes without pydoc_data"):
+    with pytest.raises(UserError, match="does not include pydoc_data"):
         catalogue.sources("pydocs")
 
 
@@ -343,7 +345,7 @@ def test_fetched_corpora(site: Site, toy: dict[str, Any], tmp_path: Path) -> Non
 def test_progress_and_room_are_over_all_files(site: Site, toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     toy["source"]["size"] = 6013
     catalogue.val_sources("wikitext-2")
-    with monkeypatch.context() as patch, pytest.raises(WorkError, match="no room for 6,007 bytes"):
+    with monkeypatch.context() as patch, pytest.raises(WorkError, match="not enough space for 6,007 bytes"):
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6006))
         catalogue.fetch("wikitext-2")
     assert len(site.log) == 1  # it is seen before the first of them

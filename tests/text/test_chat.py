@@ -271,9 +271,9 @@ def test_no_template_and_ones_that_cannot_be_learnt_from() -> None:
         chat.render(bytes_tokenizer(), QUESTION)
     later = chat.CHATML.replace("message['content']", "(message['content'] if loop.last else '…')")
     tokenizer = chat.with_template(bytes_tokenizer())
-    with pytest.raises(UserError, match="rewrites the messages before an answer once it is there"):
+    with pytest.raises(UserError, match="changes earlier messages when an answer is added"):
         chat.answers(with_chat_template(tokenizer, later), CHAT)
-    with pytest.raises(UserError, match="no special token"):
+    with pytest.raises(UserError, match="does not end an answer with a special token"):
         chat.answers(with_chat_template(bytes_tokenizer(), chat.CHATML), CHAT)
 
 
@@ -288,7 +288,7 @@ def test_a_long_conversation_is_cut_at_a_turn() -> None:
         (long - 3, turn, one, "1 cut after the last answer"),  # of the second turn a part fits, or nothing
         (short - 1, turn, one, "1 cut after the last answer"),
         (short - 2, turn.removesuffix("<|im_end|>"), "b", "1 within the first"),
-        (short - 3, "", "", "1 left out"),
+        (short - 3, "", "", "1 skipped"),
     ):
         encoder = ChatEncoder(bytes_tokenizer(), size, skip_bad=False)
         rows = encoder.rows(Conversation(messages, "line 1"))
@@ -355,25 +355,25 @@ def test_a_model_without_the_special_tokens_gets_rows_for_them(run_folder: Path,
     same_in_transformers(result.checkpoint)
     again = library.train(file, init=result.run, chat=True, steps=1, lora_rank=2, dtype="float32", sample_every=0)
     assert library.load(again.run).tokenizer == after.tokenizer
-    with pytest.raises(UserError, match="no special tokens for one, which adapters cannot learn"):
+    with pytest.raises(UserError, match="lacks the special tokens for one, which adapters cannot learn"):
         library.train(file, init=run_folder, chat=True, steps=1, lora_rank=2)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"messages": []}, "no message is the assistant's"),
+        ({"messages": []}, "it has no assistant message"),
         ({"messages": "hi"}, 'no list of objects "messages"'),
-        ({"messages": [{"role": "user"}]}, 'no "content" in it'),
+        ({"messages": [{"role": "user"}]}, 'it has no "content"'),
         ({"messages": [*CHAT[:1], {"role": "assistant", "content": None}]}, '"content" is not a string'),
         ({"messages": [{"role": "critic", "content": "x"}]}, "there is no role 'critic'"),
         ({"messages": [*CHAT[:2], {"role": "assistant", "content": "Let me see.", "tool_calls": [{}]}]}, "it uses tools"),
         ({"messages": [*CHAT[:2], {"role": "assistant", "content": None, "function_call": {"name": "f"}}]}, "it uses tools"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}, *CHAT]}, "it uses tools, which are not supported"),
         ({"messages": CHAT[:2], "tools": [{"type": "function"}]}, "it uses tools, which are not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *CHAT]}, '"content" has a part that is no text'),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *CHAT]}, '"content" has a part that is not text'),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, '"weight" is 0.5, not 0 or 1'),
-        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "each of the assistant's has .*: there is nothing to learn"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "every assistant message has .*: there is nothing to learn"),
         ({"conversations": [{"from": "observation", "value": "5"}, {"from": "gpt", "value": "5"}]}, "it uses tools"),
     ],
 )  # fmt: skip
@@ -386,7 +386,7 @@ def test_a_wrong_line_is_named_or_left_out(workdir: Path, line: Any, said: str) 
 
 def test_conversations_are_trained_on_without_the_wrong_ones(gpt: Gpt, workdir: Path) -> None:
     Path("chats.jsonl").write_text(jsonl([CHATS[0], []]))
-    message = "chats.jsonl, line 2: no message is the assistant's"
+    message = "chats.jsonl, line 2: it has no assistant message"
     one_line_of_what_and_what_next(gpt("train", "chats.jsonl", "--chat"), message)
     done = gpt("train", "chats.jsonl", "--chat", "--skip-bad", "--val-fraction", "0", "--steps", "1")
     assert done.code == 0, done.err
@@ -411,8 +411,8 @@ def test_conversations_in_parquet_and_json(workdir: Path) -> None:
     assert read("chats.json")[1].where.startswith("chats.json, line ")
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     for table, message in (
-        (pa.table({"text": ["x"]}), 'x.parquet: no "messages" in it; its columns: text'),
-        (pa.table({"messages": ["x"]}), 'x.parquet, row 1: no list of objects "messages" in it'),
+        (pa.table({"text": ["x"]}), 'x.parquet: it has no "messages"; its columns: text'),
+        (pa.table({"messages": ["x"]}), 'x.parquet, row 1: it has no list of objects "messages"'),
         (pa.table({"messages": [CHAT], "tools": [json.dumps([{"type": "function"}])]}), "row 1: it uses tools"),
         (pa.table({"messages": [CHAT, CHAT, [CHAT[0], called]]}), "x.parquet, row 3: it uses tools"),
     ):

@@ -70,7 +70,7 @@ def test_pairs_are_inferred_from_the_keys(gpt: Gpt, file: Path) -> None:
     assert (done.code, "assuming" in done.err) == (0, False), done.err
     assert Path("text/tokens").exists()
     done = gpt("train", file, "--batch-ramp", "9")
-    one_line_of_what_and_what_next(done, "--batch-ramp is for running text, not for --pairs")
+    one_line_of_what_and_what_next(done, "--batch-ramp cannot be combined with --pairs")
 
 
 def test_what_is_inferred(workdir: Path) -> None:
@@ -278,11 +278,11 @@ def test_both_sides_are_asked_and_of_many_pairs_a_sample(gpt: Gpt, file: Path, m
 @pytest.mark.parametrize(
     ("lines", "options", "message"),
     [
-        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], [], 'pairs.jsonl, line 2: no "completion" in it; its keys: prompt'),
-        ([{"prompt": "\ud800", "completion": "b"}], [], "pairs.jsonl, line 1: half a surrogate pair is no character"),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], [], 'pairs.jsonl, line 2: it has no "completion"; its keys: prompt'),
+        ([{"prompt": "\ud800", "completion": "b"}], [], "pairs.jsonl, line 1: an unpaired surrogate is not a character"),
         ([], [], "pairs.jsonl is empty: 0 pairs"),
-        ([{"prompt": "a", "completion": "b"}], [], "too few pairs to hold 0.1 of them out: 1"),
-        ([{"prompt": "a" * 30, "completion": "b" * 40}] * 3, ["--tokenizer", "bytes"], "line 1: the pair has 70 tokens; the context holds 64"),
+        ([{"prompt": "a", "completion": "b"}], [], "too few pairs to hold out 0.1 of them: 1"),
+        ([{"prompt": "a" * 30, "completion": "b" * 40}] * 3, ["--tokenizer", "bytes"], "line 1: the pair has 70 tokens, but the context holds 64"),
     ],
 )  # fmt: skip
 def test_wrong_pairs_are_one_clear_line(

@@ -45,12 +45,12 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
             Shard(path)
     path.write_bytes(good[:16] + (399).to_bytes(4, "little") + good[20:])  # the header's vocabulary
     assert Shard(path).take(1, 3).tolist() == [5, 6]
-    with pytest.raises(UserError, match="holds id 399, outside its vocabulary of 399"):
+    with pytest.raises(UserError, match="contains id 399, outside its vocabulary of 399"):
         Shard(path).take(0, 6)
     path.write_bytes(good[:-1] + b"\xff")
     with pytest.raises(UserError, match="offsets out of order"):
         Shard(path).offsets()
-    with pytest.raises(UserError, match="its sha256 is not the one"):
+    with pytest.raises(UserError, match="its sha256 "):
         Shard(path).verify(sum_)
     with pytest.raises(UserError, match="an id outside the vocabulary of 7"):
         write(tmp_path / "z.ids", [7], [0], 7)

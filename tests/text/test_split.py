@@ -72,7 +72,7 @@ def test_neither_side_is_empty_where_documents_are_alike(fraction: float) -> Non
         train, held_out = split_texts(["one"] * 150 + ["two"] * 150, fraction, seed)
         assert {*train, *held_out} == {"one", "two"}
         assert len(train) == len(held_out) == 150
-    with pytest.raises(UserError, match="all documents are alike in their first 65,536 characters") as error:
+    with pytest.raises(UserError, match="all documents have the same first 65,536 characters") as error:
         split_texts(["one"] * 300, fraction)
     assert "--val-text" in error.value.hint
     assert split_texts(["one"] * 300, 0) == (["one"] * 300, [])

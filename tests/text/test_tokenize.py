@@ -124,7 +124,7 @@ def test_json_of_the_command(gpt: Callable[..., Done], texts: Path, tmp_path: Pa
         "out", "documents", "bytes", "tokens", "shards", "vocab_size", "tokenizer", "seconds", "bytes_per_second",
     ]  # fmt: skip
     assert (values["documents"], values["vocab_size"], values["tokenizer"]) == (309, 400, "bpe")
-    one_line_of_what_and_what_next(gpt(*args), "is there already")
+    one_line_of_what_and_what_next(gpt(*args), "already exists")
 
 
 def test_the_command_loads_no_torch(texts: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_resumed_after_any_slice_it_is_equal_to_the_byte(texts: Path, tmp_path: 
         stopped(texts, out, stop_at)
         with pytest.raises(UserError, match="is not finished"):
             TokenFolder(out)
-        with pytest.raises(UserError, match="is there already"):
+        with pytest.raises(UserError, match="already exists"):
             make(texts, out)
         with pytest.MonkeyPatch.context() as patch:  # no finished slice is made again
             patch.setattr(unfinished_folder.ShardWriter, "_write", _failing_at(count - stop_at))
@@ -258,26 +258,26 @@ def test_what_has_changed_is_noticed(texts: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             make(copy, out, resume=True, **settings)
 
-    refused("begun with vocab_size 400", vocab_size=500)
+    refused("started with vocab_size 400", vocab_size=500)
     refused("another split", val_fraction=0.2)
     refused("another part", part="1/2")
-    refused("begun with split_on None, now '---'", split_on="---")
+    refused("started with split_on None, now '---'", split_on="---")
     (copy / "d.txt").write_text("new")
-    refused(r"d\.txt was not there when")
+    refused(r"d\.txt did not exist when")
     (copy / "d.txt").unlink()
     (copy / "b3.md").rename(tmp_path / "b3.md")
-    refused(r"b3\.md is gone since")
+    refused(r"b3\.md has disappeared since")
     (copy / "b3.md").write_text("other")
     refused(r"b3\.md has changed since")
     (tmp_path / "b3.md").replace(copy / "b3.md")
     finished = contents(make(copy, out, resume=True).path)
     assert contents(make(copy, out, resume=True).path) == finished  # finished: nothing is done
-    refused("was begun with another split", seed=2)
+    refused("was started with another split", seed=2)
     (copy / "b3.md").write_text("other")
     refused(r"b3\.md has changed since")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    refused("no token folder that was begun here", tmp_path / "mine")
+    refused("is not a token folder that gpt tokenize started", tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
 
 
@@ -298,7 +298,7 @@ def test_bad_text_leaves_what_is_finished_and_can_be_let_through(
     whole = make(copy, tmp_path / "whole", **BYTES, val_fraction=0.0, **milder)
     assert whole.manifest[counted] == 1
     assert contents(make(copy, out, resume=True, **BYTES, val_fraction=0.0, **milder).path) == contents(whole.path)
-    with pytest.raises(UserError, match="was begun with "):  # settings for bad text only become milder
+    with pytest.raises(UserError, match="was started with "):  # settings for bad text only become milder
         make(copy, out, resume=True, **BYTES, val_fraction=0.0)
 
 
@@ -344,7 +344,7 @@ def test_a_tokenizer_that_has_changed_is_noticed(texts: Path, tmp_path: Path) ->
     make(texts, tmp_path / "other", **args)
     shutil.rmtree(mine)
     make(texts, mine, vocab_size=300)
-    with pytest.raises(UserError, match="was begun with another tokenizer"):
+    with pytest.raises(UserError, match="was started with another tokenizer"):
         make(texts, tmp_path / "other", resume=True, **args)
 
 
@@ -352,7 +352,7 @@ def test_standard_input_is_not_gone_on_with(gpt: Callable[..., Done], workdir: P
     args = ["tokenize", "-", "-o", "out", "--tokenizer", "bytes", "--resume"]
     assert gpt(*args, stdin=b"some text").code == 0
     one_line_of_what_and_what_next(
-        gpt(*args, stdin=b"same size"), "stdin cannot be compared with what it was made from"
+        gpt(*args, stdin=b"same size"), "stdin cannot be compared with the text it was made from"
     )
 
 
@@ -388,7 +388,7 @@ def test_parts_of_different_texts_are_not_joined(tmp_path: Path) -> None:
     manifest["shards"][0] |= {key: getattr(twice, key) for key in ("file", "group", "slice", "side")}
     (second / token_folder.MANIFEST).write_text(json.dumps(manifest))
     before = contents(first)
-    refused("two of the parts have the same shards|is damaged|is not what", first, second)
+    refused("two of the parts have the same shards|is damaged|does not match", first, second)
     assert contents(first) == before
 
 
@@ -401,8 +401,8 @@ def test_parts_join_into_what_one_machine_makes(texts: Path, tmp_path: Path, cou
         other = make(texts, tmp_path / "other", part="2/3", seed=3).path
         for some, message in (
             ([parts[0], parts[2]], "part 2/3 is missing"),
-            ([*parts, parts[1]], "one is there twice"),
-            ([whole, *parts], "is no part"),
+            ([*parts, parts[1]], "one was given twice"),
+            ([whole, *parts], "is not a part"),
             ([parts[0], other, parts[2]], "not parts of one corpus: their split differs"),
         ):
             with pytest.raises(UserError, match=message):
@@ -413,7 +413,7 @@ def test_parts_join_into_what_one_machine_makes(texts: Path, tmp_path: Path, cou
     merged = token_folder.merge(parts[::-1], tmp_path / "merged")
     assert contents(merged.path) == contents(whole)
     merged.verify()
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         token_folder.merge(parts, tmp_path / "merged")
 
 
@@ -430,9 +430,9 @@ def test_trained_on_it_is_the_text_it_was_made_from(texts: Path, tmp_path: Path,
     a, b = tmp_path / "a", tmp_path / "b"
     from_text = _train(texts, a, vocab_size=400)
     from_tokens = _train(folder.path, b, tokenizer="bytes", errors="replace", listen=heard.append)
-    assert "already: --tokenizer is not used" in str(heard)
-    assert "already: --errors is not used" in str(heard)
-    assert str(heard).count("is not used") == 2
+    assert "tokenized: --tokenizer has no effect" in str(heard)
+    assert "tokenized: --errors has no effect" in str(heard)
+    assert str(heard).count("has no effect") == 2
     one, other = (each.checkpoint / "model.safetensors" for each in (from_text, from_tokens))
     assert one.read_bytes() == other.read_bytes()
     assert contents(a / "tokens") == contents(folder.path)
@@ -444,10 +444,10 @@ def test_trained_on_it_is_the_text_it_was_made_from(texts: Path, tmp_path: Path,
     train = json.loads(gpt("eval", folder.path, "-m", b, "--split", "train", "--json", "-q").out)
     assert train["bytes"] + val["bytes"] == folder.bytes
     assert gpt("eval", folder.path, "-m", b, "--split", "test").code == 2
-    assert "already: --field is not used" in gpt("eval", folder.path, "-m", b, "--field", "x").err
+    assert "tokenized: --field has no effect" in gpt("eval", folder.path, "-m", b, "--field", "x").err
     (tmp_path / "t.txt").write_text("the cat sat on the dog")
     done = gpt("eval", tmp_path / "t.txt", "-m", b, "--split", "train", "-q")
-    assert (done.code, "t.txt is no folder of tokens" in done.err) == (0, True), done.err
+    assert (done.code, "t.txt is not a token folder" in done.err) == (0, True), done.err
 
 
 def test_a_folder_of_another_tokenizer_is_refused(
@@ -458,7 +458,7 @@ def test_a_folder_of_another_tokenizer_is_refused(
     same = make(texts, tmp_path / "same", tokenizer=str(run_folder), vocab_size=None)
     assert gpt("eval", same.path, "-m", run_folder, "-q").code == 0
     done = gpt("train", same.path, texts, "--out", tmp_path / "run")
-    one_line_of_what_and_what_next(done, "can only be trained on alone")
+    one_line_of_what_and_what_next(done, "no other texts can be added")
 
 
 @pytest.mark.usefixtures("small")
@@ -468,8 +468,8 @@ def test_damaged_folders_are_refused(texts: Path, tmp_path: Path) -> None:
     flipped = lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:]
     climbing = lambda data: data.replace(shard.encode(), b"../" + shard.encode())
     for name, change, message in (
-        (shard, flipped, "sha256 is not the one"),
-        (shard, lambda data: data[:-8], "its header promises"),
+        (shard, flipped, "its sha256 "),
+        (shard, lambda data: data[:-8], "its header requires"),
         ("tokenizer.tiktoken", lambda data: data.replace(b" 300\n", b" 999\n"), "fingerprint"),
         ("manifest.json", lambda data: data.replace(b'"format": 1', b'"format": 9', 1), "format 9"),
         ("manifest.json", lambda data: data[:-9], "is not JSON"),
@@ -494,7 +494,7 @@ def test_no_room_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        with pytest.raises(WorkError, match=r"the tokens need about 0 MB, and 0 MB are free"):
+        with pytest.raises(WorkError, match=r"the tokens need about 0 MB, but only 0 MB are free"):
             make(texts, tmp_path / "out")
     assert not (tmp_path / "out").exists()  # it is said before the work
     monkeypatch.setattr("gpt.text.shards.write_pieces", full)
@@ -516,6 +516,6 @@ def test_interrupted_before_the_first_step_nothing_is_left(texts: Path, tmp_path
         if isinstance(event, events.Progress):
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(Interrupted, match="nothing is left of the run"):
+    with pytest.raises(Interrupted, match="the run was removed"):
         _train(texts, tmp_path / "run", listen=stop)
     assert not (tmp_path / "run").exists()

@@ -61,7 +61,7 @@ def test_gpt2_is_tiktokens_and_transformers(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_vocabulary_larger_than_the_text_supports() -> None:
-    with pytest.raises(UserError, match=r"supports a vocabulary of \d+ ids at most, not 5,000") as error:
+    with pytest.raises(UserError, match=r"supports a vocabulary of at most \d+ ids, not 5,000") as error:
         vocabulary.make_tokenizer("auto", 5000, ["a tiny text"], 11)
     size = int(error.value.hint.split()[2])
     assert vocabulary.make_tokenizer("auto", size, ["a tiny text"], 11).vocab_size == size
@@ -149,7 +149,7 @@ def test_offline_says_what_goes_where(name: str, tmp_path: Path, monkeypatch: py
     else:
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
         what, file, folder = f"the vocabulary {name}", name, tmp_path
-    with pytest.raises(WorkError, match=f"{what} is not on this machine and could not be fetched") as error:
+    with pytest.raises(WorkError, match=f"{what} is not on this machine and could not be downloaded") as error:
         tokenizer_files.find_tokenizer(name)
     url = f"https://openaipublic.blob.core.windows.net/encodings/{file}.tiktoken"
     assert url in error.value.hint
@@ -182,7 +182,7 @@ def test_parity_under_other_patterns(name: str, text: str) -> None:
 def test_tokenizer_json_there_and_back(name: str, tmp_path: Path) -> None:
     ours, theirs = foreign(name)
     if name == "odd":
-        with pytest.raises(UserError, match="has 2 special tokens, and none is"):
+        with pytest.raises(UserError, match="has 2 special tokens, none of them"):
             tokenizer_files.from_tokenizer_json(tokenizer_files.to_tokenizer_json(ours), "x")
         return
     (tmp_path / "tokenizer.json").write_text(theirs.to_str(), encoding="utf-8")
@@ -232,7 +232,7 @@ def of_bytes(**specials: int) -> tokenizer.Tokenizer:
         ({"<|user|>": 256}, "has 258 tokens and 257 ids"),
         ({"<|user|>": -1}, "are not numbers from 0"),
         ({"<|user|>": 2**40}, "are not numbers from 0"),
-        ({"<|endoftext|>": 257}, "are not different words"),
+        ({"<|endoftext|>": 257}, "are not all different"),
     ],
 )
 def test_ids_that_cannot_be(specials: dict[str, int], message: str) -> None:
@@ -262,7 +262,7 @@ def test_a_saved_folder_is_read_here_and_by_transformers(tmp_path: Path) -> None
         assert all(theirs.convert_tokens_to_ids(word) == id for word, id in made.all_specials.items())
         for text in [*HARD, "<|user|> the cat's mat <|bot|>WE'LL SEE<|endoftext|>"]:
             assert theirs(text)["input_ids"] == made.encode(text, specials=True).tolist()
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         tokenizer_files.save_tokenizer(learnt, own)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["own"]
 

@@ -156,7 +156,7 @@ def test_older_post_processors_begin_a_text_too(kind: str, folders: dict[str, Pa
 def test_several_tokens_before_a_text_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     post = json.loads((folders["llama2"] / "tokenizer.json").read_text(encoding="utf-8"))["post_processor"]
     post["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
-    with pytest.raises(UserError, match="begins a text with 2 special tokens"):
+    with pytest.raises(UserError, match="starts a text with 2 special tokens"):
         tokenizer_files.find_tokenizer(str(changed(folders["llama2"], tmp_path / "a", post_processor=post)))
 
 
@@ -243,7 +243,7 @@ def test_generation_config_names_all_ends(folders: dict[str, Path], tmp_path: Pa
         assert (found.ends, found.eot) == (ends, eot), said
     for bad in ([-1], "x", 2**40, [[1]]):
         (tmp_path / "a" / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
-        with pytest.raises(UserError, match="which is no id"):
+        with pytest.raises(UserError, match="which is not an id"):
             tokenizer_files.find_tokenizer(str(tmp_path / "a"))
 
 
@@ -344,7 +344,7 @@ def test_sentencepiece_alone_is_refused_with_what_to_do(gpt: Gpt, workdir: Path)
     Path("folder").mkdir()
     Path("folder/tokenizer.model").write_bytes(b"\n")
     done = gpt("tokenizer", "show", "folder")
-    one_line_of_what_and_what_next(done, "has its tokenizer as tokenizer.model alone")
+    one_line_of_what_and_what_next(done, "has only a tokenizer.model")
     assert "save_pretrained" in done.err
 
 
@@ -354,18 +354,18 @@ def test_the_older_pair_of_another_family_is_refused(folders: dict[str, Path], t
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
     assert tokenizer_files.find_tokenizer(str(tmp_path)).eot == 900
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(UserError, match="do not say how Qwen2Tokenizer cuts a text into words"):
+    with pytest.raises(UserError, match="do not specify how Qwen2Tokenizer splits text into words"):
         tokenizer_files.find_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}, "a value is not of the kind"),
-        ({"model": {"type": "BPE"}}, "is no tokenizer of the tokenizers library: 'vocab' is missing"),
-        ({"decoder": {"type": "Replace", "pattern": {"Regex": "a"}, "content": ""}}, "decoder .*Regex.* is not one that"),
+        ({"model": {"type": "BPE", "vocab": {"a": "b"}, "merges": []}}, "a value has the wrong type"),
+        ({"model": {"type": "BPE"}}, "is not a tokenizers file: 'vocab' is missing"),
+        ({"decoder": {"type": "Replace", "pattern": {"Regex": "a"}, "content": ""}}, "decoder .*Regex.* is not supported"),
         ({"added_tokens": [{"content": "</s>"}]}, "'id' is missing"),
-        ({"added_tokens": 5}, "a value is not of the kind"),
+        ({"added_tokens": 5}, "a value has the wrong type"),
         ({"normalizer": {"type": "Nothing"}}, "cannot read the tokenizer.json"),
     ],
 )  # fmt: skip

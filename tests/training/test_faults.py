@@ -87,7 +87,7 @@ def test_what_the_disk_did_not_keep_is_noticed(tmp_path: Path, monkeypatch: pyte
             os.ftruncate(descriptor, 5)
 
     monkeypatch.setattr(os, "fsync", lossy)
-    with pytest.raises(OSError, match="what was written is not what can be read"):
+    with pytest.raises(OSError, match="what was written does not read back the same"):
         checkpoint.write(tmp_path / "step-000001", contents)
     assert list(tmp_path.iterdir()) == []
 
@@ -192,7 +192,7 @@ def test_a_result_cannot_point_elsewhere(gpt: Gpt, run_folder: Path, workdir: Pa
     for name in ("../../../etc", "..", "", None, 7, "step-000030/..", "x" * 9999):
         record["result"]["checkpoint"] = name
         (run / "run.json").write_text(json.dumps(record))
-        one_line_of_what_and_what_next(gpt("train", "--resume", run), "is no checkpoint")
+        one_line_of_what_and_what_next(gpt("train", "--resume", run), "is not a checkpoint")
 
 
 # The disk
@@ -222,7 +222,7 @@ def test_a_full_disk_stops_no_training(text: Path, monkeypatch: pytest.MonkeyPat
     assert result.checkpoint.name == "step-000012"
     assert [call.args[0] for call in tried.call_args_list] == ["step-000004", "step-000008", "step-000012"]
     warnings = [event.text for event in heard if isinstance(event, events.Note) and event.warning]
-    assert warnings == ["step 4 cannot be saved: No space left on device; the run continues, and tries again"]
+    assert warnings == ["step 4 could not be saved: No space left on device; the run continues and will try again"]
     assert [event.step for event in heard if isinstance(event, events.StepEvent)] == list(range(1, 13))
 
 

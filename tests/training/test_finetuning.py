@@ -109,7 +109,7 @@ def test_a_long_context_is_not_the_length_of_training(workdir: Path, rank: int |
     adapters = {"lora_rank": rank, "merge_lora": bool(rank)}
     result, heard = heard_by(Path("long.txt"), init="base", steps=2, batch_tokens=1024, **adapters)
     notes = [event.text for event in heard if isinstance(event, events.Note)]
-    assert any("trained on 1,024 tokens at once, of a context of 4,096" in note for note in notes)
+    assert any("training on sequences of 1,024 tokens; the model's context is 4,096" in note for note in notes)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["model"]["block_size"] == 1024
     assert library.resume(result.run, steps=3).steps == 3
     tuned = library.load(result.run).model
@@ -171,7 +171,7 @@ def test_a_token_folder_must_be_of_the_same_vocabulary(gpt: Gpt, run_folder: Pat
         (["--preset", "gpt2"], "--preset gpt2 contradicts --init"),
         (["--tokenizer", "bytes"], "--tokenizer bytes contradicts --init"),
         (["--arch", "modern"], "--arch modern contradicts --init"),
-        (["--block-size", "64"], "block-size 64 is more than the 32 of"),
+        (["--block-size", "64"], "block-size 64 exceeds the context of"),
     ],
 )
 def test_options_that_contradict_the_model(
@@ -184,7 +184,7 @@ def test_options_that_contradict_the_model(
 def test_a_model_that_cannot_be_read_is_refused_before_the_text_is(gpt: Gpt, run_folder: Path, other: Path) -> None:
     path = Path(shutil.copytree(library.load(run_folder).path, "base"))
     (path / "model.safetensors").write_bytes(b"damaged")
-    one_line_of_what_and_what_next(gpt("train", other, "--init", path), "is not the one it was saved with")
+    one_line_of_what_and_what_next(gpt("train", other, "--init", path), "has changed since it was saved")
     for name in ("gpt.json", "checksums.json", "model.safetensors"):
         (path / name).unlink()
     (path / "pytorch_model.bin").write_bytes(b"\x80\x04")

@@ -218,7 +218,7 @@ def test_no_account_at_wandb(text: Path, gpt: Callable[..., Done], wandb: StandI
     assert done.code == 2
     assert done.err.splitlines() == [
         "error: wandb: No API key configured.",
-        "hint: wandb login, or WANDB_MODE=offline",
+        "hint: run wandb login, or set WANDB_MODE=offline",
     ]
 
 
@@ -233,7 +233,7 @@ def test_a_log_that_fails_ends_no_run(text: Path, wandb: StandIn, monkeypatch: p
     result = gpt.train(text, listen=heard.append, steps=4, log="wandb", **{**FAST, "sample_every": 2})
     assert result.steps == 4
     said = [event.text for event in heard if isinstance(event, events.Note) and "--log" in event.text]
-    assert said == ["--log wandb failed, and hears no more of this run: Error: the network is gone"]
+    assert said == ["--log wandb failed and is disabled for the rest of this run: Error: the network is gone"]
     assert wandb.ended == ([] if where == "init" else [1])
     assert len(metrics(result.run, "step")) == 4
 

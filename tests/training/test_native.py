@@ -222,9 +222,7 @@ def test_without_a_compiler_blocks_are_computed(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(programs, "compile", fail)
     notes: list[str] = []
     assert written(model_of("gpt2", None, notes), [1, 2])[0] == written(model_of("gpt2"), [1, 2])[0]
-    assert [note for note in notes if "seconds, once" not in note] == [
-        "blocks are computed without compiling: no C++ compiler"
-    ]
+    assert [note for note in notes if "seconds, once" not in note] == ["blocks are not compiled: no C++ compiler"]
     assert list(place.iterdir()) == []
 
 

@@ -134,7 +134,7 @@ def test_threads_are_as_many_as_before(text: Path) -> None:
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(threads)
-    said = f"{counted(threads, 'thread')}, as before, instead of {threads + 1}: sums depend on it"
+    said = f"{counted(threads, 'thread')}, as before, instead of {threads + 1}: it affects rounding"
     assert said in [event.text for event in heard if isinstance(event, events.Note)]
 
 
@@ -214,7 +214,7 @@ def test_more_steps(text: Path) -> None:
     assert_same(result.run, long.run)
     assert result.val_loss == long.val_loss
     said = [each.text for each in notes if isinstance(each, events.Note)]
-    assert any("20 steps instead of 12: from step 12 on, the constant schedule" in line for line in said)
+    assert any("20 steps instead of 12: from step 12, the constant schedule" in line for line in said)
     assert library.resume("short").steps == 20
     killed_after(Path("short"), 12)  # whose checkpoint knows of 12 steps alone
     assert library.resume("short").steps == 20
@@ -230,7 +230,7 @@ def test_a_linear_schedule_goes_up_again(text: Path) -> None:
     assert [rates[step] for step in range(13, 20)] == [1e-2] * 7
     assert rates[24] == pytest.approx(1e-2 / 6)
     said = next(e.text for e in heard if isinstance(e, events.Note) and "instead of 12" in e.text)
-    assert "with 6 of decay at its end; the next rate is 0.01" in said
+    assert "with 6 of final decay; the next learning rate is 0.01" in said
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_another_micro_batch_is_equal_to_rounding(text: Path) -> None:
     heard: list[Any] = []
     result = library.resume("parts", heard.append, micro_batch="2")
     assert result.val_loss == pytest.approx(whole.val_loss, rel=1e-5)
-    assert any("equal to rounding" in e.text for e in heard if isinstance(e, events.Note))
+    assert any("equal up to rounding" in e.text for e in heard if isinstance(e, events.Note))
     assert json.loads(Path("parts/run.json").read_text())["resolved"]["micro_batch"] == 2
 
 
@@ -271,7 +271,7 @@ def test_pairs_and_chats(
     assert_same(result.run, whole.run)
     assert (result.val_loss, result.sample, result.prompt) == (whole.val_loss, whole.sample, whole.prompt)
     Path("lines.jsonl").write_text("\n".join(lines[:-1]))
-    with pytest.raises(UserError, match="the text of other is not what it was"):
+    with pytest.raises(UserError, match="the text of other has changed"):
         library.resume("other")
 
 
@@ -306,7 +306,7 @@ def test_a_base_that_is_another_now(run_folder: Path, text: Path) -> None:
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     (base / "checksums.json").unlink()
     folder.write_checksums(base)
-    with pytest.raises(UserError, match="x was begun from .*base, whose weights are others now"):
+    with pytest.raises(UserError, match="x was started from .*base, whose weights have changed"):
         library.resume("x")
 
 
@@ -421,10 +421,10 @@ def test_a_damaged_latest_falls_back(gpt: Gpt, text: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
     sampled = gpt("sample", "the", "-m", "runs/x:latest", "--greedy")
     assert sampled.code == 0
-    assert "the checkpoint before it is taken" in sampled.err
+    assert "using the checkpoint before it" in sampled.err
     for path in Path("runs/x").glob("step-*/model.safetensors"):
         path.write_bytes(b"")
-    one_line_of_what_and_what_next(gpt("sample", "-m", "runs/x:latest"), "no whole checkpoint")
+    one_line_of_what_and_what_next(gpt("sample", "-m", "runs/x:latest"), "no intact checkpoint")
 
 
 def test_weights_alone_cannot_be_gone_on_from(gpt: Gpt, text: Path) -> None:
@@ -432,7 +432,7 @@ def test_weights_alone_cannot_be_gone_on_from(gpt: Gpt, text: Path) -> None:
     for path in Path("runs/x").glob("step-*/training.*"):
         path.unlink()
     done = gpt("train", "--resume")
-    one_line_of_what_and_what_next(done, "hold weights alone")
+    one_line_of_what_and_what_next(done, "contain only weights")
     assert "--init" in done.err
 
 

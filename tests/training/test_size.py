@@ -90,7 +90,7 @@ def test_the_rate_is_that_of_steps_here() -> None:
     said: list[str] = []
     config = preset_for_minutes(TrainConfig(minutes=10**6), CPU, 800_000, said.append)
     assert config.preset == "nano"
-    assert said == ["size nano: tiny has 2,185,344 parameters, more than 2.5 for each byte of the text"]
+    assert said == ["size nano: tiny has 2,185,344 parameters, more than 2.5 per byte of text"]
     assert 100 < measured_rate("nano", TrainConfig(), CPU) < 1e7
 
 

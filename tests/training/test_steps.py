@@ -140,7 +140,7 @@ def test_a_signal_while_compiling_is_no_failure_of_it(text: Path, monkeypatch: p
             raise RuntimeError(f"Interrupted: {error}") from None
 
     monkeypatch.setattr(programs, "find", struck)
-    with pytest.raises(Interrupted, match="nothing is left of the run"):
+    with pytest.raises(Interrupted, match="the run was removed"):
         train(text, steps=6, compile="on", out="struck")
     assert not Path("struck").exists()
 
@@ -184,7 +184,7 @@ def test_where_a_program_fails_later_its_batch_is_computed_without(text: Path, m
     result, heard = train(text, **settings, compile="on")
     assert calls == 7
     (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
-    assert warning.text.startswith("from here on steps are not compiled")
+    assert warning.text.startswith("from now on, steps are not compiled")
     assert warning.text.endswith("bit for bit: API call failed")
     assert losses(heard) == pytest.approx(losses(heard_plain), rel=1e-4)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["compile"] is False
@@ -202,7 +202,7 @@ def test_a_resumed_run_says_that_it_is_compiled_no_more(text: Path, monkeypatch:
     heard: list[Any] = []
     gpt.resume(begun.run, heard.append, steps=6)
     (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
-    assert warning.text.startswith("from here on steps are not compiled")
+    assert warning.text.startswith("from now on, steps are not compiled")
 
 
 def test_gpt3s_recipe(text: Path) -> None:
@@ -238,9 +238,9 @@ def test_lengths_that_only_a_number_can_have(text: Path) -> None:
     assert resolved(steps=10**6, batch_ramp=2**53, **small).tokens(10**6) < 64 * 10**6
     most = dict.fromkeys(("eval_every", "save_every", "warmup", "decay", "patience", "sample_every"), 2**53)
     resolved(steps=2**53, warmup_tokens=None, **most, **small)
-    with pytest.raises(UserError, match=r"^1e\+15 epochs are 15,625,000,000,000,000,000 steps; at most 9,007,199"):
+    with pytest.raises(UserError, match=r"^1e\+15 epochs are 15,625,000,000,000,000,000 steps; the limit is 9,007,199"):
         resolved(epochs=1e15, n_tokens=10**6, **small)
-    with pytest.raises(UserError, match="^minutes is 1e\\+300; it must lie between 0 and 10,000,000"):
+    with pytest.raises(UserError, match="^minutes is 1e\\+300; it must be between 0 and 10,000,000"):
         TrainConfig(minutes=1e300)
 
 
@@ -252,14 +252,12 @@ def test_what_the_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch: 
     with pytest.raises(UserError, match=r"the ids of a step of 1,073,741,824 tokens take 51.5 GB, .* has 8.6 GB"):
         resolved(batch_tokens=2**30, **small)
     resolved(batch_tokens=2**26, **small)
-    with pytest.raises(UserError, match=r"parameters take [\d,.]+ GB in training .* there are 8.6 GB"):
+    with pytest.raises(UserError, match=r"parameters take [\d,.]+ GB in training .* only 8.6 GB"):
         recipe.check_model(resolved(n_layer=2**14), Compute(torch.device("cpu"), torch.float32), 1)
     recipe.check_model(resolved(), Compute(torch.device("cpu"), torch.float32), 1)
     host, memory = 2**22, 2**50
     monkeypatch.setattr(recipe, "host_memory", lambda: host)
-    with pytest.raises(
-        UserError, match=r"copied to the host's memory for checkpoints: [\d.,]+ GB, and there are 0.0 GB"
-    ):
+    with pytest.raises(UserError, match=r"host memory: [\d.,]+ GB, but only 0.0 GB"):
         recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)
     host = memory
     recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)

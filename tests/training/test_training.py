@@ -436,7 +436,7 @@ def test_a_held_out_text_of_its_own(text: Path) -> None:
 def test_a_held_out_part_of_one_token_is_refused(workdir: Path) -> None:
     short = workdir / "short.txt"
     short.write_text("twelve bytes")
-    with pytest.raises(UserError, match="1 bytes held out are one token"):
+    with pytest.raises(UserError, match="1 held-out bytes are one token"):
         gpt.train(short, tokenizer="bytes", steps=1)
     assert not Path("runs").exists()
 
@@ -452,7 +452,7 @@ def test_a_text_shorter_than_the_context_shrinks_it(workdir: Path) -> None:
     short.write_text("hello world, " * 3)
     result, heard = train(short, steps=2, tokenizer="bytes", vocab_size=None, block_size=64, batch_tokens=128)
     notes = [e.text for e in heard if isinstance(e, events.Note)]
-    assert any("the context shrinks from 64 to 36" in note for note in notes)
+    assert any("context reduced from 64 to 36" in note for note in notes)
     assert gpt.load(result.run).model.config.block_size == 36
 
 
@@ -496,8 +496,8 @@ def test_out_of_memory_halves_what_is_computed_at_once(text: Path, monkeypatch: 
     assert losses(heard) == pytest.approx(losses(heard_whole), rel=1e-4)
     assert json.loads((parts.run / "run.json").read_text())["resolved"]["micro_batch"] == 2
     said = [event.text for event in heard if isinstance(event, events.Note)]
-    assert "out of memory: from here on 4 of 8 sequences at once" in said
-    assert "out of memory: from here on 2 of 8 sequences at once" in said
+    assert "out of memory: from now on, 4 of 8 sequences at once" in said
+    assert "out of memory: from now on, 2 of 8 sequences at once" in said
     assert parts.val_loss == pytest.approx(whole.val_loss, rel=1e-3)
 
 
@@ -532,8 +532,8 @@ def test_an_exploded_loss_goes_back_once_with_a_lower_rate(text: Path, monkeypat
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"steps": 10, "warmup": 40}, ["the rate rises for 40 steps, and there are 10: it comes to 0.25 of its peak"]),
-        ({"steps": 10, "warmup_tokens": 40_960}, ["the rate rises for 40 steps, and there are 10: it comes to 0.25"]),
+        ({"steps": 10, "warmup": 40}, ["warmup is 40 steps, the run 10: the learning rate reaches 0.25 of its peak"]),
+        ({"steps": 10, "warmup_tokens": 40_960}, ["warmup is 40 steps, the run 10: the learning rate reaches 0.25"]),
         ({"steps": 10, "warmup": 10, "decay": 3}, []),
         ({"steps": 10, "schedule": "cosine", "decay": 3}, ["--decay has no effect with --schedule cosine"]),
     ],
@@ -628,7 +628,7 @@ def test_settings_that_contradict(settings: dict[str, Any], message: str) -> Non
 
 
 def test_a_vocabulary_size_for_a_fixed_vocabulary() -> None:
-    with pytest.raises(UserError, match="goes with --tokenizer auto"):
+    with pytest.raises(UserError, match="needs --tokenizer auto"):
         TrainConfig(tokenizer="bytes", vocab_size=300)
 
 

@@ -87,7 +87,7 @@ def assert_killed_and_gone_on(words: list[str], rank: int, whole: Path) -> None:
     out, err, seconds, code = struck(words, rank, signal.SIGKILL)
     assert (code, out) == (1, "")
     assert err == (
-        f"error: process {rank} of 2 was killed by SIGKILL, perhaps by the system, to free memory\n"
+        f"error: process {rank} of 2 was killed by SIGKILL, possibly by the system because memory ran out\n"
         "hint: resume with: gpt train --resume runs/x\n"
     )
     assert seconds < 15
