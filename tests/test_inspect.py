@@ -88,7 +88,7 @@ def test_trace_leaves_the_model_as_it_was() -> None:
     assert model.training
     assert [len(block.attn._forward_pre_hooks) for block in model.h] == [0, 1, 0]
     assert not model.ln_f._forward_pre_hooks
-    with pytest.raises(ValueError, match="25 positions"):
+    with pytest.raises(ValueError, match="25 tokens do not fit"):
         inspect.trace(model, list(range(25)))
     assert not model.ln_f._forward_pre_hooks
     inspect.trace(model.eval(), [1, 2, 3])

@@ -141,7 +141,7 @@ def test_the_site_is_read_and_searched_from_disk(built: Path, browser: Any) -> N
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
-    page.goto((built / "site" / "docs" / "sampling.html").as_uri())
+    page.goto((built / "site" / "docs" / "generate.html").as_uri())
     page.keyboard.press("/")
     page.keyboard.type("speculate")
     page.get_by_text(re.compile(r"^\d+ results?$")).wait_for()

@@ -165,7 +165,7 @@ def test_bytes_follow_from_the_model(tmp_path: Path) -> None:
         ("gpt2", {"window": 8}, "ignores the sliding window"),
         ("gpt2", {"positions": "rotary"}, "no architecture with layernorm, gelu, rotary"),
         ("mistral", {"window": 47, "window_layers": (0, 1)}, "ignores the sliding window"),
-        ("qwen3", {"window": 8, "window_layers": (0,)}, "see 8 positions"),
+        ("qwen3", {"window": 8, "window_layers": (0,)}, "ignores the sliding window of 8 tokens"),
         ("qwen2", {"rope_scaling": SCALING}, "no rope_scaling for qwen2"),
         ("gpt2", {"n_kv_head": 2}, "4 heads and 2"),
         ("qwen2", {"head_dim": 8}, "n_embd / n_head wide"),

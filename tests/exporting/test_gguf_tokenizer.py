@@ -157,4 +157,4 @@ def test_a_text_ends_where_ours_does() -> None:
     assert gguf_tokenizer.differences(tokenizer) == []
     with pytest.raises(UserError, match="would not stop at all 5 end-of-text tokens"):
         gguf_tokenizer.check(replace(tokenizer, more_ends=frozenset({499, 500, 501, 502})))
-    assert "<|im_end|> too" in gguf_tokenizer.differences(replace(tokenizer, more_ends=frozenset()))[0]
+    assert "stops at <|im_end|>" in gguf_tokenizer.differences(replace(tokenizer, more_ends=frozenset()))[0]

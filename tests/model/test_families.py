@@ -232,7 +232,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "no factor, low_freq_factor, high_freq_factor"),
         ("llama", {"rope_scaling": LLAMA3 | {"factor": 1e99}}, "factor is 1e"),
         ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "high must be greater"),
-        ("llama", {"rope_theta": 5.0, "rope_scaling": LLAMA3 | {"rope_theta": 6.0}}, "rope_theta is 6.0 and 5.0"),
+        ("llama", {"rope_theta": 5.0, "rope_scaling": LLAMA3 | {"rope_theta": 6.0}}, "rope_theta is both 6.0 and 5.0"),
         ("llama", {"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 9.0}}, "contradict each other"),
         ("llama", {"rope_theta": -1}, "rope_base is -1"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),

@@ -79,7 +79,7 @@ def test_cache_equals_no_cache(kind: str, sizes: tuple[int, ...]) -> None:
             at += part.size(1)
     assert torch.allclose(torch.cat(pieces, dim=1), whole, atol=1e-4)
     if kind != "mistral":  # some layer sees all of the context
-        with pytest.raises(ValueError, match="155 positions"):
+        with pytest.raises(ValueError, match="155 tokens do not fit"):
             model(idx[:, :5], Placement(cache, [(0, [150, 150], 5)]))
 
 

@@ -63,7 +63,7 @@ def test_gpt3_on_a_thousand_devices(gpt: Gpt) -> None:
 def test_what_does_not_fit_is_said(gpt: Gpt) -> None:
     done = gpt("params", "gpt3-175b", "--devices", "2", "--kind", "t4-16gb", "--dtype", "float16")
     assert done.code == 0
-    assert "does not fit into 14.4 GB" in done.out
+    assert "does not fit in 14.4 GB" in done.out
     assert not json.loads(gpt("params", "gpt3-175b", "--devices", "2", "--json").out)["plan"]["fits"]
 
 
@@ -209,7 +209,7 @@ def test_wrong_input_is_one_clear_line(gpt: Gpt, args: list[str], message: str) 
 def test_hints_can_be_typed_as_they_stand(gpt: Gpt) -> None:
     assert 'did you mean "h100-80gb"?' in gpt("params", "gpt2", "--kind", "h100-80").err
     hint = gpt("params", "gpt2", "--devices", "3").err.splitlines()[-1]
-    for words in hint.removeprefix("hint: take ").split(", or "):
+    for words in hint.removeprefix("hint: use ").split(", or "):
         assert gpt("params", "gpt2", "--devices", "3", *words.split()).code == 0, hint
 
 

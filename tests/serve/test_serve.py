@@ -394,8 +394,8 @@ WRONG_CONSTRAINTS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"guided_choice": {"a": 1}}, "guided_choice is {'a': 1}; it must be a list", "guided_choice"),
     ({"choices": ["a", ""]}, "choices must be a list of non-empty strings", "choices"),
     ({"regex": 1}, "regex is 1; it must be a string", "regex"),
-    ({"json_schema": 0.5}, "json_schema is 0.5; it must be a text or an object", "json_schema"),
-    ({"guided_json": True}, "guided_json is true; it must be a text or an object", "guided_json"),
+    ({"json_schema": 0.5}, "json_schema is 0.5; it must be a string or an object", "json_schema"),
+    ({"guided_json": True}, "guided_json is true; it must be a string or an object", "guided_json"),
     ({"response_format": "json"}, 'response_format is "json"; it must be an object', "response_format"),
     ({"response_format": {}}, "response_format must be of type text,", "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format must have a schema", "response_format"),
@@ -646,7 +646,7 @@ def test_fields_that_the_template_reads(
     "field, value, says",
     [
         ("chat_template_kwargs", [], "an object"), ("chat_template_kwargs", {"a": "x" * 20_000}, "16,384"),
-        ("chat_template_kwargs", {"a": DEEP}, "levels"), ("enable_thinking", "no", "true or false"),
+        ("chat_template_kwargs", {"a": DEEP}, "deep"), ("enable_thinking", "no", "true or false"),
         ("continue_final_message", "content", "true or false"), ("add_generation_prompt", 1, "true or false"),
         *(("chat_template_kwargs", {name: 1}, f'"{name}"') for name in
           ("messages", "add_generation_prompt", "tools", "bos_token", "eos_token", "namespace", "documents")),

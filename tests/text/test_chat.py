@@ -237,11 +237,11 @@ def test_a_template_that_rewrites_messages_gives_a_row_per_answer(
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ namespace(__init__=1) }}", "no member"),
         ("{{ 'x' * 10 ** 7 }}", "more than 4,194,304 characters"),
-        ("{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "refuses|longer"),
+        ("{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "rejects|longer"),
         ("{% for m in messages %}", "Unexpected end"),
         ("{{ messages[9].content.x }}", "no element 9"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{% include 'x' %}", "refuses"),
+        ("{% include 'x' %}", "rejects"),
     ],
 )  # fmt: skip
 def test_a_template_that_fails_or_asks_for_too_much_is_refused(template: str, said: str) -> None:
@@ -363,7 +363,7 @@ def test_a_model_without_the_special_tokens_gets_rows_for_them(run_folder: Path,
     ("line", "said"),
     [
         ({"messages": []}, "it has no assistant message"),
-        ({"messages": "hi"}, 'no list of objects "messages"'),
+        ({"messages": "hi"}, 'it has no list of objects "messages"'),
         ({"messages": [{"role": "user"}]}, 'it has no "content"'),
         ({"messages": [*CHAT[:1], {"role": "assistant", "content": None}]}, '"content" is not a string'),
         ({"messages": [{"role": "critic", "content": "x"}]}, "there is no role 'critic'"),

@@ -205,7 +205,7 @@ def full(target: Path, contents: Any) -> None:
 def test_no_room_is_said_before_the_first_step(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda path: SimpleNamespace(free=500_000))
     heard: list[Any] = []
-    with pytest.raises(WorkError, match="a checkpoint needs about .* and 0.5 MB are free"):
+    with pytest.raises(WorkError, match="a checkpoint needs about .*, but only 0.5 MB are free"):
         library.train(text, out="runs/x", listen=heard.append, **FAST)
     assert not any(isinstance(event, events.StepEvent) for event in heard)
     assert not Path("runs").exists()

@@ -261,5 +261,5 @@ def test_what_the_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch: 
         recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)
     host = memory
     recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)
-    with pytest.raises(UserError, match=r"sizes$"):
+    with pytest.raises(UserError, match=r"too many sizes"):
         resolved(batch_tokens=2**25, batch_ramp=10**12, micro_batch="1", **{**small, "block_size": 1})
