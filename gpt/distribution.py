@@ -5,11 +5,12 @@ import re
 import shutil
 import sys
 import sysconfig
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 NAME = "gpt-workshop"
 VERSION = "0.1.0"
+find_spec = PathFinder.find_spec  # without import hooks: setuptools' one warns when it is asked for pip
 
 
 def install(package: str) -> str:
