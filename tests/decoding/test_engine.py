@@ -149,13 +149,17 @@ def test_nan_of_a_text_whose_logits_were_not_read_reaches_no_later_text(how: str
         model.lm_head = torch.nn.Linear(16, 50, bias=False)
         model.lm_head.weight.copy_(model.wte.weight)
         model.wte.weight[7] = torch.nan
-    engine = Engine(Context(model, CPU, 1), {EOT}, 4)
-    number = engine.add(Request([5, 6, 5, 7] * 4, SampleConfig(max_tokens=0 if how == "max_tokens" else 8)))
-    for _ in range(1 if how == "cancelled" else 9):
+    engine = Engine(Context(model, CPU, 2), {EOT}, 4)
+    bad = [5, 6] * 6 + [5, 7, 5, 7, 5, 5, 5, 5]
+    number = engine.add(Request(bad, SampleConfig(max_tokens=0 if how == "max_tokens" else 8)))
+    for _ in range(4 if how == "cancelled" else 9):  # of four ids each
         engine.step()
     engine.cancel(number)
-    engine.add(good)
-    assert told(list(engine.run())) == expected
+    engine.add(
+        Request([3, 4] * 8, SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
+    )  # a longer one beside
+    later = engine.add(good)
+    assert told([event for event in engine.run() if event.number == later]) == expected
 
 
 def test_what_the_model_cannot_serve_is_refused_before_it_runs() -> None:
