@@ -191,7 +191,7 @@ class Context:
 
     @torch.inference_mode()
     def check(self, slot: Slot) -> None:
-        """Clears a slot that contains NaN or infinity, after a text whose logits were not all read."""
+        """Clears a slot that contains NaN or infinity, after a text that ended before its first token."""
         if not self.cache.is_finite(slot.at, slot.written):
             self.clear(slot)
 

@@ -35,8 +35,9 @@ class Scheduler:
         for text in self.running:
             if text.done:
                 for slot in text.slots:
+                    unread = text.error is None and len(slot.text) <= len(text.request.ids)
                     del slot.text[slot.computed :]
-                    if text.reason is None or not text.request.config.max_tokens:
+                    if unread:  # any token drawn since would have shown that there is no NaN
                         self.context.check(slot)
                 self.free += text.slots
         self.running = [text for text in self.running if not text.done]
