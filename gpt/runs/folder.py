@@ -350,9 +350,11 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
     if is_checkpoint(path):
         return path
     if not path.exists():
-        meant = [str(Path(RUNS, path))] if is_run(Path(RUNS, path)) else []
-        meant += [f"hf:{model}"] if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and path.parts[0] != RUNS else []
-        hint = f'did you mean "{meant[0]}"?' if meant else known_runs()
+        hint = known_runs()
+        if is_run(Path(RUNS, path)):
+            hint = f'did you mean "{Path(RUNS, path)}"?'
+        elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and not path.parent.is_dir():
+            hint = f'from the Hugging Face Hub: "hf:{model}"'
         raise UserError(f"there is no run or checkpoint {path}", hint)
     if path.suffix == ".gguf":
         raise UserError(

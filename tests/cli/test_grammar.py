@@ -10,6 +10,8 @@ import pytest
 from conftest import Gpt, make_text
 from conftest import one_line_of_what_and_what_next as refused
 
+from gpt.runs import folder
+
 
 @pytest.fixture
 def run(run_folder: Path, workdir: Path) -> str:
@@ -197,3 +199,24 @@ def test_what_is_answered_is_here(gpt: Gpt) -> None:
     for hint in names.COMMANDS.values():
         for word in hint.replace(",", " ").split("gpt ")[1:]:
             assert word.split()[0] in {*commands, "--version", "--help", "COMMAND"}, hint
+
+
+@pytest.mark.usefixtures("run")
+def test_names_that_lack_their_folder_or_hf(gpt: Gpt) -> None:
+    for name, hint in {
+        "book": 'did you mean "' + str(Path("runs", "book")) + '"?',
+        "owner/model": '"hf:owner/model"',
+        "runs/bok": "runs here: ",
+    }.items():
+        done = gpt("eval", "t.txt", "-m", name)
+        refused(done, f"there is no run or checkpoint {Path(name)}")
+        assert hint in done.err
+
+
+@pytest.mark.usefixtures("workdir")
+def test_an_address_or_a_folder_of_texts_is_not_a_model() -> None:
+    Path("texts").mkdir()
+    Path("texts/config.json").write_text('{"a": 1}')
+    assert not folder.names_model("texts")
+    assert not folder.names_model("hf://datasets/owner/name/file.txt")
+    assert folder.names_model("hf:owner/name")
