@@ -288,8 +288,8 @@ def _has(path: Path, name: str) -> bool:
 def names_model(word: str) -> bool:
     """Whether a word names a model, as `find_checkpoint` takes it, or a preset. Raises `UserError` for a path that
     cannot be read."""
-    if hub.is_remote(word) or "://" in word:
-        return "://" not in word  # an address of a text, also of one on the Hub
+    if hub.is_remote(word):
+        return "://" not in word  # hf:// is the address of a text
     with reading(Path(word)):
         exists = Path(word).exists()
     part = None if exists else _PART.fullmatch(word)
