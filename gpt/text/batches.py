@@ -34,8 +34,8 @@ class Ring(Protocol):
 @dataclass(frozen=True)
 class Ramp:
     """Batch sizes that grow linearly from ``first`` to ``rows`` over the first ``over`` rows (Brown et al. 2020,
-    appendix B). Sizes below ``unit`` are multiples of ``by``, larger sizes of ``unit``. ``by`` divides ``first``, ``rows`` and
-    ``unit``."""
+    appendix B). Sizes below ``unit`` are multiples of ``by``, larger sizes of ``unit``. ``by`` divides ``first``,
+    ``rows`` and ``unit``."""
 
     rows: Positive
     first: Positive
