@@ -185,8 +185,8 @@ def _search_strings(content: str) -> list[str]:
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns ``tokenizer`` if it has a chat template; otherwise a copy with ChatML and its special tokens, where the
-    end-of-turn token ends a text."""
+    """Returns ``tokenizer`` if it has a chat template; otherwise a copy with ChatML, its special tokens (new ids if
+    missing), and its end-of-turn token as an end of text."""
     if tokenizer.chat_template is not None:
         return tokenizer
     tokenizer = with_specials(tokenizer, [word for word in (START, END) if word not in tokenizer.all_specials])
