@@ -35,8 +35,7 @@ _BETWEEN, _BETWEEN_ID = "\U0010fffe|between|\U0010ffff", 2**31
 
 @dataclass(frozen=True)
 class ByteBPE:
-    """A byte-level BPE run by tiktoken. ``nfc`` normalizes text to NFC first, for runs of older gpt versions with
-    Qwen's vocabulary."""
+    """A byte-level BPE run by tiktoken. ``nfc`` normalizes text first, for old gpt runs with Qwen's vocabulary."""
 
     pattern: str
     ranks: dict[bytes, int] = field(repr=False)  # A token's bytes → its id and merge rank.
@@ -59,11 +58,8 @@ class ByteBPE:
             raise UserError(f"the tokenizer's pattern is not valid: {error}") from None
 
     def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> Ids:
-        """Returns the ids of ``text``, with an id for each ``added`` word anywhere in it.
-
-        ``specials`` means that ``added`` includes special tokens. ``continues`` means that the text follows another
-        text and gets no space in front.
-        """
+        """Returns the ids of ``text``. ``added`` words always get their ids; with ``specials``, they include special
+        tokens. With ``continues``, the text follows another text and gets no leading space."""
         words = sorted(added, key=len, reverse=True)
         segments = re.split(f"({'|'.join(map(re.escape, words))})", text) if added else [text]
         ids = []
@@ -104,12 +100,11 @@ class ByteBPE:
 
 
 def _call_native(work: Callable[[], T], size: int, is_risky: bool, component: str) -> T:
-    """Returns ``work()``, native code for ``size`` characters that can be slow or panic if ``is_risky``. Raises
-    `UserError` if it fails."""
+    """Calls ``work``, native code that can be slow or panic if ``is_risky``. Raises `UserError` if it fails."""
     try:
         if not is_risky and size <= untrusted.SHORT_IF_LINEAR:
             return work()
-        is_main_thread = threading.current_thread() is threading.main_thread()  # Other threads may need stderr.
+        is_main_thread = threading.current_thread() is threading.main_thread()  # Other threads can use stderr.
         with untrusted.silent() if is_risky and is_main_thread else contextlib.nullcontext():
             return untrusted.timed(work, size, is_risky)
     except UserError:
@@ -120,7 +115,7 @@ def _call_native(work: Callable[[], T], size: int, is_risky: bool, component: st
         raise UserError(f"{component} fails on a text of {size:,} characters: {error}", HINT) from None
 
 
-Step = tuple[str, str, str]  # A decoder's type, the text to replace, the replacement.
+Step = tuple[str, str, str]  # (decoder type, text to replace, replacement)
 
 
 @dataclass(frozen=True)
@@ -176,8 +171,7 @@ class Library:
 
     @cached_property
     def added_pieces(self) -> dict[int, bytes]:
-        """The bytes of each added token. All decoder steps apply (some Gemma tokens are runs of ▁), except ByteLevel:
-        added tokens contain characters, not bytes."""
+        """The bytes of each added token: ByteLevel does not apply, but other decoder steps do (Gemma has runs of ▁)."""
         words = {id: self._tokenizer.id_to_token(id) for id in self._added_ids}
         other_steps = [step for step in self._decoder_steps if step[0] != "ByteLevel"]
         return {id: token_bytes(word, other_steps) for id, word in words.items() if word}
@@ -219,12 +213,11 @@ class Library:
 
     @cached_property
     def _is_risky(self) -> bool:
-        """Whether tokenizing can take more than linear time. Regular expressions can, and the library can panic on
-        them; so can WordPiece, which tries every prefix length of a word."""
+        """Whether tokenizing can be superlinear: with WordPiece, or regular expressions, which can also panic."""
         return not self.pattern and (b'"Regex"' in self.data or self.values["model"].get("type") == "WordPiece")
 
     def offsets(self, text: str) -> tuple[Int64s, Int64s]:
-        """Returns the start and end (exclusive) of each token of ``text``. Special tokens are recognized."""
+        """Returns the start and end characters of the tokens of ``text``. Special tokens are recognized."""
         self._tokenizer.encode_special_tokens = False
         spans = self._encode_batch(self._tokenizer, [text], self._tokenizer.encode_batch)[0].offsets
         starts, ends = np.array(spans, np.int64).reshape(-1, 2).T
@@ -232,8 +225,7 @@ class Library:
 
 
 def _find_pattern(values: Mapping[str, Any]) -> str | None:
-    """Returns the pattern of a byte-level BPE: ByteLevel's default, with or without single digits, or a known Split.
-    Returns None for other patterns, and if anything except the pattern affects how text is split."""
+    """Returns the pattern of a byte-level BPE, or None if it is unknown or anything else affects how text is split."""
     model = values["model"]
     normalizers = [step.get("type") for step in steps(values.get("normalizer"), "normalizers")]
     pre_tokenizers = steps(values.get("pre_tokenizer"), "pretokenizers")
@@ -312,8 +304,7 @@ _CLEANUP = {
 
 
 def _read_decoder(values: Mapping[str, Any]) -> list[Step]:
-    """Returns the decoder steps for a token; without a decoder, spaces join tokens. Raises `UserError` for a step that
-    needs the whole text."""
+    """Returns the decoder steps for a token (default: join by spaces). Raises `UserError` for unsupported steps."""
     if values.get("decoder") is None:
         pre_tokenizers = [step.get("type") for step in steps(values.get("pre_tokenizer"), "pretokenizers")]
         return [("ByteLevel" if "ByteLevel" in pre_tokenizers else "Join", "", "")]
@@ -338,7 +329,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
-    """Returns the bytes that ``token`` of the library's vocabulary decodes to."""
+    """Decodes a token of the library's vocabulary to bytes."""
     for kind, old, new in steps:
         if kind == "Replace":
             token = token.replace(old, new)
@@ -357,8 +348,7 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
 
 
 def byte_characters() -> dict[int, str]:
-    """Returns the character that stands for each byte in GPT-2's files: the byte itself if printable and not a space,
-    otherwise the next unused character, starting at U+0100."""
+    """Returns GPT-2's character for each byte: the byte if printable and not a space, otherwise U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

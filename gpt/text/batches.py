@@ -1,8 +1,8 @@
 """Training batches as a pure function of seed and step, so any step's batch can be computed directly.
 
-The token stream is a ring: the end-of-text of the first document follows the last document. Each epoch cuts the ring
-into windows of T inputs, from a different offset, and a keyed permutation orders them. The remainder, shorter than a
-window, also differs between epochs.
+The token stream is a ring: the end-of-text of the first document follows the last document. Each epoch starts at a
+different offset, cuts the ring into windows of T inputs and orders them by a keyed permutation. The remainder, shorter
+than a window, therefore varies by epoch.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gpt.settings import Positive
 
 Int64s = npt.NDArray[np.int64]
-MOST_SIZES = 2**24  # The maximum number of batch sizes in a ramp.
+MOST_SIZES = 2**24  # Maximum number of batch sizes in a ramp.
 
 
 class Ring(Protocol):
@@ -50,8 +50,7 @@ class Ramp:
 
     @cached_property
     def _stages(self) -> list[tuple[int, int, int]]:
-        """For each batch size: its first step, the number of rows before that step, and the size. The list is short
-        even if the ramp takes many steps."""
+        """The batch sizes as (first step, rows before it, size): few, even if the ramp takes many steps."""
         stages, step, first_row = [], 0, 0
         while first_row < self.over:
             exact = self.first + (self.rows - self.first) * first_row // self.over
@@ -95,7 +94,7 @@ class Batches:
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
         """Returns this rank's inputs x and targets y, int64 (rows / ranks, T): y is x shifted by one id. Steps count
-        from 0. The ranks divide the rows of a single process among them."""
+        from 0. Together, the ranks get exactly the rows of a single process."""
         first_row = self.ramp.before(step) if self.ramp else step * self.rows
         rows = self.ramp.before(step + 1) - first_row if self.ramp else self.rows
         assert rows % ranks == 0, "rows are divided evenly before this"
@@ -129,7 +128,7 @@ def shuffled(positions: Int64s, n: int, seed: int) -> Int64s:
 def permute(x: Int64s, n: int, key: int) -> Int64s:
     """Returns the images of ``x`` under the permutation of 0 … n - 1 chosen by ``key``, without storing it.
 
-    A Feistel network over the next power of four is repeated until its output is below n (Black & Rogaway 2002).
+    Cycle-walks a Feistel network over the next power of four until the output is below n (Black & Rogaway 2002).
     """
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)

@@ -1,8 +1,7 @@
 """Finds safe places to cut a document, so documents of any size can be tokenized in parts.
 
-A tokenizer's pattern splits text into pieces, and BPE merges each piece separately. A cut between two pieces leaves
-the ids unchanged if the match on neither side depends on the other: ``\\s+(?!\\S)``, for example, looks ahead. A
-document is encoded whole if the pattern is unknown.
+A tokenizer's pattern splits text into pieces, and BPE merges each piece separately. A cut between two pieces changes
+no id unless a match looks across it, as ``\\s+(?!\\S)`` does. If the pattern is unknown, documents are encoded whole.
 """
 
 import re
@@ -42,8 +41,7 @@ _WORD_ENDS = [
     ("[0-9]", f"[{_LETTERS}{_PUNCTUATION}{SPACES}]"),
 ]
 _GPT2_RULES = [*_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{SPACES}]")]
-# In these patterns, punctuation includes the line ends after it (in o200k also slashes), and a piece of white space
-# ends at its last line end.
+# Here, punctuation includes the line ends after it (in o200k also slashes), and white space ends at its last line end.
 _CL100K_RULES = [
     *_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{_INLINE_SPACES}]"), (r"[\r\n]", f"[^{SPACES}]"),
 ]  # fmt: skip
@@ -88,16 +86,14 @@ def _last_boundary_regex(pattern: str) -> re.Pattern[str] | None:
 
 
 def is_known(pattern: str) -> bool:
-    """Whether a pattern is known: its pieces join to the whole text, and tiktoken and the tokenizers library interpret
-    it the same way."""
+    """Whether a pattern is known, and tiktoken and the tokenizers library interpret it the same way."""
     # The library interprets {1,3}+ as ({1,3})+. Its $ matches at every line end, which is harmless only after \s++.
     is_portable = not re.search(r"\d\}\+|\$", pattern.replace(r"\s++$", ""))
     return is_portable and _rules(pattern) is not None
 
 
 def _last_boundary(text: str, pattern: str) -> int:
-    """Returns the last position inside ``text`` at which a cut preserves the ids, whatever text follows; 0 if there is
-    none."""
+    """Returns the last inner position at which a cut preserves the ids, whatever text follows, or 0."""
     regex = _last_boundary_regex(pattern)
     match = regex.match(text) if regex else None
     return match.end() if match else 0
@@ -105,7 +101,7 @@ def _last_boundary(text: str, pattern: str) -> int:
 
 def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tuple[str, bool]]:
     """Cuts a document into nonempty parts of about ``size`` characters or longer, whose ids concatenate to the
-    document's ids. Yields each part, and True if it has `LONGEST` characters without a boundary and ends anywhere.
+    document's ids. Yields each part, and whether its end is arbitrary, after `LONGEST` characters without a boundary.
 
     An unknown pattern gives a single part. Raises `UserError` if it exceeds `MOST_UNCUT` characters, or `MOST_WHOLE`
     without a pattern.
@@ -135,7 +131,7 @@ def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tup
 
 
 def parts_of(text: str, pattern: str) -> list[str]:
-    """Returns parts of a text that are short enough for the regex engine: usually the whole text."""
+    """Cuts a text into parts that are short enough for the regex engine: usually the whole text."""
     if len(text) <= LONGEST + STEP or not _rules(pattern):
         return [text]
     return [part for part, _ in parts([text], pattern)]

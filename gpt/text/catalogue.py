@@ -25,7 +25,7 @@ class PublishedFile:
     """A file of a corpus."""
 
     url: str
-    size: int | None = None  # Published size in bytes.
+    size: int | None = None  # In bytes.
     sha256: str | None = None
 
     @property
@@ -46,7 +46,7 @@ class CatalogueEntry:
     homepage: str
     field: str | None = None  # The column with the text, in files with columns.
     rows: str = "documents"  # Rows are separate "documents", or the "lines" of a file.
-    python: str | None = None  # The part of the Python installation.
+    python: str | None = None  # "stdlib" or "pydoc_data.topics".
     files: tuple[PublishedFile, ...] = ()
     val: tuple[PublishedFile, ...] = ()  # Files published as held-out text.
     size: int | None = None  # In bytes; approximate for parts of the Python installation.

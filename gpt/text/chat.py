@@ -1,4 +1,4 @@
-"""Renders conversations as text with a tokenizer's chat template; ChatML is the default template.
+"""Renders conversations as text with a tokenizer's chat template, or ChatML.
 
 A template is a program written by the model's author, so it runs in a separate process
 (`gpt.text.template_process`) with limits on time, memory and output.
@@ -65,8 +65,7 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def _cut_at_tag(text: str, content: str) -> str:
-    """Returns the text up to the tag after the last message. If the template trimmed the tag's space, this also trims
-    the text."""
+    """Returns the text before the tag after the last message, trimmed if the template trimmed the tag."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0 or content.strip() not in text:
         raise UserError("the chat template drops the last message, which cannot be continued")
@@ -165,8 +164,8 @@ def _find_start(before: str, prompt: str, after: str, content: str, specials: re
 
 
 def _find_end(text: str, start: int, content: str, specials: re.Pattern[str]) -> int:
-    """Returns the end of a text's last answer: the first special token after its content, or the last special token if
-    the template changed the content."""
+    """Returns the end of a text's last answer: after the special token that follows its content, or after the last
+    special token if the template changed the content."""
     positions = ((text.find(string, start), string) for string in _search_strings(content))
     content_end = next((position + len(string) for position, string in positions if position >= 0), None)
     ends = [match.end() for match in specials.finditer(text, start if content_end is None else content_end)]
@@ -185,8 +184,7 @@ def _search_strings(content: str) -> list[str]:
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """Returns ``tokenizer`` if it has a chat template; otherwise a copy with ChatML, its special tokens (new ids if
-    missing), and its end-of-turn token as an end of text."""
+    """Adds ChatML and its special tokens to a tokenizer without a chat template. The end of a turn then ends a text."""
     if tokenizer.chat_template is not None:
         return tokenizer
     tokenizer = with_specials(tokenizer, [word for word in (START, END) if word not in tokenizer.all_specials])
@@ -201,8 +199,7 @@ def _render_parts(
     parts: Sequence[tuple[int, bool]],
     variables: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> tuple[list[str], list[Span]]:
-    """Returns the text of each part (number of messages, whether to start an answer), and the spans marked by the
-    template in the last text."""
+    """Returns the text of each part (number of messages, whether to start an answer), and the last text's spans."""
     if tokenizer.chat_template is None:
         raise UserError(
             "this model has no chat template, which turns a conversation into text",
@@ -228,7 +225,7 @@ def _special_words(tokenizer: Tokenizer) -> dict[str, str]:
         for name, value in json.loads(tokenizer.files.get(file, b"{}")).items():
             if name.endswith("_token") and (word := content(value)):
                 words[name] = word
-    if not tokenizer.keeps_files:  # As in the configuration that we write.
+    if not tokenizer.keeps_files:  # As in the tokenizer_config.json that we write.
         words |= dict.fromkeys(("bos_token", "unk_token"), tokenizer.eot_token)
     return words
 

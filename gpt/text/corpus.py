@@ -36,11 +36,11 @@ class Survey:
 
     documents: int  # Counting stops at `HASHED_SPLIT_FROM`.
     bytes: int  # UTF-8 bytes; an estimate if ``sizes`` is None.
-    sizes: list[int] | None  # UTF-8 bytes of each source, if all were counted.
+    sizes: list[int] | None  # UTF-8 bytes by source; None if counting stopped.
 
 
 def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
-    """Counts documents up to `HASHED_SPLIT_FROM`, and bytes. Reads only the first bytes of plain UTF-8 files."""
+    """Counts bytes, and documents up to `HASHED_SPLIT_FROM`. Reads only the first bytes of plain UTF-8 files."""
     is_exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
     utf8 = config.encoding.lower() in ("utf-8", "utf8")
     # A size of 0 can mean unknown.
@@ -96,9 +96,9 @@ class Split:
     by: Literal["hash", "end", "text", "nothing"]  # "text" means a separate held-out text.
     fraction: float
     seed: int
-    bound: float = 0.0  # "hash": documents with a smaller `hash_fraction` are held out.
-    starts: tuple[int, ...] = ()  # "end": bytes of text before each source.
-    train_bytes: int = 0  # "end": bytes to train on.
+    bound: float = 0.0  # With "hash", documents with a smaller `hash_fraction` are held out.
+    starts: tuple[int, ...] = ()  # With "end", the bytes of text before each source.
+    train_bytes: int = 0  # With "end", the bytes to train on.
 
     def describe(self) -> dict[str, Any]:
         """Returns the rule for the manifest."""
@@ -137,7 +137,7 @@ class Split:
 
 
 def hash_fraction(text: str, seed: int) -> float:
-    """Returns a hash of the seed and the document's first `HEAD` characters, scaled to [0, 1)."""
+    """Hashes the seed and the document's first `HEAD` characters to [0, 1)."""
     digest = hashlib.sha256(f"{seed}\0{text[:HEAD]}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -193,7 +193,7 @@ class TextSample(Iterator[str]):
     """About ``limit`` bytes sampled evenly from a text of about ``total`` bytes; all of a shorter text."""
 
     def __init__(self, chunks: Iterable[Chunk], total: int, limit: int) -> None:
-        self.seen = self.taken = 0  # Bytes of text and of the sample so far.
+        self.seen = self.taken = 0  # Bytes of the text and of the sample so far.
         self._total, self._limit = total, limit
         self._pieces = self._sample(chunks)
 
@@ -201,7 +201,7 @@ class TextSample(Iterator[str]):
         return next(self._pieces)
 
     def _sample(self, chunks: Iterable[Chunk]) -> Iterator[str]:
-        piece_size = min(HEAD, max(1024, self._limit // 64))  # Characters.
+        piece_size = min(HEAD, max(1024, self._limit // 64))
         for chunk in chunks:
             for start in range(0, len(chunk.text), piece_size):
                 text = chunk.text[start : start + piece_size]
@@ -216,7 +216,7 @@ class TextSample(Iterator[str]):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sources, and the rule for held-out text. All sources from ``first_val_source`` onward are held out entirely."""
+    """Sources and their split. All sources from ``first_val_source`` onward are held out entirely."""
 
     name: str
     texts: tuple[str, ...]
@@ -282,8 +282,7 @@ class Corpus:
 def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lambda event: None) -> Corpus:
     """Finds the sources and plans the split. ``listen`` receives notes and download progress.
 
-    Files in both ``texts`` and ``--val-text`` are not trained on. Raises `UserError` if the text is invalid or too
-    short.
+    Files that are also in ``--val-text`` are not trained on. Raises `UserError` for invalid or too short text.
     """
 
     def on_bytes(done: int, total: int | None) -> None:
@@ -336,8 +335,7 @@ def _remove_held_out(sources: list[Source], val_sources: Sequence[Source], liste
 
 
 def cut_documents(assigned: AssignedChunks, pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:
-    """Yields documents in parts to encode separately: the text, whether it begins a document, its side, and whether it
-    ends inside an overlong piece of the pattern."""
+    """Yields parts to encode separately: text, whether it begins a document, side, whether its end is arbitrary."""
     document_number = 0
 
     def document_key(item: tuple[Chunk, bool]) -> tuple[int, Side]:

@@ -61,9 +61,9 @@ LENGTH = 2**20  # Approximate characters of a chunk.
 
 
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
-    """Yields the text between ``separator`` lines, which can have a carriage return, and None for each separator."""
+    """Yields the text between ``separator`` lines (with or without a carriage return), and None for each separator."""
     needle = "\n" + separator
-    pending = "\n"  # The first character is already yielded, or is a virtual line break before the text.
+    pending = "\n"  # Begins with a character already yielded, or a virtual line break.
     for block in blocks:
         text = pending + block
         start = min(1, len(pending))  # text[:start] is already yielded.
@@ -111,7 +111,7 @@ def make_chunks(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
         yield None
 
 
-MAX_DEPTH = 8  # Limit for nested formats; an archive can contain itself.
+MAX_DEPTH = 8  # Maximum nesting of formats; an archive can contain itself.
 
 RECORD_FORMATS: dict[str, type[Records[Any]]] = {
     ".jsonl": formats.JSONLines,
@@ -153,8 +153,8 @@ class Reader:
     def documents(self, source: Source, on_bytes: OnBytes = _discard_progress) -> Iterator[Chunk]:
         """Yields the documents of a source in nonempty chunks.
 
-        The first chunk of a document has at least `HEAD` characters or the whole document. ``on_bytes`` receives the
-        number of source bytes read so far. Raises `UserError` for damaged or non-text files, unless ``skip_bad``.
+        A document's first chunk has at least `HEAD` characters, unless the document is shorter. ``on_bytes`` receives
+        the source bytes read so far. Raises `UserError` for damaged or non-text files, unless ``skip_bad``.
         """
         self._joins_rows = source.lines
         max_size = 0

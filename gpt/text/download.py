@@ -41,9 +41,8 @@ def fetch(
 ) -> Path:
     """Downloads ``url`` to ``target``, unless the complete file exists. Returns ``target``.
 
-    After a disconnect or Ctrl-C, the partial file remains next to ``target``, and the download resumes, at the latest
-    in the next call. Other processes that need the file wait. Raises `WorkError` without a network or enough disk
-    space, and for a wrong size or sha256.
+    A disconnect or Ctrl-C leaves a partial file next to ``target``, from which this or the next call resumes. Other
+    processes wait for the file. Raises `WorkError` without a network or disk space, and for a wrong size or sha256.
     """
     with _disk_errors(target):
         if not is_whole(target, sha256, size):
@@ -99,7 +98,7 @@ class _ConnectionLost(Exception):
 
 
 class _Download:
-    """A download in progress, stored in ``part``. Its name depends on URL, size and sha256.
+    """A download in progress, stored in ``part``, whose name depends on URL, size and sha256.
 
     Resuming needs no validator such as an ETag: catalogue URLs name a fixed revision or have a sha256.
     """
