@@ -30,12 +30,12 @@ HINT = "use another --tokenizer, or break up the long runs of one kind of charac
 
 # The separator between texts in one tiktoken call. Its first and last characters differ, so it cannot overlap the end
 # of a text.
-_BETWEEN, _BETWEEN_ID = "\U0010fffe|between|\U0010ffff", 2**31
+_BETWEEN, _SEPARATOR_ID = "\U0010fffe|between|\U0010ffff", 2**31
 
 
 @dataclass(frozen=True)
 class ByteBPE:
-    """A byte-level BPE run by tiktoken. ``nfc`` normalizes text first, for old gpt runs with Qwen's vocabulary."""
+    """A byte-level BPE run by tiktoken. ``nfc`` normalizes text to NFC first, for old runs with Qwen's vocabulary."""
 
     pattern: str
     ranks: dict[bytes, int] = field(repr=False)  # A token's bytes → its id and merge rank.
@@ -52,7 +52,7 @@ class ByteBPE:
     def _encoding(self) -> tiktoken.Encoding:
         try:
             return tiktoken.Encoding(
-                "gpt", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={_BETWEEN: _BETWEEN_ID}
+                "gpt", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={_BETWEEN: _SEPARATOR_ID}
             )
         except ValueError as error:
             raise UserError(f"the tokenizer's pattern is not valid: {error}") from None
@@ -76,7 +76,7 @@ class ByteBPE:
         if added or joined.count(_BETWEEN) >= len(texts):
             return [self.encode(text, added, False, False) for text in texts]
         ids = self._merge(self._normalize(joined), {_BETWEEN})
-        positions = np.flatnonzero(ids == _BETWEEN_ID)
+        positions = np.flatnonzero(ids == _SEPARATOR_ID)
         return [part[i > 0 :] for i, part in enumerate(np.split(ids, positions))]
 
     def size(self, text: str) -> int:
@@ -104,7 +104,8 @@ def _call_native(work: Callable[[], T], size: int, is_risky: bool, component: st
     try:
         if not is_risky and size <= untrusted.SHORT_IF_LINEAR:
             return work()
-        is_main_thread = threading.current_thread() is threading.main_thread()  # Other threads can use stderr.
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        # Silencing stderr would affect all threads.
         with untrusted.silent() if is_risky and is_main_thread else contextlib.nullcontext():
             return untrusted.timed(work, size, is_risky)
     except UserError:

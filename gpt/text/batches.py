@@ -2,7 +2,7 @@
 
 The token stream is a ring: the end-of-text of the first document follows the last document. Each epoch starts at a
 different offset, cuts the ring into windows of T inputs and orders them by a keyed permutation. The remainder, shorter
-than a window, therefore varies by epoch.
+than a window, varies by epoch.
 """
 
 import hashlib

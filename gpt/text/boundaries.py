@@ -101,7 +101,7 @@ def _last_boundary(text: str, pattern: str) -> int:
 
 def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tuple[str, bool]]:
     """Cuts a document into nonempty parts of about ``size`` characters or longer, whose ids concatenate to the
-    document's ids. Yields each part, and whether its end is arbitrary, after `LONGEST` characters without a boundary.
+    document's ids. Yields each part, and whether it ends inside a piece, after `LONGEST` characters without a boundary.
 
     An unknown pattern gives a single part. Raises `UserError` if it exceeds `MOST_UNCUT` characters, or `MOST_WHOLE`
     without a pattern.

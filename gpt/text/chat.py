@@ -100,7 +100,7 @@ def answers(
 
 
 def _select_spans(messages: Sequence[Message], context: Collection[int], spans: list[Span]) -> list[Span]:
-    """Returns the template's marked spans, except answers in ``context``."""
+    """Returns the spans marked by the template, except answers in ``context``."""
     indices = _assistant_indices(messages)
     if context and len(spans) != len(indices):
         raise UserError(

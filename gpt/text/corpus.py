@@ -335,7 +335,7 @@ def _remove_held_out(sources: list[Source], val_sources: Sequence[Source], liste
 
 
 def cut_documents(assigned: AssignedChunks, pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:
-    """Yields parts to encode separately: text, whether it begins a document, side, whether its end is arbitrary."""
+    """Yields parts to encode separately: text, whether it begins a document, side, whether it ends inside a piece."""
     document_number = 0
 
     def document_key(item: tuple[Chunk, bool]) -> tuple[int, Side]:
