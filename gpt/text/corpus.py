@@ -90,7 +90,7 @@ class Split:
     """The rule for held-out text: a pure function of a document and its position.
 
     With fewer than `HASHED_SPLIT_FROM` documents, the last bytes are held out, even if this cuts a document. Otherwise
-    a hash of the seed and the document's start decides, so adding documents moves no others.
+    a hash of the seed and the document's start decides, so adding documents does not move others.
     """
 
     by: Literal["hash", "end", "text", "nothing"]  # "text" means a separate held-out text.
