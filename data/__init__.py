@@ -1,1 +1,1 @@
-"""The catalogue of corpora: a TOML file each, read through importlib.resources."""
+"""The corpus catalogue: one TOML file per corpus, read with importlib.resources."""

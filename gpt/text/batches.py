@@ -1,8 +1,8 @@
-"""The batch of a step: a pure function of seed and step, so that any step's batch can be made at once.
+"""Training batches as a pure function of seed and step, so any step's batch can be computed directly.
 
-The stream of ids is a ring: after the last document comes the first one's end-of-text. An epoch cuts the ring into
-windows of T inputs, taken in an order that a keyed permutation gives; each epoch starts cutting at another place, so
-that borders fall elsewhere. What is left over, less than a window, differs from epoch to epoch too.
+The token stream is a ring: the end-of-text of the first document follows the last document. Each epoch starts at a
+different offset, cuts the ring into windows of T inputs and orders them by a keyed permutation. The remainder, shorter
+than a window, varies by epoch.
 """
 
 import hashlib
@@ -18,24 +18,24 @@ import numpy.typing as npt
 from gpt.settings import Positive
 
 Int64s = npt.NDArray[np.int64]
-MOST_SIZES = 2**24  # different sizes of growing batches
+MOST_SIZES = 2**24  # Maximum number of batch sizes in a ramp.
 
 
 class Ring(Protocol):
-    """A ring of ids, as a `gpt.text.shards.TokenStream` is: the first follows the last."""
+    """A ring of ids, such as `gpt.text.shards.TokenStream`: the first id follows the last."""
 
     def __len__(self) -> int: ...
 
     def take(self, start: int, length: int) -> Int64s:
-        """Returns ``length`` ids from ``start`` on."""
+        """Returns ``length`` ids, beginning at ``start``."""
         ...
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """Batches that grow along a line, from ``first`` rows to ``rows`` by the time that ``over`` of them are read
-    (Brown et al. 2020, appendix B), in multiples of ``unit`` as soon as there is one, and of ``by``, which divides
-    ``first``, ``rows`` and ``unit``, always."""
+    """Batch sizes that grow linearly from ``first`` to ``rows`` over the first ``over`` rows (Brown et al. 2020,
+    appendix B). Sizes below ``unit`` are multiples of ``by``, larger sizes of ``unit``. ``by`` divides ``first``,
+    ``rows`` and ``unit``."""
 
     rows: Positive
     first: Positive
@@ -45,40 +45,38 @@ class Ramp:
 
     @property
     def sizes(self) -> int:
-        """The largest number of different batch sizes."""
+        """An upper bound on the number of batch sizes."""
         return self.unit // self.by + self.rows // self.unit + 1
 
     @cached_property
     def _stages(self) -> list[tuple[int, int, int]]:
-        """The starts of batch sizes: the step, the rows of all steps before it, and the rows of each step after it.
-        However many tokens a batch grows over, it does so in few sizes."""
-        stages, step, start = [], 0, 0
-        while start < self.over:
-            exact = self.first + (self.rows - self.first) * start // self.over
-            by = self.by if exact < self.unit else self.unit
-            size = exact - exact % by
-            stages.append((step, start, size))
-            # After so many rows the line reaches the next size.
-            grown = -(-(size + by - self.first) * self.over // max(1, self.rows - self.first))
-            count = -(-(min(self.over, grown) - start) // size)
-            step, start = step + count, start + count * size
-        return [*stages, (step, start, self.rows)]
+        """The batch sizes as (first step, rows before it, size): few, even if the ramp takes many steps."""
+        stages, step, first_row = [], 0, 0
+        while first_row < self.over:
+            exact = self.first + (self.rows - self.first) * first_row // self.over
+            multiple = self.by if exact < self.unit else self.unit
+            size = exact - exact % multiple
+            stages.append((step, first_row, size))
+            # The linear ramp reaches the next size after this many rows.
+            next_row = -(-(size + multiple - self.first) * self.over // max(1, self.rows - self.first))
+            count = -(-(min(self.over, next_row) - first_row) // size)
+            step, first_row = step + count, first_row + count * size
+        return [*stages, (step, first_row, self.rows)]
 
     def before(self, step: int) -> int:
-        """Returns the rows of all steps before ``step``, which is counted from 0."""
-        first, start, size = self._stages[bisect_right(self._stages, step, key=itemgetter(0)) - 1]
-        return start + (step - first) * size
+        """Returns the number of rows in all steps before ``step`` (counted from 0)."""
+        first_step, first_row, size = self._stages[bisect_right(self._stages, step, key=itemgetter(0)) - 1]
+        return first_row + (step - first_step) * size
 
     def steps(self, rows: int) -> int:
-        """Returns the fewest steps that take ``rows`` rows."""
-        first, start, size = self._stages[bisect_right(self._stages, rows, key=itemgetter(1)) - 1]
-        return first - (start - rows) // size
+        """Returns the smallest number of steps with at least ``rows`` rows."""
+        first_step, first_row, size = self._stages[bisect_right(self._stages, rows, key=itemgetter(1)) - 1]
+        return first_step - (first_row - rows) // size
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of ``rows`` windows of ``block_size`` ids (T) from a stream of at least T ids; with a ``ramp`` fewer at
-    first."""
+    """Batches of ``rows`` windows of ``block_size`` (T) ids. Batches are smaller during a ``ramp``."""
 
     ids: Ring
     block_size: int
@@ -91,24 +89,24 @@ class Batches:
 
     @property
     def windows(self) -> int:
-        """The number of windows of an epoch."""
+        """The number of windows in an epoch."""
         return len(self.ids) // self.block_size
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """Returns inputs x and targets y of a step, int64 (rows / ranks, T): y is x one id later. Steps count from 0.
-
-        Of many processes, each takes its rows: disjoint, and together the rows of one.
-        """
-        first = self.ramp.before(step) if self.ramp else step * self.rows
-        rows = self.ramp.before(step + 1) - first if self.ramp else self.rows
+        """Returns this rank's inputs x and targets y, int64 (rows / ranks, T): y is x shifted by one id. Steps count
+        from 0. Together, the ranks get exactly the rows of a single process."""
+        first_row = self.ramp.before(step) if self.ramp else step * self.rows
+        rows = self.ramp.before(step + 1) - first_row if self.ramp else self.rows
         assert rows % ranks == 0, "rows are divided evenly before this"
-        share = rows // ranks
-        starts = self._starts(np.arange(first + rank * share, first + (rank + 1) * share, dtype=np.int64))
+        rank_rows = rows // ranks
+        starts = self._starts(
+            np.arange(first_row + rank * rank_rows, first_row + (rank + 1) * rank_rows, dtype=np.int64)
+        )
         windows = np.stack([self.ids.take(start, self.block_size + 1) for start in starts.tolist()])
         return windows[:, :-1], windows[:, 1:]
 
     def _starts(self, positions: Int64s) -> Int64s:
-        """Returns where the windows at ``positions``, counted from the first step, begin in the ring."""
+        """Returns the offsets in the ring of the windows at ``positions``, counted over all epochs."""
         epochs = positions // self.windows
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -119,35 +117,34 @@ class Batches:
 
 
 def shuffled(positions: Int64s, n: int, seed: int) -> Int64s:
-    """Returns which of ``n`` things are at ``positions``, counted from the first step. Each epoch is a permutation of
-    all of them."""
+    """Returns the indices (0 … n - 1) at ``positions``, counted over all epochs. Each epoch is a permutation."""
     epochs = positions // n
-    chosen = np.empty_like(positions)
+    indices = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
-        chosen[epochs == epoch] = permute(positions[epochs == epoch] % n, n, _hash(seed, epoch))
-    return chosen
+        indices[epochs == epoch] = permute(positions[epochs == epoch] % n, n, _hash(seed, epoch))
+    return indices
 
 
 def permute(x: Int64s, n: int, key: int) -> Int64s:
-    """Returns the images of ``x`` under a permutation of 0 … n - 1 that ``key`` chooses, without storing it.
+    """Returns the images of ``x`` under the permutation of 0 … n - 1 chosen by ``key``, without storing it.
 
-    A Feistel network over the next power of four, walked until it lands below n (Black & Rogaway 2002).
+    Cycle-walks a Feistel network over the next power of four until the output is below n (Black & Rogaway 2002).
     """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
-    out = x.astype(np.uint64)
-    todo = np.ones(len(x), bool)
-    while todo.any():
-        left, right = out[todo] >> np.uint64(half), out[todo] & mask
-        for turn in range(6):
-            left, right = right, left ^ (_mix(right, _hash(key, turn)) & mask)
-        out[todo] = (left << np.uint64(half)) | right
-        todo &= out >= n
-    return out.astype(np.int64)
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half_bits) - 1)
+    images = x.astype(np.uint64)
+    pending = np.ones(len(x), bool)
+    while pending.any():
+        left, right = images[pending] >> np.uint64(half_bits), images[pending] & mask
+        for round_number in range(6):
+            left, right = right, left ^ (_mix(right, _hash(key, round_number)) & mask)
+        images[pending] = (left << np.uint64(half_bits)) | right
+        pending &= images >= n
+    return images.astype(np.int64)
 
 
 def _mix(x: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """Returns the 64-bit finalizer (splitmix64, Steele et al. 2014) of x + key; overflow wraps."""
+    """Returns the splitmix64 finalizer of x + key (Steele et al. 2014); overflow wraps."""
     x = x + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -155,6 +152,6 @@ def _mix(x: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
 
 
 def _hash(*values: int) -> int:
-    """Returns a hash of ``values``, 63 bits."""
+    """Returns a 63-bit hash of ``values``."""
     digest = hashlib.sha256(repr(values).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -1,8 +1,7 @@
-"""Where a document may be cut, so that one of any size is tokenized in parts.
+"""Finds safe places to cut a document, so documents of any size can be tokenized in parts.
 
-A tokenizer's pattern cuts a text into pieces, and each piece is merged by itself. A cut between two pieces changes no
-id where neither side looks across it: as ``\\s+(?!\\S)``, say, looks past the white space that it takes. A document
-under a pattern of unknown form is encoded whole.
+A tokenizer's pattern splits text into pieces, and BPE merges each piece separately. A cut between two pieces changes
+no id unless a match looks across it, as ``\\s+(?!\\S)`` does. If the pattern is unknown, documents are encoded whole.
 """
 
 import re
@@ -11,38 +10,38 @@ from functools import lru_cache
 
 from gpt.errors import UserError
 
-# GPT-2's pattern, in the spelling of tiktoken's r50k_base: possessive where that changes no match but keeps the
-# regex engine from backtracking.
+# GPT-2's pattern as in tiktoken's r50k_base. Its possessive quantifiers avoid backtracking without changing a match.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# The same after each digit is cut off by itself, as in SmolLM2's vocabulary: white space before a digit ends a part.
+# GPT-2's pattern with single digits, as in SmolLM2's tokenizer: white space before a digit is a separate piece.
 DIGITS_PATTERN = r"""'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"""
 
-STEP = 2**18  # characters that are looked at for a place to cut
-LONGEST = 2**19  # characters without such a place that are cut anywhere: longer runs of white space overflow the regex
-# engine's stack (tiktoken 0.14: at a million), and longer words take more than linear time to merge
-MOST_UNCUT = 2**27  # characters held of a document under a pattern of unknown form: a bomb must not fill the memory
-MOST_WHOLE = 2**24  # as much for the tokenizers library, which takes some 110 bytes a character
+STEP = 2**18  # Characters per search for a boundary.
+# A part of this many characters without a boundary is cut anywhere. Longer runs of white space overflow the regex
+# engine's stack (tiktoken 0.14: at a million), and merging longer words takes more than linear time.
+LONGEST = 2**19
+MOST_UNCUT = 2**27  # Maximum characters of a document under an unknown pattern, to bound memory.
+MOST_WHOLE = 2**24  # The same for the tokenizers library, which needs about 110 bytes per character.
 
-# What \s means to the regex engine: Unicode's White_Space (Python's own \s has four control characters more).
+# The regex engine's \s is Unicode's White_Space. Python's \s has four more control characters.
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _INLINE_SPACES = SPACES.replace(r"\t-\r", r"\t\x0b\x0c")
 
-# Characters that are letters, and ones that are neither letter, number, mark, space nor apostrophe, in every version of
-# Unicode, so that the engine, Python and we agree on them.
+# Letters, and characters other than letters, numbers, marks, spaces and apostrophes. Their categories are the same in
+# every version of Unicode, so the regex engine and Python agree on them.
 _LETTERS = (
     r"A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\u021f\u0391-\u03a1\u03a3-\u03ce\u0400-\u0481\u05d0-\u05ea\u0621-\u063a"
     r"\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
-_OTHERS = r"!-&(-/:-@\[-`{-~\u2010-\u2027\u3001-\u3003\u3008-\u3011\uff01-\uff0f\uff1a-\uff20"
+_PUNCTUATION = r"!-&(-/:-@\[-`{-~\u2010-\u2027\u3001-\u3003\u3008-\u3011\uff01-\uff0f\uff1a-\uff20"
 
-# Where two characters alone make a boundary: (the one before it, the one after it).
+# Pairs of character classes with a boundary between them: (before, after).
 _WORD_ENDS = [
-    (f"[{_LETTERS}]", f"[0-9{_OTHERS}{SPACES}]"),
-    ("[0-9]", f"[{_LETTERS}{_OTHERS}{SPACES}]"),
+    (f"[{_LETTERS}]", f"[0-9{_PUNCTUATION}{SPACES}]"),
+    ("[0-9]", f"[{_LETTERS}{_PUNCTUATION}{SPACES}]"),
 ]
 _GPT2_RULES = [*_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{SPACES}]")]
-# Here punctuation takes the line ends after it (o200k: slashes too), and white space ends with its last line end.
+# Here, punctuation includes the line ends after it (in o200k also slashes), and white space ends at its last line end.
 _CL100K_RULES = [
     *_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{_INLINE_SPACES}]"), (r"[\r\n]", f"[^{SPACES}]"),
 ]  # fmt: skip
@@ -52,10 +51,10 @@ _CONTRACTION, _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\p{Lm}\p{Lo}\p{M}"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS, _SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 OLD_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERN = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}"  # Qwen's too, with single digits
+LLAMA3_PATTERN = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}"  # Qwen's has single digits.
 CL100K_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s+$|\s*[\r\n]|\s+(?!\S)|\s"
 MINBPE_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+"
-_FAMILIES = {  # patterns, without the + of possessive quantifiers; digits may come in groups of any length
+_FAMILIES = {  # Patterns without possessive quantifiers, and with \p{N}{1,3} for digit groups of any length.
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s": _GPT2_RULES,
     OLD_GPT2_PATTERN: _GPT2_RULES,
     r"'(?:[sdmt]|ll|ve|re)|\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N}|$)|\s+(?!\S)|\s": _GPT2_RULES,
@@ -69,73 +68,70 @@ _FAMILIES = {  # patterns, without the + of possessive quantifiers; digits may c
 
 
 def backtracking(pattern: str) -> str:
-    """Returns a pattern of known form without possessive quantifiers, which change no match there."""
+    """Returns a known pattern without possessive quantifiers, which do not change its matches."""
     return re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern)
 
 
 @lru_cache
 def _rules(pattern: str) -> list[tuple[str, str]] | None:
-    """Returns the boundary rules of a pattern; None for one of unknown form."""
+    """Returns the boundary rules of a pattern, or None if the pattern is unknown."""
     return _FAMILIES.get(re.sub(r"\|\\p\{N\}(\{1,\d\})?\|", r"|\\p{N}{1,3}|", backtracking(pattern)))
 
 
 @lru_cache
-def _last_rule(pattern: str) -> re.Pattern[str] | None:
-    """Returns a pattern that finds the last boundary between two characters: ``.*`` takes all and backtracks to it."""
+def _last_boundary_regex(pattern: str) -> re.Pattern[str] | None:
+    """Returns a regex that finds the last boundary: its ``.*`` matches everything, then backtracks."""
     rules = _rules(pattern)
     return re.compile("(?s:.*)(?:" + "|".join(f"{a}(?={b})" for a, b in rules) + ")") if rules else None
 
 
 def is_known(pattern: str) -> bool:
-    """Whether a pattern is of known form: its pieces join to the whole text, and it means the same to tiktoken's regex
-    engine and to the tokenizers library's."""
-    # The library's engine reads {1,3}+ as ({1,3})+, and $ as the end of a line, to which only a + lets it go back.
-    alike = not re.search(r"\d\}\+|\$", pattern.replace(r"\s++$", ""))
-    return alike and _rules(pattern) is not None
+    """Whether a pattern is known, and tiktoken and the tokenizers library interpret it the same way."""
+    # The library interprets {1,3}+ as ({1,3})+. Its $ matches at every line end, which is harmless only after \s++.
+    is_portable = not re.search(r"\d\}\+|\$", pattern.replace(r"\s++$", ""))
+    return is_portable and _rules(pattern) is not None
 
 
 def _last_boundary(text: str, pattern: str) -> int:
-    """Returns the largest position found at which ``text`` may be cut, and not 0 or its end; 0 where there is none.
-    Whatever follows the cut, the ids of both sides are those of the whole."""
-    rule = _last_rule(pattern)
-    found = rule.match(text) if rule else None
-    return found.end() if found else 0
+    """Returns the last inner position at which a cut preserves the ids, whatever text follows, or 0."""
+    regex = _last_boundary_regex(pattern)
+    match = regex.match(text) if regex else None
+    return match.end() if match else 0
 
 
 def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tuple[str, bool]]:
-    """Cuts the chunks of one document into parts of about ``size`` characters, or of as many as it takes, whose
-    ids one after the other are the whole document's. After `LONGEST` characters without a place to cut, a part ends
-    anywhere. With each part, whether it ends so.
+    """Cuts a document into nonempty parts of about ``size`` characters or longer, whose ids concatenate to the
+    document's ids. Yields each part, and whether it ends inside a piece, after `LONGEST` characters without a boundary.
 
-    No part is empty. Under a pattern of unknown form there is one part. Raises `UserError` for a document of more than
-    `MOST_UNCUT` characters there, or `MOST_WHOLE` where there is no pattern.
+    An unknown pattern gives a single part. Raises `UserError` if it exceeds `MOST_UNCUT` characters, or `MOST_WHOLE`
+    without a pattern.
     """
-    is_cut, most = _rules(pattern) is not None, MOST_UNCUT if pattern else MOST_WHOLE
-    held: list[str] = []
-    length, wanted = 0, size
-    for step in (chunk[at : at + STEP] for chunk in chunks for at in range(0, len(chunk), STEP)):
-        held.append(step)
-        length += len(step)
-        if is_cut and length >= wanted:
-            text = "".join(held)
+    can_cut, max_length = _rules(pattern) is not None, MOST_UNCUT if pattern else MOST_WHOLE
+    pending: list[str] = []
+    length, target_length = 0, size
+    for block in (chunk[start : start + STEP] for chunk in chunks for start in range(0, len(chunk), STEP)):
+        pending.append(block)
+        length += len(block)
+        if can_cut and length >= target_length:
+            text = "".join(pending)
             end = _last_boundary(text, pattern)
-            anywhere = not end and length >= LONGEST
-            end = LONGEST if anywhere else end
+            is_forced = not end and length >= LONGEST
+            end = LONGEST if is_forced else end
             if end:
-                yield text[:end], anywhere
-            held, length = [text[end:]], length - end
-            wanted = max(size, min(2 * length, LONGEST))
-        elif not is_cut and length > most:
+                yield text[:end], is_forced
+            pending, length = [text[end:]], length - end
+            target_length = max(size, min(2 * length, LONGEST))
+        elif not can_cut and length > max_length:
             raise UserError(
                 f"a document has {length:,} characters that the tokenizer's pattern leaves no place to split",
                 "split it into documents with --split-on, or use another --tokenizer",
             )
     if length:
-        yield "".join(held), False
+        yield "".join(pending), False
 
 
 def parts_of(text: str, pattern: str) -> list[str]:
-    """Returns the parts of a text, one for a text of usual length, so that a regex engine takes each of them."""
+    """Cuts a text into parts that are short enough for the regex engine: usually the whole text."""
     if len(text) <= LONGEST + STEP or not _rules(pattern):
         return [text]
     return [part for part, _ in parts([text], pattern)]

@@ -1,4 +1,4 @@
-"""Named corpora: a TOML file each in ``gpt_data``; part of Python's installation, or fetched once and checked."""
+"""Named corpora, defined by TOML files in ``gpt_data``: parts of the Python installation, or verified downloads."""
 
 import io
 import os
@@ -22,21 +22,21 @@ from gpt.text.unpack import Source, file_source
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file of a corpus, with its published size and sha256."""
+    """A file of a corpus."""
 
     url: str
-    size: int | None = None  # bytes
+    size: int | None = None  # In bytes.
     sha256: str | None = None
 
     @property
     def name(self) -> str:
-        """The last part of the address; its suffix tells the format."""
+        """The last component of the URL; its suffix determines the format."""
         return PurePosixPath(urlsplit(self.url).path).name
 
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """An entry of the catalogue: either a part of Python's installation or files to fetch."""
+    """A corpus in the catalogue: a part of the Python installation, or files to download."""
 
     name: str
     title: str
@@ -44,30 +44,30 @@ class CatalogueEntry:
     language: str
     about: str
     homepage: str
-    field: str | None = None  # the column that holds the text, in files with columns
-    rows: str = "documents"  # a row is one of the "documents", or of the "lines" of a file
-    python: str | None = None  # the part of Python's installation that it is
+    field: str | None = None  # The column with the text, in files with columns.
+    rows: str = "documents"  # Rows are separate "documents", or the "lines" of a file.
+    python: str | None = None  # "stdlib" or "pydoc_data.topics".
     files: tuple[PublishedFile, ...] = ()
-    val: tuple[PublishedFile, ...] = ()  # files published as the held-out text
-    size: int | None = None  # bytes to fetch; for Python's own about
+    val: tuple[PublishedFile, ...] = ()  # Files published as held-out text.
+    size: int | None = None  # In bytes; approximate for parts of the Python installation.
 
     @property
     def all_files(self) -> tuple[PublishedFile, ...]:
-        """All files to fetch."""
+        """All files to download."""
         return self.files + self.val
 
     @property
     def folder(self) -> Path:
-        """The folder of its files in the cache."""
+        """The cache folder of the corpus."""
         return cache_dir() / self.name
 
     def is_here(self, file: PublishedFile) -> bool:
-        """Whether ``file`` is in the cache, by its size; the checksum is compared when it is used."""
+        """Whether ``file`` is cached with the right size. Its checksum is verified on use."""
         return download.seems_whole(self.folder / file.name, file.size)
 
 
 def names() -> list[str]:
-    """Returns the names of all corpora, sorted."""
+    """Returns the sorted names of all corpora."""
     return sorted(
         entry.name.removesuffix(".toml")
         for entry in resources.files("gpt_data").iterdir()
@@ -76,12 +76,12 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Returns the TOML file of a corpus as a table."""
+    """Returns the parsed TOML file of a corpus."""
     return tomllib.loads((resources.files("gpt_data") / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def corpus(name: str) -> CatalogueEntry:
-    """Returns the entry called ``name``. Raises `UserError` where there is none."""
+    """Returns the entry called ``name``. Raises `UserError` if there is none."""
     if name not in names():
         raise UserError(f'there is no corpus "{name}"', did_you_mean(name, names()))
     values = describe(name)
@@ -89,65 +89,65 @@ def corpus(name: str) -> CatalogueEntry:
     base = source.pop("base")
     for key in ("files", "val"):
         source[key] = tuple(PublishedFile(**entry | {"url": urljoin(base, entry["url"])}) for entry in source[key])
-    return CatalogueEntry(name=name, **{"size": _total(source["files"] + source["val"]), **values, **source})
+    return CatalogueEntry(name=name, **{"size": _total_size(source["files"] + source["val"]), **values, **source})
 
 
-def _total(wanted: Sequence[PublishedFile]) -> int | None:
-    """Returns the bytes of all files; None where one size is unknown."""
-    sizes = [file.size or 0 for file in wanted]
+def _total_size(files: Sequence[PublishedFile]) -> int | None:
+    """Returns the total size in bytes, or None if any size is unknown."""
+    sizes = [file.size or 0 for file in files]
     return sum(sizes) if sizes and all(sizes) else None
 
 
 def sources(name: str, on_bytes: OnBytes = ignore) -> list[Source]:
-    """Returns the sources of a corpus, fetched if need be.
+    """Returns the training sources of a corpus, downloading missing files.
 
-    Raises `UserError` where this Python comes without it, `WorkError` where it cannot be fetched.
+    Raises `UserError` if this Python lacks the corpus, `WorkError` if a download fails.
     """
-    found = corpus(name)
-    if found.python == "pydoc_data.topics":
-        return list(_pydocs())
-    if found.python == "stdlib":
-        return _stdlib()
-    return _fetched(found, found.files, on_bytes)
+    entry = corpus(name)
+    if entry.python == "pydoc_data.topics":
+        return list(_pydoc_sources())
+    if entry.python == "stdlib":
+        return _stdlib_sources()
+    return _fetch_sources(entry, entry.files, on_bytes)
 
 
 def val_sources(name: str, on_bytes: OnBytes = ignore) -> list[Source]:
-    """Returns the sources that are published as held-out text, fetched if need be; none where there are none."""
-    found = corpus(name)
-    return _fetched(found, found.val, on_bytes)
+    """Returns the sources published as held-out text, if any, downloading missing files."""
+    entry = corpus(name)
+    return _fetch_sources(entry, entry.val, on_bytes)
 
 
 def fetch(name: str, on_bytes: OnBytes = ignore) -> list[Path]:
-    """Fetches all files of a corpus that are not here, held-out ones too; returns their paths."""
-    found = corpus(name)
-    return _fetch(found, found.all_files, on_bytes)
+    """Downloads the missing files of a corpus, including held-out text. Returns all paths."""
+    entry = corpus(name)
+    return _fetch_files(entry, entry.all_files, on_bytes)
 
 
-def _fetched(found: CatalogueEntry, wanted: Sequence[PublishedFile], on_bytes: OnBytes) -> list[Source]:
-    files = [file_source(f"{found.name}/{path.name}", path) for path in _fetch(found, wanted, on_bytes)]
-    return [replace(file, lines=found.rows == "lines") for file in files]
+def _fetch_sources(entry: CatalogueEntry, files: Sequence[PublishedFile], on_bytes: OnBytes) -> list[Source]:
+    file_sources = [file_source(f"{entry.name}/{path.name}", path) for path in _fetch_files(entry, files, on_bytes)]
+    return [replace(file, lines=entry.rows == "lines") for file in file_sources]
 
 
-def _fetch(found: CatalogueEntry, wanted: Sequence[PublishedFile], on_bytes: OnBytes) -> list[Path]:
-    """Fetches files one after the other; ``on_bytes`` gets the bytes of all of them."""
-    targets = [found.folder / file.name for file in wanted]
-    total = _total(wanted) or found.size
-    if total is not None:  # an error before the first file, not after it
-        pairs = zip(wanted, targets, strict=True)
-        here = sum(download.bytes_here(file.url, target, file.sha256, file.size) for file, target in pairs)
-        download.check_space(found.folder, total - here)
-    done = 0
-    for file, target in zip(wanted, targets, strict=True):
-        download.fetch(file.url, target, file.sha256, file.size, _shifted(on_bytes, done, total))
-        done += target.stat().st_size
+def _fetch_files(entry: CatalogueEntry, files: Sequence[PublishedFile], on_bytes: OnBytes) -> list[Path]:
+    """Downloads files in turn, reporting their combined progress to ``on_bytes``."""
+    targets = [entry.folder / file.name for file in files]
+    total = _total_size(files) or entry.size
+    if total is not None:  # Fail before the first download, not after it.
+        pairs = zip(files, targets, strict=True)
+        cached_bytes = sum(download.bytes_here(file.url, target, file.sha256, file.size) for file, target in pairs)
+        download.check_space(entry.folder, total - cached_bytes)
+    finished_bytes = 0
+    for file, target in zip(files, targets, strict=True):
+        download.fetch(file.url, target, file.sha256, file.size, _offset_progress(on_bytes, finished_bytes, total))
+        finished_bytes += target.stat().st_size
     return targets
 
 
-def _shifted(on_bytes: OnBytes, before: int, total: int | None) -> OnBytes:
-    return lambda done, _: on_bytes(before + done, total)
+def _offset_progress(on_bytes: OnBytes, offset: int, total: int | None) -> OnBytes:
+    return lambda done, _: on_bytes(offset + done, total)
 
 
-def _pydocs() -> Iterator[Source]:
+def _pydoc_sources() -> Iterator[Source]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -160,22 +160,22 @@ def _pydocs() -> Iterator[Source]:
         yield Source(f"pydocs/{topic}", len(data), 0, partial(io.BytesIO, data))
 
 
-def _stdlib() -> list[Source]:
-    """Returns the standard library's modules, without tests and installed packages."""
+def _stdlib_sources() -> list[Source]:
+    """Returns the modules of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    found = []
+    skipped_folders = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    modules = []
     for parent, folders, entries in os.walk(root):
-        folders[:] = sorted(set(folders) - skipped)
+        folders[:] = sorted(set(folders) - skipped_folders)
         for path in [Path(parent, entry) for entry in sorted(entries) if entry.endswith(".py")]:
-            if _is_text(path.read_bytes()):  # a few modules declare another encoding
-                found.append(file_source(f"stdlib/{path.relative_to(root).as_posix()}", path))
-    if not found:
+            if _is_utf8_text(path.read_bytes()):  # A few modules declare an encoding other than UTF-8.
+                modules.append(file_source(f"stdlib/{path.relative_to(root).as_posix()}", path))
+    if not modules:
         raise UserError(f"this Python has no .py files of its own in {root}", "train on your own text: gpt train FILE")
-    return found
+    return modules
 
 
-def _is_text(data: bytes) -> bool:
+def _is_utf8_text(data: bytes) -> bool:
     try:
         return "\0" not in data.decode()
     except UnicodeDecodeError:

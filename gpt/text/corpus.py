@@ -1,4 +1,4 @@
-"""A corpus: its sources in groups, and the split into training and held-out text. It keeps no text in memory."""
+"""A corpus: grouped sources, split into training and held-out text. The text is streamed, never all in memory."""
 
 import codecs
 import contextlib
@@ -21,59 +21,64 @@ from gpt.text.sources import find, identity, published, run_name
 from gpt.text.unpack import Source, open_source
 from gpt.words import counted
 
-HASHED_SPLIT_FROM = 200  # documents
-GROUP_BYTES = 2**26  # stored bytes of a group's sources; a larger source is a group by itself
-PART = 2**18  # characters of a long document to encode at once
+HASHED_SPLIT_FROM = 200  # Minimum number of documents for a split by hash.
+GROUP_BYTES = 2**26  # Maximum file size of a group; a larger source gets a separate group.
+PART = 2**18  # Characters of a long document to encode in one call.
 
 Listener = Callable[[events.Note | events.Progress], None]
 
-Assigned = Iterator[tuple[Chunk, bool]]  # chunks, and whether each is held out
+AssignedChunks = Iterator[tuple[Chunk, bool]]  # The flag is True for held-out chunks.
 
 
 @dataclass(frozen=True)
 class Survey:
     """The size of the text, from a first look at the sources."""
 
-    documents: int  # at most `HASHED_SPLIT_FROM`: the count stops there
-    bytes: int  # of text in UTF-8; an estimate where `sizes` is None
-    sizes: list[int] | None  # of each source, if all were counted
+    documents: int  # Counting stops at `HASHED_SPLIT_FROM`.
+    bytes: int  # UTF-8 bytes; an estimate if ``sizes`` is None.
+    sizes: list[int] | None  # UTF-8 bytes by source; None if counting stopped.
 
 
 def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
-    """Counts documents up to `HASHED_SPLIT_FROM`, and bytes. Of plain files in UTF-8 only the first bytes are read."""
-    exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
+    """Counts bytes, and documents up to `HASHED_SPLIT_FROM`. Reads only the first bytes of plain UTF-8 files."""
+    is_exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
     utf8 = config.encoding.lower() in ("utf-8", "utf8")
-    unopened = [exact and utf8 and source.size > 0 and is_plain(source) for source in sources]  # 0 may mean unknown
+    # A size of 0 can mean unknown.
+    unopened = [is_exact and utf8 and source.size > 0 and is_plain(source) for source in sources]
     documents, sizes = 0, []
-    stored = text = 1  # bytes of the opened sources
-    position = 0  # in the source that is being read
+    stored_bytes = text_bytes = 1  # Bytes of the opened sources, as stored and as text.
+    bytes_read = 0
     reader = Reader(config)
 
     def on_bytes(done: int) -> None:
-        nonlocal position
-        position = done
+        nonlocal bytes_read
+        bytes_read = done
 
-    for source, plain in zip(sources, unopened, strict=True):
-        if plain:
-            sizes.append(source.size - _mark(source))
+    for source, is_unopened in zip(sources, unopened, strict=True):
+        if is_unopened:
+            sizes.append(source.size - _bom_size(source))
             documents += sizes[-1] > 0
         else:
             sizes.append(0)
-            position = 0
+            bytes_read = 0
             for chunk in reader.documents(source, on_bytes):
                 documents += chunk.begins
                 sizes[-1] += utf8_size(chunk.text)
                 if documents >= HASHED_SPLIT_FROM:
                     break
-            stored, text = stored + position, text + sizes[-1]
+            stored_bytes, text_bytes = stored_bytes + bytes_read, text_bytes + sizes[-1]
         if documents >= HASHED_SPLIT_FROM:
-            packed = sum(s.size for s, plain in zip(sources, unopened, strict=True) if not plain)
-            return Survey(HASHED_SPLIT_FROM, sum(s.size for s in sources) - packed + packed * text // stored, None)
+            opened_size = sum(s.size for s, is_unopened in zip(sources, unopened, strict=True) if not is_unopened)
+            return Survey(
+                HASHED_SPLIT_FROM,
+                sum(s.size for s in sources) - opened_size + opened_size * text_bytes // stored_bytes,
+                None,
+            )
     return Survey(documents, sum(sizes), sizes)
 
 
-def _mark(source: Source) -> int:
-    """Returns the bytes of a byte-order mark at a source's start. An address is not opened for that."""
+def _bom_size(source: Source) -> int:
+    """Returns the size of a byte-order mark in bytes; 0 for URLs, which are not opened."""
     if "://" in source.name:
         return 0
     with contextlib.closing(open_source(source, lambda size: None)) as stream:
@@ -82,254 +87,263 @@ def _mark(source: Source) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """The rule which text is held out: a pure function of a document and its place.
+    """The rule for held-out text: a pure function of a document and its position.
 
-    Of fewer than `HASHED_SPLIT_FROM` documents the end of the bytes, which may cut a document. From there on by a hash
-    of the seed and the document's beginning, so that adding documents moves none.
+    With fewer than `HASHED_SPLIT_FROM` documents, the last bytes are held out, even if this cuts a document. Otherwise
+    a hash of the seed and the document's start decides, so adding documents does not move others.
     """
 
-    by: Literal["hash", "end", "text", "nothing"]  # "text": a separate text is held out
+    by: Literal["hash", "end", "text", "nothing"]  # "text" means a separate held-out text.
     fraction: float
     seed: int
-    bound: float = 0.0  # by hash: documents with a smaller share are held out
-    starts: tuple[int, ...] = ()  # by end: bytes of text before each source …
-    kept: int = 0  # … and bytes to train on
+    bound: float = 0.0  # With "hash", documents with a smaller `hash_fraction` are held out.
+    starts: tuple[int, ...] = ()  # With "end", the bytes of text before each source.
+    train_bytes: int = 0  # With "end", the bytes to train on.
 
     def describe(self) -> dict[str, Any]:
         """Returns the rule for the manifest."""
         values: dict[str, Any] = {"by": self.by, "fraction": self.fraction, "seed": self.seed}
         if self.by == "end":
-            values["kept"] = self.kept
+            values["kept"] = self.train_bytes
         if self.by == "hash":
             values["bound"] = self.bound
         return values
 
-    def assign(self, chunks: Iterable[Chunk], number: int) -> Assigned:
-        """Yields the chunks of source ``number``, each with whether it is held out."""
+    def assign(self, chunks: Iterable[Chunk], source_index: int) -> AssignedChunks:
+        """Yields the chunks of source ``source_index``, with True for held-out chunks."""
         if self.by == "end":
-            return self._at_end(chunks, self.starts[number])
-        return self._by_hash(chunks) if self.by == "hash" else ((chunk, False) for chunk in chunks)
+            return self._split_at_end(chunks, self.starts[source_index])
+        return self._split_by_hash(chunks) if self.by == "hash" else ((chunk, False) for chunk in chunks)
 
-    def _by_hash(self, chunks: Iterable[Chunk]) -> Assigned:
+    def _split_by_hash(self, chunks: Iterable[Chunk]) -> AssignedChunks:
         held_out = False
         for chunk in chunks:
             if chunk.begins:
                 held_out = hash_fraction(chunk.text, self.seed) < self.bound
             yield chunk, held_out
 
-    def _at_end(self, chunks: Iterable[Chunk], position: int) -> Assigned:
+    def _split_at_end(self, chunks: Iterable[Chunk], position: int) -> AssignedChunks:
         for chunk in chunks:
-            left = self.kept - position
+            remaining = self.train_bytes - position
             size = utf8_size(chunk.text)
             position += size
-            if left <= 0 or size <= left:
-                yield chunk, left <= 0
+            if remaining <= 0 or size <= remaining:
+                yield chunk, remaining <= 0
                 continue
-            head = chunk.text.encode()[:left].decode("utf-8", "ignore")  # never cuts a character
+            head = chunk.text.encode()[:remaining].decode("utf-8", "ignore")  # Never cut a character.
             if head:
                 yield Chunk(head, chunk.begins), False
             yield Chunk(chunk.text[len(head) :], True), True
 
 
 def hash_fraction(text: str, seed: int) -> float:
-    """Returns a number in [0, 1): a hash of the seed and the document's first `HEAD` characters."""
+    """Hashes the seed and the document's first `HEAD` characters to [0, 1)."""
     digest = hashlib.sha256(f"{seed}\0{text[:HEAD]}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def plan_split(
-    sources: Sequence[Source], found: Survey, config: ReadConfig, fraction: float, seed: int, own_text: bool = False
+    sources: Sequence[Source],
+    text_size: Survey,
+    config: ReadConfig,
+    fraction: float,
+    seed: int,
+    has_val_text: bool = False,
 ) -> Split:
-    """Returns the split of a corpus. No side is empty, unless ``fraction`` is 0 or a separate text is held out.
+    """Returns the split of a corpus. Neither side is empty, unless ``fraction`` is 0 or a separate text is held out.
 
-    Raises `UserError` where the text is too short, or its documents too much alike, to have two sides.
+    Raises `UserError` if the text is too short, or its documents too similar, to split.
     """
-    if own_text or fraction == 0:
-        return Split("text" if own_text else "nothing", 0.0 if own_text else fraction, seed)
-    if found.documents >= HASHED_SPLIT_FROM:
-        return Split("hash", fraction, seed, bound=_bound(sources, config, fraction, seed))
-    assert found.sizes is not None
-    starts = tuple(sum(found.sizes[:number]) for number in range(len(found.sizes)))
-    kept = found.bytes - round(found.bytes * fraction)
-    if kept < 1 or kept >= found.bytes:
+    if has_val_text or fraction == 0:
+        return Split("text" if has_val_text else "nothing", 0.0 if has_val_text else fraction, seed)
+    if text_size.documents >= HASHED_SPLIT_FROM:
+        return Split("hash", fraction, seed, bound=_find_bound(sources, config, fraction, seed))
+    assert text_size.sizes is not None
+    starts = tuple(sum(text_size.sizes[:i]) for i in range(len(text_size.sizes)))
+    train_bytes = text_size.bytes - round(text_size.bytes * fraction)
+    if train_bytes < 1 or train_bytes >= text_size.bytes:
         raise UserError(
-            f"the text is too short to hold out {fraction:g} of it: {counted(found.bytes, 'byte')}",
+            f"the text is too short to hold out {fraction:g} of it: {counted(text_size.bytes, 'byte')}",
             "give more text, or use --val-fraction 0 to hold out nothing",
         )
-    return Split("end", fraction, seed, starts=starts, kept=kept)
+    return Split("end", fraction, seed, starts=starts, train_bytes=train_bytes)
 
 
-def _bound(sources: Sequence[Source], config: ReadConfig, fraction: float, seed: int) -> float:
-    """Returns ``fraction``, or the nearest bound with documents on both sides. Reads until there is one on each."""
-    least, most = 1.0, 0.0
+def _find_bound(sources: Sequence[Source], config: ReadConfig, fraction: float, seed: int) -> float:
+    """Returns ``fraction``, or the nearest bound with documents on both sides. Reads until both sides have one."""
+    lowest, highest = 1.0, 0.0
     reader = Reader(config)
     for source in sources:
-        one = config.split_on is None and is_plain(source)
-        for chunk in islice(reader.documents(source), 1 if one else None):
+        is_single_document = config.split_on is None and is_plain(source)
+        for chunk in islice(reader.documents(source), 1 if is_single_document else None):
             if chunk.begins:
-                place = hash_fraction(chunk.text, seed)
-                least, most = min(least, place), max(most, place)
-                if least < fraction <= most:
+                score = hash_fraction(chunk.text, seed)
+                lowest, highest = min(lowest, score), max(highest, score)
+                if lowest < fraction <= highest:
                     return fraction
-    if least == most:
+    if lowest == highest:
         raise UserError(
             f"all documents have the same first {HEAD:,} characters, so none can be held out",
             "give a text to hold out with --val-text, or use --val-fraction 0 to hold out nothing",
         )
-    return most if most < fraction else math.nextafter(least, 1)  # documents below it are held out
+    return highest if highest < fraction else math.nextafter(lowest, 1)  # Documents below the bound are held out.
 
 
 class TextSample(Iterator[str]):
-    """About ``limit`` bytes of a text of about ``total``, spread evenly over it; all of a shorter text."""
+    """About ``limit`` bytes sampled evenly from a text of about ``total`` bytes; all of a shorter text."""
 
     def __init__(self, chunks: Iterable[Chunk], total: int, limit: int) -> None:
-        self.seen = self.taken = 0  # bytes of the text so far, and of the sample
+        self.seen = self.taken = 0  # Bytes of the text and of the sample so far.
         self._total, self._limit = total, limit
-        self._chosen = self._choose(chunks)
+        self._pieces = self._sample(chunks)
 
     def __next__(self) -> str:
-        return next(self._chosen)
+        return next(self._pieces)
 
-    def _choose(self, chunks: Iterable[Chunk]) -> Iterator[str]:
-        portion = min(HEAD, max(1024, self._limit // 64))  # characters
+    def _sample(self, chunks: Iterable[Chunk]) -> Iterator[str]:
+        piece_size = min(HEAD, max(1024, self._limit // 64))
         for chunk in chunks:
-            for start in range(0, len(chunk.text), portion):
-                text = chunk.text[start : start + portion]
-                wanted = self.taken * self._total <= self._limit * self.seen and self.taken < self._limit
+            for start in range(0, len(chunk.text), piece_size):
+                text = chunk.text[start : start + piece_size]
+                is_sampled = self.taken * self._total <= self._limit * self.seen and self.taken < self._limit
                 self.seen += utf8_size(text)
-                if wanted:
-                    part = text.encode()[: self._limit - self.taken].decode("utf-8", "ignore")
-                    self.taken += utf8_size(part)
-                    if part:
-                        yield part
+                if is_sampled:
+                    sampled_text = text.encode()[: self._limit - self.taken].decode("utf-8", "ignore")
+                    self.taken += utf8_size(sampled_text)
+                    if sampled_text:
+                        yield sampled_text
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sources, and the rule which of their text is held out. Sources from ``val_from`` on are held out as a whole."""
+    """Sources and their split. All sources from ``first_val_source`` onward are held out entirely."""
 
     name: str
     texts: tuple[str, ...]
-    asked: Mapping[str, Any]  # the settings of the tokenizer
+    asked: Mapping[str, Any]  # Tokenizer settings.
     reading: ReadConfig
     sources: list[Source]
-    val_from: int
+    first_val_source: int
     split: Split
     found: Survey
 
     @cached_property
     def groups(self) -> list[range]:
-        """Ranges of sources whose ids share shards. They depend on the sources' sizes alone."""
+        """Ranges of sources that share token shards. They depend only on file sizes."""
         groups: list[range] = []
         size = 0
-        for number, source in enumerate(self.sources):
-            if not groups or number == self.val_from or size + source.size > GROUP_BYTES:
-                groups.append(range(number, number))
+        for index, source in enumerate(self.sources):
+            if not groups or index == self.first_val_source or size + source.size > GROUP_BYTES:
+                groups.append(range(index, index))
                 size = 0
             size += source.size
-            groups[-1] = range(groups[-1].start, number + 1)
+            groups[-1] = range(groups[-1].start, index + 1)
         return groups
 
-    def assign(self, chunks: Iterable[Chunk], number: int) -> Assigned:
-        """Yields the chunks of source ``number``, each with whether it is held out."""
-        if number >= self.val_from:
+    def assign(self, chunks: Iterable[Chunk], source_index: int) -> AssignedChunks:
+        """Yields the chunks of source ``source_index``, with True for held-out chunks."""
+        if source_index >= self.first_val_source:
             return ((chunk, True) for chunk in chunks)
-        return self.split.assign(chunks, number)
+        return self.split.assign(chunks, source_index)
 
     @property
     def train_bytes(self) -> int:
-        """Bytes of text to train on; an estimate where not all was counted."""
+        """Bytes of training text; an estimate if sources were not fully counted."""
         if self.split.by == "end":
-            return self.split.kept
+            return self.split.train_bytes
         return round(self.found.bytes * (1 - self.split.fraction))
 
     @property
     def first_held_out(self) -> str | None:
-        """The name of the first source with held-out text, where the end of several sources is held out."""
+        """The name of the first source with held-out text, if the end of several sources is held out."""
         if self.split.by != "end" or len(self.sources) == 1:
             return None
         return next(
             source.name
             for source, start, size in zip(self.sources, self.split.starts, self.found.sizes or (), strict=True)
-            if start + size > self.split.kept
+            if start + size > self.split.train_bytes
         )
 
     def training_text(self) -> Iterator[Chunk]:
-        """Yields the text to train on."""
+        """Yields the training text."""
         reader = Reader(self.reading)
-        for number, source in enumerate(self.sources[: self.val_from]):
-            chunks = self.assign(reader.documents(source), number)
+        for index, source in enumerate(self.sources[: self.first_val_source]):
+            chunks = self.assign(reader.documents(source), index)
             yield from (chunk for chunk, held_out in chunks if not held_out)
 
     def identity(self) -> str:
-        """Returns a sha256 over the names and sizes of the sources."""
-        digest = hashlib.sha256(f"{self.val_from}\n".encode())
+        """Returns a sha256 of the sources' names and sizes."""
+        digest = hashlib.sha256(f"{self.first_val_source}\n".encode())
         for source in self.sources:
             digest.update((json.dumps([source.name, source.size]) + "\n").encode())
         return digest.hexdigest()
 
 
 def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lambda event: None) -> Corpus:
-    """Finds the sources and decides the split. ``listen`` gets notes, and the progress of a corpus that is fetched.
+    """Finds the sources and plans the split. ``listen`` receives notes and download progress.
 
-    A file of ``--val-text`` that is also among ``texts`` is not trained on.
-
-    Raises `UserError` for anything that is no text, or too short.
+    Files that are also in ``--val-text`` are not trained on. Raises `UserError` for invalid or too short text.
     """
 
     def on_bytes(done: int, total: int | None) -> None:
         listen(events.Progress("fetched", done, total or done))
 
-    reading = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
-    skipped = Skipped() if reading.skip_bad else None
+    read_config = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
+    skipped = Skipped() if read_config.skip_bad else None
 
     def note(text: str) -> None:
         listen(events.Note(text))
 
-    found_sources = find(texts, skipped, on_bytes, note)
-    own: list[Source] = []
+    train_sources = find(texts, skipped, on_bytes, note)
+    val_sources: list[Source] = []
     if config.val_text is not None:
-        own = find([config.val_text], skipped, on_bytes, note)
+        val_sources = find([config.val_text], skipped, on_bytes, note)
     elif config.val_fraction == TextConfig.val_fraction:
-        own = published(texts, on_bytes)
+        val_sources = published(texts, on_bytes)
     if skipped is not None and skipped.count:
         listen(events.Note(f"skipped {skipped.count:,} unreadable: {skipped.first}"))
-    found_sources = _without(found_sources, own, listen)
-    found = survey(found_sources, reading)
-    if not found.documents or not found.bytes:
-        what = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"
-        raise UserError(f"{what}: 0 characters", "give a file with some text in it")
-    asked = {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "sample_bytes")}
-    split = plan_split(found_sources, found, reading, config.val_fraction, config.seed, bool(own))
+    train_sources = _remove_held_out(train_sources, val_sources, listen)
+    text_size = survey(train_sources, read_config)
+    if not text_size.documents or not text_size.bytes:
+        subject = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"
+        raise UserError(f"{subject}: 0 characters", "give a file with some text in it")
+    tokenizer_settings = {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "sample_bytes")}
+    split = plan_split(train_sources, text_size, read_config, config.val_fraction, config.seed, bool(val_sources))
     return Corpus(
-        run_name(texts), tuple(texts), asked, reading, [*found_sources, *own], len(found_sources), split, found
+        run_name(texts),
+        tuple(texts),
+        tokenizer_settings,
+        read_config,
+        [*train_sources, *val_sources],
+        len(train_sources),
+        split,
+        text_size,
     )
 
 
-def _without(sources: list[Source], own: Sequence[Source], listen: Listener) -> list[Source]:
-    """Returns the sources without those of the separate held-out text."""
-    held_out = {identity(source) for source in own}
-    kept = [source for source in sources if identity(source) not in held_out]
-    if not kept:
+def _remove_held_out(sources: list[Source], val_sources: Sequence[Source], listen: Listener) -> list[Source]:
+    """Removes sources that are also in the separate held-out text."""
+    held_out = {identity(source) for source in val_sources}
+    remaining = [source for source in sources if identity(source) not in held_out]
+    if not remaining:
         raise UserError("all of the text is in --val-text, so nothing is left to train on", "hold out another text")
-    if len(kept) < len(sources):
-        count = len(sources) - len(kept)
-        what = f"{counted(count, 'file')} of --val-text {'are' if count != 1 else 'is'} also in TEXT"
-        listen(events.Note(f"{what}: held out, not trained on"))
-    return kept
+    if len(remaining) < len(sources):
+        count = len(sources) - len(remaining)
+        subject = f"{counted(count, 'file')} of --val-text {'are' if count != 1 else 'is'} also in TEXT"
+        listen(events.Note(f"{subject}: held out, not trained on"))
+    return remaining
 
 
-def cut_documents(assigned: Assigned, pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:
-    """Yields documents in texts to encode one by one: each with whether it begins a document, its side, and whether
-    it ends inside a pattern's piece that was too long."""
-    number = 0
+def cut_documents(assigned: AssignedChunks, pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:
+    """Yields parts to encode separately: text, whether it begins a document, side, whether it ends inside a piece."""
+    document_number = 0
 
-    def document(each: tuple[Chunk, bool]) -> tuple[int, Side]:
-        nonlocal number
-        chunk, held_out = each
-        number += chunk.begins
-        return number, "val" if held_out else "train"
+    def document_key(item: tuple[Chunk, bool]) -> tuple[int, Side]:
+        nonlocal document_number
+        chunk, held_out = item
+        document_number += chunk.begins
+        return document_number, "val" if held_out else "train"
 
-    for (_, side), chunks in groupby(assigned, document):
-        for i, (text, cut) in enumerate(parts((chunk.text for chunk, _ in chunks), pattern, PART)):
-            yield text, i == 0, side, cut
+    for (_, side), chunks in groupby(assigned, document_key):
+        for i, (text, ends_inside_piece) in enumerate(parts((chunk.text for chunk, _ in chunks), pattern, PART)):
+            yield text, i == 0, side, ends_inside_piece

@@ -1,7 +1,7 @@
-"""Sources → documents in chunks, whatever they are packed in. No file is held as a whole.
+"""Reads sources as documents in chunks, unpacking compressed files and archives. Files are streamed.
 
-A file's suffixes are read from the last one on: ``.gz`` and ``.zst`` are unpacked, archives yield their members, JSON
-and tables the values of a field; anything else is plain text.
+File suffixes are processed from last to first: ``.gz`` and ``.zst`` are decompressed, archives yield members, and JSON
+and tables yield the values of a field. Other files are plain text.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from gpt.text.unpack import (
 
 
 def utf8_size(text: str) -> int:
-    """Returns the number of bytes of a text in UTF-8."""
+    """Returns the size of a text in UTF-8 bytes."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a document's text. The chunks of a document follow each other; the first one ``begins`` it."""
+    """A part of a document. Its chunks are consecutive, and ``begins`` is True for the first chunk."""
 
     text: str
     begins: bool
@@ -45,7 +45,7 @@ class Chunk:
 
 @dataclass
 class Skipped:
-    """The files, members, lines and rows that ``--skip-bad`` left out: their number, and the first error."""
+    """The number of files, members, lines and rows skipped by ``--skip-bad``, and the first error."""
 
     count: int = 0
     first: str = ""
@@ -56,63 +56,64 @@ class Skipped:
         self.first = self.first or error.message
 
 
-HEAD = 2**16  # characters; a document's first chunk holds at least so many, or all of it
-LENGTH = 2**20  # characters of a chunk, about
+HEAD = 2**16  # Minimum characters of a document's first chunk, unless the document is shorter.
+LENGTH = 2**20  # Approximate characters of a chunk.
 
 
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
-    """Yields the text between lines that equal ``separator`` (or that and a carriage return), and None for each."""
+    """Yields the text between ``separator`` lines (with or without a carriage return), and None for each separator."""
     needle = "\n" + separator
-    held = "\n"  # its first character is yielded already, or stands for a line break before the first line
+    pending = "\n"  # Begins with a character already yielded, or a virtual line break.
     for block in blocks:
-        text = held + block
-        start = min(1, len(held))  # text[:start] is yielded already
-        at = text.find(needle)
-        while at >= 0:
-            end = at + len(needle)
+        text = pending + block
+        start = min(1, len(pending))  # text[:start] is already yielded.
+        match_start = text.find(needle)
+        while match_start >= 0:
+            end = match_start + len(needle)
             end += text.startswith("\r", end)
             if text.startswith("\n", end):
-                if start <= at:
-                    yield text[start : at + 1]
+                if start <= match_start:
+                    yield text[start : match_start + 1]
                 yield None
                 start = end + 1
-                at = text.find(needle, end)
+                match_start = text.find(needle, end)
             else:
-                at = text.find(needle, at + 1)
-        line = text.rfind("\n") + 1
-        cut = line if line and (separator + "\r").startswith(text[line:]) else len(text)  # it may become a separator
-        if start < cut:
-            yield text[start:cut]
-        held = text[line - 1 :] if cut == line else ""
-    if held[1:] in (separator, separator + "\r"):
+                match_start = text.find(needle, match_start + 1)
+        line_start = text.rfind("\n") + 1
+        # The last line can still become a separator.
+        safe_end = line_start if line_start and (separator + "\r").startswith(text[line_start:]) else len(text)
+        if start < safe_end:
+            yield text[start:safe_end]
+        pending = text[line_start - 1 :] if safe_end == line_start else ""
+    if pending[1:] in (separator, separator + "\r"):
         yield None
-    elif held[1:]:
-        yield held[1:]
+    elif pending[1:]:
+        yield pending[1:]
 
 
-def chunks_of(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
-    """Yields the chunks of documents, and None after each document that is whole. In ``parts`` None ends a document."""
-    held: list[str] = []
+def make_chunks(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
+    """Yields the chunks of documents, and None after each complete document. In ``parts``, None ends a document."""
+    pending: list[str] = []
     size, begins = 0, True
     for part in parts:
         if part is not None:
-            held.append(part)
+            pending.append(part)
             size += len(part)
         if size and (part is None or size >= (HEAD if begins else LENGTH // 2)):
-            yield Chunk("".join(held), begins)
-            held, size, begins = [], 0, False
+            yield Chunk("".join(pending), begins)
+            pending, size, begins = [], 0, False
         if part is None and not begins:
             yield None
             begins = True
     if size:
-        yield Chunk("".join(held), begins)
+        yield Chunk("".join(pending), begins)
     if size or not begins:
         yield None
 
 
-DEPTH = 8  # formats unpacked around each other at most; an archive may hold itself
+MAX_DEPTH = 8  # Maximum nesting of formats; an archive can contain itself.
 
-RECORDS: dict[str, type[Records[Any]]] = {
+RECORD_FORMATS: dict[str, type[Records[Any]]] = {
     ".jsonl": formats.JSONLines,
     ".ndjson": formats.JSONLines,
     ".jsonlines": formats.JSONLines,
@@ -123,15 +124,15 @@ RECORDS: dict[str, type[Records[Any]]] = {
 }
 
 
-def _ignore(size: int) -> None:
-    """The listener that shows no progress."""
+def _discard_progress(size: int) -> None:
+    """Does nothing."""
 
 
 class Reader:
-    """Reads documents as a `ReadConfig` says; counts replaced bytes and skipped items.
+    """Reads documents according to a `ReadConfig`. Counts replaced bytes and skipped items.
 
-    With a ``form``, every file has records, JSON lines if its suffix is unknown, and what the form makes of one is a
-    single chunk. Without it, the text of a record is the string at ``--field``.
+    With a ``form``, every file contains records (JSON lines if the suffix is unknown), and the form converts each
+    record to a single chunk. Otherwise a record's text is its string at ``--field``.
     """
 
     def __init__(self, config: ReadConfig, form: RecordForm | None = None) -> None:
@@ -140,145 +141,146 @@ class Reader:
         self.config = config
         self._form, self._only_records = form or text_form(config.field), form is not None
         self._encoding = TextEncoding(config.encoding, config.errors)
-        self._utf8 = TextEncoding("utf-8", config.errors)  # for formats that are always UTF-8
+        self._utf8 = TextEncoding("utf-8", config.errors)  # For formats that are always UTF-8.
         self.skipped = Skipped()
-        self._lines = False  # `Source.lines` of the current source
+        self._joins_rows = False  # `Source.lines` of the current source.
 
     @property
     def replaced(self) -> int:
-        """The number of U+FFFD written for invalid bytes."""
+        """The number of U+FFFD that replaced invalid bytes."""
         return self._encoding.replaced + self._utf8.replaced
 
-    def documents(self, source: Source, on_bytes: OnBytes = _ignore) -> Iterator[Chunk]:
-        """Yields the documents of a source in chunks; none is empty.
+    def documents(self, source: Source, on_bytes: OnBytes = _discard_progress) -> Iterator[Chunk]:
+        """Yields the documents of a source in nonempty chunks.
 
-        The first chunk of a document holds all of it or at least `HEAD` characters. ``on_bytes`` gets the number of
-        the source's bytes read so far. Raises `UserError` for files that are damaged or no text, unless
-        ``skip_bad``.
+        A document's first chunk has at least `HEAD` characters, unless the document is shorter. ``on_bytes`` receives
+        the source bytes read so far. Raises `UserError` for damaged or non-text files, unless ``skip_bad``.
         """
-        self._lines = source.lines
-        furthest = 0
+        self._joins_rows = source.lines
+        max_size = 0
 
-        def tell(size: int) -> None:  # `_whole` may read a file twice
-            nonlocal furthest
-            furthest = max(furthest, size)
-            on_bytes(furthest)
+        def report_progress(size: int) -> None:  # `_read_complete` can read a file twice.
+            nonlocal max_size
+            max_size = max(max_size, size)
+            on_bytes(max_size)
 
         with self._skipping(source.name):
-            yield from self._read(PackedFile(source.name, _kind(source.name), partial(open_source, source, tell)))
+            yield from self._read(
+                PackedFile(source.name, _normalize_name(source.name), partial(open_source, source, report_progress))
+            )
         if source.size:
             on_bytes(source.size)
 
     @contextlib.contextmanager
     def _skipping(self, name: str) -> Iterator[None]:
-        """Under ``skip_bad``, counts errors in ``name`` and what it holds; raises those of streams around it."""
+        """With ``skip_bad``, counts errors inside ``name``; raises errors of enclosing streams."""
         try:
             yield
         except UserError as error:
             if isinstance(error, StreamError) and not error.name.startswith(name):
                 raise
-            self._on_bad(error)
+            self._skip_or_raise(error)
 
-    def _on_bad(self, error: UserError) -> None:
+    def _skip_or_raise(self, error: UserError) -> None:
         if not self.config.skip_bad or isinstance(error, WorkError):
             raise error
         self.skipped.add(error)
 
     def _read(self, file: PackedFile) -> Iterator[Chunk]:
-        if file.depth > DEPTH:
-            raise UserError(f"{file.name} is packed more than {DEPTH} levels deep", "unpack it, and give the files")
+        if file.depth > MAX_DEPTH:
+            raise UserError(f"{file.name} is packed more than {MAX_DEPTH} levels deep", "unpack it, and give the files")
         ending = "." + file.kind.rpartition(".")[2]
         if ending in UNPACK:
             yield from self._read(file.unpacked(ending))
         elif ending == ".zip":
-            yield from self._members(zip_members(file))
+            yield from self._read_members(zip_members(file))
         elif ending == ".tar":
-            yield from self._members(tar_members(file))
-        elif ending in RECORDS or self._only_records:
-            yield from self._records(file, ending)
+            yield from self._read_members(tar_members(file))
+        elif ending in RECORD_FORMATS or self._only_records:
+            yield from self._read_records(file, ending)
         elif self.config.skip_bad:
-            yield from self._whole(file)
+            yield from self._read_complete(file)
         else:
-            yield from (chunk for chunk in self._plain(file) if chunk is not None)
+            yield from (chunk for chunk in self._read_plain(file) if chunk is not None)
 
-    def _members(self, members: Iterator[PackedFile]) -> Iterator[Chunk]:
+    def _read_members(self, members: Iterator[PackedFile]) -> Iterator[Chunk]:
         with contextlib.closing(members):  # type: ignore[type-var]
             for member in members:
                 with self._skipping(member.name):
                     yield from self._read(member)
 
-    def _records(self, file: PackedFile, ending: str) -> Iterator[Chunk]:
+    def _read_records(self, file: PackedFile, ending: str) -> Iterator[Chunk]:
         encoding = self._utf8 if ending == ".parquet" else self._encoding
         with opened_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
-            if encoding.wide:  # lines are split as bytes
+            if encoding.wide:  # Lines are split as bytes.
                 blocks = (block.encode() for block in encoding.blocks(file.name, stream))
-                stream, encoding = ByteStream(_Blocks(blocks), partial(damaged, file.name)), self._utf8
-            kind = RECORDS.get(ending, formats.JSONLines)
-            texts = kind(file.name, stream, self._form, encoding, self._on_bad).documents()
-            if self._lines:
-                yield from filter(None, chunks_of(text or " \n" for text in texts))  # WikiText's blank lines
+                stream, encoding = ByteStream(_BlockStream(blocks), partial(damaged, file.name)), self._utf8
+            record_type = RECORD_FORMATS.get(ending, formats.JSONLines)
+            texts = record_type(file.name, stream, self._form, encoding, self._skip_or_raise).documents()
+            if self._joins_rows:
+                yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
             else:
-                size = sys.maxsize if self._only_records else LENGTH
+                chunk_size = sys.maxsize if self._only_records else LENGTH
                 for text in texts:
-                    for at in range(0, len(text), size):
-                        yield Chunk(text[at : at + size], at == 0)
+                    for start in range(0, len(text), chunk_size):
+                        yield Chunk(text[start : start + chunk_size], start == 0)
 
-    def _plain(self, file: PackedFile) -> Iterator[Chunk | None]:
-        """Yields the chunks of a plain text's documents; None after each that is whole."""
+    def _read_plain(self, file: PackedFile) -> Iterator[Chunk | None]:
+        """Yields the chunks of plain-text documents, and None after each complete document."""
         with contextlib.closing(file.open()) as stream:
             blocks = self._encoding.blocks(file.name, stream)
             separator = self.config.split_on
-            yield from chunks_of(blocks if separator is None else split_at(blocks, separator))
+            yield from make_chunks(blocks if separator is None else split_at(blocks, separator))
 
-    def _whole(self, file: PackedFile) -> Iterator[Chunk]:
-        """Yields the chunks of the documents before the first error, then raises it. Reads the file twice."""
+    def _read_complete(self, file: PackedFile) -> Iterator[Chunk]:
+        """Yields the complete documents before the first error, then raises it. Reads the file twice."""
         file = file if file.reopenable else file.spooled()
-        whole, error, replaced = 0, None, self._encoding.replaced
+        document_count, error, replaced = 0, None, self._encoding.replaced
         try:
-            for chunk in self._plain(file):
-                whole += chunk is None
-        except UserError as bad:
-            error = bad
+            for chunk in self._read_plain(file):
+                document_count += chunk is None
+        except UserError as exception:
+            error = exception
         self._encoding.replaced = replaced
-        for chunk in self._plain(file) if whole else ():
+        for chunk in self._read_plain(file) if document_count else ():
             if chunk is not None:
                 yield chunk
                 continue
-            whole -= 1
-            if not whole:
+            document_count -= 1
+            if not document_count:
                 break
         if error is not None:
             raise error
 
 
-class _Blocks:
-    """Blocks of bytes as a file object."""
+class _BlockStream:
+    """A file object over blocks of bytes."""
 
     def __init__(self, blocks: Generator[bytes, None, None]) -> None:
         self.blocks = blocks
         self.close = blocks.close
-        self.rest = b""
+        self.buffer = b""
 
     def read(self, size: int, /) -> bytes:
-        block = self.rest or next(self.blocks, b"")
-        self.rest = block[size:]
+        block = self.buffer or next(self.blocks, b"")
+        self.buffer = block[size:]
         return block[:size]
 
 
-def _kind(name: str) -> str:
-    kind = name.lower()
-    return kind.partition("?")[0].partition("#")[0] if "://" in kind else kind
+def _normalize_name(name: str) -> str:
+    lowered = name.lower()
+    return lowered.partition("?")[0].partition("#")[0] if "://" in lowered else lowered
 
 
 def is_plain(source: Source) -> bool:
-    """Whether a source is plain text as stored: one document as long as the file, unless it is to be split."""
-    ending = "." + _kind(source.name).rpartition(".")[2]
-    return ending not in {*UNPACK, *RECORDS, ".zip", ".tar"}
+    """Whether a source is uncompressed plain text: a single document, unless ``--split-on`` splits it."""
+    ending = "." + _normalize_name(source.name).rpartition(".")[2]
+    return ending not in {*UNPACK, *RECORD_FORMATS, ".zip", ".tar"}
 
 
 def has_records(source: Source) -> bool:
-    """Whether a source is a file of records, packed or not. Archives may hold anything."""
-    kind = _kind(source.name)
+    """Whether a source is a file of records, compressed or not. False for archives."""
+    kind = _normalize_name(source.name)
     while (ending := "." + kind.rpartition(".")[2]) in UNPACK:
         kind = kind.removesuffix(ending) + UNPACK[ending][1]
-    return ending in RECORDS
+    return ending in RECORD_FORMATS
