@@ -11,7 +11,7 @@ from gpt.device import Download
 from gpt.errors import Interrupted, PeerLost, WorkError, device_failure
 from gpt.interrupt import Stopped
 from gpt.runs import checkpoint, folder
-from gpt.training.checkpointing import Checkpointer, check_room, error_text
+from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
 from gpt.training.evaluation import mean_loss, read_best, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
@@ -71,7 +71,7 @@ class Trainer:
         scaler = self.stepper.scaler
         self.checkpointer = Checkpointer(run, parallel, scaler, self.state, self.tokenizer_files, self.journal)
         if self.world.is_main:
-            check_room(run.run, self.checkpointer.size)
+            check_disk_space(run.run, self.checkpointer.size)
             self.journal.open(asdict(self.recipe))
         self.journal.describe(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
         self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
@@ -270,9 +270,9 @@ class Trainer:
         self.world.wait_for_main()
         writer.wait()
         self.journal.cut_off("signal")
-        if writer.failed is not None:
+        if writer.save_error is not None:
             raise WorkError(
-                f"interrupted at step {state.step:,}, which could not be saved: {error_text(writer.failed)}",
+                f"interrupted at step {state.step:,}, which could not be saved: {error_text(writer.save_error)}",
                 f"free up space, then resume from the previous checkpoint: {self.run.resume_command}",
             )
         saved = f", saved in {self.run.run / folder.step_name(state.step)}" if state.step else ""
