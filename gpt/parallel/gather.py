@@ -22,12 +22,12 @@ class CheckpointGatherer:
     """Gathers sharded float32 tensors on rank 0, one at a time, for a checkpoint.
 
     Rank 0 requests each tensor when it writes it; the other ranks send shards until rank 0 finishes. So a rank needs
-    memory only for its shards and one full tensor per open file, in any order of files, and no rank hangs if the disk
-    is full. Everything passes through rank 0: at 1 GB/s a checkpoint of 1.5 billion parameters (18 GB with AdamW's
-    moments) takes about 20 seconds, one of 175 billion 35 minutes, while training continues. To run in a thread,
-    tensors are on the host and ``group`` is a gloo group with no other use.
+    memory only for its shards and one full tensor per open file, and no rank hangs if the disk is full. At 1 GB/s
+    through rank 0, a checkpoint of 1.5 billion parameters (18 GB with AdamW's moments) takes about 20 seconds, one of
+    175 billion 35 minutes, while training continues. It can run in a thread, because tensors are on the host and
+    nothing else uses the gloo ``group``.
 
-    ``tensors`` maps each name to the parameter with the same sharding. It is equal on all ranks.
+    ``tensors`` maps names to parameters with the same sharding. It is equal on all ranks.
     """
 
     def __init__(self, grid: Grid, tensors: Mapping[str, Parameter], group: ProcessGroup) -> None:
@@ -70,7 +70,6 @@ class CheckpointGatherer:
         return part
 
     def _broadcast(self, index: int = 0) -> int:
-        """Returns rank 0's ``index`` on all ranks."""
         message = torch.tensor(index)
         dist.broadcast(message, 0, self.group)
         return int(message)
@@ -79,9 +78,8 @@ class CheckpointGatherer:
 class MatrixExchange:
     """Gathers each sharded matrix on one rank, transforms it and scatters the result: Muon needs full matrices.
 
-    Spreads ``n`` matrices with the shape and sharding of the parameter ``name`` evenly over the ranks. Each rank sends
-    its shards of a matrix to the assigned rank, which sends back shards of the result. So a step sends each shard
-    twice and computes each matrix once.
+    The ``n`` matrices have the shape and sharding of the parameter ``name`` and are spread evenly over ranks. A step
+    sends each shard twice and computes each matrix once.
     """
 
     def __init__(self, sharded: ShardedModel, name: str, n: int) -> None:

@@ -31,8 +31,7 @@ CONSEQUENCE_CODES = (128 + signal.SIGTERM, -signal.SIGTERM, PeerLost.exit_code)
 
 @dataclass(frozen=True)
 class Ended:
-    """How the processes ended: ``rank`` failed first, ``signum`` is the signal that killed it, if any, and ``run`` is
-    the run to resume, if it was started."""
+    """The end of all processes: ``rank`` failed first, killed by ``signum`` if set. ``run`` can be resumed if set."""
 
     status: int
     rank: int = 0
@@ -51,11 +50,11 @@ def _check_memory(nproc: int) -> None:
 
 
 def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
-    """Runs ``command`` in ``nproc`` processes, waits for all of them and forwards signals. They have torchrun's
-    environment variables and connect at ``MASTER_PORT``, by default a free port. ``began`` is the start time of the
-    command, on the clock of `time.perf_counter`.
+    """Runs ``command`` in ``nproc`` processes, waits for them and forwards signals. They get torchrun's environment
+    variables and connect at ``MASTER_PORT``, by default a free port. ``began`` is the start time on the clock of
+    `time.perf_counter`.
 
-    Raises `UserError` if the port is in use, if there is too little memory, or without a loopback device.
+    Raises `UserError` for a port in use, too little memory, or a missing loopback device.
     """
     _check_memory(nproc)
     config: dict[str, Any] = {
@@ -86,8 +85,7 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
 
 
 def _ended(codes: Mapping[int, int], run: str | None) -> Ended:
-    """Finds the process that failed first from the exit codes, in the order of the ends. A negative code is the signal
-    that killed the process."""
+    """Finds the process that failed first, from exit codes in the order of exit. Negative codes are signals."""
     rank = min(codes, key=lambda rank: codes[rank] in CONSEQUENCE_CODES and CONSEQUENCE_CODES.index(codes[rank]) + 1)
     code = codes[rank]
     status = 1 if code < 0 or code == PeerLost.exit_code else code
@@ -116,7 +114,7 @@ def _port() -> int:
 
 @contextlib.contextmanager
 def _environment(folder: str, began: float | None) -> Iterator[None]:
-    """Sets the environment of the processes, silences the launcher, and restores the signal handlers afterwards."""
+    """Sets the processes' environment and silences the launcher. Restores both and the signal handlers afterwards."""
     handlers = {signum: signal.getsignal(signum) for signum in heeded()}
     log_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

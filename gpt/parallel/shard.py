@@ -1,12 +1,11 @@
 """Sharded parameters: the layout of ranks and shards, and a model with only this rank's shards.
 
 Ranks form a grid, ``data`` × ``tensor`` (`Grid`). The ranks of a row share each sequence (`gpt.parallel.tensor`); rows
-train on different sequences. With ``sharded``, parameters, gradients and optimizer state are also sharded over the rows
-by torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277). It gathers a block's parameters before computing
-the block and frees them afterwards.
+train on different sequences. With ``sharded``, parameters, gradients and optimizer state are sharded over the rows:
+torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's parameters only while computing it.
 
-Optimizers and checkpoints use a second model, `ShardedModel.own`, with the same parameter names. Its parameters are
-this rank's shards as plain tensors, so optimizers, kernels and snapshots need no code for sharding.
+Optimizers and checkpoints use a second model, `ShardedModel.own`. Its parameters are this rank's shards as plain
+tensors, with the same names, so optimizers, kernels and snapshots need no code for sharding.
 """
 
 import contextlib
@@ -44,7 +43,7 @@ class Grid:
 
     @property
     def holders(self) -> list[int]:
-        """Ranks that together hold every parameter once, except parameters that all ranks of a row hold."""
+        """Ranks that together hold every parameter once. All ranks of a row hold the parameters that are not split."""
         return list(range(self.size if self.sharded else self.tensor))
 
     def copies(self, p: Parameter) -> int:
@@ -87,7 +86,7 @@ class Part:
         return [whole[s] if self.columns is None else whole[s, self.columns] for s in self.rows]
 
     def take(self, whole: Tensor) -> Tensor:
-        """Copies the part of a full tensor."""
+        """Returns a copy of the part of a full tensor."""
         return torch.cat(self.views(whole)) if self.rows else whole.new_empty(self.shape)
 
     def put(self, part: Any, whole: Any) -> None:
@@ -109,8 +108,8 @@ def _cut_rows(slices: list[slice], start: int, stop: int) -> Iterator[slice]:
 
 
 def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full parameters of a new model, one at a time, on the host. They equal those of ``GPT(config)``, which
-    initializes everything twice: with torch's defaults, then as GPT-2."""
+    """Yields the full parameters of a new model, one at a time, on the host. They are identical to ``GPT(config)``,
+    which initializes all parameters twice: with torch's defaults, then as GPT-2."""
     model = _on_meta(config)
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -188,8 +187,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context in which each rank accumulates unsharded gradients without reduce-scatter, if memory
-        allows: less communication for more memory."""
+        """Returns a context that accumulates unsharded gradients without reduce-scatter, if memory allows."""
         if not (self.accumulates_unsharded and isinstance(self.model, FSDPModule)):
             yield
             return
@@ -233,8 +231,8 @@ class ShardedModel:
 def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shards each block, and the embeddings and last LayerNorm as the root. The root stays gathered, in float32 like
     the residual stream, until the backward pass ends, because the loss uses the embedding outside of `GPT.trunk`. GPUs
-    gather whole blocks in ``dtype``: a separate group for the norms would break the compiled graph. CPUs gather in
-    float32, because LayerNorm on a CPU needs float32 weights."""
+    gather whole blocks in ``dtype``: a separate group for the norms would cause graph breaks. CPUs gather in float32,
+    which their LayerNorm requires."""
     casts = mesh.device_type == "cuda" and dtype != torch.float32
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if casts else None, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -1,11 +1,10 @@
-"""Tensor parallelism with torch's `parallelize_module`: each rank computes some of the heads and of the MLP's hidden
-units of every block (Shoeybi et al. 2019, arXiv 1909.08053, §3).
+"""Tensor parallelism with torch's `parallelize_module`: each rank computes a share of the heads and MLP units of every
+block (Shoeybi et al. 2019, arXiv 1909.08053, §3).
 
-`gpt.model.params` defines the axis along which each parameter is split. Splitting the fused query, key and value matrix
-into blocks of rows would give one rank the queries and another the keys. So `rows` selects each rank's heads from all
-three; checkpoints keep the original order. Embeddings, LayerNorms and the residual stream are replicated. Ranks that
-share a sequence use the same dropout masks, because the residual stream must agree; so corresponding heads on two ranks
-also get the same mask.
+`gpt.model.params` defines the axis along which each parameter is split. Query, key and value are one fused matrix, so
+`rows` selects a rank's heads from all three: contiguous rows would separate queries from keys. Checkpoints keep the
+original order. Embeddings, LayerNorms and the residual stream are replicated. Ranks that share a sequence use the same
+dropout masks, because the residual stream must agree. So corresponding heads of these ranks also have the same mask.
 """
 
 import itertools

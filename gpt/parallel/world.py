@@ -1,10 +1,9 @@
 """The processes that train a run together, and their collectives.
 
-`World` is a single process: every collective is the identity. `Ranks` is one of several processes, configured by
-torchrun's environment variables. Rank 0, the main rank, decides, reports and writes. If it fails, it reports the error
-and exits; the others wait for its next message and exit when the connection breaks (`PeerLost`). NCCL does not detect
-that: the launcher kills the other ranks of its machine after 30 seconds. If a machine loses power or network, the
-connection does not break, and collectives end by timeout.
+`World` is a single process: every collective is the identity. `Ranks` is one of several, configured by torchrun's
+environment variables. Rank 0, the main rank, decides, reports and writes. If it fails, the others wait for its next
+message and exit when the connection breaks (`PeerLost`). NCCL does not detect that: the launcher kills the other ranks
+of its machine after 30 seconds. If a machine loses power or network, collectives end by timeout.
 
 Messages are JSON on the host, sent over gloo: torch's object collectives would unpickle them.
 """
@@ -103,13 +102,13 @@ class World:
         return values
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
-        """Returns rank 0's ``make()`` on all ranks; the other ranks don't call it. The value must fit JSON. Raises
-        `Stopped` on all ranks if rank 0 does."""
+        """Calls ``make`` on rank 0 and returns its value, which must fit JSON, on all ranks. Raises `Stopped` on all
+        ranks if rank 0 does."""
         return make()
 
     def raise_on_all(self, make: Callable[[], T]) -> T:
-        """Returns this rank's ``make()``. If it raises `UserError` on any rank, rank 0 raises that error, and the other
-        ranks raise `PeerLost` when rank 0 exits."""
+        """Returns this rank's ``make()``. After a `UserError` on any rank, rank 0 raises that error, and other ranks
+        raise `PeerLost` when rank 0 exits."""
         return make()
 
     def assert_same(self, values: Mapping[str, Any]) -> None:
@@ -120,15 +119,15 @@ class World:
         return compute
 
     def seed(self, seed: int, step: int) -> None:
-        """Seeds the random generator of a step from ``seed``, ``step`` and data rank, so that data ranks have different
-        dropout masks and no random state to save. A single process keeps its generator."""
+        """Seeds torch by ``seed``, ``step`` and data rank: data ranks have different dropout masks and no random state
+        to save. A single process keeps its generator."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over data ranks, in place, on the device."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Returns the concatenation of all ranks' tensors, which have the same shape."""
+        """Concatenates all ranks' tensors of the same shape."""
         return tensor
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -245,7 +244,6 @@ class Ranks(World):
                     )
 
     def _broadcast(self, value: Any, source: int = 0) -> Any:
-        """Returns the value of rank ``source`` on all ranks."""
         message = _to_bytes(value if self.rank == source else None)
         length = torch.tensor(len(message))
         dist.broadcast(length, source, group=self.message_group)
@@ -254,7 +252,6 @@ class Ranks(World):
         return json.loads(message.numpy().tobytes())
 
     def _gather_all(self, value: Any) -> list[Any]:
-        """Returns the values of all ranks, by rank."""
         return [self._broadcast(value, source) for source in range(self.size)]
 
     def seed(self, seed: int, step: int) -> None:
@@ -307,8 +304,8 @@ def _to_bytes(value: Any) -> Tensor:
 
 @contextlib.contextmanager
 def joined(nproc: int) -> Iterator[World]:
-    """Returns a context with the world of this process. Raises `UserError` if our launcher did not start the ``nproc``
-    processes, or if they cannot connect."""
+    """Returns a context with the world of this process. Raises `UserError` if ``nproc`` processes were not started by
+    our launcher, or cannot connect."""
     if not environment.is_one_of_many():
         if nproc > 1:
             raise UserError(
@@ -333,7 +330,6 @@ def joined(nproc: int) -> Iterator[World]:
 
 @functools.cache
 def _store() -> Any:
-    """Returns the rendezvous store at ``MASTER_ADDR`` and ``MASTER_PORT``."""
     return next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]  # type: ignore[attr-defined]
 
 

@@ -26,13 +26,13 @@ from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 
-PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # limits on measuring: a share of the run's minutes, and seconds
-PROBE_STEPS = (2, 6)  # the minimum, and the target within these limits; the first steps allocate memory
+PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # limits on measuring time: share of the minutes, and seconds
+PROBE_STEPS = (2, 6)  # minimum, and target for slow steps; the first steps allocate memory
 SAVE_BYTES_PER_SECOND = 250e6  # checkpoint speed: write, sync, read back and hash
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
-# Per parameter, the tokens of uncompiled training and the bytes of text that a size needs to beat the next smaller one.
-# `nano` has no minimum text (benchmarks/defaults.md).
+# Tokens (uncompiled) and bytes of text per parameter that a size needs to beat the next smaller one. `nano` has no
+# minimum text (benchmarks/defaults.md).
 MIN_TOKENS, MIN_BYTES = 1.0, 0.4
 MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
 MAX_SPEEDUP = 3.0  # upper bound on how much faster per parameter a larger model runs
@@ -46,7 +46,7 @@ def preset_for_minutes(
     config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None], processes: int = 1
 ) -> TrainConfig:
     """Returns ``config`` with the preset for its ``minutes``, unless it names a model; passes the reason to ``note``.
-    Assumes that throughput grows linearly with ``processes``."""
+    Assumes linear scaling with ``processes``."""
     shape = (config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
@@ -60,13 +60,12 @@ def preset_for_minutes(
 
 
 def needs(name: str, arch: Arch) -> tuple[float, float]:
-    """Returns the training tokens and the bytes of text per parameter that a size above the smallest needs."""
+    """Returns the tokens and bytes of text per parameter that a preset above the smallest needs."""
     return (MIN_NANO_TOKENS[arch], 0.0) if name == "nano" else (MIN_TOKENS, MIN_BYTES)
 
 
 def largest_preset(minutes: float, n_bytes: int, arch: Arch, measure: Throughput) -> tuple[str, str]:
-    """Returns the largest preset with enough time and text (`needs`), and the reason. ``measure`` returns a preset's
-    tokens per second."""
+    """Returns the largest preset with enough time and text, and the reason. ``measure`` returns tokens per second."""
     chosen, *larger = SIZES
     throughput = measure(chosen)
     for name in larger:
@@ -91,7 +90,7 @@ def parameters(name: str) -> int:
 
 
 def measured_rate(name: str, config: TrainConfig, compute: Compute) -> float:
-    """Measures a preset's training throughput on this machine, in tokens per second, with random ids."""
+    """Measures a preset's training throughput on random ids, in tokens per second."""
     preset = find_preset(name)
     V, T = preset.model.vocab_size, preset.model.block_size
     batch = max(T, min(preset.batch_tokens, MAX_TIMED_TOKENS) // T * T)
@@ -121,8 +120,7 @@ class Planner:
     session: Session
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
-        """Returns the recipe, and the time budget if ``minutes`` is set. Raises `UserError` if there is too little
-        memory or time."""
+        """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` for too little memory or time."""
         config, world, note = self.config, self.session.world, self.session.note
         recipe = self.resolve(config, note)
         world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size))
@@ -152,7 +150,7 @@ class Planner:
     def resolve(
         self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, max_tokens: float = math.inf
     ) -> Recipe:
-        """Returns the recipe of ``config``. Fine-tuning has time for ``max_tokens``."""
+        """Resolves ``config`` on all ranks. Fine-tuning has time for ``max_tokens``."""
         data, world, shape = self.data, self.session.world, self.init.model if self.init else None
         return broadcast(
             world,
@@ -163,14 +161,14 @@ class Planner:
         )  # fmt: skip
 
     def measure(self, recipe: Recipe, share: float) -> tuple[TimeBudget, int]:
-        """Measures steps, evaluations and samples on this machine, for a ``share`` of the minutes. Returns the budget
-        and the number of steps that fit."""
+        """Measures steps, evaluations and samples for a ``share`` of the minutes. Returns the budget and the number of
+        steps that fit."""
         world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
         seed_all(recipe.seed)
         parallel = parallelize(recipe, self.compute, world, self.init)
         stepper = Stepper(parallel, recipe, lambda micro_batch: None)
         if recipe.compile:
-            stepper.compile(self.session.note)  # errors are reported when the run itself compiles
+            stepper.compile(self.session.note)  # The run itself reports errors.
         seconds = step_seconds(
             stepper, data.batches(recipe), share * 60 * minutes, max_seconds := PROBE_SHARE * 60 * minutes
         )
@@ -199,8 +197,7 @@ class Planner:
 
 
 def step_seconds(stepper: Stepper, batches: Batched, target: float, max_seconds: float) -> list[float]:
-    """Times training steps for ``target`` seconds, at most `PROBE_SECONDS`. ``max_seconds`` limits slow steps, beyond
-    the minimum of `PROBE_STEPS`. Returns the seconds of each."""
+    """Times training steps for ``target`` seconds, or slow steps for up to ``max_seconds`` (see `PROBE_STEPS`)."""
     world, seconds = stepper.world, list[float]()
     target = min(target, PROBE_SECONDS)
 
@@ -216,8 +213,8 @@ def step_seconds(stepper: Stepper, batches: Batched, target: float, max_seconds:
 
 
 def window_seconds(parallel: Parallel, windows: Sequence[Window], max_seconds: float) -> float:
-    """Returns the seconds that evaluating a window takes, from growing batches: 1 window, in which a GPU loads its
-    kernels, then 1, 4, 16, … while the next batch should take at most ``max_seconds``."""
+    """Measures the evaluation seconds per window on batches of 1, 1, 4, 16, … windows, while the next batch should take
+    at most ``max_seconds``. A GPU loads its kernels in the first batch."""
     batch, next_batch, seconds = 1, 1, 1e-9
     while windows:
         started = time.perf_counter()

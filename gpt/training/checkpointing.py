@@ -54,7 +54,7 @@ class Checkpointer:
             self.writer = make_writer(serve=lambda: parallel.serve(self.snapshot.tensors))
 
     def remember(self) -> None:
-        """Takes a snapshot of the state."""
+        """Takes a snapshot."""
         self.writer.wait()  # The writer may still be reading the previous snapshot.
         self.state.seconds = time.perf_counter() - self.run.began
         self.state.metrics_bytes = self.journal.metrics.size if self.journal.metrics else 0
@@ -66,8 +66,8 @@ class Checkpointer:
         vars(self.state).update(vars(snapshot_state), **changes)
 
     def save(self, recipe: Recipe, budget: TimeBudget | None, stopped: Callable[[], bool] | None = None) -> None:
-        """Takes a snapshot and starts writing it. With ``stopped`` it is the final checkpoint: waits until it is
-        written, and for disk space until ``stopped()``. Raises `WorkError` if the disk stays full."""
+        """Takes a snapshot and starts writing it. If ``stopped`` is given, writes the final checkpoint (`Writer.last`)
+        instead."""
         self.remember()
         files = self._prepare_files(recipe, budget)
         if stopped is None:
@@ -108,9 +108,9 @@ class Checkpointer:
 class Writer:
     """Writes checkpoints in a background thread, one at a time. ``step`` is the step of the newest checkpoint.
 
-    In the caller's thread, ``done`` is called when a checkpoint is complete on disk and ``warn`` when one could not be
-    written. ``ended`` is called, in either thread, when a save needs no more data from other ranks. On ranks other than
-    0, ``serve`` sends rank 0 the data it asks for.
+    In the caller's thread, ``done`` is called after each complete checkpoint and ``warn`` after a failure. ``ended`` is
+    called, in either thread, when a save needs no more data from other ranks. On these ranks, ``serve`` sends rank 0
+    the data that it requests.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Writer:
     ) -> None:
         self.run, self.keep, self.step, self.done, self.warn = run, keep, step, done, warn
         self.ended, self.serve = ended, serve
-        self.save_error: OSError | None = None  # the disk error of the newest save
+        self.save_error: OSError | None = None  # disk error of the newest save
         self._thread: threading.Thread | None = None
         self._thread_step = -1
         self._thread_error: Exception | None = None
@@ -182,8 +182,8 @@ class Writer:
         folder.write_index(self.run)
 
     def last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
-        """Saves the end of a run. If that fails, keeps trying to save only the weights, until ``stopped()`` or for
-        `ROOM_SECONDS`. Raises `WorkError` if the first try failed, even if the weights are saved."""
+        """Saves the end of a run. If that fails, retries with only the weights, for `ROOM_SECONDS` or until
+        ``stopped()``, and raises `WorkError`."""
 
         def weights() -> Files:
             return {name: data for name, data in files().items() if name not in folder.TRAINING}
@@ -217,7 +217,7 @@ class Writer:
 
 
 def check_disk_space(run: Path, size: int) -> None:
-    """Raises `WorkError` if the disk has no space for a checkpoint of ``size`` bytes."""
+    """Raises `WorkError` if a checkpoint of ``size`` bytes does not fit on the disk."""
     with disk_errors(run):
         free = shutil.disk_usage(run).free
     if free < size + SPARE_BYTES:

@@ -1,6 +1,6 @@
-"""Faster training steps: torch.compile for the halves of each block, and a CUDA graph of the whole step.
+"""Faster training steps: compiled halves of blocks, and a CUDA graph of the whole step.
 
-A single process on a CPU compiles the step into one program instead (`gpt.training.native`).
+A single process on a CPU compiles the whole step instead (`gpt.training.native`).
 """
 
 from collections.abc import Callable, Iterable
@@ -19,8 +19,8 @@ COMPUTED_AGAIN = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
 def compile_halves(model: GPT, device: torch.device, **compile_options: Any) -> None:
     """Compiles the attention and MLP halves, whose code all blocks share, and the last norm.
 
-    In a graph of a whole block, Inductor would not store the sum between the halves: three backward kernels would
-    recompute it from two tensors. The compile time of a graph of all blocks grows with their number.
+    In a graph of a whole block, Inductor would not store the sum between the halves but recompute it from two tensors
+    in three backward kernels. A graph of all blocks would take longer to compile for deeper models.
     """
     torch._dynamo.config.optimize_ddp = False  # It would split the graphs at DDP's gradient buckets.
     options = COMPUTED_AGAIN if device.type == "cuda" else None
@@ -35,24 +35,22 @@ def uncompile_halves(model: GPT) -> None:
 
 
 def _halves(model: GPT) -> list[tuple[nn.Module, str]]:
-    """Returns the methods that `compile_halves` compiles."""
     return [(model, "last_norm"), *((block, half) for block in model.h for half in ("add_attention", "add_mlp"))]
 
 
 class StepGraph:
-    """A training step as a CUDA graph: one launch replaces hundreds, and takes the host 1 ms instead of 9. A graph has
-    fixed addresses: each batch is copied to them, and the weights must not move."""
+    """A training step as a CUDA graph. One launch replaces hundreds: 1 ms of host time instead of 9. Batches are copied
+    to a fixed address, and weights must not move."""
 
     def __init__(
         self, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], x: Tensor, y: Tensor, reads: Iterable[Tensor]
     ) -> None:
-        """Captures ``step(x, y)`` of inputs x and targets y without running it. Keeps the tensors that the step
-        ``reads`` alive: a model replaces its RoPE table by a longer one. Raises `RuntimeError` if an operation cannot
-        be captured."""
+        """Captures ``step(x, y)`` without running it. Keeps the tensors that it ``reads`` alive, because a model
+        replaces its RoPE table by a longer one. Raises `RuntimeError` if an operation cannot be captured."""
         self.x, self.y, self.reads, self.graph = x, y, tuple(reads), torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
-        # "thread_local", because the checkpoint thread also uses the device. The outer context restores the current
-        # stream after an error, which torch.cuda.graph does not.
+        # The checkpoint thread also uses the device, hence "thread_local". The outer context restores the stream after
+        # an error; torch.cuda.graph does not.
         capture = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
         with torch.cuda.stream(torch.cuda.current_stream(x.device)), capture:
             self.outcome = step(x, y)

@@ -43,17 +43,17 @@ class Session:
             self.listener(event)
 
     def note(self, text: str, warning: bool = False) -> None:
-        """Sends a line of text to the listener."""
+        """Sends a line of text."""
         self.listen(events.Note(text, warning))
 
     def warn(self, text: str) -> None:
-        """Sends a warning to the listener."""
+        """Sends a warning."""
         self.note(text, warning=True)
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """A run that is ready to train. ``checkpoint`` is the checkpoint to resume from, None at step 0."""
+    """A run that is ready to train, at step 0 or from ``checkpoint``."""
 
     session: Session
     run: Path
@@ -85,7 +85,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Answers:
-    """Greedy decoding answers ``exact`` of ``asked`` pairs exactly. These are spread evenly over all ``pairs``."""
+    """Greedy decoding answers ``exact`` of ``asked`` pairs exactly. They are an even sample of all ``pairs``."""
 
     exact: int
     asked: int
@@ -97,18 +97,18 @@ class Answers:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a finished run. The loss is the best checkpoint's over all held-out text, or over as much as
-    ``--minutes`` allows."""
+    """The result of a finished run. The loss is the best checkpoint's on all held-out text, or as much as ``--minutes``
+    allows."""
 
     run: Path
     checkpoint: Path
     steps: int
     tokens_seen: int
     val_loss: float | None  # nats per token
-    val_tokens: int = field(default=0, kw_only=True)  # tokens in ``val_loss``
+    val_tokens: int = field(default=0, kw_only=True)  # number of tokens that ``val_loss`` averages
     bits_per_byte: float | None
     tokens_per_second: float  # in training steps only
-    mfu: float | None  # model FLOPs utilization, None if the device's peak is unknown
+    mfu: float | None  # model FLOPs utilization; None if the peak is unknown
     seconds: float  # total of all commands of the run
     parameters: int
     device: str
@@ -117,7 +117,7 @@ class Result:
     prompt: str  # the prompt of ``sample``
     answers: Answers | None = None  # accuracy on training pairs; None for other data
     held_out_answers: Answers | None = None
-    chat: bool = False  # whether the model is trained on conversations
+    chat: bool = False
 
     def record(self) -> dict[str, Any]:
         """Returns the entry in ``run.json``, without paths, because the folder can be moved."""
@@ -134,7 +134,7 @@ class Result:
 
 
 def data_record(record: RunRecord, data: Dataset, init: InitCheckpoint | None) -> RunRecord:
-    """Returns the record with the entries of the tokenized data."""
+    """Returns ``record`` with entries for the tokenized data."""
     return dataclasses.replace(
         record,
         tokenizer=TokenizerRecord(data.tokenizer.name, data.tokenizer.fingerprint),
@@ -145,7 +145,7 @@ def data_record(record: RunRecord, data: Dataset, init: InitCheckpoint | None) -
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python, the platform and the libraries that compute."""
+    """Returns the versions of libraries, Python and platform."""
     return {
         **{name: version(name) for name in ("torch", "tiktoken", "safetensors", "numpy")},
         "python": platform.python_version(),

@@ -1,5 +1,4 @@
-"""The data of a run: a folder of tokenized text, made by the run or by `gpt tokenize`; pairs of prompt and completion;
-or conversations."""
+"""The data of a run: text tokenized by the run or by `gpt tokenize`, prompt-completion pairs, or conversations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -30,7 +29,7 @@ Batched = Batches | RowBatches
 
 @dataclass(frozen=True)
 class Dataset:
-    """The training data and the held-out data of a run."""
+    """Training and held-out data."""
 
     name: str  # default name of the run
     tokenizer: Tokenizer
@@ -51,7 +50,7 @@ class Dataset:
 
 
 def tokenized(texts: Sequence[str]) -> Path | None:
-    """Returns the `gpt tokenize` folder in ``texts``, or None. Raises `UserError` if there are other texts too."""
+    """Returns the `gpt tokenize` folder in ``texts``, or None. Raises `UserError` for a folder with other texts."""
     folders = []
     for text in texts:
         with reading(Path(text)):
@@ -64,10 +63,8 @@ def tokenized(texts: Sequence[str]) -> Path | None:
 def open_tokens(
     path: Path, config: TrainConfig, note: Callable[[str], None], tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """Opens a `gpt tokenize` folder. Notes the tokenization settings that have no effect.
-
-    Raises `UserError` if the folder was made with a tokenizer other than ``tokenizer``, the base model's.
-    """
+    """Opens a `gpt tokenize` folder. Notes settings that have no effect. Raises `UserError` unless the folder was made
+    with ``tokenizer``, the base model's."""
     defaults = TextConfig()
     option_names = [
         option.name for option in fields(TextConfig) if option.name not in ("seed", "jobs")
@@ -95,8 +92,8 @@ def make_tokens(
     note: Callable[[str], None],
     tokenizer: Tokenizer | None = None,
 ) -> Dataset:
-    """Tokenizes a corpus into the folder ``out`` with ``tokenizer``, the base model's. None trains one, on the training
-    part only."""
+    """Tokenizes a corpus into the folder ``out``. Without a base model's ``tokenizer``, trains one on the training
+    part."""
     if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
         note("--val-fraction has no effect with --val-text")
     max_vocab_size = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
@@ -128,8 +125,8 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
 
 
 def _open_folder(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Dataset:
-    """Opens a folder and describes it. Raises `UserError` if it has no training tokens, or if none of the held-out
-    tokens can be predicted."""
+    """Opens a folder and describes it. Raises `UserError` without training tokens, or without a held-out token to
+    predict."""
     data = load_tokens(TokenFolder(folder.path), found=corpus is None)
     for line in describe(folder, corpus):
         note(line)
@@ -190,9 +187,9 @@ def open_examples(
     start: GPTConfig | None = None,
     block_size: int | None = None,
 ) -> Dataset:
-    """Reads the pairs or conversations of ``texts`` and encodes them with ``tokenizer``; None trains one, on the
-    training examples only. ``start`` is the base model's configuration, ``block_size`` the context length of a resumed
-    run. Raises `UserError` if no training examples remain."""
+    """Reads and encodes pairs or conversations. Without a base model's ``tokenizer``, trains one on the training
+    examples. ``start`` is the base model's shape, ``block_size`` the context of a resumed run. Raises `UserError` if no
+    training examples remain."""
     kind: type[Example] = Conversation if config.chat else Pair
     for text in filter(is_token_folder, texts):
         raise UserError(f"{text} is tokenized: {kind.option} reads JSON lines", f"give the {kind.plural} as text")
@@ -241,7 +238,7 @@ def open_examples(
 
 
 def _train_tokenizer(examples: Sequence[Example], config: TrainConfig, device: str) -> Tokenizer:
-    """Makes the tokenizer of ``--tokenizer``, trained on the examples, with special tokens for chats."""
+    """Makes the tokenizer of ``--tokenizer``, with special tokens for chats."""
     n_bytes = sum(utf8_size(text) for example in examples for text in example.texts)
     chunks = (Chunk(text, True) for example in examples for text in example.words)
     max_vocab_size = find_preset(preset_name(config, n_bytes, device)).model.vocab_size

@@ -33,7 +33,7 @@ Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
 
 SAMPLE = SampleConfig(max_tokens=80)
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # tokens of a periodic evaluation per training token, and their limits
-ASKED = 500  # maximum training pairs, and held-out pairs, whose answers are checked
+ASKED = 500  # maximum pairs per data split whose answers are checked
 
 
 def windows_to_evaluate(recipe: Recipe) -> int:
@@ -45,8 +45,8 @@ def windows_to_evaluate(recipe: Recipe) -> int:
 def read_best(
     run: RunContext, parallel: Parallel, recipe: Recipe, state: TrainState, budget: TimeBudget | None, speed: Speed
 ) -> tuple[Result, GPT]:
-    """Loads the best checkpoint, evaluates it on all held-out text, or as much as ``budget`` allows, and samples from
-    it. Returns the result of the run, and the model. Raises `Stopped` after a signal."""
+    """Evaluates the best checkpoint on all held-out text, or as much as ``budget`` allows, and samples from it. Returns
+    the result and the model. Raises `Stopped` after a signal."""
     path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.run)))))
     data, compute, stop = run.data, run.compute, run.session.stop
     if compute.dtype != torch.float32:  # Use the default dtype of `gpt eval`, so that it reproduces the loss.
@@ -89,7 +89,6 @@ def read_best(
 def _check_answers(
     parallel: Parallel, model: GPT, pairs: ExampleRows | None, max_pairs: int, compute: Compute, stop: StopSignal
 ) -> Answers | None:
-    """Counts the pairs with exact answers; returns None without pairs. Raises `Stopped` after a signal."""
     if not pairs:
         return None
     exact, asked = _sum_over_ranks(evaluate.count_exact, parallel, model, pairs.spread(max_pairs), compute, stop)
@@ -97,8 +96,8 @@ def _check_answers(
 
 
 def mean_loss(parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
-    """Returns the mean loss over windows, in nats per token. Each rank evaluates a share of the windows. Raises
-    `Stopped` on all ranks after a signal to any."""
+    """Returns the mean loss over windows, in nats per token. The ranks share the work. Raises `Stopped` on all ranks
+    after a signal to any."""
     total, count = _sum_over_ranks(evaluate.total_loss, parallel, model, windows, compute, stop)
     return total / count if count else math.nan
 
@@ -106,7 +105,7 @@ def mean_loss(parallel: Parallel, model: GPT, windows: Iterable[Window], compute
 def _sum_over_ranks(
     measure: Measure, parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal
 ) -> tuple[float, float]:
-    """Sums the results of ``measure`` over all ranks' windows. Raises `Stopped` on all ranks after a signal to any."""
+    """Sums ``measure`` over all ranks' windows. Raises `Stopped` on all ranks after a signal to any."""
     total, count, stopped = 0.0, 0, False
     try:
         total, count = measure(model, parallel.until_stopped(stop, parallel.windows(windows)), compute)
@@ -119,14 +118,13 @@ def _sum_over_ranks(
 
 
 def sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compute, seed: int) -> str:
-    """Generates a sample that depends only on the weights and ``seed``, and leaves torch's global random state
-    unchanged. Raises `Stopped` after a signal."""
+    """Generates a sample that depends only on weights and ``seed``, without changing torch's random state. Raises
+    `Stopped` after a signal."""
     return parallel.once(lambda: _generate_sample(run, parallel, model, compute, seed))
 
 
 def sample_seconds(parallel: Parallel, data: Dataset, tokens: int = 8) -> float:
-    """Estimates the seconds that a sample takes, from a few ``tokens`` after the first two, in which a GPU loads its
-    kernels."""
+    """Estimates the seconds per sample from a few ``tokens``, except the first two, when a GPU loads its kernels."""
 
     def measure() -> float:
         context = Context(parallel.model, parallel.compute, vocab_size=data.tokenizer.vocab_size)

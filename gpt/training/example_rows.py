@@ -1,8 +1,7 @@
 """Batch rows made of examples: prompt-completion pairs and conversations. Only answers are training targets.
 
-Rows are padded to the longest row of the step. A pair is encoded as prompt, completion and end-of-text. The prompt is
-encoded separately, as for sampling (`Tokenizer.prompt`). A conversation is encoded as its chat template renders it
-(`gpt.text.chat`).
+A pair is encoded as prompt, completion and end-of-text. The prompt is encoded separately, as for sampling
+(`Tokenizer.prompt`). A conversation is encoded as its chat template renders it (`gpt.text.chat`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,8 +71,8 @@ class RowBatches:
     seed: int
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """Returns one rank's inputs and targets of a step, each (rows / ranks, T). T is the length of the longest
-        example in the step, over all ranks. Steps count from 0; ids that are not targets are `IGNORED`."""
+        """Returns one rank's inputs and targets of a step, counted from 0: (rows / ranks, T). T is the length of the
+        step's longest example. Ids that are not targets are `IGNORED`."""
         positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
         chosen = [self.examples.window(index) for index in shuffled(positions, len(self.examples), self.seed).tolist()]
         shape = (self.rows // ranks, max(len(window.x) for window in chosen))
@@ -145,7 +144,7 @@ class ChatEncoder(Encoder[Conversation]):
 
     def rows(self, example: Conversation) -> list[ExampleRow]:
         """Encodes a conversation as one row, or as one row per answer (`chat.answers`). Skips rows whose first answer
-        starts beyond the context. Raises `UserError` if the chat template rejects it, unless ``skip_bad`` is set."""
+        starts beyond the context. Raises `UserError` if the chat template rejects it, unless ``skip_bad``."""
         try:
             texts, ends = chat.answers(self.tokenizer, example.messages, example.context)
         except UserError as error:

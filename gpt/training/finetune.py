@@ -54,7 +54,7 @@ class InitCheckpoint:
         return replace(self, tokenizer=tokenizer.for_model(model.vocab_size), added=added, model=model)
 
     def load(self, shape: GPTConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
-        """Loads the weights. ``shape`` is `model`, except for dropout and a shorter context."""
+        """Loads the weights. ``shape`` can have a different dropout and a shorter context than `model`."""
         own_vocab_size = checkpoint.peek(self.path)[0].vocab_size
         model = (
             checkpoint.load(self.path, device, replace(shape, vocab_size=own_vocab_size), dtype=dtype)
@@ -113,7 +113,6 @@ def open_init(config: TrainConfig, asked: str, path: Path, sha256: dict[str, str
 
 
 def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
-    """Raises `UserError` for options that contradict the checkpoint's shape."""
     hint = "leave it out: with --init, shape and vocabulary come from the checkpoint"
     if config.preset != "auto":
         raise UserError(f"--preset {config.preset} contradicts --init {config.init}", hint)
@@ -137,8 +136,7 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
 
 
 def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], None]) -> GPTConfig:
-    """Returns the shape to train ``model`` in: with the context of ``config``, or at most `CONTEXT` for RoPE, with a
-    note."""
+    """Returns the shape to train: ``model`` with the context of ``config``, by default at most `CONTEXT` for RoPE."""
     length = config.block_size or (min(CONTEXT, model.block_size) if model.positions == "rotary" else model.block_size)
     if config.block_size is None and length < model.block_size:
         note(f"training on sequences of {length:,} tokens; the model's context is {model.block_size:,} (--block-size)")
@@ -146,8 +144,8 @@ def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], 
 
 
 def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> float:
-    """Returns the default number of epochs of fine-tuning ``model``. More epochs of text would raise the held-out loss.
-    Small sets of pairs get more epochs, because the model should memorize them."""
+    """Returns the default epochs of fine-tuning. More epochs of text would raise the held-out loss. Small sets of pairs
+    get more epochs, so that the model memorizes them."""
     if not pairs:
         return MIN_EPOCHS
     limit = MAX_PAIR_FLOPS / (6 * breakdown(model).trainable) if device == "cpu" else math.inf

@@ -15,7 +15,7 @@ from gpt.training.logs import Logs, Metrics, Speed
 from gpt.training.state import TrainState
 from gpt.words import counted
 
-MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # sign that examples are memorized: nats per token, steps in a row
+MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # nats per token and consecutive steps that indicate memorization
 
 
 class Journal:

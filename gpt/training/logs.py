@@ -108,8 +108,8 @@ def parse_names(asked: str) -> list[str]:
 
 
 def check(asked: str) -> None:
-    """Raises `UserError` for a log that is unknown, whose package is not installed, or that needs an account. Called
-    before any work is done."""
+    """Raises `UserError` for a log that is unknown, lacks its package or needs an account. Called before training
+    starts."""
     for name in parse_names(asked):
         try:
             module = import_module(KINDS[name][0])
@@ -161,8 +161,7 @@ class Logs:
 
 
 class Metrics:
-    """``metrics.jsonl``, open for appending whole lines. Lines that cannot be written are dropped, with a single
-    warning: a full disk does not stop a run."""
+    """``metrics.jsonl``, open for appending whole lines. A full disk leaves a gap in the metrics, with a warning."""
 
     def __init__(self, run: Path, warn: Callable[[str], None], size: int = 0) -> None:
         """Truncates the file to ``size`` bytes: a resumed run repeats the later steps."""
@@ -203,15 +202,14 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOPs per token, and peak FLOP/s, from which throughput and MFU are computed."""
+    """Computes throughput and model FLOPs utilization (MFU)."""
 
     flops_per_token: int
     peak: float | None  # FLOP/s of all devices; None if unknown
 
     @classmethod
     def of(cls, model: GPT, recipe: Recipe, compute: Compute, processes: int = 1) -> Self:
-        """Returns the speed of a run on ``processes`` devices. Assumes the mean length for pairs of different
-        lengths."""
+        """Returns the speed of a run on ``processes`` devices. Pairs count with their mean length."""
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if recipe.lora_rank else 0
         flops = flops_per_token(recipe.model, recipe.batch_tokens // recipe.rows, adapters)
         device_name = (
@@ -221,8 +219,7 @@ class Speed:
         return cls(flops, None if peak is None else processes * peak)
 
     def rates(self, tokens: int, seconds: float) -> dict[str, Any]:
-        """Returns ``tokens_per_second`` and ``mfu``: model FLOPs utilization, the share of the peak, None if that is
-        unknown."""
+        """Returns ``tokens_per_second`` and ``mfu``, which is None if the peak is unknown."""
         tokens_per_second = tokens / max(seconds, 1e-9)
         mfu = None if self.peak is None else tokens_per_second * self.flops_per_token / self.peak
         return {"tokens_per_second": tokens_per_second, "mfu": mfu}

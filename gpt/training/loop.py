@@ -23,7 +23,7 @@ from gpt.training.step import Stepper
 
 MAX_BAD_STEPS = 3  # consecutive bad steps that make a run diverge
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
-LOSS_MARGIN = 1.0  # nats per token above the loss of uniform guessing: then the loss has exploded
+LOSS_MARGIN = 1.0  # nats per token above uniform guessing at which the loss has exploded
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,7 @@ class Trainer:
             self.journal.close()
 
     def step(self) -> None:
-        """Takes one optimizer step. While a GPU computes it, the host reports the previous step and prepares the next
-        one."""
+        """Takes one optimizer step. While a GPU computes it, the host reports the previous one."""
         recipe, state, world = self.recipe, self.state, self.world
         started = time.perf_counter()
         lr = state.rate_factor * recipe.lr_at(state.step + 1)
