@@ -198,20 +198,20 @@ class ShardedModel:
             self.model.set_requires_gradient_sync(True)
 
     def collect(self) -> None:
-        """Moves the gradients of `model` to `own`, averaged over data ranks."""
+        """Moves the gradients of `model` to `shard`, averaged over data ranks."""
         pairs = zip(self.model.parameters(), self.own.named_parameters(), strict=True)
-        for p, (name, own) in pairs:
+        for p, (name, shard) in pairs:
             grad, p.grad = p.grad, None
             if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
                 grad = grad.redistribute(placements=p.placements)
-            own.grad = None if grad is None else _local(grad)
-            if own.grad is not None and self.grid.tensor > 1 and self.table[name].summed:
-                dist.all_reduce(own.grad, group=self.mesh["tensor"].get_group())
+            shard.grad = None if grad is None else _local(grad)
+            if shard.grad is not None and self.grid.tensor > 1 and self.table[name].summed:
+                dist.all_reduce(shard.grad, group=self.mesh["tensor"].get_group())
         if not self.grid.sharded and self.grid.data > 1:
             group = self.mesh["data"].get_group()
-            for own in self.own.parameters():
-                if own.grad is not None:
-                    dist.all_reduce(own.grad.div_(self.grid.data), group=group)
+            for shard in self.own.parameters():
+                if shard.grad is not None:
+                    dist.all_reduce(shard.grad.div_(self.grid.data), group=group)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:

@@ -85,8 +85,10 @@ class World:
 
         def find_group(groups: Tensor) -> dist.ProcessGroup:
             groups_by_ranks = {tuple(members): dist.new_group(members, LIMIT, backend) for members in groups.tolist()}
-            own: dist.ProcessGroup = next(group for members, group in groups_by_ranks.items() if self.rank in members)
-            return own
+            rank_group: dist.ProcessGroup = next(
+                group for members, group in groups_by_ranks.items() if self.rank in members
+            )
+            return rank_group
 
         # The groups of init_device_mesh would have torch's timeouts, 10 and 30 minutes.
         names = ("data", "tensor")
@@ -156,14 +158,14 @@ class World:
 class Ranks(World):
     """One of several processes."""
 
-    joined = 0  # number of rendezvous so far: a program can train several runs
+    rendezvous_count = 0  # A program can train several runs.
 
     def __init__(self) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         self.rank, self.size, self.local_rank, self.local_size = map(environment.read_integer, names)
         self.launcher_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        Ranks.joined += 1
-        store = dist.PrefixStore(f"gpt {Ranks.joined}", _store())  # type: ignore[attr-defined]
+        Ranks.rendezvous_count += 1
+        store = dist.PrefixStore(f"gpt {Ranks.rendezvous_count}", _store())  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=RENDEZVOUS_TIMEOUT)
         self.message_group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
         self.gradients = self.message_group
@@ -233,13 +235,13 @@ class Ranks(World):
 
     def assert_same(self, values: Mapping[str, Any]) -> None:
         all_values = self._gather_all(dict(values))
-        for rank, other in enumerate(all_values):
-            for key in sorted({*other, *all_values[0]}):
-                ours, theirs = all_values[0].get(key), other.get(key)
-                if ours != theirs:
+        for rank, rank_values in enumerate(all_values):
+            for key in sorted({*rank_values, *all_values[0]}):
+                main_value, value = all_values[0].get(key), rank_values.get(key)
+                if main_value != value:
                     self.wait_for_main()
                     raise UserError(
-                        f"processes do not agree: {key} is {ours!r} in process 0 and {theirs!r} in process {rank}",
+                        f"processes do not agree: {key} is {main_value!r} in process 0 and {value!r} in process {rank}",
                         "start all of them with the same versions, arguments and environment variables",
                     )
 

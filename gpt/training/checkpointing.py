@@ -49,7 +49,7 @@ class Checkpointer:
         self.size = 4 * elements + sum(map(len, tokenizer.files.values()))  # approximate checkpoint size in bytes
         make_writer = partial(Writer, run.run, run.recipe.keep, state.settled_step, journal.saved, run.session.warn)
         if run.world.is_main:
-            self.writer = make_writer(ended=parallel.finish_save)
+            self.writer = make_writer(on_finished=parallel.finish_save)
         else:
             self.writer = make_writer(serve=lambda: parallel.serve(self.snapshot.tensors))
 
@@ -65,15 +65,14 @@ class Checkpointer:
         snapshot_state = self.snapshot.restore(self.parallel, self.scaler)
         vars(self.state).update(vars(snapshot_state), **changes)
 
-    def save(self, recipe: Recipe, budget: TimeBudget | None, stopped: Callable[[], bool] | None = None) -> None:
-        """Takes a snapshot and starts writing it. If ``stopped`` is given, writes the final checkpoint (`Writer.last`)
-        instead."""
+    def save(self, recipe: Recipe, budget: TimeBudget | None, is_stopped: Callable[[], bool] | None = None) -> None:
+        """Takes a snapshot and starts writing it. With ``is_stopped``, writes the final checkpoint (`Writer.last`)."""
         self.remember()
         files = self._prepare_files(recipe, budget)
-        if stopped is None:
+        if is_stopped is None:
             self.writer.begin(self.state.step, self.size, files)
         else:
-            self.writer.last(self.state.step, self.size, files, stopped)
+            self.writer.last(self.state.step, self.size, files, is_stopped)
 
     def _prepare_files(self, recipe: Recipe, budget: TimeBudget | None) -> Callable[[], Files]:
         """Returns a thread-safe function that returns the checkpoint files of the snapshot."""
@@ -108,9 +107,9 @@ class Checkpointer:
 class Writer:
     """Writes checkpoints in a background thread, one at a time. ``step`` is the step of the newest checkpoint.
 
-    In the caller's thread, ``done`` is called after each complete checkpoint and ``warn`` after a failure. ``ended`` is
-    called, in either thread, when a save needs no more data from other ranks. On these ranks, ``serve`` sends rank 0
-    the data that it requests.
+    In the caller's thread, ``on_saved`` is called after each complete checkpoint and ``warn`` after a failure.
+    ``on_finished`` is called, in either thread, when a save needs no more data from other ranks. On these ranks,
+    ``serve`` sends rank 0 the data that it requests.
     """
 
     def __init__(
@@ -118,13 +117,13 @@ class Writer:
         run: Path,
         keep: int,
         step: int,
-        done: Callable[[int], None],
+        on_saved: Callable[[int], None],
         warn: Callable[[str], None],
-        ended: Callable[[], None] = lambda: None,
+        on_finished: Callable[[], None] = lambda: None,
         serve: Callable[[], None] | None = None,
     ) -> None:
-        self.run, self.keep, self.step, self.done, self.warn = run, keep, step, done, warn
-        self.ended, self.serve = ended, serve
+        self.run, self.keep, self.step, self.on_saved, self.warn = run, keep, step, on_saved, warn
+        self.on_finished, self.serve = on_finished, serve
         self.save_error: OSError | None = None  # disk error of the newest save
         self._thread: threading.Thread | None = None
         self._thread_step = -1
@@ -147,7 +146,7 @@ class Writer:
             raise self._thread_error
         if self._thread_error is None:
             self.step = max(self.step, self._thread_step)
-            self.done(self._thread_step)
+            self.on_saved(self._thread_step)
         elif self.save_error is None:  # Warn only about the first failure in a row.
             why = error_text(self._thread_error)
             self.warn(f"step {self._thread_step:,} could not be saved: {why}; the run continues and will try again")
@@ -169,7 +168,7 @@ class Writer:
             self._thread_error = error
         try:
             if not self._retrying:
-                self.ended()
+                self.on_finished()
         except Exception as error:
             self._thread_error = self._thread_error or error
 
@@ -181,9 +180,9 @@ class Writer:
         folder.prune(self.run, self.keep, newest=self._thread_step)
         folder.write_index(self.run)
 
-    def last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
+    def last(self, step: int, size: int, files: Callable[[], Files], is_stopped: Callable[[], bool]) -> None:
         """Saves the end of a run. If that fails, retries with only the weights, for `ROOM_SECONDS` or until
-        ``stopped()``, and raises `WorkError`."""
+        ``is_stopped()``, and raises `WorkError`."""
 
         def weights() -> Files:
             return {name: data for name, data in files().items() if name not in folder.TRAINING}
@@ -197,7 +196,7 @@ class Writer:
                 return
             started = time.monotonic()
             self.warn(f"waiting {ROOM_SECONDS:.0f} s for disk space in {self.run}")
-            while not stopped() and time.monotonic() - started < ROOM_SECONDS:
+            while not is_stopped() and time.monotonic() - started < ROOM_SECONDS:
                 self.begin(step, 0, weights)
                 self.wait()
                 if self.save_error is None:
@@ -208,7 +207,7 @@ class Writer:
                 time.sleep(ROOM_PAUSE)
         finally:
             self._retrying = False
-            self.ended()
+            self.on_finished()
         newest = f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
         raise WorkError(
             f"step {step:,} could not be saved and is lost: {error_text(first_error)}",

@@ -106,9 +106,9 @@ def find_init(config: TrainConfig) -> InitCheckpoint | None:
     return init
 
 
-def open_init(config: TrainConfig, asked: str, path: Path, sha256: dict[str, str]) -> InitCheckpoint:
+def open_init(config: TrainConfig, name: str, path: Path, sha256: dict[str, str]) -> InitCheckpoint:
     """Returns the base model at ``path``, with a chat template for ``--chat``."""
-    init = InitCheckpoint(asked, path, *checkpoint.peek(path), sha256)
+    init = InitCheckpoint(name, path, *checkpoint.peek(path), sha256)
     return init.with_chat_template() if config.chat else init
 
 

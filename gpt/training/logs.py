@@ -98,19 +98,19 @@ KINDS: dict[str, tuple[str, type[TensorBoard | Wandb]]] = {  # the module that e
 }
 
 
-def parse_names(asked: str) -> list[str]:
+def parse_names(option: str) -> list[str]:
     """Parses the value of ``--log``: names separated by commas, or ``none``. Raises `UserError` for an unknown name."""
-    names = [] if asked.strip() == "none" else list(dict.fromkeys(name.strip() for name in asked.split(",")))
+    names = [] if option.strip() == "none" else list(dict.fromkeys(name.strip() for name in option.split(",")))
     for name in names:
         if name not in KINDS:
             raise UserError(f'there is no log "{name}"', did_you_mean(name, [*KINDS, "none"]))
     return names
 
 
-def check(asked: str) -> None:
+def check(option: str) -> None:
     """Raises `UserError` for a log that is unknown, lacks its package or needs an account. Called before training
     starts."""
-    for name in parse_names(asked):
+    for name in parse_names(option):
         try:
             module = import_module(KINDS[name][0])
         except ImportError as error:
@@ -126,11 +126,11 @@ class Logs:
     """All logs of a run that starts at ``step``. A log that fails is closed with a note, and the run continues."""
 
     def __init__(
-        self, asked: str, run: Path, record: Mapping[str, Any], note: Callable[[str], None], step: int = 0
+        self, option: str, run: Path, record: Mapping[str, Any], note: Callable[[str], None], step: int = 0
     ) -> None:
         self.note = note
         self.logs: dict[str, TensorBoard | Wandb] = {}
-        for name in parse_names(asked):
+        for name in parse_names(option):
             with self._guarded(name):
                 self.logs[name] = KINDS[name][1](run, record, step)
 
