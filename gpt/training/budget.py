@@ -16,8 +16,8 @@ from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.settings import checked
 from gpt.training.context import Session
-from gpt.training.data import Batched, Dataset
-from gpt.training.evaluation import ASKED, mean_loss, sample_seconds, windows_to_evaluate
+from gpt.training.data import BatchSource, Dataset
+from gpt.training.evaluation import ASKED, estimate_sample_seconds, mean_loss, windows_to_evaluate
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.optim import make_optimizer
 from gpt.training.pace import Costs, TimeBudget
@@ -169,14 +169,14 @@ class Planner:
         stepper = Stepper(parallel, recipe, lambda micro_batch: None)
         if recipe.compile:
             stepper.compile(self.session.note)  # The run itself reports errors.
-        seconds = step_seconds(
+        seconds = time_steps(
             stepper, data.batches(recipe), share * 60 * minutes, max_seconds := PROBE_SHARE * 60 * minutes
         )
         timed = seconds[TIMING_STEPS[0] :] or seconds[1:]
-        held_out = data.some_windows(recipe.model.block_size, windows_to_evaluate(recipe))
+        held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         with stepper.eager():
             window = window_seconds(parallel, held_out, max_seconds)
-            sample = sample_seconds(parallel, data)
+            sample = estimate_sample_seconds(parallel, data)
         targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
         costs = Costs(
             step=sum(timed) / len(timed),
@@ -196,7 +196,7 @@ class Planner:
         return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter()))
 
 
-def step_seconds(stepper: Stepper, batches: Batched, target: float, max_seconds: float) -> list[float]:
+def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_seconds: float) -> list[float]:
     """Times training steps for ``target`` seconds, or slow steps for up to ``max_seconds`` (see `PROBE_STEPS`)."""
     world, seconds = stepper.world, list[float]()
     target = min(target, PROBE_SECONDS)

@@ -53,7 +53,7 @@ class Checkpointer:
         else:
             self.writer = make_writer(serve=lambda: parallel.serve(self.snapshot.tensors))
 
-    def remember(self) -> None:
+    def take_snapshot(self) -> None:
         """Takes a snapshot."""
         self.writer.wait()  # The writer may still be reading the previous snapshot.
         self.state.seconds = time.perf_counter() - self.run.began
@@ -67,7 +67,7 @@ class Checkpointer:
 
     def save(self, recipe: Recipe, budget: TimeBudget | None, is_stopped: Callable[[], bool] | None = None) -> None:
         """Takes a snapshot and starts writing it. With ``is_stopped``, writes the final checkpoint (`Writer.last`)."""
-        self.remember()
+        self.take_snapshot()
         files = self._prepare_files(recipe, budget)
         if is_stopped is None:
             self.writer.begin(self.state.step, self.size, files)

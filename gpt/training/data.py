@@ -24,7 +24,7 @@ from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEnc
 from gpt.training.recipe import Recipe, example_context, preset_name
 from gpt.words import counted
 
-Batched = Batches | RowBatches
+BatchSource = Batches | RowBatches
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Dataset:
     held_out_bytes: int
     held_out_targets: int  # held-out tokens that are predicted
     sources: list[dict[str, Any]]  # input files with checksums, for the run's record
-    batches: Callable[[Recipe], Batched]
+    batches: Callable[[Recipe], BatchSource]
     windows: Callable[[int], Iterator[Window]]  # block_size → all held-out windows
-    some_windows: Callable[[int, int], list[Window]]  # (block_size, count) → at most count windows, spread evenly
+    sample_windows: Callable[[int, int], list[Window]]  # (block_size, count) → at most count windows, spread evenly
     prompt_ids: list[int]  # prompt of the samples during training
     prompt: str = ""  # text of this prompt; "" starts a document
     rows: int = 0  # training examples; 0 for text
@@ -119,7 +119,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         sources,
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
         windows=lambda block_size: windows(held_out.documents, block_size),
-        some_windows=lambda block_size, count: spread_windows(held_out.documents, block_size, count),
+        sample_windows=lambda block_size, count: spread_windows(held_out.documents, block_size, count),
         prompt_ids=folder.tokenizer.prompt(""),
     )
 
@@ -228,7 +228,7 @@ def open_examples(
         corpus.sources,
         batches=lambda recipe: RowBatches(train, recipe.rows, recipe.seed),
         windows=lambda block_size: map(held_out.window, range(len(held_out))),
-        some_windows=lambda block_size, count: held_out.spread(count),
+        sample_windows=lambda block_size, count: held_out.spread(count),
         prompt_ids=prompt_ids,
         prompt=prompt,
         rows=len(train),

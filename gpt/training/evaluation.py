@@ -42,7 +42,7 @@ def windows_to_evaluate(recipe: Recipe) -> int:
     return max(1, tokens // recipe.model.block_size)
 
 
-def read_best(
+def evaluate_best(
     run: RunContext, parallel: Parallel, recipe: Recipe, state: TrainState, budget: TimeBudget | None, speed: Speed
 ) -> tuple[Result, GPT]:
     """Evaluates the best checkpoint on all held-out text, or as much as ``budget`` allows, and samples from it. Returns
@@ -56,7 +56,7 @@ def read_best(
     count = 0.0
     if data.held_out_tokens:
         size, max_windows = recipe.model.block_size, budget.last_windows if budget else 0
-        windows = data.some_windows(size, max_windows) if max_windows else data.windows(size)
+        windows = data.sample_windows(size, max_windows) if max_windows else data.windows(size)
         total, count = _sum_over_ranks(evaluate.total_loss, parallel, model, windows, compute, stop)
         loss = total / count if count else math.nan
         bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
@@ -123,7 +123,7 @@ def sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compu
     return parallel.once(lambda: _generate_sample(run, parallel, model, compute, seed))
 
 
-def sample_seconds(parallel: Parallel, data: Dataset, tokens: int = 8) -> float:
+def estimate_sample_seconds(parallel: Parallel, data: Dataset, tokens: int = 8) -> float:
     """Estimates the seconds per sample from a few ``tokens``, except the first two, when a GPU loads its kernels."""
 
     def measure() -> float:

@@ -120,6 +120,6 @@ class Journal:
         self.emit(events.EndEvent, reason=reason, checkpoint=best, val_loss=loss, bits_per_byte=bits)
         self.write(ended=reason, result=result.record())
 
-    def cut_off(self, reason: str) -> None:
+    def report_early_end(self, reason: str) -> None:
         """Reports that the run ended early."""
         self.emit(events.EndEvent, reason=reason, checkpoint=None, val_loss=None, bits_per_byte=None)

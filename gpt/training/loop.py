@@ -13,7 +13,7 @@ from gpt.interrupt import Stopped
 from gpt.runs import checkpoint, folder
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
-from gpt.training.evaluation import mean_loss, read_best, sample_lines, windows_to_evaluate
+from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
 from gpt.training.logs import Speed
 from gpt.training.pace import TimeBudget
@@ -67,7 +67,7 @@ class Trainer:
         self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model)
         self.pending: PendingStep | None = None
         self.signum = 0  # signal that any rank has received
-        self.held_out = self.data.some_windows(self.recipe.model.block_size, self.state.windows)
+        self.held_out = self.data.sample_windows(self.recipe.model.block_size, self.state.windows)
         scaler = self.stepper.scaler
         self.checkpointer = Checkpointer(run, parallel, scaler, self.state, self.tokenizer_files, self.journal)
         if self.world.is_main:
@@ -86,7 +86,7 @@ class Trainer:
                 else:
                     self.journal.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
                 ended = self.run_due_actions()
-                self.checkpointer.remember()
+                self.checkpointer.take_snapshot()
                 self.world.started()
                 while not ended:
                     try:
@@ -219,8 +219,8 @@ class Trainer:
         if budget is None or state.step != recipe.steps - recipe.decay:
             return
         now = time.perf_counter()
-        step_seconds = (now - self.run.began - state.first_step) / state.step
-        steps = self.world.broadcast_object(lambda: budget.steps_left(now, step_seconds))
+        seconds_per_step = (now - self.run.began - state.first_step) / state.step
+        steps = self.world.broadcast_object(lambda: budget.steps_left(now, seconds_per_step))
         self.update_recipe(steps=state.step + steps, decay=steps, planned=recipe.planned or recipe.steps)
         self.session.listen(events.Plan(self.recipe.steps, recipe.batch_tokens))
 
@@ -253,7 +253,7 @@ class Trainer:
     def finish(self) -> Result:
         """Evaluates the best checkpoint and returns the result of the run."""
         self.stepper.forget_graph()
-        result, model = read_best(self.run, self.parallel, self.recipe, self.state, self.budget, self.journal.speed)
+        result, model = evaluate_best(self.run, self.parallel, self.recipe, self.state, self.budget, self.journal.speed)
         if self.recipe.merge_lora and self.world.is_main:
             merged = self.run.run / "merged"
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
@@ -269,7 +269,7 @@ class Trainer:
             self.checkpointer.save(self.recipe, self.budget)
         self.world.wait_for_main()
         writer.wait()
-        self.journal.cut_off("signal")
+        self.journal.report_early_end("signal")
         if writer.save_error is not None:
             raise WorkError(
                 f"interrupted at step {state.step:,}, which could not be saved: {error_text(writer.save_error)}",
@@ -286,7 +286,7 @@ class Trainer:
         """Ends a diverged run. Keeps its checkpoints."""
         self.world.wait_for_main()
         self.checkpointer.writer.wait()
-        self.journal.cut_off("diverged")
+        self.journal.report_early_end("diverged")
         self.journal.write(ended="diverged")
         checkpoints = folder.checkpoints(self.run.run)
         saved = f"the earlier checkpoints are in {self.run.run}" if checkpoints else "nothing was saved yet"
