@@ -104,8 +104,8 @@ class World:
         return values
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
-        """Calls ``make`` on rank 0 and returns its value, which must fit JSON, on all ranks. Raises `Stopped` on all
-        ranks if rank 0 does."""
+        """Calls ``make`` on rank 0 and returns the JSON-serializable result on all ranks. Raises `Stopped` on all ranks
+        if rank 0 does."""
         return make()
 
     def raise_on_all(self, make: Callable[[], T]) -> T:

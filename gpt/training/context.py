@@ -85,7 +85,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Answers:
-    """Greedy decoding answers ``exact`` of ``asked`` pairs exactly. They are an even sample of all ``pairs``."""
+    """Greedy decoding answers ``exact`` of ``asked`` pairs exactly, an even sample of all ``pairs``."""
 
     exact: int
     asked: int

@@ -24,7 +24,7 @@ from gpt.text.tokenizer import Tokenizer
 # (benchmarks/defaults.md).
 RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}
 LORA_RATE = 2.0
-ADAMW_FROM = 100_000_000  # parameters above which a Muon step costs as much as thousands of tokens
+ADAMW_FROM = 100_000_000  # parameters; for larger models a Muon step costs as much as thousands of tokens
 MIN_EPOCHS = 3.0  # epochs of text, and the minimum for pairs
 MAX_PAIR_EPOCHS = 20.0
 MAX_PAIR_TOKENS = 2_000_000

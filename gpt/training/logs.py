@@ -209,7 +209,7 @@ class Speed:
 
     @classmethod
     def of(cls, model: GPT, recipe: Recipe, compute: Compute, processes: int = 1) -> Self:
-        """Returns the speed of a run on ``processes`` devices. Pairs count with their mean length."""
+        """Returns the speed of a run on ``processes`` devices. For pairs, assumes the mean length."""
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if recipe.lora_rank else 0
         flops = flops_per_token(recipe.model, recipe.batch_tokens // recipe.rows, adapters)
         device_name = (

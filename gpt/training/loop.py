@@ -23,7 +23,7 @@ from gpt.training.step import Stepper
 
 MAX_BAD_STEPS = 3  # consecutive bad steps that make a run diverge
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
-LOSS_MARGIN = 1.0  # nats per token above uniform guessing at which the loss has exploded
+LOSS_MARGIN = 1.0  # nats per token above uniform guessing: the threshold of an exploded loss
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Trainer:
             self.on_uncompiled(error, started=self.run.saved is not None)
 
     def on_uncompiled(self, why: str, started: bool = True) -> None:
-        """Records that steps are not compiled: from now on, if the run has ``started``."""
+        """Records that steps are not compiled. ``started``: whether the run has trained compiled steps before."""
         self.update_recipe(compile=False)
         message = "from now on, steps are not compiled: equal to compiled ones up to rounding, not bit for bit"
         self.session.warn(f"{message if started else 'steps are not compiled'}: {why:.200}")
