@@ -1,7 +1,7 @@
-"""The environment of this process: started by itself, by our own launcher, or by torchrun. Nothing here imports torch.
+"""The environment variables of a distributed process. This module does not import torch.
 
-A launcher sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, as
-torchrun does; ours also says when the command began, and names a folder for messages from rank 0 to the launcher.
+torchrun and our launcher set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+``MASTER_PORT``. Our launcher adds the start time of the command and a folder for messages from rank 0.
 """
 
 import contextlib
@@ -14,27 +14,27 @@ LAUNCHER, BEGAN = "GPT_LAUNCHER", "GPT_BEGAN"
 RUN, STATUS = "run", "status"
 
 
-def number(name: str, otherwise: int | None = None) -> int:
-    """A whole number in the environment. Raises `UserError` if it is missing or no whole number."""
-    value = os.environ.get(name, None if otherwise is None else str(otherwise))
+def read_integer(name: str, default: int | None = None) -> int:
+    """Reads a non-negative integer variable. Raises `UserError` if it is missing or invalid."""
+    value = os.environ.get(name, None if default is None else str(default))
     if value is None or not value.isascii() or not value.isdigit():
-        said = "not set" if value is None else f'"{value}"; it must be a whole number'
+        problem = "not set" if value is None else f'"{value}"; it must be a whole number'
         raise UserError(
-            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, and {name} is {said}",
+            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, and {name} is {problem}",
             "start all processes with torchrun, which sets both, or unset WORLD_SIZE",
         )
     return int(value)
 
 
 def is_one_of_many() -> bool:
-    """Whether this process was started as one of several. Raises `UserError` if the environment is contradictory."""
-    return number("WORLD_SIZE", 1) > 1
+    """Whether this process is one of several. Raises `UserError` if the environment is inconsistent."""
+    return read_integer("WORLD_SIZE", 1) > 1
 
 
 def rank() -> int:
-    """This process's rank; 0 for a process by itself, or if the environment is contradictory."""
+    """Returns this process's rank: 0 for a single process, or if the environment is inconsistent."""
     with contextlib.suppress(UserError):
-        return number("RANK", 0) if is_one_of_many() else 0
+        return read_integer("RANK", 0) if is_one_of_many() else 0
     return 0
 
 
@@ -44,19 +44,19 @@ def is_ours() -> bool:
 
 
 def began() -> float | None:
-    """The time at which our launcher's command began, on the clock of `time.perf_counter`, which processes share."""
+    """Returns the start time of our launcher's command, on the clock of `time.perf_counter`, which processes share."""
     return float(os.environ[BEGAN]) if is_ours() and BEGAN in os.environ else None
 
 
 def tell(name: str, value: object) -> None:
-    """Leaves a message for our launcher, if it started this process and this is rank 0."""
+    """Writes a message for our launcher, if it started this process and this is rank 0."""
     if is_ours() and rank() == 0:
         with contextlib.suppress(OSError):
             Path(os.environ[LAUNCHER], name).write_text(str(value), encoding="utf-8")
 
 
 def told(folder: str, name: str) -> str | None:
-    """Rank 0's message; None if it left none."""
+    """Returns rank 0's message, or None."""
     with contextlib.suppress(OSError):
         return Path(folder, name).read_text(encoding="utf-8")
     return None

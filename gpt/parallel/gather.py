@@ -1,4 +1,4 @@
-"""Sharded tensors made whole: on rank 0 for a checkpoint, and on each rank for an equal share of Muon's matrices."""
+"""Gathers sharded tensors: on rank 0 for checkpoints, and spread evenly over all ranks for Muon."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,56 +14,55 @@ from gpt.model.params import Parameter, Shape
 from gpt.parallel.shard import Grid, ShardedModel
 
 Array = npt.NDArray[np.float32]
-Work = Callable[[list[Tensor]], list[Tensor]]  # whole matrices of one shape → as many of that shape
-_FINISHED = -1  # instead of the index of a tensor
+Transform = Callable[[list[Tensor]], list[Tensor]]  # full matrices → full matrices of the same shape
+_FINISHED = -1  # sent in place of a tensor index
 
 
 class CheckpointGatherer:
     """Gathers sharded float32 tensors on rank 0, one at a time, for a checkpoint.
 
-    Rank 0 asks for a tensor when the file that it writes has come to it; the other ranks send their shards until rank 0
-    has finished. So no rank holds more than its shards and a whole tensor of each file that is being written, in
-    whatever order files are written, and a full disk leaves nobody waiting. Everything passes through rank 0's memory
-    and disk: at 1 GB/s a checkpoint of 1.5 billion parameters (18 GB with AdamW's moments) takes some 20 seconds, one
-    of 175 billion 35 minutes, while training continues. Tensors are on the host, and ``group`` is a gloo group that
-    nothing else uses, so that this may run in a thread.
+    Rank 0 requests each tensor when it writes it; the other ranks send shards until rank 0 finishes. So a rank needs
+    memory only for its shards and one full tensor per open file, and no rank hangs if the disk is full. At 1 GB/s
+    through rank 0, a checkpoint of 1.5 billion parameters (18 GB with AdamW's moments) takes about 20 seconds, one of
+    175 billion 35 minutes, while training continues. It can run in a thread, because tensors are on the host and
+    nothing else uses the gloo ``group``.
 
-    ``tensors`` gives for each name the parameter after which it is sharded; it is the same on all ranks.
+    ``tensors`` maps names to parameters with the same sharding. It is equal on all ranks.
     """
 
     def __init__(self, grid: Grid, tensors: Mapping[str, Parameter], group: ProcessGroup) -> None:
         self.grid, self.tensors, self.group = grid, tensors, group
         self.names = sorted(tensors)
         self.rank = dist.get_rank()
-        self._one_at_a_time = threading.Lock()  # two files are written side by side
+        self._lock = threading.Lock()  # Two files are written concurrently.
 
     def full_tensor(self, name: str, shard: Array) -> Array:
-        """Returns the whole tensor on rank 0, whose ``shard`` of it is given."""
-        like = self.tensors[name]
-        whole = np.empty(like.shape, np.float32)
-        with self._one_at_a_time:
+        """Returns the full tensor on rank 0. ``shard`` is rank 0's own."""
+        parameter = self.tensors[name]
+        whole = np.empty(parameter.shape, np.float32)
+        with self._lock:
             self._broadcast(self.names.index(name))
             for rank in self._senders(name):
-                part = self.grid.part(like, rank)
+                part = self.grid.part(parameter, rank)
                 part.put(shard if rank == self.rank else self._receive(rank, part.shape), whole)
         return whole
 
     def finish(self) -> None:
-        """Ends `send` on the other ranks; called on rank 0."""
+        """Ends `send` on the other ranks. Called on rank 0."""
         self._broadcast(_FINISHED)
 
     def send(self, shards: Mapping[str, Tensor]) -> None:
-        """Sends each shard that rank 0 asks for, until it has finished; called on all other ranks."""
+        """Sends the shards that rank 0 requests until it finishes. Called on all other ranks."""
         while (index := self._broadcast()) != _FINISHED:
             name = self.names[index]
             if self.rank in self._senders(name):
                 dist.send(shards[name].contiguous(), 0, self.group)
 
     def _senders(self, name: str) -> list[int]:
-        """Ranks that together hold a tensor exactly once."""
-        like = self.tensors[name]
-        once = [r for r in self.grid.holders if like.split is not None or r % self.grid.tensor == 0]
-        return [rank for rank in once if self.grid.part(like, rank).numel]
+        """Returns ranks whose shards make up a tensor exactly once."""
+        parameter = self.tensors[name]
+        holders = [r for r in self.grid.holders if parameter.split is not None or r % self.grid.tensor == 0]
+        return [rank for rank in holders if self.grid.part(parameter, rank).numel]
 
     def _receive(self, rank: int, shape: Shape) -> Array:
         part = np.empty(shape, np.float32)
@@ -71,50 +70,48 @@ class CheckpointGatherer:
         return part
 
     def _broadcast(self, index: int = 0) -> int:
-        """Rank 0's index."""
         message = torch.tensor(index)
         dist.broadcast(message, 0, self.group)
         return int(message)
 
 
 class MatrixExchange:
-    """Makes sharded matrices whole, each on one rank, and shards the results again: Muon's step needs whole matrices.
+    """Gathers each sharded matrix on one rank, transforms it and scatters the result: Muon needs full matrices.
 
-    It serves ``n`` matrices that are shaped and sharded like the parameter ``name``, and deals them out evenly. Each
-    rank sends its shards of a matrix to the rank that works on it, which sends back shards of the result: a step sends
-    a rank's shards twice, and each matrix is worked on once.
+    The ``n`` matrices have the shape and sharding of the parameter ``name`` and are spread evenly over ranks. A step
+    sends each shard twice and computes each matrix once.
     """
 
     def __init__(self, sharded: ShardedModel, name: str, n: int) -> None:
         self.group, ranks = sharded.holders, sharded.grid.holders
-        like = sharded.table[name]
-        self.shape = like.shape
-        self.parts = [sharded.grid.part(like, rank) for rank in ranks]  # each rank's part of each matrix
-        self.dealt = [range(rank, n, len(ranks)) for rank in range(len(ranks))]  # the matrices that each works on
+        parameter = sharded.table[name]
+        self.shape = parameter.shape
+        self.parts = [sharded.grid.part(parameter, rank) for rank in ranks]  # by rank, its part of every matrix
+        self.assigned = [range(rank, n, len(ranks)) for rank in range(len(ranks))]  # by rank, the matrices it computes
         self.rank = dist.get_rank(self.group)
 
-    def __call__(self, mine: Sequence[Tensor], work: Work) -> list[Tensor]:
-        """This rank's shards of the matrices → its shards of what ``work`` makes of them."""
-        sizes, here = [part.numel for part in self.parts], len(self.dealt[self.rank])
-        going = [[mine[i] for i in some] for some in self.dealt]
-        received = self._all_to_all(mine[0], going, [here * size for size in sizes])
-        wholes = [mine[0].new_empty(self.shape) for _ in range(here)]
-        for part, arrived in zip(self.parts, received, strict=True):
-            for whole, piece in zip(wholes, arrived.view(here, *part.shape), strict=True):
-                part.put(piece, whole)
-        done = work(wholes) if wholes else []
-        back = [[part.take(whole) for whole in done] for part in self.parts]
-        lengths = [len(some) * sizes[self.rank] for some in self.dealt]
-        out: list[Tensor] = list(mine)
-        for some, arrived in zip(self.dealt, self._all_to_all(mine[0], back, lengths), strict=True):
-            for i, piece in zip(some, arrived.view(len(some), *self.parts[self.rank].shape), strict=True):
-                out[i] = piece
-        return out
+    def __call__(self, shards: Sequence[Tensor], transform: Transform) -> list[Tensor]:
+        """Applies ``transform`` to the full matrices. Takes and returns this rank's shards."""
+        sizes, n_assigned = [part.numel for part in self.parts], len(self.assigned[self.rank])
+        outgoing = [[shards[i] for i in indices] for indices in self.assigned]
+        received = self._all_to_all(shards[0], outgoing, [n_assigned * size for size in sizes])
+        matrices = [shards[0].new_empty(self.shape) for _ in range(n_assigned)]
+        for part, shard_batch in zip(self.parts, received, strict=True):
+            for matrix, shard in zip(matrices, shard_batch.view(n_assigned, *part.shape), strict=True):
+                part.put(shard, matrix)
+        results = transform(matrices) if matrices else []
+        replies = [[part.take(matrix) for matrix in results] for part in self.parts]
+        lengths = [len(indices) * sizes[self.rank] for indices in self.assigned]
+        result_shards: list[Tensor] = list(shards)
+        for indices, shard_batch in zip(self.assigned, self._all_to_all(shards[0], replies, lengths), strict=True):
+            for i, shard in zip(indices, shard_batch.view(len(indices), *self.parts[self.rank].shape), strict=True):
+                result_shards[i] = shard
+        return result_shards
 
     def _all_to_all(self, like: Tensor, send: list[list[Tensor]], sizes: list[int]) -> list[Tensor]:
-        """Sends each rank its tensors, and returns the numbers that came from each; in the dtype of ``like``."""
-        going = torch.cat([like.new_empty(0), *(each.flatten() for some in send for each in some)])
-        arrived = like.new_empty(sum(sizes))
-        lengths = [sum(each.numel() for each in some) for some in send]
-        dist.all_to_all_single(arrived, going, sizes, lengths, group=self.group)
-        return list(torch.split(arrived, sizes))
+        """Sends each rank its tensors. Returns the received elements by rank, in the dtype of ``like``."""
+        outgoing = torch.cat([like.new_empty(0), *(tensor.flatten() for group in send for tensor in group)])
+        incoming = like.new_empty(sum(sizes))
+        lengths = [sum(tensor.numel() for tensor in group) for group in send]
+        dist.all_to_all_single(incoming, outgoing, sizes, lengths, group=self.group)
+        return list(torch.split(incoming, sizes))

@@ -1,13 +1,11 @@
-"""Sharded parameters: which part of each a rank has, and a model of which each rank holds its part alone.
+"""Sharded parameters: the layout of ranks and shards, and a model with only this rank's shards.
 
-Ranks form a grid, ``data`` × ``tensor`` (`Grid`). The ranks of a row share each sequence (`gpt.parallel.tensor`), rows
-take different sequences. With ``sharded``, the rows divide all parameters as well, and with them gradients and
-optimizer state: torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's parameters before
-it is computed and frees them after it.
+Ranks form a grid, ``data`` × ``tensor`` (`Grid`). The ranks of a row share each sequence (`gpt.parallel.tensor`); rows
+train on different sequences. With ``sharded``, parameters, gradients and optimizer state are sharded over the rows:
+torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) gathers a block's parameters only while computing it.
 
-The optimizer steps a second model, `ShardedModel.own`, which is also what a checkpoint saves: it has the same names,
-and each parameter is this rank's shard, a plain tensor. So optimizers, their kernels and snapshots know nothing of
-sharding.
+Optimizers and checkpoints use a second model, `ShardedModel.own`. Its parameters are this rank's shards as plain
+tensors, with the same names, so optimizers, kernels and snapshots need no code for sharding.
 """
 
 import contextlib
@@ -27,102 +25,102 @@ from torch.distributed.tensor import DTensor
 from gpt.config import GPTConfig
 from gpt.model.decoder import GPT, RMSNorm, initialize
 from gpt.model.params import Parameter, Shape, named_parameters
-from gpt.parallel import tensor as parallel
+from gpt.parallel import tensor as tensor_parallel
 
 
 @dataclass(frozen=True)
 class Grid:
     """The layout of ranks: rank r is in row r // ``tensor``, column r % ``tensor``."""
 
-    data: int  # rows, which take different sequences
-    tensor: int = 1  # ranks of a row, which share each sequence
-    sharded: bool = False  # whether rows divide the parameters
+    data: int  # number of rows
+    tensor: int = 1  # ranks per row
+    sharded: bool = False  # whether parameters are sharded over the rows
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return self.data * self.tensor
 
     @property
     def holders(self) -> list[int]:
-        """Ranks that together hold everything once, but for what all ranks of a row hold."""
+        """Ranks that together hold every parameter once. All ranks of a row hold the parameters that are not split."""
         return list(range(self.size if self.sharded else self.tensor))
 
     def copies(self, p: Parameter) -> int:
-        """Ranks that hold the same part of a parameter."""
+        """Returns the number of ranks that hold the same part of a parameter."""
         return (1 if self.sharded else self.data) * (self.tensor if p.split is None else 1)
 
     def part(self, p: Parameter, rank: int) -> "Part":
-        """A rank's part of a parameter. `fully_shard` cuts along the rows into as many equal runs as there are data
-        ranks; the last may be short, or empty."""
+        """Returns a rank's part of a parameter. `fully_shard` gives each data rank equally many rows; the last part can
+        be smaller or empty."""
         row, column = divmod(rank, self.tensor)
-        runs = parallel.rows(p, self.tensor, column)
+        slices = tensor_parallel.rows(p, self.tensor, column)
         if self.sharded:
-            n = sum(run.stop - run.start for run in runs)
-            each = -(-n // self.data)
-            runs = list(_cut(runs, row * each, (row + 1) * each))
-        wide = None if len(p.shape) == 1 else parallel.columns(p, self.tensor, column)
-        return Part(tuple(runs), wide)
+            n = sum(s.stop - s.start for s in slices)
+            rows_per_rank = -(-n // self.data)
+            slices = list(_cut_rows(slices, row * rows_per_rank, (row + 1) * rows_per_rank))
+        columns = None if len(p.shape) == 1 else tensor_parallel.columns(p, self.tensor, column)
+        return Part(tuple(slices), columns)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a whole tensor, in the order in which a rank holds them, and some of its columns."""
+    """The rows of a full tensor that a rank holds, in the rank's order, and the columns."""
 
     rows: tuple[slice, ...]
     columns: slice | None  # None for vectors
 
     @property
     def shape(self) -> Shape:
-        """The part's shape."""
-        n = sum(run.stop - run.start for run in self.rows)
+        """The shape of the part."""
+        n = sum(s.stop - s.start for s in self.rows)
         return (n,) if self.columns is None else (n, self.columns.stop - self.columns.start)
 
     @property
     def numel(self) -> int:
-        """Numbers in the part."""
+        """The number of elements in the part."""
         return torch.Size(self.shape).numel()
 
-    def of(self, whole: Any) -> Any:
-        """Views of a whole tensor, or numpy array, that stacked are the part."""
-        return [whole[run] if self.columns is None else whole[run, self.columns] for run in self.rows]
+    def views(self, whole: Any) -> Any:
+        """Returns views of a full tensor or array that make up the part when concatenated."""
+        return [whole[s] if self.columns is None else whole[s, self.columns] for s in self.rows]
 
     def take(self, whole: Tensor) -> Tensor:
-        """Copies the part out of a whole tensor."""
-        return torch.cat(self.of(whole)) if self.rows else whole.new_empty(self.shape)
+        """Returns a copy of the part of a full tensor."""
+        return torch.cat(self.views(whole)) if self.rows else whole.new_empty(self.shape)
 
     def put(self, part: Any, whole: Any) -> None:
-        """Writes the part to its place in a whole tensor or array."""
-        at = 0
-        for view in self.of(whole):
-            view[...] = part[at : at + len(view)]
-            at += len(view)
+        """Copies ``part`` into a full tensor or array."""
+        offset = 0
+        for view in self.views(whole):
+            view[...] = part[offset : offset + len(view)]
+            offset += len(view)
 
 
-def _cut(runs: list[slice], start: int, stop: int) -> Iterator[slice]:
-    """Slices of the rows ``start`` to ``stop``, counted over the runs."""
-    at = 0
-    for run in runs:
-        first, last = max(run.start, run.start + start - at), min(run.stop, run.start + stop - at)
+def _cut_rows(slices: list[slice], start: int, stop: int) -> Iterator[slice]:
+    """Yields slices for the rows ``start`` to ``stop`` of the concatenated ``slices``."""
+    offset = 0
+    for s in slices:
+        first, last = max(s.start, s.start + start - offset), min(s.stop, s.start + stop - offset)
         if first < last:
             yield slice(first, last)
-        at += run.stop - run.start
+        offset += s.stop - s.start
 
 
 def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a new model, one at a time, whole and on the host: the same numbers from torch's generator as
-    in ``GPT(config)``, which draws all twice, once as torch does and then as GPT-2 does."""
+    """Yields the full parameters of a new model, one at a time, on the host. They are identical to ``GPT(config)``,
+    which initializes all parameters twice: with torch's defaults, then as GPT-2."""
     model = _on_meta(config)
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            _alone(module).reset_parameters()
+            _materialize(module).reset_parameters()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, RMSNorm)):
-            alone = _alone(module)
-            if isinstance(alone, (nn.LayerNorm, RMSNorm)):
-                alone.reset_parameters()
-            initialize(alone, name, config)
-            yield from ((f"{name}.{each}", p.detach()) for each, p in alone.named_parameters())
+            copy = _materialize(module)
+            if isinstance(copy, (nn.LayerNorm, RMSNorm)):
+                copy.reset_parameters()
+            initialize(copy, name, config)
+            yield from ((f"{name}.{parameter}", p.detach()) for parameter, p in copy.named_parameters())
 
 
 def _on_meta(config: GPTConfig) -> GPT:
@@ -130,15 +128,15 @@ def _on_meta(config: GPTConfig) -> GPT:
         return GPT(config)
 
 
-def _alone(module: nn.Module) -> Any:
-    """Copies a module from the meta device to memory, uninitialized."""
-    alone = type(module).__new__(type(module))
-    alone.__dict__ = {**module.__dict__, "_parameters": dict(module._parameters)}
-    return alone.to_empty(device="cpu")
+def _materialize(module: nn.Module) -> Any:
+    """Returns an uninitialized CPU copy of a module on the meta device."""
+    copy = type(module).__new__(type(module))
+    copy.__dict__ = {**module.__dict__, "_parameters": dict(module._parameters)}
+    return copy.to_empty(device="cpu")
 
 
 class ShardedModel:
-    """A model of which this rank holds a part. It starts on the meta device: see `allocate` and `fill`."""
+    """A model with only this rank's shards. It is created on the meta device; `allocate` and `fill` load it."""
 
     def __init__(
         self,
@@ -147,51 +145,50 @@ class ShardedModel:
         mesh: DeviceMesh,
         dtype: torch.dtype,
         group: ProcessGroup | None = None,
-        accumulates_whole: bool = True,
+        accumulates_unsharded: bool = True,
     ) -> None:
-        """``mesh``: the grid, its dimensions named data and tensor; ``group``: all of it. Products are computed in
-        ``dtype``, in which blocks are gathered too; what the optimizer steps, and sums of gradients, are float32.
-        ``accumulates_whole``: whether there is memory for gradients that are not sharded."""
+        """``mesh``: the grid, with dimensions named data and tensor. ``group``: all ranks. ``dtype``: the dtype of
+        matrix products and of gathered blocks; the optimizer's parameters and gradient sums are float32.
+        ``accumulates_unsharded``: whether unsharded gradients fit into memory."""
         self.grid, self.mesh, self.rank, self.group = grid, mesh, mesh.get_rank(), group
         self.table = {name: p for name, p in named_parameters(config).items() if p.trained}
-        self.accumulates_whole = accumulates_whole
+        self.accumulates_unsharded = accumulates_unsharded
         self.model = _on_meta(config)
         if grid.tensor > 1:
-            parallel.parallelize(self.model, mesh["tensor"])
+            tensor_parallel.parallelize(self.model, mesh["tensor"])
         if grid.sharded:
             _fully_shard(self.model, mesh["data"], dtype)
         self.own = _on_meta(config)
 
     def allocate(self, device: torch.device) -> None:
-        """Allocates this rank's part. Parameters are uninitialized until `fill`."""
+        """Allocates this rank's shards, uninitialized until `fill`."""
         self.model.to_empty(device=device)
         for model in (self.model, self.own):
             model.lay_tables(device)
         for name, p in self.model.named_parameters():
-            parent, _, last = name.rpartition(".")
+            parent, _, parameter_name = name.rpartition(".")
             local = nn.Parameter(_local(p.detach()))
             assert tuple(local.shape) == self.part(name).shape, f"{name} is not cut as it should be"
-            self.own.get_submodule(parent).register_parameter(last, local)
+            self.own.get_submodule(parent).register_parameter(parameter_name, local)
 
     def part(self, name: str) -> Part:
-        """This rank's part of a parameter."""
+        """Returns this rank's part of a parameter."""
         return self.grid.part(self.table[name], self.rank)
 
     @torch.no_grad()
     def fill(self, name: str, whole: Tensor) -> None:
-        """Copies this rank's part out of a whole parameter."""
+        """Copies this rank's part of a full parameter into the model."""
         self.own.get_parameter(name).copy_(self.part(name).take(whole))
 
     @property
     def holders(self) -> ProcessGroup | None:
-        """This rank's group of ranks that together hold everything; None: torch's default group."""
+        """This rank's group of ranks that together hold all parameters; None: torch's default group."""
         return self.group if self.grid.sharded else self.mesh["tensor"].get_group()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which gradients accumulate whole on each rank, if there is memory, instead of being reduced and
-        scattered: less is sent, and more is kept."""
-        if not (self.accumulates_whole and isinstance(self.model, FSDPModule)):
+        """Returns a context that accumulates unsharded gradients without reduce-scatter, if memory allows."""
+        if not (self.accumulates_unsharded and isinstance(self.model, FSDPModule)):
             yield
             return
         self.model.set_requires_gradient_sync(False)
@@ -201,24 +198,24 @@ class ShardedModel:
             self.model.set_requires_gradient_sync(True)
 
     def collect(self) -> None:
-        """Moves the gradients of `model` to `own`, as the mean over all data ranks."""
+        """Moves the gradients of `model` to `shard`, averaged over data ranks."""
         pairs = zip(self.model.parameters(), self.own.named_parameters(), strict=True)
-        for p, (name, own) in pairs:
+        for p, (name, shard) in pairs:
             grad, p.grad = p.grad, None
             if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
                 grad = grad.redistribute(placements=p.placements)
-            own.grad = None if grad is None else _local(grad)
-            if own.grad is not None and self.grid.tensor > 1 and self.table[name].summed:
-                dist.all_reduce(own.grad, group=self.mesh["tensor"].get_group())
+            shard.grad = None if grad is None else _local(grad)
+            if shard.grad is not None and self.grid.tensor > 1 and self.table[name].summed:
+                dist.all_reduce(shard.grad, group=self.mesh["tensor"].get_group())
         if not self.grid.sharded and self.grid.data > 1:
             group = self.mesh["data"].get_group()
-            for own in self.own.parameters():
-                if own.grad is not None:
-                    dist.all_reduce(own.grad.div_(self.grid.data), group=group)
+            for shard in self.own.parameters():
+                if shard.grad is not None:
+                    dist.all_reduce(shard.grad.div_(self.grid.data), group=group)
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Clips the gradients of `own` by the norm of all ranks' together, which it returns as it was before."""
+        """Clips the gradients of `own` by the norm over all ranks. Returns the norm before clipping."""
         grads = {name: p.grad for name, p in self.own.named_parameters() if p.grad is not None}
         norms = torch._foreach_norm(list(grads.values()), dtype=torch.float32)
         copies = torch.tensor([self.grid.copies(self.table[name]) for name in grads], device=norms[0].device)
@@ -232,33 +229,32 @@ class ShardedModel:
 
 
 def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shards block by block. Embeddings and the last LayerNorm belong to the root, which stays whole from its forward
-    pass until the backward pass has ended: the loss needs the embedding again, outside of `GPT.trunk`. They are
-    gathered in float32, as the residual stream is. GPUs gather a block in ``dtype``, its norms too: in a group of their
-    own these would be gathered in the midst of what is compiled, which would come apart there. A CPU, whose LayerNorm
-    takes no narrow weights, gathers float32."""
-    narrows = mesh.device_type == "cuda" and dtype != torch.float32
-    narrow = MixedPrecisionPolicy(
-        param_dtype=dtype if narrows else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    """Shards each block, and the embeddings and last LayerNorm as the root. The root stays gathered, in float32 like
+    the residual stream, until the backward pass ends, because the loss uses the embedding outside of `GPT.trunk`. GPUs
+    gather whole blocks in ``dtype``: a separate group for the norms would cause graph breaks. CPUs gather in float32,
+    which their LayerNorm requires."""
+    casts = mesh.device_type == "cuda" and dtype != torch.float32
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if casts else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.h:
-        fully_shard(block, mesh=mesh, mp_policy=narrow)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "trunk")
     model.trunk = _outside_inference(model.trunk)  # type: ignore[method-assign]
 
 
 def _outside_inference(trunk: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps `GPT.trunk` to gather parameters without inference mode, whose tensors cannot be trained later."""
+    """Wraps `GPT.trunk` to gather parameters outside inference mode: tensors made in it cannot be trained later."""
 
     @functools.wraps(trunk)
-    def outside(*args: Any, **kwargs: Any) -> Tensor:
+    def trunk_outside_inference(*args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_inference_mode_enabled():
             return trunk(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return trunk(*args, **kwargs)
 
-    return outside
+    return trunk_outside_inference
 
 
 def _local(x: Tensor) -> Tensor:

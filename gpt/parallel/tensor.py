@@ -1,11 +1,10 @@
-"""Tensor parallelism: each rank computes some heads of every block, and a part of its MLP's inside (Shoeybi et al.
-2019, arXiv 1909.08053, §3), by torch's `parallelize_module`.
+"""Tensor parallelism with torch's `parallelize_module`: each rank computes a share of the heads and MLP units of every
+block (Shoeybi et al. 2019, arXiv 1909.08053, §3).
 
-`gpt.model.params` says which axis of which parameter is divided. The fused query, key and value are one matrix, and a
-plain cut of it would give one rank the queries and another the keys. So its rows stand in another order (`rows`), each
-rank's heads of all three together; checkpoints know nothing of it. Embeddings, LayerNorms and the residual stream are
-whole on every rank. Dropout draws alike on all ranks that share a sequence: they must agree on the residual stream, and
-heads at the same place of two ranks are dropped alike.
+`gpt.model.params` defines the axis along which each parameter is split. Query, key and value are one fused matrix, so
+`rows` selects a rank's heads from all three: contiguous rows would separate queries from keys. Checkpoints keep the
+original order. Embeddings, LayerNorms and the residual stream are replicated. Ranks that share a sequence use the same
+dropout masks, because the residual stream must agree. So corresponding heads of these ranks also have the same mask.
 """
 
 import itertools
@@ -18,8 +17,8 @@ from gpt.model.params import Parameter, parameters
 
 
 def parallelize(model: GPT, mesh: DeviceMesh) -> None:
-    """Divides the blocks of a model on the meta device over a mesh of one dimension. One all-reduce follows attention,
-    and one the MLP."""
+    """Splits the blocks of a model on the meta device over a one-dimensional mesh. Attention and the MLP each end in
+    an all-reduce."""
     plan: dict[str, ParallelStyle] = {
         p.name.removesuffix(".weight"): RowwiseParallel() if p.split else ColwiseParallel()
         for p in parameters(model.config)
@@ -31,7 +30,7 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def rows(p: Parameter, tensor: int, rank: int) -> list[slice]:
-    """The rows of a parameter that the rank ``rank`` of ``tensor`` holds, in its order."""
+    """Returns the rows of a parameter that ``rank`` of ``tensor`` ranks holds, in the rank's order."""
     if p.split != 0:
         return [slice(0, p.shape[0])]
     starts = itertools.accumulate(p.fused, initial=0)
@@ -42,6 +41,6 @@ def rows(p: Parameter, tensor: int, rank: int) -> list[slice]:
 
 
 def columns(p: Parameter, tensor: int, rank: int) -> slice:
-    """The columns of a matrix that it holds."""
+    """Returns the columns of a matrix that ``rank`` of ``tensor`` ranks holds."""
     n = p.shape[1]
     return slice(rank * n // tensor, (rank + 1) * n // tensor) if p.split == 1 else slice(0, n)

@@ -1,13 +1,11 @@
-"""The processes that train one run together, and their collectives.
+"""The processes that train a run together, and their collectives.
 
-`World` is one process, for which every collective is the identity; `Ranks` is one of several, as torchrun's environment
-says. Rank 0, the main rank, decides, reports and writes. If it fails, it says why and ends; the others wait for its
-next message, and end when the connection breaks (`PeerLost`). NCCL does not notice that: the launcher kills a rank of
-its machine 30 seconds after another one has ended. A machine that has lost its power or network breaks no connection:
-there a collective ends by its time limit.
+`World` is a single process: every collective is the identity. `Ranks` is one of several, configured by torchrun's
+environment variables. Rank 0, the main rank, decides, reports and writes. If it fails, the others wait for its next
+message and exit when the connection breaks (`PeerLost`). NCCL does not detect that: the launcher kills the other ranks
+of its machine after 30 seconds. If a machine loses power or network, collectives end by timeout.
 
-Messages go over gloo, whatever the device: they are on the host. They are JSON: torch's own object collectives unpickle
-what they receive.
+Messages are JSON on the host, sent over gloo: torch's object collectives would unpickle them.
 """
 
 import contextlib
@@ -33,21 +31,21 @@ from gpt.parallel import environment
 from gpt.peaks import cores
 
 T = TypeVar("T")
-RENDEZVOUS = timedelta(minutes=10)  # until all processes have found each other
-LONGEST_START = timedelta(days=1)  # of a message before the first step: rank 0 may have a text to tokenize
-LIMIT = timedelta(hours=1)  # of any other collective, which may wait while rank 0 writes a checkpoint to a slow disk
-POLL_SECONDS = 0.0005  # between two looks at whether a GPU has come to an event
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+START_TIMEOUT = timedelta(days=1)  # for messages before the first step, while rank 0 tokenizes the text
+LIMIT = timedelta(hours=1)  # timeout of other collectives, while rank 0 writes a checkpoint to a slow disk
+POLL_SECONDS = 0.0005  # polling interval for a GPU event
 
 
 class World:
-    """One process that trains by itself."""
+    """A single process."""
 
     rank, size = 0, 1
     local_rank, local_size = 0, 1  # on this machine
-    tensor = 1  # ranks that share each sequence, and so each forward pass; they are consecutive
-    owns_group = False  # whether `mesh` made a process group of this process alone
+    tensor = 1  # consecutive ranks that share each sequence and forward pass
+    owns_group = False  # whether `mesh` created a process group for this single process
     _mesh: DeviceMesh | None = None
-    gradients: dist.ProcessGroup | None = None  # over which gradients are reduced; None: torch's default group
+    gradients: dist.ProcessGroup | None = None  # group for gradient all-reduce; None: torch's default group
 
     @property
     def is_main(self) -> bool:
@@ -56,17 +54,17 @@ class World:
 
     @property
     def data_size(self) -> int:
-        """Groups of ranks that take different sequences."""
+        """The number of data ranks: groups of ranks with different sequences."""
         return self.size // self.tensor
 
     @property
     def data_rank(self) -> int:
-        """This rank's group of those."""
+        """The index of this rank's group."""
         return self.rank // self.tensor
 
     def divide(self, tensor: int) -> None:
-        """Lets each ``tensor`` consecutive ranks share their sequences. Raises `UserError` if they do not divide the
-        world."""
+        """Makes groups of ``tensor`` consecutive ranks share their sequences. Raises `UserError` if the world size is
+        not a multiple of ``tensor``."""
         if self.size % tensor:
             n = "one process" if self.size == 1 else f"{self.size} processes"
             raise UserError(
@@ -76,7 +74,7 @@ class World:
         self.tensor = tensor
 
     def mesh(self, kind: str) -> DeviceMesh:
-        """All ranks as a mesh, data × tensor, for a kind of device. Its groups are made once."""
+        """Returns the data × tensor mesh of all ranks for a device type. Its groups are created once."""
         if self._mesh is not None:
             return self._mesh
         if not dist.is_initialized():
@@ -85,72 +83,74 @@ class World:
         backend = "nccl" if kind == "cuda" else "gloo"
         ranks = torch.arange(self.size).view(self.data_size, self.tensor)
 
-        def mine(groups: Tensor) -> dist.ProcessGroup:
-            made = {tuple(some): dist.new_group(some, LIMIT, backend) for some in groups.tolist()}
-            own: dist.ProcessGroup = next(group for some, group in made.items() if self.rank in some)
-            return own
+        def find_group(groups: Tensor) -> dist.ProcessGroup:
+            groups_by_ranks = {tuple(members): dist.new_group(members, LIMIT, backend) for members in groups.tolist()}
+            rank_group: dist.ProcessGroup = next(
+                group for members, group in groups_by_ranks.items() if self.rank in members
+            )
+            return rank_group
 
-        # Not init_device_mesh, whose groups have torch's limits, of 10 and 30 minutes.
+        # The groups of init_device_mesh would have torch's timeouts, 10 and 30 minutes.
         names = ("data", "tensor")
-        self._mesh = DeviceMesh.from_group([mine(ranks.T), mine(ranks)], kind, ranks, mesh_dim_names=names)
+        self._mesh = DeviceMesh.from_group([find_group(ranks.T), find_group(ranks)], kind, ranks, mesh_dim_names=names)
         return self._mesh
 
     def all_reduce_max(self, value: int) -> int:
-        """The largest of all ranks' values."""
+        """Returns the maximum over all ranks."""
         return value
 
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
-        """Sums over all data ranks, in double precision."""
+        """Returns sums over data ranks, in double precision."""
         return values
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
-        """Rank 0's ``make()``, which JSON can hold, on all ranks; the others do not call it. Raises `Stopped` on all
-        ranks if it does on rank 0."""
+        """Calls ``make`` on rank 0 and returns the JSON-serializable result on all ranks. Raises `Stopped` on all ranks
+        if rank 0 does."""
         return make()
 
     def raise_on_all(self, make: Callable[[], T]) -> T:
-        """This rank's ``make()``. If it raises `UserError` on any rank, rank 0 raises that, and the others `PeerLost`
-        when rank 0 has ended."""
+        """Returns this rank's ``make()``. After a `UserError` on any rank, rank 0 raises that error, and other ranks
+        raise `PeerLost` when rank 0 exits."""
         return make()
 
     def assert_same(self, values: Mapping[str, Any]) -> None:
-        """Raises `UserError`, reported once, for a value that differs between ranks."""
+        """Raises `UserError` on rank 0 for a value that differs between ranks."""
 
     def place(self, compute: Compute) -> Compute:
-        """``compute`` with this rank's own device. Raises `UserError` if there is none for it."""
+        """Returns ``compute`` with this rank's device. Raises `UserError` if there is none."""
         return compute
 
     def seed(self, seed: int, step: int) -> None:
-        """Seeds this rank's draws in a step by seed, step and data rank: each data rank drops out other activations,
-        and none has a random state to save. A process by itself keeps its generator."""
+        """Seeds torch by ``seed``, ``step`` and data rank: data ranks have different dropout masks and no random state
+        to save. A single process keeps its generator."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all data ranks, in place, on the device."""
+        """Sums a tensor over data ranks, in place, on the device."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors of one shape, concatenated."""
+        """Concatenates all ranks' tensors of the same shape."""
         return tensor
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrites the tensors with rank 0's, in place, on the device."""
+        """Overwrites tensors with rank 0's, in place, on the device."""
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        """Waits until the device has come to an event."""
+        """Waits for an event on the device."""
         event.synchronize()
 
     def started(self) -> None:
-        """Called before the first step: from here on no rank has reason to be away for longer than `LIMIT`."""
+        """Reduces the message timeout to `LIMIT`. Called before the first step."""
 
     def watching_peers(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which the loss of another rank raises `PeerLost`."""
+        """Returns a context that raises `PeerLost` if another rank is lost."""
         return contextlib.nullcontext()
 
     def wait_for_main(self) -> None:
-        """Waits on other ranks until rank 0 has ended, and raises `PeerLost` then; returns at once on rank 0."""
+        """Waits for rank 0 to exit, then raises `PeerLost`. Returns immediately on rank 0."""
 
     def leave(self) -> None:
-        """Destroys the process group that `mesh` made for one process, if it did."""
+        """Destroys the process group that `mesh` created, if any."""
         if self.owns_group:
             dist.destroy_process_group()
 
@@ -158,25 +158,25 @@ class World:
 class Ranks(World):
     """One of several processes."""
 
-    joined = 0  # how often this process has joined others: a program may train one run after another
+    rendezvous_count = 0  # A program can train several runs.
 
     def __init__(self) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        self.rank, self.size, self.local_rank, self.local_size = map(environment.number, names)
-        self.agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun's, or our launcher's
-        Ranks.joined += 1
-        store = dist.PrefixStore(f"gpt {Ranks.joined}", _store())  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=RENDEZVOUS)
-        self.messages = dist.new_group(backend="gloo", timeout=LONGEST_START)
-        self.gradients = self.messages
+        self.rank, self.size, self.local_rank, self.local_size = map(environment.read_integer, names)
+        self.launcher_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        Ranks.rendezvous_count += 1
+        store = dist.PrefixStore(f"gpt {Ranks.rendezvous_count}", _store())  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=RENDEZVOUS_TIMEOUT)
+        self.message_group = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
+        self.gradients = self.message_group
 
     def place(self, compute: Compute) -> Compute:
         device = self.raise_on_all(lambda: self._device(compute.device.type))
-        found = Compute(device, compute.dtype, self.local_size if device.type == "cpu" else 1)
-        if found.device.type == "cuda":
-            torch.cuda.set_device(found.device)
+        rank_compute = Compute(device, compute.dtype, self.local_size if device.type == "cpu" else 1)
+        if rank_compute.device.type == "cuda":
+            torch.cuda.set_device(rank_compute.device)
             self.gradients = dist.new_group(backend="nccl", timeout=LIMIT)
-        return found
+        return rank_compute
 
     def _device(self, kind: str) -> torch.device:
         if kind == "cpu":
@@ -193,15 +193,15 @@ class Ranks(World):
         return torch.device("cuda", self.local_rank)
 
     def all_reduce_max(self, value: int) -> int:
-        if self.agent not in (None, os.getppid()):  # it was killed, and passes on no signal any more
+        if self.launcher_pid not in (None, os.getppid()):  # A killed launcher forwards no signals.
             value = value or signal.SIGTERM
         largest = torch.tensor(value)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.messages)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.message_group)
         return int(largest)
 
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         sums = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(sums, group=self.messages)
+        dist.all_reduce(sums, group=self.message_group)
         return tuple((sums / self.tensor).tolist())
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
@@ -221,41 +221,39 @@ class Ranks(World):
         value = error = None
         try:
             value = make()
-        except UserError as raised:
-            error = raised
+        except UserError as user_error:
+            error = user_error
         message = None if error is None else [isinstance(error, WorkError), error.message, error.hint]
-        for rank, raised_there in enumerate(self._gather_all(message)):
-            if raised_there is not None:
+        for rank, failure in enumerate(self._gather_all(message)):
+            if failure is not None:
                 self.wait_for_main()
-                failed, said, hint = raised_there
-                if rank and (error is None or said != error.message):
-                    said = f"process {rank}: {said}"
-                raise (WorkError if failed else UserError)(said, hint)
+                is_work_error, text, hint = failure
+                if rank and (error is None or text != error.message):
+                    text = f"process {rank}: {text}"
+                raise (WorkError if is_work_error else UserError)(text, hint)
         return value  # type: ignore[return-value]
 
     def assert_same(self, values: Mapping[str, Any]) -> None:
         all_values = self._gather_all(dict(values))
-        for rank, other in enumerate(all_values):
-            for key in sorted({*other, *all_values[0]}):
-                ours, theirs = all_values[0].get(key), other.get(key)
-                if ours != theirs:
+        for rank, rank_values in enumerate(all_values):
+            for key in sorted({*rank_values, *all_values[0]}):
+                main_value, value = all_values[0].get(key), rank_values.get(key)
+                if main_value != value:
                     self.wait_for_main()
                     raise UserError(
-                        f"processes do not agree: {key} is {ours!r} in process 0 and {theirs!r} in process {rank}",
+                        f"processes do not agree: {key} is {main_value!r} in process 0 and {value!r} in process {rank}",
                         "start all of them with the same versions, arguments and environment variables",
                     )
 
     def _broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of the rank ``source``, on all ranks."""
         message = _to_bytes(value if self.rank == source else None)
         length = torch.tensor(len(message))
-        dist.broadcast(length, source, group=self.messages)
+        dist.broadcast(length, source, group=self.message_group)
         message = message if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(message, source, group=self.messages)
+        dist.broadcast(message, source, group=self.message_group)
         return json.loads(message.numpy().tobytes())
 
     def _gather_all(self, value: Any) -> list[Any]:
-        """Each rank's value, by rank."""
         return [self._broadcast(value, source) for source in range(self.size)]
 
     def seed(self, seed: int, step: int) -> None:
@@ -276,12 +274,12 @@ class Ranks(World):
             dist.broadcast(tensor, 0, group=self.gradients)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        """Waits in Python, not in C, so that a second signal ends it."""
+        """Waits in Python, so that a second signal can interrupt it."""
         while not event.query():  # type: ignore[no-untyped-call]
             time.sleep(POLL_SECONDS)
 
     def started(self) -> None:
-        dist.distributed_c10d._set_pg_timeout(LIMIT, self.messages)
+        dist.distributed_c10d._set_pg_timeout(LIMIT, self.message_group)
 
     @contextlib.contextmanager
     def watching_peers(self) -> Iterator[None]:
@@ -297,8 +295,8 @@ class Ranks(World):
             self._broadcast(None)
 
     def leave(self) -> None:
-        """Destroys the process groups at the end of a run that went well, when all ranks have come to it."""
-        dist.barrier(group=self.messages)
+        """Waits for all ranks at the end of a successful run, then destroys the process groups."""
+        dist.barrier(group=self.message_group)
         dist.destroy_process_group()
 
 
@@ -308,8 +306,8 @@ def _to_bytes(value: Any) -> Tensor:
 
 @contextlib.contextmanager
 def joined(nproc: int) -> Iterator[World]:
-    """The world of this process. Raises `UserError` if ``nproc`` processes were asked for in another way than by our
-    own launcher, or if the processes do not find each other."""
+    """Returns a context with the world of this process. Raises `UserError` if ``nproc`` processes were not started by
+    our launcher, or cannot connect."""
     if not environment.is_one_of_many():
         if nproc > 1:
             raise UserError(
@@ -334,8 +332,7 @@ def joined(nproc: int) -> Iterator[World]:
 
 @functools.cache
 def _store() -> Any:
-    """The store at ``MASTER_ADDR`` and ``MASTER_PORT``, through which processes find each other."""
-    return next(dist.rendezvous("env://", timeout=RENDEZVOUS))[0]  # type: ignore[attr-defined]
+    return next(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]  # type: ignore[attr-defined]
 
 
 def _join() -> Ranks:

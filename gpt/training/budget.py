@@ -1,4 +1,4 @@
-"""Training for so many minutes: the preset that learns most in them, and the steps that fit."""
+"""Training within a time limit: chooses the preset and the number of steps for ``--minutes``."""
 
 import math
 import time
@@ -16,8 +16,8 @@ from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.settings import checked
 from gpt.training.context import Session
-from gpt.training.data import Batched, Dataset
-from gpt.training.evaluation import ASKED, mean_loss, sample_seconds, windows_to_evaluate
+from gpt.training.data import BatchSource, Dataset
+from gpt.training.evaluation import ASKED, estimate_sample_seconds, mean_loss, windows_to_evaluate
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.optim import make_optimizer
 from gpt.training.pace import Costs, TimeBudget
@@ -26,93 +26,92 @@ from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 
-PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # of the whole time, and at most, spent on measuring
-PROBE_STEPS = (2, 6)  # at least, and where they take no more than those seconds; the first ones allocate
-SAVE_RATE = 250e6  # bytes of a checkpoint a second: written, synced, read back and hashed
+PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # limits on measuring time: share of the minutes, and seconds
+PROBE_STEPS = (2, 6)  # minimum, and target for slow steps; the first steps allocate memory
+SAVE_BYTES_PER_SECOND = 250e6  # checkpoint speed: write, sync, read back and hash
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
-# Tokens a parameter that a size must have time to read, uncompiled, before it beats the one below, and bytes of text a
-# parameter that it needs; `nano` needs no least text (benchmarks/defaults.md).
-TOKENS, BYTES = 1.0, 0.4
-NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
-GAIN = 3.0  # how much faster than a small model, per parameter, a large one may be at most
-TRIED = 65_536  # tokens per step at most, while the rate is measured
-STEPS = (3, 4)  # that allocate, load kernels and capture a graph, and that are timed
+# Tokens (uncompiled) and bytes of text per parameter that a size needs to beat the next smaller one. `nano` has no
+# minimum text (benchmarks/defaults.md).
+MIN_TOKENS, MIN_BYTES = 1.0, 0.4
+MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
+MAX_SPEEDUP = 3.0  # upper bound on how much faster per parameter a larger model runs
+MAX_TIMED_TOKENS = 65_536  # maximum tokens per step while throughput is measured
+TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), then timed steps
 
-Rate = Callable[[str], float]
+Throughput = Callable[[str], float]
 
 
 def preset_for_minutes(
     config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None], processes: int = 1
 ) -> TrainConfig:
-    """``config`` with the preset for its ``minutes``, if it leaves that open; tells ``note`` why. Several ``processes``
-    are taken to be so many times as fast as this one."""
+    """Returns ``config`` with the preset for its ``minutes``, unless it names a model; passes the reason to ``note``.
+    Assumes linear scaling with ``processes``."""
     shape = (config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
 
-    def rate(name: str) -> float:
+    def measure(name: str) -> float:
         return processes * measured_rate(name, config, compute)
 
-    name, why = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", rate)
+    name, why = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", measure)
     note(f"size {name}: {why}")
     return replace(config, preset=name)
 
 
 def needs(name: str, arch: Arch) -> tuple[float, float]:
-    """Tokens to read and bytes of text, for each parameter, that a size above the smallest needs."""
-    return (NANO_TOKENS[arch], 0.0) if name == "nano" else (TOKENS, BYTES)
+    """Returns the tokens and bytes of text per parameter that a preset above the smallest needs."""
+    return (MIN_NANO_TOKENS[arch], 0.0) if name == "nano" else (MIN_TOKENS, MIN_BYTES)
 
 
-def largest_preset(minutes: float, n_bytes: int, arch: Arch, rate: Rate) -> tuple[str, str]:
-    """The largest preset that has the tokens and bytes which it `needs`, and the reason. ``rate`` gives a preset's
-    tokens per second."""
+def largest_preset(minutes: float, n_bytes: int, arch: Arch, measure: Throughput) -> tuple[str, str]:
+    """Returns the largest preset with enough time and text, and the reason. ``measure`` returns tokens per second."""
     chosen, *larger = SIZES
-    pace = rate(chosen)
+    throughput = measure(chosen)
     for name in larger:
-        n, below = parameters(name), parameters(chosen)
-        tokens, least = needs(name, arch)
-        if n * least > n_bytes:
-            return chosen, f"{name} has {n:,} parameters, more than {1 / least:g} per byte of text"
-        seconds = tokens * n / (GAIN * pace * below / n)  # at least, to read so much
+        n, smaller = parameters(name), parameters(chosen)
+        min_tokens, min_bytes = needs(name, arch)
+        if n * min_bytes > n_bytes:
+            return chosen, f"{name} has {n:,} parameters, more than {1 / min_bytes:g} per byte of text"
+        seconds = min_tokens * n / (MAX_SPEEDUP * throughput * smaller / n)  # a lower bound
         if seconds <= 60 * minutes:
-            faster = rate(name)
-            seconds = tokens * n / faster
+            larger_throughput = measure(name)
+            seconds = min_tokens * n / larger_throughput
         if seconds > 60 * minutes:
             needed = f"{name} would need at least {seconds / 60:,.1f} minutes to be better"
-            return chosen, f"at {pace:,.0f} tokens/s; {needed}"
-        chosen, pace = name, faster
+            return chosen, f"at {throughput:,.0f} tokens/s; {needed}"
+        chosen, throughput = name, larger_throughput
     return chosen, "the largest size that auto chooses"
 
 
 def parameters(name: str) -> int:
-    """The parameters of a preset that are trained."""
+    """Returns the number of trainable parameters of a preset."""
     return breakdown(find_preset(name).model).trainable
 
 
 def measured_rate(name: str, config: TrainConfig, compute: Compute) -> float:
-    """The tokens per second of a preset's steps here, on random ids."""
+    """Measures a preset's training throughput on random ids, in tokens per second."""
     preset = find_preset(name)
     V, T = preset.model.vocab_size, preset.model.block_size
-    batch = max(T, min(preset.batch_tokens, TRIED) // T * T)
-    asked = TrainConfig(preset=name, steps=1, batch_tokens=batch)
-    like = {each: getattr(config, each) for each in ("arch", "positions", "window", "optimizer")}
-    recipe = resolve(replace(asked, **like), compute, V, batch + 1, V, False, lambda text: None)
+    batch = max(T, min(preset.batch_tokens, MAX_TIMED_TOKENS) // T * T)
+    timing_config = TrainConfig(preset=name, steps=1, batch_tokens=batch)
+    run_settings = {field: getattr(config, field) for field in ("arch", "positions", "window", "optimizer")}
+    recipe = resolve(replace(timing_config, **run_settings), compute, V, batch + 1, V, False, lambda text: None)
     model = GPT(recipe.model).to(compute.device)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
     stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
     ids = np.random.default_rng(0).integers(V, size=(recipe.rows, T))
-    for _ in range(STEPS[0]):
+    for _ in range(TIMING_STEPS[0]):
         stepper.step(ids, ids, 0.0).read()
     started = time.perf_counter()
-    for _ in range(STEPS[1]):
+    for _ in range(TIMING_STEPS[1]):
         stepper.step(ids, ids, 0.0).read()
-    return STEPS[1] * batch / (time.perf_counter() - started)
+    return TIMING_STEPS[1] * batch / (time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Decides the recipe of a new run: rank 0's, on all ranks."""
+    """Chooses the recipe of a new run on rank 0, for all ranks."""
 
     config: TrainConfig
     compute: Compute
@@ -121,64 +120,70 @@ class Planner:
     session: Session
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
-        """The recipe, and the budget of a run for some minutes. Raises `UserError` if memory or time is too short."""
+        """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` for too little memory or time."""
         config, world, note = self.config, self.session.world, self.session.note
         recipe = self.resolve(config, note)
         world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size))
         if config.minutes is None:
             return recipe, None
         note("measuring training speed on this machine")
-        # Whether it compiles is decided by the minutes, not by the steps that fit into them.
-        known, fits = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
-        if self.init is not None and config.batch_tokens is None:  # a step of the usual batch may take minutes
-            single = replace(self.resolve(config, most_tokens=1), compile=False)
-            fits = self.measure(single, 0.0)[1] * single.batch_tokens
-            recipe = self.resolve(config, most_tokens=fits)
-        if recipe.compile:  # a program is for one dropout and micro-batch: take those of an uncompiled run
+        # The minutes decide whether to compile, not the number of steps that fit.
+        steps_config, token_limit = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
+        if self.init is not None and config.batch_tokens is None:  # a step with the default batch can take minutes
+            smallest = replace(self.resolve(config, max_tokens=1), compile=False)
+            token_limit = self.measure(smallest, 0.0)[1] * smallest.batch_tokens
+            recipe = self.resolve(config, max_tokens=token_limit)
+        if recipe.compile:
+            # A compiled program has a fixed dropout and micro-batch, so take both from an uncompiled run.
             _, steps = self.measure(replace(recipe, compile=False), 0.0)
-            recipe = self.resolve(replace(known, steps=steps), most_tokens=fits)
-            known = replace(known, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
+            recipe = self.resolve(replace(steps_config, steps=steps), max_tokens=token_limit)
+            steps_config = replace(steps_config, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
         budget, steps = self.measure(recipe, PROBE_SHARE)
-        every = config.eval_every or math.ceil(steps / budget.pauses)
+        eval_every = config.eval_every or math.ceil(steps / budget.pauses)
         samples = config.sample_every if config.sample_every is not None or budget.samples else 0
-        recipe = self.resolve(replace(known, steps=steps, eval_every=every, sample_every=samples), most_tokens=fits)
+        recipe = self.resolve(
+            replace(steps_config, steps=steps, eval_every=eval_every, sample_every=samples), max_tokens=token_limit
+        )
         note(budget.describe(recipe.batch_tokens))
         return recipe, budget
 
     def resolve(
-        self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, most_tokens: float = math.inf
+        self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, max_tokens: float = math.inf
     ) -> Recipe:
-        """The recipe of ``config``; fine-tuning reads ``most_tokens`` in the time that it has."""
+        """Resolves ``config`` on all ranks. Fine-tuning has time for ``max_tokens``."""
         data, world, shape = self.data, self.session.world, self.init.model if self.init else None
         return broadcast(
             world,
             lambda: resolve(
                 config, self.compute, data.bytes, data.tokens, data.tokenizer.vocab_size, data.held_out_tokens > 0,
-                note, shape, data.rows, world.data_size, most_tokens,
+                note, shape, data.rows, world.data_size, max_tokens,
             ),
         )  # fmt: skip
 
     def measure(self, recipe: Recipe, share: float) -> tuple[TimeBudget, int]:
-        """Measures how long steps, evaluations and samples take here, for a ``share`` of the minutes. Returns the
-        budget, and the steps that fit into it."""
+        """Measures steps, evaluations and samples for a ``share`` of the minutes. Returns the budget and the number of
+        steps that fit."""
         world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
         seed_all(recipe.seed)
         parallel = parallelize(recipe, self.compute, world, self.init)
         stepper = Stepper(parallel, recipe, lambda micro_batch: None)
         if recipe.compile:
-            stepper.compile(self.session.note)  # the run itself reports an error
-        seconds = step_seconds(stepper, data.batches(recipe), share * 60 * minutes, most := PROBE_SHARE * 60 * minutes)
-        timed = seconds[STEPS[0] :] or seconds[1:]
-        held_out = data.some_windows(recipe.model.block_size, windows_to_evaluate(recipe))
+            stepper.compile(self.session.note)  # The run itself reports errors.
+        seconds = time_steps(
+            stepper, data.batches(recipe), share * 60 * minutes, max_seconds := PROBE_SHARE * 60 * minutes
+        )
+        timed = seconds[TIMING_STEPS[0] :] or seconds[1:]
+        held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         with stepper.eager():
-            window = window_seconds(parallel, held_out, most)
-            sample = sample_seconds(parallel, data)
-        targets = sum(len(each.y) - each.skipped for each in held_out) / max(1, len(held_out))
+            window = window_seconds(parallel, held_out, max_seconds)
+            sample = estimate_sample_seconds(parallel, data)
+        targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
         costs = Costs(
             step=sum(timed) / len(timed),
             window=window,
             sample=sample,
-            save=3 * 4 * sum(map(math.prod, parallel.shapes.values())) / SAVE_RATE,  # weights, two moments in float32
+            # Weights and two moments in float32.
+            save=3 * 4 * sum(map(math.prod, parallel.shapes.values())) / SAVE_BYTES_PER_SECOND,
             usual_windows=len(held_out),
             whole_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
             pairs=ASKED if data.pairs else 0,
@@ -191,31 +196,31 @@ class Planner:
         return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter()))
 
 
-def step_seconds(stepper: Stepper, batches: Batched, enough: float, most: float) -> list[float]:
-    """The seconds of steps, which take ``enough`` of them if that is not much; ``most`` bounds slow ones."""
+def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_seconds: float) -> list[float]:
+    """Times training steps for ``target`` seconds, or slow steps for up to ``max_seconds`` (see `PROBE_STEPS`)."""
     world, seconds = stepper.world, list[float]()
-    enough = min(enough, PROBE_SECONDS)
+    target = min(target, PROBE_SECONDS)
 
-    def goes_on() -> bool:
+    def needs_more() -> bool:
         spent = sum(seconds)
-        return spent < enough or (len(seconds) < PROBE_STEPS[1] and spent < most)
+        return spent < target or (len(seconds) < PROBE_STEPS[1] and spent < max_seconds)
 
-    while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(goes_on):
-        before = time.perf_counter()
+    while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(needs_more):
+        started = time.perf_counter()
         stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world.synchronize)
-        seconds.append(time.perf_counter() - before)
+        seconds.append(time.perf_counter() - started)
     return seconds
 
 
-def window_seconds(parallel: Parallel, windows: Sequence[Window], most: float) -> float:
-    """The seconds that a window takes to evaluate: of one, for which a GPU loads its kernels, of one again, and of four
-    times as many each time, while that takes ``most`` at most."""
-    at_once, following, seconds = 1, 1, 1e-9
+def window_seconds(parallel: Parallel, windows: Sequence[Window], max_seconds: float) -> float:
+    """Measures the evaluation seconds per window on batches of 1, 1, 4, 16, … windows, while the next batch should take
+    at most ``max_seconds``. A GPU loads its kernels in the first batch."""
+    batch, next_batch, seconds = 1, 1, 1e-9
     while windows:
         started = time.perf_counter()
-        mean_loss(parallel, parallel.model, windows[:at_once], parallel.compute, StopSignal())
-        seconds = max((time.perf_counter() - started) / at_once, 1e-9)
-        if parallel.world.all_reduce_max(following > len(windows) or following * seconds > most):
+        mean_loss(parallel, parallel.model, windows[:batch], parallel.compute, StopSignal())
+        seconds = max((time.perf_counter() - started) / batch, 1e-9)
+        if parallel.world.all_reduce_max(next_batch > len(windows) or next_batch * seconds > max_seconds):
             break
-        at_once, following = following, 4 * following
+        batch, next_batch = next_batch, 4 * next_batch
     return seconds

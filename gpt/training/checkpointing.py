@@ -1,4 +1,4 @@
-"""Checkpoints, written in a thread while training continues, and the copy in memory that a rollback restores."""
+"""Checkpoints, written in a thread while training continues, and the in-memory snapshot for rollback."""
 
 import math
 import shutil
@@ -24,12 +24,12 @@ from gpt.training.parallel import WEIGHT, Parallel
 from gpt.training.recipe import Recipe
 from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
 
-SPARE = 2**20  # bytes that are left free beside a checkpoint
-ROOM_SECONDS, ROOM_PAUSE = 60.0, 2.0  # how long the end of a run waits for a full disk, and how often it looks
+SPARE_BYTES = 2**20  # disk space to leave free
+ROOM_SECONDS, ROOM_PAUSE = 60.0, 2.0  # wait for disk space at the end of a run, and the retry interval
 
 
 class Checkpointer:
-    """Copies the state of a run, has it written while training continues, and restores it."""
+    """Snapshots the state of a run, writes checkpoints in the background, and rolls back."""
 
     def __init__(
         self,
@@ -42,41 +42,40 @@ class Checkpointer:
     ) -> None:
         self.run, self.parallel, self.scaler, self.state, self.tokenizer = run, parallel, scaler, state, tokenizer
         self.journal = journal
-        self.snapshot = Snapshot()  # the newest good state
-        self.fixed = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(parallel.own).items()}
+        self.snapshot = Snapshot()  # the rollback target
+        self.position_tables = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(parallel.own).items()}
         moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
-        numbers = sum(map(math.prod, [*parallel.shapes.values(), *moments.values()]))
-        self.size = 4 * numbers + sum(map(len, tokenizer.files.values()))  # about the bytes of a checkpoint
-        writes = partial(Writer, run.run, run.recipe.keep, state.settled_step, journal.saved, run.session.warn)
+        elements = sum(map(math.prod, [*parallel.shapes.values(), *moments.values()]))
+        self.size = 4 * elements + sum(map(len, tokenizer.files.values()))  # approximate checkpoint size in bytes
+        make_writer = partial(Writer, run.run, run.recipe.keep, state.settled_step, journal.saved, run.session.warn)
         if run.world.is_main:
-            self.writer = writes(ended=parallel.finish_save)
+            self.writer = make_writer(on_finished=parallel.finish_save)
         else:
-            self.writer = writes(serve=lambda: parallel.serve(self.snapshot.tensors))
+            self.writer = make_writer(serve=lambda: parallel.serve(self.snapshot.tensors))
 
-    def remember(self) -> None:
-        """Copies the state into memory."""
-        self.writer.wait()  # it reads the copy before
+    def take_snapshot(self) -> None:
+        """Takes a snapshot."""
+        self.writer.wait()  # The writer may still be reading the previous snapshot.
         self.state.seconds = time.perf_counter() - self.run.began
         self.state.metrics_bytes = self.journal.metrics.size if self.journal.metrics else 0
         self.snapshot.take(self.parallel, self.scaler, self.state)
 
     def roll_back(self, **changes: Any) -> None:
-        """Restores the newest copy, but for ``changes`` of its state."""
-        good = self.snapshot.restore(self.parallel, self.scaler)
-        vars(self.state).update(vars(good), **changes)
+        """Restores the newest snapshot, then applies ``changes`` to the state."""
+        snapshot_state = self.snapshot.restore(self.parallel, self.scaler)
+        vars(self.state).update(vars(snapshot_state), **changes)
 
-    def save(self, recipe: Recipe, budget: TimeBudget | None, stopped: Callable[[], bool] | None = None) -> None:
-        """Copies the state, and starts to write it. With ``stopped`` it is the last one: waits until it is written, and
-        for room until ``stopped``. Raises `WorkError` then if the disk stays full."""
-        self.remember()
-        files = self._files(recipe, budget)
-        if stopped is None:
+    def save(self, recipe: Recipe, budget: TimeBudget | None, is_stopped: Callable[[], bool] | None = None) -> None:
+        """Takes a snapshot and starts writing it. With ``is_stopped``, writes the final checkpoint (`Writer.last`)."""
+        self.take_snapshot()
+        files = self._prepare_files(recipe, budget)
+        if is_stopped is None:
             self.writer.begin(self.state.step, self.size, files)
         else:
-            self.writer.last(self.state.step, self.size, files, stopped)
+            self.writer.last(self.state.step, self.size, files, is_stopped)
 
-    def _files(self, recipe: Recipe, budget: TimeBudget | None) -> Callable[[], Files]:
-        """Makes the function that returns the files of a checkpoint of the snapshot, in any thread."""
+    def _prepare_files(self, recipe: Recipe, budget: TimeBudget | None) -> Callable[[], Files]:
+        """Returns a thread-safe function that returns the checkpoint files of the snapshot."""
         run, snapshot, state = self.run, self.snapshot, self.snapshot.state
         meta: dict[str, Any] = {
             "step": state.step,
@@ -90,69 +89,71 @@ class Checkpointer:
             store = partial(adapter.contents, run.init.adapter(recipe.lora_rank, recipe.lora_alpha), roles)
         full = {name: self.parallel.full_tensor(name, tensor) for name, tensor in snapshot.tensors.items()}
         weights = {name.removeprefix(WEIGHT): tensor for name, tensor in full.items() if name.startswith(WEIGHT)}
-        weights = weights if "adapter" in meta else {**self.fixed, **weights}
-        rest = {name: tensor for name, tensor in full.items() if not name.startswith(WEIGHT)}
+        weights = weights if "adapter" in meta else {**self.position_tables, **weights}
+        state_tensors = {name: tensor for name, tensor in full.items() if not name.startswith(WEIGHT)}
         if budget is not None:
             budget = replace(budget, deadline=budget.deadline - run.began)
-        about = snapshot.about(recipe, run.machine(), budget)
+        training_json = snapshot.about(recipe, run.machine(), budget)
 
-        def files() -> Files:
+        def build_files() -> Files:
             if self.journal.metrics is not None:
                 self.journal.metrics.sync()
-            whole = checkpoint.contents(recipe.saved_model, weights, self.tokenizer, meta, store)
-            return {**whole, STATE: about, TENSORS: rest}
+            model_files = checkpoint.contents(recipe.saved_model, weights, self.tokenizer, meta, store)
+            return {**model_files, STATE: training_json, TENSORS: state_tensors}
 
-        return files
+        return build_files
 
 
 class Writer:
-    """Writes checkpoints, one at a time, in a thread. ``step`` is that of the newest one. ``done`` is called for each
-    that is whole on the disk, and ``warn`` if one could not be written, both in the caller's thread. ``ended`` is
-    called, in either thread, when nothing more is read of a save. Other ranks than 0 ``serve`` what rank 0 asks for
-    while it writes."""
+    """Writes checkpoints in a background thread, one at a time. ``step`` is the step of the newest checkpoint.
+
+    In the caller's thread, ``on_saved`` is called after each complete checkpoint and ``warn`` after a failure.
+    ``on_finished`` is called, in either thread, when a save needs no more data from other ranks. On these ranks,
+    ``serve`` sends rank 0 the data that it requests.
+    """
 
     def __init__(
         self,
         run: Path,
         keep: int,
         step: int,
-        done: Callable[[int], None],
+        on_saved: Callable[[int], None],
         warn: Callable[[str], None],
-        ended: Callable[[], None] = lambda: None,
+        on_finished: Callable[[], None] = lambda: None,
         serve: Callable[[], None] | None = None,
     ) -> None:
-        self.run, self.keep, self.step, self.done, self.warn = run, keep, step, done, warn
-        self.ended, self.serve = ended, serve
-        self.failed: OSError | None = None  # why the newest save failed
+        self.run, self.keep, self.step, self.on_saved, self.warn = run, keep, step, on_saved, warn
+        self.on_finished, self.serve = on_finished, serve
+        self.save_error: OSError | None = None  # disk error of the newest save
         self._thread: threading.Thread | None = None
-        self._step = -1  # the checkpoint that the thread writes
-        self._error: Exception | None = None  # what went wrong in it
-        self._retrying = False  # whether a save that fails is followed by another one
+        self._thread_step = -1
+        self._thread_error: Exception | None = None
+        self._retrying = False  # True while a failed save will be tried again
 
     def begin(self, step: int, size: int, files: Callable[[], Files]) -> None:
-        """Starts to write a checkpoint of about ``size`` bytes; what ``files`` returns must not change until `wait`."""
+        """Starts writing a checkpoint of about ``size`` bytes. The data of ``files()`` must not change until `wait`."""
         self.wait()
-        self._step, self._error = step, None
+        self._thread_step, self._thread_error = step, None
         self._thread = threading.Thread(target=self._save, args=(size, files), daemon=True)
         self._thread.start()
 
     def poll(self) -> None:
-        """Reports a save that has ended. Raises what ended it, unless that was the disk."""
+        """Reports a save that has finished. Raises its error, unless it is a disk error."""
         if self._thread is None or self._thread.is_alive():
             return
         self._thread = None
-        if self._error is not None and not isinstance(self._error, OSError):
-            raise self._error
-        if self._error is None:
-            self.step = max(self.step, self._step)
-            self.done(self._step)
-        elif self.failed is None:  # said once
-            why = error_text(self._error)
-            self.warn(f"step {self._step:,} could not be saved: {why}; the run continues and will try again")
-        self.failed = self._error
+        if self._thread_error is not None and not isinstance(self._thread_error, OSError):
+            raise self._thread_error
+        if self._thread_error is None:
+            self.step = max(self.step, self._thread_step)
+            self.on_saved(self._thread_step)
+        elif self.save_error is None:  # Warn only about the first failure in a row.
+            why = error_text(self._thread_error)
+            self.warn(f"step {self._thread_step:,} could not be saved: {why}; the run continues and will try again")
+        self.save_error = self._thread_error
 
     def wait(self) -> None:
-        """Waits until nothing is being written."""
+        """Waits for the current save and reports it."""
         if self._thread is not None:
             self._thread.join()
         self.poll()
@@ -164,24 +165,24 @@ class Writer:
             else:
                 self.serve()
         except Exception as error:
-            self._error = error
+            self._thread_error = error
         try:
             if not self._retrying:
-                self.ended()
+                self.on_finished()
         except Exception as error:
-            self._error = self._error or error
+            self._thread_error = self._thread_error or error
 
     def _write(self, size: int, files: Callable[[], Files]) -> None:
         free = shutil.disk_usage(self.run).free
-        if free < size + SPARE:
+        if free < size + SPARE_BYTES:
             raise OSError(FULL[0], f"about {_mb(size)} are needed, but only {_mb(free)} are free")
-        checkpoint.write(self.run / folder.step_name(self._step), files())
-        folder.prune(self.run, self.keep, newest=self._step)
+        checkpoint.write(self.run / folder.step_name(self._thread_step), files())
+        folder.prune(self.run, self.keep, newest=self._thread_step)
         folder.write_index(self.run)
 
-    def last(self, step: int, size: int, files: Callable[[], Files], stopped: Callable[[], bool]) -> None:
-        """Saves the end of a run, whatever it takes: with its training state, else the weights alone, else waiting for
-        room until ``stopped``. Raises `WorkError` if that was needed, or was in vain."""
+    def last(self, step: int, size: int, files: Callable[[], Files], is_stopped: Callable[[], bool]) -> None:
+        """Saves the end of a run. If that fails, retries with only the weights, for `ROOM_SECONDS` or until
+        ``is_stopped()``, and raises `WorkError`."""
 
         def weights() -> Files:
             return {name: data for name, data in files().items() if name not in folder.TRAINING}
@@ -190,35 +191,35 @@ class Writer:
         try:
             self.begin(step, size, files)
             self.wait()
-            first = self.failed
-            if first is None:
+            first_error = self.save_error
+            if first_error is None:
                 return
-            began = time.monotonic()
+            started = time.monotonic()
             self.warn(f"waiting {ROOM_SECONDS:.0f} s for disk space in {self.run}")
-            while not stopped() and time.monotonic() - began < ROOM_SECONDS:
+            while not is_stopped() and time.monotonic() - started < ROOM_SECONDS:
                 self.begin(step, 0, weights)
                 self.wait()
-                if self.failed is None:
+                if self.save_error is None:
                     raise WorkError(
-                        f"step {step:,} could not be saved at first: {error_text(first)}",
+                        f"step {step:,} could not be saved at first: {error_text(first_error)}",
                         f"its weights are in {self.run / folder.step_name(step)}; --resume continues from before it",
                     )
                 time.sleep(ROOM_PAUSE)
         finally:
             self._retrying = False
-            self.ended()
+            self.on_finished()
         newest = f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
         raise WorkError(
-            f"step {step:,} could not be saved and is lost: {error_text(first)}",
+            f"step {step:,} could not be saved and is lost: {error_text(first_error)}",
             f"{newest}; free up space, then resume from there with --resume",
         )
 
 
-def check_room(run: Path, size: int) -> None:
-    """Raises `WorkError` if a run's first checkpoint would not fit."""
+def check_disk_space(run: Path, size: int) -> None:
+    """Raises `WorkError` if a checkpoint of ``size`` bytes does not fit on the disk."""
     with disk_errors(run):
         free = shutil.disk_usage(run).free
-    if free < size + SPARE:
+    if free < size + SPARE_BYTES:
         raise WorkError(
             f"a checkpoint needs about {_mb(size)}, but only {_mb(free)} are free in {run}",
             "free up space, or choose another run folder with --out",
@@ -226,7 +227,7 @@ def check_room(run: Path, size: int) -> None:
 
 
 def error_text(error: OSError) -> str:
-    """The system's words for an error."""
+    """Returns the system's message for an error."""
     return error.strerror or str(error)
 
 

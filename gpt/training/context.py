@@ -1,4 +1,4 @@
-"""A run as the training loop gets it, what it writes of itself into ``run.json``, and its result."""
+"""The context of a run for the training loop, its entries in ``run.json``, and its result."""
 
 import dataclasses
 import platform
@@ -30,32 +30,30 @@ Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress]
 
 @dataclass(frozen=True)
 class Session:
-    """One command on one process of a run: the processes, the signals and the listener. On other ranks than 0 nobody
-    listens."""
+    """One command on one process of a run. Only rank 0 sends events to the ``listener``."""
 
     world: World
     stop: StopSignal
     listener: Listener
-    began: float  # when the command did, on the clock of time.perf_counter
+    began: float  # start of the command, on the clock of time.perf_counter
 
     def listen(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
-        """Tells the listener."""
+        """Sends an event to the listener."""
         if self.world.is_main:
             self.listener(event)
 
     def note(self, text: str, warning: bool = False) -> None:
-        """Tells the listener a line of text."""
+        """Sends a line of text."""
         self.listen(events.Note(text, warning))
 
     def warn(self, text: str) -> None:
-        """Tells the listener a line that should not be overlooked."""
+        """Sends a warning."""
         self.note(text, warning=True)
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """A run that is ready to train: its folder, data, device and recipe, and the checkpoint that it resumes from, None
-    at step 0."""
+    """A run that is ready to train, at step 0 or from ``checkpoint``."""
 
     session: Session
     run: Path
@@ -64,31 +62,30 @@ class RunContext:
     compute: Compute
     init: InitCheckpoint | None
     recipe: Recipe
-    given: Mapping[str, Any]  # the settings that this resume has changed
+    given: Mapping[str, Any]  # settings that this resume changes
     log: str
-    began: float  # as `Session.began`, less the time of the commands before
+    began: float  # `Session.began` minus the seconds of earlier commands
     checkpoint: Path | None = None
     saved: Saved | None = None
 
     @property
     def world(self) -> World:
-        """The processes that train it."""
+        """The processes that train the run."""
         return self.session.world
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes it."""
+        """The command that resumes the run."""
         return f"gpt train --resume {shlex.quote(str(self.run))}"
 
     def machine(self) -> Machine:
-        """The machine, as far as it decides rounding."""
+        """Returns the properties of the machine that affect rounding."""
         return Machine(str(self.compute.device), self.compute.dtype_name, torch.get_num_threads(), self.world.size)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The number of pairs that greedy decoding answers exactly: ``exact`` of the ``asked``, spread over all
-    ``pairs``."""
+    """Greedy decoding answers ``exact`` of ``asked`` pairs exactly, an even sample of all ``pairs``."""
 
     exact: int
     asked: int
@@ -100,34 +97,35 @@ class Answers:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a finished run; losses are the best checkpoint's over the whole held-out text."""
+    """The result of a finished run. The loss is the best checkpoint's on all held-out text, or as much as ``--minutes``
+    allows."""
 
     run: Path
     checkpoint: Path
     steps: int
     tokens_seen: int
     val_loss: float | None  # nats per token
-    val_tokens: int = field(default=0, kw_only=True)  # that it was measured on: all that is held out, but for --minutes
+    val_tokens: int = field(default=0, kw_only=True)  # number of tokens that ``val_loss`` averages
     bits_per_byte: float | None
-    tokens_per_second: float  # of steps alone
-    mfu: float | None  # model FLOPs utilization, if the device's peak is known
-    seconds: float  # of the command, or of all of them if the run was resumed
+    tokens_per_second: float  # in training steps only
+    mfu: float | None  # model FLOPs utilization; None if the peak is unknown
+    seconds: float  # total of all commands of the run
     parameters: int
     device: str
     dtype: str
-    sample: str  # a few lines from the best checkpoint
-    prompt: str  # that they began with
-    answers: Answers | None = None  # to the pairs that were trained on; None for running text
+    sample: str  # a short text from the best checkpoint
+    prompt: str  # the prompt of ``sample``
+    answers: Answers | None = None  # accuracy on training pairs; None for other data
     held_out_answers: Answers | None = None
-    chat: bool = False  # whether it is a model to talk with
+    chat: bool = False
 
     def record(self) -> dict[str, Any]:
-        """Its entry in ``run.json``, without paths, so that the folder may be moved."""
+        """Returns the entry in ``run.json``, without paths, because the folder can be moved."""
         return asdict(self) | {"run": "", "checkpoint": self.checkpoint.name}
 
     @classmethod
     def of(cls, run: Path, record: Mapping[str, Any]) -> "Result":
-        """The result of its entry. Raises `UserError` if that is damaged."""
+        """Returns the result in a ``run.json`` entry. Raises `UserError` if the entry is damaged."""
         where = str(run / folder.RECORD)
         name = str(record.get("checkpoint"))
         if not folder.is_step_name(name):
@@ -136,7 +134,7 @@ class Result:
 
 
 def data_record(record: RunRecord, data: Dataset, init: InitCheckpoint | None) -> RunRecord:
-    """The record with the data, once they are tokenized."""
+    """Returns ``record`` with entries for the tokenized data."""
     return dataclasses.replace(
         record,
         tokenizer=TokenizerRecord(data.tokenizer.name, data.tokenizer.fingerprint),
@@ -147,7 +145,7 @@ def data_record(record: RunRecord, data: Dataset, init: InitCheckpoint | None) -
 
 
 def versions() -> dict[str, str]:
-    """The versions of all that computes."""
+    """Returns the versions of libraries, Python and platform."""
     return {
         **{name: version(name) for name in ("torch", "tiktoken", "safetensors", "numpy")},
         "python": platform.python_version(),
@@ -156,5 +154,5 @@ def versions() -> dict[str, str]:
 
 
 def now() -> str:
-    """The time in UTC, so that text sorts as time does."""
+    """Returns the UTC time in a format that sorts by time."""
     return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -1,5 +1,4 @@
-"""The data of a run: running text in a folder of tokens, made in the run or by `gpt tokenize`; or pairs of prompt and
-completion, or conversations."""
+"""The data of a run: text tokenized by the run or by `gpt tokenize`, prompt-completion pairs, or conversations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -25,33 +24,33 @@ from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEnc
 from gpt.training.recipe import Recipe, example_context, preset_name
 from gpt.words import counted
 
-Batched = Batches | RowBatches  # batches as a function of the step
+BatchSource = Batches | RowBatches
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The data that a run trains on, and those that are held out to measure it."""
+    """Training and held-out data."""
 
-    name: str  # for the run
+    name: str  # default name of the run
     tokenizer: Tokenizer
-    bytes: int  # of the text in UTF-8
-    tokens: int  # to train on
+    bytes: int  # size of the text in UTF-8
+    tokens: int  # training tokens
     held_out_tokens: int
     held_out_bytes: int
-    held_out_targets: int  # held-out ids that are predicted
-    sources: list[dict[str, Any]]  # that were read, for the run's record, each with its checksum
-    batches: Callable[[Recipe], Batched]
-    windows: Callable[[int], Iterator[Window]]  # all that is held out, for a context of so many tokens
-    some_windows: Callable[[int, int], list[Window]]  # the same, but at most so many, spread over all
-    prompt_ids: list[int]  # of the samples that show how the model learns
-    prompt: str = ""  # their text; "" begins them like documents
-    rows: int = 0  # examples to train on; 0 for running text
-    pairs: "tuple[ExampleRows, ExampleRows] | None" = None  # to train on, and held out; None where there are none
+    held_out_targets: int  # held-out tokens that are predicted
+    sources: list[dict[str, Any]]  # input files with checksums, for the run's record
+    batches: Callable[[Recipe], BatchSource]
+    windows: Callable[[int], Iterator[Window]]  # block_size → all held-out windows
+    sample_windows: Callable[[int, int], list[Window]]  # (block_size, count) → at most count windows, spread evenly
+    prompt_ids: list[int]  # prompt of the samples during training
+    prompt: str = ""  # text of this prompt; "" starts a document
+    rows: int = 0  # training examples; 0 for text
+    pairs: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out pairs
     chat: bool = False  # whether the examples are conversations
 
 
 def tokenized(texts: Sequence[str]) -> Path | None:
-    """The folder of `gpt tokenize` that ``texts`` name; None if they name text. Raises `UserError` for both at once."""
+    """Returns the `gpt tokenize` folder in ``texts``, or None. Raises `UserError` for a folder with other texts."""
     folders = []
     for text in texts:
         with reading(Path(text)):
@@ -64,14 +63,14 @@ def tokenized(texts: Sequence[str]) -> Path | None:
 def open_tokens(
     path: Path, config: TrainConfig, note: Callable[[str], None], tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """Opens a folder of tokens that was there before the run. Notes the settings for making one, which are not used.
-
-    Raises `UserError` if it was made with another ``tokenizer`` than that of the model that is fine-tuned.
-    """
-    usual = TextConfig()
-    unused = [each.name for each in fields(TextConfig) if each.name not in ("seed", "jobs")]  # jobs change no result
-    for name in unused:
-        if getattr(config, name) != getattr(usual, name):
+    """Opens a `gpt tokenize` folder. Notes settings that have no effect. Raises `UserError` unless the folder was made
+    with ``tokenizer``, the base model's."""
+    defaults = TextConfig()
+    option_names = [
+        option.name for option in fields(TextConfig) if option.name not in ("seed", "jobs")
+    ]  # jobs don't affect results
+    for name in option_names:
+        if getattr(config, name) != getattr(defaults, name):
             note(f"{path} is already tokenized: --{name.replace('_', '-')} has no effect")
     folder = TokenFolder(path)
     if folder.manifest.get("part"):
@@ -81,7 +80,7 @@ def open_tokens(
             f"{path} was made with another tokenizer ({folder.tokenizer.name}), not that of {config.init}",
             f"tokenize the text with the model's own: gpt tokenize … --tokenizer {config.init}",
         )
-    return _open(folder, note)
+    return _open_folder(folder, note)
 
 
 def make_tokens(
@@ -93,17 +92,17 @@ def make_tokens(
     note: Callable[[str], None],
     tokenizer: Tokenizer | None = None,
 ) -> Dataset:
-    """Tokenizes a corpus into the folder ``out`` with ``tokenizer``, that of the model that is fine-tuned; None learns
-    a vocabulary from the training part alone."""
+    """Tokenizes a corpus into the folder ``out``. Without a base model's ``tokenizer``, trains one on the training
+    part."""
     if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
         note("--val-fraction has no effect with --val-text")
-    most = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
-    tokenizer = tokenizer or tokenizer_for(corpus, config, note, most)
-    return _open(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
+    max_vocab_size = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
+    tokenizer = tokenizer or tokenizer_for(corpus, config, note, max_vocab_size)
+    return _open_folder(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
 
 
 def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
-    """The two sides of a folder of tokens; ``found`` says that it was there before the run."""
+    """Returns the training and held-out data of a token folder. ``found``: whether it existed before the run."""
     train, held_out = folder.stream("train"), folder.stream("val")
     keys = ("name", "size", "documents", "bytes", "sha256")
     sources = [{key: getattr(source, key) for key in keys} for source in folder.sources()]
@@ -116,18 +115,18 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         len(train),
         len(held_out),
         folder.bytes_of("val"),
-        int(np.maximum(held_out.documents.lengths - 1, 0).sum()),  # all but each document's first
+        int(np.maximum(held_out.documents.lengths - 1, 0).sum()),  # the first token of a document is not predicted
         sources,
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
         windows=lambda block_size: windows(held_out.documents, block_size),
-        some_windows=lambda block_size, wanted: spread_windows(held_out.documents, block_size, wanted),
+        sample_windows=lambda block_size, count: spread_windows(held_out.documents, block_size, count),
         prompt_ids=folder.tokenizer.prompt(""),
     )
 
 
-def _open(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Dataset:
-    """Opens a folder and describes it. Raises `UserError` if there is nothing to train on, or nothing that is held out
-    can be predicted."""
+def _open_folder(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Dataset:
+    """Opens a folder and describes it. Raises `UserError` without training tokens, or without a held-out token to
+    predict."""
     data = load_tokens(TokenFolder(folder.path), found=corpus is None)
     for line in describe(folder, corpus):
         note(line)
@@ -142,7 +141,7 @@ def _open(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | Non
 
 
 def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
-    """Notes about what was read and how it was tokenized."""
+    """Returns notes on the text and its tokenization."""
     manifest = folder.manifest
     names = ", ".join(manifest.get("texts") or []) or (corpus.name if corpus else str(folder.path))
     train, held_out = folder.bytes_of("train"), folder.bytes_of("val")
@@ -188,21 +187,21 @@ def open_examples(
     start: GPTConfig | None = None,
     block_size: int | None = None,
 ) -> Dataset:
-    """Reads and encodes the pairs or conversations of ``texts`` with ``tokenizer``; None learns a vocabulary from those
-    that are trained on. ``start`` is the shape of the model that is fine-tuned, ``block_size`` the context of a run
-    that is resumed. Raises `UserError` where nothing is left to train on."""
+    """Reads and encodes pairs or conversations. Without a base model's ``tokenizer``, trains one on the training
+    examples. ``start`` is the base model's shape, ``block_size`` the context of a resumed run. Raises `UserError` if no
+    training examples remain."""
     kind: type[Example] = Conversation if config.chat else Pair
     for text in filter(is_token_folder, texts):
         raise UserError(f"{text} is tokenized: {kind.option} reads JSON lines", f"give the {kind.plural} as text")
-    usual = TextConfig()
+    defaults = TextConfig()
     for name in ("field", "split_on"):
-        if getattr(config, name) != getattr(usual, name):
+        if getattr(config, name) != getattr(defaults, name):
             note(f"{kind.option} reads {kind.content}: --{name.replace('_', '-')} has no effect")
     corpus = read_examples(texts, config, kind, note)
     n_bytes = sum(source["bytes"] for source in corpus.sources)
     block_size = block_size or example_context(config, n_bytes, device, start)
     encoder: Encoder[Any] = (ChatEncoder if config.chat else PairEncoder)(
-        tokenizer or _learn(corpus.train, config, device), block_size, config.skip_bad
+        tokenizer or _train_tokenizer(corpus.train, config, device), block_size, config.skip_bad
     )
     train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
     note(f"{', '.join(texts)}: {train.examples:,} {kind.plural} to train on, {held_out.examples:,} held out")
@@ -229,7 +228,7 @@ def open_examples(
         corpus.sources,
         batches=lambda recipe: RowBatches(train, recipe.rows, recipe.seed),
         windows=lambda block_size: map(held_out.window, range(len(held_out))),
-        some_windows=lambda block_size, wanted: held_out.spread(wanted),
+        sample_windows=lambda block_size, count: held_out.spread(count),
         prompt_ids=prompt_ids,
         prompt=prompt,
         rows=len(train),
@@ -238,11 +237,11 @@ def open_examples(
     )
 
 
-def _learn(examples: Sequence[Example], config: TrainConfig, device: str) -> Tokenizer:
-    """Makes the tokenizer of ``--tokenizer``, learnt from the texts of examples, with the special tokens of chats."""
+def _train_tokenizer(examples: Sequence[Example], config: TrainConfig, device: str) -> Tokenizer:
+    """Makes the tokenizer of ``--tokenizer``, with special tokens for chats."""
     n_bytes = sum(utf8_size(text) for example in examples for text in example.texts)
-    words = (Chunk(text, True) for example in examples for text in example.words)
-    most = find_preset(preset_name(config, n_bytes, device)).model.vocab_size
-    sample = TextSample(words, n_bytes, config.sample_bytes)
+    chunks = (Chunk(text, True) for example in examples for text in example.words)
+    max_vocab_size = find_preset(preset_name(config, n_bytes, device)).model.vocab_size
+    sample = TextSample(chunks, n_bytes, config.sample_bytes)
     specials = (chat.START, chat.END) if config.chat else ()
-    return make_tokenizer(config.tokenizer, config.vocab_size, sample, n_bytes, most, specials)
+    return make_tokenizer(config.tokenizer, config.vocab_size, sample, n_bytes, max_vocab_size, specials)

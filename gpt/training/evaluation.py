@@ -1,4 +1,4 @@
-"""Held-out loss, samples, and the best checkpoint of a run, read back and measured."""
+"""Held-out loss and samples during training, and the final evaluation of the best checkpoint."""
 
 import dataclasses
 import math
@@ -31,38 +31,38 @@ from gpt.training.state import TrainState
 
 Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
 
-SAMPLE = SampleConfig(max_tokens=80)  # shown as the model learns
-EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # held-out tokens of a periodic evaluation: of all, within bounds
-ASKED = 500  # pairs of each side whose answers are checked
+SAMPLE = SampleConfig(max_tokens=80)
+EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # tokens of a periodic evaluation per training token, and their limits
+ASKED = 500  # maximum pairs per data split whose answers are checked
 
 
 def windows_to_evaluate(recipe: Recipe) -> int:
-    """The held-out windows of a periodic evaluation."""
+    """Returns the number of held-out windows in a periodic evaluation."""
     tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
     return max(1, tokens // recipe.model.block_size)
 
 
-def read_best(
+def evaluate_best(
     run: RunContext, parallel: Parallel, recipe: Recipe, state: TrainState, budget: TimeBudget | None, speed: Speed
 ) -> tuple[Result, GPT]:
-    """Reads back the best checkpoint, measures it on all held-out text, or as much of it as the ``budget`` has time
-    for, and samples from it: the result of the run, and its model. Raises `Stopped` after a signal."""
+    """Evaluates the best checkpoint on all held-out text, or as much as ``budget`` allows, and samples from it. Returns
+    the result and the model. Raises `Stopped` after a signal."""
     path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.run)))))
     data, compute, stop = run.data, run.compute, run.session.stop
-    if compute.dtype != torch.float32:  # `gpt eval` computes in its own default, so the two agree
+    if compute.dtype != torch.float32:  # Use the default dtype of `gpt eval`, so that it reproduces the loss.
         compute = device.pick(str(compute.device), "auto")
     model = parallel.load(path, recipe, compute)
     loss = bits = None
     count = 0.0
     if data.held_out_tokens:
-        size, most = recipe.model.block_size, budget.last_windows if budget else 0
-        windows = data.some_windows(size, most) if most else data.windows(size)
-        total, count = _summed(evaluate.total_loss, parallel, model, windows, compute, stop)
+        size, max_windows = recipe.model.block_size, budget.last_windows if budget else 0
+        windows = data.sample_windows(size, max_windows) if max_windows else data.windows(size)
+        total, count = _sum_over_ranks(evaluate.total_loss, parallel, model, windows, compute, stop)
         loss = total / count if count else math.nan
         bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
-    asked = (budget and budget.answers) or ASKED
-    answers = [_answers(parallel, model, side, asked, compute, stop) for side in data.pairs or (None, None)]
-    text = sample_lines(run, parallel, model, compute, recipe.seed)
+    max_pairs = (budget and budget.answers) or ASKED
+    answers = [_check_answers(parallel, model, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
+    sample = sample_lines(run, parallel, model, compute, recipe.seed)
     tokens = recipe.tokens(state.step)
     result = Result(
         run=run.run,
@@ -77,7 +77,7 @@ def read_best(
         parameters=breakdown(recipe.model).trainable,
         device=run.compute.device.type,
         dtype=run.compute.dtype_name,
-        sample=text,
+        sample=sample,
         prompt=data.prompt,
         answers=answers[0],
         held_out_answers=answers[1],
@@ -86,73 +86,70 @@ def read_best(
     return result, model
 
 
-def _answers(
-    parallel: Parallel, model: GPT, pairs: ExampleRows | None, wanted: int, compute: Compute, stop: StopSignal
+def _check_answers(
+    parallel: Parallel, model: GPT, pairs: ExampleRows | None, max_pairs: int, compute: Compute, stop: StopSignal
 ) -> Answers | None:
-    """Counts the pairs that are answered exactly; None if there are none. Raises `Stopped` after a signal."""
     if not pairs:
         return None
-    exact, asked = _summed(evaluate.count_exact, parallel, model, pairs.spread(wanted), compute, stop)
+    exact, asked = _sum_over_ranks(evaluate.count_exact, parallel, model, pairs.spread(max_pairs), compute, stop)
     return Answers(int(exact), int(asked), len(pairs))
 
 
 def mean_loss(parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
-    """The mean loss over windows, in nats per token; each process computes its share of them. Raises `Stopped` on all
-    after a signal on one."""
-    total, count = _summed(evaluate.total_loss, parallel, model, windows, compute, stop)
+    """Returns the mean loss over windows, in nats per token. The ranks share the work. Raises `Stopped` on all ranks
+    after a signal to any."""
+    total, count = _sum_over_ranks(evaluate.total_loss, parallel, model, windows, compute, stop)
     return total / count if count else math.nan
 
 
-def _summed(
+def _sum_over_ranks(
     measure: Measure, parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal
 ) -> tuple[float, float]:
-    """Sums ``measure`` over windows, of which each process computes its share. Raises `Stopped` on all after a signal
-    on one."""
+    """Sums ``measure`` over all ranks' windows. Raises `Stopped` on all ranks after a signal to any."""
     total, count, stopped = 0.0, 0, False
     try:
         total, count = measure(model, parallel.until_stopped(stop, parallel.windows(windows)), compute)
     except Stopped:
         stopped = True
-    total, counted, stops = parallel.world.all_reduce_sum(total, count, stopped)
-    if stops:
+    total, total_count, stopped_ranks = parallel.world.all_reduce_sum(total, count, stopped)
+    if stopped_ranks:
         raise Stopped
-    return total, counted
+    return total, total_count
 
 
 def sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compute, seed: int) -> str:
-    """A sample, the same for the same weights; torch's global random state stays as it is. Raises `Stopped` after a
-    signal."""
-    return parallel.once(lambda: _sample_lines(run, parallel, model, compute, seed))
+    """Generates a sample that depends only on weights and ``seed``, without changing torch's random state. Raises
+    `Stopped` after a signal."""
+    return parallel.once(lambda: _generate_sample(run, parallel, model, compute, seed))
 
 
-def sample_seconds(parallel: Parallel, data: Dataset, tokens: int = 8) -> float:
-    """Returns how long a sample takes, as estimated from a few ``tokens``: those after the first two, for which a GPU
-    loads its kernels."""
+def estimate_sample_seconds(parallel: Parallel, data: Dataset, tokens: int = 8) -> float:
+    """Estimates the seconds per sample from a few ``tokens``, except the first two, when a GPU loads its kernels."""
 
-    def timed() -> float:
+    def measure() -> float:
         context = Context(parallel.model, parallel.compute, vocab_size=data.tokenizer.vocab_size)
-        drawn = generate(context, data.prompt_ids, dataclasses.replace(SAMPLE, max_tokens=tokens), (), 0)
-        times = [time.perf_counter() for _ in drawn]
+        stream = generate(context, data.prompt_ids, dataclasses.replace(SAMPLE, max_tokens=tokens), (), 0)
+        times = [time.perf_counter() for _ in stream]
         return SAMPLE.max_tokens * (times[-1] - times[1]) / (tokens - 2)
 
     parallel.model.eval()
     try:
-        return parallel.once(timed)
+        return parallel.once(measure)
     finally:
         parallel.model.train()
 
 
-def _sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compute, seed: int) -> str:
+def _generate_sample(run: RunContext, parallel: Parallel, model: GPT, compute: Compute, seed: int) -> str:
     training = model.training
     model.eval()
     tokenizer, prompt = run.data.tokenizer, run.data.prompt
-    how = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
+    sample_config = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
     try:
         context = Context(model, compute, vocab_size=tokenizer.vocab_size)
-        drawn = generate(context, run.data.prompt_ids, how, tokenizer.ends, seed)
-        tokens = parallel.until_stopped(run.session.stop, drawn)
+        stream = generate(context, run.data.prompt_ids, sample_config, tokenizer.ends, seed)
+        tokens = parallel.until_stopped(run.session.stop, stream)
         ids = [token.id for token in tokens if token.id not in tokenizer.ends]
-    except NotANumber as error:  # the loss decides whether the run continues
+    except NotANumber as error:  # Only the loss can end a run.
         run.session.warn(f"could not generate a sample: {error.message}")
         return ""
     finally:

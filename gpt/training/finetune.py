@@ -1,4 +1,4 @@
-"""Fine-tuning: the checkpoint that training starts from, adapters, and the defaults that differ."""
+"""Fine-tuning: the base model, adapters, and the defaults that differ from pretraining."""
 
 import math
 from collections.abc import Callable
@@ -20,31 +20,32 @@ from gpt.runs.record import StartRecord
 from gpt.text import chat
 from gpt.text.tokenizer import Tokenizer
 
-# Searched on nano; AdamW's rate is the customary one (benchmarks/defaults.md).
-RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}  # of the rate at which the preset is trained anew
-LORA_RATE = 2.0  # the same for adapters
-ADAMW_FROM = 100_000_000  # parameters; Muon's own step then costs as much as thousands of tokens
-EPOCHS = 3.0  # passes over running text, and over pairs at least
-PAIR_EPOCHS = 20.0  # passes over pairs at most, within the two limits below
-PAIR_TOKENS = 2_000_000
-PAIR_FLOPS = 3e13  # on a CPU, as 6 a parameter and token
-CONTEXT = 1024  # tokens in training, where a model of rotary positions has a longer context
-STEPS, PAIR_STEPS = 100, 400  # batches shrink until the default length has so many steps
+# Factors on the learning rate for training the preset from scratch, tuned on nano. AdamW's is the customary one
+# (benchmarks/defaults.md).
+RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}
+LORA_RATE = 2.0
+ADAMW_FROM = 100_000_000  # parameters; for larger models a Muon step costs as much as thousands of tokens
+MIN_EPOCHS = 3.0  # epochs of text, and the minimum for pairs
+MAX_PAIR_EPOCHS = 20.0
+MAX_PAIR_TOKENS = 2_000_000
+MAX_PAIR_FLOPS = 3e13  # on a CPU, at 6 FLOPs per parameter and token
+CONTEXT = 1024  # default training context for RoPE models with a longer one
+STEPS, PAIR_STEPS = 100, 400  # minimum steps of a default run, for text and pairs: batches shrink to reach them
 
 
 @dataclass(frozen=True)
 class InitCheckpoint:
-    """The checkpoint that fine-tuning starts from. ``sha256`` are the checksums of its weight files, by name."""
+    """The base model of fine-tuning. ``sha256`` maps the names of its weight files to checksums."""
 
-    asked: str  # as the user named it
+    asked: str  # the value of ``--init``
     path: Path
     model: GPTConfig
     tokenizer: Tokenizer
     sha256: dict[str, str]
-    added: range = range(0)  # the ids of tokens that it does not have, and that fine-tuning adds
+    added: range = range(0)  # ids of special tokens that fine-tuning adds
 
-    def for_chat(self) -> "InitCheckpoint":
-        """The same with a chat template: ChatML's where it has none, whose special tokens are added if need be."""
+    def with_chat_template(self) -> "InitCheckpoint":
+        """Returns the base model with a chat template. The default is ChatML, with its special tokens."""
         tokenizer = chat.with_template(self.tokenizer)
         if tokenizer.vocab_size == self.tokenizer.vocab_size:
             return replace(self, tokenizer=tokenizer)
@@ -53,9 +54,13 @@ class InitCheckpoint:
         return replace(self, tokenizer=tokenizer.for_model(model.vocab_size), added=added, model=model)
 
     def load(self, shape: GPTConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
-        """Loads its weights as ``shape``, which is `model` but for another dropout or a shorter context."""
-        own = checkpoint.peek(self.path)[0].vocab_size
-        model = checkpoint.load(self.path, device, replace(shape, vocab_size=own), dtype=dtype).model.to(dtype).train()
+        """Loads the weights. ``shape`` can have a different dropout and a shorter context than `model`."""
+        own_vocab_size = checkpoint.peek(self.path)[0].vocab_size
+        model = (
+            checkpoint.load(self.path, device, replace(shape, vocab_size=own_vocab_size), dtype=dtype)
+            .model.to(dtype)
+            .train()
+        )
         model.config = shape
         for name, table in (("wte.weight", model.wte), ("lm_head.weight", model.lm_head)):
             if table is not None:
@@ -64,8 +69,8 @@ class InitCheckpoint:
         return model
 
     def grown(self, name: str, parameter: Tensor) -> Tensor:
-        """A parameter of it, with a row for each added token where it has rows of tokens: the mean of all tokens that
-        it knows (Hewitt 2021)."""
+        """Adds a row for each new token if ``parameter`` is an embedding matrix: the mean of the rows of the existing
+        tokens (Hewitt 2021)."""
         if name not in ("wte.weight", "lm_head.weight") or not self.added:
             return parameter
         missing = parameter.new_empty((self.model.vocab_size - len(parameter), parameter.size(1)))
@@ -74,20 +79,20 @@ class InitCheckpoint:
         return rows
 
     def record(self) -> StartRecord:
-        """Its entry in ``run.json``."""
+        """Returns the entry of the base model in ``run.json``."""
         return StartRecord(self.asked, str(self.path.absolute()), self.sha256)
 
     def adapter(self, rank: int, alpha: float) -> Adapter:
-        """The description of adapters to it."""
+        """Returns the description of an adapter of this base model."""
         base = str(self.path.absolute())
-        if hub.is_remote(self.asked):  # the cache may be emptied: a commit can be fetched again
+        if hub.is_remote(self.asked):  # A commit can be downloaded again if the cache is emptied.
             base = f"{self.asked.partition('@')[0]}@{self.path.name}"
         return Adapter(base, rank, alpha, self.sha256)
 
 
 def find_init(config: TrainConfig) -> InitCheckpoint | None:
-    """The checkpoint that ``--init`` names; None without it. Raises `UserError` if there is none, and for an option
-    that asks for another shape or vocabulary than it has."""
+    """Returns the base model of ``--init``, or None without it. Raises `UserError` if there is no checkpoint, or if an
+    option contradicts its shape or vocabulary."""
     if config.init is None:
         return None
     path = folder.find_checkpoint(config.init)
@@ -101,26 +106,27 @@ def find_init(config: TrainConfig) -> InitCheckpoint | None:
     return init
 
 
-def open_init(config: TrainConfig, asked: str, path: Path, sha256: dict[str, str]) -> InitCheckpoint:
-    """The checkpoint at ``path``, to be trained as ``config`` says."""
-    init = InitCheckpoint(asked, path, *checkpoint.peek(path), sha256)
-    return init.for_chat() if config.chat else init
+def open_init(config: TrainConfig, name: str, path: Path, sha256: dict[str, str]) -> InitCheckpoint:
+    """Returns the base model at ``path``, with a chat template for ``--chat``."""
+    init = InitCheckpoint(name, path, *checkpoint.peek(path), sha256)
+    return init.with_chat_template() if config.chat else init
 
 
 def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
-    """Raises `UserError` for options that contradict the checkpoint's shape."""
     hint = "leave it out: with --init, shape and vocabulary come from the checkpoint"
     if config.preset != "auto":
         raise UserError(f"--preset {config.preset} contradicts --init {config.init}", hint)
     if config.tokenizer != "auto":
         raise UserError(f"--tokenizer {config.tokenizer} contradicts --init {config.init}, which has its own", hint)
-    asked_arch = ARCHITECTURES[config.arch] if config.arch else {}
-    if any(getattr(model, name) != value for name, value in asked_arch.items() if name in ("norm", "qk_norm")):
+    requested_arch = ARCHITECTURES[config.arch] if config.arch else {}
+    if any(getattr(model, name) != value for name, value in requested_arch.items() if name in ("norm", "qk_norm")):
         raise UserError(f"--arch {config.arch} contradicts --init {config.init}, which has another", hint)
-    for name in (each.name for each in fields(GPTConfig) if each.name not in ("block_size", "dropout")):
-        asked, has = getattr(config, name, None), getattr(model, name)
-        if asked is not None and asked != has:
-            raise UserError(f"--{name.replace('_', '-')} {asked} contradicts --init {config.init}: it has {has}", hint)
+    for name in (field.name for field in fields(GPTConfig) if field.name not in ("block_size", "dropout")):
+        requested, actual = getattr(config, name, None), getattr(model, name)
+        if requested is not None and requested != actual:
+            raise UserError(
+                f"--{name.replace('_', '-')} {requested} contradicts --init {config.init}: it has {actual}", hint
+            )
     if config.block_size is not None and config.block_size > model.block_size:
         raise UserError(
             f"block-size {config.block_size:,} exceeds the context of {config.init}, {model.block_size:,}",
@@ -130,8 +136,7 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
 
 
 def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], None]) -> GPTConfig:
-    """The shape in which a checkpoint is trained: with the context that was asked for, or at most `CONTEXT` of a long
-    one, which ``note`` is told."""
+    """Returns the shape to train: ``model`` with the context of ``config``, by default at most `CONTEXT` for RoPE."""
     length = config.block_size or (min(CONTEXT, model.block_size) if model.positions == "rotary" else model.block_size)
     if config.block_size is None and length < model.block_size:
         note(f"training on sequences of {length:,} tokens; the model's context is {model.block_size:,} (--block-size)")
@@ -139,14 +144,14 @@ def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], 
 
 
 def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> float:
-    """The epochs of fine-tuning ``model``. Running text is read a few times, since more makes the held-out loss rise;
-    pairs are to be answered exactly, so few of them are read often."""
+    """Returns the default epochs of fine-tuning. More epochs of text would raise the held-out loss. Small sets of pairs
+    get more epochs, so that the model memorizes them."""
     if not pairs:
-        return EPOCHS
-    limit = PAIR_FLOPS / (6 * breakdown(model).trainable) if device == "cpu" else math.inf
-    return max(EPOCHS, min(PAIR_EPOCHS, min(PAIR_TOKENS, limit) / n_tokens))
+        return MIN_EPOCHS
+    limit = MAX_PAIR_FLOPS / (6 * breakdown(model).trainable) if device == "cpu" else math.inf
+    return max(MIN_EPOCHS, min(MAX_PAIR_EPOCHS, min(MAX_PAIR_TOKENS, limit) / n_tokens))
 
 
 def tuned(preset: Preset, tokens: float, steps: int) -> Preset:
-    """The preset with batches small enough to read ``tokens`` in ``steps``."""
+    """Returns the preset with batches small enough that ``tokens`` take at least ``steps``."""
     return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(tokens / steps))))

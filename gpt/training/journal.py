@@ -1,4 +1,4 @@
-"""What a run writes and reports: ``run.json``, ``metrics.jsonl``, its logs, and the notes that a user reads."""
+"""The output of a run: ``run.json``, ``metrics.jsonl``, logs, and notes for the user."""
 
 import time
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from gpt.training.logs import Logs, Metrics, Speed
 from gpt.training.state import TrainState
 from gpt.words import counted
 
-LEARNED, LEARNED_STEPS = 0.01, 10  # nats per token, and steps in a row, of examples that are known by heart
+MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # nats per token and consecutive steps that indicate memorization
 
 
 class Journal:
-    """Writes and reports on rank 0, once it is open."""
+    """The output of a run on rank 0. Nothing is written until `open`."""
 
     def __init__(self, run: RunContext, state: TrainState, speed: Speed) -> None:
         self.run, self.state, self.speed, self.note = run, state, speed, run.session.note
         self.record: RunRecord | None = None
         self.metrics: Metrics | None = None
         self.logs: Logs | None = None
-        self.learned = 0  # steps in a row whose loss was below `LEARNED`
+        self.memorized_steps = 0  # steps in a row with a loss below `MEMORIZED_LOSS`
 
     def open(self, resolved: dict[str, Any]) -> None:
         """Writes ``run.json`` with the ``resolved`` recipe, and opens metrics and logs."""
@@ -41,7 +41,7 @@ class Journal:
         self.logs = Logs(run.log, run.run, vars(self.record), self.note, step)
 
     def write(self, **changes: Any) -> None:
-        """Writes ``run.json`` with changes."""
+        """Updates ``run.json``."""
         if self.record is not None:
             self.record = replace(self.record, **changes)
             with disk_errors(self.run.run, folder.KEPT):
@@ -65,7 +65,7 @@ class Journal:
             self.logs.close()
 
     def describe(self, adapters: int) -> None:
-        """Notes what is trained, and with what."""
+        """Notes the model, the length of the run, the device and the sharding."""
         run, recipe, shape, world = self.run, self.run.recipe, self.run.recipe.model, self.run.world
         step, epochs = self.state.step, recipe.tokens(recipe.steps) / run.data.tokens
         processes = f"{world.size} processes, each on " if world.size > 1 else ""
@@ -87,20 +87,21 @@ class Journal:
             self.note("; ".join(sharded))
 
     def step(self, step: int, lr: float, loss: float, norm: float) -> None:
-        """Reports a step, and notes, once, that examples are known by heart long before the run ends."""
+        """Reports a step. Notes once if the examples are memorized long before the run ends."""
         speed = self.speed.rates(self.run.recipe.tokens(step), self.state.step_seconds)
         self.emit(events.StepEvent, step, loss=loss, lr=lr, grad_norm=norm, **speed)
-        if not self.run.data.rows or self.learned == LEARNED_STEPS:
+        if not self.run.data.rows or self.memorized_steps == MEMORIZED_STEPS:
             return
-        self.learned = self.learned + 1 if loss < LEARNED else 0
-        if self.learned == LEARNED_STEPS and self.state.step < 0.9 * self.run.recipe.steps:
+        self.memorized_steps = self.memorized_steps + 1 if loss < MEMORIZED_LOSS else 0
+        if self.memorized_steps == MEMORIZED_STEPS and self.state.step < 0.9 * self.run.recipe.steps:
             self.note(
-                f"the loss has been below {LEARNED} nats per token for {LEARNED_STEPS} steps: the model has memorized "
-                "the examples, and more training adds little. To stop sooner: fewer --epochs or --steps, or --patience"
+                f"the loss has been below {MEMORIZED_LOSS} nats per token for {MEMORIZED_STEPS} steps: the model has "
+                "memorized the examples, and more training adds little. To stop sooner: fewer --epochs or --steps, or "
+                "--patience"
             )
 
     def saved(self, step: int) -> None:
-        """Reports a checkpoint that is whole on the disk."""
+        """Reports a checkpoint that is complete on disk."""
         self.emit(events.SaveEvent, checkpoint=folder.step_name(step))
 
     def end(self, result: Result, reason: str) -> None:
@@ -119,6 +120,6 @@ class Journal:
         self.emit(events.EndEvent, reason=reason, checkpoint=best, val_loss=loss, bits_per_byte=bits)
         self.write(ended=reason, result=result.record())
 
-    def cut_off(self, reason: str) -> None:
-        """Reports that the run was cut off."""
+    def report_early_end(self, reason: str) -> None:
+        """Reports that the run ended early."""
         self.emit(events.EndEvent, reason=reason, checkpoint=None, val_loss=None, bits_per_byte=None)

@@ -1,4 +1,4 @@
-"""Logs of a run's events: ``metrics.jsonl``, TensorBoard and Weights & Biases; and the speed that they report."""
+"""Event logs of a run (``metrics.jsonl``, TensorBoard, Weights & Biases), and the throughput that they report."""
 
 import contextlib
 import dataclasses
@@ -25,18 +25,18 @@ from gpt.peaks import peak_flops
 from gpt.runs.folder import KEPT, METRICS
 from gpt.training.recipe import Recipe
 
-COMMON = {field.name for field in dataclasses.fields(Event)}
+COMMON_FIELDS = {field.name for field in dataclasses.fields(Event)}
 
 
-def numbers(event: Event) -> dict[str, float]:
-    """The numbers of an event as ``EVENT/KEY`` in the words of ``metrics.jsonl``: ``step/loss``, ``eval/val_loss``."""
+def scalars(event: Event) -> dict[str, float]:
+    """Returns the numbers of an event by ``EVENT/KEY`` of ``metrics.jsonl``: ``step/loss``, ``eval/val_loss``."""
     values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
-    return {f"{event.kind}/{k}": v for k, v in values.items() if k not in COMMON and type(v) in (int, float)}
+    return {f"{event.kind}/{k}": v for k, v in values.items() if k not in COMMON_FIELDS and type(v) in (int, float)}
 
 
 class TensorBoard:
-    """Curves and samples in ``RUN/tensorboard``: ``tensorboard --logdir runs`` shows them. Events of steps after
-    ``step``, from which the run resumes, are hidden."""
+    """Curves and samples in ``RUN/tensorboard``, for ``tensorboard --logdir runs``. A run that resumes from ``step``
+    hides later events."""
 
     def __init__(self, run: Path, record: Mapping[str, Any], step: int) -> None:
         tensorboard = import_module("torch.utils.tensorboard")
@@ -45,103 +45,103 @@ class TensorBoard:
 
     def __call__(self, event: Event) -> None:
         """Writes an event."""
-        for name, value in numbers(event).items():
+        for name, value in scalars(event).items():
             self.writer.add_scalar(name, value, event.step)
         if isinstance(event, SampleEvent):
             self._write("sample/text", event.text, event.step)
 
     def _write(self, name: str, text: str, step: int) -> None:
-        """Writes text verbatim: TensorBoard reads Markdown, in which four spaces mean that."""
+        """Writes text as a Markdown code block, because TensorBoard renders Markdown."""
         self.writer.add_text(name, "\n".join("    " + line for line in text.splitlines()), step)
 
     def close(self) -> None:
-        """Writes what is not yet on disk."""
+        """Flushes and closes the log."""
         self.writer.close()
 
 
 class Wandb:
-    """A run of Weights & Biases. Project, entity, mode and all else are what its ``WANDB_…`` variables say."""
+    """A Weights & Biases run, configured by ``WANDB_…`` variables: project, entity, mode and so on."""
 
     def __init__(self, run: Path, record: Mapping[str, Any], step: int) -> None:
         self.wandb = import_module("wandb")
         self.run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", "gpt"),
             name=os.environ.get("WANDB_NAME", run.name),
-            # A run that is resumed continues there too.
+            # A fixed id, so that a resumed run continues the same W&B run.
             id=hashlib.sha256(f"{run.name} {record['started']}".encode()).hexdigest()[:16],
             resume="allow",
             dir=str(run),
             config=dict(record["resolved"]),
             settings=self.wandb.Settings(silent=True, console="off"),
         )
-        # Steps come again after a rollback, where wandb's own axis would refuse them.
+        # A rollback repeats steps, and wandb's default step axis rejects repeated steps.
         self.run.define_metric("*", step_metric="step")
-        self.done = False
+        self.finished = False
 
     def __call__(self, event: Event) -> None:
         """Sends an event."""
-        values: dict[str, Any] = dict(numbers(event))
+        values: dict[str, Any] = dict(scalars(event))
         if isinstance(event, SampleEvent):
             values["sample/text"] = self.wandb.Html(f"<pre>{html.escape(event.text)}</pre>")
         if values:
-            self.run.log(values | {name: getattr(event, name) for name in COMMON})
-        self.done = isinstance(event, EndEvent) and event.reason in ("steps", "patience")
+            self.run.log(values | {name: getattr(event, name) for name in COMMON_FIELDS})
+        self.finished = isinstance(event, EndEvent) and event.reason in ("steps", "patience")
 
     def close(self) -> None:
-        """Sends the rest, and whether the run came to its end."""
-        self.run.finish(exit_code=0 if self.done else 1)
+        """Sends remaining data, and whether the run finished."""
+        self.run.finish(exit_code=0 if self.finished else 1)
 
 
-KINDS: dict[str, tuple[str, type[TensorBoard | Wandb]]] = {  # and the module that each needs
+KINDS: dict[str, tuple[str, type[TensorBoard | Wandb]]] = {  # the module that each log needs, and its class
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
     "wandb": ("wandb", Wandb),
 }
 
 
-def named(asked: str) -> list[str]:
-    """The logs that ``asked`` names, separated by commas, or ``none``. Raises `UserError` for an unknown one."""
-    names = [] if asked.strip() == "none" else list(dict.fromkeys(name.strip() for name in asked.split(",")))
+def parse_names(option: str) -> list[str]:
+    """Parses the value of ``--log``: names separated by commas, or ``none``. Raises `UserError` for an unknown name."""
+    names = [] if option.strip() == "none" else list(dict.fromkeys(name.strip() for name in option.split(",")))
     for name in names:
         if name not in KINDS:
             raise UserError(f'there is no log "{name}"', did_you_mean(name, [*KINDS, "none"]))
     return names
 
 
-def check(asked: str) -> None:
-    """Raises `UserError` for a log that is unknown, whose package is not installed, or that has no account. It is
-    called before any work is done."""
-    for name in named(asked):
+def check(option: str) -> None:
+    """Raises `UserError` for a log that is unknown, lacks its package or needs an account. Called before training
+    starts."""
+    for name in parse_names(option):
         try:
             module = import_module(KINDS[name][0])
         except ImportError as error:
             raise UserError(f"--log {name} needs a package: {error}", install_extra("log")) from None
         if name == "wandb" and module.setup().settings.mode == "online":
             try:
-                module.login()  # on a terminal it asks
+                module.login()  # prompts for an API key on a terminal
             except module.Error as error:
                 raise UserError(f"wandb: {error}", "run wandb login, or set WANDB_MODE=offline") from None
 
 
 class Logs:
-    """All logs of a run, from ``step`` on. One that fails is closed with a note, and the run continues."""
+    """All logs of a run that starts at ``step``. A log that fails is closed with a note, and the run continues."""
 
     def __init__(
-        self, asked: str, run: Path, record: Mapping[str, Any], note: Callable[[str], None], step: int = 0
+        self, option: str, run: Path, record: Mapping[str, Any], note: Callable[[str], None], step: int = 0
     ) -> None:
         self.note = note
         self.logs: dict[str, TensorBoard | Wandb] = {}
-        for name in named(asked):
+        for name in parse_names(option):
             with self._guarded(name):
                 self.logs[name] = KINDS[name][1](run, record, step)
 
     def __call__(self, event: Event) -> None:
-        """Writes an event to each."""
+        """Writes an event to each log."""
         for name, log in list(self.logs.items()):
             with self._guarded(name):
                 log(event)
 
     def close(self) -> None:
-        """Closes each."""
+        """Closes all logs."""
         for name, log in list(self.logs.items()):
             with self._guarded(name):
                 log.close()
@@ -149,7 +149,7 @@ class Logs:
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """Keeps an error of a log, of whatever kind, from ending a run that may have taken days."""
+        """Disables a log after any error, which must not end a run of days."""
         try:
             yield
         except Exception as error:
@@ -161,21 +161,20 @@ class Logs:
 
 
 class Metrics:
-    """``metrics.jsonl``, open to append: whole lines or none. Lines that cannot be written are left out, which ``warn``
-    hears of once: a full disk is no reason to stop a run."""
+    """``metrics.jsonl``, open for appending whole lines. A full disk leaves a gap in the metrics, with a warning."""
 
-    def __init__(self, run: Path, warn: Callable[[str], None], upto: int = 0) -> None:
-        """The file is cut after ``upto`` bytes: what follows is of a run that was cut off, and is done again."""
+    def __init__(self, run: Path, warn: Callable[[str], None], size: int = 0) -> None:
+        """Truncates the file to ``size`` bytes: a resumed run repeats the later steps."""
         self.path, self.warn, self.failing = run / METRICS, warn, False
         with disk_errors(run, KEPT):
-            before = b""
+            old_bytes = b""
             if self.path.exists():
                 with open_regular(self.path) as file:
-                    before = file.read(upto)
+                    old_bytes = file.read(size)
             self.file = self.path.open("ab", buffering=0)
-            whole = before.rfind(b"\n") + 1
-            self.file.truncate(whole)
-        self.size = whole
+            whole_bytes = old_bytes.rfind(b"\n") + 1
+            self.file.truncate(whole_bytes)
+        self.size = whole_bytes
 
     def write(self, line: str) -> None:
         """Appends a line."""
@@ -193,7 +192,7 @@ class Metrics:
                 self.file.truncate(self.size)
 
     def sync(self) -> None:
-        """Syncs the file to the disk. Raises OSError."""
+        """Syncs the file to disk. Raises OSError."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
@@ -203,24 +202,24 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Speed:
-    """The FLOPs of a token, and the device's peak."""
+    """Computes throughput and model FLOPs utilization (MFU)."""
 
     flops_per_token: int
-    peak: float | None  # FLOP/s of all devices; None if it is not known
+    peak: float | None  # FLOP/s of all devices; None if unknown
 
     @classmethod
     def of(cls, model: GPT, recipe: Recipe, compute: Compute, processes: int = 1) -> Self:
-        """The speed of a run on ``processes`` devices. For pairs of different lengths, the context is their mean
-        length."""
+        """Returns the speed of a run on ``processes`` devices. For pairs, assumes the mean length."""
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if recipe.lora_rank else 0
         flops = flops_per_token(recipe.model, recipe.batch_tokens // recipe.rows, adapters)
-        name = torch.cuda.get_device_name(compute.device) if compute.device.type == "cuda" else compute.device.type
-        peak = peak_flops(name, compute.dtype_name)
+        device_name = (
+            torch.cuda.get_device_name(compute.device) if compute.device.type == "cuda" else compute.device.type
+        )
+        peak = peak_flops(device_name, compute.dtype_name)
         return cls(flops, None if peak is None else processes * peak)
 
     def rates(self, tokens: int, seconds: float) -> dict[str, Any]:
-        """``tokens_per_second``, and ``mfu``, model FLOPs utilization: their share of the device's peak, None if that
-        is not known."""
-        rate = tokens / max(seconds, 1e-9)
-        mfu = None if self.peak is None else rate * self.flops_per_token / self.peak
-        return {"tokens_per_second": rate, "mfu": mfu}
+        """Returns ``tokens_per_second`` and ``mfu``, which is None if the peak is unknown."""
+        tokens_per_second = tokens / max(seconds, 1e-9)
+        mfu = None if self.peak is None else tokens_per_second * self.flops_per_token / self.peak
+        return {"tokens_per_second": tokens_per_second, "mfu": mfu}

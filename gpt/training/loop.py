@@ -1,4 +1,4 @@
-"""The training loop: steps, and after each the evaluation, sample and checkpoint that are due."""
+"""The training loop: steps, with evaluations, samples and checkpoints at their intervals."""
 
 import contextlib
 import math
@@ -11,9 +11,9 @@ from gpt.device import Download
 from gpt.errors import Interrupted, PeerLost, WorkError, device_failure
 from gpt.interrupt import Stopped
 from gpt.runs import checkpoint, folder
-from gpt.training.checkpointing import Checkpointer, check_room, error_text
+from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
-from gpt.training.evaluation import mean_loss, read_best, sample_lines, windows_to_evaluate
+from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
 from gpt.training.logs import Speed
 from gpt.training.pace import TimeBudget
@@ -21,22 +21,22 @@ from gpt.training.parallel import Parallel
 from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Stepper
 
-TOLERATED = 3  # bad steps in a row
-LOWER = 0.3  # the factor of the learning rate after a rollback
-MARGIN = 1.0  # nats per token: a loss so far above that of guessing has exploded
+MAX_BAD_STEPS = 3  # consecutive bad steps that make a run diverge
+ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
+LOSS_MARGIN = 1.0  # nats per token above uniform guessing: the threshold of an exploded loss
 
 
 @dataclass(frozen=True)
-class Launched:
-    """A step that a GPU may still compute."""
+class PendingStep:
+    """A step that a GPU may still be computing."""
 
     step: int
     lr: float
-    outcome: Download  # loss, in nats per token, and norm
+    outcome: Download  # loss in nats per token, and gradient norm
 
 
 class Diverged(WorkError):
-    """The loss is not finite any more, or has exploded."""
+    """The loss is NaN or infinite, or has exploded."""
 
     def __init__(self, why: str, step: int, lr: float) -> None:
         super().__init__(f"{why} at step {step:,}, at a learning rate of {lr:.2g}")
@@ -47,8 +47,8 @@ class Trainer:
     """The training loop: steps, evaluation, checkpoints, rollback."""
 
     def __init__(self, run: RunContext, parallel: Parallel, budget: TimeBudget | None = None) -> None:
-        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan. The run ends at the time of
-        ``budget``, if there is one."""
+        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan. ``budget`` sets the deadline
+        of a run with a time limit."""
         self.run, self.parallel, self.budget, self.recipe = run, parallel, budget, run.recipe
         self.session, self.world, self.data, self.model = run.session, run.world, run.data, parallel.model
         self.stepper = Stepper(parallel, self.recipe, self.on_halved, self.on_uncompiled)
@@ -62,22 +62,22 @@ class Trainer:
             snapshot = read_snapshot(run.checkpoint, run.saved, parallel)
             vars(self.state).update(vars(snapshot.restore(parallel, self.stepper.scaler)))
             if self.recipe.steps > run.saved.recipe.steps:
-                self.state.evals_since_best = 0  # patience begins anew
+                self.state.evals_since_best = 0  # Reset patience.
         self.batches = self.data.batches(self.recipe)
         self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model)
-        self.launched: Launched | None = None
-        self.signum = 0  # the signal that one of the processes has heard
-        self.held_out = self.data.some_windows(self.recipe.model.block_size, self.state.windows)
+        self.pending: PendingStep | None = None
+        self.signum = 0  # signal that any rank has received
+        self.held_out = self.data.sample_windows(self.recipe.model.block_size, self.state.windows)
         scaler = self.stepper.scaler
         self.checkpointer = Checkpointer(run, parallel, scaler, self.state, self.tokenizer_files, self.journal)
         if self.world.is_main:
-            check_room(run.run, self.checkpointer.size)
+            check_disk_space(run.run, self.checkpointer.size)
             self.journal.open(asdict(self.recipe))
         self.journal.describe(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
         self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
 
     def train(self) -> Result:
-        """Trains until the last step, the end of patience, or a signal."""
+        """Trains until the last step, early stopping, or a signal."""
         self.session.stop.at_once = False
         try:
             with self.world.watching_peers():
@@ -86,7 +86,7 @@ class Trainer:
                 else:
                     self.journal.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
                 ended = self.run_due_actions()
-                self.checkpointer.remember()
+                self.checkpointer.take_snapshot()
                 self.world.started()
                 while not ended:
                     try:
@@ -107,153 +107,153 @@ class Trainer:
             self.journal.close()
 
     def step(self) -> None:
-        """Takes one optimizer step. A GPU computes it while the one before is judged and the next one is prepared."""
+        """Takes one optimizer step. While a GPU computes it, the host reports the previous one."""
         recipe, state, world = self.recipe, self.state, self.world
         started = time.perf_counter()
         lr = state.rate_factor * recipe.lr_at(state.step + 1)
         world.seed(recipe.seed, state.step)
         x, y = self.batches.global_batch(state.step, world.data_rank, world.data_size)
-        launched = Launched(state.step + 1, lr, self.stepper.step(x, y, lr))
+        pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr))
         state.step_seconds += time.perf_counter() - started
-        self.judge_launched()
-        state.step, self.launched = launched.step, launched
-        if launched.outcome.arrived is None:  # the device does not compute beside the host
-            self.judge_launched()
+        self.report_pending()
+        state.step, self.pending = pending.step, pending
+        if pending.outcome.arrived is None:  # The device runs synchronously with the host.
+            self.report_pending()
 
-    def judge_launched(self) -> None:
-        """Waits for the step that was launched and reports it. Raises `Diverged` after too many bad ones in a row. An
-        infinite gradient of a scaled loss (float16) is the scaler's business."""
-        launched, self.launched, state = self.launched, None, self.state
-        if launched is None:
+    def report_pending(self) -> None:
+        """Waits for the pending step and reports it. Raises `Diverged` after `MAX_BAD_STEPS` bad steps in a row. With
+        float16 the loss scaler handles infinite gradients."""
+        pending, self.pending, state = self.pending, None, self.state
+        if pending is None:
             return
         started = time.perf_counter()
-        loss, norm = launched.outcome.read(self.world.synchronize)
+        loss, norm = pending.outcome.read(self.world.synchronize)
         state.step_seconds += time.perf_counter() - started
-        guessing = math.log(self.recipe.model.vocab_size)  # the loss of a model that knows nothing
+        uniform_loss = math.log(self.recipe.model.vocab_size)
         finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaled)
-        state.has_learnt |= loss < guessing - MARGIN
-        exploded = state.has_learnt and loss > guessing + MARGIN
+        state.has_learnt |= loss < uniform_loss - LOSS_MARGIN
+        exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
         state.bad_steps = 0 if finite and not exploded else state.bad_steps + 1
-        self.journal.step(launched.step, launched.lr, loss, norm)
-        if state.bad_steps >= TOLERATED:
-            raise Diverged(f"the loss became {loss:g} (gradient norm {norm:g})", launched.step, launched.lr)
+        self.journal.step(pending.step, pending.lr, loss, norm)
+        if state.bad_steps >= MAX_BAD_STEPS:
+            raise Diverged(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
 
     def run_due_actions(self) -> bool:
-        """Evaluates, samples and saves, as is due after this step. Returns True when training is over."""
+        """Evaluates, samples and saves if due after this step. Returns True when training is over."""
         state, recipe = self.state, self.recipe
         self.checkpointer.writer.poll()
-        every = (recipe.steps, recipe.eval_every, recipe.save_every, recipe.sample_every)
-        if not self.told_to_stop() and not any(n and state.step % n == 0 for n in every):
+        intervals = (recipe.steps, recipe.eval_every, recipe.save_every, recipe.sample_every)
+        if not self.is_stop_requested() and not any(n and state.step % n == 0 for n in intervals):
             return False
-        self.judge_launched()
-        if self.told_to_stop():
+        self.report_pending()
+        if self.is_stop_requested():
             raise Stopped
         at_end = state.step == recipe.steps
-        if state.settled_step == state.step:  # by the command before this one
-            return at_end or self.out_of_patience()
+        if state.settled_step == state.step:  # The actions were run before the resume.
+            return at_end or self.is_out_of_patience()
         if state.bad_steps and not at_end:
             return False
-        if self.due(recipe.eval_every) and self.held_out and state.measured_step != state.step:
+        if self.is_due(recipe.eval_every) and self.held_out and state.measured_step != state.step:
             self.evaluate()
-        better = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
-        last = at_end or self.out_of_patience()
-        if self.due(recipe.sample_every) and state.step and not last:
+        is_best = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
+        is_last = at_end or self.is_out_of_patience()
+        if self.is_due(recipe.sample_every) and state.step and not is_last:
             with self.stepper.eager():
                 text = sample_lines(self.run, self.parallel, self.model, self.run.compute, recipe.seed)
             self.journal.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
-        if last:
+        if is_last:
             self.checkpointer.save(recipe, self.budget, lambda: self.session.stop.signum is not None)
-        elif better or (state.step and state.step % recipe.save_every == 0):
+        elif is_best or (state.step and state.step % recipe.save_every == 0):
             self.checkpointer.save(recipe, self.budget)
-        return last
+        return is_last
 
-    def told_to_stop(self) -> bool:
-        """Whether a signal has come to any process."""
+    def is_stop_requested(self) -> bool:
+        """Whether any rank has received a signal."""
         self.signum = self.world.all_reduce_max(self.session.stop.signum or 0)
         return self.signum > 0
 
-    def due(self, every: int) -> bool:
-        """Whether an action of every so many steps is due: also at the end, and before the first step of
+    def is_due(self, interval: int) -> bool:
+        """Whether a periodic action is due. It is also due at the last step, and before the first step of
         fine-tuning."""
         step = self.state.step
-        first = step > 0 or self.run.init is not None
-        return step == self.recipe.steps or (every > 0 and step % every == 0 and first)
+        eligible = step > 0 or self.run.init is not None
+        return step == self.recipe.steps or (interval > 0 and step % interval == 0 and eligible)
 
-    def out_of_patience(self) -> bool:
-        """Whether ``patience`` evaluations in a row were no better."""
+    def is_out_of_patience(self) -> bool:
+        """Whether the last ``patience`` evaluations brought no improvement."""
         return 0 < self.recipe.patience <= self.state.evals_since_best
 
     def evaluate(self) -> None:
-        """Measures the loss on held-out windows, the same ones each time. Raises `Diverged` if it is not finite."""
+        """Measures the held-out loss, always on the same windows. Raises `Diverged` if it is not finite."""
         state = self.state
         with self.stepper.eager():
             loss = mean_loss(self.parallel, self.model, self.held_out, self.run.compute, self.session.stop)
         if not math.isfinite(loss):
             raise Diverged(f"the held-out loss became {loss}", state.step, self.recipe.lr)
-        better = state.best_loss is None or loss < state.best_loss
-        state.evals_since_best = 0 if better else state.evals_since_best + 1
-        state.best_loss = loss if better else state.best_loss
+        is_best = state.best_loss is None or loss < state.best_loss
+        state.evals_since_best = 0 if is_best else state.evals_since_best + 1
+        state.best_loss = loss if is_best else state.best_loss
         state.measured_step, state.measured_loss = state.step, loss
-        self.journal.emit(events.EvalEvent, val_loss=loss, best=better)
+        self.journal.emit(events.EvalEvent, val_loss=loss, best=is_best)
         if state.step == 0 and self.run.init:
             self.session.note(
                 f"held-out loss of {self.run.init.asked} before the first step: {loss:.4f} nats per token"
             )
 
     def roll_back(self, diverged: Diverged) -> None:
-        """Restores the last good state, once, with a lower rate. Raises the error the second time."""
+        """Restores the last good state with a lower learning rate. Raises ``diverged`` on the second rollback."""
         if self.state.rate_factor < 1:
             raise diverged
-        self.launched = None
-        self.checkpointer.roll_back(rate_factor=LOWER, step_seconds=self.state.step_seconds)
+        self.pending = None
+        self.checkpointer.roll_back(rate_factor=ROLLBACK_FACTOR, step_seconds=self.state.step_seconds)
         self.stepper.forget_graph()
         why, step = diverged.why, diverged.step
-        self.journal.emit(events.RollbackEvent, failed_step=step, why=why, rate_factor=LOWER)
-        back = f"back to step {self.state.step:,}, with {LOWER:g} times the learning rate"
-        self.session.note(f"{why} at step {step:,}: {back}")
+        self.journal.emit(events.RollbackEvent, failed_step=step, why=why, rate_factor=ROLLBACK_FACTOR)
+        outcome = f"back to step {self.state.step:,}, with {ROLLBACK_FACTOR:g} times the learning rate"
+        self.session.note(f"{why} at step {step:,}: {outcome}")
 
     def fit_to_budget(self) -> None:
-        """When the last ``decay`` steps begin, plans as many as fit into the time that is left, at the pace so far."""
+        """At the start of learning rate decay, plans the decay steps that fit into the remaining time."""
         budget, state, recipe = self.budget, self.state, self.recipe
         if budget is None or state.step != recipe.steps - recipe.decay:
             return
         now = time.perf_counter()
-        pace = (now - self.run.began - state.first_step) / state.step
-        steps = self.world.broadcast_object(lambda: budget.steps_left(now, pace))
+        seconds_per_step = (now - self.run.began - state.first_step) / state.step
+        steps = self.world.broadcast_object(lambda: budget.steps_left(now, seconds_per_step))
         self.update_recipe(steps=state.step + steps, decay=steps, planned=recipe.planned or recipe.steps)
         self.session.listen(events.Plan(self.recipe.steps, recipe.batch_tokens))
 
     def compile(self) -> None:
-        """Compiles the step; if that fails, the run continues without."""
+        """Compiles the step. If that fails, the run continues uncompiled."""
         started = time.perf_counter()
-        failed = self.stepper.compile(self.session.note)
-        if failed is None:
+        error = self.stepper.compile(self.session.note)
+        if error is None:
             self.session.note(f"compiled in {time.perf_counter() - started:.0f} s")
         else:
-            self.on_uncompiled(failed, begun=self.run.saved is not None)
+            self.on_uncompiled(error, started=self.run.saved is not None)
 
-    def on_uncompiled(self, why: str, begun: bool = True) -> None:
-        """Records that steps are not compiled, of a run that has ``begun`` from here on."""
+    def on_uncompiled(self, why: str, started: bool = True) -> None:
+        """Records that steps are not compiled. ``started``: whether the run has trained compiled steps before."""
         self.update_recipe(compile=False)
-        rounded = "from now on, steps are not compiled: equal to compiled ones up to rounding, not bit for bit"
-        self.session.warn(f"{rounded if begun else 'steps are not compiled'}: {why:.200}")
+        message = "from now on, steps are not compiled: equal to compiled ones up to rounding, not bit for bit"
+        self.session.warn(f"{message if started else 'steps are not compiled'}: {why:.200}")
 
     def on_halved(self, micro_batch: int) -> None:
-        """Records a smaller micro-batch, after memory ran out."""
+        """Records a smaller micro-batch after an OOM."""
         rows = self.recipe.rows
         self.session.note(f"out of memory: from now on, {micro_batch:,} of {rows:,} sequences at once")
         self.update_recipe(micro_batch=micro_batch)
 
     def update_recipe(self, **changes: Any) -> None:
-        """Changes the recipe, and records it."""
+        """Changes the recipe and records it in ``run.json``."""
         self.recipe = replace(self.recipe, **changes)
         self.journal.write(resolved=asdict(self.recipe))
 
     def finish(self) -> Result:
-        """Reads back and measures the best checkpoint, which is the result of the run."""
+        """Evaluates the best checkpoint and returns the result of the run."""
         self.stepper.forget_graph()
-        result, model = read_best(self.run, self.parallel, self.recipe, self.state, self.budget, self.journal.speed)
+        result, model = evaluate_best(self.run, self.parallel, self.recipe, self.state, self.budget, self.journal.speed)
         if self.recipe.merge_lora and self.world.is_main:
             merged = self.run.run / "merged"
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
@@ -262,17 +262,17 @@ class Trainer:
         return result
 
     def end_by_signal(self) -> NoReturn:
-        """Saves the run and raises `Interrupted`, or `WorkError` if the disk does not take it."""
+        """Saves the run and raises `Interrupted`, or `WorkError` if saving fails."""
         state, writer = self.state, self.checkpointer.writer
-        self.told_to_stop()
+        self.is_stop_requested()
         if state.step and self.world.broadcast_object(lambda: writer.step != state.step):
             self.checkpointer.save(self.recipe, self.budget)
         self.world.wait_for_main()
         writer.wait()
-        self.journal.cut_off("signal")
-        if writer.failed is not None:
+        self.journal.report_early_end("signal")
+        if writer.save_error is not None:
             raise WorkError(
-                f"interrupted at step {state.step:,}, which could not be saved: {error_text(writer.failed)}",
+                f"interrupted at step {state.step:,}, which could not be saved: {error_text(writer.save_error)}",
                 f"free up space, then resume from the previous checkpoint: {self.run.resume_command}",
             )
         saved = f", saved in {self.run.run / folder.step_name(state.step)}" if state.step else ""
@@ -283,20 +283,20 @@ class Trainer:
         )
 
     def end_diverged(self, diverged: Diverged) -> NoReturn:
-        """Stops a run whose loss is not finite any more; what was saved before stays as it is."""
+        """Ends a diverged run. Keeps its checkpoints."""
         self.world.wait_for_main()
         self.checkpointer.writer.wait()
-        self.journal.cut_off("diverged")
+        self.journal.report_early_end("diverged")
         self.journal.write(ended="diverged")
-        before = folder.checkpoints(self.run.run)
-        saved = f"the earlier checkpoints are in {self.run.run}" if before else "nothing was saved yet"
+        checkpoints = folder.checkpoints(self.run.run)
+        saved = f"the earlier checkpoints are in {self.run.run}" if checkpoints else "nothing was saved yet"
         diverged.hint = f"train with a lower --lr; {saved}"
         raise diverged
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Raises the error with a hint, when the checkpoint that is being written is whole."""
+        """Finishes the current checkpoint, then raises the error, with a hint if possible."""
         if not isinstance(error, Interrupted):
-            with contextlib.suppress(Exception):  # the first error is the one to report
+            with contextlib.suppress(Exception):  # Report only the first error.
                 self.checkpointer.writer.wait()
         if isinstance(error, PeerLost):
             error.hint = f"resume with: {self.run.resume_command}"
