@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of earlier positions, so a step only computes new positions."""
+"""The KV cache: keys and values of earlier positions."""
 
 import functools
 import math
@@ -23,18 +23,18 @@ Where = slice | Tensor  # positions shared by all rows, or (B, T) positions
 
 @dataclass
 class _Span:
-    """The columns that a part of a step writes and attends to, in all layers with the same window."""
+    """The columns that a part of a step writes and attends to, in layers with one window."""
 
-    rows: slice | None  # None: all rows of the cache
-    new_columns: slice | tuple[Tensor, Tensor]  # columns to write in all rows, or rows (B, 1) and columns (B, T)
-    visible_columns: slice  # columns to attend to
+    rows: slice | None  # None: all rows
+    new_columns: slice | tuple[Tensor, Tensor]  # written columns, or rows (B, 1) and columns (B, T)
+    visible_columns: slice
     mask: Tensor | None  # True for visible columns, (…, T, visible_columns); None: all visible, or causal
     # index of each column's new contents if the step overwrites visible columns, (B, columns)
-    gather_index: Tensor | None = None
-    was_empty: bool = False  # whether the rows were empty before
+    gather_index: Tensor | None = None  # source of each column if the step overwrites visible columns, (B, columns)
+    was_empty: bool = False
 
     def append(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Stores new keys or values, (B, K, T, D), and returns the keys or values to attend to."""
+        """Stores new keys or values, (B, K, T, D), and returns the visible keys or values."""
         if self.rows is not None:
             stored = stored[self.rows]
         if self.gather_index is not None:
@@ -51,8 +51,8 @@ class _Span:
 
 
 def _make_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of zeros, because attention multiplies even masked values by a weight of 0. On a CPU, except on
-    Windows, pages are small and allocated on the first write, so unused context costs no memory."""
+    """Returns zeros, because attention multiplies masked values by 0. A CPU, except on Windows, allocates small pages
+    on the first write, so unused context costs no memory."""
     if device.type != "cpu" or sys.platform == "win32":
         return torch.zeros(shape, device=device, dtype=dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -63,16 +63,15 @@ def _make_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
 
 
 class KVCache:
-    """Keys and values of ``rows`` sequences of up to ``room`` positions, in every layer.
+    """Keys and values of ``rows`` sequences of up to ``room`` positions.
 
-    Each layer has separate tensors for keys and values, (rows, K, columns, D). With one tensor for all layers, a
-    compiled step would copy the whole tensor to write one layer: to the compiler, a write through a view creates a new
-    version of the tensor.
+    Each layer has separate tensors for keys and values, (rows, K, columns, D). A compiled step would copy a single
+    tensor for all layers to write one layer: to the compiler, a write through a view creates a new tensor.
 
-    Column p modulo the number of columns stores position p and overwrites a position that is no longer visible. A layer
-    with a sliding window has columns for the window and `params.SLACK` more positions, which a step can append and take
-    back. Other layers have ``room`` columns. RoPE is relative, so rotary positions can exceed ``room``, one position at
-    a time. With tensor parallelism, ``kv_heads`` counts this rank's heads.
+    Position p is in column p modulo the number of columns. A windowed layer has columns for its window and
+    `params.SLACK` more positions, which a step can append and take back. Other layers have ``room`` columns. RoPE
+    positions are relative, so they can exceed ``room``, one at a time. ``kv_heads`` counts this rank's heads with
+    tensor parallelism.
     """
 
     def __init__(
@@ -100,20 +99,20 @@ class KVCache:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def can_rewind(self, length: int, count: int) -> bool:
-        """Whether the last ``count`` of a row's ``length`` positions can be taken back. Layers with a window must still
-        contain the window of the position before them."""
+        """Whether the last ``count`` of a row's ``length`` positions can be taken back. Earlier positions must still
+        have their whole window."""
         has_all_positions = all(columns >= min(self.room, length) for columns in self.columns.values())
         return has_all_positions or count <= SLACK
 
     def copy(self, source: int, target: int, start: int, stop: int, written: int) -> None:
-        """Copies positions ``start`` to ``stop`` from row ``source`` to row ``target``. ``written`` is the number of
-        positions ever written to either row. If it exceeds a layer's columns, all columns are copied."""
+        """Copies positions ``start`` to ``stop`` to another row. If ``written``, the number of positions ever written
+        to either row, exceeds a layer's columns, copies all columns."""
         for tensor in (*self.keys, *self.values):
             columns = slice(start, stop) if written <= tensor.size(2) else slice(None)
             tensor[target, :, columns] = tensor[source, :, columns]
 
     def clear(self, row: int, written: int) -> None:
-        """Sets a row's keys and values to 0. ``written`` is the number of positions ever written to it."""
+        """Zeroes the ``written`` positions of a row."""
         for tensor in (*self.keys, *self.values):
             tensor[row, :, :written] = 0
 
@@ -123,10 +122,10 @@ class KVCache:
 
 
 class Placement:
-    """The positions of a step's tokens in a KV cache, and the columns that they attend to.
+    """Positions of a step's tokens in a KV cache, and the columns that they attend to.
 
-    Each of ``parts`` is (first row, lengths, T): adjacent rows that contain ``lengths`` positions and get T more. The
-    ids of a single part are (B, T). Several parts are packed as (1, N), and only attention processes them separately.
+    Each part is (first row, lengths, T): adjacent rows of ``lengths`` positions that get T more. The ids of one part
+    are (B, T). Several parts are packed as (1, N), and only attention separates them.
     """
 
     def __init__(self, cache: KVCache, parts: Sequence[tuple[int, Sequence[int], int]]) -> None:
@@ -153,7 +152,7 @@ class Placement:
             offset += n * T
 
     def _make_span(self, window: int, rows: slice | None, lengths: Sequence[int], T: int, new: Where) -> _Span:
-        """Makes the span of T ``new`` positions of ``rows`` in layers with this window."""
+        """Makes the span of T ``new`` positions in layers with this window."""
         columns, device, room = self.cache.columns[window], self.cache.keys[0].device, self.cache.room
         max_length = max(lengths) + T
         if isinstance(new, slice) and max_length <= columns:
@@ -178,8 +177,7 @@ class Placement:
                 mask = _visibility_mask(new, _stored_positions(new[:, -1:], columns)[:, : len(column_indices)], window)
             index = torch.arange(len(new), device=device)[:, None]
             return _Span(rows, (index, new % columns), slice(0, len(column_indices)), mask)
-        # The new positions would overwrite visible columns. They attend to the old contents and to each other, and the
-        # last positions are stored.
+        # The step overwrites visible columns: it attends to old and new positions, then stores the last positions.
         positions_after = _stored_positions(new[:, -1:], columns)  # (B, columns)
         if not any(lengths):
             mask = _visibility_mask(new[:1], new[:1], window)[0, 0]
@@ -192,8 +190,8 @@ class Placement:
         return _Span(rows, slice(0, 0), slice(0, 0), mask, index)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None = None) -> Tensor:
-        """Stores a layer's new keys and values and returns `kernels.attend` of the new positions, (B, H, T, D).
-        ``prefill_dtype`` replaces the queries' dtype for many positions."""
+        """Stores a layer's new keys and values and computes attention, (B, H, T, D), in ``prefill_dtype`` for many
+        positions."""
         if len(self._parts) == 1:
             return self._attend(self._parts[0][2], layer, q, k, v, prefill_dtype)
         tokens, outputs = [tensor.transpose(1, 2)[0] for tensor in (q, k, v)], []  # (N, H, D)
@@ -213,8 +211,8 @@ class Placement:
         return kernels.attend(q, k, v, span.mask)
 
     def single(self, layer: int) -> tuple[Tensor, Tensor, tuple[int, int, int]] | None:
-        """Returns the keys and values of a one-token step's row, (K, columns, D), and (column to write, first visible
-        column, end of the visible columns). Returns None if columns are not in position order."""
+        """Returns the cached keys and values of a one-token step, (K, columns, D), and (column to write, first visible
+        column, end of the visible columns). None if columns are not in position order."""
         span = self._parts[0][2][self.cache.windows[layer]]
         if not isinstance(span.new_columns, slice) or span.mask is not None or span.gather_index is not None:
             return None
@@ -225,20 +223,20 @@ class Placement:
 
 class EveryRow:
     """The next position of every row of a KV cache, in steps of fixed shape. ``positions``, (rows), is on the device.
-    Attention reads all columns, or only the filled blocks in code compiled for a GPU."""
+    Compiled GPU code reads only filled blocks."""
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
         self.cache = cache
         self.rows = torch.arange(len(positions), device=positions.device)
         self.columns = {window: positions % columns for window, columns in cache.columns.items()}
-        has_wide_heads = cache.keys[0].size(3) >= 16  # The kernel that skips blocks needs heads of this size.
+        has_wide_heads = cache.keys[0].size(3) >= 16  # `flex_attention` needs heads of this size.
         in_blocks = has_wide_heads and positions.device.type == "cuda" and torch.compiler.is_compiling()
         make_mask = functools.partial(filled_blocks, cache.blocks) if in_blocks else sees_columns
-        # Masks of visible columns, (rows, 1, 1, columns), or block masks.
+        # masks of columns, (rows, 1, 1, columns), or of blocks
         self.masks: dict[int, Any] = {w: make_mask(positions, w, columns) for w, columns in cache.columns.items()}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None = None) -> Tensor:
-        """Stores a layer's new keys and values, (rows, K, 1, D), and returns `kernels.attend` of the new positions."""
+        """Stores a layer's new keys and values, (rows, K, 1, D), and computes attention."""
         keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.cache.windows[layer]
         keys[self.rows, :, self.columns[window]] = k[:, :, 0].to(keys.dtype)
         values[self.rows, :, self.columns[window]] = v[:, :, 0].to(values.dtype)
@@ -249,14 +247,14 @@ Places = Placement | EveryRow  # where blocks store keys and values
 
 
 def sees_columns(positions: Tensor, window: int, columns: int) -> Tensor:
-    """Returns a mask (B, 1, 1, columns), True for columns visible to the newest position of each row, (B)."""
+    """Returns the mask of columns visible to the newest position of each row: (B) → (B, 1, 1, columns)."""
     new = positions[:, None]
     return _visibility_mask(new, _stored_positions(new, columns), window)
 
 
 def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
-    """Returns the block mask with which `flex_attention` reads only filled blocks, for the newest position of each row,
-    (B). ``blocks``, int32, starts with the indices of all blocks."""
+    """Returns a `flex_attention` mask of the blocks filled up to the newest position of each row, (B). ``blocks``
+    starts with the indices of all blocks, int32."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def is_visible(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
@@ -279,13 +277,12 @@ def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) 
 
 
 def _stored_positions(last: Tensor, columns: int) -> Tensor:
-    """Returns the position stored in each column, (B, columns), after all positions up to ``last``, (B, 1): the newest
-    position congruent to the column, negative if there is none."""
+    """Returns the position in each column, (B, columns), after storing up to ``last``, (B, 1); negative if empty."""
     return last - (last - torch.arange(columns, device=last.device)) % columns
 
 
 def _visibility_mask(new: Tensor, stored: Tensor, window: int) -> Tensor:
-    """Returns a mask (B, 1, T, S), True if a ``new`` position, (B, T), sees a ``stored`` position, (B, S). Negative
-    positions are empty columns."""
+    """Whether a ``new`` position, (B, T), sees a ``stored`` position, (B, S): (B, 1, T, S). Negative positions are
+    empty columns."""
     new, stored = new[:, :, None], stored[:, None, :]
     return ((stored <= new) & (stored > new - window) & (stored >= 0))[:, None]

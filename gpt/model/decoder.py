@@ -1,11 +1,10 @@
-"""The GPT decoder: attention, MLP, block and the full model.
+"""The GPT decoder, bottom-up.
 
-A stack of pre-norm blocks with causal self-attention and tied embeddings, as in GPT-2 (Radford et al. 2019) and GPT-3
-(Brown et al. 2020). Properties of `GPTConfig` select the components of Llama, Mistral, Qwen2 and Qwen3: RMSNorm (Zhang
-and Sennrich 2019), RoPE (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), query and key normalization
-(Henry et al. 2020), SwiGLU (Shazeer 2020) and sliding windows (Child et al. 2019). Parameters have GPT-2's names
-(`gpt.model.params`). Shapes: B sequences, T positions, C = n_embd, V = vocab_size, H query heads of size D, K key/value
-heads.
+Pre-norm blocks with causal self-attention and tied embeddings, as in GPT-2 (Radford et al. 2019) and GPT-3 (Brown et
+al. 2020). `GPTConfig` selects the components of Llama, Mistral, Qwen2 and Qwen3: RMSNorm (Zhang and Sennrich 2019),
+RoPE (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), query and key normalization (Henry et al. 2020),
+SwiGLU (Shazeer 2020) and sliding windows (Child et al. 2019). Parameters have GPT-2's names (`gpt.model.params`).
+Shapes: B sequences, T positions, C = n_embd, V = vocab_size, H query heads of size D, K key/value heads.
 """
 
 import math
@@ -22,30 +21,30 @@ from gpt.model import kernels
 from gpt.model.cache import Placement, Places, Where
 from gpt.model.positions import Rope, rotary_table, rotate, sine_table
 
-INIT_STD = 0.02  # GPT-2's initial standard deviation, for every matrix
-QK_SCALE = 1.2  # initial factor of the scores of normalized queries and keys; the norms are trained
-ROPE_TABLE = 8192  # initial positions of the RoPE table; it grows on demand
+INIT_STD = 0.02  # standard deviation of GPT-2's initial matrices
+QK_SCALE = 1.2  # initial factor of the scores of normalized queries and keys
+ROPE_TABLE = 8192  # initial positions of the RoPE table
 
 
 class Linear(nn.Linear):
-    """A linear map that skips torch's initialization on the meta device, which would import torch's compiler and take
-    seconds."""
+    """A linear map that skips initialization on the meta device, where torch would spend seconds importing its
+    compiler."""
 
     def reset_parameters(self) -> None:
-        """Initializes as torch does, except on the meta device."""
+        """Skips the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes x Wᵀ + b: (…, in) → (…, out)."""
+        """x Wᵀ + b: (…, in) → (…, out)."""
         return kernels.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
-    """An embedding table that, like `Linear`, skips torch's initialization on the meta device."""
+    """An embedding table that skips initialization on the meta device, like `Linear`."""
 
     def reset_parameters(self) -> None:
-        """Initializes as torch does, except on the meta device."""
+        """Skips the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -54,7 +53,7 @@ class Dropout(nn.Dropout):
     """Dropout with a fast random mask on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies dropout during training: (…) → (…)."""
+        """Drops elements during training."""
         return kernels.drop(x, self.p) if self.training else x
 
 
@@ -66,11 +65,11 @@ class RMSNorm(nn.RMSNorm):
 
     @cached_property
     def eps_tensor(self) -> Tensor:
-        """ε as a CPU tensor, in the dtype that the norm is computed in."""
+        """ε as a CPU tensor, in the norm's dtype."""
         return torch.tensor(self.eps, dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalizes (…, C) → (…, C), in the dtype of ``x``."""
+        """(…, C) → (…, C), in the dtype of ``x``."""
         if kernels.is_eager_on_cpu(x):
             return kernels.rms_norm(x, self.weight, self.eps_tensor)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -90,7 +89,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.window, self.dropout = config.head_size, window, config.dropout
         self.groups = config.n_head // config.kv_heads  # query heads per key/value head
-        self.prompts: torch.dtype | None = None  # dtype for attention over many positions, if not the model's
+        self.prompts: torch.dtype | None = None  # dtype of attention over many positions; None: the model's
         query_width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
         # c_attn computes queries, keys and values of all heads; c_proj is the output matrix W_O.
         self.c_attn = Linear(config.n_embd, query_width + 2 * kv_width, bias=config.biases != "none")
@@ -102,7 +101,7 @@ class Attention(nn.Module):
         self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, layer: int, rope: Rope | None = None, places: Places | None = None) -> Tensor:
-        """Computes attention: (B, T, C) → (B, T, C). ``rope`` contains the rotations that `GPT.embed_at` returns."""
+        """Computes attention: (B, T, C) → (B, T, C). ``rope`` comes from `GPT.embed_at`."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x, rope)
         if places is None:
@@ -114,9 +113,9 @@ class Attention(nn.Module):
         return self.resid_dropout(out) if self.training else out
 
     def qkv(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries (B, H, T, D) and keys (B, K, T, D), normalized and rotated, and values (B, K, T, D). With
-        tensor parallelism (`gpt.parallel.tensor`), H and K count this rank's heads."""
-        # Normalizes and rotates before transposing: compiled GPU code would copy transposed views three times.
+        """Returns queries (B, H, T, D) and keys (B, K, T, D), normalized and rotated, and values (B, K, T, D). H and K
+        are this rank's heads (`gpt.parallel.tensor`)."""
+        # Transposing comes last: compiled GPU code would copy transposed views three times.
         heads = self.c_attn(x).view(*x.shape[:2], -1, self.head_size)  # (B, T, H + 2 K, D)
         K = heads.size(2) // (self.groups + 2)
         qk, v = heads.split_with_sizes([(self.groups + 1) * K, K], dim=2)
@@ -130,8 +129,7 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def pattern(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        """Returns the attention weights softmax(q kᵀ / √d), (B, H, T, T), in float32. `kernels.attend` computes but
-        doesn't return them."""
+        """Returns the attention weights softmax(q kᵀ / √d), (B, H, T, T), in float32."""
         q, k, _ = self.qkv(x, rope)
         k = k.repeat_interleave(self.groups, dim=1)
         scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(self.head_size)
@@ -147,7 +145,7 @@ def activate(x: Tensor, gated: bool) -> Tensor:
 
 
 class MLP(nn.Module):
-    """An MLP with GELU (tanh approximation, as in GPT-2) or SwiGLU."""
+    """MLP with GELU (tanh approximation, as in GPT-2) or SwiGLU."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -159,13 +157,13 @@ class MLP(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Processes each position independently: (B, T, C) → (B, T, C)."""
+        """Processes each position independently, (B, T, C)."""
         out: Tensor = self.c_proj(activate(self.c_fc(x), self.gated))
         return self.dropout(out) if self.training else out
 
 
 class Block(nn.Module):
-    """Attention, then MLP. Each reads the normalized residual stream and adds its output to the stream."""
+    """Attention, then MLP. Each reads the normalized residual stream and adds to the stream."""
 
     def __init__(self, config: GPTConfig, window: int | None = None) -> None:
         super().__init__()
@@ -175,16 +173,16 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, layer: int, rope: Rope | None = None, places: Places | None = None) -> Tensor:
-        """Applies attention and MLP: (B, T, C) → (B, T, C)."""
+        """(B, T, C) → (B, T, C)."""
         return self.add_mlp(self.add_attention(x, layer, rope, places))
 
     def add_attention(self, x: Tensor, layer: int, rope: Rope | None = None, places: Places | None = None) -> Tensor:
-        """Adds the attention output to the residual stream: (B, T, C) → (B, T, C)."""
+        """Adds attention to the residual stream (B, T, C)."""
         x = x + self.attn(self.ln_1(x), layer, rope, places)
         return x
 
     def add_mlp(self, x: Tensor) -> Tensor:
-        """Adds the MLP output to the residual stream: (B, T, C) → (B, T, C)."""
+        """Adds the MLP's output to the residual stream (B, T, C)."""
         x = x + self.mlp(self.ln_2(x))
         return x
 
@@ -206,10 +204,10 @@ class GPT(nn.Module):
         self.drop = Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, window) for window in config.windows)
         self.ln_f = make_norm(config)
-        # The LM head of an untied model, or a copy of the embedding in a faster layout (`gpt.decoding.weights`).
+        # LM head of an untied model, or a faster copy of the embedding (`gpt.decoding.weights`)
         self.lm_head: nn.Module | None = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
         self.kv_heads = config.kv_heads  # key/value heads of this rank (`gpt.parallel.tensor`)
-        self.recompute = False  # whether the backward pass recomputes activations instead of storing them
+        self.recompute = False  # whether the backward pass recomputes activations
         self.initialize()
 
     def lay_tables(self, device: torch.device | None = None) -> None:
@@ -217,8 +215,8 @@ class GPT(nn.Module):
         config, rope = self.config, None
         with torch.device("cpu"):  # `arange` takes a second on the meta device.
             if config.positions == "sinusoidal":
-                # The paper multiplies embeddings by √C, to the scale of the table. GPT-2's embeddings keep their scale
-                # of 0.02, so the table is scaled down instead.
+                # The paper scales embeddings by √C to match the table. GPT-2's embeddings keep a scale of 0.02, so the
+                # table is scaled instead.
                 table = INIT_STD * sine_table(config.block_size, config.n_embd)
                 self.register_buffer("sine", table.to(device), persistent=False)
             if config.positions == "rotary":
@@ -226,13 +224,13 @@ class GPT(nn.Module):
         self.register_buffer("rope", rope, persistent=False)
 
     def initialize(self) -> None:
-        """Initializes the modules in order, as GPT-2 does. Uses torch's global generator."""
+        """Initializes all modules, in order, from torch's global generator."""
         if not self.wte.weight.is_meta:
             for name, module in self.named_modules():
                 initialize(module, name, self.config)
 
     def position_table(self) -> Tensor | None:
-        """Returns the table that is added to the embedding, (block_size, C), or None with RoPE."""
+        """The table added to the embedding, (block_size, C), or None with RoPE."""
         match self.config.positions:
             case "learned":
                 return self.wpe.weight
@@ -242,13 +240,13 @@ class GPT(nn.Module):
                 return None
 
     def trunk(self, idx: Tensor, places: Placement | None = None) -> Tensor:
-        """Returns the normalized residual stream (B, T, C) for ids (B, T). With ``places``, the ids follow the contents
-        of a KV cache. Raises ValueError if positions exceed the context, except with RoPE and a cache."""
+        """Returns the normalized residual stream (B, T, C) for ids (B, T). With ``places``, ids follow the cached
+        positions. Raises ValueError past the context, except with RoPE and a cache."""
         x, rope = self.embed(idx, places)
         return self.stack(x, rope, places)
 
     def embed(self, idx: Tensor, places: Placement | None = None) -> tuple[Tensor, Rope | None]:
-        """Returns the first block's input (B, T, C) for ids (B, T), and the RoPE rotations of their positions."""
+        """Returns the first block's input (B, T, C) for ids (B, T), and RoPE rotations."""
         positions, end = (slice(0, idx.size(1)), idx.size(1)) if places is None else (places.where, places.reach)
         if end > self.config.block_size and (places is None or self.rope is None):
             raise ValueError(f"{end} tokens do not fit in the context of {self.config.block_size}")
@@ -256,7 +254,7 @@ class GPT(nn.Module):
         return self.embed_at(idx, positions)
 
     def embed_at(self, idx: Tensor, positions: Where) -> tuple[Tensor, Rope | None]:
-        """Embeds ids (B, T) at ``positions``, a slice or (B, T), like `embed`. Rotations are None without RoPE."""
+        """Embeds ids (B, T) at ``positions``, a slice or (B, T). Rotations are None without RoPE."""
         x = self.wte(idx)
         table = self.position_table()
         if table is not None:
@@ -268,25 +266,25 @@ class GPT(nn.Module):
         return x, (cos, sin)
 
     def stack(self, x: Tensor, rope: Rope | None = None, places: Places | None = None) -> Tensor:
-        """Applies the blocks and the final norm: (B, T, C) → (B, T, C)."""
+        """Applies the blocks and the final norm to (B, T, C)."""
         recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
             x = checkpoint(block, x, layer, rope, use_reentrant=False) if recompute else block(x, layer, rope, places)
         return self.last_norm(x)
 
     def last_norm(self, x: Tensor) -> Tensor:
-        """Normalizes the output of the last block for the unembedding: (B, T, C) → (B, T, C)."""
+        """Normalizes the last block's output, (B, T, C)."""
         return kernels.narrowed(self.ln_f(x))
 
     def reach(self, positions: int) -> None:
-        """Grows the RoPE table to at least ``positions``, which can exceed the context."""
+        """Grows the RoPE table to ``positions``, which can exceed the context."""
         if self.rope is not None and positions > self.rope.size(1):
-            with torch.inference_mode(False):  # The table outlives this call, and training can use it.
+            with torch.inference_mode(False):  # Training can use the table later.
                 self.rope = rotary_table(2 * positions, self.config).to(self.rope)
 
     @property
     def unembedding(self) -> Tensor:
-        """The unembedding weight during training, (V, C): the embedding if tied, else the LM head."""
+        """The unembedding weight in training, (V, C)."""
         weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
         assert isinstance(weight, Tensor)
         return weight
@@ -296,15 +294,14 @@ class GPT(nn.Module):
         return F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
 
     def forward(self, idx: Tensor, places: Placement | None = None) -> Tensor:
-        """Returns logits (B, T, V) for ids (B, T). Raises ValueError if T exceeds the context."""
+        """Returns logits (B, T, V) for ids (B, T). Raises ValueError past the context."""
         return self.unembed(self.trunk(idx, places))
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
-    """Initializes the parameters of one module as GPT-2 does. Matrices are normal with standard deviation 0.02, scaled
-    by 1/√(2·n_layer) if they write to the residual stream. Biases are 0, query and key norms √1.2. Other norms keep
-    torch's 1 and 0."""
+    """Initializes one module as GPT-2 does: normal matrices, scaled by 1/√(2·n_layer) if they write to the residual
+    stream, and zero biases. Query and key norms start at √1.2. Other norms keep torch's 1 and 0."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         module.weight.normal_(0.0, INIT_STD)
         if name.endswith("c_proj"):

@@ -1,6 +1,6 @@
 """Fast computations for the decoder, on CPUs, on GPUs and under a compiler.
 
-Each docstring names the function's plain definition. tests/model/test_kernels.py checks that both agree up to rounding.
+Each docstring names the plain definition that tests/model/test_kernels.py compares, up to rounding.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WHOLE = 1024  # maximum columns that one-query GPU attention processes without splitting them
+WHOLE = 1024  # maximum columns that one-query GPU attention doesn't split
 NARROW_ON = ("cuda",)  # devices with a bfloat16 residual stream under autocast
 SUMMED_ON = ("cuda",)  # devices where compiled code sums bias gradients in two steps
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # matmul attention for training on a CPU: maximum positions, sequences per call
@@ -58,9 +58,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _BiasGradient(torch.autograd.Function):
-    """Computes the gradient of a bias b, (out,), that y, (…, T, out), already includes. It sums over positions, then
-    over sequences: Inductor fuses the first sum into the kernel that writes the gradient of y. A single sum over both
-    would need another kernel that reads the gradient again."""
+    """Computes the gradient of a bias, (out,), that y, (…, T, out), already includes, by summing over positions, then
+    sequences. Inductor fuses the first sum into the kernel that writes y's gradient. A single sum would need another
+    kernel that reads it again."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, b: Tensor) -> Tensor:
@@ -84,15 +84,14 @@ def drop(x: Tensor, p: float) -> Tensor:
 
 
 def dropout_scale(p: float) -> float:
-    """The factor 1 / (1 − p) of the elements that dropout keeps, with p rounded to a multiple of 2⁻¹⁶."""
+    """The scale of kept elements, 1 / (1 − p), with p rounded to a multiple of 2⁻¹⁶."""
     return 2**16 / (2**16 - round(p * 2**16))
 
 
 def dropout_mask(n: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Draws a dropout mask of n elements: 1 with probability 1 − p, to a resolution of 2⁻¹⁶, else 0.
+    """Draws a dropout mask, (n): 1 with probability 1 − p, to a resolution of 2⁻¹⁶, else 0.
 
-    A CPU draws random numbers sequentially, and torch draws one per element: 600 µs for 131,072 elements. Here, four
-    elements share one number: 87 µs.
+    Four elements share a random number: 87 µs for 131,072 elements on a CPU. Torch draws one per element: 600 µs.
     """
     random_bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:n]
     return torch.ge(random_bits, round(p * 2**16) - 2**15, out=torch.empty(n, dtype=dtype))
@@ -104,7 +103,7 @@ def is_eager_on_cpu(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """`F.rms_norm` on a CPU, in float32 or wider: (…, C) → (…, C), in the dtype of ``x``. ``eps`` is a tensor."""
+    """`F.rms_norm` on a CPU, in float32 or wider: (…, C) → (…, C), in the dtype of ``x``."""
     if not torch.is_grad_enabled():
         return (x * _rms_scale(x, eps)).mul_(weight).to(x.dtype)
     out: Tensor = _RMSNormOnCPU.apply(x, weight, eps)  # type: ignore[no-untyped-call]
@@ -119,9 +118,9 @@ def _rms_scale(x: Tensor, eps: Tensor) -> Tensor:
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """RMSNorm in few kernels. Torch runs seven CPU kernels in the forward pass and more in the backward pass: with
-    gradients, 387 µs at (16, 64, 128) and 1,786 at (16, 128, 256), compared with 102 and 281 for LayerNorm. The
-    gradient is LayerNorm's for mean 0, without the term of the mean."""
+    """RMSNorm in few kernels. Torch runs seven forward and more backward: with gradients, 387 µs at (16, 64, 128) and
+    1,786 at (16, 128, 256); LayerNorm takes 102 and 281. The gradient is LayerNorm's for mean 0, without the term of
+    the mean."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
@@ -150,8 +149,8 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """Casts the residual stream (B, T, C) to bfloat16 if GPU autocast computes products in bfloat16. This halves the
-    memory traffic of norms and sums, without a measurable effect on the loss (docs/decisions.md)."""
+    """Casts the residual stream (B, T, C) to bfloat16 if GPU autocast uses bfloat16. This halves the memory traffic of
+    norms and sums without a measurable effect on the loss (docs/decisions.md)."""
     device_type = x.device.type
     use_bfloat16 = (
         device_type in NARROW_ON
@@ -165,10 +164,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
     """Computes softmax(q kᵀ / √D) v for queries (B, H, T, D), keys and values (B, K, S, D). Without a mask, attention
     is causal, limited to ``window`` if given.
 
-    In training on a CPU, matrix products beat torch's fused attention while the scores of a few sequences fit in the
-    processor's cache. In bfloat16 on two cores, forward and backward took 2.0 ms instead of 7.9 at (16, 4, 64, 32) and
-    141 instead of 257 at (64, 6, 256, 64); at 512 positions both were about equal. In bfloat16 without gradients,
-    matrix products win if they skip keys that no query sees: 1.9 ms instead of 5.1 at (1, 12, 512, 64).
+    In CPU training, matrix products beat torch's fused attention while the scores of a few sequences fit in the
+    processor's cache. Forward and backward in bfloat16 on two cores took 2.0 ms instead of 7.9 at (16, 4, 64, 32), 141
+    instead of 257 at (64, 6, 256, 64), and about the same at 512 positions. Without gradients, bfloat16 matrix products
+    win by skipping hidden keys: 1.9 ms instead of 5.1 at (1, 12, 512, 64).
     """
     T, S = q.size(2), k.size(2)
     if mask is not None and not isinstance(mask, Tensor):
@@ -199,8 +198,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
-    """`attend` for one query, (B, H, 1, D), with `flex_attention`, which reads only filled blocks of columns. Up to
-    `WHOLE` columns, its kernel doesn't split them: merging the parts would take two more kernels."""
+    """`attend` for one query, (B, H, 1, D), with `flex_attention`, which reads only filled blocks. Up to `WHOLE`
+    columns are not split, because merging takes two more kernels."""
     from torch.nn.attention.flex_attention import flex_attention
 
     options: Any = {"SPLIT_KV": 1} if k.size(2) <= WHOLE else {}
@@ -218,7 +217,7 @@ def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: i
 
 
 def bias(q: Tensor, S: int, window: int | None) -> Tensor:
-    """Returns the causal mask added to the scores of queries q (B, H, T, D): (T, S), −∞ for hidden keys."""
+    """Returns the causal mask to add to the scores of queries q (B, H, T, D): (T, S), −∞ for hidden keys."""
     if _traced is not None:
         return (_traced.causal_bias if window is None else _traced.window_bias).to(q.dtype)
     T = q.size(2)
@@ -227,7 +226,6 @@ def bias(q: Tensor, S: int, window: int | None) -> Tensor:
 
 
 def visible(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
-    """Returns the causal mask (T, before + T): True for the position itself and earlier positions, ``window`` in total
-    if given."""
+    """Returns the causal mask (T, before + T): True for the last ``window`` positions, or all if None."""
     causal = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
     return causal if window is None or window >= before + T else causal.triu_(before + 1 - window)

@@ -1,8 +1,8 @@
-"""LoRA adapters (Hu et al. 2021): W is frozen, and a linear map computes W + s · B A, where B A has rank R.
+"""LoRA adapters (Hu et al. 2021): a linear map computes W + s · B A, with frozen W and B A of rank R.
 
-A fused map stacks several matrices: query, key and value, or gate and up. If the family's layout stores these M
-matrices separately (`GPTConfig.layout`), each has an adapter, as in PEFT. In memory, the adapters of a map share two
-tensors: ``a``, (M R, in), stacks the A matrices, and ``b``, (total rows, R), stacks the B matrices.
+A fused map stacks M matrices: query, key and value, or gate and up. If the family's layout stores them separately
+(`GPTConfig.layout`), each has an adapter, as in PEFT. In memory, a map's adapters share two tensors: ``a``, (M R, in),
+stacks the A matrices, and ``b``, (total rows, R), stacks the B matrices.
 """
 
 import itertools
@@ -32,7 +32,7 @@ STORED_FUSED = ("gpt2", "gpt")  # layouts that store query, key and value as one
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """Rows of a linear map with one adapter: a single role, or all roles if the map is stored as one tensor."""
+    """Rows of a linear map with one adapter: one role, or all roles if stored as one tensor."""
 
     roles: tuple[str, ...]
     start: int
@@ -61,7 +61,7 @@ class LowRank(nn.Linear):
 
 class _AdaptedLinear(torch.autograd.Function):
     """x Wᵀ + s · (x Aᵀ) Bᵀ with gradients for x, A and B. Autograd would allocate output-sized tensors for the
-    adapter's output and its scaling, forward and backward. Here, matrix products accumulate into existing tensors."""
+    adapter's output and its scaling. Here, matrix products accumulate into existing tensors."""
 
     @staticmethod
     def forward(
@@ -118,8 +118,8 @@ def _collect_b(spread: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.Parameter]:
-    """Freezes a model, adds adapters to the linear maps of its blocks and returns the adapter parameters. Uses torch's
-    global generator."""
+    """Freezes a model, adds adapters to its blocks' linear maps and returns the adapter parameters. Uses torch's global
+    generator."""
     model.requires_grad_(False)
     added = []
     for name, matrices in adapted(model.config, find_roles(targets, model.config)).items():
@@ -131,7 +131,7 @@ def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.
 
 
 def adapters(model: GPT) -> dict[str, Tensor]:
-    """Returns a model's adapter tensors: ``h.0.attn.c_attn.a`` (M R, in), ``h.0.attn.c_attn.b`` (total rows, R) …"""
+    """Returns a model's adapters: ``h.0.attn.c_attn.a`` (M R, in), ``h.0.attn.c_attn.b`` (total rows, R) …"""
     return {name: p.detach() for name, p in model.named_parameters() if name.rpartition(".")[2] in ("a", "b")}
 
 
@@ -149,7 +149,7 @@ def adapter_shapes(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[s
 
 @torch.no_grad()
 def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float, roles: Sequence[str]) -> None:
-    """Adds adapter ``tensors``, as `adapters` returns them, to the weights of a model without adapters."""
+    """Adds ``tensors``, as returned by `adapters`, to the weights of a model without adapters."""
     for name, matrices in adapted(model.config, roles).items():
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
@@ -159,7 +159,7 @@ def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float, roles: Sequen
 
 
 def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedMatrix, ...]]:
-    """Returns the linear maps with adapters for ``roles``: their module names and adapted matrices."""
+    """Returns the matrices adapted for ``roles``, by module name."""
     linears = {}
     for name, p in named_parameters(config).items():
         matrices = tuple(m for m in _adapted_matrices(p, config) if m.roles[0] in roles) if p.is_matrix else ()
@@ -169,8 +169,8 @@ def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedM
 
 
 def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
-    """Returns the roles that ``--lora-targets`` selects in a model of this shape. Raises `UserError` for a role that
-    the model doesn't have, and for a partial selection of roles stored in one tensor."""
+    """Returns the roles that ``--lora-targets`` selects. Raises `UserError` for a role that the model doesn't have, and
+    for a partial selection of roles stored in one tensor."""
     names = targets.split(",")
     available = [matrix.roles for p in parameters(config) if p.is_matrix for matrix in _adapted_matrices(p, config)]
     selected = {role for name in names for role in LORA_GROUPS.get(name, (name,))}
@@ -187,8 +187,8 @@ def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
 
 
 def _adapted_matrices(p: Parameter, config: GPTConfig) -> list[AdaptedMatrix]:
-    """Splits a linear map into the matrices that get separate adapters: its fused matrices if the layout stores them
-    separately, else the whole map."""
+    """Returns the separately adapted matrices of a linear map: its fused matrices if the layout separates them, else
+    the whole map."""
     roles = tuple(_ROLES[name] for name in p.matrices)
     if not p.fused or config.layout in STORED_FUSED:
         return [AdaptedMatrix(roles, 0, p.shape[0])]

@@ -1,8 +1,7 @@
 """Estimates a training step's memory in bytes, without importing torch.
 
-The estimate errs on the high side: in tests it is at most 15 % above the actual memory and at most 2 % below.
-benchmarks/memory.md derives the terms. Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count a Megatron block the same
-way.
+In tests, the estimate is at most 15 % above the actual memory and at most 2 % below. benchmarks/memory.md derives the
+terms. Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count a Megatron block the same way.
 """
 
 import math
@@ -14,13 +13,13 @@ from gpt.config import GPTConfig, Mlp
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-PLAIN_UP_TO = 512  # Copy of `kernels.PLAIN_UP_TO`, checked by a test: importing `kernels` would import torch.
+PLAIN_UP_TO = 512  # copy of `kernels.PLAIN_UP_TO`, checked by a test, to avoid importing torch
 # Column multiple for matrix units. With an odd number of columns, like GPT-2's 50,257, a GPU can't use its fast
 # kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)
 # Maximum number of logits in memory. On a CPU, they should fit in its caches. On a GPU, kernels count in int64 above
-# 2³¹, and torch has had errors there (pytorch#111484). A frozen unembedding needs fewer, because it has no gradient to
-# accumulate.
+# 2³¹, and torch has had errors there (pytorch#111484). A frozen unembedding has no gradient to accumulate, so it needs
+# fewer.
 # Forward and backward on two cores in bfloat16, with 4,096 positions, 4,096 ids and width 256: 53 ms with 2²², 81 with
 # 2²⁴, and 149 with all logits and autograd.
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
@@ -35,14 +34,14 @@ MUON_GATHERED = 5.5  # copies of a rank's matrices if it gathers them from other
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a training step that affect its memory: dtype, optimizer, micro-batch and parallelism."""
+    """A training step's dtype, optimizer, micro-batch and parallelism."""
 
     micro_batch: int = 1  # sequences per rank
-    accumulates: bool = False  # whether a step has several micro-batches and keeps gradients between them
-    dtype: str = "bfloat16"  # dtype of matrix products, a key of `WIDTHS`; weights are float32
+    accumulates: bool = False  # whether a step has several micro-batches
+    dtype: str = "bfloat16"  # for matrix products, a key of `WIDTHS`; weights are float32
     optimizer: Literal["muon", "adamw"] = "muon"
-    recompute: bool = False  # whether blocks save only their input and recompute the rest in the backward pass
-    loss_chunk: int = 0  # positions whose logits are computed together; 0: `positions_at_once` decides
+    recompute: bool = False  # whether blocks save only their input and recompute the rest
+    loss_chunk: int = 0  # positions per chunk of logits; 0: `positions_at_once` decides
     data: int = 1  # data-parallel ranks
     shard: bool = False  # whether data-parallel ranks shard parameters, gradients and optimizer state
     tensor: int = 1  # tensor-parallel ranks
@@ -71,15 +70,15 @@ class Setup:
 
 @dataclass(frozen=True)
 class Training:
-    """Bytes on a rank. They are not all in use together: ``moments`` has the totals at three moments of a step."""
+    """Bytes on a rank. ``moments`` has the totals at three moments of a step."""
 
     parameters: int  # float32
     gradients: int  # float32
     optimizer: int  # optimizer state, float32
-    activations: int  # saved by the trunk for the backward pass
+    activations: int  # tensors saved for the backward pass of the trunk
     logits: int  # logits and all other tensors of the loss and its gradients
     copies: int  # weights in the narrower dtype, or gathered from other ranks
-    snapshot: int  # copy of parameters and optimizer state for checkpoints, in host memory
+    snapshot: int  # parameters and optimizer state for a checkpoint, in host memory
     moments: Mapping[str, int]
 
     @property
@@ -101,7 +100,7 @@ def training(config: GPTConfig, setup: Setup) -> Training:
         weight_copies(config, setup),
     )
     permanent = parameters + state + fixed + snapshot * (setup.device == "cpu")
-    copies = blocks * (not setup.shard)  # Autocast copies the weights of all blocks once per micro-batch.
+    copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
     # Gradients of earlier micro-batches, or the buckets of torch's DDP.
     accumulated = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard and setup.tensor == 1))
     # A block's backward pass: MLP gradients, gathered weights, and recomputed activations.
@@ -127,15 +126,14 @@ def optimizer_state(rank_counts: Mapping[Kind, int], optimizer: str) -> int:
 
 
 def trunk(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that autograd saves for a micro-batch: the dropout mask of the embeddings, the last norm's input, and the
-    blocks' activations, or only their inputs with recomputation."""
+    """Bytes that autograd saves for a micro-batch: the embeddings' dropout mask, the last norm's input and the blocks'
+    activations, or only block inputs with recomputation."""
     C, T = config.n_embd, config.block_size
     per_block = setup.stream * C if setup.recompute else block(config, setup)
     saved = setup.micro_batch * T * (config.n_layer * per_block + FLOAT * C + _dropout_bytes(config, setup, FLOAT) * C)
     if setup.recompute:
         return saved
-    # Shared by all sequences: RoPE cosines and sines in the narrower dtype, and the masks of fused sliding-window
-    # attention.
+    # Shared by all sequences: narrower RoPE cosines and sines, and the masks of fused sliding-window attention.
     rope_elements = config.n_layer * (2 + 2 * config.qk_norm) * config.head_size * (config.positions == "rotary")
     mask_elements = T * sum(window is not None and window < T for window in config.windows)
     return saved + setup.width * T * (
@@ -144,8 +142,8 @@ def trunk(config: GPTConfig, setup: Setup) -> int:
 
 
 def block(config: GPTConfig, setup: Setup) -> int:
-    """Bytes per position that a block saves for its gradient: the float32 input of each norm, the input of each linear
-    map, the MLP's hidden layer, dropout masks and attention tensors."""
+    """Bytes per position that a block saves for its gradient: norm inputs in float32, linear inputs, the MLP's hidden
+    layer, dropout masks and attention tensors."""
     C, s = config.n_embd, setup.width
     sharded = s * (config.n_head * config.head_size + SAVED_BY_MLP[config.mlp] * config.mlp_width)
     replicated = 2 * (FLOAT + s + _dropout_bytes(config, setup, s)) * C
@@ -174,19 +172,19 @@ def _attention_bytes(config: GPTConfig, setup: Setup) -> int:
 
 
 def _attention_kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fused"]:
-    """How attention is computed: fused on a GPU. On a CPU, our matrix products for short contexts, else torch's unfused
-    kernel with dropout and fused kernel without."""
+    """The attention kernel: fused on a GPU. On a CPU, our matrix products for short contexts, else torch's kernel,
+    unfused with dropout and fused without."""
     if setup.device == "cuda":
         return "fused"
     return "plain" if config.block_size <= PLAIN_UP_TO else "unfused" if config.dropout else "fused"
 
 
 def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
-    """Bytes of weight copies: the permanent copies, and the copies of block weights.
+    """Bytes of permanent weight copies, and of block weight copies.
 
-    Autocast copies the weights of all blocks in the narrower dtype once per micro-batch. With sharding, all other
-    weights are gathered once, in float32. The backward pass of a block needs its weights, the next block's weights and
-    its gradients, in the dtype of products, and the previous block's gradients in transit, in float32.
+    Autocast copies all block weights to the narrower dtype once per micro-batch. Sharding gathers all other weights
+    once, in float32. A block's backward pass needs its weights, the next block's weights and its gradients in the dtype
+    of products, and the previous block's gradients, which are in transit, in float32.
     """
     rank_counts, s = counts(config, setup.tensor), setup.width
     blocks = rank_counts["linear"] + rank_counts["bias"]
@@ -197,8 +195,8 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
 
 
 def loss_bytes(config: GPTConfig, setup: Setup) -> int:
-    """Bytes of the loss: the trunk's output and its gradient, the logits, their softmax in float32, the unembedding in
-    the dtype of products, and its gradient. With several chunks, that gradient is two float32 tensors."""
+    """Bytes of the loss: the trunk's output and its gradient, logits, float32 softmax, the unembedding in the dtype of
+    products, and its gradient, which takes two float32 tensors with several chunks."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
     columns = columns_of_logits(V, setup.device)
@@ -208,14 +206,13 @@ def loss_bytes(config: GPTConfig, setup: Setup) -> int:
 
 
 def logits_at_once(config: GPTConfig, setup: Setup) -> int:
-    """Number of positions whose logits are computed together."""
+    """Positions per chunk of logits."""
     positions = setup.micro_batch * config.block_size
     return positions_at_once(positions, config.vocab_size, setup.loss_chunk, setup.device)
 
 
 def positions_at_once(positions: int, vocab_size: int, chunk: int, device: str, frozen: bool = False) -> int:
-    """Number of positions whose logits are computed together, for chunks of nearly equal size. A nonzero ``chunk`` is
-    an upper limit."""
+    """Positions per chunk of logits, in chunks of nearly equal size. A nonzero ``chunk`` is the maximum."""
     max_logits = LOGITS_ON_CPU if device == "cpu" else FROZEN_LOGITS if frozen else LOGITS
     max_chunk = min(chunk or positions, max(MIN_CHUNK, max_logits // columns_of_logits(vocab_size, device)))
     return -(-positions // -(-positions // max_chunk))
@@ -227,9 +224,8 @@ def columns_of_logits(vocab_size: int, device: str) -> int:
 
 
 def _update_bytes(config: GPTConfig, setup: Setup) -> int:
-    """Bytes of working memory in an optimizer step. AdamW needs none: it is one kernel. Muon needs all updates in
-    float32, most gradients a second time, and the intermediate results for the matrices of one shape. It gathers
-    sharded matrices."""
+    """Working memory of an optimizer step. AdamW needs none. Muon needs all updates in float32, most gradients a second
+    time, and intermediate results for the matrices of one shape. It gathers sharded matrices."""
     if setup.optimizer == "adamw":
         return 0
     shards, n = setup.ways * setup.tensor, counts(config, setup.tensor)["linear"]

@@ -1,8 +1,7 @@
-"""All parameters of a decoder, with the memory and FLOPs that follow from its shape, without importing torch.
+"""All parameters of a decoder, and their memory and FLOPs, without importing torch.
 
-`parameters` is the only table of names and shapes, derived from a `GPTConfig`. Counts, memory, checkpoints, adapters,
-tensor parallelism, optimizer groups and the GPT-3 table use it. A test compares it with the model that
-`gpt.model.decoder` builds.
+`parameters` is the only table of names and shapes. Counts, memory, checkpoints, adapters, tensor parallelism, optimizer
+groups and the GPT-3 table use it. A test compares it with `gpt.model.decoder`.
 """
 
 import functools
@@ -20,14 +19,14 @@ SLACK = 64  # positions that a step of a windowed layer can append and take back
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of the decoder. In the blocks, one `Parameter` represents a tensor of every block."""
+    """A tensor of the decoder, or a tensor of every block."""
 
     name: str  # state_dict key, without the prefix ``h.0.`` … in the blocks
     shape: Shape  # (out, in) for a linear map, as in torch
     kind: Kind
     in_blocks: bool = True
     split: int | None = None  # axis that tensor parallelism splits; None: every rank has the full tensor
-    unit: int = 1  # size of a group of rows or columns that ``split`` keeps together: one head
+    unit: int = 1  # rows or columns that ``split`` keeps together: one head
     fused: tuple[int, ...] = ()  # rows of each matrix in a stack: query, key, value; or gate, up
     matrices: tuple[str, ...] = ()  # rows of the GPT-3 table, one per fused matrix
     summed: bool = False  # whether a tensor-parallel rank only has its heads' part of the gradient
@@ -35,26 +34,25 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Number of elements in one tensor."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a linear map's weight in a block, which Muon orthogonalizes and adapters change."""
+        """Whether it is a block's linear weight, which Muon orthogonalizes and adapters change."""
         return self.kind == "linear"
 
     @property
     def is_decayed(self) -> bool:
-        """Whether AdamW applies weight decay: to all tensors except biases and norms."""
+        """Whether AdamW decays it: all tensors except biases and norms."""
         return len(self.shape) > 1
 
 
 @functools.lru_cache(maxsize=64)
 def parameters(config: GPTConfig) -> tuple[Parameter, ...]:
-    """Returns the parameters of a decoder of this shape in model order, listing the blocks' parameters once.
+    """Returns a decoder's parameters in model order, with one entry per block tensor.
 
-    Tied embeddings have no separate unembedding. In the GPT-3 table, Value-Up and Value-Down are a head's factors of
-    the value map, usually called W_V and W_O.
+    A tied model has no unembedding. In the GPT-3 table, W_V is called Value-Up and W_O Value-Down.
     """
     C, head_size, V = config.n_embd, config.head_size, config.vocab_size
     query_width, hidden = config.n_head * head_size, config.mlp_width
@@ -94,7 +92,7 @@ def _linear(
     fused: tuple[int, ...] = (),
     matrices: tuple[str, ...] = (),
 ) -> list[Parameter]:
-    """Returns the parameters of a linear map. The bias is split if the rows are, not if the columns are."""
+    """Returns the parameters of a linear map. The bias is split if the rows are."""
     weight = Parameter(f"{name}.weight", (out_features, in_features), "linear", True, split, unit, fused, matrices)
     bias_parameter = Parameter(f"{name}.bias", (out_features,), "bias", True, None if split else 0, unit, fused)
     return [weight, bias_parameter] if bias else [weight]
@@ -107,7 +105,7 @@ def _norm(name: str, width: int, config: GPTConfig | None = None, in_blocks: boo
 
 
 def named_parameters(config: GPTConfig) -> dict[str, Parameter]:
-    """Returns all parameters of all blocks by full name, in model order."""
+    """Returns the parameters of all blocks by full name, in model order."""
     table: dict[str, Parameter] = {}
     for in_blocks, group in itertools.groupby(parameters(config), key=lambda p: p.in_blocks):
         members = list(group)
@@ -152,7 +150,7 @@ class Breakdown:
 
 
 def breakdown(config: GPTConfig) -> Breakdown:
-    """Counts the parameters of a decoder of this shape in the rows of the GPT-3 table."""
+    """Counts a decoder's parameters in the rows of the GPT-3 table."""
     C, V, by_kind = config.n_embd, config.vocab_size, counts(config)
     embedding, unembedding = (
         Row(name, f"{a:,} × {b:,}", V * C) for name, a, b in (("Embedding", C, V), ("Unembedding", V, C))
@@ -170,8 +168,8 @@ def breakdown(config: GPTConfig) -> Breakdown:
 
 
 def _table_rows(p: Parameter, n_layer: int) -> list[Row]:
-    """Returns the table rows of a block's matrix. Fused matrices are in alphabetical order, like the paper's. An axis
-    split by heads is written as one head's size times the number of heads."""
+    """Returns the rows of a block's matrix, in alphabetical order like the paper's. An axis split by heads is written
+    as head size times heads."""
     rows = []
     for matrix, out_features in sorted(zip(p.matrices, p.fused or p.shape[:1], strict=True)):
         sides, factors = [out_features, p.shape[1]], f"{n_layer:,}"
@@ -186,52 +184,51 @@ def flops_per_token(config: GPTConfig, context: int, adapters: int = 0) -> int:
     """Training FLOPs per token in sequences of length ``context``: 6 N + 12·L·C·T.
 
     As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT, each of the N parameters in matrix products is
-    multiplied and added once in the forward pass and twice in the backward pass. Attention scores and weighted sums add
-    12·L·C·T, as if every position attended to all T positions, or to the full window in windowed layers. N includes all
-    parameters except the position table, which is only added, and counts the embedding once, as the unembedding.
-    Recomputation and masking don't change the result. With ``adapters`` trained parameters, the N frozen parameters
-    need no gradients: 4 N.
+    multiplied and added once in the forward pass and twice in the backward pass. Attention adds 12·L·C·T, as if every
+    position attended to all T positions, or to its whole window. N excludes the position table, which is only added,
+    and counts the embedding once, as the unembedding. Recomputation and masking don't change the result. With
+    ``adapters`` trained parameters, the frozen parameters need no gradients: 4 N.
     """
     n = multiplied(config)
     return (4 * n + 6 * adapters if adapters else 6 * n) + 12 * _score_products(config, context)
 
 
 def flops_sampled(config: GPTConfig, context: int) -> int:
-    """FLOPs of one more position after ``context`` positions in the KV cache: 2 N + 4·L·C·T, the forward pass of
+    """FLOPs of one position after ``context`` cached positions: 2 N + 4·L·C·T, the forward pass of
     `flops_per_token`."""
     return 2 * multiplied(config) + 4 * _score_products(config, context)
 
 
 def multiplied(config: GPTConfig) -> int:
-    """Number of parameters in matrix products: all except the position table and an untied embedding."""
+    """Parameters in matrix products: all except the position table and an untied embedding."""
     by_kind = counts(config)
     return sum(by_kind.values()) - by_kind["positions"] - (0 if config.tied else by_kind["embedding"])
 
 
 def _score_products(config: GPTConfig, context: int) -> int:
-    """Multiplications for the scores of the last position of ``context``, in all heads and layers: L·C·T if every layer
-    is dense and the heads' widths add up to C."""
+    """Multiplications for the last position's scores, in all heads and layers: L·C·T if every layer is dense and the
+    heads' widths add up to C."""
     return config.n_head * config.head_size * seen(config, context)
 
 
 def seen(config: GPTConfig, context: int) -> int:
-    """Number of positions that the last position of ``context`` attends to, summed over the layers."""
+    """Positions that the last position of ``context`` attends to, summed over layers."""
     return sum(min(context, window or context) for window in config.windows)
 
 
 def cache_columns(window: int | None, positions: int) -> int:
-    """KV cache columns of a layer for ``positions`` positions: all of them, or its window plus `SLACK`."""
+    """KV cache columns of a layer: all ``positions``, or its window plus `SLACK`."""
     return positions if window is None else min(positions, window + SLACK)
 
 
 def cache_bytes(config: GPTConfig, positions: int, width: int) -> int:
-    """KV cache bytes of a sequence of ``positions`` positions, with ``width`` bytes per element."""
+    """KV cache bytes of a sequence, with ``width`` bytes per element."""
     columns = sum(cache_columns(window, positions) for window in config.windows)
     return 2 * width * config.kv_heads * config.head_size * columns
 
 
 def nearest_preset(config: GPTConfig) -> str:
-    """Returns the GPT-2 or GPT-3 preset nearest in size, for its usual batch size and learning rate."""
+    """Returns the GPT-2 or GPT-3 preset nearest in size, for its batch size and learning rate."""
     size = breakdown(config).trainable
     sizes = [name for name, preset in PRESETS.items() if preset.model.layout == "gpt2"]
     return min(sizes, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))

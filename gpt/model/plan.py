@@ -1,4 +1,4 @@
-"""Plans training on N devices: the micro-batch that fits in memory, and the duration. Doesn't import torch."""
+"""Plans training on N devices: setup, memory and duration. Doesn't import torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,17 +10,17 @@ from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig
 
-NODE = 8  # Devices per machine. Tensor parallelism stays within a machine because it communicates a lot, and often.
+NODE = 8  # Devices per machine. Tensor parallelism communicates too much to cross machines.
 DAY = 86_400
 TOKENS = 20  # tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556)
 USABLE = 0.9  # share of GPU memory; the rest is for the CUDA context, cuBLAS and NCCL buffers, and fragmentation
 CPU_SHARE = 0.25  # share of the CPU memory that is free between steps; other programs need the rest
-MIN_LOSS_CHUNK = 128  # minimum positions whose logits are computed together
+MIN_LOSS_CHUNK = 128  # minimum positions per chunk of logits
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A way to train, with its memory and duration."""
+    """A training setup with its memory and duration."""
 
     devices: int
     setup: Setup
@@ -46,9 +46,9 @@ class TrainingPlan:
 
 
 def plans(config: GPTConfig, request: PlanConfig, batch_tokens: int) -> list[TrainingPlan]:
-    """Returns a plan for 1, 2, 4 … devices and for all devices: the first setup that fits, or the setup that needs the
-    least memory. Skips device counts that can't share a step's sequences evenly. Raises `UserError` if all devices
-    together can't."""
+    """Returns a plan for 1, 2, 4 … and all devices: the first setup that fits, else the setup that needs the least
+    memory. Skips device counts that can't share a step's sequences evenly. Raises `UserError` if the last count
+    can't."""
     if request.tensor is not None and config.kv_heads % request.tensor:
         head_kind = "" if config.kv_heads == config.n_head else " key/value"
         raise UserError(
@@ -75,8 +75,7 @@ def step_rows(config: GPTConfig, batch_tokens: int, is_requested: bool) -> int:
 
 
 def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> TrainingPlan | None:
-    """Returns the first plan that fits, else the plan that needs the least memory. None if no setup divides the
-    work."""
+    """Returns the first plan that fits, else the plan that needs the least memory, or None."""
     smallest: TrainingPlan | None = None
     kind = find_kind(request.kind)
     days = training_days(config, request, devices, kind)
@@ -90,8 +89,8 @@ def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int
 
 
 def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
-    """Yields setups, cheapest first: unsharded setups communicate least, sharded setups more, and tensor-parallel
-    setups most. Recomputation costs a third more."""
+    """Yields setups, cheapest first. Sharding adds communication, and tensor parallelism adds more. Recomputation costs
+    a third more."""
     memory = find_kind(request.kind).memory
     for shard, tensor in _parallelisms(config, request, devices):
         data = devices // tensor
@@ -115,7 +114,7 @@ def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> I
 
 
 def _parallelisms(config: GPTConfig, request: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
-    """Yields pairs (whether parameters are sharded, number of tensor-parallel ranks)."""
+    """Yields values for ``shard`` and ``tensor`` of `Setup`."""
     for tensor in [request.tensor] if request.tensor else [n for n in divisors(NODE) if config.kv_heads % n == 0]:
         if devices % tensor:
             continue
@@ -127,7 +126,7 @@ def _parallelisms(config: GPTConfig, request: PlanConfig, devices: int) -> Itera
 
 
 def usable_bytes(config: GPTConfig, setup: Setup, memory: int) -> int:
-    """Returns the bytes of a device's ``memory`` that a step can use."""
+    """Returns the part of a device's ``memory`` that a step can use."""
     if setup.device == "cuda":
         return int(USABLE * memory)
     step = training(config, setup)
@@ -141,8 +140,8 @@ def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
 
 
 def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
-    """Returns ``setup`` with the largest micro-batch that fits and divides a process's ``rows``. If none fits, the
-    micro-batch is one sequence and logits are computed `in_chunks`."""
+    """Returns ``setup`` with the largest micro-batch that fits and divides a process's ``rows``, else with one sequence
+    and logits `in_chunks`."""
     for micro_batch in reversed(divisors(rows)):
         setup = at_once(setup, micro_batch, rows)
         if fits(config, setup, memory):
@@ -156,7 +155,7 @@ def at_once(setup: Setup, micro_batch: int, rows: int) -> Setup:
 
 
 def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
-    """Returns ``setup``, with logits computed in the largest chunks that fit if all logits don't."""
+    """Returns ``setup`` with the largest chunks of logits that fit, if all logits don't."""
     chunk, peak = logits_at_once(config, setup), training(config, setup).peak
     while chunk > MIN_LOSS_CHUNK and not fits(config, setup, memory):
         chunk = max(MIN_LOSS_CHUNK, chunk // 2)
@@ -168,12 +167,12 @@ def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
 
 
 def trained_tokens(config: GPTConfig, request: PlanConfig) -> int:
-    """Number of tokens to train on: the requested number, or 20 per parameter."""
+    """Number of tokens to train on, by default 20 per parameter."""
     return TOKENS * breakdown(config).trainable if request.tokens is None else round(request.tokens)
 
 
 def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Kind) -> float | None:
-    """Days of training: the FLOPs of all tokens divided by the devices' throughput at the requested MFU."""
+    """Days of training, from the FLOPs of all tokens and the devices' throughput at the requested MFU."""
     peak = kind.peak(request.dtype)
     if peak is None:
         return None

@@ -11,29 +11,28 @@ Rope = tuple[Tensor, Tensor]  # cosines and sines of the rotation angles, (T, 1,
 
 
 def rotary_rates(config: GPTConfig) -> Tensor:
-    """Returns the rotation of each pair of a head's D dimensions, in radians per position, float64 (D / 2)."""
+    """Returns the rotation of each pair of a head's D dimensions in radians per position, float64 (D / 2)."""
     rates = config.rope_base ** (-torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size)
     return rates if config.rope_scaling is None else _stretch_rates(rates, config.rope_scaling)
 
 
 def rotary_table(positions: int, config: GPTConfig) -> Tensor:
     """Returns cosines and sines, (2, positions, D), of the angles p / base^(2i / D) that rotate each pair (i, i + D/2)
-    of a head's dimensions at position p (Su et al. 2021, §3.2.2). The first half of the sines is negated: `rotate`
-    multiplies each element by its cosine, and the other element of the pair by its sine."""
+    at position p (Su et al. 2021, §3.2.2). The first half of the sines is negated for `rotate`."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * rotary_rates(config)
     cos, sin = torch.cos(angle).float(), torch.sin(angle).float()
     return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)])
 
 
 def _stretch_rates(rates: Tensor, scaling: RopeScaling) -> Tensor:
-    """Stretches the rotation rates, in radians per position, to a longer context, as in Llama 3.1."""
+    """Stretches rotation rates to a longer context, as in Llama 3.1."""
     turns = scaling.original * rates / (2 * math.pi)
     unscaled_share = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return rates * (unscaled_share + (1 - unscaled_share) / scaling.factor)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotates the pairs (i, i + D/2) of ``x``, (B, T, H, D), by the angles of ``rope``."""
+    """Rotates the pairs (i, i + D/2) of ``x``, (B, T, H, D)."""
     cos, sin = rope
     return (x * cos.to(x.dtype)).addcmul_(x.roll(x.size(-1) // 2, -1), sin.to(x.dtype))
 
@@ -41,7 +40,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 def sine_table(block_size: int, n_embd: int) -> Tensor:
     """Returns the sinusoidal positions of "Attention Is All You Need", §3.5, (block_size, n_embd).
 
-    At position p, column 2i is sin(p / 10000^(2i/C)), and column 2i + 1 is the cosine.
+    At position p, column 2i is sin(p / 10000^(2i/C)), and column 2i + 1 its cosine.
     """
     position = torch.arange(block_size, dtype=torch.float64)[:, None]
     frequency = 10_000 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64) / n_embd)

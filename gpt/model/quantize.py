@@ -14,9 +14,9 @@ from gpt.model.decoder import GPT
 LEVELS = 127  # largest int8 level
 GROUP = 32  # int4 elements of a row that share a scale
 MIDDLE = 8  # int4 level of 0
-# Scales tried per group. Compared with Q4_0's reference, which divides the largest element by −8, a trained model of
-# 3.7 M parameters has 11 % less squared error and 11 % less divergence from its original predictions. 128 scales give
-# no further improvement.
+# Scales tried per group. Compared with Q4_0's reference, the largest element over −8, a trained model of 3.7 M
+# parameters has 11 % less squared error and 11 % less divergence from its original predictions. 128 scales are no
+# better.
 _SCALES_PER_GROUP = 8
 _CHUNK_SIZE = 2**18  # elements rounded at a time, to stay in the processor's cache
 
@@ -62,20 +62,20 @@ class Quantized:
 
 
 def whole(value: Tensor | Quantized) -> Tensor:
-    """Returns a parameter as a tensor, dequantized to float32 if necessary."""
+    """Returns a parameter as a tensor, dequantized to float32 if quantized."""
     return value.dequantize() if isinstance(value, Quantized) else value
 
 
 def to_int8(weight: Tensor) -> Quantized:
-    """Quantizes a matrix to int8; the largest element of each row becomes 127 or −127. Raises `NotANumber` for NaN or
+    """Quantizes a matrix to int8; the largest element of each row becomes ±127. Raises `NotANumber` for NaN or
     infinity."""
     return _in_parts(weight, _rows_to_int8)
 
 
 def to_int4(weight: Tensor) -> Quantized:
     """Quantizes a matrix to int4; its row length must be a multiple of 32. Tries scales that put a group's largest
-    element near −8 or 8, each fitted by least squares, and takes the scale with the smallest squared error. Raises
-    `NotANumber` for NaN or infinity, and `UserError` for elements too large for a float16 scale."""
+    element near ±8, fits each by least squares and keeps the most accurate. Raises `NotANumber` for NaN or infinity,
+    and `UserError` for elements too large for a float16 scale."""
     return _in_parts(weight, _rows_to_int4)
 
 
@@ -85,7 +85,7 @@ def round_matrix(weight: Tensor, bits: int) -> Quantized:
 
 
 def bits_of_rows(width: int, bits: int) -> int:
-    """Returns the bits for rows of ``width`` elements: ``bits``, or 8 if ``width`` is not a multiple of 32."""
+    """Returns ``bits``, or 8 if the row length ``width`` is not a multiple of 32."""
     return bits if width % GROUP == 0 else 8
 
 
@@ -130,8 +130,7 @@ def _round_to_levels(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear map that dequantizes its weight for each product. `gpt.decoding.weights` replaces it with a faster
-    layout."""
+    """A linear map that dequantizes its weight for each product. `gpt.decoding.weights` has faster layouts."""
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
@@ -139,19 +138,19 @@ class QuantizedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the map: (…, in) → (…, out)."""
+        """(…, in) → (…, out)."""
         return F.linear(x, self.weight.dequantize().to(x.dtype), self.bias)
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding that dequantizes only the rows looked up, to ``dtype``."""
+    """An embedding that dequantizes only the rows it looks up, to ``dtype``."""
 
     def __init__(self, weight: Quantized, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight, self.dtype = weight, dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up rows: (…) → (…, C)."""
+        """(…) → (…, C)."""
         return self.weight.rows(ids).to(self.dtype)
 
 
