@@ -18,7 +18,7 @@ from gpt.model import kernels
 from gpt.model.params import SLACK, cache_columns
 
 BLOCK = 128  # columns per block in one-query GPU attention
-Where = slice | Tensor  # positions shared by all rows, or (B, T) positions
+Positions = slice | Tensor  # positions shared by all rows, or (B, T) positions
 
 
 @dataclass
@@ -29,7 +29,6 @@ class _Span:
     new_columns: slice | tuple[Tensor, Tensor]  # written columns, or rows (B, 1) and columns (B, T)
     visible_columns: slice
     mask: Tensor | None  # True for visible columns, (…, T, visible_columns); None: all visible, or causal
-    # index of each column's new contents if the step overwrites visible columns, (B, columns)
     gather_index: Tensor | None = None  # source of each column if the step overwrites visible columns, (B, columns)
     was_empty: bool = False
 
@@ -51,8 +50,8 @@ class _Span:
 
 
 def _make_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns zeros, because attention multiplies masked values by 0. A CPU, except on Windows, allocates small pages
-    on the first write, so unused context costs no memory."""
+    """Returns zeros, because attention multiplies masked values by 0. On CPUs, except on Windows, small pages are
+    allocated on the first write, so unused context costs no memory."""
     if device.type != "cpu" or sys.platform == "win32":
         return torch.zeros(shape, device=device, dtype=dtype)
     size = math.prod(shape) * dtype.itemsize
@@ -130,28 +129,28 @@ class Placement:
 
     def __init__(self, cache: KVCache, parts: Sequence[tuple[int, Sequence[int], int]]) -> None:
         self.cache = cache
-        self.reach = max(max(lengths) + T for _, lengths, T in parts)  # last position + 1
+        self.end = max(max(lengths) + T for _, lengths, T in parts)  # last position + 1
         same_length = [lengths.count(lengths[0]) == len(lengths) for _, lengths, _ in parts]
         self.shape = (len(parts[0][1]), parts[0][2])
         if len(parts) == 1 and same_length[0]:
-            self.where: Where = slice(parts[0][1][0], self.reach)
+            self.positions: Positions = slice(parts[0][1][0], self.end)
         else:
             positions = [np.add.outer(np.asarray(lengths), np.arange(T)).ravel() for _, lengths, T in parts]
             self.shape = self.shape if len(parts) == 1 else (1, sum(map(len, positions)))
-            self.where = upload(np.concatenate(positions).reshape(self.shape), cache.keys[0].device)
+            self.positions = upload(np.concatenate(positions).reshape(self.shape), cache.keys[0].device)
         self._parts: list[tuple[int, tuple[int, int], dict[int, _Span]]] = []  # first token, (B, T), spans by window
         offset = 0
         for (first, lengths, T), is_uniform in zip(parts, same_length, strict=True):
             n = len(lengths)
-            new: Where = slice(lengths[0], lengths[0] + T)
-            if not is_uniform and isinstance(self.where, Tensor):
-                new = self.where.view(-1)[offset : offset + n * T].view(n, T)
+            new: Positions = slice(lengths[0], lengths[0] + T)
+            if not is_uniform and isinstance(self.positions, Tensor):
+                new = self.positions.view(-1)[offset : offset + n * T].view(n, T)
             rows = None if n == cache.rows else slice(first, first + n)
             spans = {window: self._make_span(window, rows, lengths, T, new) for window in cache.columns}
             self._parts.append((offset, (n, T), spans))
             offset += n * T
 
-    def _make_span(self, window: int, rows: slice | None, lengths: Sequence[int], T: int, new: Where) -> _Span:
+    def _make_span(self, window: int, rows: slice | None, lengths: Sequence[int], T: int, new: Positions) -> _Span:
         """Makes the span of T ``new`` positions in layers with this window."""
         columns, device, room = self.cache.columns[window], self.cache.keys[0].device, self.cache.room
         max_length = max(lengths) + T

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt.config import GPTConfig
 from gpt.model import kernels
-from gpt.model.cache import Placement, Places, Where
+from gpt.model.cache import Placement, Places, Positions
 from gpt.model.positions import Rope, rotary_table, rotate, sine_table
 
 INIT_STD = 0.02  # standard deviation of GPT-2's initial matrices
@@ -247,14 +247,14 @@ class GPT(nn.Module):
 
     def embed(self, idx: Tensor, places: Placement | None = None) -> tuple[Tensor, Rope | None]:
         """Returns the first block's input (B, T, C) for ids (B, T), and RoPE rotations."""
-        positions, end = (slice(0, idx.size(1)), idx.size(1)) if places is None else (places.where, places.reach)
+        positions, end = (slice(0, idx.size(1)), idx.size(1)) if places is None else (places.positions, places.end)
         if end > self.config.block_size and (places is None or self.rope is None):
             raise ValueError(f"{end} tokens do not fit in the context of {self.config.block_size}")
         self.reach(end)
         return self.embed_at(idx, positions)
 
-    def embed_at(self, idx: Tensor, positions: Where) -> tuple[Tensor, Rope | None]:
-        """Embeds ids (B, T) at ``positions``, a slice or (B, T). Rotations are None without RoPE."""
+    def embed_at(self, idx: Tensor, positions: Positions) -> tuple[Tensor, Rope | None]:
+        """Embeds ids (B, T) at ``positions``, a slice or (B, T), like `embed`. Rotations are None without RoPE."""
         x = self.wte(idx)
         table = self.position_table()
         if table is not None:
@@ -279,7 +279,7 @@ class GPT(nn.Module):
     def reach(self, positions: int) -> None:
         """Grows the RoPE table to ``positions``, which can exceed the context."""
         if self.rope is not None and positions > self.rope.size(1):
-            with torch.inference_mode(False):  # Training can use the table later.
+            with torch.inference_mode(False):  # Training needs a normal tensor.
                 self.rope = rotary_table(2 * positions, self.config).to(self.rope)
 
     @property

@@ -1,6 +1,6 @@
 """Fast computations for the decoder, on CPUs, on GPUs and under a compiler.
 
-Each docstring names the plain definition that tests/model/test_kernels.py compares, up to rounding.
+Each docstring names the plain definition. tests/model/test_kernels.py checks that both agree up to rounding.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WHOLE = 1024  # maximum columns that one-query GPU attention doesn't split
+MAX_UNSPLIT_COLUMNS = 1024  # Above this, GPU attention for one query splits the columns.
 NARROW_ON = ("cuda",)  # devices with a bfloat16 residual stream under autocast
 SUMMED_ON = ("cuda",)  # devices where compiled code sums bias gradients in two steps
 PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # matmul attention for training on a CPU: maximum positions, sequences per call
@@ -198,11 +198,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
-    """`attend` for one query, (B, H, 1, D), with `flex_attention`, which reads only filled blocks. Up to `WHOLE`
-    columns are not split, because merging takes two more kernels."""
+    """`attend` for one query, (B, H, 1, D), with `flex_attention`, which reads only filled blocks. Short caches are not
+    split, because merging takes two more kernels."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    options: Any = {"SPLIT_KV": 1} if k.size(2) <= WHOLE else {}
+    options: Any = {"SPLIT_KV": 1} if k.size(2) <= MAX_UNSPLIT_COLUMNS else {}
     return flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.size(1) > k.size(1), kernel_options=options)
 
 
@@ -226,6 +226,6 @@ def bias(q: Tensor, S: int, window: int | None) -> Tensor:
 
 
 def visible(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
-    """Returns the causal mask (T, before + T): True for the last ``window`` positions, or all if None."""
+    """Returns the causal mask (T, before + T): a position sees itself and earlier positions, ``window`` in total."""
     causal = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
     return causal if window is None or window >= before + T else causal.triu_(before + 1 - window)

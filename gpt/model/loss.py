@@ -11,7 +11,7 @@ from gpt.model import kernels
 from gpt.model.memory import columns_of_logits, positions_at_once
 
 IGNORED = -100  # target of a position that the loss ignores
-FLOAT16_SCALE = 2**-4  # prevents overflow when float16 logit gradients are summed over all positions
+FLOAT16_SCALE = 2**-4  # Prevents overflow when float16 logit gradients are summed over all positions.
 
 
 def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:

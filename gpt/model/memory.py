@@ -18,12 +18,12 @@ PLAIN_UP_TO = 512  # copy of `kernels.PLAIN_UP_TO`, checked by a test, to avoid 
 # kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)
 # Maximum number of logits in memory. On a CPU, they should fit in its caches. On a GPU, kernels count in int64 above
-# 2³¹, and torch has had errors there (pytorch#111484). A frozen unembedding has no gradient to accumulate, so it needs
-# fewer.
+# 2³¹, and torch has had errors there (pytorch#111484). A frozen unembedding can use smaller chunks, because it has no
+# gradient to accumulate.
 # Forward and backward on two cores in bfloat16, with 4,096 positions, 4,096 ids and width 256: 53 ms with 2²², 81 with
 # 2²⁴, and 149 with all logits and autograd.
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
-MIN_CHUNK = 512  # With fewer positions, reading the unembedding takes too long.
+LEAST_AT_ONCE = 512  # With fewer positions, reading the unembedding takes too long.
 FLOAT = 4
 # Elements per hidden unit that the MLP saves for its gradient. GELU: its input and output. SwiGLU: the gate before and
 # after SiLU, the up-projection and the product.
@@ -38,7 +38,7 @@ class Setup:
 
     micro_batch: int = 1  # sequences per rank
     accumulates: bool = False  # whether a step has several micro-batches
-    dtype: str = "bfloat16"  # for matrix products, a key of `WIDTHS`; weights are float32
+    dtype: str = "bfloat16"  # dtype of matrix products, a key of `WIDTHS`; weights are float32
     optimizer: Literal["muon", "adamw"] = "muon"
     recompute: bool = False  # whether blocks save only their input and recompute the rest
     loss_chunk: int = 0  # positions per chunk of logits; 0: `positions_at_once` decides
@@ -58,7 +58,7 @@ class Setup:
         return 2 if self.device == "cuda" and self.dtype == "bfloat16" else FLOAT
 
     @property
-    def ways(self) -> int:
+    def shard_ranks(self) -> int:
         """Number of ranks that shard parameters, gradients and optimizer state."""
         return self.data if self.shard else 1
 
@@ -91,8 +91,8 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     """Counts a rank's bytes in a training step after the first, when optimizer state exists."""
     rank_counts = counts(config, setup.tensor)
     positions = setup.micro_batch * config.block_size
-    parameters = gradients = FLOAT * -(-sum(rank_counts.values()) // setup.ways)
-    state = -(-optimizer_state(rank_counts, setup.optimizer) // setup.ways)
+    parameters = gradients = FLOAT * -(-sum(rank_counts.values()) // setup.shard_ranks)
+    state = -(-optimizer_state(rank_counts, setup.optimizer) // setup.shard_ranks)
     snapshot = parameters + state
     activations, loss, (fixed, blocks) = (
         trunk(config, setup),
@@ -214,7 +214,7 @@ def logits_at_once(config: GPTConfig, setup: Setup) -> int:
 def positions_at_once(positions: int, vocab_size: int, chunk: int, device: str, frozen: bool = False) -> int:
     """Positions per chunk of logits, in chunks of nearly equal size. A nonzero ``chunk`` is the maximum."""
     max_logits = LOGITS_ON_CPU if device == "cpu" else FROZEN_LOGITS if frozen else LOGITS
-    max_chunk = min(chunk or positions, max(MIN_CHUNK, max_logits // columns_of_logits(vocab_size, device)))
+    max_chunk = min(chunk or positions, max(LEAST_AT_ONCE, max_logits // columns_of_logits(vocab_size, device)))
     return -(-positions // -(-positions // max_chunk))
 
 
@@ -228,13 +228,13 @@ def _update_bytes(config: GPTConfig, setup: Setup) -> int:
     time, and intermediate results for the matrices of one shape. It gathers sharded matrices."""
     if setup.optimizer == "adamw":
         return 0
-    shards, n = setup.ways * setup.tensor, counts(config, setup.tensor)["linear"]
+    shards, n = setup.shard_ranks * setup.tensor, counts(config, setup.tensor)["linear"]
     if shards == 1:  # Copies in the dtype of products. Each rank works on its share.
         workspace = n * (1.5 + 0.5 * setup.autocast + 1 / setup.data)
     else:
         largest = max(p.numel for p in parameters(config) if p.is_matrix)
         workspace = MUON_GATHERED * -(-config.n_layer // shards) * largest
-    return round(MUON_UPDATES * FLOAT * n / setup.ways + setup.width * workspace)
+    return round(MUON_UPDATES * FLOAT * n / setup.shard_ranks + setup.width * workspace)
 
 
 def divisors(n: int) -> list[int]:

@@ -44,7 +44,7 @@ class Parameter:
 
     @property
     def is_decayed(self) -> bool:
-        """Whether AdamW decays it: all tensors except biases and norms."""
+        """Whether AdamW decays it: true except for biases and norms."""
         return len(self.shape) > 1
 
 

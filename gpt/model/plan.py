@@ -47,7 +47,7 @@ class TrainingPlan:
 
 def plans(config: GPTConfig, request: PlanConfig, batch_tokens: int) -> list[TrainingPlan]:
     """Returns a plan for 1, 2, 4 … and all devices: the first setup that fits, else the setup that needs the least
-    memory. Skips device counts that can't share a step's sequences evenly. Raises `UserError` if the last count
+    memory. Skips device counts that can't share a step's sequences evenly. Raises `UserError` if all devices together
     can't."""
     if request.tensor is not None and config.kv_heads % request.tensor:
         head_kind = "" if config.kv_heads == config.n_head else " key/value"
@@ -183,13 +183,13 @@ def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Ki
 def _raise_uneven(config: GPTConfig, request: PlanConfig, rows: int) -> None:
     """Raises `UserError` for work that can't be divided over all devices."""
     tensor, n = request.tensor, request.devices
-    ways = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
-    data = n // max(ways)
+    tensor_ranks = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
+    data = n // max(tensor_ranks)
     if rows % data:
         multiple = -(-rows // data) * data * config.block_size
         raise UserError(
-            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices, {max(ways)} per sequence",
-            f"use --batch-tokens {multiple}, or --devices {max(d * max(ways) for d in divisors(rows) if d <= data)}",
+            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices, {max(tensor_ranks)} per sequence",
+            f"use --batch-tokens {multiple}, or --devices {max(d * max(tensor_ranks) for d in divisors(rows) if d <= data)}",
         )
     raise UserError(
         f"a micro-batch of {request.micro_batch} does not divide the {rows // data:,} sequences of a rank",

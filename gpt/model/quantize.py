@@ -14,9 +14,8 @@ from gpt.model.decoder import GPT
 LEVELS = 127  # largest int8 level
 GROUP = 32  # int4 elements of a row that share a scale
 MIDDLE = 8  # int4 level of 0
-# Scales tried per group. Compared with Q4_0's reference, the largest element over −8, a trained model of 3.7 M
-# parameters has 11 % less squared error and 11 % less divergence from its original predictions. 128 scales are no
-# better.
+# Scales tried per group. Compared with Q4_0's reference (largest element / −8), a trained model of 3.7 M parameters has
+# 11 % less squared error and 11 % less divergence from its original predictions. 128 scales are no better.
 _SCALES_PER_GROUP = 8
 _CHUNK_SIZE = 2**18  # elements rounded at a time, to stay in the processor's cache
 
