@@ -183,13 +183,13 @@ def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Ki
 def _raise_uneven(config: GPTConfig, request: PlanConfig, rows: int) -> None:
     """Raises `UserError` for work that can't be divided over all devices."""
     tensor, n = request.tensor, request.devices
-    tensor_ranks = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
-    data = n // max(tensor_ranks)
+    splits = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
+    data = n // max(splits)
     if rows % data:
         multiple = -(-rows // data) * data * config.block_size
         raise UserError(
-            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices, {max(tensor_ranks)} per sequence",
-            f"use --batch-tokens {multiple}, or --devices {max(d * max(tensor_ranks) for d in divisors(rows) if d <= data)}",
+            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices, {max(splits)} per sequence",
+            f"use --batch-tokens {multiple}, or --devices {max(d * max(splits) for d in divisors(rows) if d <= data)}",
         )
     raise UserError(
         f"a micro-batch of {request.micro_batch} does not divide the {rows // data:,} sequences of a rank",
