@@ -94,11 +94,7 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     parameters = gradients = FLOAT * -(-sum(rank_counts.values()) // setup.shard_ranks)
     state = -(-optimizer_state(rank_counts, setup.optimizer) // setup.shard_ranks)
     snapshot = parameters + state
-    activations, loss, (fixed, blocks) = (
-        trunk(config, setup),
-        loss_bytes(config, setup),
-        weight_copies(config, setup),
-    )
+    activations, loss, (fixed, blocks) = trunk(config, setup), loss_bytes(config, setup), weight_copies(config, setup)
     permanent = parameters + state + fixed + snapshot * (setup.device == "cpu")
     copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
     # Gradients of earlier micro-batches, or the buckets of torch's DDP.
