@@ -1,4 +1,4 @@
-"""Keys and values of the positions seen so far, so that a step computes its own positions alone."""
+"""The KV cache: keys and values of earlier positions."""
 
 import functools
 import math
@@ -17,62 +17,60 @@ from gpt.device import upload
 from gpt.model import kernels
 from gpt.model.params import SLACK, cache_columns
 
-BLOCK = 128  # columns that a GPU's attention for one query reads together
-Where = slice | Tensor  # positions that all rows share, or (B, T) of them
+BLOCK = 128  # columns per block in one-query GPU attention
+Positions = slice | Tensor  # positions shared by all rows, or (B, T) positions
 
 
 @dataclass
 class _Span:
-    """The columns of some rows of a step in layers of one window: those that take the new positions, and those that
-    these attend to."""
+    """The columns that a part of a step writes and attends to, in layers with one window."""
 
-    rows: slice | None  # None: every row of the cache
-    columns: slice | tuple[Tensor, Tensor]  # that take the new ones: of all rows, or rows (B, 1) and columns (B, T)
-    seen: slice  # columns that are looked at
-    mask: Tensor | None  # True where a new position sees a column, (…, T, seen); None: all, or a causal square
-    kept: Tensor | None = None  # of more positions than there are columns: which stay, (B, columns)
-    fresh: bool = False  # then: whether there were none before
+    rows: slice | None  # None: all rows
+    new_columns: slice | tuple[Tensor, Tensor]  # written columns, or rows (B, 1) and columns (B, T)
+    visible_columns: slice
+    mask: Tensor | None  # True for visible columns, (…, T, visible_columns); None: all visible, or causal
+    gather_index: Tensor | None = None  # source of each column if the step overwrites visible columns, (B, columns)
+    was_empty: bool = False
 
     def append(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Stores new keys or values, (B, K, T, D), and returns those that the new positions look at."""
+        """Stores new keys or values, (B, K, T, D), and returns the visible keys or values."""
         if self.rows is not None:
             stored = stored[self.rows]
-        if self.kept is not None:
-            joined = new.to(stored.dtype) if self.fresh else torch.cat([stored, new.to(stored.dtype)], dim=2)
-            index = self.kept[:, None, :, None].expand(-1, stored.size(1), -1, stored.size(3))
+        if self.gather_index is not None:
+            joined = new.to(stored.dtype) if self.was_empty else torch.cat([stored, new.to(stored.dtype)], dim=2)
+            index = self.gather_index[:, None, :, None].expand(-1, stored.size(1), -1, stored.size(3))
             stored.copy_(joined.gather(2, index))
             return joined
-        if isinstance(self.columns, slice):
-            stored.narrow(2, self.columns.start, new.size(2)).copy_(new)
+        if isinstance(self.new_columns, slice):
+            stored.narrow(2, self.new_columns.start, new.size(2)).copy_(new)
         else:
-            rows, columns = self.columns
+            rows, columns = self.new_columns
             stored[rows, :, columns] = new.transpose(1, 2).to(stored.dtype)  # (B, T, K, D)
-        return stored.narrow(2, self.seen.start, self.seen.stop - self.seen.start)
+        return stored.narrow(2, self.visible_columns.start, self.visible_columns.stop - self.visible_columns.start)
 
 
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of zeros: what a mask hides is still multiplied by a weight of 0. On a CPU, but for Windows, it
-    takes memory only as it is written to, in small pages: a long context costs what is used of it."""
+def _make_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns zeros, because attention multiplies masked values by 0. On CPUs, except on Windows, small pages are
+    allocated on the first write, so unused context costs no memory."""
     if device.type != "cpu" or sys.platform == "win32":
         return torch.zeros(shape, device=device, dtype=dtype)
     size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)  # zeros that the system provides
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)  # The system provides zeros.
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class KVCache:
-    """Keys and values of ``rows`` sequences with room for ``room`` positions each, in every layer, allocated once.
+    """Keys and values of ``rows`` sequences of up to ``room`` positions.
 
-    Each layer has a tensor of its own for keys and one for values, (rows, K, columns, D). In one tensor for all layers,
-    a compiled step would write a layer by copying all of them: a write through a view of a layer is, to the compiler, a
-    new version of the whole tensor.
+    Each layer has separate tensors for keys and values, (rows, K, columns, D). A compiled step would copy a single
+    tensor for all layers to write one layer: to the compiler, a write through a view creates a new tensor.
 
-    Position p lies in column p modulo the columns, in the place of one that is no longer seen. A layer with a window
-    has columns for that and for `params.SLACK` positions, which a step may append and take back. Others have ``room``
-    columns; rotary positions are relative, so that they may run on past them, one at a time. ``kv_heads``: this rank's,
-    where ranks share the heads.
+    Position p is in column p modulo the number of columns. A windowed layer has columns for its window and
+    `params.SLACK` more positions, which a step can append and take back. Other layers have ``room`` columns. RoPE
+    positions are relative, so they can exceed ``room``, one at a time. ``kv_heads`` counts this rank's heads with
+    tensor parallelism.
     """
 
     def __init__(
@@ -89,199 +87,201 @@ class KVCache:
         self.windows = tuple(min(window or self.room, self.room) for window in config.windows)
         self.columns = {min(w or self.room, self.room): cache_columns(w, self.room) for w in config.windows}
         shapes = [(rows, kv_heads or config.kv_heads, self.columns[w], config.head_size) for w in self.windows]
-        self.keys = [_zeros(shape, device, dtype) for shape in shapes]
-        self.values = [_zeros(shape, device, dtype) for shape in shapes]
+        self.keys = [_make_zeros(shape, device, dtype) for shape in shapes]
+        self.values = [_make_zeros(shape, device, dtype) for shape in shapes]
         blocks = -(-max(self.columns.values()) // BLOCK)
-        self.blocks = torch.arange(blocks, dtype=torch.int32, device=device)  # their numbers, for `filled_blocks`
+        self.blocks = torch.arange(blocks, dtype=torch.int32, device=device)  # block indices for `filled_blocks`
 
     @property
     def nbytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(each.nbytes for each in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def can_rewind(self, length: int, count: int) -> bool:
-        """Whether the last ``count`` of a row's ``length`` positions can be taken back: whether layers with a window
-        still have what the positions before them see."""
-        whole = all(columns >= min(self.room, length) for columns in self.columns.values())
-        return whole or count <= SLACK
+        """Whether the last ``count`` of a row's ``length`` positions can be taken back. Earlier positions must still
+        have their whole window."""
+        has_all_positions = all(columns >= min(self.room, length) for columns in self.columns.values())
+        return has_all_positions or count <= SLACK
 
     def copy(self, source: int, target: int, start: int, stop: int, written: int) -> None:
-        """Copies positions ``start`` to ``stop`` of row ``source`` to row ``target``. ``written``: how many positions
-        either row has ever been given; where those have outgrown a layer's columns, all columns are copied."""
-        for each in (*self.keys, *self.values):
-            columns = slice(start, stop) if written <= each.size(2) else slice(None)
-            each[target, :, columns] = each[source, :, columns]
+        """Copies positions ``start`` to ``stop`` to another row. If ``written``, the number of positions ever written
+        to either row, exceeds a layer's columns, copies all columns."""
+        for tensor in (*self.keys, *self.values):
+            columns = slice(start, stop) if written <= tensor.size(2) else slice(None)
+            tensor[target, :, columns] = tensor[source, :, columns]
 
     def clear(self, row: int, written: int) -> None:
-        """Sets a row's keys and values to 0; ``written``: how many positions it was given."""
-        for each in (*self.keys, *self.values):
-            each[row, :, :written] = 0
+        """Zeroes the ``written`` positions of a row."""
+        for tensor in (*self.keys, *self.values):
+            tensor[row, :, :written] = 0
 
     def is_finite(self, row: int, written: int) -> bool:
-        """Whether a row's keys and values are finite numbers."""
-        return all(bool(each[row, :, :written].isfinite().all()) for each in (*self.keys, *self.values))
+        """Whether a row's keys and values are finite."""
+        return all(bool(tensor[row, :, :written].isfinite().all()) for tensor in (*self.keys, *self.values))
 
 
 class Placement:
-    """Where the tokens of a step lie in a cache, and what they attend to.
+    """Positions of a step's tokens in a KV cache, and the columns that they attend to.
 
-    Each of ``parts`` is (first row, lengths, T): adjacent rows that have so many positions and get T more. The ids of
-    one part are (B, T); those of several are packed, (1, N), and only attention goes by part.
+    Each part is (first row, lengths, T): adjacent rows of ``lengths`` positions that get T more. The ids of one part
+    are (B, T). Several parts are packed as (1, N), and only attention separates them.
     """
 
     def __init__(self, cache: KVCache, parts: Sequence[tuple[int, Sequence[int], int]]) -> None:
         self.cache = cache
-        self.reach = max(max(lengths) + T for _, lengths, T in parts)  # one more than the last position
-        equal = [lengths.count(lengths[0]) == len(lengths) for _, lengths, _ in parts]
+        self.end = max(max(lengths) + T for _, lengths, T in parts)  # last position + 1
+        same_length = [lengths.count(lengths[0]) == len(lengths) for _, lengths, _ in parts]
         self.shape = (len(parts[0][1]), parts[0][2])
-        if len(parts) == 1 and equal[0]:
-            self.where: Where = slice(parts[0][1][0], self.reach)
+        if len(parts) == 1 and same_length[0]:
+            self.positions: Positions = slice(parts[0][1][0], self.end)
         else:
-            every = [np.add.outer(np.asarray(lengths), np.arange(T)).ravel() for _, lengths, T in parts]
-            self.shape = self.shape if len(parts) == 1 else (1, sum(map(len, every)))
-            self.where = upload(np.concatenate(every).reshape(self.shape), cache.keys[0].device)
+            positions = [np.add.outer(np.asarray(lengths), np.arange(T)).ravel() for _, lengths, T in parts]
+            self.shape = self.shape if len(parts) == 1 else (1, sum(map(len, positions)))
+            self.positions = upload(np.concatenate(positions).reshape(self.shape), cache.keys[0].device)
         self._parts: list[tuple[int, tuple[int, int], dict[int, _Span]]] = []  # first token, (B, T), spans by window
-        at = 0
-        for (first, lengths, T), same in zip(parts, equal, strict=True):
+        offset = 0
+        for (first, lengths, T), is_uniform in zip(parts, same_length, strict=True):
             n = len(lengths)
-            new: Where = slice(lengths[0], lengths[0] + T)
-            if not same and isinstance(self.where, Tensor):
-                new = self.where.view(-1)[at : at + n * T].view(n, T)
+            new: Positions = slice(lengths[0], lengths[0] + T)
+            if not is_uniform and isinstance(self.positions, Tensor):
+                new = self.positions.view(-1)[offset : offset + n * T].view(n, T)
             rows = None if n == cache.rows else slice(first, first + n)
-            spans = {window: self._span(window, rows, lengths, T, new) for window in cache.columns}
-            self._parts.append((at, (n, T), spans))
-            at += n * T
+            spans = {window: self._make_span(window, rows, lengths, T, new) for window in cache.columns}
+            self._parts.append((offset, (n, T), spans))
+            offset += n * T
 
-    def _span(self, window: int, rows: slice | None, lengths: Sequence[int], T: int, new: Where) -> _Span:
-        """Places T positions ``new`` of rows in layers of a window."""
+    def _make_span(self, window: int, rows: slice | None, lengths: Sequence[int], T: int, new: Positions) -> _Span:
+        """Makes the span of T ``new`` positions in layers with this window."""
         columns, device, room = self.cache.columns[window], self.cache.keys[0].device, self.cache.room
-        reach = max(lengths) + T
-        if isinstance(new, slice) and reach <= columns:
+        max_length = max(lengths) + T
+        if isinstance(new, slice) and max_length <= columns:
             start, end = new.start, new.stop
             if T == 1:
                 return _Span(rows, new, slice(max(0, end - window), end), None)
             if start == 0 and window >= T:
                 return _Span(rows, new, slice(0, end), None)
-            seen = torch.arange(end, device=device)[None]
-            return _Span(rows, new, slice(0, end), _sees(seen[:, start:], seen, window)[0, 0])
-        if window == room and T > 1 and reach > room:
-            raise ValueError(f"{reach} tokens do not fit in a cache of {room}")
+            column_indices = torch.arange(end, device=device)[None]
+            return _Span(
+                rows, new, slice(0, end), _visibility_mask(column_indices[:, start:], column_indices, window)[0, 0]
+            )
+        if window == room and T > 1 and max_length > room:
+            raise ValueError(f"{max_length} tokens do not fit in a cache of {room}")
         if isinstance(new, slice):
             new = torch.arange(new.start, new.stop, device=device).expand(len(lengths), -1)
-        if columns - window >= T - 1 or reach <= columns:
-            seen = torch.arange(min(reach, columns), device=device)
-            if window == columns:  # a column that is not seen yet lies after the position
-                mask = (seen <= new[..., None])[:, None]
+        if columns - window >= T - 1 or max_length <= columns:
+            column_indices = torch.arange(min(max_length, columns), device=device)
+            if window == columns:  # Columns past the position are not filled yet.
+                mask = (column_indices <= new[..., None])[:, None]
             else:
-                mask = _sees(new, _newest(new[:, -1:], columns)[:, : len(seen)], window)
+                mask = _visibility_mask(new, _stored_positions(new[:, -1:], columns)[:, : len(column_indices)], window)
             index = torch.arange(len(new), device=device)[:, None]
-            return _Span(rows, (index, new % columns), slice(0, len(seen)), mask)
-        # More positions than there are columns to spare: they see what was there and each other, and the last stay.
-        kept = _newest(new[:, -1:], columns)  # (B, columns)
+            return _Span(rows, (index, new % columns), slice(0, len(column_indices)), mask)
+        # The step overwrites visible columns: it attends to old and new positions, then stores the last positions.
+        positions_after = _stored_positions(new[:, -1:], columns)  # (B, columns)
         if not any(lengths):
-            mask = _sees(new[:1], new[:1], window)[0, 0]
-            return _Span(rows, slice(0, 0), slice(0, 0), mask, kept.clamp(min=0), fresh=True)
-        held = _newest(new[:, :1] - 1, columns)
-        index = torch.where(kept >= new[:, :1], kept - new[:, :1] + columns, torch.arange(columns, device=device))
-        mask = _sees(new, torch.cat([held, new], dim=1), window)
+            mask = _visibility_mask(new[:1], new[:1], window)[0, 0]
+            return _Span(rows, slice(0, 0), slice(0, 0), mask, positions_after.clamp(min=0), was_empty=True)
+        positions_before = _stored_positions(new[:, :1] - 1, columns)
+        index = torch.where(
+            positions_after >= new[:, :1], positions_after - new[:, :1] + columns, torch.arange(columns, device=device)
+        )
+        mask = _visibility_mask(new, torch.cat([positions_before, new], dim=1), window)
         return _Span(rows, slice(0, 0), slice(0, 0), mask, index)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, narrow: torch.dtype | None = None) -> Tensor:
-        """Stores a layer's new keys and values, and returns `kernels.attend` of the new positions, (B, H, T, D).
-        ``narrow``: the dtype in which many positions attend, where it is another."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None = None) -> Tensor:
+        """Stores a layer's new keys and values and computes attention, (B, H, T, D), in ``prefill_dtype`` for many
+        positions."""
         if len(self._parts) == 1:
-            return self._attend(self._parts[0][2], layer, q, k, v, narrow)
-        tokens, found = [each.transpose(1, 2)[0] for each in (q, k, v)], []  # (N, H, D)
-        for at, shape, spans in self._parts:
+            return self._attend(self._parts[0][2], layer, q, k, v, prefill_dtype)
+        tokens, outputs = [tensor.transpose(1, 2)[0] for tensor in (q, k, v)], []  # (N, H, D)
+        for offset, shape, spans in self._parts:
             n = shape[0] * shape[1]
-            q, k, v = (each[at : at + n].view(*shape, *each.shape[1:]).transpose(1, 2) for each in tokens)
-            found.append(self._attend(spans, layer, q, k, v, narrow).transpose(1, 2).flatten(0, 1))
-        return torch.cat(found)[None].transpose(1, 2)
+            q, k, v = (tensor[offset : offset + n].view(*shape, *tensor.shape[1:]).transpose(1, 2) for tensor in tokens)
+            outputs.append(self._attend(spans, layer, q, k, v, prefill_dtype).transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)[None].transpose(1, 2)
 
     def _attend(
-        self, spans: dict[int, _Span], layer: int, q: Tensor, k: Tensor, v: Tensor, narrow: torch.dtype | None
+        self, spans: dict[int, _Span], layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None
     ) -> Tensor:
         span = spans[self.cache.windows[layer]]
         k, v = span.append(self.cache.keys[layer], k), span.append(self.cache.values[layer], v)
-        if narrow is not None and span.mask is None and q.size(2) >= kernels.PLAIN_QUERIES:
-            return kernels.attend(q.to(narrow), k.to(narrow), v.to(narrow), None).to(q.dtype)
+        if prefill_dtype is not None and span.mask is None and q.size(2) >= kernels.PLAIN_QUERIES:
+            return kernels.attend(q.to(prefill_dtype), k.to(prefill_dtype), v.to(prefill_dtype), None).to(q.dtype)
         return kernels.attend(q, k, v, span.mask)
 
     def single(self, layer: int) -> tuple[Tensor, Tensor, tuple[int, int, int]] | None:
-        """Of a single position of a single text: its row's keys and values, (K, columns, D), and the column that takes
-        it, the first column that it sees and the one after the last. None where columns are not in the order of
-        positions."""
+        """Returns the cached keys and values of a one-token step, (K, columns, D), and (column to write, first visible
+        column, end of the visible columns). None if columns are not in position order."""
         span = self._parts[0][2][self.cache.windows[layer]]
-        if not isinstance(span.columns, slice) or span.mask is not None or span.kept is not None:
+        if not isinstance(span.new_columns, slice) or span.mask is not None or span.gather_index is not None:
             return None
         row = 0 if span.rows is None else span.rows.start
-        place = (span.columns.start, span.seen.start, span.seen.stop)
+        place = (span.new_columns.start, span.visible_columns.start, span.visible_columns.stop)
         return self.cache.keys[layer][row], self.cache.values[layer][row], place
 
 
 class EveryRow:
-    """The place of the next position of every row of a cache, in steps whose shapes never change. ``positions``,
-    (rows), lie on the device. All columns are looked at; in code compiled for a GPU those blocks that have been filled.
-    """
+    """The next position of every row of a KV cache, in steps of fixed shape. ``positions``, (rows), is on the device.
+    Compiled GPU code reads only filled blocks."""
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
         self.cache = cache
         self.rows = torch.arange(len(positions), device=positions.device)
         self.columns = {window: positions % columns for window, columns in cache.columns.items()}
-        wide = cache.keys[0].size(3) >= 16  # the kernel that skips blocks has no narrower heads
-        in_blocks = wide and positions.device.type == "cuda" and torch.compiler.is_compiling()
-        seen = functools.partial(filled_blocks, cache.blocks) if in_blocks else sees_columns
-        # True where a row's new position sees a column, (rows, 1, 1, columns); or the blocks where it sees some.
-        self.masks: dict[int, Any] = {w: seen(positions, w, columns) for w, columns in cache.columns.items()}
+        has_wide_heads = cache.keys[0].size(3) >= 16  # `flex_attention` needs heads of this size.
+        in_blocks = has_wide_heads and positions.device.type == "cuda" and torch.compiler.is_compiling()
+        make_mask = functools.partial(filled_blocks, cache.blocks) if in_blocks else sees_columns
+        # masks of columns, (rows, 1, 1, columns), or of blocks
+        self.masks: dict[int, Any] = {w: make_mask(positions, w, columns) for w, columns in cache.columns.items()}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, narrow: torch.dtype | None = None) -> Tensor:
-        """Stores a layer's new keys and values, (rows, K, 1, D), and returns `kernels.attend` of the new positions."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None = None) -> Tensor:
+        """Stores a layer's new keys and values, (rows, K, 1, D), and computes attention."""
         keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.cache.windows[layer]
         keys[self.rows, :, self.columns[window]] = k[:, :, 0].to(keys.dtype)
         values[self.rows, :, self.columns[window]] = v[:, :, 0].to(values.dtype)
         return kernels.attend(q, keys, values, self.masks[window])
 
 
-Places = Placement | EveryRow  # where blocks put keys and values
+Places = Placement | EveryRow  # where blocks store keys and values
 
 
 def sees_columns(positions: Tensor, window: int, columns: int) -> Tensor:
-    """True where the newest position of each row, (B), sees a column, (B, 1, 1, columns)."""
+    """Returns the mask of columns visible to the newest position of each row: (B) → (B, 1, 1, columns)."""
     new = positions[:, None]
-    return _sees(new, _newest(new, columns), window)
+    return _visibility_mask(new, _stored_positions(new, columns), window)
 
 
 def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
-    """The blocks of columns that the newest position of each row, (B), has filled, as `flex_attention` wants them: it
-    reads no others. ``blocks``: the numbers of at least as many blocks as there are, int32."""
+    """Returns a `flex_attention` mask of the blocks filled up to the newest position of each row, (B). ``blocks``
+    starts with the indices of all blocks, int32."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    def sees(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
-        held = positions[row] - (positions[row] - column) % columns
-        return (held > positions[row] - window) & (held >= 0)
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
+        position = positions[row] - (positions[row] - column) % columns
+        return (position > positions[row] - window) & (position >= 0)
 
-    def sees_all(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
+    def is_filled(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
         return column <= positions[row]
 
-    count = -(-columns // BLOCK)
-    filled = (positions // BLOCK + 1).clamp(max=count).int()[:, None, None]
+    n_blocks = -(-columns // BLOCK)
+    filled = (positions // BLOCK + 1).clamp(max=n_blocks).int()[:, None, None]
     return BlockMask.from_kv_blocks(
         filled,
-        blocks[:count].expand(len(positions), 1, 1, -1),
+        blocks[:n_blocks].expand(len(positions), 1, 1, -1),
         BLOCK_SIZE=BLOCK,
-        mask_mod=sees if columns > window else sees_all,
+        mask_mod=is_visible if columns > window else is_filled,
         seq_lengths=(1, columns),
         compute_q_blocks=False,
     )
 
 
-def _newest(last: Tensor, columns: int) -> Tensor:
-    """The position that lies in each column, (B, columns), once all up to ``last``, (B, 1), are stored: the newest one
-    that is congruent to the column; below 0 where there is none."""
+def _stored_positions(last: Tensor, columns: int) -> Tensor:
+    """Returns the position in each column, (B, columns), after storing up to ``last``, (B, 1); negative if empty."""
     return last - (last - torch.arange(columns, device=last.device)) % columns
 
 
-def _sees(new: Tensor, held: Tensor, window: int) -> Tensor:
-    """True where a new position, (B, T), sees another, (B, S), which may be before the first: (B, 1, T, S)."""
-    new, held = new[:, :, None], held[:, None, :]
-    return ((held <= new) & (held > new - window) & (held >= 0))[:, None]
+def _visibility_mask(new: Tensor, stored: Tensor, window: int) -> Tensor:
+    """Whether a ``new`` position, (B, T), sees a ``stored`` position, (B, S): (B, 1, T, S). Negative positions are
+    empty columns."""
+    new, stored = new[:, :, None], stored[:, None, :]
+    return ((stored <= new) & (stored > new - window) & (stored >= 0))[:, None]

@@ -1,12 +1,10 @@
-"""The whole decoder, bottom-up: attention, MLP, block, stack.
+"""The GPT decoder, bottom-up.
 
-The architecture is GPT-2's (Radford et al. 2019), which is GPT-3's (Brown et al. 2020): a stack of pre-norm blocks in
-which each position attends to itself and those before it, with the unembedding tied to the embedding. What blocks
-compute follows from properties of `GPTConfig`, among which are those of Llama, Mistral, Qwen2 and Qwen3: RMSNorm (Zhang
-and Sennrich 2019), rotary positions (Su et al. 2021), heads that share keys and values (Ainslie et al. 2023),
-normalized queries and keys (Henry et al. 2020), SwiGLU (Shazeer 2020), layers that see a window (Child et al. 2019).
-Parameters have GPT-2's own names (`gpt.model.params` lists them). Shapes: B sequences, T positions, C = n_embd, V =
-vocab_size, H heads of D, K heads of keys and values.
+Pre-norm blocks with causal self-attention and tied embeddings, as in GPT-2 (Radford et al. 2019) and GPT-3 (Brown et
+al. 2020). `GPTConfig` selects the components of Llama, Mistral, Qwen2 and Qwen3: RMSNorm (Zhang and Sennrich 2019),
+RoPE (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), query and key normalization (Henry et al. 2020),
+SwiGLU (Shazeer 2020) and sliding windows (Child et al. 2019). Parameters have GPT-2's names (`gpt.model.params`).
+Shapes: B sequences, T positions, C = n_embd, V = vocab_size, H query heads of size D, K key/value heads.
 """
 
 import math
@@ -20,20 +18,20 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt.config import GPTConfig
 from gpt.model import kernels
-from gpt.model.cache import Placement, Places, Where
+from gpt.model.cache import Placement, Places, Positions
 from gpt.model.positions import Rope, rotary_table, rotate, sine_table
 
-INIT_STD = 0.02  # GPT-2's, for every matrix
-QK_SCALE = 1.2  # what sharpens scores of normalized queries and keys at first; their weights are trained
-ROPE_TABLE = 8192  # positions that the table of rotations has at first; it grows
+INIT_STD = 0.02  # standard deviation of GPT-2's initial matrices
+QK_SCALE = 1.2  # initial factor of the scores of normalized queries and keys
+ROPE_TABLE = 8192  # initial positions of the RoPE table
 
 
 class Linear(nn.Linear):
-    """A linear map that leaves out torch's initialization on the meta device, where a model awaits weights from a file:
-    torch would import its compiler for it, which takes seconds."""
+    """A linear map that skips initialization on the meta device, where torch would spend seconds importing its
+    compiler."""
 
     def reset_parameters(self) -> None:
-        """Initializes as torch does, unless the weight is on the meta device."""
+        """Skips the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -43,19 +41,19 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A table of rows that leaves out torch's initialization on the meta device, as `Linear` does."""
+    """An embedding table that skips initialization on the meta device, like `Linear`."""
 
     def reset_parameters(self) -> None:
-        """Initializes as torch does, unless the weight is on the meta device."""
+        """Skips the meta device."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
 
 class Dropout(nn.Dropout):
-    """Dropout whose random numbers are cheap on a CPU."""
+    """Dropout with a fast random mask on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…) → (…)."""
+        """Drops elements during training."""
         return kernels.drop(x, self.p) if self.training else x
 
 
@@ -66,22 +64,22 @@ class RMSNorm(nn.RMSNorm):
     weight: nn.Parameter
 
     @cached_property
-    def floor(self) -> Tensor:
-        """ε as a tensor on the CPU, of the dtype in which the norm is computed."""
+    def eps_tensor(self) -> Tensor:
+        """ε as a CPU tensor, in the norm's dtype."""
         return torch.tensor(self.eps, dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, C) → (…, C), of the dtype of x."""
+        """(…, C) → (…, C), in the dtype of ``x``."""
         if kernels.is_eager_on_cpu(x):
-            return kernels.rms_norm(x, self.weight, self.floor)
+            return kernels.rms_norm(x, self.weight, self.eps_tensor)
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps).to(x.dtype)
 
 
 def make_norm(config: GPTConfig) -> nn.LayerNorm | RMSNorm:
-    """Makes a norm of the residual stream."""
-    kind = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    return kind(config.n_embd, eps=config.layer_norm_epsilon)
+    """Makes a norm for the residual stream."""
+    norm_class = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return norm_class(config.n_embd, eps=config.layer_norm_epsilon)
 
 
 class Attention(nn.Module):
@@ -90,41 +88,40 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, window: int | None = None) -> None:
         super().__init__()
         self.head_size, self.window, self.dropout = config.head_size, window, config.dropout
-        self.groups = config.n_head // config.kv_heads  # heads of queries that share one of keys and values
-        self.prompts: torch.dtype | None = None  # the dtype in which many positions attend, where it is another
-        heads, cached = config.n_head * config.head_size, config.kv_heads * config.head_size
-        # Query, key and value of all heads at once; and the value-down map, W_O.
-        self.c_attn = Linear(config.n_embd, heads + 2 * cached, bias=config.biases != "none")
+        self.groups = config.n_head // config.kv_heads  # query heads per key/value head
+        self.prompts: torch.dtype | None = None  # dtype of attention over many positions; None: the model's
+        query_width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
+        # c_attn computes queries, keys and values of all heads; c_proj is the output matrix W_O.
+        self.c_attn = Linear(config.n_embd, query_width + 2 * kv_width, bias=config.biases != "none")
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(config.head_size, eps=config.layer_norm_epsilon) for _ in "qk")
-        self.c_proj = Linear(heads, config.n_embd, bias=config.biases == "all")
+        self.c_proj = Linear(query_width, config.n_embd, bias=config.biases == "all")
         self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, layer: int, rope: Rope | None = None, places: Places | None = None) -> Tensor:
-        """Each position's sum of the values that it sees: (B, T, C) → (B, T, C). ``rope``: the rotations of rotary
-        positions, as `GPT.embed_at` gives them."""
+        """Computes attention: (B, T, C) → (B, T, C). ``rope`` comes from `GPT.embed_at`."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x, rope)
         if places is None:
             y = kernels.attend(q, k, v, None, self.dropout if self.training else 0.0, self.window)
         else:
             y = places.attend(layer, q, k, v, self.prompts)
-        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D): heads side by side again
+        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D), heads concatenated
         out: Tensor = self.c_proj(y)
         return self.resid_dropout(out) if self.training else out
 
     def qkv(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, K, T, D), normalized and rotated. Where ranks share the heads
-        (`gpt.parallel.tensor`), H and K are this rank's."""
-        # Normalized and rotated as they lie: seen transposed, compiled code for a GPU would copy them thrice.
+        """Returns queries (B, H, T, D) and keys (B, K, T, D), normalized and rotated, and values (B, K, T, D). H and K
+        are this rank's heads (`gpt.parallel.tensor`)."""
+        # Transposing comes last: compiled GPU code would copy transposed views three times.
         heads = self.c_attn(x).view(*x.shape[:2], -1, self.head_size)  # (B, T, H + 2 K, D)
         K = heads.size(2) // (self.groups + 2)
-        both, v = heads.split_with_sizes([(self.groups + 1) * K, K], dim=2)
-        if self.q_norm is None and rope is not None:  # queries and keys at once, by half as many calls
-            both = rotate(both, rope)
-        q, k = both.split_with_sizes([self.groups * K, K], dim=2)
+        qk, v = heads.split_with_sizes([(self.groups + 1) * K, K], dim=2)
+        if self.q_norm is None and rope is not None:  # One call rotates queries and keys together.
+            qk = rotate(qk, rope)
+        q, k = qk.split_with_sizes([self.groups * K, K], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
             if rope is not None:
@@ -132,8 +129,7 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def pattern(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        """softmax(q kᵀ / √d) with keys that are not seen masked, (B, H, T, T), in float32: what `kernels.attend`
-        multiplies values by and does not return."""
+        """Returns the attention weights softmax(q kᵀ / √d), (B, H, T, T), in float32."""
         q, k, _ = self.qkv(x, rope)
         k = k.repeat_interleave(self.groups, dim=1)
         scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(self.head_size)
@@ -141,33 +137,33 @@ class Attention(nn.Module):
 
 
 def activate(x: Tensor, gated: bool) -> Tensor:
-    """GELU, (…, width) → (…, width); or SwiGLU, whose gate comes first, (…, 2 · width) → (…, width)."""
+    """Applies GELU, (…, width) → (…, width), or SwiGLU with the gate first, (…, 2 · width) → (…, width)."""
     if gated:
-        gate, inside = x.chunk(2, dim=-1)
-        return F.silu(gate) * inside
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
     return F.gelu(x, approximate="tanh")
 
 
 class MLP(nn.Module):
-    """Up to the width of the inside, GELU (tanh form, as GPT-2 has it) or SwiGLU, and down again."""
+    """MLP with GELU (tanh approximation, as in GPT-2) or SwiGLU."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.gated = config.mlp == "swiglu"
         biases = config.biases == "all"
-        # With a gate the maps of the gate and of the inside at once.
+        # With SwiGLU, c_fc computes the gate and the up-projection.
         self.c_fc = Linear(config.n_embd, config.mlp_width * (1 + self.gated), bias=biases)
         self.c_proj = Linear(config.mlp_width, config.n_embd, bias=biases)
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each position by itself: (B, T, C) → (B, T, C)."""
+        """Processes each position independently, (B, T, C)."""
         out: Tensor = self.c_proj(activate(self.c_fc(x), self.gated))
         return self.dropout(out) if self.training else out
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on a normalized copy and added to the residual stream."""
+    """Attention, then MLP. Each reads the normalized residual stream and adds to the stream."""
 
     def __init__(self, config: GPTConfig, window: int | None = None) -> None:
         super().__init__()
@@ -181,46 +177,46 @@ class Block(nn.Module):
         return self.add_mlp(self.add_attention(x, layer, rope, places))
 
     def add_attention(self, x: Tensor, layer: int, rope: Rope | None = None, places: Places | None = None) -> Tensor:
-        """The block's first half: (B, T, C) → (B, T, C)."""
+        """Adds attention to the residual stream (B, T, C)."""
         x = x + self.attn(self.ln_1(x), layer, rope, places)
         return x
 
     def add_mlp(self, x: Tensor) -> Tensor:
-        """The block's second half: (B, T, C) → (B, T, C)."""
+        """Adds the MLP's output to the residual stream (B, T, C)."""
         x = x + self.mlp(self.ln_2(x))
         return x
 
 
 class GPT(nn.Module):
-    """The decoder: ids → logits over the next id at every position."""
+    """The decoder: token ids → logits of the next token at every position."""
 
-    wpe: nn.Embedding  # where positions are learned
-    sine: Tensor  # where they are a fixed table
-    rope: Tensor | None  # where they are rotations: cosines and sines, (2, positions, D)
+    wpe: nn.Embedding  # learned position table
+    sine: Tensor  # sinusoidal position table
+    rope: Tensor | None  # RoPE cosines and sines, (2, positions, D)
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = Embedding(config.vocab_size, config.n_embd)  # embedding, and unembedding transposed
+        self.wte = Embedding(config.vocab_size, config.n_embd)  # also the unembedding if embeddings are tied
         if config.positions == "learned":
             self.wpe = Embedding(config.block_size, config.n_embd)
         self.lay_tables()
         self.drop = Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, window) for window in config.windows)
         self.ln_f = make_norm(config)
-        # The unembedding where it is a matrix of its own, or is laid out apart from the embedding (`decoding.weights`).
+        # LM head of an untied model, or a faster copy of the embedding (`gpt.decoding.weights`)
         self.lm_head: nn.Module | None = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
-        self.kv_heads = config.kv_heads  # that this rank computes: see `gpt.parallel.tensor`
-        self.recompute = False  # whether blocks' activations are computed again for the gradient, and not kept
+        self.kv_heads = config.kv_heads  # key/value heads of this rank (`gpt.parallel.tensor`)
+        self.recompute = False  # whether the backward pass recomputes activations
         self.initialize()
 
     def lay_tables(self, device: torch.device | None = None) -> None:
-        """Computes the tables of positions that are not learned."""
+        """Computes the sinusoidal or RoPE table."""
         config, rope = self.config, None
-        with torch.device("cpu"):  # also where parameters are on the meta device: there, `arange` takes a second
+        with torch.device("cpu"):  # `arange` takes a second on the meta device.
             if config.positions == "sinusoidal":
-                # The paper scales embeddings up by √C, so that they and the table are both of order one. GPT-2's
-                # embeddings are of order 0.02 and stay so; the table is scaled down to them instead.
+                # The paper scales embeddings by √C to match the table. GPT-2's embeddings keep a scale of 0.02, so the
+                # table is scaled instead.
                 table = INIT_STD * sine_table(config.block_size, config.n_embd)
                 self.register_buffer("sine", table.to(device), persistent=False)
             if config.positions == "rotary":
@@ -228,13 +224,13 @@ class GPT(nn.Module):
         self.register_buffer("rope", rope, persistent=False)
 
     def initialize(self) -> None:
-        """GPT-2's initialization, of each module in order. Uses torch's global generator."""
+        """Initializes all modules, in order, from torch's global generator."""
         if not self.wte.weight.is_meta:
             for name, module in self.named_modules():
                 initialize(module, name, self.config)
 
     def position_table(self) -> Tensor | None:
-        """The table that is added to the embedding, (block_size, C); None where positions are rotations."""
+        """The table added to the embedding, (block_size, C), or None with RoPE."""
         match self.config.positions:
             case "learned":
                 return self.wpe.weight
@@ -244,70 +240,68 @@ class GPT(nn.Module):
                 return None
 
     def trunk(self, idx: Tensor, places: Placement | None = None) -> Tensor:
-        """Ids (B, T) → the normalized residual stream (B, T, C). With ``places`` in a cache, they follow what the
-        cache's rows have seen. Raises ValueError past the context, which rotary positions in a cache may leave."""
+        """Returns the normalized residual stream (B, T, C) for ids (B, T). With ``places``, ids follow the cached
+        positions. Raises ValueError past the context, except with RoPE and a cache."""
         x, rope = self.embed(idx, places)
         return self.stack(x, rope, places)
 
     def embed(self, idx: Tensor, places: Placement | None = None) -> tuple[Tensor, Rope | None]:
-        """Ids (B, T) → the residual stream before the first block, (B, T, C), and the rotations of its positions."""
-        where, reach = (slice(0, idx.size(1)), idx.size(1)) if places is None else (places.where, places.reach)
-        if reach > self.config.block_size and (places is None or self.rope is None):
-            raise ValueError(f"{reach} tokens do not fit in the context of {self.config.block_size}")
-        self.reach(reach)
-        return self.embed_at(idx, where)
+        """Returns the first block's input (B, T, C) for ids (B, T), and RoPE rotations."""
+        positions, end = (slice(0, idx.size(1)), idx.size(1)) if places is None else (places.positions, places.end)
+        if end > self.config.block_size and (places is None or self.rope is None):
+            raise ValueError(f"{end} tokens do not fit in the context of {self.config.block_size}")
+        self.reach(end)
+        return self.embed_at(idx, positions)
 
-    def embed_at(self, idx: Tensor, where: Where) -> tuple[Tensor, Rope | None]:
-        """Ids (B, T) at positions, a slice or (B, T) → the residual stream before the first block, (B, T, C), and the
-        rotations of these positions, where positions are rotations."""
+    def embed_at(self, idx: Tensor, positions: Positions) -> tuple[Tensor, Rope | None]:
+        """Embeds ids (B, T) at ``positions``, a slice or (B, T), like `embed`. Rotations are None without RoPE."""
         x = self.wte(idx)
         table = self.position_table()
         if table is not None:
-            x = x + table[where]
+            x = x + table[positions]
         x = kernels.narrowed(self.drop(x) if self.training else x)
         if self.rope is None:
             return x, None
-        cos, sin = self.rope[:, where].unsqueeze(-2)
+        cos, sin = self.rope[:, positions].unsqueeze(-2)
         return x, (cos, sin)
 
     def stack(self, x: Tensor, rope: Rope | None = None, places: Places | None = None) -> Tensor:
-        """The blocks and the last norm: (B, T, C) → (B, T, C)."""
-        again = self.recompute and torch.is_grad_enabled()
+        """Applies the blocks and the final norm to (B, T, C)."""
+        recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
-            x = checkpoint(block, x, layer, rope, use_reentrant=False) if again else block(x, layer, rope, places)
+            x = checkpoint(block, x, layer, rope, use_reentrant=False) if recompute else block(x, layer, rope, places)
         return self.last_norm(x)
 
     def last_norm(self, x: Tensor) -> Tensor:
-        """The residual stream after the blocks, normalized for the unembedding: (B, T, C) → (B, T, C)."""
+        """Normalizes the last block's output, (B, T, C)."""
         return kernels.narrowed(self.ln_f(x))
 
     def reach(self, positions: int) -> None:
-        """Grows the table of rotations to so many positions: rotary positions may run on past the context."""
+        """Grows the RoPE table to ``positions``, which can exceed the context."""
         if self.rope is not None and positions > self.rope.size(1):
-            with torch.inference_mode(False):  # it outlives this call, and may be trained with
-                self.rope = rotary_table(2 * positions, self.config).to(self.rope)  # its device and dtype
+            with torch.inference_mode(False):  # Training needs a normal tensor.
+                self.rope = rotary_table(2 * positions, self.config).to(self.rope)
 
     @property
     def unembedding(self) -> Tensor:
-        """The weight of the unembedding, (V, C), in training: the embedding, or a matrix of its own."""
+        """The unembedding weight in training, (V, C)."""
         weight = self.wte.weight if self.lm_head is None else self.lm_head.weight
         assert isinstance(weight, Tensor)
         return weight
 
     def unembed(self, x: Tensor) -> Tensor:
-        """The residual stream (…, C) → logits (…, V)."""
+        """Maps the residual stream (…, C) to logits (…, V)."""
         return F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
 
     def forward(self, idx: Tensor, places: Placement | None = None) -> Tensor:
-        """Ids (B, T) → logits (B, T, V). Raises ValueError past the context."""
+        """Returns logits (B, T, V) for ids (B, T). Raises ValueError past the context."""
         return self.unembed(self.trunk(idx, places))
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
-    """GPT-2's initialization of a module's own parameters: matrices normal with deviation 0.02, those that write to the
-    residual stream scaled by 1/√(2·n_layer) for the 2·n_layer of them; biases 0. Norms are made with 1 and 0, those of
-    queries and keys then have √1.2 each."""
+    """Initializes one module as GPT-2 does: normal matrices, scaled by 1/√(2·n_layer) if they write to the residual
+    stream, and zero biases. Query and key norms start at √1.2. Other norms keep torch's 1 and 0."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         module.weight.normal_(0.0, INIT_STD)
         if name.endswith("c_proj"):

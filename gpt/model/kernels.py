@@ -1,7 +1,6 @@
-"""Fast ways of computing what the decoder defines, on a CPU, on a GPU and under the compiler.
+"""Fast computations for the decoder, on CPUs, on GPUs and under a compiler.
 
-Each has a plain definition, named in its docstring and tested against it (tests/model/test_kernels.py): that gives the
-same numbers up to rounding, more slowly.
+Each docstring names the plain definition. tests/model/test_kernels.py checks that both agree up to rounding.
 """
 
 import contextlib
@@ -14,29 +13,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WHOLE = 1024  # columns up to which a GPU's attention for one query does not divide them
-NARROW_ON = ("cuda",)  # where the residual stream is bfloat16 under autocast
-SUMMED_ON = ("cuda",)  # where compiled code sums the gradients of biases in two steps
-PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # positions up to which a CPU attends plainly, and sequences at once
-PLAIN_QUERIES = 128  # positions from which it does in bfloat16 without gradients, and whose scores it computes at once
+MAX_UNSPLIT_COLUMNS = 1024  # Above this, GPU attention for one query splits the columns.
+NARROW_ON = ("cuda",)  # devices with a bfloat16 residual stream under autocast
+SUMMED_ON = ("cuda",)  # devices where compiled code sums bias gradients in two steps
+PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # matmul attention for training on a CPU: maximum positions, sequences per call
+PLAIN_QUERIES = 128  # bfloat16 matmul attention without gradients: minimum positions, queries per call
 
 
 @dataclass(frozen=True)
 class TracedInputs:
-    """What a traced step uses in place of its own random numbers, masks and batches of `PLAIN_ROWS` sequences."""
+    """Inputs that a traced step uses instead of random numbers, masks and `PLAIN_ROWS`."""
 
-    kept: Iterator[Tensor]  # dropout's masks, in the order of use
-    whole: Tensor  # `bias` without a window
-    part: Tensor  # `bias` with the model's window
-    rows: int  # sequences per attention call
+    dropout_masks: Iterator[Tensor]  # in the order of use
+    causal_bias: Tensor  # `bias` without a window
+    window_bias: Tensor  # `bias` with the model's window
+    batch_rows: int  # sequences per attention call
 
 
-_traced: TracedInputs | None = None  # while a step is traced
+_traced: TracedInputs | None = None  # set while a step is traced
 
 
 @contextlib.contextmanager
 def tracing(inputs: TracedInputs) -> Iterator[None]:
-    """While this is entered, the functions of this module use ``inputs``, and `is_compiling` is true."""
+    """Makes this module use ``inputs``, and `is_compiling` return True."""
     global _traced
     _traced = inputs
     try:
@@ -46,7 +45,7 @@ def tracing(inputs: TracedInputs) -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Whether torch or `tracing` traces this code for a compiler."""
+    """Whether torch or `tracing` is tracing this code for a compiler."""
     return _traced is not None or torch.compiler.is_compiling()
 
 
@@ -59,9 +58,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _BiasGradient(torch.autograd.Function):
-    """y (…, T, out), of which the bias b (out,) is a term already, with the gradient of b: the sum over positions, and
-    then over sequences. Inductor computes the first sum in the kernel that writes the gradient of y. That of both at
-    once is a kernel of its own, which reads it again."""
+    """Computes the gradient of a bias, (out,), that y, (…, T, out), already includes, by summing over positions, then
+    sequences. Inductor fuses the first sum into the kernel that writes y's gradient. A single sum would need another
+    kernel that reads it again."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, b: Tensor) -> Tensor:
@@ -75,58 +74,57 @@ class _BiasGradient(torch.autograd.Function):
 
 
 def drop(x: Tensor, p: float) -> Tensor:
-    """Zeroes each number with probability p, to 2⁻¹⁶, and divides the others by 1 − p."""
+    """`F.dropout`: zeroes elements with probability p, to a resolution of 2⁻¹⁶, and divides the rest by 1 − p."""
     if _traced is not None:
-        return x * (next(_traced.kept).view(x.shape).to(x.dtype) * dropout_scale(p)) if p else x
+        return x * (next(_traced.dropout_masks).view(x.shape).to(x.dtype) * dropout_scale(p)) if p else x
     if p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    kept = dropout_mask(x.numel(), p, x.dtype)
-    return x * kept.mul_(dropout_scale(p)).view(x.shape)
+    mask = dropout_mask(x.numel(), p, x.dtype)
+    return x * mask.mul_(dropout_scale(p)).view(x.shape)
 
 
 def dropout_scale(p: float) -> float:
-    """The factor of the numbers that dropout keeps, 1 / (1 − p), where p is a whole number of 2⁻¹⁶."""
+    """The scale of kept elements, 1 / (1 − p), with p rounded to a multiple of 2⁻¹⁶."""
     return 2**16 / (2**16 - round(p * 2**16))
 
 
 def dropout_mask(n: int, p: float, dtype: torch.dtype) -> Tensor:
-    """Draws which of n numbers dropout keeps, (n): 1 with probability 1 − p, to 2⁻¹⁶, else 0.
+    """Draws a dropout mask, (n): 1 with probability 1 − p, to a resolution of 2⁻¹⁶, else 0.
 
-    A CPU draws one random number after the other, and torch a whole one for each of n: for 131,072 in 600 µs. Here four
-    share one: 87 µs.
+    Four elements share a random number: 87 µs for 131,072 elements on a CPU. Torch draws one per element: 600 µs.
     """
-    drawn = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:n]
-    return torch.ge(drawn, round(p * 2**16) - 2**15, out=torch.empty(n, dtype=dtype))
+    random_bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:n]
+    return torch.ge(random_bits, round(p * 2**16) - 2**15, out=torch.empty(n, dtype=dtype))
 
 
 def is_eager_on_cpu(x: Tensor) -> bool:
-    """Whether a CPU computes with x at once, and no compiler."""
+    """Whether ``x`` is on a CPU and no compiler is tracing."""
     return x.device.type == "cpu" and not is_compiling()
 
 
-def rms_norm(x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
-    """`F.rms_norm` on a CPU, in float32 or wider: (…, C) → (…, C), of the dtype of x. ``floor``: ε."""
+def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+    """`F.rms_norm` on a CPU, in float32 or wider: (…, C) → (…, C), in the dtype of ``x``."""
     if not torch.is_grad_enabled():
-        return (x * _rms_scale(x, floor)).mul_(weight).to(x.dtype)
-    out: Tensor = _RMSNormOnCPU.apply(x, weight, floor)  # type: ignore[no-untyped-call]
+        return (x * _rms_scale(x, eps)).mul_(weight).to(x.dtype)
+    out: Tensor = _RMSNormOnCPU.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return out
 
 
-def _rms_scale(x: Tensor, floor: Tensor) -> Tensor:
+def _rms_scale(x: Tensor, eps: Tensor) -> Tensor:
     """1 / √(mean(x²) + ε) of each position, (…, C) → (…, 1), in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    return torch.addcmul(floor, length, length, value=1 / x.size(-1)).rsqrt_()
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return torch.addcmul(eps, norm, norm, value=1 / x.size(-1)).rsqrt_()
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """RMSNorm, which torch computes on a CPU by seven kernels going forward and more going back: with its gradient at
-    (16, 64, 128) in 387 µs, where LayerNorm takes 102, at (16, 128, 256) in 1,786, where that takes 281. Its gradient
-    is LayerNorm's with a mean of 0, but for the term of the mean."""
+    """RMSNorm in few kernels. Torch runs seven forward and more backward: with gradients, 387 µs at (16, 64, 128) and
+    1,786 at (16, 128, 256); LayerNorm takes 102 and 281. The gradient is LayerNorm's for mean 0, without the term of
+    the mean."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
-        scale = _rms_scale(x, floor)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+        scale = _rms_scale(x, eps)
         ctx.save_for_backward(x, weight, scale)
         out: Tensor = (x * scale).mul_(weight).to(x.dtype)
         return out
@@ -145,45 +143,53 @@ class _RMSNormOnCPU(torch.autograd.Function):
             None,
             [True, ctx.needs_input_grad[1], False],
         )
-        dx += (scale * (grad @ w)[..., None]).div_(x.size(-1))  # the mean of the gradient, taken off above
+        # Restores the mean of the gradient, which LayerNorm subtracts.
+        dx += (scale * (grad @ w)[..., None]).div_(x.size(-1))
         return dx.to(x.dtype), None if dw is None else dw.to(weight.dtype), None
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """The residual stream (B, T, C) in bfloat16 where a GPU's autocast computes products in it: half the memory traffic
-    of norms and sums, at no measured loss (docs/decisions.md)."""
-    kind = x.device.type
-    narrow = kind in NARROW_ON and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    return x.bfloat16() if narrow else x
+    """Casts the residual stream (B, T, C) to bfloat16 if GPU autocast uses bfloat16. This halves the memory traffic of
+    norms and sums without a measurable effect on the loss (docs/decisions.md)."""
+    device_type = x.device.type
+    use_bfloat16 = (
+        device_type in NARROW_ON
+        and torch.is_autocast_enabled(device_type)
+        and torch.get_autocast_dtype(device_type) == torch.bfloat16
+    )
+    return x.bfloat16() if use_bfloat16 else x
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, window: int | None = None) -> Tensor:
-    """softmax(q kᵀ / √D) v of queries (B, H, T, D), keys and values (B, K, S, D), causal unless a mask says who sees
-    whom, and then with a ``window`` if there is one.
+    """Computes softmax(q kᵀ / √D) v for queries (B, H, T, D), keys and values (B, K, S, D). Without a mask, attention
+    is causal, limited to ``window`` if given.
 
-    Training on a CPU, torch's fused attention loses to plain matrix products as long as the scores of a few sequences
-    stay in cache: forward and backward at (16, 4, 64, 32) in bfloat16 took 7.9 ms against 2.0 on two cores, at
-    (64, 6, 256, 64) 257 against 141; at 512 positions they were about equal. In bfloat16 it loses forward too, if
-    products leave out what no query sees: at (1, 12, 512, 64) 5.1 ms against 1.9.
+    In CPU training, matrix products beat torch's fused attention while the scores of a few sequences fit in the
+    processor's cache. Forward and backward in bfloat16 on two cores took 2.0 ms instead of 7.9 at (16, 4, 64, 32), 141
+    instead of 257 at (64, 6, 256, 64), and about the same at 512 positions. Without gradients, bfloat16 matrix products
+    win by skipping hidden keys: 1.9 ms instead of 5.1 at (1, 12, 512, 64).
     """
     T, S = q.size(2), k.size(2)
     if mask is not None and not isinstance(mask, Tensor):
         return attend_blocks(q, k, v, mask)
-    plain, trains = q.device.type == "cpu" and mask is None and T > 1, torch.is_grad_enabled()
-    if plain and trains and S <= PLAIN_UP_TO:
-        step = PLAIN_ROWS if _traced is None else _traced.rows
-        rows = [slice(at, at + step) for at in range(0, q.size(0), step)]
-        return torch.cat([_attend_plainly(q[some], k[some], v[some], dropout, window) for some in rows])
-    if plain and not trains and T >= PLAIN_QUERIES and q.dtype == torch.bfloat16:
-        ends = [min(at + PLAIN_QUERIES, T) for at in range(0, T, PLAIN_QUERIES)]
-        parts = zip(torch.split(q, PLAIN_QUERIES, dim=2), ends, strict=True)
-        return torch.cat([_attend_plainly(x, k[:, :, :end], v[:, :, :end], dropout, window) for x, end in parts], dim=2)
+    is_causal_on_cpu, grad_enabled = q.device.type == "cpu" and mask is None and T > 1, torch.is_grad_enabled()
+    if is_causal_on_cpu and grad_enabled and S <= PLAIN_UP_TO:
+        rows_per_call = PLAIN_ROWS if _traced is None else _traced.batch_rows
+        batches = [slice(at, at + rows_per_call) for at in range(0, q.size(0), rows_per_call)]
+        return torch.cat([_attend_by_matmul(q[batch], k[batch], v[batch], dropout, window) for batch in batches])
+    if is_causal_on_cpu and not grad_enabled and T >= PLAIN_QUERIES and q.dtype == torch.bfloat16:
+        key_ends = [min(at + PLAIN_QUERIES, T) for at in range(0, T, PLAIN_QUERIES)]
+        chunks = zip(torch.split(q, PLAIN_QUERIES, dim=2), key_ends, strict=True)
+        return torch.cat(
+            [_attend_by_matmul(x, k[:, :, :end], v[:, :, :end], dropout, window) for x, end in chunks], dim=2
+        )
     if mask is None and window is not None and window < T:
         mask = visible(T, window, q.device)
     groups = q.size(1) // k.size(1)
     causal = T > 1 and mask is None
     if groups > 1 and not causal and (T == 1 or q.device.type != "cpu"):
-        # Fused kernels with a mask know no shared heads; so each of the keys' has as many more queries.
+        # Fused kernels with a mask don't support grouped-query attention, so each group becomes one head with more
+        # queries.
         if mask is not None and T > 1:
             mask = mask.repeat(*[1] * (mask.dim() - 2), groups, 1)
         y = F.scaled_dot_product_attention(q.reshape(len(q), k.size(1), -1, q.size(3)), k, v, mask, dropout)
@@ -192,18 +198,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
-    """`attend` for one query, (B, H, 1, D), by `flex_attention`, which reads the blocks of columns that are filled.
-    Within `WHOLE` columns, its kernel does not divide them among processors: putting parts together takes two more."""
+    """`attend` for one query, (B, H, 1, D), with `flex_attention`, which reads only filled blocks. Short caches are not
+    split, because merging takes two more kernels."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    options: Any = {"SPLIT_KV": 1} if k.size(2) <= WHOLE else {}
+    options: Any = {"SPLIT_KV": 1} if k.size(2) <= MAX_UNSPLIT_COLUMNS else {}
     return flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.size(1) > k.size(1), kernel_options=options)
 
 
-def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:
+def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:
     B, H, T, D = q.shape
     K, S = k.size(1), k.size(2)
-    # Heads that share keys and values are one head of as many more positions.
+    # Each group of query heads becomes one head with more queries.
     scores = (q * (1 / math.sqrt(D))).reshape(B, K, -1, D) @ k.transpose(2, 3)
     scores = scores.view(B, H, T, S).add_(bias(q, S, window))
     pattern = drop(scores.softmax(-1), dropout)
@@ -211,16 +217,15 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int
 
 
 def bias(q: Tensor, S: int, window: int | None) -> Tensor:
-    """The mask that is added to scores of queries q (B, H, T, D): (T, S), −∞ where a position does not see another."""
+    """Returns the causal mask to add to the scores of queries q (B, H, T, D): (T, S), −∞ for hidden keys."""
     if _traced is not None:
-        return (_traced.whole if window is None else _traced.part).to(q.dtype)
+        return (_traced.causal_bias if window is None else _traced.window_bias).to(q.dtype)
     T = q.size(2)
-    hidden = torch.zeros((T, S), dtype=q.dtype, device=q.device)
-    return hidden.masked_fill_(~visible(T, window, q.device, S - T), -math.inf)
+    mask = torch.zeros((T, S), dtype=q.dtype, device=q.device)
+    return mask.masked_fill_(~visible(T, window, q.device, S - T), -math.inf)
 
 
 def visible(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
-    """True where a position sees another, (T, before + T): itself and those before it, with a window the last so
-    many."""
-    sees = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
-    return sees if window is None or window >= before + T else sees.triu_(before + 1 - window)
+    """Returns the causal mask (T, before + T): a position sees itself and earlier positions, ``window`` in total."""
+    causal = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
+    return causal if window is None or window >= before + T else causal.triu_(before + 1 - window)

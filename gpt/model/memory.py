@@ -1,8 +1,7 @@
-"""Memory of a training step, in bytes, by arithmetic alone: torch is not imported.
+"""Estimates a training step's memory in bytes, without importing torch.
 
-An estimate that leans upwards: in its tests it is at most 15 % above what a step holds and at most 2 % below.
-benchmarks/memory.md derives the terms. Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count a Megatron block the same
-way.
+In tests, the estimate is at most 15 % above the actual memory and at most 2 % below. benchmarks/memory.md derives the
+terms. Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count a Megatron block the same way.
 """
 
 import math
@@ -14,180 +13,186 @@ from gpt.config import GPTConfig, Mlp
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-PLAIN_UP_TO = 512  # the decoder's own, checked by a test: importing it would import torch
-# A multiple that suits matrix units: an odd number of columns, as GPT-2's 50,257, keeps a GPU off its fast kernels.
+PLAIN_UP_TO = 512  # copy of `kernels.PLAIN_UP_TO`, checked by a test, to avoid importing torch
+# Column multiple for matrix units. With an odd number of columns, like GPT-2's 50,257, a GPU can't use its fast
+# kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)
-# Logits at once, at most: on a CPU what its caches hold; on a GPU fewer than the 2³¹ past which kernels count in int64
-# and torch has erred (pytorch#111484), and fewer still where the unembedding has no gradient to sum up.
-# Forward and backward on two cores in bfloat16, 4,096 positions, 4,096 ids, 256 wide: 53 ms with 2²², 81 with 2²⁴, and
-# 149 with all logits and autograd.
+# Maximum number of logits in memory. On a CPU, they should fit in its caches. On a GPU, kernels count in int64 above
+# 2³¹, and torch has had errors there (pytorch#111484). A frozen unembedding can use smaller chunks, because it has no
+# gradient to accumulate.
+# Forward and backward on two cores in bfloat16, with 4,096 positions, 4,096 ids and width 256: 53 ms with 2²², 81 with
+# 2²⁴, and 149 with all logits and autograd.
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
-LEAST_AT_ONCE = 512  # positions: with fewer, reading the unembedding takes too long
+LEAST_AT_ONCE = 512  # With fewer positions, reading the unembedding takes too long.
 FLOAT = 4
-# Numbers of the MLP's inside that it keeps for its gradient: before and after GELU; or the gate before and after SiLU,
-# what it is multiplied by, and the product.
-INSIDE: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
+# Elements per hidden unit that the MLP saves for its gradient. GELU: its input and output. SwiGLU: the gate before and
+# after SiLU, the up-projection and the product.
+SAVED_BY_MLP: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
 MUON_UPDATES = 1.75  # float32 copies of the matrices: updates, and the gradients of the largest group
-MUON_GATHERED = 5.5  # of the matrices that a rank works on, where they came from others
+MUON_GATHERED = 5.5  # copies of a rank's matrices if it gathers them from other ranks
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A way to compute a training step: dtype, optimizer, micro-batch, and how ranks share the work."""
+    """A training step's dtype, optimizer, micro-batch and parallelism."""
 
-    micro_batch: int = 1  # sequences at once on a rank
-    accumulates: bool = False  # whether a step takes several micro-batches, so that gradients stay between them
-    dtype: str = "bfloat16"  # of matrix products, one of `WIDTHS`; weights are float32
+    micro_batch: int = 1  # sequences per rank
+    accumulates: bool = False  # whether a step has several micro-batches
+    dtype: str = "bfloat16"  # dtype of matrix products, a key of `WIDTHS`; weights are float32
     optimizer: Literal["muon", "adamw"] = "muon"
-    recompute: bool = False  # whether blocks keep their input alone and are computed again for the gradient
-    loss_chunk: int = 0  # positions whose logits exist at once; 0: `positions_at_once`
-    data: int = 1  # ranks that share out a batch
-    shard: bool = False  # whether those also share out parameters, gradients and optimizer state
-    tensor: int = 1  # ranks that share out every matrix
+    recompute: bool = False  # whether blocks save only their input and recompute the rest
+    loss_chunk: int = 0  # positions per chunk of logits; 0: `positions_at_once` decides
+    data: int = 1  # data-parallel ranks
+    shard: bool = False  # whether data-parallel ranks shard parameters, gradients and optimizer state
+    tensor: int = 1  # tensor-parallel ranks
     device: Literal["cuda", "cpu"] = "cuda"
 
     @property
     def width(self) -> int:
-        """Bytes of a number in a matrix product."""
+        """Bytes per element of matrix products."""
         return WIDTHS[self.dtype]
 
     @property
     def stream(self) -> int:
-        """Bytes of a number in the residual stream, whose norms are computed from a copy in float32."""
+        """Bytes per element of the residual stream. Norms use a float32 copy of it."""
         return 2 if self.device == "cuda" and self.dtype == "bfloat16" else FLOAT
 
     @property
-    def ways(self) -> int:
-        """Ranks that share out parameters, gradients and optimizer state."""
+    def shard_ranks(self) -> int:
+        """Number of ranks that shard parameters, gradients and optimizer state."""
         return self.data if self.shard else 1
 
     @property
     def autocast(self) -> bool:
-        """Whether products are computed from copies in a narrower dtype."""
+        """Whether matrix products use copies in a narrower dtype."""
         return self.dtype != "float32"
 
 
 @dataclass(frozen=True)
 class Training:
-    """Bytes on a rank. Not all of them are there at once: ``moments`` says how much is at each of three moments."""
+    """Bytes on a rank. ``moments`` has the totals at three moments of a step."""
 
     parameters: int  # float32
     gradients: int  # float32
-    optimizer: int  # its state, float32
-    activations: int  # what the trunk keeps for the backward pass
-    logits: int  # and what else the loss and its gradients take
-    copies: int  # of weights: in the narrower dtype, or gathered from the other ranks
-    snapshot: int  # of parameters and optimizer, for checkpoints: in the host's memory, on a CPU thus beside the others
+    optimizer: int  # optimizer state, float32
+    activations: int  # tensors saved for the backward pass of the trunk
+    logits: int  # logits and all other tensors of the loss and its gradients
+    copies: int  # weights in the narrower dtype, or gathered from other ranks
+    snapshot: int  # parameters and optimizer state for a checkpoint, in host memory
     moments: Mapping[str, int]
 
     @property
     def peak(self) -> int:
-        """The most at any moment."""
+        """Maximum of ``moments``."""
         return max(self.moments.values())
 
 
 def training(config: GPTConfig, setup: Setup) -> Training:
-    """Counts the bytes that a rank holds in a training step, from the second one on, when there is optimizer state."""
-    own = counts(config, setup.tensor)
+    """Counts a rank's bytes in a training step after the first, when optimizer state exists."""
+    rank_counts = counts(config, setup.tensor)
     positions = setup.micro_batch * config.block_size
-    parameters = gradients = FLOAT * -(-sum(own.values()) // setup.ways)
-    state = -(-optimizer_state(own, setup.optimizer) // setup.ways)
+    parameters = gradients = FLOAT * -(-sum(rank_counts.values()) // setup.shard_ranks)
+    state = -(-optimizer_state(rank_counts, setup.optimizer) // setup.shard_ranks)
     snapshot = parameters + state
-    activations, loss, (whole, blocks) = trunk(config, setup), logits(config, setup), weight_copies(config, setup)
-    kept = parameters + state + whole + snapshot * (setup.device == "cpu")
-    copies = blocks * (not setup.shard)  # of all blocks' weights, which autocast makes once a micro-batch
-    # Gradients of the micro-batches before; torch's DDP holds on to them in its buckets.
-    waiting = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard and setup.tensor == 1))
-    # A block that goes backward: its MLP's gradients, and what it keeps, computed again, or its gathered weights.
-    layer = positions * setup.width * config.mlp_width // setup.tensor * (2 if config.mlp == "swiglu" else 1)
-    layer += blocks * setup.shard
-    again = positions * block(config, setup) * setup.recompute
-    # The embedding's gradient, float32: tied, it comes from the logits first, and from the ids last.
-    table = FLOAT * own["embedding"]
+    activations, loss, (fixed, blocks) = trunk(config, setup), loss_bytes(config, setup), weight_copies(config, setup)
+    permanent = parameters + state + fixed + snapshot * (setup.device == "cpu")
+    copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
+    # Gradients of earlier micro-batches, or the buckets of torch's DDP.
+    accumulated = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard and setup.tensor == 1))
+    # A block's backward pass: MLP gradients, gathered weights, and recomputed activations.
+    block_backward = positions * setup.width * config.mlp_width // setup.tensor * (2 if config.mlp == "swiglu" else 1)
+    block_backward += blocks * setup.shard
+    recomputed = positions * block(config, setup) * setup.recompute
+    # float32 gradient of the embedding. If tied, it comes from the logits first and from the ids last.
+    table = FLOAT * rank_counts["embedding"]
     tables = 2 * config.tied + setup.accumulates + setup.shard
     moments = {
-        "loss": kept + copies + waiting + activations + max(loss, table + layer + again),
-        "backward": kept + gradients + max(layer + positions * block(config, setup), tables * table),
-        "update": kept - whole + gradients + _update(config, setup),
+        "loss": permanent + copies + accumulated + activations + max(loss, table + block_backward + recomputed),
+        "backward": permanent + gradients + max(block_backward + positions * block(config, setup), tables * table),
+        "update": permanent - fixed + gradients + _update_bytes(config, setup),
     }
-    return Training(parameters, gradients, state, activations, loss, whole + blocks, snapshot, moments)
+    return Training(parameters, gradients, state, activations, loss, fixed + blocks, snapshot, moments)
 
 
-def optimizer_state(own: Mapping[Kind, int], optimizer: str) -> int:
-    """Bytes that AdamW keeps, two moments a parameter, or Muon, one of the blocks' matrices and AdamW's of the rest."""
-    momentum = own["linear"] if optimizer == "muon" else 0
-    return FLOAT * (momentum + 2 * (sum(own.values()) - momentum))
+def optimizer_state(rank_counts: Mapping[Kind, int], optimizer: str) -> int:
+    """Bytes of optimizer state: two moments per parameter for AdamW. Muon needs one per element of the blocks' matrices
+    and two per other parameter."""
+    momentum = rank_counts["linear"] if optimizer == "muon" else 0
+    return FLOAT * (momentum + 2 * (sum(rank_counts.values()) - momentum))
 
 
 def trunk(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that autograd keeps of a micro-batch: dropout's mask of the embeddings, the last norm's input, and what the
-    blocks keep, or, if they are recomputed, only their inputs."""
+    """Bytes that autograd saves for a micro-batch: the embeddings' dropout mask, the last norm's input and the blocks'
+    activations, or only block inputs with recomputation."""
     C, T = config.n_embd, config.block_size
-    each = setup.stream * C if setup.recompute else block(config, setup)
-    kept = setup.micro_batch * T * (config.n_layer * each + FLOAT * C + _mask(config, setup, FLOAT) * C)
+    per_block = setup.stream * C if setup.recompute else block(config, setup)
+    saved = setup.micro_batch * T * (config.n_layer * per_block + FLOAT * C + _dropout_bytes(config, setup, FLOAT) * C)
     if setup.recompute:
-        return kept
-    # For all sequences together: cosines and sines in the narrower dtype, and the masks of fused windows.
-    turned = config.n_layer * (2 + 2 * config.qk_norm) * config.head_size * (config.positions == "rotary")
-    masked = T * sum(window is not None and window < T for window in config.windows)
-    return kept + setup.width * T * (turned * setup.autocast + masked * (_kernel(config, setup) == "fused"))
+        return saved
+    # Shared by all sequences: narrower RoPE cosines and sines, and the masks of fused sliding-window attention.
+    rope_elements = config.n_layer * (2 + 2 * config.qk_norm) * config.head_size * (config.positions == "rotary")
+    mask_elements = T * sum(window is not None and window < T for window in config.windows)
+    return saved + setup.width * T * (
+        rope_elements * setup.autocast + mask_elements * (_attention_kernel(config, setup) == "fused")
+    )
 
 
 def block(config: GPTConfig, setup: Setup) -> int:
-    """Bytes a position that a block leaves for its gradient: the float32 input of each norm, the input of each linear
-    map, the inside of the MLP, dropout's masks, and attention's tensors."""
+    """Bytes per position that a block saves for its gradient: norm inputs in float32, linear inputs, the MLP's hidden
+    layer, dropout masks and attention tensors."""
     C, s = config.n_embd, setup.width
-    inside = s * (config.n_head * config.head_size + INSIDE[config.mlp] * config.mlp_width)
-    every = 2 * (FLOAT + s + _mask(config, setup, s)) * C
-    return every + (inside + _attention(config, setup)) // setup.tensor
+    sharded = s * (config.n_head * config.head_size + SAVED_BY_MLP[config.mlp] * config.mlp_width)
+    replicated = 2 * (FLOAT + s + _dropout_bytes(config, setup, s)) * C
+    return replicated + (sharded + _attention_bytes(config, setup)) // setup.tensor
 
 
-def _mask(config: GPTConfig, setup: Setup, width: int) -> int:
-    """Bytes that dropout keeps of an element: a truth value on a GPU, and on a CPU what it was multiplied by."""
+def _dropout_bytes(config: GPTConfig, setup: Setup, width: int) -> int:
+    """Bytes per element that dropout saves: a bool on a GPU, a factor of ``width`` bytes on a CPU."""
     return 0 if config.dropout == 0 else width if setup.device == "cpu" else 1
 
 
-def _attention(config: GPTConfig, setup: Setup) -> int:
-    """Bytes a position of queries, keys, values and scores."""
+def _attention_bytes(config: GPTConfig, setup: Setup) -> int:
+    """Bytes per position of queries, keys, values and scores."""
     H, K, T, s = config.n_head, config.kv_heads, config.block_size, setup.width
-    q, k = H * config.head_size, K * config.head_size  # widths of queries; of keys, and of values
+    q, k = H * config.head_size, K * config.head_size  # widths of queries and of keys
     qkv = s * (q + 2 * k)
-    narrowed = config.qk_norm and setup.autocast and setup.device == "cuda"  # normalized in float32
-    match _kernel(config, setup):
-        case "plain":  # copies, beside what c_attn gave if a view of it is kept, and the pattern, thrice under dropout
+    normalizes_in_float32 = config.qk_norm and setup.autocast and setup.device == "cuda"
+    match _attention_kernel(config, setup):
+        case "plain":  # Copies, c_attn's output if a view of it is saved, and the pattern, three times with dropout.
             return qkv * (1 + (config.qk_norm or K == 1)) + s * H * T * (3 if config.dropout else 1)
-        case "unfused":  # torch's, in float32, with keys and values for every query
+        case "unfused":  # Torch uses float32, and keys and values for every query head.
             return qkv * config.qk_norm + 3 * FLOAT * (H * T + q)
-        case _:  # rotated or normalized queries and keys, and a number for each row of scores
-            changed = config.qk_norm or config.positions == "rotary"
-            return qkv + s * (q + k) * changed + FLOAT * (q + k) * narrowed + FLOAT * H
+        case _:  # Rotated or normalized queries and keys, and one number per row of scores.
+            transforms_qk = config.qk_norm or config.positions == "rotary"
+            return qkv + s * (q + k) * transforms_qk + FLOAT * (q + k) * normalizes_in_float32 + FLOAT * H
 
 
-def _kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fused"]:
-    """How attention is computed: fused, or on a CPU our own way, or under dropout torch's that is not fused."""
+def _attention_kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fused"]:
+    """The attention kernel: fused on a GPU. On a CPU, our matrix products for short contexts, else torch's kernel,
+    unfused with dropout and fused without."""
     if setup.device == "cuda":
         return "fused"
     return "plain" if config.block_size <= PLAIN_UP_TO else "unfused" if config.dropout else "fused"
 
 
 def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
-    """Bytes of weights beside the parameters: those that are there all the time, and those of blocks.
+    """Bytes of permanent weight copies, and of block weight copies.
 
-    Autocast makes copies of all blocks' in the narrower dtype once a micro-batch. Where ranks share out the parameters,
-    what is in no block is gathered once, in float32; and while the gradient of a block is computed there are its
-    parameters, those of the next one, and its gradients, in the dtype of products, and of the block before the
-    gradients that are on their way, in float32."""
-    own, s = counts(config, setup.tensor), setup.width
-    blocks = own["linear"] + own["bias"]
+    Autocast copies all block weights to the narrower dtype once per micro-batch. Sharding gathers all other weights
+    once, in float32. A block's backward pass needs its weights, the next block's weights and its gradients in the dtype
+    of products, and the previous block's gradients, which are in transit, in float32.
+    """
+    rank_counts, s = counts(config, setup.tensor), setup.width
+    blocks = rank_counts["linear"] + rank_counts["bias"]
     if not setup.shard:
         return 0, s * blocks * setup.autocast
-    gathered = FLOAT * (own["embedding"] + own["positions"] + own["unembedding"])
+    gathered = FLOAT * (rank_counts["embedding"] + rank_counts["positions"] + rank_counts["unembedding"])
     return gathered, blocks // config.n_layer * (3 * s + FLOAT)
 
 
-def logits(config: GPTConfig, setup: Setup) -> int:
-    """Bytes of the loss: the trunk's output and its gradient; logits and their softmax in float32; the unembedding in
-    the dtype of products, and its gradient, of pieces in float32, twice."""
+def loss_bytes(config: GPTConfig, setup: Setup) -> int:
+    """Bytes of the loss: the trunk's output and its gradient, logits, float32 softmax, the unembedding in the dtype of
+    products, and its gradient, which takes two float32 tensors with several chunks."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
     columns = columns_of_logits(V, setup.device)
@@ -197,39 +202,38 @@ def logits(config: GPTConfig, setup: Setup) -> int:
 
 
 def logits_at_once(config: GPTConfig, setup: Setup) -> int:
-    """Positions whose logits exist at once."""
+    """Positions per chunk of logits."""
     positions = setup.micro_batch * config.block_size
     return positions_at_once(positions, config.vocab_size, setup.loss_chunk, setup.device)
 
 
 def positions_at_once(positions: int, vocab_size: int, chunk: int, device: str, frozen: bool = False) -> int:
-    """Positions whose logits exist at once, of equal parts as far as possible: ``chunk``, where it is not 0, or
-    fewer."""
-    most = LOGITS_ON_CPU if device == "cpu" else FROZEN_LOGITS if frozen else LOGITS
-    fit = min(chunk or positions, max(LEAST_AT_ONCE, most // columns_of_logits(vocab_size, device)))
-    return -(-positions // -(-positions // fit))
+    """Positions per chunk of logits, in chunks of nearly equal size. A nonzero ``chunk`` is the maximum."""
+    max_logits = LOGITS_ON_CPU if device == "cpu" else FROZEN_LOGITS if frozen else LOGITS
+    max_chunk = min(chunk or positions, max(LEAST_AT_ONCE, max_logits // columns_of_logits(vocab_size, device)))
+    return -(-positions // -(-positions // max_chunk))
 
 
 def columns_of_logits(vocab_size: int, device: str) -> int:
-    """The vocabulary, on a GPU filled up."""
+    """Vocabulary size, padded on a GPU."""
     return vocab_size + (-vocab_size % ALIGNED if device in ALIGNED_ON else 0)
 
 
-def _update(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that an optimizer's step works in. AdamW's is one kernel. Muon holds all updates in float32, most gradients
-    once more, and what its iteration makes of the matrices of one shape; sharded matrices are gathered whole."""
+def _update_bytes(config: GPTConfig, setup: Setup) -> int:
+    """Working memory of an optimizer step. AdamW needs none. Muon needs all updates in float32, most gradients a second
+    time, and intermediate results for the matrices of one shape. It gathers sharded matrices."""
     if setup.optimizer == "adamw":
         return 0
-    holders, n = setup.ways * setup.tensor, counts(config, setup.tensor)["linear"]
-    if holders == 1:  # copies in the dtype of products, of which each rank works on its share
-        worked_on = n * (1.5 + 0.5 * setup.autocast + 1 / setup.data)
+    shards, n = setup.shard_ranks * setup.tensor, counts(config, setup.tensor)["linear"]
+    if shards == 1:  # Copies in the dtype of products. Each rank works on its share.
+        workspace = n * (1.5 + 0.5 * setup.autocast + 1 / setup.data)
     else:
         largest = max(p.numel for p in parameters(config) if p.is_matrix)
-        worked_on = MUON_GATHERED * -(-config.n_layer // holders) * largest
-    return round(MUON_UPDATES * FLOAT * n / setup.ways + setup.width * worked_on)
+        workspace = MUON_GATHERED * -(-config.n_layer // shards) * largest
+    return round(MUON_UPDATES * FLOAT * n / setup.shard_ranks + setup.width * workspace)
 
 
 def divisors(n: int) -> list[int]:
-    """The whole numbers that divide n, in order."""
+    """Returns the divisors of n in ascending order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})

@@ -1,8 +1,7 @@
-"""Every parameter of a decoder, and what its shape costs, by arithmetic alone: torch is not imported.
+"""All parameters of a decoder, and their memory and FLOPs, without importing torch.
 
-`parameters` is the one table of names and shapes, derived from a `GPTConfig`. Counts, memory, checkpoints, adapters,
-tensor parallelism, the optimizers' groups and the GPT-3 table read it; a test compares it with the model that
-`gpt.model.decoder` builds.
+`parameters` is the only table of names and shapes. Counts, memory, checkpoints, adapters, tensor parallelism, optimizer
+groups and the GPT-3 table use it. A test compares it with `gpt.model.decoder`.
 """
 
 import functools
@@ -15,117 +14,118 @@ from gpt.config import PRESETS, GPTConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["embedding", "positions", "linear", "bias", "norm", "unembedding"]
-SLACK = 64  # positions that a step of a windowed layer may append, and that may be taken back
+SLACK = 64  # positions that a step of a windowed layer can append and take back
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of the decoder. One in the blocks stands for as many as there are blocks."""
+    """A tensor of the decoder, or a tensor of every block."""
 
-    name: str  # in the model's state_dict; without its prefix, ``h.0.`` …, where it is in the blocks
-    shape: Shape  # a linear map's weight is (out, in), as in torch
+    name: str  # state_dict key, without the prefix ``h.0.`` … in the blocks
+    shape: Shape  # (out, in) for a linear map, as in torch
     kind: Kind
     in_blocks: bool = True
-    split: int | None = None  # the axis that tensor-parallel ranks divide; None: each rank has all of it
-    unit: int = 1  # rows or columns along ``split`` that stay together: a head's
-    fused: tuple[int, ...] = ()  # rows of each of the matrices that lie below each other: query, key, value; gate, up
-    matrices: tuple[str, ...] = ()  # its rows of the GPT-3 table; of fused ones each its own
-    summed: bool = False  # whether a tensor-parallel rank has the gradient of its own heads' use alone
-    trained: bool = True  # False for a fixed table of positions, which only checkpoints hold
+    split: int | None = None  # axis that tensor parallelism splits; None: every rank has the full tensor
+    unit: int = 1  # rows or columns that ``split`` keeps together: one head
+    fused: tuple[int, ...] = ()  # rows of each matrix in a stack: query, key, value; or gate, up
+    matrices: tuple[str, ...] = ()  # rows of the GPT-3 table, one per fused matrix
+    summed: bool = False  # whether a tensor-parallel rank only has its heads' part of the gradient
+    trained: bool = True  # False for a fixed position table, which only checkpoints contain
 
     @property
     def numel(self) -> int:
-        """Numbers in one of them."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is the weight of a linear map in a block: what Muon orthogonalizes, and what adapters change."""
+        """Whether it is a block's linear weight, which Muon orthogonalizes and adapters change."""
         return self.kind == "linear"
 
     @property
     def is_decayed(self) -> bool:
-        """Whether AdamW decays it: no bias and no LayerNorm."""
+        """Whether AdamW decays it: true except for biases and norms."""
         return len(self.shape) > 1
 
 
 @functools.lru_cache(maxsize=64)
 def parameters(config: GPTConfig) -> tuple[Parameter, ...]:
-    """The parameters of a decoder of this shape, in the model's order, those of the blocks once.
+    """Returns a decoder's parameters in model order, with one entry per block tensor.
 
-    A tied unembedding is the embedding and has none. The rows of the GPT-3 table: Value-Up and Value-Down are the
-    head's factors of the value map, in the usual names W_V and W_O.
+    A tied model has no unembedding. In the GPT-3 table, W_V is called Value-Up and W_O Value-Down.
     """
-    C, head, V = config.n_embd, config.head_size, config.vocab_size
-    heads, hidden = config.n_head * head, config.mlp_width
-    cached = config.kv_heads * head
-    qkv, shares = (heads, cached, cached), ("Query", "Key", "Value-Up")
-    gated, inside = config.mlp == "swiglu", ("Gate-Projection", "Up-Projection")
-    ups = (hidden, hidden) if gated else ()
-    some, every = config.biases != "none", config.biases == "all"
-    found = [Parameter("wte.weight", (V, C), "embedding", in_blocks=False, matrices=("Embedding",))]
+    C, head_size, V = config.n_embd, config.head_size, config.vocab_size
+    query_width, hidden = config.n_head * head_size, config.mlp_width
+    kv_width = config.kv_heads * head_size
+    qkv, qkv_matrices = (query_width, kv_width, kv_width), ("Query", "Key", "Value-Up")
+    gated, mlp_matrices = config.mlp == "swiglu", ("Gate-Projection", "Up-Projection")
+    gate_up = (hidden, hidden) if gated else ()
+    qkv_bias, bias = config.biases != "none", config.biases == "all"
+    table = [Parameter("wte.weight", (V, C), "embedding", in_blocks=False, matrices=("Embedding",))]
     if config.positions != "rotary":
         trained = config.positions == "learned"
-        found.append(Parameter("wpe.weight", (config.block_size, C), "positions", in_blocks=False, trained=trained))
-    found += [
+        table.append(Parameter("wpe.weight", (config.block_size, C), "positions", in_blocks=False, trained=trained))
+    table += [
         *_norm("ln_1", C, config),
-        *_linear("attn.c_attn", sum(qkv), C, some, 0, head, qkv, shares),
-        *([*_norm("attn.q_norm", head), *_norm("attn.k_norm", head)] if config.qk_norm else []),
-        *_linear("attn.c_proj", C, heads, every, 1, head, matrices=("Value-Down",)),
+        *_linear("attn.c_attn", sum(qkv), C, qkv_bias, 0, head_size, qkv, qkv_matrices),
+        *([*_norm("attn.q_norm", head_size), *_norm("attn.k_norm", head_size)] if config.qk_norm else []),
+        *_linear("attn.c_proj", C, query_width, bias, 1, head_size, matrices=("Value-Down",)),
         *_norm("ln_2", C, config),
-        *_linear("mlp.c_fc", sum(ups) or hidden, C, every, 0, 1, ups, inside if gated else inside[1:]),
-        *_linear("mlp.c_proj", C, hidden, every, 1, matrices=("Down-Projection",)),
+        *_linear(
+            "mlp.c_fc", sum(gate_up) or hidden, C, bias, 0, 1, gate_up, mlp_matrices if gated else mlp_matrices[1:]
+        ),
+        *_linear("mlp.c_proj", C, hidden, bias, 1, matrices=("Down-Projection",)),
         *_norm("ln_f", C, config, in_blocks=False),
     ]
     if not config.tied:
-        found.append(Parameter("lm_head.weight", (V, C), "unembedding", in_blocks=False, matrices=("Unembedding",)))
-    return tuple(found)
+        table.append(Parameter("lm_head.weight", (V, C), "unembedding", in_blocks=False, matrices=("Unembedding",)))
+    return tuple(table)
 
 
 def _linear(
     name: str,
-    outs: int,
-    ins: int,
+    out_features: int,
+    in_features: int,
     bias: bool,
     split: int,
     unit: int = 1,
     fused: tuple[int, ...] = (),
     matrices: tuple[str, ...] = (),
 ) -> list[Parameter]:
-    """The parameters of a linear map. A bias is divided as the rows are; where the columns are, it is not."""
-    weight = Parameter(f"{name}.weight", (outs, ins), "linear", True, split, unit, fused, matrices)
-    added = Parameter(f"{name}.bias", (outs,), "bias", True, None if split else 0, unit, fused)
-    return [weight, added] if bias else [weight]
+    """Returns the parameters of a linear map. The bias is split if the rows are."""
+    weight = Parameter(f"{name}.weight", (out_features, in_features), "linear", True, split, unit, fused, matrices)
+    bias_parameter = Parameter(f"{name}.bias", (out_features,), "bias", True, None if split else 0, unit, fused)
+    return [weight, bias_parameter] if bias else [weight]
 
 
 def _norm(name: str, width: int, config: GPTConfig | None = None, in_blocks: bool = True) -> list[Parameter]:
-    """The weights of a norm, and the β of a LayerNorm; without a config it is an RMSNorm of queries or keys."""
+    """Returns a norm's weight, and a LayerNorm's β. Without ``config``, it is the RMSNorm of queries or keys."""
     parts = ("weight", "bias") if config is not None and config.norm == "layernorm" else ("weight",)
     return [Parameter(f"{name}.{part}", (width,), "norm", in_blocks, summed=config is None) for part in parts]
 
 
 def named_parameters(config: GPTConfig) -> dict[str, Parameter]:
-    """Every parameter of every block by its whole name, in the model's order."""
-    found: dict[str, Parameter] = {}
-    for in_blocks, some in itertools.groupby(parameters(config), key=lambda p: p.in_blocks):
-        together = list(some)
+    """Returns the parameters of all blocks by full name, in model order."""
+    table: dict[str, Parameter] = {}
+    for in_blocks, group in itertools.groupby(parameters(config), key=lambda p: p.in_blocks):
+        members = list(group)
         for prefix in [f"h.{layer}." for layer in range(config.n_layer)] if in_blocks else [""]:
-            found |= {prefix + p.name: p for p in together}
-    return found
+            table |= {prefix + p.name: p for p in members}
+    return table
 
 
 def counts(config: GPTConfig, ranks: int = 1) -> dict[Kind, int]:
-    """Trained parameters by kind, on one of ``ranks`` that share each sequence (`gpt.parallel.tensor`)."""
-    found: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
+    """Counts trained parameters by kind, on one of ``ranks`` tensor-parallel ranks."""
+    totals: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
     for p in parameters(config):
         copies = config.n_layer if p.in_blocks else 1
-        found[p.kind] += p.trained * copies * p.numel // (1 if p.split is None else ranks)
-    return found
+        totals[p.kind] += p.trained * copies * p.numel // (1 if p.split is None else ranks)
+    return totals
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the GPT-3 table: a kind of matrix, its dimensions as the paper writes them, and its parameters."""
+    """A row of the GPT-3 table: a matrix, its dimensions in the paper's notation, and its parameter count."""
 
     matrix: str
     dimensions: str
@@ -134,28 +134,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The parameters of a shape by group. ``trainable = total_weights - tied + positions + biases + layer_norms``."""
+    """Parameter counts by group. ``trainable = total_weights - tied + positions + biases + layer_norms``."""
 
     rows: list[Row]
-    total_weights: int  # the sum of the rows, the unembedding counted even where it is the embedding
-    tied: int  # what tying the unembedding to the embedding saves; 0 where it is not tied
-    positions: int  # the trained table of positions; 0 for a fixed one
-    biases: int  # of the linear layers
-    layer_norms: int  # of every norm: γ and β of LayerNorms, γ of RMSNorms
+    total_weights: int  # sum of the rows, including a tied unembedding
+    tied: int  # parameters saved by tied embeddings; 0 if untied
+    positions: int  # trained position table; 0 if fixed
+    biases: int  # biases of linear layers
+    layer_norms: int  # all norms: γ and β of LayerNorms, γ of RMSNorms
 
     @property
     def trainable(self) -> int:
-        """The parameters that an optimizer sees."""
+        """Number of parameters that the optimizer trains."""
         return self.total_weights - self.tied + self.positions + self.biases + self.layer_norms
 
 
 def breakdown(config: GPTConfig) -> Breakdown:
-    """The parameters of a decoder of this shape, in the rows of the GPT-3 table."""
+    """Counts a decoder's parameters in the rows of the GPT-3 table."""
     C, V, by_kind = config.n_embd, config.vocab_size, counts(config)
     embedding, unembedding = (
         Row(name, f"{a:,} × {b:,}", V * C) for name, a, b in (("Embedding", C, V), ("Unembedding", V, C))
     )
-    rows = [row for p in parameters(config) if p.is_matrix for row in _rows(p, config.n_layer)]
+    rows = [row for p in parameters(config) if p.is_matrix for row in _table_rows(p, config.n_layer)]
     rows = [embedding, *rows, unembedding]
     return Breakdown(
         rows=rows,
@@ -167,69 +167,68 @@ def breakdown(config: GPTConfig) -> Breakdown:
     )
 
 
-def _rows(p: Parameter, n_layer: int) -> list[Row]:
-    """The rows of a block's matrix, of fused ones in the paper's order, which is that of the alphabet; an axis that
-    heads divide is a head's, times the heads."""
+def _table_rows(p: Parameter, n_layer: int) -> list[Row]:
+    """Returns the rows of a block's matrix, in alphabetical order like the paper's. An axis split by heads is written
+    as head size times heads."""
     rows = []
-    for matrix, outs in sorted(zip(p.matrices, p.fused or p.shape[:1], strict=True)):
-        sides, times = [outs, p.shape[1]], f"{n_layer:,}"
+    for matrix, out_features in sorted(zip(p.matrices, p.fused or p.shape[:1], strict=True)):
+        sides, factors = [out_features, p.shape[1]], f"{n_layer:,}"
         if p.unit > 1 and p.split is not None:
-            times = f"{sides[p.split] // p.unit:,} × {times}"
+            factors = f"{sides[p.split] // p.unit:,} × {factors}"
             sides[p.split] = p.unit
-        rows.append(Row(matrix, f"({sides[0]:,} × {sides[1]:,}) × {times}", outs * p.shape[1] * n_layer))
+        rows.append(Row(matrix, f"({sides[0]:,} × {sides[1]:,}) × {factors}", out_features * p.shape[1] * n_layer))
     return rows
 
 
 def flops_per_token(config: GPTConfig, context: int, adapters: int = 0) -> int:
-    """Floating-point operations that training needs for a token in sequences of ``context``: 6 N + 12·L·C·T.
+    """Training FLOPs per token in sequences of length ``context``: 6 N + 12·L·C·T.
 
-    As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT: each of the N parameters of a matrix product is
-    multiplied and added once going forward and twice going back; scores and weighted sums of attention add 12·L·C·T,
-    as if every position saw all T, of a windowed layer those in the window. N counts all parameters but the table of
-    positions, which is only added; the embedding counts once, as the unembedding. What is computed anew, or masked out,
-    does not change this number. With ``adapters``, as many parameters are trained and the rest is not: it needs no
-    gradients of its own, 4 N.
+    As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT, each of the N parameters in matrix products is
+    multiplied and added once in the forward pass and twice in the backward pass. Attention adds 12·L·C·T, as if every
+    position attended to all T positions, or to its whole window. N excludes the position table, which is only added,
+    and counts the embedding once, as the unembedding. Recomputation and masking don't change the result. With
+    ``adapters`` trained parameters, the frozen parameters need no gradients: 4 N.
     """
     n = multiplied(config)
-    return (4 * n + 6 * adapters if adapters else 6 * n) + 12 * _scores(config, context)
+    return (4 * n + 6 * adapters if adapters else 6 * n) + 12 * _score_products(config, context)
 
 
 def flops_sampled(config: GPTConfig, context: int) -> int:
-    """Floating-point operations that computing one more position needs after ``context`` of them in the cache:
-    2 N + 4·L·C·T, the forward pass's part of `flops_per_token`."""
-    return 2 * multiplied(config) + 4 * _scores(config, context)
+    """FLOPs of one position after ``context`` cached positions: 2 N + 4·L·C·T, the forward pass of
+    `flops_per_token`."""
+    return 2 * multiplied(config) + 4 * _score_products(config, context)
 
 
 def multiplied(config: GPTConfig) -> int:
-    """Parameters that a position is multiplied by: all but the table of positions, and an untied embedding."""
-    own = counts(config)
-    return sum(own.values()) - own["positions"] - (0 if config.tied else own["embedding"])
+    """Parameters in matrix products: all except the position table and an untied embedding."""
+    by_kind = counts(config)
+    return sum(by_kind.values()) - by_kind["positions"] - (0 if config.tied else by_kind["embedding"])
 
 
-def _scores(config: GPTConfig, context: int) -> int:
-    """Products of a query's and a key's number at the end of ``context``, in all heads and layers: L·C·T where every
-    layer is dense and heads share the width."""
+def _score_products(config: GPTConfig, context: int) -> int:
+    """Multiplications for the last position's scores, in all heads and layers: L·C·T if every layer is dense and the
+    heads' widths add up to C."""
     return config.n_head * config.head_size * seen(config, context)
 
 
 def seen(config: GPTConfig, context: int) -> int:
-    """Positions that the last one of ``context`` sees, summed over the layers."""
+    """Positions that the last position of ``context`` attends to, summed over layers."""
     return sum(min(context, window or context) for window in config.windows)
 
 
 def cache_columns(window: int | None, positions: int) -> int:
-    """Columns that a layer's cache needs for so many positions: all of them, or those of its window and `SLACK`."""
+    """KV cache columns of a layer: all ``positions``, or its window plus `SLACK`."""
     return positions if window is None else min(positions, window + SLACK)
 
 
 def cache_bytes(config: GPTConfig, positions: int, width: int) -> int:
-    """Bytes of the keys and values of a text of so many positions, of ``width`` bytes a number (`gpt.model.cache`)."""
+    """KV cache bytes of a sequence, with ``width`` bytes per element."""
     columns = sum(cache_columns(window, positions) for window in config.windows)
     return 2 * width * config.kv_heads * config.head_size * columns
 
 
 def nearest_preset(config: GPTConfig) -> str:
-    """The preset of GPT-2 and GPT-3 nearest in size, whose batch and rate are a model's usual ones."""
+    """Returns the GPT-2 or GPT-3 preset nearest in size, for its batch size and learning rate."""
     size = breakdown(config).trainable
     sizes = [name for name, preset in PRESETS.items() if preset.model.layout == "gpt2"]
     return min(sizes, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))

@@ -1,5 +1,4 @@
-"""Ways to train a model on so many devices: the micro-batch that fits into their memory, and how long it takes. No
-torch."""
+"""Plans training on N devices: setup, memory and duration. Doesn't import torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,32 +10,32 @@ from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig
 
-NODE = 8  # devices of a machine, to which tensor parallelism is bound: it sends much, and often
+NODE = 8  # Devices per machine. Tensor parallelism communicates too much to cross machines.
 DAY = 86_400
-TOKENS = 20  # a parameter (Hoffmann et al. 2022, arXiv 2203.15556)
-USABLE = 0.9  # of a GPU's memory; the rest is for CUDA's context, the buffers of cuBLAS and NCCL, and fragmentation
-SHARED = 0.25  # of a CPU's memory beside what stays there between steps: other programs want theirs
-LEAST_CHUNK = 128  # positions whose logits are computed at once at least
+TOKENS = 20  # tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556)
+USABLE = 0.9  # share of GPU memory; the rest is for the CUDA context, cuBLAS and NCCL buffers, and fragmentation
+CPU_SHARE = 0.25  # share of the CPU memory that is free between steps; other programs need the rest
+MIN_LOSS_CHUNK = 128  # minimum positions per chunk of logits
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A way to train, with its memory and days."""
+    """A training setup with its memory and duration."""
 
     devices: int
     setup: Setup
-    memory: Training  # bytes on a rank
-    room: int  # bytes that it may take of a device
-    days: float | None  # None where the device's peak is not known
+    memory: Training  # bytes per rank
+    room: int  # usable bytes of a device
+    days: float | None  # None if the device's peak is unknown
 
     @property
     def fits(self) -> bool:
-        """Whether a rank has the memory."""
+        """Whether a rank has enough memory."""
         return self.memory.peak <= self.room
 
     @property
     def options(self) -> str:
-        """The options of ``gpt train`` that ask for this plan."""
+        """The ``gpt train`` options for this plan."""
         setup, words = self.setup, []
         if setup.shard:
             words.append("--shard full")
@@ -46,100 +45,103 @@ class TrainingPlan:
         return " ".join([*words, "--recompute"] if setup.recompute else words)
 
 
-def plans(config: GPTConfig, asked: PlanConfig, batch_tokens: int) -> list[TrainingPlan]:
-    """The first way that fits for 1, 2, 4 … devices, up to all that there are; where none does, the one that needs
-    least. Devices that cannot share the sequences of a step evenly are left out. Raises `UserError` where all are."""
-    if asked.tensor is not None and config.kv_heads % asked.tensor:
-        of_keys = "" if config.kv_heads == config.n_head else " key/value"
+def plans(config: GPTConfig, request: PlanConfig, batch_tokens: int) -> list[TrainingPlan]:
+    """Returns a plan for 1, 2, 4 … and all devices: the first setup that fits, else the setup that needs the least
+    memory. Skips device counts that can't share a step's sequences evenly. Raises `UserError` if all devices together
+    can't."""
+    if request.tensor is not None and config.kv_heads % request.tensor:
+        head_kind = "" if config.kv_heads == config.n_head else " key/value"
         raise UserError(
-            f"the model's {config.kv_heads}{of_keys} heads cannot be split evenly over {asked.tensor} ranks",
+            f"the model's {config.kv_heads}{head_kind} heads cannot be split evenly over {request.tensor} ranks",
             "use one of " + ", ".join(map(str, divisors(config.kv_heads))),
         )
-    rows = step_rows(config, asked.batch_tokens or batch_tokens, asked.batch_tokens is not None)
-    counts = sorted({2**n for n in range(asked.devices.bit_length()) if 2**n <= asked.devices} | {asked.devices})
-    found = [plan for n in counts if (plan := _first(config, asked, rows, n)) is not None]
-    if not found or found[-1].devices != asked.devices:
-        _explain(config, asked, rows)
-    return found
+    rows = step_rows(config, request.batch_tokens or batch_tokens, request.batch_tokens is not None)
+    device_counts = sorted(
+        {2**n for n in range(request.devices.bit_length()) if 2**n <= request.devices} | {request.devices}
+    )
+    result = [plan for n in device_counts if (plan := _choose_plan(config, request, rows, n)) is not None]
+    if not result or result[-1].devices != request.devices:
+        _raise_uneven(config, request, rows)
+    return result
 
 
-def step_rows(config: GPTConfig, batch_tokens: int, was_asked: bool) -> int:
-    """Sequences a step. Raises `UserError` for a batch that was asked for and is no whole number of them."""
+def step_rows(config: GPTConfig, batch_tokens: int, is_requested: bool) -> int:
+    """Returns the sequences per step. Raises `UserError` if a requested batch is not a multiple of the context."""
     T = config.block_size
-    if was_asked and batch_tokens % T:
-        above = -(-batch_tokens // T) * T
-        raise UserError(f"batch-tokens {batch_tokens:,} is not a multiple of the context, {T:,}", f"use {above:,}")
+    if is_requested and batch_tokens % T:
+        multiple = -(-batch_tokens // T) * T
+        raise UserError(f"batch-tokens {batch_tokens:,} is not a multiple of the context, {T:,}", f"use {multiple:,}")
     return max(1, round(batch_tokens / T))
 
 
-def _first(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> TrainingPlan | None:
-    """The first setup that fits, or else the one that needs least; None where none divides the work."""
-    least: TrainingPlan | None = None
-    kind = find_kind(asked.kind)
-    days = training_days(config, asked, devices, kind)
-    for setup in setups(config, asked, rows, devices):
-        plan = TrainingPlan(devices, setup, training(config, setup), room(config, setup, kind.memory), days)
+def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> TrainingPlan | None:
+    """Returns the first plan that fits, else the plan that needs the least memory, or None."""
+    smallest: TrainingPlan | None = None
+    kind = find_kind(request.kind)
+    days = training_days(config, request, devices, kind)
+    for setup in setups(config, request, rows, devices):
+        plan = TrainingPlan(devices, setup, training(config, setup), usable_bytes(config, setup, kind.memory), days)
         if plan.fits:
             return plan
-        if least is None or plan.memory.peak < least.memory.peak:
-            least = plan
-    return least
+        if smallest is None or plan.memory.peak < smallest.memory.peak:
+            smallest = plan
+    return smallest
 
 
-def setups(config: GPTConfig, asked: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
-    """Ways to compute a step, the cheapest first: less is sent without sharding than with it, and less with it than
-    where ranks share each sequence; computing again costs a third more."""
-    memory = find_kind(asked.kind).memory
-    for shard, tensor in _divisions(config, asked, devices):
+def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
+    """Yields setups, cheapest first. Sharding adds communication, and tensor parallelism adds more. Recomputation costs
+    a third more."""
+    memory = find_kind(request.kind).memory
+    for shard, tensor in _parallelisms(config, request, devices):
         data = devices // tensor
         if rows % data:
             continue
-        own = rows // data
-        for recompute in {"on": (True,), "off": (False,), "auto": (False, True)}[asked.recompute]:
+        rank_rows = rows // data
+        for recompute in {"on": (True,), "off": (False,), "auto": (False, True)}[request.recompute]:
             setup = Setup(
-                dtype=asked.dtype,
-                optimizer=asked.optimizer,
+                dtype=request.dtype,
+                optimizer=request.optimizer,
                 recompute=recompute,
                 data=data,
                 shard=shard,
                 tensor=tensor,
-                device="cpu" if asked.kind == "cpu" else "cuda",
+                device="cpu" if request.kind == "cpu" else "cuda",
             )
-            if asked.micro_batch is None:
-                yield largest(config, setup, own, memory)
-            elif own % asked.micro_batch == 0:
-                yield in_chunks(config, at_once(setup, asked.micro_batch, own), memory)
+            if request.micro_batch is None:
+                yield largest(config, setup, rank_rows, memory)
+            elif rank_rows % request.micro_batch == 0:
+                yield in_chunks(config, at_once(setup, request.micro_batch, rank_rows), memory)
 
 
-def _divisions(config: GPTConfig, asked: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
-    """Whether parameters are shared out, and how many ranks share a sequence."""
-    for tensor in [asked.tensor] if asked.tensor else [n for n in divisors(NODE) if config.kv_heads % n == 0]:
+def _parallelisms(config: GPTConfig, request: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
+    """Yields values for ``shard`` and ``tensor`` of `Setup`."""
+    for tensor in [request.tensor] if request.tensor else [n for n in divisors(NODE) if config.kv_heads % n == 0]:
         if devices % tensor:
             continue
-        alone = devices == tensor
-        if asked.shard != "full":
+        is_tensor_only = devices == tensor
+        if request.shard != "full":
             yield False, tensor
-        if asked.shard == "full" or (asked.shard == "auto" and not alone):
+        if request.shard == "full" or (request.shard == "auto" and not is_tensor_only):
             yield True, tensor
 
 
-def room(config: GPTConfig, setup: Setup, memory: int) -> int:
-    """Bytes that a step may take of a device's ``memory``."""
+def usable_bytes(config: GPTConfig, setup: Setup, memory: int) -> int:
+    """Returns the part of a device's ``memory`` that a step can use."""
     if setup.device == "cuda":
         return int(USABLE * memory)
     step = training(config, setup)
-    stays = step.parameters + step.gradients + step.optimizer + step.snapshot
-    return stays + int(SHARED * max(0, memory - stays))
+    permanent = step.parameters + step.gradients + step.optimizer + step.snapshot
+    return permanent + int(CPU_SHARE * max(0, memory - permanent))
 
 
 def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
-    """Whether a step takes no more than its `room`."""
-    return training(config, setup).peak <= room(config, setup, memory)
+    """Whether a step fits in its `usable_bytes`."""
+    return training(config, setup).peak <= usable_bytes(config, setup, memory)
 
 
 def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
-    """``setup`` with the largest micro-batch that fits of those that divide a process's ``rows``; where none does, with
-    one sequence, and its logits `in_chunks`."""
+    """Returns ``setup`` with the largest micro-batch that fits and divides a process's ``rows``, else with one sequence
+    and logits `in_chunks`."""
     for micro_batch in reversed(divisors(rows)):
         setup = at_once(setup, micro_batch, rows)
         if fits(config, setup, memory):
@@ -148,48 +150,48 @@ def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
 
 
 def at_once(setup: Setup, micro_batch: int, rows: int) -> Setup:
-    """``setup`` with that micro-batch of a process's ``rows``, which it divides."""
+    """Returns ``setup`` with a micro-batch that divides a process's ``rows``."""
     return replace(setup, micro_batch=micro_batch, accumulates=rows > micro_batch)
 
 
 def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
-    """``setup`` with the logits of as many positions at once as fit, where those of all do not."""
+    """Returns ``setup`` with the largest chunks of logits that fit, if all logits don't."""
     chunk, peak = logits_at_once(config, setup), training(config, setup).peak
-    while chunk > LEAST_CHUNK and not fits(config, setup, memory):
-        chunk = max(LEAST_CHUNK, chunk // 2)
+    while chunk > MIN_LOSS_CHUNK and not fits(config, setup, memory):
+        chunk = max(MIN_LOSS_CHUNK, chunk // 2)
         smaller = replace(setup, loss_chunk=chunk)
         if training(config, smaller).peak >= peak:
-            break  # it isn't the logits that need so much
+            break  # The logits don't need most of the memory.
         setup, peak = smaller, training(config, smaller).peak
     return setup
 
 
-def trained_tokens(config: GPTConfig, asked: PlanConfig) -> int:
-    """The tokens to train on: as many as were asked for, or 20 a parameter."""
-    return TOKENS * breakdown(config).trainable if asked.tokens is None else round(asked.tokens)
+def trained_tokens(config: GPTConfig, request: PlanConfig) -> int:
+    """Number of tokens to train on, by default 20 per parameter."""
+    return TOKENS * breakdown(config).trainable if request.tokens is None else round(request.tokens)
 
 
-def training_days(config: GPTConfig, asked: PlanConfig, devices: int, kind: Kind) -> float | None:
-    """Days for all tokens: their operations over what the devices compute at the stated MFU."""
-    peak = kind.peak(asked.dtype)
+def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Kind) -> float | None:
+    """Days of training, from the FLOPs of all tokens and the devices' throughput at the requested MFU."""
+    peak = kind.peak(request.dtype)
     if peak is None:
         return None
-    flops = flops_per_token(config, config.block_size) * trained_tokens(config, asked)
-    return flops / (devices * peak * asked.mfu) / DAY
+    flops = flops_per_token(config, config.block_size) * trained_tokens(config, request)
+    return flops / (devices * peak * request.mfu) / DAY
 
 
-def _explain(config: GPTConfig, asked: PlanConfig, rows: int) -> None:
-    """Raises `UserError` for what all devices together cannot divide."""
-    tensor, n = asked.tensor, asked.devices
-    ways = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
-    data = n // max(ways)
+def _raise_uneven(config: GPTConfig, request: PlanConfig, rows: int) -> None:
+    """Raises `UserError` for work that can't be divided over all devices."""
+    tensor, n = request.tensor, request.devices
+    splits = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
+    data = n // max(splits)
     if rows % data:
-        above = -(-rows // data) * data * config.block_size
+        multiple = -(-rows // data) * data * config.block_size
         raise UserError(
-            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices, {max(ways)} per sequence",
-            f"use --batch-tokens {above}, or --devices {max(d * max(ways) for d in divisors(rows) if d <= data)}",
+            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices, {max(splits)} per sequence",
+            f"use --batch-tokens {multiple}, or --devices {max(d * max(splits) for d in divisors(rows) if d <= data)}",
         )
     raise UserError(
-        f"a micro-batch of {asked.micro_batch} does not divide the {rows // data:,} sequences of a rank",
+        f"a micro-batch of {request.micro_batch} does not divide the {rows // data:,} sequences of a rank",
         "use one of " + ", ".join(map(str, divisors(rows // data))),
     )

@@ -1,4 +1,4 @@
-"""Matrices rounded to whole numbers of 8 or 4 bits, with the scales that give them back."""
+"""Quantization of matrices to int8 or int4, with scales."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from torch import Tensor
 from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
 
-LEVELS = 127  # of int8, on either side of 0
-GROUP = 32  # numbers of a row that share a scale in int4
-MIDDLE = 8  # the level of int4 that is 0
-# Scales tried for a group. Against the largest number over −8, as Q4_0's reference has it, a trained model of 3.7 M
-# parameters has 11 % less squared error and 11 % less divergence from its own predictions; 128 scales give no more.
-_TRIED = 8
-_AT_ONCE = 2**18  # numbers that are rounded at a time: they stay in the processor's cache
+LEVELS = 127  # largest int8 level
+GROUP = 32  # int4 elements of a row that share a scale
+MIDDLE = 8  # int4 level of 0
+# Scales tried per group. Compared with Q4_0's reference (largest element / −8), a trained model of 3.7 M parameters has
+# 11 % less squared error and 11 % less divergence from its original predictions. 128 scales are no better.
+_SCALES_PER_GROUP = 8
+_CHUNK_SIZE = 2**18  # elements rounded at a time, to stay in the processor's cache
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix (out, in) in int8 with a scale for each row, or in int4 with one for each 32 numbers of a row."""
+    """A matrix (out, in) in int8 with a scale per row, or in int4 with a scale per 32 elements of a row."""
 
-    levels: Tensor  # int8 (out, in); or uint8 (out, in / 2), byte j of a group: number j + 16 · number (j + 16)
+    levels: Tensor  # int8 (out, in); or uint8 (out, in / 2): byte j of a group is element j + 16 · element (j + 16)
     scales: Tensor  # float32 (out), or float16 (out, in / 32)
 
     @property
     def bits(self) -> int:
-        """Bits of a number: 8 or 4."""
+        """Bits per element: 8 or 4."""
         return 8 if self.levels.dtype == torch.int8 else 4
 
     @property
@@ -39,64 +39,64 @@ class Quantized:
         return rows, columns * 8 // self.bits
 
     def to(self, device: torch.device) -> "Quantized":
-        """The same on a device."""
+        """Returns the matrix on ``device``."""
         return Quantized(self.levels.to(device), self.scales.to(device))
 
     def dequantize(self) -> Tensor:
-        """The matrix in float32: each level times its scale."""
+        """Returns the matrix in float32: each level times its scale."""
         if self.bits == 8:
             return self.levels.float().mul_(self.scales[:, None])
         groups = self.unpacked().float().sub_(MIDDLE).view(len(self.levels), -1, GROUP)
         return groups.mul_(self.scales.float()[..., None]).flatten(1)
 
     def unpacked(self) -> Tensor:
-        """The levels of int4, 0 to 15, uint8 (out, in)."""
+        """Returns the int4 levels, 0 to 15, as uint8 (out, in)."""
         pairs = self.levels.view(len(self.levels), -1, GROUP // 2)
         return torch.cat([pairs & 15, pairs >> 4], dim=-1).flatten(1)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows by their numbers, (…) → (…, in), in float32."""
-        some = ids.flatten()
-        return Quantized(F.embedding(some, self.levels), self.scales[some]).dequantize().view(*ids.shape, -1)
+        """Looks up rows by index, (…) → (…, in), in float32."""
+        flat_ids = ids.flatten()
+        return Quantized(F.embedding(flat_ids, self.levels), self.scales[flat_ids]).dequantize().view(*ids.shape, -1)
 
 
 def whole(value: Tensor | Quantized) -> Tensor:
-    """A parameter as a tensor: as it is, or restored in float32."""
+    """Returns a parameter as a tensor, dequantized to float32 if quantized."""
     return value.dequantize() if isinstance(value, Quantized) else value
 
 
 def to_int8(weight: Tensor) -> Quantized:
-    """Rounds a matrix to int8; each row's largest number becomes 127 or −127. Raises `UserError` for numbers that are
-    not finite."""
+    """Quantizes a matrix to int8; the largest element of each row becomes ±127. Raises `NotANumber` for NaN or
+    infinity."""
     return _in_parts(weight, _rows_to_int8)
 
 
 def to_int4(weight: Tensor) -> Quantized:
-    """Rounds a matrix, whose rows are groups of 32, to int4. Of a group's scales that put its largest number near −8 or
-    8, each fitted by least squares, it takes the one with the least squared error. Raises `UserError` for numbers that
-    are not finite, or too large for a scale in float16."""
+    """Quantizes a matrix to int4; its row length must be a multiple of 32. Tries scales that put a group's largest
+    element near ±8, fits each by least squares and keeps the most accurate. Raises `NotANumber` for NaN or infinity,
+    and `UserError` for elements too large for a float16 scale."""
     return _in_parts(weight, _rows_to_int4)
 
 
 def round_matrix(weight: Tensor, bits: int) -> Quantized:
-    """Rounds a matrix to ``bits``, or to 8 where its rows are no whole groups."""
+    """Quantizes a matrix to ``bits``, or to 8 if its row length is not a multiple of 32."""
     return (to_int4 if bits_of_rows(weight.size(1), bits) == 4 else to_int8)(weight)
 
 
 def bits_of_rows(width: int, bits: int) -> int:
-    """The bits in which rows of a matrix are stored beside others of ``bits``: 8 where they are no whole groups."""
+    """Returns ``bits``, or 8 if the row length ``width`` is not a multiple of 32."""
     return bits if width % GROUP == 0 else 8
 
 
-def _in_parts(weight: Tensor, rounded: Callable[[Tensor], Quantized]) -> Quantized:
-    parts = [rounded(rows.float()) for rows in torch.split(weight.detach(), max(1, _AT_ONCE // weight.size(1)))]
+def _in_parts(weight: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
+    parts = [quantize(rows.float()) for rows in torch.split(weight.detach(), max(1, _CHUNK_SIZE // weight.size(1)))]
     return Quantized(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
 
 
 def _rows_to_int8(rows: Tensor) -> Quantized:
     scales = rows.abs().amax(1) / LEVELS
     if not scales.isfinite().all():
-        raise _not_finite()
+        raise _non_finite_error()
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
     return Quantized((rows / scales[:, None]).round_().to(torch.int8), scales)
 
@@ -104,33 +104,32 @@ def _rows_to_int8(rows: Tensor) -> Quantized:
 def _rows_to_int4(rows: Tensor) -> Quantized:
     groups = rows.view(len(rows), -1, GROUP)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    best, least = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
-    for step in range(_TRIED):
-        levels = _levels(groups, largest / -(MIDDLE - 1.5 + 3 * step / _TRIED))
+    best_scale, best_error = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
+    for index in range(_SCALES_PER_GROUP):
+        levels = _round_to_levels(groups, largest / -(MIDDLE - 1.5 + 3 * index / _SCALES_PER_GROUP))
         fitted = (levels * groups).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True).clamp_(min=1)
         scale = fitted.half().float()
-        error = (_levels(groups, scale) * scale - groups).square_().sum(-1, keepdim=True)
-        better = error < least
-        best, least = torch.where(better, scale, best), torch.where(better, error, least)
-    if not least.isfinite().all():  # no scale of a group has a finite error
+        error = (_round_to_levels(groups, scale) * scale - groups).square_().sum(-1, keepdim=True)
+        is_better = error < best_error
+        best_scale, best_error = torch.where(is_better, scale, best_scale), torch.where(is_better, error, best_error)
+    if not best_error.isfinite().all():  # Some group has no scale with a finite error.
         if not rows.isfinite().all():
-            raise _not_finite()
+            raise _non_finite_error()
         raise UserError("weights are too large for int4, which has float16 scales", "use int8")
-    low, high = (_levels(groups, best) + MIDDLE).to(torch.uint8).chunk(2, dim=-1)
-    return Quantized((low | high << 4).flatten(1), best.squeeze(-1).half())
+    low, high = (_round_to_levels(groups, best_scale) + MIDDLE).to(torch.uint8).chunk(2, dim=-1)
+    return Quantized((low | high << 4).flatten(1), best_scale.squeeze(-1).half())
 
 
-def _not_finite() -> NotANumber:
+def _non_finite_error() -> NotANumber:
     return NotANumber("weights cannot be quantized: some are NaN or infinite")
 
 
-def _levels(groups: Tensor, scale: Tensor) -> Tensor:
+def _round_to_levels(groups: Tensor, scale: Tensor) -> Tensor:
     return (groups / torch.where(scale == 0, 1, scale)).round_().clamp_(-MIDDLE, MIDDLE - 1)
 
 
 class QuantizedLinear(nn.Module):
-    """A linear map by a rounded matrix, which is restored for each product. `gpt.decoding.weights` lays it out for
-    speed."""
+    """A linear map that dequantizes its weight for each product. `gpt.decoding.weights` has faster layouts."""
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
@@ -143,7 +142,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """An embedding of which only the rows that are looked up are restored, in ``dtype``."""
+    """An embedding that dequantizes only the rows it looks up, to ``dtype``."""
 
     def __init__(self, weight: Quantized, dtype: torch.dtype) -> None:
         super().__init__()
@@ -155,8 +154,8 @@ class QuantizedEmbedding(nn.Module):
 
 
 def round_matrices(model: GPT, bits: int, dtype: torch.dtype = torch.float32) -> GPT:
-    """Rounds a model's matrices to ``bits``, and embeddings to 8, in place, and returns it. Rows of its embedding are
-    restored in ``dtype``."""
+    """Quantizes a model's matrices to ``bits`` and its embeddings to 8, in place, and returns the model. Embedding rows
+    are dequantized to ``dtype``."""
     embedding = to_int8(model.wte.weight)
     model.lm_head = QuantizedLinear(embedding if model.lm_head is None else to_int8(model.unembedding), None)
     for parent in list(model.modules()):
