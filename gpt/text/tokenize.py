@@ -117,8 +117,8 @@ AHEAD = 16  # Items in memory beyond two per worker, which keep the workers busy
 def _encode_items(
     tokenizer: Tokenizer, items: Iterable[Item], jobs: int
 ) -> Generator[tuple[Item, EncodedItem], None, None]:
-    """Yields every item with its ids, in order. ``jobs`` threads encode: tiktoken and the tokenizers library release the
-    GIL."""
+    """Yields every item with its ids, in order. ``jobs`` threads encode, because tiktoken and the tokenizers library
+    release the GIL."""
     tokenizer.encode("")  # Initializes the tokenizer before the threads start.
     pending = deque[tuple[Item, Future[EncodedItem]]]()
 
