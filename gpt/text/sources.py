@@ -209,7 +209,7 @@ class _Finder:
         files = []
         for path in paths:
             try:
-                files.append(_local_source(path))
+                files.append(_file(path))
             except UserError as error:
                 self._skip_or_raise(error)
         return files
@@ -230,7 +230,7 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return bool(names) and fnmatch.fnmatch(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
-def _local_source(path: str) -> Source:
+def _file(path: str) -> Source:
     try:
         kind = stat.S_IFMT(Path(path).stat().st_mode)
         if kind in (stat.S_IFCHR, stat.S_IFBLK):  # Reading a device might never end.

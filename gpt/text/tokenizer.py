@@ -239,7 +239,7 @@ class Tokenizer:
         return digest.hexdigest()
 
     def gives_the_ids_of(self, other: "Tokenizer") -> bool:
-        """Whether both fingerprints are equal. If one tokenizer comes from an older gpt, which ran other vocabularies in
+        """Whether the fingerprints are equal. If one tokenizer comes from an older gpt, which ran other vocabularies in
         tiktoken, the same pattern and tokens are enough."""
         self_values, other_values = (
             (tokenizer.pattern, tokenizer.eot, tokenizer.bos, tokenizer._added_tokens, tokenizer._token_bytes)
