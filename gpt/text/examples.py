@@ -19,7 +19,7 @@ from gpt.text.unpack import Source
 class Example:
     """A training example. Its fields are the items of the JSON list that ``records`` produces."""
 
-    option: ClassVar[str]  # The command-line option that reads it.
+    option: ClassVar[str]
     plural: ClassVar[str]
     content: ClassVar[str]  # The contents of a line, for messages.
     form: ClassVar[str]  # A sample line, for messages.
@@ -94,7 +94,7 @@ class Conversation(Example):
 
     @staticmethod
     def _content_and_reasoning(message: dict[str, str]) -> list[str]:
-        """Returns content and reasoning. The reasoning is stored under two keys."""
+        """Returns content and reasoning, which is stored under two keys."""
         return [text for key, text in message.items() if key not in ("role", "thinking")]
 
 
@@ -102,8 +102,8 @@ E = TypeVar("E", bound=Example)
 
 
 def kind_of(texts: Sequence[str], config: TextConfig) -> type[Example] | None:
-    """Returns the example type whose keys match every record of ``texts`` exactly. Returns None if no type matches, a
-    record is unreadable, or one of ``texts`` is not a file of records on this disk."""
+    """Returns the example type whose keys match every record of ``texts`` exactly. Returns None if no type matches, or
+    if ``texts`` are not readable record files on this disk."""
     kinds: dict[str, type[Example]] = {json.dumps(sorted(kind.records.keys)): kind for kind in (Pair, Conversation)}
     reader = Reader(replace(config, skip_bad=False), formats.KEYS)
     common_kind: type[Example] | None = None
@@ -179,11 +179,9 @@ def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[
 
 
 def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], list[E]]:
-    """Returns training and held-out examples. Unless ``fraction`` is 0, at least one example is held out.
-
-    The last ``fraction`` is held out. With `HASHED_SPLIT_FROM` examples or more, a hash of seed and example decides, so
-    adding examples never moves the others. Raises `UserError` if no example is left for training.
-    """
+    """Returns training and held-out examples. Holds out the last ``fraction``, at least one example unless it is 0.
+    With `HASHED_SPLIT_FROM` examples or more, a hash of seed and example decides instead, so adding examples never
+    moves the others. Raises `UserError` if no example is left for training."""
     if fraction == 0:
         return list(examples), []
     if len(examples) < HASHED_SPLIT_FROM:

@@ -17,7 +17,7 @@ from gpt.errors import UserError, WorkError
 from gpt.text.unpack import BUFFER, ByteStream, damaged, reason, translated
 from gpt.words import counted
 
-BLOCK = 2**18  # Bytes per decoded block. Larger blocks are slower, because each needs new memory from the system.
+BLOCK = 2**18  # Bytes. Larger blocks are slower, because each needs new memory from the system.
 
 
 class _DecodingErrors(threading.local):
@@ -36,7 +36,6 @@ def _count_and_replace(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def _stop_at_error(error: UnicodeError) -> tuple[str, int]:
-    """Keeps the text before an invalid byte and drops the rest."""
     assert isinstance(error, UnicodeDecodeError)
     _decoding_errors.error = error
     return "", len(error.object)
@@ -82,10 +81,8 @@ class TextEncoding:
         return text
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
-        """Yields the text of a stream block by block. Raises `UserError` at the first invalid byte.
-
-        Removes byte-order marks at the start of the text and of lines, where another file was appended.
-        """
+        """Yields the text of a stream block by block. Raises `UserError` at the first invalid byte. Removes byte-order
+        marks at the start of the text and of lines, where another file was appended."""
         decoder = codecs.getincrementaldecoder(self.name)("gpt.stop" if self.errors == "strict" else self.errors)
         offset, line = 0, 1  # Position of the block's first byte.
         starts_line = True
@@ -174,25 +171,23 @@ Place = Callable[[int], str]  # Returns the location of a record, given its numb
 
 @dataclass(frozen=True)
 class RecordForm:
-    """The way a record becomes a document."""
+    """How a record becomes a document."""
 
     keys: tuple[str, ...]  # Required keys.
     text: Callable[[dict[str, Any], int, Place], str]  # Returns the document of a record. Raises `_BadRecord`.
     hint: str
-    strings: bool = True  # Whether all values are strings.
+    strings: bool = True
     json_hint: str = ""  # Appended to hints about JSON files.
     synonyms: tuple[str, ...] = ()  # Other names of the only required key.
-    optional: tuple[str, ...] = ()  # Optional keys.
+    optional: tuple[str, ...] = ()
 
     def columns(self, available: Collection[str]) -> list[str]:
-        """Returns the keys to read from a record or table that has the keys ``available``."""
+        """Returns the keys to read, given the ``available`` keys."""
         found = [next((name for name in (key, *self.synonyms) if name in available), key) for key in self.keys]
         return found + [name for name in self.optional if name in available]
 
 
 class _AllKeys(RecordForm):
-    """A form that reads every value of a record."""
-
     def columns(self, available: Collection[str]) -> list[str]:
         return [*available] or [""]
 
@@ -272,7 +267,6 @@ def _is_trained_on(message: dict[str, Any]) -> bool:
 
 
 def _uses_tools(values: dict[str, Any]) -> bool:
-    """Whether a record declares tools, or a message is a tool call or a tool result."""
     tool_values = [values.get(key) for key in (*_TOOL_KEYS, "tool_calls", "function_call", "tool_call_id")]
     has_tools = any(
         value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")) for value in tool_values
@@ -304,11 +298,11 @@ Raw = TypeVar("Raw")
 class Records(Generic[Raw]):
     """The records of a file, read by ``form``. ``on_bad`` is called with errors in records."""
 
-    unit = "line"  # Unit of record numbers, for messages.
+    unit = "line"
 
     def __init__(self, name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> None:
         self.name, self.stream, self.form, self.encoding, self.on_bad = name, stream, form, encoding, on_bad
-        self.json_hint = ""  # Appended to hints about bad records.
+        self.json_hint = ""
 
     def _rows(self) -> Iterator[tuple[int, Raw]]:
         """Yields the number and the raw data of each record."""
@@ -343,7 +337,7 @@ class Records(Generic[Raw]):
         return self._error(number, what, "split it into several, or use --skip-bad to skip it")
 
     def _lines(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
-        """Yields the number, offset and bytes of each line, including its line break."""
+        """Yields number, offset and bytes of each line, including the line break."""
         buffered = io.BufferedReader(self.stream, BUFFER)
         number, offset = 0, 0
         while line := buffered.readline(MAX_RECORD + 1):
@@ -378,14 +372,14 @@ class JSONLines(Records[tuple[int, bytes]]):
 
 
 class JSONFile(Records[Any]):
-    """A JSON file, parsed while it is read: an array, or a sequence of objects that can span lines. An object that
-    has exactly one list of records is replaced by the list."""
+    """A JSON file, parsed while it is read: an array, or a sequence of objects that can span lines. In a sequence, an
+    object with exactly one list of records is replaced by the list."""
 
     def _rows(self) -> Iterator[tuple[int, Any]]:
         self.json_hint = self.form.json_hint
         self._blocks = self.encoding.blocks(self.name, self.stream)
-        self._text, self._position = "", 0  # Text in memory, and the position in it.
-        self._line_number, self._line_position = 1, 0  # Line number at the position `_line_position`.
+        self._text, self._position = "", 0
+        self._line_number, self._line_position = 1, 0  # Line number at `_line_position`.
         self._value_start = _NON_SPACE
         is_array = self._next_character() == "["
         if is_array:
@@ -429,7 +423,6 @@ class JSONFile(Records[Any]):
                 return self._text[self._position : self._position + 1]
 
     def _parse_value(self) -> Any:
-        """Parses the value at the current position and moves past it."""
         while True:
             try:
                 value, end = _decode_json(self._text, self._position)
@@ -518,7 +511,6 @@ def _without_surrogates(value: str, encoding: TextEncoding) -> str:
 
 
 def _missing_message(field: str, available: Iterable[Any], what: str) -> str:
-    """Returns the message for a missing field."""
     present = list(available)
     names = ", ".join(map(str, present[:20])) + (", …" if len(present) > 20 else "") or "none"
     return f'it has no "{field}"; its {what}: {names}'
@@ -567,10 +559,10 @@ class Table(Records[list[str]]):
         return self.form.hint
 
     def _non_empty_rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yields the non-empty rows with the number of their first line."""
+        """Yields non-empty rows with their first line number."""
         csv.field_size_limit(MAX_RECORD)  # This limit is process-wide.
         self._remaining_lines = self._lines()
-        self._first_line = self._last_line = self._row_size = 0  # Line numbers and size of the current row.
+        self._first_line = self._last_line = self._row_size = 0
         is_tsv = self.delimiter == "\t"
         reader = map(_split_tabs, self) if is_tsv else csv.reader(self, delimiter=self.delimiter, strict=True)
         while True:
@@ -670,7 +662,7 @@ class Parquet(Records[tuple[Any, ...]]):
 
 
 def _column_values(column: Any) -> list[Any]:
-    """Returns the values of a column. Strings are returned as bytes, which can be invalid UTF-8."""
+    """Returns the values of a column. Strings become bytes, because they can be invalid UTF-8."""
     import pyarrow as pa
 
     if isinstance(column, pa.DictionaryArray):

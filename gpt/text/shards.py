@@ -40,10 +40,8 @@ def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: int) -> str:
-    """Writes ids and document offsets to ``path`` atomically and returns the sha256.
-
-    Raises `UserError` for an id outside the vocabulary.
-    """
+    """Writes ids and document offsets to ``path`` atomically. Returns the sha256. Raises `UserError` for an id outside
+    the vocabulary."""
     parts = [np.ascontiguousarray(part, id_type(vocab_size)) for part in ids]
     count = sum(map(len, parts))
     if max((int(part.max()) for part in parts if len(part)), default=0) >= vocab_size:
@@ -56,10 +54,8 @@ def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: in
 
 
 class Shard:
-    """A memory-mapped file of ids. Raises `UserError` if the file is truncated or of another kind.
-
-    `take` checks ids against the vocabulary, so opening a shard takes the same time at any size.
-    """
+    """A memory-mapped file of ids, which `take` checks against the vocabulary. Raises `UserError` if the file is
+    truncated or of another kind."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -143,8 +139,8 @@ class Shard:
 
 
 Int64s = npt.NDArray[np.int64]
-RELEASE_EVERY = 2**26  # Maximum of mapped bytes.
-RELEASE_MAPS = 256  # Maximum of mapped files.
+RELEASE_EVERY = 2**26  # Maximum mapped bytes.
+RELEASE_MAPS = 256  # Maximum mapped files.
 
 
 class TokenStream:

@@ -40,9 +40,9 @@ def find(
     """Returns the sources that ``texts`` name, in order and without duplicates; the default corpus if there are none.
 
     A text is ``-`` (standard input), a file, a folder (recursive, sorted, without hidden entries and token folders), a
-    URL, a pattern, or a corpus of the catalogue, tried in this order. Raises `UserError` for anything else. Unreadable
-    files and folders raise it too, unless ``skipped`` counts them. ``on_bytes`` is called with the download progress,
-    ``note`` with a message about skipped files.
+    URL, a pattern, or a corpus of the catalogue, tried in this order. Raises `UserError` for anything else, and for
+    unreadable paths unless ``skipped`` counts them. ``on_bytes`` is called with the download progress, ``note`` with
+    skipped files.
     """
     if not texts:
         return catalogue.sources(DEFAULT_CORPUS)  # The default applies even if a file has its name.
@@ -72,7 +72,6 @@ def published(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
 
 
 def _stat(text: str) -> os.stat_result | None:
-    """Returns the status of a file or folder, or None if it does not exist."""
     try:
         return Path(text).stat() if text else None
     except PermissionError as error:
@@ -108,10 +107,8 @@ _SPECIAL_FILE = ("a pipe, socket or device", "pipes, sockets or devices")
 
 
 class _Finder:
-    """Resolves TEXT arguments. ``skipped``, if given, counts unreadable files and folders.
-
-    ``skipped_paths``: skipped paths in folders, by kind and real path.
-    """
+    """Resolves TEXT arguments. ``skipped`` counts unreadable paths. ``skipped_paths``: other skipped paths, by kind and
+    real path."""
 
     def __init__(self, skipped: Skipped | None) -> None:
         self.skipped = skipped
@@ -186,10 +183,8 @@ class _Finder:
                     self._record_skipped(_SPECIAL_FILE if kind else _BROKEN_LINK, path)
 
     def _mark_seen(self, path: str, seen: set[str]) -> bool:
-        """Adds the real path of a folder to ``seen``. Returns False if the folder must be skipped.
-
-        A link to one of its parent folders is skipped: it would add files from outside the given folder.
-        """
+        """Adds the real path of a folder to ``seen``. Returns False for a repeated folder, and for a link to a parent
+        folder, which would add files from outside the given folder."""
         real = Path(os.path.realpath(path))
         if str(real) in seen:
             return False
@@ -215,7 +210,6 @@ class _Finder:
         return files
 
     def _skip_or_raise(self, error: UserError) -> None:
-        """Counts an error, or raises it unless errors are skipped."""
         if self.skipped is None:
             raise error from None
         self.skipped.add(error)
@@ -275,10 +269,8 @@ _TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "update
 
 
 def find_remote(address: str) -> list[Source]:
-    """Returns the file at a URL, or the files of its folder or pattern, sorted and without hidden files.
-
-    Raises `UserError` if there is none, `WorkError` without a network or a package that fsspec needs.
-    """
+    """Returns the file at a URL, or the files of its folder or pattern, sorted and without hidden files. Raises
+    `UserError` if there is none, `WorkError` without a network or a package that fsspec needs."""
     with translated(partial(_remote_error, address)):
         fs, path = _open_filesystem(address)
         infos = dict(_remote_files(fs, path, address))
@@ -289,7 +281,7 @@ def find_remote(address: str) -> list[Source]:
 
 
 def _open_filesystem(address: str) -> tuple[Any, str]:
-    import fsspec  # Imported here, because only URLs need it.
+    import fsspec  # Only URLs need it.
 
     options: dict[str, Any] = {}
     try:
@@ -362,7 +354,6 @@ class _WholeBlocks(io.BufferedReader):
 
 
 def _remote_error(address: str, error: Exception) -> UserError:
-    """Returns the error for a URL, on one line."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     status = getattr(cause, "status", None)
     if status in (404, 410) or (isinstance(error, FileNotFoundError) and cause is error):

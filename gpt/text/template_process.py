@@ -31,7 +31,7 @@ class _Generation(Extension):
     """The tag ``{% generation %}`` of transformers, which encloses the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
-    length = 0  # Characters rendered so far.
+    length = 0
     spans: list[tuple[int, int]]
 
     def parse(self, parser: Parser) -> nodes.Node:

@@ -5,7 +5,7 @@
     train-GGGGG-SSSSS.ids, val-GGGGG-SSSSS.ids shards (`gpt.text.shards`) of group GGGGG, slice SSSSS
     tokenizer.tiktoken …                       the tokenizer's files
 
-Groups and slices depend only on the sources, so parts from several machines merge into the folder of one machine.
+Groups and slices depend only on the sources, so merging parts from several machines gives the folder of one.
 """
 
 import contextlib
@@ -102,7 +102,6 @@ class TokenFolder:
         self.tokens: int = self.manifest["tokens"]
 
     def _check_manifest(self) -> None:
-        """Raises if entries are missing or contradict each other."""
         manifest = self.manifest
         _require(manifest["split"]["by"] in ("hash", "end", "text", "nothing"))
         _require(isinstance(manifest["asked"], dict))
@@ -225,10 +224,8 @@ COUNTS = ("replaced", "skipped", "cut_pieces", "end_of_text_in_text")
 
 
 def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
-    """Merges the parts of a corpus into one folder, without tokenizing again.
-
-    Raises `UserError` if a part is missing or duplicated, or was created from other sources or with other settings.
-    """
+    """Merges the parts of a corpus into one folder. Raises `UserError` if a part is missing or duplicated, or was
+    created from other sources or with other settings."""
     target = Path(out)
     if target.exists():
         raise UserError(f"{out} already exists", "choose another path with --out; nothing is overwritten")
@@ -254,7 +251,7 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
 
 
 def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
-    """Raises `UserError` if parts share a source or a shard, which means that their texts differ."""
+    """Raises `UserError` if parts overlap, because they were then created from different texts."""
     hint = "create all parts from the same text"
     groups: dict[str, int] = {}
     for source in sources:

@@ -76,7 +76,7 @@ def read_items(corpus: Corpus, group: int, tokenizer: Tokenizer, on_bytes: OnByt
 
 
 class _CountedChunks:
-    """The chunks of a source, with sha256, bytes and documents of the chunks read so far."""
+    """The chunks of a source, with sha256, bytes and documents read so far."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self.chunks, self.documents, self.bytes, self.digest = chunks, 0, 0, hashlib.sha256()
@@ -157,10 +157,8 @@ def _single_threaded_library() -> Iterator[None]:
 
 
 def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listener = lambda event: None) -> TokenFolder:
-    """Tokenizes files, folders, URLs or named corpora into the token folder ``config.out``.
-
-    Raises the errors of `tokenize`, and `UserError` if the folder exists and ``config.resume`` is not set.
-    """
+    """Tokenizes files, folders, URLs or named corpora into ``config.out``. Raises the errors of `tokenize`, and
+    `UserError` if the folder exists and ``config.resume`` is not set."""
     if config.out is None:
         raise UserError("where should the tokens go?", "name a new folder: gpt tokenize TEXT -o DIR")
     out = Path(config.out)
@@ -231,7 +229,6 @@ def _interruptible(out: Path, progress: FinishedSlices) -> Iterator[StopSignal]:
 def _missing_items(
     corpus: Corpus, groups: Sequence[int], progress: FinishedSlices, tokenizer: Tokenizer, listen: Listener
 ) -> Iterator[Item]:
-    """Yields the items that no finished slice contains."""
     sizes = [source.size for source in corpus.sources]
     indexes = [index for group in groups for index in corpus.groups[group]]
     *starts, total = accumulate((sizes[index] for index in indexes), initial=0)

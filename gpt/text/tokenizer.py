@@ -29,7 +29,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
 LONGEST_LEARNT = 64  # Characters of a token. Longer tokens would be lines of dashes, and slow to merge.
 
-# Longer runs of one kind of character. The lookbehind matches only at the start of a run, for linear time.
+# Longer runs of one kind of character. The lookbehind allows a match only at the start of a run, for linear time.
 _LONG_RUNS = [
     re.compile(rf"(?<!{kind}){kind}{{{LONGEST_LEARNT + 1},}}")
     for kind in (r"[^\W_]", rf"[^a-zA-Z0-9{SPACES}]", f"[{SPACES}]")
@@ -42,14 +42,14 @@ class Tokenizer:
 
     name: str
     backend: ByteBPE | Library
-    eot: int  # Id of end-of-text.
+    eot: int
     eot_token: str = END_OF_TEXT
     specials: Mapping[str, int] = field(default_factory=dict)  # Further special tokens, which merging never produces.
     words: Mapping[str, int] = field(default_factory=dict)  # Added tokens that are recognized in any text.
     bos: int | None = None  # Id that starts a text, in families with a BOS token.
     more_ends: frozenset[int] = frozenset()  # Further ids that end a text.
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # Transformers files, saved unchanged.
-    limit: int | None = None  # The vocabulary size of a model that has no weights for padding tokens.
+    limit: int | None = None  # Vocabulary size of the model, if it has no weights for padding tokens.
 
     def __post_init__(self) -> None:
         ranks = self.backend.ranks if isinstance(self.backend, ByteBPE) else None
@@ -119,8 +119,8 @@ class Tokenizer:
         return sorted(id for id in self._token_bytes if id < self.usable)
 
     def for_model(self, ids: int) -> "Tokenizer":
-        """Returns the tokenizer for a model with ``ids`` ids. If the model has fewer ids, encoding a text that needs a
-        missing id is an error. Raises `UserError` if the id that starts or ends a text is missing."""
+        """Returns the tokenizer for a model with ``ids`` ids. Encoding a text that needs a missing id is then an error.
+        Raises `UserError` if the id that starts or ends a text is missing."""
         if self.vocab_size <= ids:
             return replace(self, limit=None) if self.limit else self
         if max(self.eot, self.bos or 0) >= ids:
@@ -151,7 +151,7 @@ class Tokenizer:
         if CHAT_TEMPLATE in files:
             return files[CHAT_TEMPLATE].decode("utf-8", "replace")
         template = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
-        if isinstance(template, list):  # Several named templates.
+        if isinstance(template, list):
             templates = [item for item in template if isinstance(item, dict)]
             template = next((item.get("template") for item in templates if item.get("name") == "default"), None)
         return template if isinstance(template, str) else None
@@ -164,7 +164,7 @@ class Tokenizer:
         )
 
     def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Returns the ids of ``text``, including special tokens, and a mask of the ids that overlap the character
+        """Returns the ids of ``text`` with special tokens, and a mask of the ids that overlap the character
         ``spans``."""
         ids = self.encode(text, specials=True)
         if isinstance(self.backend, Library):
@@ -183,8 +183,8 @@ class Tokenizer:
         return [self._check_limit(ids) for ids in self.backend.encode_all(texts, self.words)]
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the ids of a prompt, at least one. With Transformers files, special tokens get their ids, as in
-        Transformers; otherwise they are text."""
+        """Returns the ids of a prompt, at least one. Special tokens are ordinary text, except with Transformers
+        files."""
         ids: list[int] = self.encode(text, specials=bool(self.files)).tolist()
         return ([] if self.bos is None else [self.bos]) + ids or [self.eot]
 
@@ -250,7 +250,6 @@ class Tokenizer:
 
 
 def _optional_fields(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the optional fields of a tokenizer that files record."""
     fields = {
         "nfc": isinstance(tokenizer.backend, ByteBPE) and tokenizer.backend.nfc,
         "words": dict(tokenizer.words),
@@ -274,10 +273,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
     """Trains a byte-level BPE with ``vocab_size`` ids on ``texts`` (Sennrich et al. 2016). The last ids are end-of-text
-    and ``specials``, in order.
-
-    Raises `UserError` if the texts have too few pairs to merge.
-    """
+    and ``specials``, in order. Raises `UserError` if the texts have too few pairs to merge."""
     min_size = 257 + len(specials)
     if vocab_size < min_size:
         extra = f" and {len(specials)} more" if specials else ""
@@ -295,7 +291,7 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[st
 
 def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
     """Trains a tokenizer like `learn_tokenizer`, with fewer ids if the texts support no more."""
-    import rustbpe  # Imported here, because only training needs it.
+    import rustbpe  # Only training needs it.
 
     check_specials(specials)
     trainer = rustbpe.Tokenizer()
@@ -339,9 +335,7 @@ def gpt2_tokenizer() -> Tokenizer:
 
 def named_tokenizer(name: str) -> Tokenizer:
     """Returns one of `named_tokenizers`. Downloads its file once into the user's cache or ``TIKTOKEN_CACHE_DIR``.
-
-    Raises `WorkError` offline, naming the file and its path.
-    """
+    Raises `WorkError` offline, naming the file and its path."""
     if name == "bytes":
         return bytes_tokenizer()
     if name == "r50k_base":

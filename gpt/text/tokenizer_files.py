@@ -51,9 +51,7 @@ _DESCRIPTION_FILES = ("gpt.json", "manifest.json")
 
 def find_tokenizer(word: str) -> Tokenizer:
     """Returns a tokenizer by name, or from the path of a tokenizer, a Transformers folder or a run. Tries names first.
-
-    Raises `UserError` if there is none.
-    """
+    Raises `UserError` if there is none."""
     if word in named_tokenizers():
         return named_tokenizer(word)
     with reading(Path(word)):
@@ -103,15 +101,13 @@ def _read_file(path: Path) -> Tokenizer:
 
 
 def has_own(folder: Path, description: Any) -> bool:
-    """Whether a folder contains the tokenizer file for a result of `describe`."""
+    """Whether ``folder`` contains the tokenizer file that ``description`` requires."""
     return (folder / (WHOLE if isinstance(description, dict) and description.get("library") else RANKS)).is_file()
 
 
 def read_own(folder: Path, description: Any, where: str) -> Tokenizer:
-    """Reads a tokenizer from ``folder``. ``description``: result of `describe`, from the file ``where``.
-
-    Raises `UserError` if the files do not match the description.
-    """
+    """Reads a tokenizer from ``folder``. ``description``: result of `describe`, from the file ``where``. Raises
+    `UserError` if the files do not match it."""
     try:
         files = _read_kept(folder, [name for name in KEPT if name in description.get("files", [])])
         file = folder / (WHOLE if description.get("library") else RANKS)
@@ -141,8 +137,8 @@ def read_own(folder: Path, description: Any, where: str) -> Tokenizer:
 
 
 def _read_kept(folder: Path, names: Iterable[str], parsed: str = "") -> dict[str, bytes]:
-    """Reads the files that are saved unchanged. The JSON of the file ``parsed`` was checked before. Raises `UserError`
-    for a file that is too large or not JSON."""
+    """Reads the files to save unchanged. Raises `UserError` for a file that is too large, or not JSON. ``parsed`` names
+    a file whose JSON was checked before."""
     return {name: _read_json_bytes(folder / name, name == parsed) for name in names if (folder / name).is_file()}
 
 
@@ -173,12 +169,11 @@ def read_transformers(folder: Path) -> Tokenizer | None:
 
 
 def _complete(values: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Mapping[str, Any]:
-    """Completes a ``tokenizer.json`` as Transformers does: adds the tokens that only the other ``files`` list or name,
-    makes end-of-text special, and, for GPT-2's and Qwen2's classes, applies ``add_prefix_space`` of
-    tokenizer_config.json."""
+    """Completes a ``tokenizer.json`` as Transformers does. Adds the tokens that only the other ``files`` list or name,
+    makes end-of-text special, and applies ``add_prefix_space`` for GPT-2's and Qwen2's classes."""
     config, names = (json.loads(files.get(name, b"{}")) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
     vocab, listed_tokens = values["model"]["vocab"], values.get("added_tokens") or []
-    # Unigram has a list.
+    # Unigram's vocabulary is a list.
     vocab = {word: id for id, (word, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab
     added = {token["content"]: token["id"] for token in listed_tokens}
     size = 1 + max([-1, *vocab.values(), *added.values()])
@@ -237,7 +232,6 @@ def _companion_tokens(
 
 
 def _describe_error(error: Exception) -> str:
-    """Describes an error in the structure of a JSON file."""
     if isinstance(error, KeyError):
         return f"{error.args[0]!r} is missing"
     return f"a value has the wrong type: {error}"
@@ -259,8 +253,7 @@ def _read_settings(folder: Path) -> list[dict[str, Any]]:
 
 
 def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict[str, bytes]:
-    """Returns names and contents of the files for tiktoken, the tokenizers library and Transformers. Creates them
-    unless the tokenizer keeps its files."""
+    """Returns the kept or new files for tiktoken, the tokenizers library and Transformers, by name."""
     ranks = {RANKS: to_tiktoken(tokenizer.backend.ranks)} if isinstance(tokenizer.backend, ByteBPE) else {}
     if tokenizer.keeps_files:
         return {**tokenizer.files, **ranks}
@@ -273,8 +266,8 @@ def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict
 
 
 def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
-    """Returns a tokenizer with further special tokens, which get the next ids. Updates kept files, or drops them if
-    there is no ``tokenizer.json``, so that saving creates one."""
+    """Returns a tokenizer with further special tokens, which get the next ids. Updates a kept ``tokenizer.json``;
+    without it, drops the kept files, and saving creates new files."""
     new = {word: id for id, word in enumerate(words, tokenizer.vocab_size)}
     files, backend = dict(tokenizer.files), tokenizer.backend
     if not new:
@@ -298,7 +291,6 @@ def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
 
 
 def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns special tokens in the format of ``tokenizer.json``."""
     return [
         {
             "id": id, "content": word, "single_word": False,
@@ -309,10 +301,8 @@ def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes ``folder`` atomically, for `find_tokenizer` and Transformers.
-
-    Raises `UserError` if ``folder`` exists, `WorkError` if it cannot be written.
-    """
+    """Writes ``folder`` atomically, for `find_tokenizer` and Transformers. Raises `UserError` if it exists, `WorkError`
+    if it cannot be written."""
     check_new(folder, NEW)
     description: Mapping[str, Any] = {"format": FORMAT, "tokenizer": describe(tokenizer)}
     files = {**tokenizer_files(tokenizer), "gpt.json": to_json(description)}
@@ -376,7 +366,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "end_of_word_suffix": "",
             "fuse_unk": False,
             "byte_fallback": False,
-            # If no merge produces some token, a piece that equals a token becomes this token, as in tiktoken.
+            # If merges cannot produce every token, a piece that equals a token is kept whole, as in tiktoken.
             "ignore_merges": len(pairs) < sum(len(token) > 1 for token in ranks),
             "vocab": {in_characters(token): rank for token, rank in by_rank} | tokenizer.all_specials,
             "merges": written(pairs),
@@ -385,9 +375,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[str, Any]:
-    """Returns ``tokenizer_config.json``. ``block_size``: context length, if known.
-
-    Only GPT-2's pattern is saved as GPT2Tokenizer, because transformers 5 would replace any other pattern."""
+    """Returns ``tokenizer_config.json``. ``block_size``: context length, if known. Only GPT-2's pattern is saved as
+    GPT2Tokenizer, because transformers 5 would replace any other pattern."""
     gpt2 = tokenizer.pattern == GPT2_PATTERN
     return {
         "tokenizer_class": "GPT2Tokenizer" if gpt2 else "PreTrainedTokenizerFast",
@@ -408,10 +397,8 @@ def from_tokenizer_json(
     settings: Sequence[Mapping[str, Any]] = ({}, {}, {}),
 ) -> Tokenizer:
     """Reads a ``tokenizer.json``. tiktoken runs it if `to_tokenizer_json` would write the same, as for GPT-2; otherwise
-    the tokenizers library does. ``files`` are kept; ``settings``: see `_read_settings`.
-
-    Raises `UserError` if the library cannot run it.
-    """
+    the tokenizers library does. ``files`` are kept; ``settings``: see `_read_settings`. Raises `UserError` if the
+    library cannot run it."""
     files = files or {}
     try:
         full_values = _complete(values, files, where)

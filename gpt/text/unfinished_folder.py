@@ -33,14 +33,14 @@ from gpt.text.tokenizer import Tokenizer, describe
 from gpt.text.tokenizer_files import find_tokenizer, read_own
 
 SLICE_IDS = 2**24  # Ids that complete a slice: 32 or 64 MiB.
-_BAD_TEXT_SETTINGS = ("errors", "skip_bad")  # Settings that affect only damaged text.
+_BAD_TEXT_SETTINGS = ("errors", "skip_bad")
 _HINT = "tokenize into another folder, with --out"
 
 
 @dataclass
 class Item:
-    """Texts that are encoded together, and the data to record if a slice ends with this item. ``begins``: whether each
-    text starts a document."""
+    """Texts that are encoded together, and the data to record if a slice ends here. ``begins``: whether each text
+    starts a document."""
 
     group: int
     number: int  # Position in the group, starting at 1.
@@ -68,9 +68,9 @@ class Slice:
     group: Count
     slice: Count
     items: Count  # Items of the group up to the end of this slice.
-    last: bool  # Whether this is the last slice of the group.
+    last: bool
     shards: list[ShardRecord]
-    sources: list[SourceRecord]  # Sources that end in this slice.
+    sources: list[SourceRecord]
     counts: dict[str, Count]  # Counts of the group so far.
 
 
@@ -173,7 +173,7 @@ def provenance(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | No
 
 
 def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Mapping[str, bytes]) -> None:
-    """Creates the folder with the tokenizer's files and the first progress line: the provenance ``about`` and the
+    """Creates the folder with the tokenizer's files and a progress line with the provenance ``about`` and the
     sources."""
     sources = [[source.name, source.size, source.time] for source in corpus.sources]
     with disk_errors(out):
@@ -185,10 +185,8 @@ def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Mappin
 
 
 def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tokenizer:
-    """Returns the tokenizer of an unfinished or finished folder, which saves training it again.
-
-    Raises `UserError` naming the difference if the folder was created from other text or with other settings.
-    """
+    """Returns the tokenizer of an unfinished or finished folder. Raises `UserError` naming the difference if the folder
+    was created from other text or with other settings."""
     is_finished = (out / MANIFEST).exists()
     if is_finished:
         folder = TokenFolder(out)
@@ -227,10 +225,8 @@ def _read_header(out: Path) -> dict[str, Any]:
 
 def read_progress(out: Path, about: Mapping[str, Any]) -> FinishedSlices:
     """Returns the finished slices of a folder started with the same text and settings, and deletes leftover files.
-
     Drops a slice with missing shards and all later slices of its group. If the settings for bad text changed, drops
-    every unfinished group, because its items can change.
-    """
+    every unfinished group, because its items can change."""
     header = _read_header(out)
     progress = FinishedSlices()
     dropped = False
@@ -261,7 +257,6 @@ def read_progress(out: Path, about: Mapping[str, Any]) -> FinishedSlices:
 
 
 def _read_slice(line: bytes) -> Slice | None:
-    """Returns the slice of a progress line, or None if the line is truncated or damaged."""
     with contextlib.suppress(ValueError, RecursionError, UserError):
         result = checked(Slice, json.loads(line), PROGRESS)
         if result.counts.keys() == set(COUNTS):

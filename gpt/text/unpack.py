@@ -1,6 +1,6 @@
 """Opens and decompresses sources: byte streams, ``.gz`` and ``.zst`` files, members of ``.zip`` and ``.tar`` archives.
 
-Error messages have one line and name the file. Member names are never used as paths.
+Errors name the file on one line. Member names are never used as paths.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def file_source(name: str, path: Path) -> Source:
     return Source(name, status.st_size, status.st_mtime_ns, partial(open, path, "rb"))  # type: ignore[arg-type]
 
 
-BUFFER = 2**18  # Bytes per read of a compressed file or of lines.
+BUFFER = 2**18  # Bytes per read of compressed files and lines.
 
 OnBytes = Callable[[int], None]  # Called with the number of stored bytes read so far.
 
@@ -78,10 +78,8 @@ def translated(to_error: Callable[[Exception], UserError]) -> Iterator[None]:
 
 
 class ByteStream(io.RawIOBase):
-    """Wraps another stream. Reads can be short, because all bytes before a damaged byte are returned.
-
-    ``to_error`` converts exceptions of ``inner`` to a `UserError`. ``on_read`` is called with the size of each read.
-    """
+    """Wraps another stream. Reads can be short, because all bytes before a damaged byte are returned. ``to_error``
+    converts exceptions of ``inner``. ``on_read`` is called with the size of each read."""
 
     def __init__(
         self, inner: Any, to_error: Callable[[Exception], UserError], on_read: OnBytes | None = None,
@@ -158,10 +156,8 @@ def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
 
 
 class Copy:
-    """A copy of a stream in an unnamed temporary file, which exists as long as this object or a stream of it.
-
-    Raises `WorkError` if the disk is full.
-    """
+    """A copy of a stream in an unnamed temporary file, which lives as long as this object or its streams. Raises
+    `WorkError` if the disk is full."""
 
     def __init__(self, name: str, stream: ByteStream) -> None:
         self.name = name
@@ -189,7 +185,7 @@ class PackedFile:
     kind: str  # Lower-case name without the suffixes unpacked so far.
     open: Callable[[], ByteStream]
     reopenable: bool = True
-    depth: int = 0  # Number of formats unpacked so far.
+    depth: int = 0
 
     def unpacked(self, ending: str) -> "PackedFile":
         """Returns the file after unpacking ``ending``, a key of `UNPACK`."""

@@ -1,7 +1,7 @@
 """Limits for tokenizers of downloaded models: text growth and run time.
 
-The tokenizers library has no limits. A normalizer that doubles a text 60 times fills any memory, and a regular expression
-can take quadratic time.
+The tokenizers library has no limits: a normalizer that doubles a text 60 times fills any memory, and a regular
+expression can take quadratic time.
 """
 
 import base64
@@ -19,10 +19,10 @@ T = TypeVar("T")
 MAX_GROWTH = 32  # Ratio of characters after and before: 2 in Llama's normalizer, 18 in SentencePiece's NFKC.
 MOST_CHARACTERS = 2**26  # Characters of a text after growth. The library needs some 110 bytes for each.
 MAX_STEPS = 100  # Steps of a normalizer or decoder. Each step reads the text once.
-MAX_AFFIX = 64  # Characters of the prefix or suffix of word parts.
-SHORT = 256  # Characters of texts without a time limit: starting a thread takes as long as tokenizing them.
+MAX_AFFIX = 64  # Characters of the prefix or suffix that a model adds to word parts.
+SHORT = 256  # Shorter texts have no time limit: starting a thread would take as long as tokenizing them.
 SHORT_IF_LINEAR = 100_000  # The same for tokenizers with linear run time.
-SECONDS, RATE = 20.0, 20_000  # Time limit, plus a second per 20,000 characters: 1/50 of the usual throughput.
+SECONDS, RATE = 20.0, 20_000  # Limit of 20 s plus 1 s per 20,000 characters: 1/50 of the usual throughput.
 _HINT = "use another --tokenizer or model; this one may be damaged or hostile"
 
 
@@ -100,7 +100,7 @@ def timed(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
         except BaseException as error:  # A pyo3 panic is not an Exception.
             future.set_exception(error)
 
-    limit = SECONDS + size / RATE if is_risky else threading.TIMEOUT_MAX  # The process can be suspended.
+    limit = SECONDS + size / RATE if is_risky else threading.TIMEOUT_MAX  # A suspended process must not time out.
     threading.Thread(target=run, daemon=True, name="gpt-tokenizer").start()
     try:
         return future.result(limit)

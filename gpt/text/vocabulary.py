@@ -38,8 +38,8 @@ def learn(
 def tokenizer_for(
     corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, max_vocab_size: int = 2**24
 ) -> Tokenizer:
-    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``. ``auto`` trains it on a sample of the training text.
-    ``max_vocab_size``: maximum of the default vocabulary size."""
+    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``. ``auto`` trains it on a sample of the training
+    text. ``max_vocab_size`` limits the default size."""
     size, limit = corpus.train_bytes, config.sample_bytes
     if config.tokenizer == "auto" and size > limit:
         note(f"training the tokenizer on {limit / 1e6:,.0f} of {size / 1e6:,.0f} MB, sampled evenly")
@@ -55,8 +55,8 @@ def make_tokenizer(
     max_vocab_size: int = 2**24,
     specials: Sequence[str] = (),
 ) -> Tokenizer:
-    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``. ``auto`` trains it on ``texts``, a sample of a corpus
-    of ``n_bytes``. ``max_vocab_size``: maximum of the default vocabulary size."""
+    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``. ``auto`` trains it on ``texts``, a sample of a
+    corpus of ``n_bytes``. ``max_vocab_size`` limits the default size."""
     if kind != "auto":
         return find_tokenizer(kind)
     if vocab_size is not None:
