@@ -75,9 +75,9 @@ class TextEncoding:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
         if self.errors == "strict":
             return data.decode(self.name)
-        before = _decoding_errors.replaced
+        old_count = _decoding_errors.replaced
         text = data.decode(self.name, self.errors)
-        self.replaced += _decoding_errors.replaced - before
+        self.replaced += _decoding_errors.replaced - old_count
         return text
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
@@ -130,12 +130,12 @@ class TextEncoding:
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
     ) -> tuple[str, UnicodeDecodeError | None]:
         """Returns the text before the first invalid byte, and the error if there is one."""
-        before, _decoding_errors.error = _decoding_errors.replaced, None
+        old_count, _decoding_errors.error = _decoding_errors.replaced, None
         try:
             text = decoder.decode(block, final)
         except UnicodeError as error:  # UTF-16 without a byte-order mark.
             raise UserError(f"{name} is not {self.shown}: {reason(error)}", self.hint) from None
-        self.replaced += _decoding_errors.replaced - before
+        self.replaced += _decoding_errors.replaced - old_count
         return text, _decoding_errors.error
 
     @property
@@ -146,8 +146,8 @@ class TextEncoding:
     @property
     def hint(self) -> str:
         """Advice for a file in another encoding."""
-        other = "for Latin-1, use --encoding latin-1" if self.is_utf8 else "set its --encoding"
-        return f"{other}; or use --errors replace or --skip-bad"
+        advice = "for Latin-1, use --encoding latin-1" if self.is_utf8 else "set its --encoding"
+        return f"{advice}; or use --errors replace or --skip-bad"
 
     def error(self, name: str, error: UnicodeDecodeError, offset: int, line: int) -> UserError:
         """Returns the error for an invalid byte at an offset and line."""
@@ -183,8 +183,8 @@ class RecordForm:
 
     def columns(self, available: Collection[str]) -> list[str]:
         """Returns the keys to read, given the ``available`` keys."""
-        found = [next((name for name in (key, *self.synonyms) if name in available), key) for key in self.keys]
-        return found + [name for name in self.optional if name in available]
+        required = [next((name for name in (key, *self.synonyms) if name in available), key) for key in self.keys]
+        return required + [name for name in self.optional if name in available]
 
 
 class _AllKeys(RecordForm):

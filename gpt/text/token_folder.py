@@ -111,8 +111,8 @@ class TokenFolder:
         _require(part is None or (len(part) == 2 and all(type(n) is int for n in part) and 1 <= part[0] <= part[1]))
         counts = [manifest["sources"]["count"], *(manifest[key] for key in ("documents", "bytes", *COUNTS))]
         _require(all(type(count) is int and count >= 0 for count in counts))
-        places = [(record.side, record.group, record.slice) for record in self.shards]
-        _require(places == sorted(set(places)))
+        keys = [(record.side, record.group, record.slice) for record in self.shards]
+        _require(keys == sorted(set(keys)))
         for record in self.shards:
             _require(record.file == shard_name(record.side, record.group, record.slice))
         _require(manifest["tokens"] == sum(record.tokens for record in self.shards))
@@ -147,7 +147,7 @@ class TokenFolder:
         """Returns the text size of one side in bytes."""
         return sum(record.bytes for record in self.shards if record.side == side)
 
-    def verify(self, each: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def verify(self, on_progress: Callable[[int, int], None] = lambda tokens_done, total: None) -> None:
         """Checks checksums, ids, offsets and totals of all files. Raises `UserError` naming a damaged file."""
         total = sum(record.tokens for record in self.shards)
         try:
@@ -160,11 +160,11 @@ class TokenFolder:
         totals = (len(sources), sum(s.documents for s in sources), sum(s.bytes for s in sources))
         if totals != (self.manifest["sources"]["count"], self.documents, self.bytes):
             raise UserError(f"{self.path / MANIFEST} is damaged: its totals do not match {SOURCES}")
-        done = 0
+        tokens_done = 0
         for record in self.shards:
             Shard(self.path / record.file).verify(record.sha256)
-            done += record.tokens
-            each(done, total)
+            tokens_done += record.tokens
+            on_progress(tokens_done, total)
         self.check_shards()
 
     def check_shards(self) -> None:

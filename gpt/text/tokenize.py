@@ -202,13 +202,13 @@ def tokenize(
         stop = stack.enter_context(_interruptible(out, progress))
         items = _missing_items(corpus, groups, progress, tokenizer, listen)
         stream = stack.enter_context(contextlib.closing(_encode_items(tokenizer, items, min(jobs or cores(), cores()))))
-        first = list(islice(stream, 1))
+        first_items = list(islice(stream, 1))
         if not is_resumed:
-            _check_disk_space(corpus, first, len(groups) / len(corpus.groups), out, listen)
+            _check_disk_space(corpus, first_items, len(groups) / len(corpus.groups), out, listen)
             unfinished_folder.begin(out, about, corpus, tokenizer_files(tokenizer))
             stack.enter_context(unfinished_folder.locked(out))
         writer = unfinished_folder.ShardWriter(out, tokenizer.vocab_size, progress)
-        for item, encoded in stop.watching(chain(first, stream)):
+        for item, encoded in stop.watching(chain(first_items, stream)):
             writer.add(item, encoded)
         unfinished_folder.finish(out, about, progress)
     return TokenFolder(out)
@@ -243,11 +243,11 @@ def _missing_items(
 
 
 def _check_disk_space(
-    corpus: Corpus, first: list[tuple[Item, EncodedItem]], share: float, out: Path, listen: Listener
+    corpus: Corpus, first_items: list[tuple[Item, EncodedItem]], share: float, out: Path, listen: Listener
 ) -> None:
     """Estimates the size of the tokens from the first item. Raises `WorkError` if the disk has less free space."""
-    size = sum(sum(item.bytes.values()) for item, _ in first)
-    encoded_size = sum(ids.nbytes for _, encoded in first for ids in encoded.ids.values())
+    size = sum(sum(item.bytes.values()) for item, _ in first_items)
+    encoded_size = sum(ids.nbytes for _, encoded in first_items for ids in encoded.ids.values())
     needed = round(corpus.found.bytes * share * encoded_size / max(1, size))
     parent = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
     free = shutil.disk_usage(parent).free

@@ -150,10 +150,13 @@ def _read_json_bytes(path: Path, parsed: bool = False) -> bytes:
 
 def read_transformers(folder: Path) -> Tokenizer | None:
     """Reads the tokenizer of a Transformers folder. Returns None if there is none."""
-    whole, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
-    if whole.is_file():
+    tokenizer_json, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
+    if tokenizer_json.is_file():
         return from_tokenizer_json(
-            read_json(whole), str(whole), _read_kept(folder, _KEPT_WITH_WHOLE, WHOLE), _read_settings(folder)
+            read_json(tokenizer_json),
+            str(tokenizer_json),
+            _read_kept(folder, _KEPT_WITH_WHOLE, WHOLE),
+            _read_settings(folder),
         )
     if vocab.is_file() and merges.is_file():
         text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")

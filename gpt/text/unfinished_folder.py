@@ -229,30 +229,30 @@ def read_progress(out: Path, about: Mapping[str, Any]) -> FinishedSlices:
     every unfinished group, because its items can change."""
     header = _read_header(out)
     progress = FinishedSlices()
-    dropped = False
+    has_dropped = False
     for line in read_regular(out / PROGRESS, LINES_LIMIT).split(b"\n")[1:]:
         next_slice = _read_slice(line)
         if next_slice is None:
-            dropped |= line != b""  # An interruption can truncate the last line.
+            has_dropped |= line != b""  # An interruption can truncate the last line.
         elif (
             next_slice.slice != progress.count(next_slice.group)
             or progress.is_whole(next_slice.group)
             or not _has_shards(out, next_slice)
         ):
-            dropped = True  # The later slices of the group fail the number check.
+            has_dropped = True  # The later slices of the group fail the number check.
         else:
             progress.add(next_slice)
     if any(header["about"]["reading"].get(key) != about["reading"][key] for key in _BAD_TEXT_SETTINGS):
         progress.groups = {group: slices for group, slices in progress.groups.items() if progress.is_whole(group)}
-        dropped = True
-    recorded = {shard.file for finished_slice in progress.all() for shard in finished_slice.shards}
+        has_dropped = True
+    shard_files = {shard.file for finished_slice in progress.all() for shard in finished_slice.shards}
     for path in [*out.glob(".tmp-*"), *out.glob("*.ids")]:
-        if path.name not in recorded:
+        if path.name not in shard_files:
             path.unlink(missing_ok=True)
-    if dropped:
-        first = {"about": about, "sources": header["sources"]}
+    if has_dropped:
+        new_header = {"about": about, "sources": header["sources"]}
         with disk_errors(out):
-            write_file(out / PROGRESS, b"".join(map(_json_line, [first, *map(asdict, progress.all())])))
+            write_file(out / PROGRESS, b"".join(map(_json_line, [new_header, *map(asdict, progress.all())])))
     return progress
 
 
