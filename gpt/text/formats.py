@@ -68,8 +68,8 @@ class TextEncoding:
         self.replaced = 0
         codec = codecs.lookup(encoding).name
         self.is_utf8 = codec == "utf-8"
-        self.unicode = codec.startswith("utf")  # Unicode decoders remove byte-order marks.
-        self.wide = codec.startswith(("utf-16", "utf-32"))  # Line breaks contain zero bytes.
+        self.is_unicode = codec.startswith("utf")  # Unicode decoders remove byte-order marks.
+        self.wide = codec.startswith(("utf-16", "utf-32"))  # In these encodings, line breaks contain zero bytes.
 
     def decode(self, data: bytes) -> str:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
@@ -82,12 +82,12 @@ class TextEncoding:
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
         """Yields the text of a stream block by block. Raises `UserError` at the first invalid byte. Removes byte-order
-        marks at the start of the text and of lines, where another file was appended."""
+        marks at the start of the text, and of lines where another file was appended."""
         decoder = codecs.getincrementaldecoder(self.name)("gpt.stop" if self.errors == "strict" else self.errors)
         offset, line = 0, 1  # Position of the block's first byte.
         starts_line = True
         block = self._first_block(name, stream)
-        if not self.unicode and block.startswith(_BOM):  # Latin-1 would decode the mark to "ï»¿".
+        if not self.is_unicode and block.startswith(_BOM):  # Latin-1 would decode the mark to "ï»¿".
             block, offset = block.removeprefix(_BOM), len(_BOM)
         while True:
             zero_at = -1 if self.wide else block.find(b"\0")

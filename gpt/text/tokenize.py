@@ -36,8 +36,8 @@ from gpt.text.unpack import Source
 from gpt.text.vocabulary import tokenizer_for
 from gpt.words import counted
 
-ITEM = 2**19  # Characters that complete an item.
-ITEM_DOCUMENTS = 4096  # Texts that complete an item.
+ITEM = 2**19  # Target size of an item in characters.
+ITEM_DOCUMENTS = 4096  # Maximum texts of an item.
 
 OnBytes = Callable[[int, int], None]  # Called with a source's index and its bytes read so far.
 

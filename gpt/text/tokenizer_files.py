@@ -317,8 +317,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Returns the last merge of each token of two bytes or more, as a pair, in the order of ranks. A token that merging
-    its bytes never produces has no pair.
+    """Returns the last merge, a pair, of each token of two or more bytes, ordered by rank. A token that merging its
+    bytes never produces has no pair.
 
     tiktoken merges the neighbors whose token has the lowest rank, leftmost first. When it merges neighbors ``a`` and
     ``b`` in a text, their bytes have seen the same merges as the separate text ``a + b``. No other pair ever produces

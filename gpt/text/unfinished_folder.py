@@ -32,7 +32,7 @@ from gpt.text.token_folder import (
 from gpt.text.tokenizer import Tokenizer, describe
 from gpt.text.tokenizer_files import find_tokenizer, read_own
 
-SLICE_IDS = 2**24  # Ids that complete a slice: 32 or 64 MiB.
+SLICE_IDS = 2**24  # Target size of a slice in ids: 32 or 64 MiB.
 _BAD_TEXT_SETTINGS = ("errors", "skip_bad")
 _HINT = "tokenize into another folder, with --out"
 

@@ -20,7 +20,7 @@ MAX_GROWTH = 32  # Ratio of characters after and before: 2 in Llama's normalizer
 MOST_CHARACTERS = 2**26  # Characters of a text after growth. The library needs some 110 bytes for each.
 MAX_STEPS = 100  # Steps of a normalizer or decoder. Each step reads the text once.
 MAX_AFFIX = 64  # Characters of the prefix or suffix that a model adds to word parts.
-SHORT = 256  # Shorter texts have no time limit: starting a thread would take as long as tokenizing them.
+MAX_UNTIMED = 256  # Shorter texts have no time limit: starting a thread would take as long as tokenizing them.
 SHORT_IF_LINEAR = 100_000  # The same for tokenizers with linear run time.
 SECONDS, RATE = 20.0, 20_000  # Limit of 20 s plus 1 s per 20,000 characters: 1/50 of the usual throughput.
 _HINT = "use another --tokenizer or model; this one may be damaged or hostile"
@@ -90,7 +90,7 @@ def _longest_replacement(charsmap: str) -> int:
 def timed(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
     """Calls ``work``, native code for a text of ``size`` characters, in a thread, so that Ctrl-C works and the call can
     be abandoned. Raises `UserError` if risky work takes too long, and any exception of ``work``."""
-    if size <= SHORT:
+    if size <= MAX_UNTIMED:
         return work()
     future = Future[T]()
 
