@@ -129,7 +129,6 @@ class TextEncoding:
     def _decode_block(
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
     ) -> tuple[str, UnicodeDecodeError | None]:
-        """Returns the text before the first invalid byte, and the error if there is one."""
         old_count, _decoding_errors.error = _decoding_errors.replaced, None
         try:
             text = decoder.decode(block, final)
@@ -173,7 +172,7 @@ Place = Callable[[int], str]  # Returns the location of a record, given its numb
 class RecordForm:
     """How a record becomes a document."""
 
-    keys: tuple[str, ...]  # Required keys.
+    keys: tuple[str, ...]
     text: Callable[[dict[str, Any], int, Place], str]  # Returns the document of a record. Raises `_BadRecord`.
     hint: str
     strings: bool = True

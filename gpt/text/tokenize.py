@@ -184,12 +184,9 @@ def tokenize(
     share: tuple[int, int] | None = None,
     listen: Listener = lambda event: None,
 ) -> TokenFolder:
-    """Creates the token folder ``out``, or resumes it if it was started with the same text and settings.
-
-    ``share``: (I, N) for the I-th of N parts of the sources. Raises `UserError` for unreadable text or if another
-    process has locked ``out``, `WorkError` if the disk is full, `Interrupted` after a signal. Finished slices stay
-    valid after any error.
-    """
+    """Creates the token folder ``out``, or resumes it if it was started with the same text and settings. ``share``:
+    (I, N) for the I-th of N parts of the sources. Raises `UserError` for unreadable text or if another process has
+    locked ``out``, `WorkError` if the disk is full, `Interrupted` after a signal. Finished slices stay valid."""
     about = unfinished_folder.provenance(corpus, tokenizer, share)
     i, n = share or (1, 1)
     groups = range(i - 1, len(corpus.groups), n)

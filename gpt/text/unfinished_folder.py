@@ -71,7 +71,7 @@ class Slice:
     last: bool
     shards: list[ShardRecord]
     sources: list[SourceRecord]
-    counts: dict[str, Count]  # Counts of the group so far.
+    counts: dict[str, Count]
 
 
 @dataclass
