@@ -1,5 +1,4 @@
-"""Examples to learn answers from, of JSON, Parquet or tables, packed or not: pairs of prompt and completion, or
-conversations."""
+"""Fine-tuning examples: prompt-completion pairs or conversations, read from JSON, Parquet or tables."""
 
 import glob
 import hashlib
@@ -18,33 +17,33 @@ from gpt.text.unpack import Source
 
 
 class Example:
-    """An example. Its fields are the values in the JSON lists that ``records`` makes."""
+    """A training example. Its fields are the items of the JSON list that ``records`` produces."""
 
-    option: ClassVar[str]  # with which it is read
+    option: ClassVar[str]
     plural: ClassVar[str]
-    content: ClassVar[str]  # of a line, in words
-    form: ClassVar[str]  # of a line
+    content: ClassVar[str]  # The contents of a line, for messages.
+    form: ClassVar[str]  # A sample line, for messages.
     records: ClassVar[formats.RecordForm]
 
     @property
     def texts(self) -> list[str]:
-        """All of its texts."""
+        """All texts of the example."""
         raise NotImplementedError
 
     @property
     def words(self) -> list[str]:
-        """The texts from which a vocabulary for it is learnt."""
+        """The texts that a tokenizer is trained on."""
         return self.texts
 
     @property
     def identity(self) -> str:
-        """Everything in it but where it was read."""
+        """The contents as JSON, without the source location."""
         return json.dumps(self.texts)
 
 
 @dataclass(frozen=True)
 class Pair(Example):
-    """A prompt and the completion that should follow it. ``where``: file and line."""
+    """A prompt and its completion. ``where``: file and line."""
 
     option = "--pairs"
     plural = "pairs"
@@ -64,8 +63,8 @@ class Pair(Example):
 
 @dataclass(frozen=True)
 class Conversation(Example):
-    """Messages, each with its role, its content and maybe its thoughts. ``where``: file and line. ``context``: the
-    numbers of the answers that are read and not learned."""
+    """Messages with role, content and optional reasoning. ``where``: file and line. ``context``: indexes of the
+    assistant messages that are excluded from the loss."""
 
     option = "--chat"
     plural = "conversations"
@@ -79,23 +78,23 @@ class Conversation(Example):
 
     @property
     def texts(self) -> list[str]:
-        """The contents, and the thoughts."""
-        return [text for message in self.messages for text in self._other(message)]
+        """The contents and the reasoning."""
+        return [text for message in self.messages for text in self._content_and_reasoning(message)]
 
     @property
     def words(self) -> list[str]:
-        """Roles, as they stand in ChatML, and contents."""
+        """Roles as ChatML writes them, and contents."""
         return [text for message in self.messages for text in (f"{message['role']}\n", message["content"])]
 
     @property
     def identity(self) -> str:
-        """The messages, and which are not learned."""
-        messages: list[Any] = [[message["role"], *self._other(message)] for message in self.messages]
+        """The messages as JSON, and which answers are excluded from the loss."""
+        messages: list[Any] = [[message["role"], *self._content_and_reasoning(message)] for message in self.messages]
         return json.dumps([*messages, *self.context])
 
     @staticmethod
-    def _other(message: dict[str, str]) -> list[str]:
-        """Returns the content, and the thoughts, which have two names."""
+    def _content_and_reasoning(message: dict[str, str]) -> list[str]:
+        """Returns content and reasoning, which is stored under two keys."""
         return [text for key, text in message.items() if key not in ("role", "thinking")]
 
 
@@ -103,11 +102,11 @@ E = TypeVar("E", bound=Example)
 
 
 def kind_of(texts: Sequence[str], config: TextConfig) -> type[Example] | None:
-    """Returns the kind of example whose keys, and no others, every record in ``texts`` has. Returns None if there is no
-    such kind, if a record cannot be read, and if ``texts`` are not all files of records on this disk."""
+    """Returns the example type whose keys match every record of ``texts`` exactly. Returns None if no type matches, or
+    if ``texts`` are not readable record files on this disk."""
     kinds: dict[str, type[Example]] = {json.dumps(sorted(kind.records.keys)): kind for kind in (Pair, Conversation)}
     reader = Reader(replace(config, skip_bad=False), formats.KEYS)
-    found: type[Example] | None = None
+    common_kind: type[Example] | None = None
     try:
         if not all(map(_is_on_disk, texts)):
             return None
@@ -115,16 +114,16 @@ def kind_of(texts: Sequence[str], config: TextConfig) -> type[Example] | None:
         for source in files if all(map(has_records, files)) else ():
             for chunk in reader.documents(source):
                 kind = kinds.get(chunk.text)
-                if kind is None or found not in (None, kind):
+                if kind is None or common_kind not in (None, kind):
                     return None
-                found = kind
-    except (UserError, OSError):  # reported when the texts are read
+                common_kind = kind
+    except (UserError, OSError):  # Reading the texts reports the error.
         return None
-    return found
+    return common_kind
 
 
 def _is_on_disk(text: str) -> bool:
-    """Whether a text names files that can be read twice, unlike stdin, a pipe and an address."""
+    """Whether ``text`` names files that can be read twice, unlike stdin, a pipe or a URL."""
     if text == "-" or "://" in text:
         return False
     return Path(text).is_file() or Path(text).is_dir() or glob.has_magic(text)
@@ -132,7 +131,7 @@ def _is_on_disk(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ExampleCorpus(Generic[E]):
-    """All examples, split into training and held-out ones, with a record of each source."""
+    """Training and held-out examples, with a record of each source."""
 
     name: str
     train: list[E]
@@ -144,57 +143,55 @@ class ExampleCorpus(Generic[E]):
 def read_examples(
     texts: Sequence[str], config: TextConfig, kind: type[E], note: sources.OnNote = sources.no_note
 ) -> ExampleCorpus[E]:
-    """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` where there are none."""
+    """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` if there are none."""
     if not texts:
         raise UserError(f"{kind.option} needs a TEXT", f"give a file of {kind.form}, one per line")
     reader = Reader(config, kind.records)
     skipped = reader.skipped if config.skip_bad else None
-    examples, read = _read(reader, kind, sources.find(texts, skipped, note=note))
-    own: list[E] = []
+    examples, records = _read(reader, kind, sources.find(texts, skipped, note=note))
+    val_examples: list[E] = []
     if config.val_text is not None:
-        own, more = _read(reader, kind, sources.find([config.val_text], skipped, note=note))
-        read += more
+        val_examples, val_records = _read(reader, kind, sources.find([config.val_text], skipped, note=note))
+        records += val_records
     if not examples:
         raise UserError(f"{texts[0]} is empty: 0 {kind.plural}", f"give {kind.form}, one per line")
-    train, held_out = examples, own
+    train, held_out = examples, val_examples
     if config.val_text is None:
         train, held_out = split(examples, config.val_fraction, config.seed)
-    return ExampleCorpus(sources.run_name(texts), train, held_out, read, reader.skipped.count)
+    return ExampleCorpus(sources.run_name(texts), train, held_out, records, reader.skipped.count)
 
 
-def _read(reader: Reader, kind: type[E], found: Sequence[Source]) -> tuple[list[E], list[dict[str, Any]]]:
-    """Returns the examples of sources, and of each source its size, number of examples, bytes and sha256."""
+def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[E], list[dict[str, Any]]]:
+    """Returns the examples, and the size, example count, text bytes and sha256 of each source."""
     examples: list[E] = []
     records: list[dict[str, Any]] = []
-    for source in found:
-        digest, first, size = hashlib.sha256(), len(examples), 0
+    for source in files:
+        digest, start, size = hashlib.sha256(), len(examples), 0
         for chunk in reader.documents(source):
             example = kind(*json.loads(chunk.text))
             examples.append(example)
             size += sum(map(utf8_size, example.texts))
             digest.update(example.identity.encode())
-        count = len(examples) - first
-        about = {"name": source.name, "size": source.size, "documents": count, "bytes": size}
-        records.append({**about, "sha256": digest.hexdigest()})
+        count = len(examples) - start
+        summary = {"name": source.name, "size": source.size, "documents": count, "bytes": size}
+        records.append({**summary, "sha256": digest.hexdigest()})
     return examples, records
 
 
 def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], list[E]]:
-    """Returns the examples to train on and those held out: the last ``fraction``; from `HASHED_SPLIT_FROM` on by a
-    hash of seed and example, so that adding some moves none. Never nothing, unless ``fraction`` is 0.
-
-    Raises `UserError` where there are too few for two sides.
-    """
+    """Returns training and held-out examples. Holds out the last ``fraction``, at least one example unless it is 0.
+    With `HASHED_SPLIT_FROM` examples or more, a hash of seed and example decides instead, so adding examples never
+    moves the others. Raises `UserError` if no example is left for training."""
     if fraction == 0:
         return list(examples), []
     if len(examples) < HASHED_SPLIT_FROM:
-        kept = len(examples) - max(1, round(len(examples) * fraction))
-        train, held_out = list(examples[:kept]), list(examples[kept:])
+        train_count = len(examples) - max(1, round(len(examples) * fraction))
+        train, held_out = list(examples[:train_count]), list(examples[train_count:])
     else:
-        shares = [hash_fraction(example.identity, seed) for example in examples]
-        bound = max(fraction, min(shares) * 1.0000001)
-        train = [example for example, at in zip(examples, shares, strict=True) if at >= bound]
-        held_out = [example for example, at in zip(examples, shares, strict=True) if at < bound]
+        hashes = [hash_fraction(example.identity, seed) for example in examples]
+        threshold = max(fraction, min(hashes) * 1.0000001)
+        train = [example for example, value in zip(examples, hashes, strict=True) if value >= threshold]
+        held_out = [example for example, value in zip(examples, hashes, strict=True) if value < threshold]
     if not train:
         raise UserError(
             f"there are too few {examples[0].plural} to hold out {fraction:g} of them: {len(examples):,}",

@@ -1,4 +1,4 @@
-"""Bytes → text: an encoding, and the records in JSON lines, JSON, CSV, TSV and Parquet."""
+"""Decodes bytes to text, and reads records from JSON lines, JSON, CSV, TSV and Parquet."""
 
 import codecs
 import contextlib
@@ -17,45 +17,44 @@ from gpt.errors import UserError, WorkError
 from gpt.text.unpack import BUFFER, ByteStream, damaged, reason, translated
 from gpt.words import counted
 
-BLOCK = 2**18  # bytes decoded at once; more is slower, since the system then provides new memory for each block
+BLOCK = 2**18  # Bytes. Larger blocks are slower, because each needs new memory from the system.
 
 
-class _Invalid(threading.local):
-    """What the handlers of decoding errors below found in this thread."""
+class _DecodingErrors(threading.local):
+    """Decoding errors of this thread, recorded by the error handlers below."""
 
-    replaced = 0  # counted, since U+FFFD may also stand in the text itself
+    replaced = 0  # Counted here, because the text itself can contain U+FFFD.
     error: UnicodeDecodeError | None = None
 
 
-_invalid = _Invalid()
+_decoding_errors = _DecodingErrors()
 
 
-def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
-    _invalid.replaced += 1
+def _count_and_replace(error: UnicodeError) -> tuple[str | bytes, int]:
+    _decoding_errors.replaced += 1
     return codecs.replace_errors(error)
 
 
-def _stop(error: UnicodeError) -> tuple[str, int]:
-    """Keeps the text before an invalid byte, and nothing after it."""
+def _stop_at_error(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeDecodeError)
-    _invalid.error = error
+    _decoding_errors.error = error
     return "", len(error.object)
 
 
-codecs.register_error("gpt.replace", _replace)
-codecs.register_error("gpt.stop", _stop)
+codecs.register_error("gpt.replace", _count_and_replace)
+codecs.register_error("gpt.stop", _stop_at_error)
 
 
 _BOM = codecs.BOM_UTF8
-_MARKS = re.compile("^\ufeff+", re.MULTILINE)
-_WIDE_MARKS = {  # those of UTF-32 first: UTF-16's is the beginning of one of them
+_BOMS_AT_LINE_START = re.compile("^\ufeff+", re.MULTILINE)
+_WIDE_BOMS = {  # UTF-32 comes first: its little-endian mark starts with UTF-16's.
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
 
 
 class TextEncoding:
-    """An encoding, and what to do with bytes that are invalid in it. ``replaced`` counts those that were replaced."""
+    """A text encoding with its error handling. ``replaced`` counts the replaced invalid bytes."""
 
     def __init__(self, encoding: str, errors: str) -> None:
         try:
@@ -63,81 +62,80 @@ class TextEncoding:
         except LookupError:
             raise UserError(f'"{encoding}" is not a text encoding', "utf-8, latin-1, cp1252, utf-16 …") from None
         except UnicodeError:
-            pass  # a unit is longer than a byte
+            pass  # The encoding has units of several bytes.
         self.name = encoding
         self.errors = "gpt.replace" if errors == "replace" else "strict"
         self.replaced = 0
         codec = codecs.lookup(encoding).name
         self.is_utf8 = codec == "utf-8"
-        self.unicode = codec.startswith("utf")  # whose decoders take care of a mark
-        self.wide = codec.startswith(("utf-16", "utf-32"))  # most characters, line breaks too, have zero bytes
+        self.is_unicode = codec.startswith("utf")  # Unicode decoders remove byte-order marks.
+        self.wide = codec.startswith(("utf-16", "utf-32"))  # In these encodings, line breaks contain zero bytes.
 
     def decode(self, data: bytes) -> str:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
         if self.errors == "strict":
             return data.decode(self.name)
-        before = _invalid.replaced
+        old_count = _decoding_errors.replaced
         text = data.decode(self.name, self.errors)
-        self.replaced += _invalid.replaced - before
+        self.replaced += _decoding_errors.replaced - old_count
         return text
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
-        """Yields the text of a stream block by block, up to the first bad byte, which then raises `UserError`.
-
-        Leaves out a byte-order mark at the start of the text, and of a line: there another file was appended.
-        """
+        """Yields the text of a stream block by block. Raises `UserError` at the first invalid byte. Removes byte-order
+        marks at the start of the text, and of lines where another file was appended."""
         decoder = codecs.getincrementaldecoder(self.name)("gpt.stop" if self.errors == "strict" else self.errors)
-        offset, line = 0, 1  # of the block's first byte
+        offset, line = 0, 1  # Position of the block's first byte.
         starts_line = True
-        block = self._first(name, stream)
-        if not self.unicode and block.startswith(_BOM):  # which would be "ï»¿" in Latin-1
+        block = self._first_block(name, stream)
+        if not self.is_unicode and block.startswith(_BOM):  # Latin-1 would decode the mark to "ï»¿".
             block, offset = block.removeprefix(_BOM), len(_BOM)
         while True:
-            zero = -1 if self.wide else block.find(b"\0")
-            text, bad = self._decoded(name, decoder, block if zero < 0 else block[:zero], final=not block)
-            text, found, _ = text.partition("\0") if self.wide else (text, "", "")
+            zero_at = -1 if self.wide else block.find(b"\0")
+            text, bad_byte = self._decode_block(
+                name, decoder, block if zero_at < 0 else block[:zero_at], final=not block
+            )
+            text, zero_character, _ = text.partition("\0") if self.wide else (text, "", "")
             line += text.count("\n")
             if "\ufeff" in text:
-                text = _MARKS.sub("", text if starts_line else "-" + text)[not starts_line :]
+                text = _BOMS_AT_LINE_START.sub("", text if starts_line else "-" + text)[not starts_line :]
             if text:
                 starts_line = text.endswith("\n")
                 yield text
-            if zero >= 0 or found:
-                where = f"character in line {line:,}" if found else f"byte at offset {offset + zero:,}"
+            if zero_at >= 0 or zero_character:
+                where = f"character in line {line:,}" if zero_character else f"byte at offset {offset + zero_at:,}"
                 hint = "give plain text, or use --skip-bad to skip such files"
                 raise UserError(f"{name} is not text: it has a zero {where}", hint)
             offset += len(block)
-            if bad is not None:
-                raise self.error(name, bad, offset - len(bad.object) + bad.start, line)
+            if bad_byte is not None:
+                raise self.error(name, bad_byte, offset - len(bad_byte.object) + bad_byte.start, line)
             if not block:
                 return
             block = stream.read(BLOCK)
 
-    def _first(self, name: str, stream: ByteStream) -> bytes:
+    def _first_block(self, name: str, stream: ByteStream) -> bytes:
         block = stream.read(BLOCK)
-        while len(block) < 4 and (more := stream.read(BLOCK)):
-            block += more
-        self.check_mark(name, block)
+        while len(block) < 4 and (next_block := stream.read(BLOCK)):
+            block += next_block
+        self.check_bom(name, block)
         return block
 
-    def check_mark(self, name: str, start: bytes) -> None:
-        """Raises `UserError` for a file that is to be UTF-8 and has the byte-order mark of UTF-16 or UTF-32."""
+    def check_bom(self, name: str, data: bytes) -> None:
+        """Raises `UserError` if a file read as UTF-8 starts with the byte-order mark of UTF-16 or UTF-32."""
         if self.is_utf8:
-            for mark, encoding in _WIDE_MARKS.items():
-                if start.startswith(mark):
+            for bom, encoding in _WIDE_BOMS.items():
+                if data.startswith(bom):
                     raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
 
-    def _decoded(
+    def _decode_block(
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
     ) -> tuple[str, UnicodeDecodeError | None]:
-        """Returns the characters before the first invalid byte, and the error there."""
-        before, _invalid.error = _invalid.replaced, None
+        old_count, _decoding_errors.error = _decoding_errors.replaced, None
         try:
             text = decoder.decode(block, final)
-        except UnicodeError as error:  # not of a byte: UTF-16 without its mark
+        except UnicodeError as error:  # UTF-16 without a byte-order mark.
             raise UserError(f"{name} is not {self.shown}: {reason(error)}", self.hint) from None
-        self.replaced += _invalid.replaced - before
-        return text, _invalid.error
+        self.replaced += _decoding_errors.replaced - old_count
+        return text, _decoding_errors.error
 
     @property
     def shown(self) -> str:
@@ -146,186 +144,188 @@ class TextEncoding:
 
     @property
     def hint(self) -> str:
-        """The advice for bytes of another encoding."""
-        other = "for Latin-1, use --encoding latin-1" if self.is_utf8 else "set its --encoding"
-        return f"{other}; or use --errors replace or --skip-bad"
+        """Advice for a file in another encoding."""
+        advice = "for Latin-1, use --encoding latin-1" if self.is_utf8 else "set its --encoding"
+        return f"{advice}; or use --errors replace or --skip-bad"
 
     def error(self, name: str, error: UnicodeDecodeError, offset: int, line: int) -> UserError:
-        """Returns the error for an invalid byte, with its place."""
+        """Returns the error for an invalid byte at an offset and line."""
         byte = error.object[error.start]
         where = f"byte 0x{byte:02x} at offset {offset:,}, line {line:,}"
         return UserError(f"{name} is not {self.shown}: {where}", self.hint)
 
 
-MAX_RECORD = 64 * 2**20  # bytes of a line, characters of a CSV row or of a JSON value
-ROWS = 64  # of a Parquet file, read at once
-_decode = json.JSONDecoder().raw_decode  # json.loads takes twice as long: it looks for white space around each value
-_NO_SPACE, _NO_SPACE_OR_COMMA = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
+MAX_RECORD = 64 * 2**20  # Bytes of a line, or characters of a CSV row or JSON value.
+ROWS = 64  # Parquet rows per batch.
+_decode_json = json.JSONDecoder().raw_decode  # Twice as fast as json.loads.
+_NON_SPACE, _NON_SPACE_OR_COMMA = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 ROLES = ("system", "developer", "user", "assistant")
-OnBad = Callable[[UserError], None]  # raises the error, or counts it
+OnBad = Callable[[UserError], None]  # Raises the error or counts it.
 
 
-Place = Callable[[int], str]  # the number of a record → its place in words
+Place = Callable[[int], str]  # Returns the location of a record, given its number.
 
 
 @dataclass(frozen=True)
 class RecordForm:
-    """What is read from each record of a file."""
+    """How a record becomes a document."""
 
-    keys: tuple[str, ...]  # of the values that a record must have
-    text: Callable[[dict[str, Any], int, Place], str]  # a record and its number → a document. Raises `_Bad`
+    keys: tuple[str, ...]
+    text: Callable[[dict[str, Any], int, Place], str]  # Returns the document of a record. Raises `_BadRecord`.
     hint: str
-    strings: bool = True  # whether the values are strings
-    otherwise: str = ""  # added to the hints for JSON
-    synonyms: tuple[str, ...] = ()  # other names of the only key
-    optional: tuple[str, ...] = ()  # keys of further values, which need not be there
+    strings: bool = True
+    json_hint: str = ""  # Appended to hints about JSON files.
+    synonyms: tuple[str, ...] = ()  # Other names of the only required key.
+    optional: tuple[str, ...] = ()
 
-    def columns(self, known: Collection[str]) -> list[str]:
-        """Returns the names of the values to read, where a table has ``known`` ones."""
-        found = [next((name for name in (key, *self.synonyms) if name in known), key) for key in self.keys]
-        return found + [name for name in self.optional if name in known]
+    def columns(self, available: Collection[str]) -> list[str]:
+        """Returns the keys to read, given the ``available`` keys."""
+        required = [next((name for name in (key, *self.synonyms) if name in available), key) for key in self.keys]
+        return required + [name for name in self.optional if name in available]
 
 
 class _AllKeys(RecordForm):
-    """A form that reads every value of a record."""
-
-    def columns(self, known: Collection[str]) -> list[str]:
-        return [*known] or [""]
+    def columns(self, available: Collection[str]) -> list[str]:
+        return [*available] or [""]
 
 
-class _Bad(UserError):
-    """An error in a record, whose place is still to be added."""
+class _BadRecord(UserError):
+    """An error in a record, without its location."""
 
 
 def text_form(field: str) -> RecordForm:
-    """Documents: the string at the key ``field`` of each record."""
+    """Returns the form that reads the string at the key ``field``."""
     hint = "--field names the key or column that holds the text"
-    otherwise = "; to train on the raw JSON, rename the file to .txt"
-    return RecordForm((field,), lambda record, number, place: _string(record, field, hint), hint, otherwise=otherwise)
+    json_hint = "; to train on the raw JSON, rename the file to .txt"
+    return RecordForm(
+        (field,), lambda record, number, place: _get_string(record, field, hint), hint, json_hint=json_hint
+    )
 
 
-def _pair(record: dict[str, Any], number: int, place: Place) -> str:
-    prompt, completion = (_string(record, key, PAIRS.hint, null=False) for key in PAIRS.keys)
+def _pair_document(record: dict[str, Any], number: int, place: Place) -> str:
+    prompt, completion = (_get_string(record, key, PAIRS.hint, null=False) for key in PAIRS.keys)
     return json.dumps([prompt, completion, place(number)], ensure_ascii=False)
 
 
-def _chat(record: dict[str, Any], number: int, place: Place) -> str:
+def _chat_document(record: dict[str, Any], number: int, place: Place) -> str:
     hint = CHATS.hint
     messages = record.get(CHATS.columns(record)[0])
-    if isinstance(messages, str):  # as a table holds them
+    if isinstance(messages, str):  # Tables store messages as JSON.
         with contextlib.suppress(ValueError, RecursionError):
             messages = json.loads(messages)
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise _Bad('it has no list of objects "messages"', hint)
-    if any(_uses_tools(each) for each in [record, *messages]):
-        raise _Bad(
+    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        raise _BadRecord('it has no list of objects "messages"', hint)
+    if any(_uses_tools(item) for item in [record, *messages]):
+        raise _BadRecord(
             "it uses tools, which are not supported",
             f"give conversations with the roles {', '.join(ROLES)}, without tools; --skip-bad skips others",
         )
-    found = [_message(each) for each in messages]
+    parsed = [_parse_message(item) for item in messages]
     system = record.get("system")
-    if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in found):
-        messages, found = [{}, *messages], [{"role": "system", "content": system}, *found]
-    answers = [at for at, message in enumerate(found) if message["role"] == "assistant"]
-    context = [at for at in answers if not _counts(messages[at])]
+    if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in parsed):
+        messages, parsed = [{}, *messages], [{"role": "system", "content": system}, *parsed]
+    answers = [i for i, message in enumerate(parsed) if message["role"] == "assistant"]
+    context = [i for i in answers if not _is_trained_on(messages[i])]
     if len(context) == len(answers):
         what = 'every assistant message has "weight": 0' if answers else "it has no assistant message"
-        raise _Bad(f"{what}: there is nothing to learn", hint)
-    return json.dumps([found, place(number), context], ensure_ascii=False)
+        raise _BadRecord(f"{what}: there is nothing to learn", hint)
+    return json.dumps([parsed, place(number), context], ensure_ascii=False)
 
 
-def _message(message: dict[str, Any]) -> dict[str, str]:
-    """Returns the role and the content of a message, and its thoughts if it has some, as templates read them."""
+def _parse_message(message: dict[str, Any]) -> dict[str, str]:
+    """Returns role, content and optional reasoning under the keys that chat templates read."""
     if "from" in message and "role" not in message:  # ShareGPT
         message = {**message, "role": message["from"], "content": message.get("value")}
-    role = _string(message, "role", CHATS.hint, null=False)
-    role = _SYNONYMS.get(role, role)
+    role = _get_string(message, "role", CHATS.hint, null=False)
+    role = _ROLE_SYNONYMS.get(role, role)
     if role not in ROLES:
-        raise _Bad(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
+        raise _BadRecord(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise _Bad('"content" has a part that is not text', "only text is supported; --skip-bad skips others")
+            raise _BadRecord('"content" has a part that is not text', "only text is supported; --skip-bad skips others")
         message = {**message, "content": "".join(part["text"] for part in content)}
-    return {"role": role, "content": _string(message, "content", CHATS.hint, null=False), **reasoning(message)}
+    return {"role": role, "content": _get_string(message, "content", CHATS.hint, null=False), **reasoning(message)}
 
 
 def reasoning(message: dict[str, Any]) -> dict[str, str]:
-    """Returns a message's reasoning, if it has any, by the names that chat templates read."""
+    """Returns a message's reasoning, if any, under both names that chat templates read."""
     names = ("reasoning_content", "thinking", "reasoning")
     thoughts = next((message[key] for key in names if isinstance(message.get(key), str)), None)
     return {} if thoughts is None else dict.fromkeys(names[:2], thoughts)
 
 
-def _counts(message: dict[str, Any]) -> bool:
-    """Whether an answer is to be learned: OpenAI's files leave it out by a ``weight`` of 0."""
+def _is_trained_on(message: dict[str, Any]) -> bool:
+    """Whether to train on an answer. OpenAI's format excludes answers with a ``weight`` of 0."""
     weight = message.get("weight")
     if weight not in (None, 0, 1):
-        raise _Bad(f'"weight" is {weight!r:.40}, not 0 or 1', "1 trains on the answer; 0 uses it only as context")
+        raise _BadRecord(f'"weight" is {weight!r:.40}, not 0 or 1', "1 trains on the answer; 0 uses it only as context")
     return weight != 0
 
 
 def _uses_tools(values: dict[str, Any]) -> bool:
-    """Whether a record declares tools, or a message calls one or is what it returned."""
-    given = [values.get(key) for key in (*_TOOLS, "tool_calls", "function_call", "tool_call_id")]
-    called = any(each and not (isinstance(each, str) and each.strip() in ("", "[]", "{}", "null")) for each in given)
-    return called or not {values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)}.isdisjoint(
-        ("tool", "function", "ipython", "function_call", "observation")
+    tool_values = [values.get(key) for key in (*_TOOL_KEYS, "tool_calls", "function_call", "tool_call_id")]
+    has_tools = any(
+        value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")) for value in tool_values
     )
+    return has_tools or not {
+        values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)
+    }.isdisjoint(("tool", "function", "ipython", "function_call", "observation"))
 
 
-PAIRS = RecordForm(("prompt", "completion"), _pair, '--pairs reads records {"prompt": "…", "completion": "…"}')
-_SYNONYMS = {"human": "user", "gpt": "assistant", "model": "assistant"}  # of roles
-_TOOLS = ("tools", "functions")
+PAIRS = RecordForm(("prompt", "completion"), _pair_document, '--pairs reads records {"prompt": "…", "completion": "…"}')
+_ROLE_SYNONYMS = {"human": "user", "gpt": "assistant", "model": "assistant"}
+_TOOL_KEYS = ("tools", "functions")
 CHATS = RecordForm(
     ("messages",),
-    _chat,
+    _chat_document,
     '--chat reads records {"messages": [{"role": "user", "content": "…"}, …]}',
     strings=False,
     synonyms=("conversations", "conversation"),
-    optional=("system", *_TOOLS),
+    optional=("system", *_TOOL_KEYS),
 )
 
-KEYS = _AllKeys((), lambda record, number, place: json.dumps(sorted(record)), "", strings=False)  # a record's keys
+# Turns a record into the list of its keys.
+KEYS = _AllKeys((), lambda record, number, place: json.dumps(sorted(record)), "", strings=False)
 
 
 Raw = TypeVar("Raw")
 
 
 class Records(Generic[Raw]):
-    """The records of a file, and what ``form`` reads from each. ``on_bad`` gets what is wrong with one."""
+    """The records of a file, read by ``form``. ``on_bad`` is called with errors in records."""
 
-    unit = "line"  # what places are counted in
+    unit = "line"
 
     def __init__(self, name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> None:
         self.name, self.stream, self.form, self.encoding, self.on_bad = name, stream, form, encoding, on_bad
-        self.otherwise = ""  # what else to do about a bad record
+        self.json_hint = ""
 
     def _rows(self) -> Iterator[tuple[int, Raw]]:
-        """Yields the records as they are stored, and the number of each."""
+        """Yields the number and the raw data of each record."""
         raise NotImplementedError
 
     def _parse(self, number: int, row: Raw) -> dict[str, Any] | None:
-        """Returns the values of a record; None for an empty one. Raises `_Bad`, or a `UserError` that has its place."""
+        """Returns a record's values, or None for an empty one. Raises `_BadRecord`, or `UserError` with a location."""
         raise NotImplementedError
 
     def documents(self) -> Iterator[str]:
-        """Yields what the form makes of the records."""
+        """Yields the document of each record."""
         for number, row in self._rows():
             try:
                 record = self._parse(number, row)
                 if record is not None:
                     text = self.form.text(record, number, self._place)
                     yield text if text.isascii() else _without_surrogates(text, self.encoding)
-            except _Bad as bad:
-                self.on_bad(self._error(number, bad.message, bad.hint + self.otherwise))
+            except _BadRecord as bad:
+                self.on_bad(self._error(number, bad.message, bad.hint + self.json_hint))
             except UserError as error:
                 self.on_bad(error)
 
     def _place(self, number: int) -> str:
-        name = self.name.encode("utf-8", "backslashreplace").decode()  # it may be no UTF-8, and is part of a document
+        name = self.name.encode("utf-8", "backslashreplace").decode()  # File names can be invalid UTF-8.
         return f"{name}, {self.unit} {number:,}"
 
     def _error(self, number: int, message: str, hint: str) -> UserError:
@@ -336,13 +336,13 @@ class Records(Generic[Raw]):
         return self._error(number, what, "split it into several, or use --skip-bad to skip it")
 
     def _lines(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
-        """Yields the number of each line, with its offset and its bytes, its end included."""
+        """Yields number, offset and bytes of each line, including the line break."""
         buffered = io.BufferedReader(self.stream, BUFFER)
         number, offset = 0, 0
         while line := buffered.readline(MAX_RECORD + 1):
             number += 1
             if number == 1:
-                self.encoding.check_mark(self.name, line)
+                self.encoding.check_bom(self.name, line)
             if len(line) <= MAX_RECORD:
                 yield number, (offset, line)
             else:
@@ -354,180 +354,180 @@ class Records(Generic[Raw]):
 
 
 class JSONLines(Records[tuple[int, bytes]]):
-    """JSON lines, an object each."""
+    """JSON lines: one object per line."""
 
     def _rows(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
         return self._lines()
 
     def _parse(self, number: int, row: tuple[int, bytes]) -> dict[str, Any] | None:
         offset, line = row
-        if line.startswith(_BOM):  # of the file, or of one that was appended
+        if line.startswith(_BOM):  # Appended files can have a mark too.
             line, offset = line.removeprefix(_BOM), offset + len(_BOM)
         try:
             text = self.encoding.decode(line).lstrip("\ufeff").strip(" \t\r\n")
         except UnicodeDecodeError as error:
             raise self.encoding.error(self.name, error, offset + error.start, number) from None
-        return _object(text) if text else None
+        return _parse_object(text) if text else None
 
 
 class JSONFile(Records[Any]):
-    """A JSON file, parsed as its text comes in: an array of objects, or objects one after another, on one line each or
-    on several. If the file's object holds a single list of records, these are read."""
+    """A JSON file, parsed while it is read: an array, or a sequence of objects that can span lines. In a sequence, an
+    object with exactly one list of records is replaced by the list."""
 
     def _rows(self) -> Iterator[tuple[int, Any]]:
-        self.otherwise = self.form.otherwise
+        self.json_hint = self.form.json_hint
         self._blocks = self.encoding.blocks(self.name, self.stream)
-        self._text, self._at = "", 0  # what is in memory, and the position in it
-        self._line, self._counted = 1, 0  # the line of the position `_counted`
-        self._skipped = _NO_SPACE
-        array = self._next() == "["
-        if array:
-            self._at, self._skipped = self._at + 1, _NO_SPACE_OR_COMMA
-        while (mark := self._next()) and not (array and mark == "]"):
-            line = self._line_at(self._at)
+        self._text, self._position = "", 0
+        self._line_number, self._line_position = 1, 0  # Line number at `_line_position`.
+        self._value_start = _NON_SPACE
+        is_array = self._next_character() == "["
+        if is_array:
+            self._position, self._value_start = self._position + 1, _NON_SPACE_OR_COMMA
+        while (next_character := self._next_character()) and not (is_array and next_character == "]"):
+            line = self._line_at(self._position)
             try:
-                value = self._value()
+                value = self._parse_value()
             except UserError as error:
-                if array:
+                if is_array:
                     raise
                 self.on_bad(error)
-                self._find_object()
+                self._skip_to_object()
                 continue
-            yield from ((line, record) for record in ([value] if array else self._records(value)))
-        if array:
-            self._at += 1
-            if not mark or self._next():
-                what = "there is more after the array" if mark else "the array is not closed"
-                raise self._not_json(what, self._at)
+            yield from ((line, record) for record in ([value] if is_array else self._extract_records(value)))
+        if is_array:
+            self._position += 1
+            if not next_character or self._next_character():
+                what = "there is more after the array" if next_character else "the array is not closed"
+                raise self._not_json(what, self._position)
 
     def _parse(self, number: int, row: Any) -> dict[str, Any]:
         if not isinstance(row, dict):
-            raise _Bad("not a JSON object", self.form.hint)
+            raise _BadRecord("not a JSON object", self.form.hint)
         return row
 
-    def _records(self, value: Any) -> list[Any]:
-        """Returns the records that a value of the file stands for: those of its only list of them, or itself."""
+    def _extract_records(self, value: Any) -> list[Any]:
+        """Returns the value's only list of records, or the value itself as a list of one."""
         if not isinstance(value, dict) or self.form.columns(value)[0] in value:
             return [value]
-        lists = [each for each in value.values() if isinstance(each, list) and each]
-        lists = [each for each in lists if isinstance(each[0], dict) and self.form.columns(each[0])[0] in each[0]]
+        lists = [item for item in value.values() if isinstance(item, list) and item]
+        lists = [item for item in lists if isinstance(item[0], dict) and self.form.columns(item[0])[0] in item[0]]
         return lists[0] if len(lists) == 1 else [value]
 
-    def _next(self) -> str:
-        """Skips white space. Returns the character after it, or nothing at the end."""
+    def _next_character(self) -> str:
+        """Skips white space and returns the next character, or "" at the end."""
         while True:
-            found = self._skipped.search(self._text, self._at)
-            self._at = found.start() if found else len(self._text)
-            if found or not self._more():
-                return self._text[self._at : self._at + 1]
+            match = self._value_start.search(self._text, self._position)
+            self._position = match.start() if match else len(self._text)
+            if match or not self._read_more():
+                return self._text[self._position : self._position + 1]
 
-    def _value(self) -> Any:
-        """Returns the value at the position, and moves behind it."""
+    def _parse_value(self) -> Any:
         while True:
             try:
-                value, end = _decode(self._text, self._at)
-                if end < len(self._text) or not self._more():  # more digits may follow
-                    self._at = end
+                value, end = _decode_json(self._text, self._position)
+                if end < len(self._text) or not self._read_more():  # A number can continue in the next block.
+                    self._position = end
                     return value
             except RecursionError:
-                raise self._not_json("it is nested too deep", self._at) from None
-            except ValueError as error:  # also where the rest is not in memory yet
-                if not self._more():
+                raise self._not_json("it is nested too deep", self._position) from None
+            except ValueError as error:  # The value is invalid, or only partly in memory.
+                if not self._read_more():
                     raise self._not_json(
-                        getattr(error, "msg", reason(error)), getattr(error, "pos", self._at)
+                        getattr(error, "msg", reason(error)), getattr(error, "pos", self._position)
                     ) from None
 
-    def _more(self) -> bool:
-        """Reads at least as much as is in memory from the position on. Returns False at the end."""
-        parts, size = [self._text[self._at :]], 2 * (len(self._text) - self._at)
+    def _read_more(self) -> bool:
+        """Drops the text before the position and at least doubles the rest. Returns False at the end."""
+        parts, size = [self._text[self._position :]], 2 * (len(self._text) - self._position)
         if size > 2 * MAX_RECORD:
-            raise self._too_long(self._line_at(self._at))
+            raise self._too_long(self._line_at(self._position))
         while sum(map(len, parts)) <= size and (block := next(self._blocks, "")):
             parts.append(block)
         if len(parts) == 1:
             return False
-        self._line_at(self._at)
-        self._text, self._at, self._counted = "".join(parts), 0, 0
+        self._line_at(self._position)
+        self._text, self._position, self._line_position = "".join(parts), 0, 0
         return True
 
-    def _find_object(self) -> None:
-        """Moves to the next line that begins with an object, or to the end."""
-        while (found := self._text.find("\n{", self._at)) < 0:
-            self._at = max(self._at, len(self._text) - 1)  # a line may end there
-            if not self._more():
-                self._at = len(self._text)
+    def _skip_to_object(self) -> None:
+        """Moves to the next line that starts with an object, or to the end."""
+        while (line_break := self._text.find("\n{", self._position)) < 0:
+            self._position = max(self._position, len(self._text) - 1)  # The last character can be a line break.
+            if not self._read_more():
+                self._position = len(self._text)
                 return
-        self._at = found + 1
+        self._position = line_break + 1
 
     def _line_at(self, position: int) -> int:
-        """Returns the number of the line at a position, which is not before the last one asked for."""
-        self._line += self._text.count("\n", self._counted, position)
-        self._counted = position
-        return self._line
+        """Returns the line number at a position. Positions must not decrease between calls."""
+        self._line_number += self._text.count("\n", self._line_position, position)
+        self._line_position = position
+        return self._line_number
 
     def _not_json(self, what: str, position: int) -> UserError:
-        hint = "give an array of objects, or objects in sequence, or use --skip-bad" + self.otherwise
+        hint = "give an array of objects, or objects in sequence, or use --skip-bad" + self.json_hint
         return self._error(self._line_at(position), f"not JSON: {what}", hint)
 
 
-def _object(line: str) -> dict[str, Any]:
+def _parse_object(line: str) -> dict[str, Any]:
     try:
-        record, end = _decode(line)
+        record, end = _decode_json(line)
         if end < len(line):
             raise ValueError("there is more after the object")
     except RecursionError:
-        raise _Bad("JSON that is nested too deep", "--skip-bad skips such lines") from None
+        raise _BadRecord("JSON that is nested too deep", "--skip-bad skips such lines") from None
     except ValueError as error:
-        raise _Bad(f"not JSON: {reason(error)}", "give one object per line; --skip-bad skips other lines") from None
+        raise _BadRecord(
+            f"not JSON: {reason(error)}", "give one object per line; --skip-bad skips other lines"
+        ) from None
     if not isinstance(record, dict):
         hint = "give one object per line (for an array, name the file .json), or use --skip-bad"
-        raise _Bad("not a JSON object", hint)
+        raise _BadRecord("not a JSON object", hint)
     return record
 
 
-def _string(record: dict[str, Any], field: str, hint: str, null: bool = True) -> str:
-    """Returns the string at a key; with ``null``, an empty one for null."""
+def _get_string(record: dict[str, Any], field: str, hint: str, null: bool = True) -> str:
+    """Returns the string at a key. With ``null``, null becomes an empty string."""
     value = record.get(field, record)
     if value is record:
-        raise _Bad(_missing(field, record, "keys"), hint)
+        raise _BadRecord(_missing_message(field, record, "keys"), hint)
     if value is None and null:
         return ""
     if not isinstance(value, str):
-        raise _Bad(f'"{field}" is not a string', hint)
+        raise _BadRecord(f'"{field}" is not a string', hint)
     return value
 
 
 def _without_surrogates(value: str, encoding: TextEncoding) -> str:
-    r"""A half of a surrogate pair, as ``"\ud800"`` gives, is no character, and cannot be written as UTF-8."""
+    r"""Replaces unpaired surrogates (``"\ud800"``), which UTF-8 cannot encode. In strict mode, raises `_BadRecord`."""
     if not _SURROGATE.search(value):
         return value
     if encoding.errors == "strict":
-        raise _Bad("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
+        raise _BadRecord("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
     value, count = _SURROGATE.subn("\ufffd", value)
     encoding.replaced += count
     return value
 
 
-def _missing(field: str, known: Iterable[Any], what: str) -> str:
-    """Returns the message for a field that is missing."""
-    some = list(known)
-    names = ", ".join(map(str, some[:20])) + (", …" if len(some) > 20 else "") or "none"
+def _missing_message(field: str, available: Iterable[Any], what: str) -> str:
+    present = list(available)
+    names = ", ".join(map(str, present[:20])) + (", …" if len(present) > 20 else "") or "none"
     return f'it has no "{field}"; its {what}: {names}'
 
 
 class Table(Records[list[str]]):
-    """The rows of a table; the first one names the columns. In CSV a row may span lines within quotes, of `MAX_RECORD`
-    characters together. TSV has no quotes (its media type, text/tab-separated-values): a row is a line."""
+    """The rows of a table with a header row. Quoted CSV fields can contain line breaks; a CSV row has at most
+    `MAX_RECORD` characters. TSV has no quotes (media type text/tab-separated-values), so each line is a row."""
 
     delimiter = ","
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        rows = self._good_rows()
+        rows = self._non_empty_rows()
         line, self._header = next(rows, (0, [*self.form.keys]))
         keys = self.form.columns(self._header)
         for key in keys:
             if key not in self._header:
-                raise self._error(line, _missing(key, self._header, "columns"), self._column_hint())
+                raise self._error(line, _missing_message(key, self._header, "columns"), self._column_hint())
             if self._header.count(key) > 1:
                 what = f'it has {self._header.count(key)} columns called "{key}"'
                 raise self._error(line, what, "rename all but one")
@@ -535,39 +535,43 @@ class Table(Records[list[str]]):
         yield from rows
 
     def _parse(self, number: int, row: list[str]) -> dict[str, Any] | None:
-        if row == self._header:  # of a file that was appended
+        if row == self._header:  # Header of an appended file.
             return None
         if len(row) != len(self._header):
             what = "a field with a comma or a line break must be quoted"
             if self.delimiter == "\t":
                 what = "a .tsv field cannot contain tabs or line breaks, and quotes are ordinary characters"
-            raise _Bad(
+            raise _BadRecord(
                 f"{counted(len(row), 'field')}, but the header has {len(self._header)}",
                 f"{what}; --skip-bad skips such rows",
             )
-        return {key: _cell(row[column], self.encoding) for key, column in self._columns.items()}
+        return {key: _decode_cell(row[column], self.encoding) for key, column in self._columns.items()}
 
     def _column_hint(self) -> str:
-        for other, word in ((";", "semicolons"), ("\t", "tabs"), (",", "commas"), ("|", "bars")):
-            if other != self.delimiter and len(self._header) == 1 and self.form.keys[0] in self._header[0].split(other):
-                return f"its columns are separated by {word}: convert it to commas (.csv) or tabs (.tsv)"
+        for separator, plural in ((";", "semicolons"), ("\t", "tabs"), (",", "commas"), ("|", "bars")):
+            if (
+                separator != self.delimiter
+                and len(self._header) == 1
+                and self.form.keys[0] in self._header[0].split(separator)
+            ):
+                return f"its columns are separated by {plural}: convert it to commas (.csv) or tabs (.tsv)"
         return self.form.hint
 
-    def _good_rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yields the rows that are not empty, each with the number of its first line."""
-        csv.field_size_limit(MAX_RECORD)  # for the whole process
-        self._left = self._lines()
-        self._first = self._last = self._size = 0  # the row's first line, last line so far, and characters
-        tabs = self.delimiter == "\t"
-        reader = map(_tab_separated, self) if tabs else csv.reader(self, delimiter=self.delimiter, strict=True)
+    def _non_empty_rows(self) -> Iterator[tuple[int, list[str]]]:
+        """Yields non-empty rows with their first line number."""
+        csv.field_size_limit(MAX_RECORD)  # This limit is process-wide.
+        self._remaining_lines = self._lines()
+        self._first_line = self._last_line = self._row_size = 0
+        is_tsv = self.delimiter == "\t"
+        reader = map(_split_tabs, self) if is_tsv else csv.reader(self, delimiter=self.delimiter, strict=True)
         while True:
-            self._first = self._size = 0
+            self._first_line = self._row_size = 0
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                line, what = self._last, str(error)
+                line, what = self._last_line, str(error)
                 if what == "unexpected end of data":
-                    line, what = self._first, "a quote is never closed"
+                    line, what = self._first_line, "a quote is never closed"
                 self.on_bad(self._error(line, what, "fix it, or use --skip-bad to skip it"))
             except UserError as error:
                 self.on_bad(error)
@@ -575,24 +579,24 @@ class Table(Records[list[str]]):
                 if row is None:
                     return
                 if row:
-                    yield self._first, row
+                    yield self._first_line, row
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        """Returns the next line, for the parser. Unlike a generator, this continues after an error."""
-        self._last, (_, line) = next(self._left)
-        self._first = self._first or self._last
-        if not self._size:  # the start of a row: of the file's first, or of a file that was appended
+        """Returns the next line for the parser. A generator could not continue after an error."""
+        self._last_line, (_, line) = next(self._remaining_lines)
+        self._first_line = self._first_line or self._last_line
+        if not self._row_size:  # Any row can be the first of an appended file.
             line = line.removeprefix(_BOM)
-        # Invalid bytes are carried through: they matter only in the wanted field.
+        # Surrogates preserve invalid bytes, because only the fields that are read have to be valid.
         text = line.decode(self.encoding.name, "surrogateescape")
-        if not self._size:
-            text = text.lstrip("\ufeff")  # of another encoding
-        self._size += len(text)
-        if self._size > MAX_RECORD:
-            raise self._too_long(self._last)
+        if not self._row_size:
+            text = text.lstrip("\ufeff")  # A byte-order mark in another encoding.
+        self._row_size += len(text)
+        if self._row_size > MAX_RECORD:
+            raise self._too_long(self._last_line)
         return text
 
 
@@ -602,24 +606,24 @@ class TabbedTable(Table):
     delimiter = "\t"
 
 
-def _tab_separated(line: str) -> list[str]:
+def _split_tabs(line: str) -> list[str]:
     line = line.removesuffix("\n").removesuffix("\r")
     return line.split("\t") if line else []
 
 
-def _cell(value: str, encoding: TextEncoding) -> str:
+def _decode_cell(value: str, encoding: TextEncoding) -> str:
     if "\0" in value:
-        raise _Bad("a zero byte is not text", "--skip-bad skips such rows")
+        raise _BadRecord("a zero byte is not text", "--skip-bad skips such rows")
     if value.isascii() or not _SURROGATE.search(value):
         return value
-    return _decoded(value.encode(encoding.name, "surrogateescape"), encoding, encoding.hint)
+    return _decode_bytes(value.encode(encoding.name, "surrogateescape"), encoding, encoding.hint)
 
 
-def _decoded(data: bytes, encoding: TextEncoding, hint: str) -> str:
+def _decode_bytes(data: bytes, encoding: TextEncoding, hint: str) -> str:
     try:
         return encoding.decode(data)
     except UnicodeDecodeError as error:
-        raise _Bad(f"not {encoding.shown}: byte 0x{data[error.start]:02x}", hint) from None
+        raise _BadRecord(f"not {encoding.shown}: byte 0x{data[error.start]:02x}", hint) from None
 
 
 class Parquet(Records[tuple[Any, ...]]):
@@ -632,42 +636,42 @@ class Parquet(Records[tuple[Any, ...]]):
             from pyarrow import parquet as pq
         except ImportError:
             raise WorkError(f"{self.name} needs the package pyarrow", install_extra("parquet")) from None
-        with translated(partial(damaged, self.name)):  # pyarrow raises many kinds
-            about = pq.read_metadata(self.stream)
-            schema = about.schema.to_arrow_schema()
+        with translated(partial(damaged, self.name)):  # pyarrow raises many exception types.
+            metadata = pq.read_metadata(self.stream)
+            schema = metadata.schema.to_arrow_schema()
             self._keys = keys = self.form.columns(schema.names)
             for key in keys:
                 if key not in schema.names:
-                    raise UserError(f"{self.name}: {_missing(key, schema.names, 'columns')}", self.form.hint)
+                    raise UserError(f"{self.name}: {_missing_message(key, schema.names, 'columns')}", self.form.hint)
                 kind = schema.field(key).type
-                if self.form.strings and not _is_text(kind):
+                if self.form.strings and not _is_string_type(kind):
                     raise UserError(f'{self.name}: "{key}" contains {kind}, not strings', self.form.hint)
             dictionaries = keys if self.form.strings else None
-            with pq.ParquetFile(self.stream, metadata=about, read_dictionary=dictionaries) as opened:
-                batches = opened.iter_batches(ROWS, columns=keys, use_threads=False)
-                columns = ([_values(batch.column(key)) for key in keys] for batch in batches)
+            with pq.ParquetFile(self.stream, metadata=metadata, read_dictionary=dictionaries) as file:
+                batches = file.iter_batches(ROWS, columns=keys, use_threads=False)
+                columns = ([_column_values(batch.column(key)) for key in keys] for batch in batches)
                 yield from enumerate((row for batch in columns for row in zip(*batch, strict=True)), 1)
 
     def _parse(self, number: int, row: tuple[Any, ...]) -> dict[str, Any]:
         if any(isinstance(value, bytes) and len(value) > MAX_RECORD for value in row):
-            raise _Bad(f"longer than {MAX_RECORD:,} bytes", "split it into several, or use --skip-bad")
+            raise _BadRecord(f"longer than {MAX_RECORD:,} bytes", "split it into several, or use --skip-bad")
         hint = "use --errors replace or --skip-bad"
-        decoded = (_decoded(value, self.encoding, hint) if isinstance(value, bytes) else value for value in row)
+        decoded = (_decode_bytes(value, self.encoding, hint) if isinstance(value, bytes) else value for value in row)
         return dict(zip(self._keys, decoded, strict=True))
 
 
-def _values(column: Any) -> list[Any]:
-    """Returns the values of a column; strings as bytes, which may be invalid."""
+def _column_values(column: Any) -> list[Any]:
+    """Returns the values of a column. Strings become bytes, because they can be invalid UTF-8."""
     import pyarrow as pa
 
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary_decode()
-    values: list[Any] = (column.cast(pa.large_binary()) if _is_text(column.type) else column).to_pylist()
+    values: list[Any] = (column.cast(pa.large_binary()) if _is_string_type(column.type) else column).to_pylist()
     return values
 
 
-def _is_text(kind: Any) -> bool:
+def _is_string_type(kind: Any) -> bool:
     import pyarrow as pa
 
-    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return str(plain) in ("string", "large_string", "string_view", "null")
+    value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return str(value_type) in ("string", "large_string", "string_view", "null")

@@ -1,9 +1,8 @@
-"""Shards: files of ids that describe themselves, checked when opened, mapped into memory; and many as one stream.
+"""Shards: memory-mapped files of token ids, and a stream over several shards.
 
-Layout, little-endian: an 8-byte magic, then version, dtype code (2 or 4 bytes per id), vocabulary size and flags as
-uint32; count of ids and count of documents as uint64; the ids; padding to 8 bytes; the offset of each document's
-first id as uint64. A document is an end-of-text id and its own ids. Flag 1: the file begins
-inside a document that began in the file before it.
+Layout, little-endian: an 8-byte magic; version, dtype code (2 or 4 bytes per id), vocabulary size and flags as uint32;
+id count and document count as uint64; the ids; padding to 8 bytes; the offset of each document's first id as uint64.
+Every document starts with an end-of-text id. Flag 1: the file starts inside a document of the previous file.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from gpt.files import file_sha256, open_regular, write_pieces
 MAGIC = b"GPTIDS\r\n"
 VERSION = 2
 HEADER = struct.Struct("<8sIIIIQQ")
-CONTINUES = 1  # the only flag
+CONTINUES_DOCUMENT = 1
 HINT = "create it again from the text"
 
 Side = Literal["train", "val"]
@@ -36,20 +35,18 @@ Offsets = npt.NDArray[np.uint64]
 
 
 def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Returns uint16 where all ids fit, else uint32."""
+    """Returns uint16 if all ids fit, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: int) -> str:
-    """Writes ids, part after part, and the offsets of documents to ``path``, whole or not at all. Returns the sha256.
-
-    Raises `UserError` for an id outside the vocabulary.
-    """
+    """Writes ids and document offsets to ``path`` atomically. Returns the sha256. Raises `UserError` for an id outside
+    the vocabulary."""
     parts = [np.ascontiguousarray(part, id_type(vocab_size)) for part in ids]
     count = sum(map(len, parts))
     if max((int(part.max()) for part in parts if len(part)), default=0) >= vocab_size:
         raise UserError(f"cannot write an id outside the vocabulary of {vocab_size:,} to {path}")
-    flags = CONTINUES if count and (not len(offsets) or offsets[0]) else 0
+    flags = CONTINUES_DOCUMENT if count and (not len(offsets) or offsets[0]) else 0
     itemsize = id_type(vocab_size).itemsize
     header = HEADER.pack(MAGIC, VERSION, itemsize, vocab_size, flags, count, len(offsets))
     padding = bytes(-count * itemsize % 8)
@@ -57,30 +54,28 @@ def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: in
 
 
 class Shard:
-    """A file of ids, mapped into memory. Raises `UserError` for another kind of file, or one that is cut short.
-
-    Ids are compared with the vocabulary where they are taken, so that opening costs the same for any size.
-    """
+    """A memory-mapped file of ids, which `take` checks against the vocabulary. Raises `UserError` if the file is
+    truncated or of another kind."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map: mmap.mmap | None = None
-        with self._system_errors(), open_regular(path) as file:
+        with self._translate_errors(), open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             header = file.read(HEADER.size)
         self._check_header(header, size)
 
     @contextlib.contextmanager
-    def _system_errors(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        except (OSError, ValueError) as error:  # Mapping an empty file raises ValueError.
             raise UserError(f"cannot read {self.path}: {getattr(error, 'strerror', None) or error}", HINT) from None
 
-    def _mapped(self) -> mmap.mmap:
-        """Maps the file at the first use: a corpus may have more files than may be open."""
+    def _get_map(self) -> mmap.mmap:
+        """Maps the file on first use, because a corpus can have more files than a process can open."""
         if self._map is None:
-            with self._system_errors(), open_regular(self.path) as file:
+            with self._translate_errors(), open_regular(self.path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             if hasattr(self._map, "madvise"):
                 self._map.madvise(mmap.MADV_RANDOM)
@@ -95,13 +90,13 @@ class Shard:
                 f"{self.path} has version {version}, dtype code {self.itemsize}; this program reads version {VERSION}",
                 HINT,
             )
-        self.continues = bool(flags & CONTINUES)
+        self.continues = bool(flags & CONTINUES_DOCUMENT)
         self._dtype = np.dtype(f"<u{self.itemsize}")
         ids_end = HEADER.size + self.count * self.itemsize
         self._offsets_start = ids_end + -(self.count * self.itemsize) % 8
-        promised = self._offsets_start + self.documents * 8
-        if size != promised:
-            raise UserError(f"{self.path} has {size:,} bytes; its header requires {promised:,}", HINT)
+        expected_size = self._offsets_start + self.documents * 8
+        if size != expected_size:
+            raise UserError(f"{self.path} has {size:,} bytes; its header requires {expected_size:,}", HINT)
 
     def __len__(self) -> int:
         return int(self.count)
@@ -109,8 +104,8 @@ class Shard:
     def take(self, start: int, stop: int) -> Ids:
         """Returns a copy of ids ``start`` to ``stop``. Raises `UserError` for an id outside the vocabulary."""
         stop = min(stop, self.count)
-        at = HEADER.size + start * self.itemsize
-        ids: Ids = np.frombuffer(self._mapped(), self._dtype, max(0, stop - start), at).copy()
+        position = HEADER.size + start * self.itemsize
+        ids: Ids = np.frombuffer(self._get_map(), self._dtype, max(0, stop - start), position).copy()
         if len(ids) and int(ids.max()) >= self.vocab_size:
             raise UserError(
                 f"{self.path} contains id {int(ids.max())}, outside its vocabulary of {self.vocab_size:,}", HINT
@@ -118,23 +113,23 @@ class Shard:
         return ids
 
     def offsets(self) -> Offsets:
-        """Returns the places of the documents' end-of-text ids. Raises `UserError` where they are out of order."""
-        offsets: Offsets = np.frombuffer(self._mapped(), "<u8", self.documents, self._offsets_start).copy()
-        wrong_start = self.count > 0 and not self.continues and (not len(offsets) or offsets[0] != 0)
-        disorder = len(offsets) and (np.any(offsets[1:] <= offsets[:-1]) or offsets[-1] >= self.count)
-        if wrong_start or disorder:
+        """Returns the positions of the documents' end-of-text ids. Raises `UserError` if they are out of order."""
+        offsets: Offsets = np.frombuffer(self._get_map(), "<u8", self.documents, self._offsets_start).copy()
+        has_wrong_start = self.count > 0 and not self.continues and (not len(offsets) or offsets[0] != 0)
+        is_unordered = len(offsets) and (np.any(offsets[1:] <= offsets[:-1]) or offsets[-1] >= self.count)
+        if has_wrong_start or is_unordered:
             raise UserError(f"{self.path} has document offsets out of order", HINT)
         return offsets
 
     def release(self) -> None:
-        """Unmaps the file: its pages leave this process's memory and stay in the system's cache."""
+        """Unmaps the file. Its pages leave this process but stay in the page cache."""
         if self._map is not None:
             self._map.close()
             self._map = None
 
     def verify(self, sha256: str) -> None:
-        """Reads the whole file. Raises `UserError` for another sha256, and for ids or offsets out of bounds."""
-        with self._system_errors():
+        """Reads the whole file. Raises `UserError` if its sha256 differs or ids or offsets are out of bounds."""
+        with self._translate_errors():
             if file_sha256(self.path) != sha256:
                 raise UserError(f"{self.path} is damaged: its sha256 has changed since it was created", HINT)
         for start in range(0, len(self), 2**22):
@@ -144,53 +139,53 @@ class Shard:
 
 
 Int64s = npt.NDArray[np.int64]
-RELEASE_EVERY = 2**26  # bytes mapped at most before they are released …
-RELEASE_MAPS = 256  # … and files open at most
+RELEASE_EVERY = 2**26  # Maximum mapped bytes.
+RELEASE_MAPS = 256  # Maximum mapped files.
 
 
 class TokenStream:
-    """The ids of many shards as one sequence; reads only what is asked for."""
+    """The ids of several shards as one sequence, read on demand."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = [shard for shard in shards if len(shard)]
         self._starts = np.cumsum([0, *(len(shard) for shard in self.shards)])
-        self._touched = 0  # bytes
-        self._mapped: set[int] = set()
+        self._touched = 0  # Bytes mapped since the last release.
+        self._mapped_shards: set[int] = set()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def take(self, start: int, length: int) -> Int64s:
-        """Returns ``length`` ids from ``start`` on, int64; the first id follows the last one."""
+        """Returns ``length`` ids starting at ``start``, int64. Wraps around at the end of the stream."""
         out = np.empty(length, np.int64)
         filled = 0
         while filled < length:
-            at = (start + filled) % len(self)
-            number = int(np.searchsorted(self._starts, at, "right")) - 1
-            inside = at - int(self._starts[number])
-            self._mapped.add(number)
-            part = self.shards[number].take(inside, inside + length - filled)
+            position = (start + filled) % len(self)
+            index = int(np.searchsorted(self._starts, position, "right")) - 1
+            offset = position - int(self._starts[index])
+            self._mapped_shards.add(index)
+            part = self.shards[index].take(offset, offset + length - filled)
             out[filled : filled + len(part)] = part
             filled += len(part)
-        self._count(length)
+        self._count_read(length)
         return out
 
-    def _count(self, length: int) -> None:
-        """Keeps resident memory flat: releases shards after enough reads (each brings at least 64 KiB)."""
+    def _count_read(self, length: int) -> None:
+        """Keeps resident memory flat by releasing shards after enough reads. A read maps at least 64 KiB."""
         self._touched += max(2**16, 4 * length)
-        if self._touched > RELEASE_EVERY or len(self._mapped) > RELEASE_MAPS:
+        if self._touched > RELEASE_EVERY or len(self._mapped_shards) > RELEASE_MAPS:
             self.release()
 
     def release(self) -> None:
-        """Unmaps all shards; a read maps its shard again."""
-        for number in self._mapped:
-            self.shards[number].release()
+        """Unmaps all shards. The next read maps its shard again."""
+        for index in self._mapped_shards:
+            self.shards[index].release()
         self._touched = 0
-        self._mapped.clear()
+        self._mapped_shards.clear()
 
     @cached_property
     def offsets(self) -> Int64s:
-        """The places where documents begin, and the end of the last one."""
+        """The start positions of the documents, and the end of the stream."""
         parts = []
         for shard, start in zip(self.shards, self._starts, strict=False):
             parts.append(shard.offsets().astype(np.int64) + start)
@@ -199,12 +194,12 @@ class TokenStream:
 
     @property
     def documents(self) -> "TokenDocuments":
-        """The ids of each document, without its end-of-text."""
+        """The documents of the stream, without end-of-text."""
         return TokenDocuments(self)
 
 
 class TokenDocument:
-    """The ids of one document; a slice of them is read when it is taken."""
+    """The ids of one document, read when sliced."""
 
     def __init__(self, stream: TokenStream, start: int, stop: int) -> None:
         self.stream, self.start, self.stop = stream, start, stop
@@ -232,9 +227,9 @@ class TokenDocuments:
     def __len__(self) -> int:
         return len(self.stream.offsets) - 1
 
-    def __getitem__(self, number: int) -> TokenDocument:
-        start, end = self.stream.offsets[number : number + 2].tolist()
+    def __getitem__(self, index: int) -> TokenDocument:
+        start, end = self.stream.offsets[index : index + 2].tolist()
         return TokenDocument(self.stream, start + 1, end)
 
     def __iter__(self) -> Iterator[TokenDocument]:
-        return (self[number] for number in range(len(self)))
+        return (self[index] for index in range(len(self)))

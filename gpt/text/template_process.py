@@ -1,13 +1,13 @@
-"""A program that renders one chat template in jinja2's sandbox. `gpt.text.chat` runs it in a process of its own, since
-a template comes with a model, and Python cannot stop a thread that computes for ever or asks for gigabytes.
+"""Renders one chat template in jinja2's sandbox. `gpt.text.chat` runs this program in a separate process: a downloaded
+template can loop forever or allocate gigabytes, and Python cannot stop a thread.
 
-The first line of stdin is ``{"template", "words", "seconds", "memory", "longest"}``, each further one ``{"messages",
-"parts", "variables"}``. A part ``[n, answer]`` asks for the text of the first n messages; ``answer`` is
-``add_generation_prompt``, and ``variables`` are further names that the template may read.
-Each is answered by a line of stdout: ``{"texts", "spans"}``, where spans are the characters within ``{% generation %}``
-of the last text, or ``{"error"}``. The process ends where an answer takes longer than ``seconds``.
+The first line of stdin is ``{"template", "words", "seconds", "memory", "longest"}``; each later line is a request
+``{"messages", "parts", "variables"}``. A part ``[n, answer]`` requests the text of the first n messages, rendered with
+``add_generation_prompt=answer``. ``variables`` are further template variables. The program answers each request with a
+line: ``{"texts", "spans"}`` or ``{"error"}``. ``spans`` are the character ranges of the last text inside
+``{% generation %}``. An answer that takes longer than ``seconds`` ends the process.
 
-Filters, functions and tags are those of transformers' `apply_chat_template`. Nothing of gpt is imported.
+Filters, functions and tags match transformers' `apply_chat_template`. The program imports nothing from gpt.
 """
 
 import contextlib
@@ -28,26 +28,26 @@ from jinja2.utils import Namespace
 
 
 class _Generation(Extension):
-    """The tag ``{% generation %}``, which encloses what the assistant says, as transformers has it."""
+    """The tag ``{% generation %}`` of transformers, which encloses the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
-    length = 0  # of the text so far
+    length = 0
     spans: list[tuple[int, int]]
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parses the tag and what it encloses."""
+        """Parses the tag and its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_enclosed"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_record_span"), [], [], body).set_lineno(line)
 
-    def _enclosed(self, caller: Any) -> str:
+    def _record_span(self, caller: Any) -> str:
         text: str = caller()
         self.spans.append((self.length, self.length + len(text)))
         return text
 
 
 class _PublicNamespace(Namespace):
-    """A ``namespace`` whose members cannot have the names by which Python finds its own."""
+    """A ``namespace`` that refuses member names with a leading underscore, which Python reserves."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -65,7 +65,7 @@ def _check_public(name: Any) -> None:
         raise SecurityError(f"a namespace has no member {name}")
 
 
-def _refuse(message: Any) -> None:
+def _raise_template_error(message: Any) -> None:
     raise TemplateError(str(message))
 
 
@@ -76,61 +76,63 @@ def _to_json(
 
 
 class Renderer:
-    """A template, compiled. ``words`` are the special tokens by their names, ``bos_token`` …"""
+    """A compiled template. ``specials`` maps ``bos_token`` and other names to special tokens."""
 
-    def __init__(self, template: str, words: dict[str, str], longest: int) -> None:
+    def __init__(self, template: str, specials: dict[str, str], max_length: int) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {
-            "raise_exception": _refuse,
+            "raise_exception": _raise_template_error,
             "strftime_now": lambda form: datetime.datetime.now().strftime(form),
             "namespace": _PublicNamespace,
         }
         self.generation: Any = environment.extensions[_Generation.identifier]
-        self.template, self.words, self.longest = environment.from_string(template), words, longest
+        self.template, self.specials, self.max_length = environment.from_string(template), specials, max_length
 
     def render(self, messages: list[Any], answer: bool, variables: dict[str, Any]) -> str:
-        """Returns the text of messages. The generation's ``spans`` are its own then."""
+        """Returns the text of messages and sets the ``spans`` of the generation tag."""
         pieces: list[str] = []
         self.generation.length, self.generation.spans = 0, []
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
-        for piece in self.template.generate({**variables, **self.words, **given}):
+        arguments = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
+        for piece in self.template.generate({**variables, **self.specials, **arguments}):
             pieces.append(piece)
             self.generation.length += len(piece)
-            if self.generation.length > self.longest:
-                raise TemplateError(f"the text has more than {self.longest:,} characters")
+            if self.generation.length > self.max_length:
+                raise TemplateError(f"the text has more than {self.max_length:,} characters")
         return "".join(pieces)
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Returns the object that answers a line."""
-        texts = [self.render(asked["messages"][:count], answer, asked["variables"]) for count, answer in asked["parts"]]
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Returns the answer to a request."""
+        texts = [
+            self.render(request["messages"][:count], answer, request["variables"]) for count, answer in request["parts"]
+        ]
         return {"texts": texts, "spans": self.generation.spans}
 
 
-def _said(error: Exception) -> str:
+def _error_message(error: Exception) -> str:
     return str(error)[:200] or type(error).__name__
 
 
 def serve(lines: IO[bytes], out: IO[bytes]) -> None:
-    """Answers every line until there are no more."""
-    given = json.loads(lines.readline())
+    """Answers all requests."""
+    settings = json.loads(lines.readline())
     if sys.platform != "win32":
         import resource
 
-        with contextlib.suppress(ValueError, OSError):  # macOS takes no such limit
-            resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
+        with contextlib.suppress(ValueError, OSError):  # macOS refuses this limit.
+            resource.setrlimit(resource.RLIMIT_AS, (settings["memory"], settings["memory"]))
     renderer: Renderer | None = None
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w") as devnull:
         for line in lines:
-            # A thread of C that needs no lock of Python's ends the process, whatever computes by then.
-            faulthandler.dump_traceback_later(given["seconds"], exit=True, file=nowhere)
+            # A C thread that does not need the GIL ends the process after the time limit.
+            faulthandler.dump_traceback_later(settings["seconds"], exit=True, file=devnull)
             try:
-                renderer = renderer or Renderer(given["template"], given["words"], given["longest"])
+                renderer = renderer or Renderer(settings["template"], settings["words"], settings["longest"])
                 answer = renderer.answer(json.loads(line))
-            except Exception as error:  # a template may raise anything
-                answer = {"error": _said(error)}
+            except Exception as error:  # Templates can raise any exception.
+                answer = {"error": _error_message(error)}
             faulthandler.cancel_dump_traceback_later()
             out.write(json.dumps(answer).encode() + b"\n")
             out.flush()
@@ -138,5 +140,5 @@ def serve(lines: IO[bytes], out: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     for name in {"SIGINT", "SIGTERM", "SIGHUP"} & {*dir(signal)}:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)  # the process that asks ends this one
+        signal.signal(getattr(signal, name), signal.SIG_IGN)  # The parent process ends this one.
     serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,11 +1,11 @@
-"""A finished token folder: shards and a manifest. It is trained on, verified, and merged from parts.
+"""Finished token folders: reading, verifying, and merging parts.
 
-    manifest.json        tokenizer, split, counts, each shard's sha256
-    sources.jsonl        the sources, one per line
-    train-GGGGG-SSSSS.ids  val-GGGGG-SSSSS.ids      shards (`gpt.text.shards`), by group of sources and slice of it
-    tokenizer.tiktoken … the tokenizer's files
+    manifest.json                              tokenizer, split, counts, sha256 of each shard
+    sources.jsonl                              the sources, one per line
+    train-GGGGG-SSSSS.ids, val-GGGGG-SSSSS.ids shards (`gpt.text.shards`) of group GGGGG, slice SSSSS
+    tokenizer.tiktoken …                       the tokenizer's files
 
-Groups and slices depend on the sources alone, so parts made on many machines merge into the folder of one machine.
+Groups and slices depend only on the sources, so merging parts from several machines gives the folder of one.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from gpt.text.tokenizer_files import read_own, tokenizer_files
 FORMAT = 1
 MANIFEST = "manifest.json"
 SOURCES = "sources.jsonl"
-PROGRESS = "progress.jsonl"  # of an unfinished folder
+PROGRESS = "progress.jsonl"  # Marks an unfinished folder.
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The manifest's entry for a shard. ``bytes`` are those of the text."""
+    """The manifest's entry for a shard. ``bytes``: size of its text."""
 
     file: str
     side: Side
@@ -58,7 +58,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A source: its stored size and the time of its last change, and the documents, bytes and sha256 of its text."""
+    """A source: stored size, modification time, and documents, bytes and sha256 of its text in UTF-8."""
 
     group: Count
     name: str
@@ -66,11 +66,11 @@ class SourceRecord:
     time: int
     documents: Count
     bytes: Count
-    sha256: str  # of the text in UTF-8
+    sha256: str
 
 
 def shard_name(side: Side, group: int, slice: int) -> str:
-    """Returns the name of a shard: ``train-00012-00003.ids``."""
+    """Returns a shard's file name: ``train-00012-00003.ids``."""
     return f"{side}-{group:05d}-{slice:05d}.ids"
 
 
@@ -80,7 +80,7 @@ def is_token_folder(path: str | Path) -> bool:
 
 
 class TokenFolder:
-    """A finished token folder. Raises `UserError` for anything else, a damaged one, or one of another version."""
+    """A finished token folder. Raises `UserError` if it is unfinished, damaged or of another version."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -102,8 +102,6 @@ class TokenFolder:
         self.tokens: int = self.manifest["tokens"]
 
     def _check_manifest(self) -> None:
-        """Raises if entries are missing or contradict each other. A file's name follows from its side, group and
-        slice."""
         manifest = self.manifest
         _require(manifest["split"]["by"] in ("hash", "end", "text", "nothing"))
         _require(isinstance(manifest["asked"], dict))
@@ -113,8 +111,8 @@ class TokenFolder:
         _require(part is None or (len(part) == 2 and all(type(n) is int for n in part) and 1 <= part[0] <= part[1]))
         counts = [manifest["sources"]["count"], *(manifest[key] for key in ("documents", "bytes", *COUNTS))]
         _require(all(type(count) is int and count >= 0 for count in counts))
-        places = [(record.side, record.group, record.slice) for record in self.shards]
-        _require(places == sorted(set(places)))
+        keys = [(record.side, record.group, record.slice) for record in self.shards]
+        _require(keys == sorted(set(keys)))
         for record in self.shards:
             _require(record.file == shard_name(record.side, record.group, record.slice))
         _require(manifest["tokens"] == sum(record.tokens for record in self.shards))
@@ -122,18 +120,18 @@ class TokenFolder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the ids. Raises `UserError` where its fingerprint is not the manifest's."""
+        """The folder's tokenizer. Raises `UserError` if its fingerprint differs from the manifest."""
         return read_own(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
 
     def read_for(self, tokenizer: Tokenizer) -> bool:
-        """Takes the tokenizer of a model, whose ids may be fewer, for its own. False where it is another one."""
-        same = self.tokenizer.gives_the_ids_of(tokenizer)
-        if same:
+        """Adopts a model's tokenizer, which can have fewer ids. Returns False if it is a different tokenizer."""
+        is_same = self.tokenizer.gives_the_ids_of(tokenizer)
+        if is_same:
             self.tokenizer = tokenizer
-        return same
+        return is_same
 
     def stream(self, side: Side) -> TokenStream:
-        """Opens the ids of one side. Raises `UserError` where a shard is not what the manifest says."""
+        """Opens the ids of one side. Raises `UserError` if a shard does not match the manifest."""
         vocab_size = self.tokenizer.vocab_size
         shards = []
         for record in self.shards:
@@ -146,31 +144,31 @@ class TokenFolder:
         return TokenStream(shards)
 
     def bytes_of(self, side: Side) -> int:
-        """Returns the bytes of one side's text."""
+        """Returns the text size of one side in bytes."""
         return sum(record.bytes for record in self.shards if record.side == side)
 
-    def verify(self, each: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Reads all files and compares checksums, ids, offsets and totals. Raises `UserError` naming a damaged file."""
+    def verify(self, on_progress: Callable[[int, int], None] = lambda tokens_done, total: None) -> None:
+        """Checks checksums, ids, offsets and totals of all files. Raises `UserError` naming a damaged file."""
         total = sum(record.tokens for record in self.shards)
         try:
-            right = file_sha256(self.path / SOURCES) == self.manifest["sources"].get("sha256")
+            is_intact = file_sha256(self.path / SOURCES) == self.manifest["sources"].get("sha256")
         except OSError as error:
             raise UserError(f"cannot read {self.path / SOURCES}: {error.strerror or error}") from None
-        if not right:
+        if not is_intact:
             raise UserError(f"{self.path / SOURCES} is damaged: its sha256 does not match {MANIFEST}")
         sources = list(self.sources())
-        found = (len(sources), sum(s.documents for s in sources), sum(s.bytes for s in sources))
-        if found != (self.manifest["sources"]["count"], self.documents, self.bytes):
+        totals = (len(sources), sum(s.documents for s in sources), sum(s.bytes for s in sources))
+        if totals != (self.manifest["sources"]["count"], self.documents, self.bytes):
             raise UserError(f"{self.path / MANIFEST} is damaged: its totals do not match {SOURCES}")
-        done = 0
+        tokens_done = 0
         for record in self.shards:
             Shard(self.path / record.file).verify(record.sha256)
-            done += record.tokens
-            each(done, total)
+            tokens_done += record.tokens
+            on_progress(tokens_done, total)
         self.check_shards()
 
     def check_shards(self) -> None:
-        """Raises `UserError` where a shard's header is not what the manifest says. Reads no ids."""
+        """Raises `UserError` if a shard's header does not match the manifest. Reads no ids."""
         for side in SIDES:
             self.stream(side)
 
@@ -192,7 +190,7 @@ def write_manifest(
     sources: Sequence[SourceRecord],
     counts: Mapping[str, int],
 ) -> None:
-    """Writes ``sources.jsonl``, then ``manifest.json``, which finishes the folder. ``counts`` are further totals."""
+    """Finishes the folder: writes ``sources.jsonl``, then ``manifest.json``. ``counts`` are further totals."""
     with whole_file(folder / SOURCES) as file:
         for source in sources:
             file.write((json.dumps(asdict(source), ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape"))
@@ -215,10 +213,10 @@ def write_manifest(
 
 
 def _totals(shards: Sequence[ShardRecord], side: Side) -> dict[str, int]:
-    mine = [record for record in shards if record.side == side]
+    records = [record for record in shards if record.side == side]
     totals: dict[str, int] = {}
     for key in ("documents", "bytes", "tokens"):
-        totals[key] = sum(getattr(record, key) for record in mine)
+        totals[key] = sum(getattr(record, key) for record in records)
     return totals
 
 
@@ -226,10 +224,8 @@ COUNTS = ("replaced", "skipped", "cut_pieces", "end_of_text_in_text")
 
 
 def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
-    """Merges the parts of a corpus into the folder that one machine would have made. Tokenizes nothing.
-
-    Raises `UserError` where a part is missing, there twice, or made from other sources or with other settings.
-    """
+    """Merges the parts of a corpus into one folder. Raises `UserError` if a part is missing or duplicated, or was
+    created from other sources or with other settings."""
     target = Path(out)
     if target.exists():
         raise UserError(f"{out} already exists", "choose another path with --out; nothing is overwritten")
@@ -244,18 +240,18 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
     counts = {key: sum(folder.manifest[key] for folder in folders) for key in COUNTS}
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(target) as beside:
+        with whole_folder(target) as temp_folder:
             for name, data in tokenizer_files(folders[0].tokenizer).items():
-                write_file(beside / name, data)
+                write_file(temp_folder / name, data)
             for folder in folders:
                 for record in folder.shards:
-                    _link(folder.path / record.file, beside / record.file)
-            write_manifest(beside, _about(folders[0]) | {"part": None}, shards, sources, counts)
+                    _link(folder.path / record.file, temp_folder / record.file)
+            write_manifest(temp_folder, _get_provenance(folders[0]) | {"part": None}, shards, sources, counts)
     return TokenFolder(target)
 
 
 def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
-    """Raises `UserError` where two parts have a source or a shard in common: they were made from different texts."""
+    """Raises `UserError` if parts overlap, because they were then created from different texts."""
     hint = "create all parts from the same text"
     groups: dict[str, int] = {}
     for source in sources:
@@ -265,35 +261,35 @@ def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecor
         raise UserError("two of the parts have the same shards", hint)
 
 
-def _about(folder: TokenFolder) -> dict[str, Any]:
+def _get_provenance(folder: TokenFolder) -> dict[str, Any]:
     keys = ("texts", "asked", "split", "reading", "corpus", "part", "tokenizer")
     return {key: folder.manifest.get(key) for key in keys}
 
 
 def _check_parts(folders: Sequence[TokenFolder]) -> None:
     first = folders[0]
-    numbers = []
+    part_numbers = []
     for folder in folders:
         part = folder.manifest.get("part")
         if not isinstance(part, list) or len(part) != 2:
             raise UserError(
                 f"{folder.path} is not a part: it was created without --part", "give the folders created with --part"
             )
-        numbers.append(int(part[0]))
-        about, expected = _about(folder), _about(first)
+        part_numbers.append(int(part[0]))
+        provenance, expected = _get_provenance(folder), _get_provenance(first)
         for key in ("corpus", "split", "reading", "tokenizer"):
-            if about[key] != expected[key] or part[1] != expected["part"][1]:
+            if provenance[key] != expected[key] or part[1] != expected["part"][1]:
                 raise UserError(f"{folder.path} and {first.path} are not parts of one corpus: their {key} differs")
-    count = int(_about(first)["part"][1])
-    missing = sorted(set(range(1, count + 1)) - set(numbers))
+    count = int(_get_provenance(first)["part"][1])
+    missing = sorted(set(range(1, count + 1)) - set(part_numbers))
     if missing:
         raise UserError(f"part {missing[0]}/{count} is missing", f"run: gpt tokenize … --part {missing[0]}/{count}")
-    if len(numbers) != count:
-        raise UserError(f"{len(numbers)} folders were given for {count} parts: one was given twice")
+    if len(part_numbers) != count:
+        raise UserError(f"{len(part_numbers)} folders were given for {count} parts: one was given twice")
 
 
 def _link(source: Path, target: Path) -> None:
-    """Makes a hard link, or a copy where the system has none."""
+    """Creates a hard link, or a copy if links are not supported."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -302,7 +298,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _require(holds: bool) -> None:
-    """Raises ValueError unless ``holds``; an assert would not under ``python -O``."""
-    if not holds:
+def _require(condition: bool) -> None:
+    """Raises ValueError unless ``condition``. ``python -O`` would remove an assert."""
+    if not condition:
         raise ValueError

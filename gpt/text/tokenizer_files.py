@@ -1,4 +1,4 @@
-"""Tokenizers in files: found by name or path, read, and saved, in our files and those of the tokenizers library."""
+"""Finds, reads and saves tokenizers, in gpt's format and in Transformers formats."""
 
 import codecs
 import json
@@ -38,126 +38,131 @@ from gpt.text.tokenizer import (
 from gpt.text.untrusted import steps
 
 FORMAT = 1
-NEVER = 2**63  # a rank
+_NO_RANK = 2**63  # Rank of a pair that never merges.
 WHOLE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-_BESIDE = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
-_WHOLE_KEPT = (WHOLE, *_BESIDE)
-KEPT = (*_WHOLE_KEPT, "vocab.json", "merges.txt")  # files of transformers' that are saved again as they are
+_COMPANION_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
+_KEPT_WITH_WHOLE = (WHOLE, *_COMPANION_FILES)
+KEPT = (*_KEPT_WITH_WHOLE, "vocab.json", "merges.txt")  # Transformers files that are saved unchanged.
 RANKS = "tokenizer.tiktoken"
-_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 NEW = "choose another path with --out"
-_DESCRIBED = ("gpt.json", "manifest.json")  # describe the tokenizer beside its ranks
+_DESCRIPTION_FILES = ("gpt.json", "manifest.json")
 
 
 def find_tokenizer(word: str) -> Tokenizer:
-    """Returns the tokenizer of a name, or at a path: our files, transformers', or a run. Names come before paths.
-
-    Raises `UserError` where there is none.
-    """
+    """Returns a tokenizer by name, or from the path of a tokenizer, a Transformers folder or a run. Tries names first.
+    Raises `UserError` if there is none."""
     if word in named_tokenizers():
         return named_tokenizer(word)
     with reading(Path(word)):
-        return _at(Path(word), word)
+        return _read_path(Path(word), word)
 
 
-def _at(path: Path, word: str) -> Tokenizer:
+def _read_path(path: Path, word: str) -> Tokenizer:
     if path.is_dir():
-        found = next((each for folder in _folders(path) if (each := _in_folder(folder))), None)
-        if found is None:
+        tokenizer = next(
+            (candidate for folder in _candidate_folders(path) if (candidate := _read_folder(folder))), None
+        )
+        if tokenizer is None:
             raise UserError(
                 f"the folder {path} contains no tokenizer",
                 f"a tokenizer is {RANKS} with gpt.json, tokenizer.json, or vocab.json and merges.txt",
             )
-        return found
+        return tokenizer
     if path.exists():
-        return _in_file(path)
+        return _read_file(path)
     if "/" in word or "\\" in word or "." in word:
         raise UserError(f"there is no tokenizer at {word}", "names: " + ", ".join(named_tokenizers()))
     raise UserError(f'there is no tokenizer "{word}"', did_you_mean(word, ["auto", *named_tokenizers()]))
 
 
-def _folders(path: Path) -> list[Path]:
-    """Returns the folders that may hold a tokenizer: this one; a run's tokens, then its checkpoints, newest first."""
-    steps = [each for each in path.iterdir() if re.fullmatch(r"step-\d+", each.name)]
-    return [path, path / "tokens", *sorted(steps, key=lambda step: int(step.name[5:]), reverse=True)]
+def _candidate_folders(path: Path) -> list[Path]:
+    """Returns the folders to search: the given folder, then the tokens and checkpoints of a run, newest first."""
+    checkpoints = [entry for entry in path.iterdir() if re.fullmatch(r"step-\d+", entry.name)]
+    return [path, path / "tokens", *sorted(checkpoints, key=lambda step: int(step.name[5:]), reverse=True)]
 
 
-def _in_folder(folder: Path) -> Tokenizer | None:
-    for name in _DESCRIBED:
-        said = read_json(folder / name).get("tokenizer") if (folder / name).is_file() else None
-        if said is not None and has_own(folder, said):
-            return read_own(folder, said, str(folder / name))
+def _read_folder(folder: Path) -> Tokenizer | None:
+    for name in _DESCRIPTION_FILES:
+        description = read_json(folder / name).get("tokenizer") if (folder / name).is_file() else None
+        if description is not None and has_own(folder, description):
+            return read_own(folder, description, str(folder / name))
     return read_transformers(folder)
 
 
-def _in_file(path: Path) -> Tokenizer:
+def _read_file(path: Path) -> Tokenizer:
     if path.name == RANKS:
         return find_tokenizer(str(path.absolute().parent))
-    if path.name == WHOLE and (found := read_transformers(path.absolute().parent)):
-        return found
+    if path.name == WHOLE and (tokenizer := read_transformers(path.absolute().parent)):
+        return tokenizer
     if path.suffix == ".json":
-        return from_tokenizer_json(read_json(path), str(path), {WHOLE: _json_bytes(path)})
+        return from_tokenizer_json(read_json(path), str(path), {WHOLE: _read_json_bytes(path)})
     raise UserError(f"{path} is not a tokenizer", f"one is a tokenizer.json, or a folder with one or with {RANKS}")
 
 
-def has_own(folder: Path, said: Any) -> bool:
-    """Whether a folder has the file of a tokenizer of which `describe` ``said`` this."""
-    return (folder / (WHOLE if isinstance(said, dict) and said.get("library") else RANKS)).is_file()
+def has_own(folder: Path, description: Any) -> bool:
+    """Whether ``folder`` contains the tokenizer file that ``description`` requires."""
+    return (folder / (WHOLE if isinstance(description, dict) and description.get("library") else RANKS)).is_file()
 
 
-def read_own(folder: Path, said: Any, where: str) -> Tokenizer:
-    """Reads a tokenizer: its files in ``folder``, and what `describe` ``said`` of it in the file ``where``.
-
-    Raises `UserError` where one does not fit the other.
-    """
+def read_own(folder: Path, description: Any, where: str) -> Tokenizer:
+    """Reads a tokenizer from ``folder``. ``description``: result of `describe`, from the file ``where``. Raises
+    `UserError` if the files do not match it."""
     try:
-        files = _kept(folder, [name for name in KEPT if name in said.get("files", [])])
-        file = folder / (WHOLE if said.get("library") else RANKS)
+        files = _read_kept(folder, [name for name in KEPT if name in description.get("files", [])])
+        file = folder / (WHOLE if description.get("library") else RANKS)
         backend: ByteBPE | Library
-        if said.get("library"):
-            backend = Library(_json_bytes(file, parsed=True), read_json(file))
+        if description.get("library"):
+            backend = Library(_read_json_bytes(file, parsed=True), read_json(file))
         else:
             ranks = from_tiktoken(read_regular(file, JSON_LIMIT), str(file))
-            backend = ByteBPE(said["pattern"], ranks, bool(said.get("nfc", False)))
+            backend = ByteBPE(description["pattern"], ranks, bool(description.get("nfc", False)))
         tokenizer = Tokenizer(
-            said["name"],
+            description["name"],
             backend,
-            said["eot"],
-            said["eot_token"],
-            dict(said.get("specials", {})),
-            dict(said.get("words", {})),
-            said.get("bos"),
-            frozenset(said.get("more_ends", [])),
+            description["eot"],
+            description["eot_token"],
+            dict(description.get("specials", {})),
+            dict(description.get("words", {})),
+            description.get("bos"),
+            frozenset(description.get("more_ends", [])),
             files,
         )
-        fits = tokenizer.fingerprint == said["fingerprint"]
+        is_same = tokenizer.fingerprint == description["fingerprint"]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{where} does not describe its tokenizer") from None
-    if not fits:
+    if not is_same:
         raise UserError(f"{file} is not the tokenizer that {where} describes: the fingerprint differs")
     return tokenizer
 
 
-def _kept(folder: Path, names: Iterable[str], parsed: str = "") -> dict[str, bytes]:
-    """Reads those of transformers' files that are kept as they are; ``parsed`` was read as JSON before. Raises
-    `UserError` for one that is too large or no JSON."""
-    return {name: _json_bytes(folder / name, name == parsed) for name in names if (folder / name).is_file()}
+def _read_kept(folder: Path, names: Iterable[str], parsed: str = "") -> dict[str, bytes]:
+    """Reads the files to save unchanged. Raises `UserError` for a file that is too large, or not JSON. ``parsed`` names
+    a file whose JSON was checked before."""
+    return {name: _read_json_bytes(folder / name, name == parsed) for name in names if (folder / name).is_file()}
 
 
-def _json_bytes(path: Path, parsed: bool = False) -> bytes:
+def _read_json_bytes(path: Path, parsed: bool = False) -> bytes:
     if path.suffix == ".json" and not parsed:
         read_json(path)
     return read_regular(path, JSON_LIMIT).removeprefix(codecs.BOM_UTF8)
 
 
 def read_transformers(folder: Path) -> Tokenizer | None:
-    """Reads the tokenizer in a folder of transformers'; None where there is none."""
-    whole, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
-    if whole.is_file():
-        return from_tokenizer_json(read_json(whole), str(whole), _kept(folder, _WHOLE_KEPT, WHOLE), _settings(folder))
+    """Reads the tokenizer of a Transformers folder. Returns None if there is none."""
+    tokenizer_json, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
+    if tokenizer_json.is_file():
+        return from_tokenizer_json(
+            read_json(tokenizer_json),
+            str(tokenizer_json),
+            _read_kept(folder, _KEPT_WITH_WHOLE, WHOLE),
+            _read_settings(folder),
+        )
     if vocab.is_file() and merges.is_file():
         text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")
-        return from_vocab_and_merges(read_json(vocab), text, str(vocab), _kept(folder, KEPT[1:]), _settings(folder))
+        return from_vocab_and_merges(
+            read_json(vocab), text, str(vocab), _read_kept(folder, KEPT[1:]), _read_settings(folder)
+        )
     if (folder / "tokenizer.model").is_file():
         raise UserError(
             f"{folder} has only a tokenizer.model, which gpt does not support",
@@ -166,55 +171,56 @@ def read_transformers(folder: Path) -> Tokenizer | None:
     return None
 
 
-def _completed(values: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Mapping[str, Any]:
-    """Returns a ``tokenizer.json`` as transformers reads it: with the tokens that only the ``files`` beside it list or
-    name, with end-of-text as a special token, and for GPT-2's and Qwen2's classes with the space before a text that
-    tokenizer_config.json asks for."""
+def _complete(values: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Mapping[str, Any]:
+    """Completes a ``tokenizer.json`` as Transformers does. Adds the tokens that only the other ``files`` list or name,
+    makes end-of-text special, and applies ``add_prefix_space`` for GPT-2's and Qwen2's classes."""
     config, names = (json.loads(files.get(name, b"{}")) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
-    vocab, listed = values["model"]["vocab"], values.get("added_tokens") or []
-    vocab = {word: id for id, (word, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab  # Unigram's
-    added = {token["content"]: token["id"] for token in listed}
+    vocab, listed_tokens = values["model"]["vocab"], values.get("added_tokens") or []
+    # Unigram's vocabulary is a list.
+    vocab = {word: id for id, (word, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab
+    added = {token["content"]: token["id"] for token in listed_tokens}
     size = 1 + max([-1, *vocab.values(), *added.values()])
-    new = _tokens_beside(config, names, json.loads(files.get("added_tokens.json", b"{}")), vocab, added, size, where)
-    if END_OF_TEXT in vocab and END_OF_TEXT not in [*added, *(token["content"] for token in new)]:
-        new += _added_tokens({END_OF_TEXT: vocab[END_OF_TEXT]})
-    values = {**values, "added_tokens": [*listed, *new]} if new else values
+    new_tokens = _companion_tokens(
+        config, names, json.loads(files.get("added_tokens.json", b"{}")), vocab, added, size, where
+    )
+    if END_OF_TEXT in vocab and END_OF_TEXT not in [*added, *(token["content"] for token in new_tokens)]:
+        new_tokens += _added_tokens({END_OF_TEXT: vocab[END_OF_TEXT]})
+    values = {**values, "added_tokens": [*listed_tokens, *new_tokens]} if new_tokens else values
     if str(config.get("tokenizer_class")).removesuffix("Fast") in ("GPT2Tokenizer", "Qwen2Tokenizer"):
         space = {"add_prefix_space": bool(config.get("add_prefix_space", False))}
-        found = steps(values.get("pre_tokenizer"), "pretokenizers")
-        changed = [{**step, **space} if step.get("type") == "ByteLevel" else step for step in found]
-        if changed != found:
-            values = {**values, "pre_tokenizer": {"type": "Sequence", "pretokenizers": changed}}
+        old_steps = steps(values.get("pre_tokenizer"), "pretokenizers")
+        new_steps = [{**step, **space} if step.get("type") == "ByteLevel" else step for step in old_steps]
+        if new_steps != old_steps:
+            values = {**values, "pre_tokenizer": {"type": "Sequence", "pretokenizers": new_steps}}
     return values
 
 
-def _tokens_beside(
+def _companion_tokens(
     config: Mapping[str, Any],
     names: Mapping[str, Any],
-    more: Mapping[str, int],
+    added_json: Mapping[str, int],
     vocab: Mapping[str, int],
     added: Mapping[str, int],
     size: int,
     where: str,
 ) -> list[dict[str, Any]]:
-    """Returns the tokens that the files beside a ``tokenizer.json`` list or name and that are not among those
-    ``added``, as ``tokenizer.json`` lists them, with the ids that transformers gives them: those of ``vocab``, or the
-    next ones from ``size`` on."""
+    """Returns the tokens that only the files next to a ``tokenizer.json`` list or name, in the format of its
+    ``added_tokens``. As in Transformers, their ids come from ``vocab``, or are the next ids starting at ``size``."""
     try:
-        listed: dict[Any, Any] = config.get("added_tokens_decoder") or {}
-        if not listed:
+        listed_tokens: dict[Any, Any] = config.get("added_tokens_decoder") or {}
+        if not listed_tokens:
             config = {**config, **names}
-            listed = {id: {"content": word} for word, id in more.items()}
-        named = [config.get(f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+            listed_tokens = {id: {"content": word} for word, id in added_json.items()}
+        token_values = [config.get(f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
         for key in ("additional_special_tokens", "extra_special_tokens"):
-            some = config.get(key)
-            named += some.values() if isinstance(some, dict) else some if isinstance(some, list) else []
-        special = dict.fromkeys(word for token in named if (word := content(token)))
-        found: dict[str, Any] = {
-            token["content"]: token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))
+            values = config.get(key)
+            token_values += values.values() if isinstance(values, dict) else values if isinstance(values, list) else []
+        special = dict.fromkeys(word for token in token_values if (word := content(token)))
+        tokens: dict[str, Any] = {
+            token["content"]: token for _, token in sorted(listed_tokens.items(), key=lambda item: int(item[0]))
         }
-        new: list[dict[str, Any]] = []
-        for word, token in (found | {word: {} for word in special if word not in found}).items():
+        new_tokens: list[dict[str, Any]] = []
+        for word, token in (tokens | {word: {} for word in special if word not in tokens}).items():
             if word in added:
                 continue
             id = vocab.get(word, size)
@@ -222,37 +228,35 @@ def _tokens_beside(
             flags = {flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip")}
             is_special = bool(token.get("special")) or word in special
             normalized = bool(token.get("normalized", not is_special))
-            new.append({"id": id, "content": word, **flags, "normalized": normalized, "special": is_special})
+            new_tokens.append({"id": id, "content": word, **flags, "normalized": normalized, "special": is_special})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"the files next to {where} list no tokens: {_fault(error)}") from None
-    return new
+        raise UserError(f"the files next to {where} list no tokens: {_describe_error(error)}") from None
+    return new_tokens
 
 
-def _fault(error: Exception) -> str:
-    """Returns what is wrong with JSON of another form, in words."""
+def _describe_error(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"{error.args[0]!r} is missing"
     return f"a value has the wrong type: {error}"
 
 
 def read_template(folder: Path) -> dict[str, bytes]:
-    """Reads a chat template that a folder without a tokenizer has, as one of a tokenizer's files."""
-    kept = _kept(folder, (CHAT_TEMPLATE, TOKENIZER_CONFIG))
-    said = Tokenizer.template_in(kept)
-    return {} if said is None else {CHAT_TEMPLATE: said.encode()}
+    """Reads the chat template of a folder without a tokenizer, as a tokenizer file."""
+    files = _read_kept(folder, (CHAT_TEMPLATE, TOKENIZER_CONFIG))
+    template = Tokenizer.template_in(files)
+    return {} if template is None else {CHAT_TEMPLATE: template.encode()}
 
 
-def _settings(folder: Path) -> list[dict[str, Any]]:
-    """Returns the configurations that say which tokens begin and end a text, each empty where there is none:
-    generation_config.json, config.json, and tokenizer_config.json with what only special_tokens_map.json names."""
+def _read_settings(folder: Path) -> list[dict[str, Any]]:
+    """Returns the configurations that name the tokens that start and end a text: generation_config.json, config.json,
+    and tokenizer_config.json merged with special_tokens_map.json. A missing file counts as empty."""
     names = ("generation_config.json", "config.json", SPECIAL_TOKENS, TOKENIZER_CONFIG)
     *models, words, config = [read_json(folder / name) if (folder / name).is_file() else {} for name in names]
     return [*models, {**words, **config}]
 
 
 def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict[str, bytes]:
-    """Returns names and contents of the files that tiktoken, the tokenizers library and transformers read: those that
-    were kept, or ones made for a vocabulary of ours."""
+    """Returns the kept or new files for tiktoken, the tokenizers library and Transformers, by name."""
     ranks = {RANKS: to_tiktoken(tokenizer.backend.ranks)} if isinstance(tokenizer.backend, ByteBPE) else {}
     if tokenizer.keeps_files:
         return {**tokenizer.files, **ranks}
@@ -265,8 +269,8 @@ def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict
 
 
 def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
-    """Returns a tokenizer that has further special tokens, whose ids are the next ones. Kept files say so too; those
-    without a ``tokenizer.json`` are left out, since one is made then."""
+    """Returns a tokenizer with further special tokens, which get the next ids. Updates a kept ``tokenizer.json``;
+    without it, drops the kept files, and saving creates new files."""
     new = {word: id for id, word in enumerate(words, tokenizer.vocab_size)}
     files, backend = dict(tokenizer.files), tokenizer.backend
     if not new:
@@ -275,7 +279,7 @@ def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
         values = json.loads(files[WHOLE])
         values["added_tokens"] = [*(values.get("added_tokens") or []), *_added_tokens(new)]
         files[WHOLE] = json.dumps(values, ensure_ascii=False).encode()
-        files.pop("added_tokens.json", None)  # of those before, and the file above has all
+        files.pop("added_tokens.json", None)  # tokenizer.json has all added tokens.
         config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
         if "added_tokens_decoder" in config:
             config["added_tokens_decoder"] |= {
@@ -290,7 +294,6 @@ def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
 
 
 def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns special tokens as ``tokenizer.json`` lists them."""
     return [
         {
             "id": id, "content": word, "single_word": False,
@@ -301,55 +304,53 @@ def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes ``folder``, whole or not at all, for `find_tokenizer` and transformers.
-
-    Raises `UserError` where something of that name is there, `WorkError` where it cannot be written.
-    """
+    """Writes ``folder`` atomically, for `find_tokenizer` and Transformers. Raises `UserError` if it exists, `WorkError`
+    if it cannot be written."""
     check_new(folder, NEW)
-    own: Mapping[str, Any] = {"format": FORMAT, "tokenizer": describe(tokenizer)}
-    files = {**tokenizer_files(tokenizer), "gpt.json": to_json(own)}
+    description: Mapping[str, Any] = {"format": FORMAT, "tokenizer": describe(tokenizer)}
+    files = {**tokenizer_files(tokenizer), "gpt.json": to_json(description)}
     with disk_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(folder) as beside:
+        with whole_folder(folder) as temp_folder:
             for name, data in files.items():
-                write_file(beside / name, data)
+                write_file(temp_folder / name, data)
 
 
 def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Returns the pair that makes each token of two bytes or more, in the order of ranks: what is left of its bytes
-    before its last merge. A token that its own bytes never become has none.
+    """Returns the last merge, a pair, of each token of two or more bytes, ordered by rank. A token that merging its
+    bytes never produces has no pair.
 
-    tiktoken merges the neighbors that make the token of the lowest rank, the leftmost first. Two neighbors ``a`` and
-    ``b`` about to be merged anywhere have seen the same merges between their ends as the bytes of ``a + b`` by
-    themselves, so that no other pair ever makes this token: these pairs alone mean the same as all ranks.
+    tiktoken merges the neighbors whose token has the lowest rank, leftmost first. When it merges neighbors ``a`` and
+    ``b`` in a text, their bytes have seen the same merges as the separate text ``a + b``. No other pair ever produces
+    this token, so these pairs are equivalent to the ranks.
     """
     pairs = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
             parts = [token[i : i + 1] for i in range(len(token))]
-            joined = [ranks.get(a + b, NEVER) for a, b in pairwise(parts)]
-            while len(parts) > 2 and (least := min(joined)) < NEVER:
-                at = joined.index(least)
-                parts[at : at + 2] = [parts[at] + parts[at + 1]]
-                del joined[at]
-                for i in range(max(0, at - 1), min(at + 1, len(joined))):
-                    joined[i] = ranks.get(parts[i] + parts[i + 1], NEVER)
+            pair_ranks = [ranks.get(a + b, _NO_RANK) for a, b in pairwise(parts)]
+            while len(parts) > 2 and (min_rank := min(pair_ranks)) < _NO_RANK:
+                index = pair_ranks.index(min_rank)
+                parts[index : index + 2] = [parts[index] + parts[index + 1]]
+                del pair_ranks[index]
+                for i in range(max(0, index - 1), min(index + 1, len(pair_ranks))):
+                    pair_ranks[i] = ranks.get(parts[i] + parts[i + 1], _NO_RANK)
             if len(parts) == 2:
                 pairs.append((parts[0], parts[1]))
     return pairs
 
 
 def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns ``tokenizer.json``, with which the tokenizers library gives the same ids."""
+    """Returns a ``tokenizer.json`` that gives the same ids in the tokenizers library."""
     assert isinstance(tokenizer.backend, ByteBPE) and not tokenizer.backend.nfc
     ranks = tokenizer.backend.ranks
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
-    pre = _LEVEL
+    pre_tokenizer = _BYTE_LEVEL
     if tokenizer.pattern != GPT2_PATTERN:
         split = {
             "type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False,
         }  # fmt: skip
-        pre = {"type": "Sequence", "pretokenizers": [split, _LEVEL | {"use_regex": False}]}
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL | {"use_regex": False}]}
     pairs = merging_pairs(ranks)
     return {
         "version": "1.0",
@@ -357,9 +358,9 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "padding": None,
         "added_tokens": _added_tokens(tokenizer.all_specials),
         "normalizer": None,
-        "pre_tokenizer": pre,
-        "post_processor": _LEVEL,
-        "decoder": _LEVEL,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": _BYTE_LEVEL,
+        "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -368,7 +369,7 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "end_of_word_suffix": "",
             "fuse_unk": False,
             "byte_fallback": False,
-            # As tiktoken does, where some token is reached by no merge: a whole piece that is a token is that token.
+            # If merges cannot produce every token, a piece that equals a token is kept whole, as in tiktoken.
             "ignore_merges": len(pairs) < sum(len(token) > 1 for token in ranks),
             "vocab": {in_characters(token): rank for token, rank in by_rank} | tokenizer.all_specials,
             "merges": written(pairs),
@@ -377,9 +378,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[str, Any]:
-    """Returns ``tokenizer_config.json``; ``block_size`` is the longest context, if known.
-
-    Only GPT-2's own pattern may say GPT2Tokenizer: transformers 5 would put that pattern in the place of another."""
+    """Returns ``tokenizer_config.json``. ``block_size``: context length, if known. Only GPT-2's pattern is saved as
+    GPT2Tokenizer, because transformers 5 would replace any other pattern."""
     gpt2 = tokenizer.pattern == GPT2_PATTERN
     return {
         "tokenizer_class": "GPT2Tokenizer" if gpt2 else "PreTrainedTokenizerFast",
@@ -399,29 +399,27 @@ def from_tokenizer_json(
     files: Mapping[str, bytes] | None = None,
     settings: Sequence[Mapping[str, Any]] = ({}, {}, {}),
 ) -> Tokenizer:
-    """Reads a ``tokenizer.json``: tiktoken runs one that says what `to_tokenizer_json` would, as ours and GPT-2's do,
-    the tokenizers library any other. ``files`` are kept; ``settings``: see `_settings`.
-
-    Raises `UserError` for one that the library cannot run either.
-    """
+    """Reads a ``tokenizer.json``. tiktoken runs it if `to_tokenizer_json` would write the same, as for GPT-2; otherwise
+    the tokenizers library does. ``files`` are kept; ``settings``: see `_read_settings`. Raises `UserError` if the
+    library cannot run it."""
     files = files or {}
     try:
-        whole = _completed(values, files, where)
+        full_values = _complete(values, files, where)
         data = files.get(WHOLE)
-        if data is None or whole is not values:
-            data = json.dumps(whole, ensure_ascii=False).encode()
+        if data is None or full_values is not values:
+            data = json.dumps(full_values, ensure_ascii=False).encode()
         files = {**files, WHOLE: data} if files else {}
-        added = [token for token in whole.get("added_tokens") or [] if token["content"]]
+        added = [token for token in full_values.get("added_tokens") or [] if token["content"]]
         specials = {token["content"]: token["id"] for token in added if token.get("special")}
         words = {token["content"]: token["id"] for token in added if not token.get("special")}
-        library = Library(data, whole)
-        backend = _as_ours(library, {*specials, *words}) or library
-        if whole["model"].get("dropout"):
+        library = Library(data, full_values)
+        backend = _as_byte_bpe(library, {*specials, *words}) or library
+        if full_values["model"].get("dropout"):
             raise UserError("a tokenizer with dropout gives different ids each time")
-        tokenizer = _tokenizer(backend, specials, words, _bos(whole), settings, where, files)
+        tokenizer = _create_tokenizer(backend, specials, words, _bos_id(full_values), settings, where, files)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{where} is not a tokenizers file: {_fault(error)}") from None
-    # GPT-2's own tokenizer needs no files of others.
+        raise UserError(f"{where} is not a tokenizers file: {_describe_error(error)}") from None
+    # The built-in GPT-2 tokenizer needs no files.
     gpt2 = tokenizer.fingerprint == GPT2_FINGERPRINT
     return replace(tokenizer, name="gpt2", files={}) if gpt2 else tokenizer
 
@@ -433,20 +431,20 @@ def from_vocab_and_merges(
     files: Mapping[str, bytes] | None = None,
     settings: Sequence[Mapping[str, Any]] = ({}, {}, {}),
 ) -> Tokenizer:
-    """Reads the older pair ``vocab.json`` and ``merges.txt``, with GPT-2's pattern."""
-    kind = settings[-1].get("tokenizer_class")
-    if kind not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
+    """Reads the older files ``vocab.json`` and ``merges.txt``, with GPT-2's pattern."""
+    class_name = settings[-1].get("tokenizer_class")
+    if class_name not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
         hint = "create a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        raise UserError(f"{where} and merges.txt do not specify how {kind} splits text into words", hint)
+        raise UserError(f"{where} and merges.txt do not specify how {class_name} splits text into words", hint)
     merges = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
     values = {
-        "version": "1.0", "added_tokens": [], "pre_tokenizer": _LEVEL, "decoder": _LEVEL,
+        "version": "1.0", "added_tokens": [], "pre_tokenizer": _BYTE_LEVEL, "decoder": _BYTE_LEVEL,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }  # fmt: skip
     return from_tokenizer_json(values, where, files, settings)
 
 
-def _tokenizer(
+def _create_tokenizer(
     backend: ByteBPE | Library,
     specials: Mapping[str, int],
     words: Mapping[str, int],
@@ -455,9 +453,9 @@ def _tokenizer(
     where: str,
     files: Mapping[str, bytes],
 ) -> Tokenizer:
-    """Makes a tokenizer. A text ends with the tokens that the first of ``settings`` names that names any, of which
-    ``<|endoftext|>`` is the main one if it is among them."""
-    ends = next((found for each in settings if (found := _ends(each, {**specials, **words}, backend.pieces))), [])
+    """Creates a tokenizer. The end tokens come from the first of ``settings`` that names any. ``<|endoftext|>`` takes
+    precedence among them."""
+    ends = next((ids for config in settings if (ids := _end_ids(config, {**specials, **words}, backend.pieces))), [])
     if not ends:
         if END_OF_TEXT not in specials and len(specials) != 1:
             hint = 'set "eos_token" in tokenizer_config.json'
@@ -468,41 +466,41 @@ def _tokenizer(
     eot = specials.get(END_OF_TEXT, -1)
     eot = eot if eot in ends else ends[0]
     special = {word: id for word, id in {**specials, **words}.items() if word in specials or id in ends}
-    plain = {word: id for word, id in words.items() if word not in special}
+    plain_words = {word: id for word, id in words.items() if word not in special}
     eot_token = next(word for word, id in special.items() if id == eot)
     others = {word: id for word, id in special.items() if word != eot_token}
-    return Tokenizer("bpe", backend, eot, eot_token, others, plain, bos, frozenset(ends) - {eot}, files)
+    return Tokenizer("bpe", backend, eot, eot_token, others, plain_words, bos, frozenset(ends) - {eot}, files)
 
 
-def _ends(settings: Mapping[str, Any], added: Mapping[str, int], pieces: Mapping[int, bytes]) -> list[int]:
-    """Returns the ids that end a text, as a configuration names them, by ids or as a word: added tokens first. Without
-    one of these the others are left out: GPT-2's 50256 stands in many configurations of other vocabularies."""
-    said = settings.get("eos_token_id")
-    if said is not None:
-        ids = said if isinstance(said, list) else [said]
+def _end_ids(settings: Mapping[str, Any], added: Mapping[str, int], pieces: Mapping[int, bytes]) -> list[int]:
+    """Returns a configuration's end ids, given as ids or as a word, with added tokens first. Returns no ids unless one
+    is an added token, because many configurations of other vocabularies contain GPT-2's 50256."""
+    value = settings.get("eos_token_id")
+    if value is not None:
+        ids = value if isinstance(value, list) else [value]
         if not all(type(id) is int and 0 <= id < MOST_IDS for id in ids):
-            raise UserError(f"eos_token_id is {said!r}, which is not an id", "fix the model's generation_config.json")
-        own = [id for id in ids if id in added.values()]
-        return [*own, *(id for id in ids if id in pieces and id not in own)] if own else []
+            raise UserError(f"eos_token_id is {value!r}, which is not an id", "fix the model's generation_config.json")
+        added_ids = [id for id in ids if id in added.values()]
+        return [*added_ids, *(id for id in ids if id in pieces and id not in added_ids)] if added_ids else []
     word = content(settings.get("eos_token"))
     return [added[word]] if word in added else []
 
 
 def content(token: Any) -> str:
-    """Returns a token's text, which may stand alone or with the token's properties."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else ""
+    """Returns the text of a token, given as a string or as an object."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else ""
 
 
-def _bos(values: Mapping[str, Any]) -> int | None:
-    """Returns the token that the post-processor puts before a text. As in transformers 5, it decides, whatever
-    ``add_bos_token`` in ``tokenizer_config.json`` says. Raises `UserError` where there are several such tokens."""
+def _bos_id(values: Mapping[str, Any]) -> int | None:
+    """Returns the id that the post-processor puts before a text. Ignores ``add_bos_token`` of
+    ``tokenizer_config.json``, as transformers 5 does. Raises `UserError` if there are several ids."""
     for step in steps(values.get("post_processor"), "processors"):
         if step.get("type") in ("BertProcessing", "RobertaProcessing"):
             return int(step["cls"][1])
         if step.get("type") == "TemplateProcessing":
-            before = takewhile(lambda piece: "SpecialToken" in piece, step["single"])
-            ids = [id for piece in before for id in step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]]
+            prefix = takewhile(lambda piece: "SpecialToken" in piece, step["single"])
+            ids = [id for piece in prefix for id in step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]]
             if len(ids) > 1:
                 raise UserError(
                     f"the tokenizer starts a text with {len(ids)} special tokens; only one is supported",
@@ -512,25 +510,25 @@ def _bos(values: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _as_ours(library: Library, added: Collection[str]) -> ByteBPE | None:
-    """Returns the byte-level BPE of a file that has GPT-2's pattern and the very merges that we would write for its
-    vocabulary; else None."""
+def _as_byte_bpe(library: Library, added: Collection[str]) -> ByteBPE | None:
+    """Returns a byte-level BPE if the file has GPT-2's pattern and the merges that `merging_pairs` gives for its
+    vocabulary, otherwise None."""
     if library.pattern != GPT2_PATTERN or library.values.get("normalizer"):
         return None
     model = library.values["model"]
     if len({bool(token.get("normalized")) for token in library.values["added_tokens"]}) > 1:
-        return None  # some are found before others
+        return None  # The library finds these two kinds of tokens in separate passes.
     ranks = byte_ranks(model["vocab"], added)
     if ranks is None or any(bytes([byte]) not in ranks for byte in range(256)):
         return None
     pairs = merging_pairs(ranks)
-    reached = model.get("ignore_merges") or len(pairs) == sum(len(token) > 1 for token in ranks)
-    return ByteBPE(GPT2_PATTERN, ranks) if reached and listed_merges(model) == written(pairs) else None
+    reaches_all = model.get("ignore_merges") or len(pairs) == sum(len(token) > 1 for token in ranks)
+    return ByteBPE(GPT2_PATTERN, ranks) if reaches_all and listed_merges(model) == written(pairs) else None
 
 
 def byte_ranks(vocab: Mapping[str, int], added: Collection[str]) -> dict[bytes, int] | None:
-    """Returns the bytes and ids of tokens that are written in GPT-2's byte characters, those ``added`` left out; None
-    where another one is not written so."""
+    """Returns token bytes and ids, without the ``added`` tokens. Returns None unless all tokens are written in GPT-2's
+    byte characters."""
     try:
         ranks = {bytes(map(BYTES.__getitem__, token)): id for token, id in vocab.items() if token not in added}
     except KeyError:
@@ -539,10 +537,10 @@ def byte_ranks(vocab: Mapping[str, int], added: Collection[str]) -> dict[bytes, 
 
 
 def listed_merges(model: Mapping[str, Any]) -> list[str]:
-    """Returns the merges of a ``tokenizer.json``, older and newer, as ``merges.txt`` has them."""
+    """Returns the merges of a new or old ``tokenizer.json`` as lines of ``merges.txt``."""
     return [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
 
 
 def written(pairs: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """Returns merges as ``merges.txt`` has them."""
+    """Returns merges as lines of ``merges.txt``."""
     return [f"{in_characters(a)} {in_characters(b)}" for a, b in pairs]

@@ -1,6 +1,6 @@
-"""Sources and their bytes, unpacked: counted streams, ``.gz`` and ``.zst``, the members of ``.zip`` and ``.tar``.
+"""Opens and decompresses sources: byte streams, ``.gz`` and ``.zst`` files, members of ``.zip`` and ``.tar`` archives.
 
-Errors name the file in one line. Nothing is unpacked to a path, and names in archives are never used as one.
+Errors name the file on one line. Member names are never used as paths.
 """
 
 import contextlib
@@ -26,29 +26,29 @@ from gpt.errors import UserError, WorkError
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file, an address or an entry of a corpus that documents are read from."""
+    """A file, URL or corpus entry with documents."""
 
-    name: str  # as a user writes it: a path, an address, "stdin", "pydocs/with"; its suffix tells the format
-    size: int  # bytes as they are stored
-    time: int  # of its last change, nanoseconds since 1970; 0 if unknown
-    open: Callable[[], BinaryIO]  # opens a new stream at the first byte
-    temporary: bool = False  # standard input or a pipe, kept on the disk for this process alone
-    lines: bool = False  # rows are the lines of one text, not documents
+    name: str  # Path, URL, "stdin" or "pydocs/with". The suffix determines the format.
+    size: int  # Stored size in bytes.
+    time: int  # Modification time in nanoseconds since 1970; 0 if unknown.
+    open: Callable[[], BinaryIO]  # Opens a new stream at the first byte.
+    temporary: bool = False  # Standard input or a pipe, copied to disk for this process.
+    lines: bool = False  # Whether rows are lines of one text instead of documents.
 
 
 def file_source(name: str, path: Path) -> Source:
-    """Returns a file on the disk as a source."""
+    """Returns a local file as a source."""
     status = path.stat()
     return Source(name, status.st_size, status.st_mtime_ns, partial(open, path, "rb"))  # type: ignore[arg-type]
 
 
-BUFFER = 2**18  # bytes read at once from a packed file, or one of lines
+BUFFER = 2**18  # Bytes per read of compressed files and lines.
 
-OnBytes = Callable[[int], None]  # gets the number of stored bytes read so far
+OnBytes = Callable[[int], None]  # Called with the number of stored bytes read so far.
 
 
 class StreamError(UserError):
-    """A stream that is damaged or unreadable. ``name`` is the file's."""
+    """A damaged or unreadable stream. ``name``: the file's name."""
 
     def __init__(self, name: str, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -56,19 +56,19 @@ class StreamError(UserError):
 
 
 def reason(error: BaseException) -> str:
-    """Returns an error's message, on one line."""
-    words = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return words.splitlines()[0]
+    """Returns an error's message on one line."""
+    message = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return message.splitlines()[0]
 
 
 def damaged(name: str, error: Exception) -> StreamError:
-    """Returns the error for a file that is not what its suffix promises."""
+    """Returns the error for a file whose contents do not match its suffix."""
     return StreamError(name, f"{name} is damaged: {reason(error)}", "get it again, or skip it with --skip-bad")
 
 
 @contextlib.contextmanager
 def translated(to_error: Callable[[Exception], UserError]) -> Iterator[None]:
-    """Turns what a library raises, of whatever type, into a `UserError`."""
+    """Converts any library exception to a `UserError`."""
     try:
         yield
     except UserError:
@@ -78,10 +78,8 @@ def translated(to_error: Callable[[Exception], UserError]) -> Iterator[None]:
 
 
 class ByteStream(io.RawIOBase):
-    """A wrapper of another stream. A read may be short, so that all bytes before a damaged one are returned.
-
-    ``to_error`` turns what ``inner`` raises into a `UserError`; ``on_read`` gets the number of bytes of each read.
-    """
+    """Wraps another stream. Reads can be short, because all bytes before a damaged byte are returned. ``to_error``
+    converts exceptions of ``inner``. ``on_read`` is called with the size of each read."""
 
     def __init__(
         self, inner: Any, to_error: Callable[[Exception], UserError], on_read: OnBytes | None = None,
@@ -95,7 +93,7 @@ class ByteStream(io.RawIOBase):
         self._to_close = (inner, *close)
 
     def readinto(self, buffer: Any, /) -> int:
-        """Reads into a buffer; returns the number of bytes, 0 only at the end."""
+        """Reads into a buffer. Returns the number of bytes, 0 only at the end."""
         with translated(self.to_error):
             data: bytes = self._read(len(buffer))
         buffer[: len(data)] = data
@@ -104,17 +102,17 @@ class ByteStream(io.RawIOBase):
         return len(data)
 
     def readable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Whether `seek` costs little."""
+        """Whether `seek` is cheap."""
         return self._seekable
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Seeks in the wrapped stream; returns the new position."""
+        """Seeks in the wrapped stream. Returns the new position."""
         with translated(self.to_error):
-            if whence == 2:  # a mapped file does not seek to before its start
+            if whence == 2:  # A mapped file cannot seek before its start.
                 self.inner.seek(0, 2)
                 offset, whence = max(0, self.inner.tell() + offset), 0
             self.inner.seek(offset, whence)
@@ -128,23 +126,23 @@ class ByteStream(io.RawIOBase):
         """Closes the wrapped streams."""
         if not self.closed:
             super().close()
-            for each in self._to_close:
-                _close(each)
+            for file in self._to_close:
+                _close(file)
 
 
 def _close(file: Any) -> None:
-    with contextlib.suppress(OSError):  # a copy may have bytes that the disk has no room for
+    with contextlib.suppress(OSError):  # Closing a copy fails if the disk is full.
         file.close()
 
 
 def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
-    """Opens a source. ``on_bytes`` gets the number of bytes read so far."""
-    done = 0
+    """Opens a source. ``on_bytes`` is called with the bytes read so far."""
+    bytes_read = 0
 
     def count(size: int) -> None:
-        nonlocal done
-        done += size
-        on_bytes(min(done, source.size) if source.size else done)
+        nonlocal bytes_read
+        bytes_read += size
+        on_bytes(min(bytes_read, source.size) if source.size else bytes_read)
 
     def to_error(error: Exception) -> UserError:
         hint = "check the file and its disk, or skip it with --skip-bad"
@@ -158,10 +156,8 @@ def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
 
 
 class Copy:
-    """A copy of a stream, in a temporary file without a name that exists until nobody can open it any more.
-
-    Raises `WorkError` where the disk has no room.
-    """
+    """A copy of a stream in an unnamed temporary file, which lives as long as this object or its streams. Raises
+    `WorkError` if the disk is full."""
 
     def __init__(self, name: str, stream: ByteStream) -> None:
         self.name = name
@@ -176,36 +172,36 @@ class Copy:
         self.size = self._file.tell()
 
     def open(self) -> ByteStream:
-        """Opens the copy, as often as needed. Each stream has a position of its own, in forked processes too."""
+        """Opens the copy. All streams have independent positions, even in forked processes."""
         view = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else io.BytesIO()
         return ByteStream(view, partial(damaged, self.name), seekable=True)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A source, or a member of an archive, with the formats that are still to be unpacked."""
+    """A source or archive member, possibly compressed."""
 
-    name: str  # for errors: "texts.zip/one.txt.gz"
-    kind: str  # the name in lower case, without the suffixes that are unpacked already
+    name: str  # For errors: "texts.zip/one.txt.gz".
+    kind: str  # Lower-case name without the suffixes unpacked so far.
     open: Callable[[], ByteStream]
     reopenable: bool = True
-    depth: int = 0  # formats unpacked so far
+    depth: int = 0
 
     def unpacked(self, ending: str) -> "PackedFile":
-        """Returns the file with ``ending``, one of `UNPACK`, unpacked."""
+        """Returns the file after unpacking ``ending``, a key of `UNPACK`."""
         unpack, inner = UNPACK[ending]
         kind = self.kind.removesuffix(ending) + inner
         return replace(self, kind=kind, open=lambda: unpack(self.name, self.open()), depth=self.depth + 1)
 
     def spooled(self) -> "PackedFile":
-        """Returns a copy that can be opened again and is seekable."""
+        """Returns a seekable, reopenable copy."""
         with contextlib.closing(self.open()) as stream:
             return replace(self, open=Copy(self.name, stream).open, reopenable=True)
 
 
 @contextlib.contextmanager
 def opened_seekable(file: PackedFile) -> Iterator[ByteStream]:
-    """Opens a file as a seekable stream: as it is, or spooled where it is not seekable."""
+    """Opens a file as a seekable stream, through a copy if needed."""
     with contextlib.closing(file.open()) as stream:
         if stream.seekable():
             yield stream
@@ -215,13 +211,13 @@ def opened_seekable(file: PackedFile) -> Iterator[ByteStream]:
 
 
 def gunzip(name: str, packed: ByteStream) -> ByteStream:
-    """Unpacks gzip, member after member."""
+    """Decompresses gzip with any number of members."""
     buffered = io.BufferedReader(packed, BUFFER)
     return ByteStream(gzip.GzipFile(fileobj=buffered), partial(damaged, name), close=(buffered,))
 
 
 def unzstd(name: str, packed: ByteStream) -> ByteStream:
-    """Unpacks Zstandard, frame after frame. Before Python 3.14, raises `WorkError` without the package."""
+    """Decompresses Zstandard with any number of frames. Before Python 3.14, raises `WorkError` without the package."""
     try:
         if sys.version_info >= (3, 14):
             import compression.zstd as zstd
@@ -233,7 +229,7 @@ def unzstd(name: str, packed: ByteStream) -> ByteStream:
     return ByteStream(zstd.ZstdFile(buffered), partial(damaged, name), close=(buffered,))
 
 
-# How to unpack a suffix, and the suffix that is left.
+# The decompressor of each suffix, and the suffix after decompression.
 UNPACK: dict[str, tuple[Callable[[str, ByteStream], ByteStream], str]] = {
     ".gz": (gunzip, ""),
     ".zst": (unzstd, ""),
@@ -242,18 +238,18 @@ UNPACK: dict[str, tuple[Callable[[str, ByteStream], ByteStream], str]] = {
 }
 
 
-HEADER_LIMIT = 2**20  # bytes of a long name or a table of attributes in a .tar
-_METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # the others cannot be unpacked in bounded memory
-_EXTENDED = {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, b"X"}
+HEADER_LIMIT = 2**20  # Bytes of a long name or an attribute table in a .tar.
+_SUPPORTED_METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # The other methods need unbounded memory.
+_EXTENDED_TYPES = {tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, b"X"}
 
 
 def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
     """Yields the regular files of a ``.zip`` that are not hidden."""
 
-    def opened(info: zipfile.ZipInfo, name: str) -> ByteStream:
+    def open_member(info: zipfile.ZipInfo, name: str) -> ByteStream:
         if info.flag_bits & 1:
             raise UserError(f"{name} is encrypted", "unpack the archive yourself, and give the files")
-        if info.compress_type not in _METHODS:
+        if info.compress_type not in _SUPPORTED_METHODS:
             method = f"method {info.compress_type}; only deflate (8) is supported"
             raise UserError(f"{name} is compressed with {method}", "unpack the archive yourself, and give the files")
         return ByteStream(members.open(info), partial(damaged, name))
@@ -264,66 +260,68 @@ def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
         zipfile.ZipFile(io.BufferedReader(stream, BUFFER)) as members,
     ):
         for info in members.infolist():
-            if not info.is_dir() and not _hidden(info.filename):
-                yield _member(archive, info.filename, partial(opened, info), reopenable=True)
+            if not info.is_dir() and not _is_hidden(info.filename):
+                yield _member(archive, info.filename, partial(open_member, info), reopenable=True)
 
 
 def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
-    """Yields the regular files of a ``.tar`` that are not hidden. Each must be read before the next one."""
+    """Yields the regular files of a ``.tar`` that are not hidden. The caller must read each before the next."""
 
-    def opened(info: tarfile.TarInfo, name: str) -> ByteStream:
+    def open_member(info: tarfile.TarInfo, name: str) -> ByteStream:
         return ByteStream(members.extractfile(info), partial(damaged, archive.name))
 
     with (
         contextlib.closing(archive.open()) as stream,
         translated(partial(damaged, archive.name)),
-        tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_Header) as members,
+        tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_StrictHeader) as members,
     ):
         while (info := members.next()) is not None:
-            members.members.clear()  # type: ignore[attr-defined]  # it would keep them all
-            if info.isreg() and not _hidden(info.name):
-                yield _member(archive, info.name, partial(opened, info), reopenable=False)
-        while stream.read(BUFFER):  # a checksum of the packed archive is at its end
+            members.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all headers.
+            if info.isreg() and not _is_hidden(info.name):
+                yield _member(archive, info.name, partial(open_member, info), reopenable=False)
+        while stream.read(BUFFER):  # The checksum of a compressed archive is at its end.
             pass
 
 
-class _Header(tarfile.TarInfo):
-    """A header for which damage is an error; `tarfile` takes a damaged header for the end."""
+class _StrictHeader(tarfile.TarInfo):
+    """A header that raises an error if damaged. `tarfile` treats a damaged header as the end."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
-        """Reads a header of 512 bytes. Raises tarfile.ReadError where it is damaged or too large."""
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_StrictHeader":
+        """Parses a header of 512 bytes. Raises tarfile.ReadError if it is damaged or too large."""
         try:
             info = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if not buf.strip(b"\0"):  # the end
+            if not buf.strip(b"\0"):  # The end of the archive.
                 raise
             raise tarfile.ReadError(str(error)) from None
-        if info.type in _EXTENDED and info.size > HEADER_LIMIT:
+        if info.type in _EXTENDED_TYPES and info.size > HEADER_LIMIT:
             raise tarfile.ReadError(f"a header of {info.size:,} bytes")
         return info
 
 
-def _member(archive: PackedFile, name: str, opened: Callable[[str], ByteStream], *, reopenable: bool) -> PackedFile:
-    """Returns a member; opening it is an error if its name leads out of the archive."""
+def _member(
+    archive: PackedFile, name: str, open_member: Callable[[str], ByteStream], *, reopenable: bool
+) -> PackedFile:
+    """Returns a member. Opening it raises `UserError` if its name points outside the archive."""
     printable = "".join(c if c.isprintable() else "?" for c in name)
-    shown = f"{archive.name}/{printable}"
+    full_name = f"{archive.name}/{printable}"
 
-    def open_() -> ByteStream:
-        if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or ".." in _parts(name):
+    def open_checked() -> ByteStream:
+        if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:[/\\]", name) or ".." in _split_path(name):
             raise UserError(
                 f"{archive.name} is unsafe: its member {printable} points outside the archive",
                 "a normal archive has no such names; unpack it yourself if you trust it",
             )
-        with translated(partial(damaged, shown)):
-            return opened(shown)
+        with translated(partial(damaged, full_name)):
+            return open_member(full_name)
 
-    return PackedFile(shown, name.lower(), open_, reopenable, archive.depth + 1)
-
-
-def _hidden(name: str) -> bool:
-    return any((part.startswith(".") and part not in (".", "..")) or part == "__MACOSX" for part in _parts(name))
+    return PackedFile(full_name, name.lower(), open_checked, reopenable, archive.depth + 1)
 
 
-def _parts(name: str) -> list[str]:
+def _is_hidden(name: str) -> bool:
+    return any((part.startswith(".") and part not in (".", "..")) or part == "__MACOSX" for part in _split_path(name))
+
+
+def _split_path(name: str) -> list[str]:
     return name.replace("\\", "/").split("/")

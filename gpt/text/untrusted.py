@@ -1,7 +1,7 @@
-"""Limits for a tokenizer that came with a downloaded model: how much longer it may make a text, and how long it takes.
+"""Limits for tokenizers of downloaded models: text growth and run time.
 
-The library that runs it has no limits of its own: a normalizer that doubles a text 60 times fills any memory, and a
-regular expression may take time that grows with the square of the text.
+The tokenizers library has no limits: a normalizer that doubles a text 60 times fills any memory, and a regular
+expression can take quadratic time.
 """
 
 import base64
@@ -16,120 +16,122 @@ from gpt.errors import UserError
 
 T = TypeVar("T")
 
-MOST_GROWTH = 32  # times as many characters: 2 in a Llama's normalizer, 18 in SentencePiece's NFKC
-MOST_CHARACTERS = 2**26  # of a text after it has grown; the library takes some 110 bytes for each
-MOST_STEPS = 100  # of a normalizer or decoder, each of which reads the text once
-LONGEST_AFFIX = 64  # characters that a model may put before or after each part of a word
-SHORT = 256  # characters of a text that is not timed: starting a thread would take as long as tokenizing it …
-SHORT_IF_LINEAR = 100_000  # … by a tokenizer whose time grows with the text
-SECONDS, RATE = 20.0, 20_000  # that a text may take, and one more for so many characters: a fiftieth of the usual rate
+MAX_GROWTH = 32  # Ratio of characters after and before: 2 in Llama's normalizer, 18 in SentencePiece's NFKC.
+MOST_CHARACTERS = 2**26  # Characters of a text after growth. The library needs some 110 bytes for each.
+MAX_STEPS = 100  # Steps of a normalizer or decoder. Each step reads the text once.
+MAX_AFFIX = 64  # Characters of the prefix or suffix that a model adds to word parts.
+MAX_UNTIMED = 256  # Shorter texts have no time limit: starting a thread would take as long as tokenizing them.
+SHORT_IF_LINEAR = 100_000  # The same for tokenizers with linear run time.
+SECONDS, RATE = 20.0, 20_000  # Limit of 20 s plus 1 s per 20,000 characters: 1/50 of the usual throughput.
 _HINT = "use another --tokenizer or model; this one may be damaged or hostile"
 
 
 def steps(part: Any, key: str) -> list[dict[str, Any]]:
-    """Returns the steps of a normalizer, pre-tokenizer or decoder, those in a Sequence one by one."""
+    """Returns the steps of a normalizer, pre-tokenizer or decoder, and flattens Sequences."""
     if not isinstance(part, dict):
         return []
     if part.get("type") != "Sequence":
         return [part]
-    return [step for each in part.get(key) or [] for step in steps(each, key)]
+    return [step for child in part.get(key) or [] for step in steps(child, key)]
 
 
 def check(values: Mapping[str, Any]) -> int:
-    """Returns how many times longer the normalizer of a ``tokenizer.json`` may make a text. Raises `UserError` for more
-    than `MOST_GROWTH`, in its decoder too, and for parts of unreasonable size."""
-    growth = 1
+    """Returns the maximum growth factor of the normalizer of a ``tokenizer.json``. Raises `UserError` if the normalizer
+    or decoder exceeds `MAX_GROWTH`, or a part has an unreasonable size."""
+    max_growth = 1
     for name, key in (("normalizer", "normalizers"), ("decoder", "decoders")):
-        found = steps(values.get(name), key)
-        if len(found) > MOST_STEPS:
-            raise UserError(f"the tokenizer.json has a {name} of {len(found):,} steps; at most {MOST_STEPS} run", _HINT)
-        times = 1.0
-        for step in found:
-            times *= _growth(step)
-            if times > MOST_GROWTH:
+        step_list = steps(values.get(name), key)
+        if len(step_list) > MAX_STEPS:
+            raise UserError(
+                f"the tokenizer.json has a {name} of {len(step_list):,} steps; at most {MAX_STEPS} run", _HINT
+            )
+        factor = 1.0
+        for step in step_list:
+            factor *= _growth(step)
+            if factor > MAX_GROWTH:
                 raise UserError(
-                    f"the tokenizer.json has a {name} that may lengthen a text more than {MOST_GROWTH} times "
+                    f"the tokenizer.json has a {name} that may lengthen a text more than {MAX_GROWTH} times "
                     f"({step.get('type')!s:.40})",
                     _HINT,
                 )
-        growth = round(times) if name == "normalizer" else growth
+        max_growth = round(factor) if name == "normalizer" else max_growth
     model = values.get("model")
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         affix = model.get(name) if isinstance(model, dict) else None
-        if isinstance(affix, str) and len(affix) > LONGEST_AFFIX:
+        if isinstance(affix, str) and len(affix) > MAX_AFFIX:
             raise UserError(f"the tokenizer.json has a {name} of {len(affix):,} characters", _HINT)
-    return growth
+    return max_growth
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """Returns how many times as many characters a step may make of a text. Normal forms, lower case and the like grow
-    rare characters alone, by little, and count as 1."""
+    """Returns the maximum growth factor of a step. Normal forms, lower case and similar steps count as 1: only rare
+    characters grow, and only a little."""
     if step.get("type") == "Prepend":
-        return 1 + len(str(step.get("prepend", "")))  # to a text of one character
+        return 1 + len(str(step.get("prepend", "")))  # The worst case is a text of one character.
     if step.get("type") == "Precompiled":
-        return float(_longest_entry(str(step.get("precompiled_charsmap", ""))))
+        return float(_longest_replacement(str(step.get("precompiled_charsmap", ""))))
     if step.get("type") == "Replace":
         pattern, content = step.get("pattern"), len(str(step.get("content", "")))
         text = pattern.get("String") if isinstance(pattern, dict) else None
-        # A regular expression may match between any two characters, as an empty text does.
+        # A regular expression or an empty string can match between any two characters.
         return max(1.0, content / len(text)) if isinstance(text, str) and text else 1.0 + content
     return 1.0
 
 
-def _longest_entry(charsmap: str) -> int:
-    """Returns the characters of the longest text that SentencePiece's table has in place of one character or more."""
+def _longest_replacement(charsmap: str) -> int:
+    """Returns the length of the longest replacement in SentencePiece's table."""
     with contextlib.suppress(ValueError):
         data = base64.b64decode(charsmap)
         texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
         return max(1, *(len(text.decode("utf-8", "replace")) for text in texts))
-    return 1  # the library refuses it
+    return 1  # The library refuses an invalid table.
 
 
 def timed(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
-    """Returns ``work()``, a call of native code for a text of ``size`` characters, done in a thread: so Ctrl-C is
-    answered, and it can be given up. Raises `UserError` where risky work takes too long, and whatever it raises."""
-    if size <= SHORT:
+    """Calls ``work``, native code for a text of ``size`` characters, in a thread, so that Ctrl-C works and the call can
+    be abandoned. Raises `UserError` if risky work takes too long, and any exception of ``work``."""
+    if size <= MAX_UNTIMED:
         return work()
-    done = Future[T]()
+    future = Future[T]()
 
     def run() -> None:
         try:
-            done.set_result(work())
-        except BaseException as error:  # a panic of pyo3 is no Exception
-            done.set_exception(error)
+            future.set_result(work())
+        except BaseException as error:  # A pyo3 panic is not an Exception.
+            future.set_exception(error)
 
-    limit = SECONDS + size / RATE if is_risky else threading.TIMEOUT_MAX  # the process may be suspended meanwhile
+    limit = SECONDS + size / RATE if is_risky else threading.TIMEOUT_MAX  # A suspended process must not time out.
     threading.Thread(target=run, daemon=True, name="gpt-tokenizer").start()
     try:
-        return done.result(limit)
+        return future.result(limit)
     except TimeoutError:
         raise UserError(
             f"the tokenizer takes longer than {limit:,.0f} s for a text of {size:,} characters", _HINT
         ) from None
 
 
-_silence = threading.Lock()
-_silenced, _kept = 0, -1  # how many are silent at the moment, and what stderr was before
+_stderr_lock = threading.Lock()
+_silent_count, _saved_stderr = 0, -1  # Active `silent` contexts, and the saved stderr.
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Keeps what Rust prints of a panic, before it becomes an error of ours, from stderr."""
-    global _silenced, _kept
-    with _silence:
-        if not _silenced:
-            with contextlib.suppress(OSError):  # stderr is closed
-                _kept = os.dup(2)
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, 2)
-                os.close(nowhere)
-        _silenced += 1
+    """Hides Rust's panic message from stderr. gpt reports the panic as an error."""
+    global _silent_count, _saved_stderr
+    with _stderr_lock:
+        if not _silent_count:
+            with contextlib.suppress(OSError):  # stderr can be closed.
+                _saved_stderr = os.dup(2)
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, 2)
+                os.close(devnull)
+        _silent_count += 1
     try:
         yield
     finally:
-        with _silence:
-            _silenced -= 1
-            if not _silenced and _kept >= 0:
-                os.dup2(_kept, 2)
-                os.close(_kept)
-                _kept = -1
+        with _stderr_lock:
+            _silent_count -= 1
+            if not _silent_count and _saved_stderr >= 0:
+                os.dup2(_saved_stderr, 2)
+                os.close(_saved_stderr)
+                _saved_stderr = -1

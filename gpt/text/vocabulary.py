@@ -1,4 +1,4 @@
-"""Vocabularies: learnt from a corpus, listed, and counted in texts."""
+"""Trains vocabularies, lists their tokens, and counts token usage."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,32 +19,32 @@ def learn(
     specials: Sequence[str] = (),
     listen: Listener = lambda event: None,
 ) -> tuple[Tokenizer, TextSample]:
-    """Learns a vocabulary from texts; returns it with the sample that it is learnt from."""
-    check_specials(specials)  # before anything is read
+    """Trains a vocabulary on texts. Returns it with the training sample."""
+    check_specials(specials)  # Fails before any text is read.
     corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
     total = min(config.sample_bytes, corpus.found.bytes)
     sample = TextSample(corpus.training_text(), corpus.found.bytes, config.sample_bytes)
 
-    def watched() -> Iterator[str]:
+    def report_progress() -> Iterator[str]:
         for text in sample:
             listen(events.Progress("read", sample.taken, max(total, sample.taken)))
             yield text
 
     if config.vocab_size is not None:
-        return learn_tokenizer(watched(), config.vocab_size, specials), sample
-    return learn_tokenizer_up_to(watched(), auto_vocab_size(corpus.found.bytes), specials), sample
+        return learn_tokenizer(report_progress(), config.vocab_size, specials), sample
+    return learn_tokenizer_up_to(report_progress(), auto_vocab_size(corpus.found.bytes), specials), sample
 
 
 def tokenizer_for(
-    corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, most: int = 2**24
+    corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, max_vocab_size: int = 2**24
 ) -> Tokenizer:
-    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``; ``auto`` learns one from a sample of the training
-    text. ``most`` bounds the size where none is given."""
+    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``. ``auto`` trains it on a sample of the training
+    text. ``max_vocab_size`` limits the default size."""
     size, limit = corpus.train_bytes, config.sample_bytes
     if config.tokenizer == "auto" and size > limit:
         note(f"training the tokenizer on {limit / 1e6:,.0f} of {size / 1e6:,.0f} MB, sampled evenly")
     sample = TextSample(corpus.training_text(), size, limit)
-    return make_tokenizer(config.tokenizer, config.vocab_size, sample, size, most)
+    return make_tokenizer(config.tokenizer, config.vocab_size, sample, size, max_vocab_size)
 
 
 def make_tokenizer(
@@ -52,23 +52,23 @@ def make_tokenizer(
     vocab_size: int | None,
     texts: Iterable[str],
     n_bytes: int,
-    most: int = 2**24,
+    max_vocab_size: int = 2**24,
     specials: Sequence[str] = (),
 ) -> Tokenizer:
-    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``; ``auto`` learns one from ``texts``, of a corpus of
-    ``n_bytes``, with further ``specials``. ``most`` bounds the size where none is given."""
+    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``. ``auto`` trains it on ``texts``, a sample of a
+    corpus of ``n_bytes``. ``max_vocab_size`` limits the default size."""
     if kind != "auto":
         return find_tokenizer(kind)
     if vocab_size is not None:
         return learn_tokenizer(texts, vocab_size, specials)
-    return learn_tokenizer_up_to(texts, min(most, auto_vocab_size(n_bytes)), specials)
+    return learn_tokenizer_up_to(texts, min(max_vocab_size, auto_vocab_size(n_bytes)), specials)
 
 
-_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # bytes per token, from and to
+_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # Lower and upper bound of bytes per token.
 
 
 def lengths(tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns the number of tokens of 1, 2, 3–4, 5–8, 9–16, 17 and more bytes, without special tokens."""
+    """Returns the number of tokens by size in bytes, without special tokens."""
     sizes = [len(token) for token in tokenizer.backend.pieces.values()]
     return {
         f"{low}+" if high is None else f"{low}–{high}" if high > low else f"{low}": sum(
@@ -79,28 +79,28 @@ def lengths(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def longest(tokenizer: Tokenizer, count: int) -> list[tuple[int, bytes]]:
-    """Returns ids and bytes of the longest tokens, longest first, then by id."""
+    """Returns ids and bytes of the longest tokens, sorted by length, then by id."""
     return sorted(tokenizer.backend.pieces.items(), key=lambda item: (-len(item[1]), item[0]))[:count]
 
 
 def visible(token: bytes) -> str:
-    """Returns a token as printable text: invalid UTF-8 and invisible characters are escaped."""
+    """Returns a token as printable text, with invalid UTF-8 and invisible characters escaped."""
     text = token.decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Counts of the tokens that a tokenizer makes of texts."""
+    """Token counts of texts."""
 
     bytes: int
     tokens: int
-    ids_used: int  # different ids that occur
-    frequent: list[tuple[int, int]]  # the most frequent ids with their counts
+    ids_used: int  # Number of distinct ids.
+    frequent: list[tuple[int, int]]  # Most frequent ids with their counts.
 
     @property
     def bytes_per_token(self) -> float:
-        """Average bytes of a token."""
+        """Average bytes per token."""
         return self.bytes / max(1, self.tokens)
 
 
@@ -109,9 +109,9 @@ def usage(
     texts: Sequence[str],
     config: ReadConfig,
     listen: Listener = lambda event: None,
-    most: int = 20,
+    max_ids: int = 20,
 ) -> Usage:
-    """Counts the ids of ``texts``, and lists the ``most`` frequent ones."""
+    """Counts the ids of ``texts``. Lists at most ``max_ids`` frequent ids."""
     corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     size = 0
@@ -119,6 +119,6 @@ def usage(
         size += utf8_size(text)
         counts += np.bincount(tokenizer.encode(text), minlength=tokenizer.vocab_size)
         listen(events.Progress("encoded", size, max(size, corpus.found.bytes)))
-    order = np.argsort(-counts, kind="stable")[:most].tolist()
+    order = np.argsort(-counts, kind="stable")[:max_ids].tolist()
     frequent = [(id, int(counts[id])) for id in order if counts[id]]
     return Usage(size, int(counts.sum()), int(np.count_nonzero(counts)), frequent)
