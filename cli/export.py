@@ -51,7 +51,7 @@ def export(
 
 
 def _print(done: "Exported") -> None:
-    """Prints what was written, what it costs in loss, and commands to try next."""
+    """Prints the saved file, the change in loss and the commands to try next."""
     place = shlex.quote(str(done.out))
     render.fact("saved", f"{done.out}  ({done.bytes:,} bytes, {counted(done.tensors, 'tensor')}, {done.type})")
     if done.loss_before is not None and done.loss_after is not None:

@@ -1,8 +1,7 @@
 """Help pages: ``--help`` shows a command's common options and examples, ``--help-all`` every panel of options.
 
-The panel of an option decides where it is listed: common options have no panel, and those in the panel `RARE`, which
-belong in a configuration file, are listed in the reference only. The docstring of a command is its description; lines
-after an empty one are examples.
+Common options have no panel. Options in the panel `RARE` belong in a configuration file; only the reference lists them.
+A command's docstring is its description, followed by an empty line and examples.
 """
 
 import inspect
@@ -16,8 +15,8 @@ from . import render
 
 FLAGS = ["-h", "--help", "--help-all"]
 COMMON, RARE = "Options", "Rarely needed"
-SHORT = 12  # options; a command with no more than that shows them all with --help
-WIDTH = 100  # columns of a page, if the terminal has as many
+SHORT = 12  # Maximum number of options that --help lists in full.
+WIDTH = 100  # Maximum width of a page in columns.
 VALUES = {"int": "N", "float": "X", "str": "TEXT", "path": "FILE", "list[str]": "TEXT"}
 
 
@@ -29,13 +28,13 @@ def help_page(command: Any, ctx: Any) -> str:
 
 
 class Command(typer.core.TyperCommand):
-    """A command with such a help page."""
+    """A command with the help page of this module."""
 
     get_help = help_page
 
 
 class Group(typer.core.TyperGroup):
-    """A group of commands with such a help page."""
+    """A group of commands with the help page of this module."""
 
     get_help = help_page
 
@@ -53,7 +52,7 @@ def _coloured(page: str) -> str:
 
 
 def _write(command: Any, context: Any, page: Any) -> None:
-    whole = "--help-all" in (context.find_root().obj or ())  # the words of the command line
+    whole = "--help-all" in (context.find_root().obj or ())  # The root's `obj` is the whole command line.
     found, listed = panels(command, context), arguments(command)
     rare = len(found.pop(RARE, []))
     count = sum(map(len, found.values()))
@@ -105,7 +104,7 @@ def summary(command: Any) -> str:
 
 
 def by_purpose(group: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Returns a group's commands under their headings. A command that is no group has none."""
+    """Returns a group's commands by heading; empty for a command that is not a group."""
     found: dict[str, dict[str, Any]] = {}
     for each, command in getattr(group, "commands", {}).items():
         if not command.hidden:
@@ -114,19 +113,19 @@ def by_purpose(group: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def arguments(command: Any) -> list[Any]:
-    """Returns the positional arguments of a command."""
+    """Returns a command's positional arguments."""
     return [each for each in command.params if each.param_type_name == "argument" and not each.hidden]
 
 
 def listed_options(command: Any, context: Any) -> list[Any]:
-    """Returns the options of a command: the model first, then those with a short flag."""
+    """Returns a command's options: ``--model`` first, then options with a short flag."""
     options = [each for each in command.get_params(context) if each.param_type_name == "option" and not each.hidden]
     options = [each for each in options if "--help" not in each.opts]
     return sorted(options, key=lambda each: ("-m" not in each.opts, len(each.opts) == 1 or "-q" in each.opts))
 
 
 def panels(command: Any, context: Any) -> dict[str, list[Any]]:
-    """Returns the options of a command by panel, the common ones first."""
+    """Returns a command's options by panel, common options first."""
     found: dict[str, list[Any]] = {COMMON: []}
     for each in listed_options(command, context):
         found.setdefault(each.rich_help_panel or COMMON, []).append(each)
@@ -134,32 +133,32 @@ def panels(command: Any, context: Any) -> dict[str, list[Any]]:
 
 
 def usage(command: Any, context: Any) -> str:
-    """Returns what stands after a command's name: ``[OPTIONS] [TEXT...]``."""
+    """Returns the usage after a command's name: ``[OPTIONS] [TEXT...]``."""
     words = ["[OPTIONS]"] if panels(command, context) else []
     words += [name(each) if each.required else f"[{name(each)}]" for each in arguments(command)]
     return " ".join([*words, *(["COMMAND ..."] if hasattr(command, "commands") else [])])
 
 
 def name(argument: Any) -> str:
-    """Returns an argument's name: ``TEXT...``, if there may be several."""
+    """Returns an argument's placeholder; ``TEXT...`` if it takes several values."""
     return f"{argument.metavar or argument.name.upper()}{'...' if argument.nargs == -1 else ''}"
 
 
 def flags(option: Any, context: Any) -> str:
-    """Returns an option's flags and the placeholder of its value: ``-o, --out DIR``. Long flags are aligned."""
+    """Returns an option's flags and value placeholder, with long flags aligned: ``-o, --out DIR``."""
     names = sorted(option.opts, key=len)
     return f"{'' if len(names) > 1 else '    '}{', '.join(names)} {value(option, context)}".rstrip()
 
 
 def value(option: Any, context: Any) -> str:
-    """Returns the placeholder of an option's value, or its choices; empty for a switch."""
+    """Returns the placeholder or the choices of an option's value; empty for a switch."""
     if option.is_flag:
         return ""
     return str(option.metavar or VALUES[option.display_type(context).strip("<>")])
 
 
 def default(parameter: Any) -> str:
-    """Returns a default in words; empty if there is none to speak of."""
+    """Returns a parameter's default as text; empty if help need not show it."""
     if isinstance(parameter.show_default, str):
         return "" if parameter.show_default == "none" else parameter.show_default
     if parameter.param_type_name == "option" and parameter.required:

@@ -1,4 +1,4 @@
-"""Reads a command's inputs from files and stdin, within bounds, and notes on stderr when it waits for input."""
+"""Reads inputs of limited size from files and stdin, and prints a note on stderr while it waits for input."""
 
 import contextlib
 import io
@@ -15,13 +15,13 @@ from gpt.settings import MOST_TOML, parse_toml
 
 from . import render
 
-WAIT_SECONDS = 1.0  # before a note about what the command waits for
-MOST_TEXT = 64 * 2**20  # bytes of a text for the model to read, and of a line of prompts
-MOST_PROMPTS = 2**30  # bytes of a file of prompts
+WAIT_SECONDS = 1.0  # Delay before the note about waiting for input.
+MOST_TEXT = 64 * 2**20  # Maximum bytes of a text, or of a line of a prompt file.
+MOST_PROMPTS = 2**30  # Maximum bytes of a prompt file.
 
 
 def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
-    """Returns the text that was given as words or as a file (``-`` is stdin)."""
+    """Returns ``words``, or the text of ``file`` (``-`` is stdin). Raises `UserError` if both are given."""
     if words is not None and file is not None:
         raise UserError(f"a {what} and {flag} were both given", "give only one of them")
     if file is not None:
@@ -39,7 +39,7 @@ def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
 
 
 def lines(file: Path, what: str) -> Iterator[bytes]:
-    """Yields the lines of a file of many texts."""
+    """Yields the lines of a prompt file. Raises `UserError` if a line or the file is too long."""
     left = MOST_PROMPTS
     with opened(file, what) as stream:
         while line := stream.readline(MOST_TEXT + 1):
@@ -52,13 +52,13 @@ def lines(file: Path, what: str) -> Iterator[bytes]:
 
 
 def toml(file: Path) -> dict[str, Any]:
-    """Reads the table of a TOML file."""
+    """Reads a TOML file."""
     with opened(file, "settings") as stream:
         return parse_toml(bounded(stream, file, MOST_TOML, "that is the limit for a settings file"), str(file))
 
 
 def bounded(stream: BinaryIO, file: Path, most: int, hint: str) -> bytes:
-    """Reads all of a stream. Raises `UserError` beyond ``most`` bytes, since a device may be endless."""
+    """Reads a whole stream. Raises `UserError` above ``most`` bytes, since a device can be endless."""
     data = stream.read(most + 1)
     if len(data) > most:
         raise _too_long(name(file), most, hint)
@@ -66,7 +66,7 @@ def bounded(stream: BinaryIO, file: Path, most: int, hint: str) -> bytes:
 
 
 def name(file: Path) -> str:
-    """Returns the name of an input in messages."""
+    """Returns the name of an input file for messages."""
     return "stdin" if str(file) == "-" else str(file)
 
 
@@ -76,8 +76,8 @@ def _too_long(what: str, most: int, hint: str) -> UserError:
 
 @contextlib.contextmanager
 def opened(file: Path, what: str) -> Iterator[BinaryIO]:
-    """Opens a file, or stdin for ``-``. Prints a note while it waits for ``what`` from a terminal or a pipe. Raises
-    `UserError` if it cannot be read."""
+    """Opens a file, or stdin for ``-``. Prints a note if a terminal or pipe keeps it waiting. Raises `UserError` if the
+    input cannot be read."""
     if str(file) == "-" and sys.stdin is None:
         raise UserError("there is no standard input to read", "give a file")
     try:
@@ -96,7 +96,7 @@ def _waiting(file: Path, what: str) -> Iterator[None]:
     stdin = str(file) == "-"
     try:
         mode = (os.fstat(sys.stdin.fileno()) if stdin else file.stat()).st_mode
-    except io.UnsupportedOperation:  # a stdin in memory
+    except io.UnsupportedOperation:  # Stdin is an in-memory stream.
         mode = stat.S_IFREG
     if stat.S_ISREG(mode):
         yield
@@ -112,6 +112,6 @@ def _waiting(file: Path, what: str) -> Iterator[None]:
 
 
 def announce(texts: Sequence[str] | None) -> None:
-    """Notes that a text will be read from a terminal."""
+    """Prints a note if a text will be read from a terminal."""
     if "-" in (texts or ()) and sys.stdin is not None and sys.stdin.isatty():
         render.note("reading the text from stdin; end with Ctrl-D")

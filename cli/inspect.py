@@ -51,7 +51,7 @@ def attention(
 
     from . import render_inspect, views
 
-    ids = loaded.tokenizer.prompt(words) if words else []  # as sampling reads it
+    ids = loaded.tokenizer.prompt(words) if words else []  # Encoded as for sampling.
     look = inspect.look(loaded.model, ids, loaded.tokenizer, layer, head)
     if look.dropped:
         render.note(f"the prompt has {len(ids):,} tokens; showing the last {len(look.ids):,}, which fit the context")
@@ -106,7 +106,7 @@ def analogy(
 
     gpt inspect analogy king - man + woman
     """
-    from gpt.inspect import parse_analogy  # with torch, which takes its time
+    from gpt.inspect import parse_analogy  # Imports torch, which is slow.
 
     parsed = parse_analogy(words)
     table, name = _embeddings(count, model, out, json)
@@ -156,14 +156,14 @@ def tokens(
 
 
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
-    """Loads the model in float32, so that the numbers shown are exact."""
+    """Loads the model in float32, for exact numbers."""
     with progress.starting(quiet=quiet):
         from gpt import api
     return api.load(model, device=device, dtype="float32")
 
 
 def _embeddings(count: int, model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":
-    """Checks the options and loads a model's embeddings. Returns them and the model's name."""
+    """Checks the options. Returns a model's embeddings and its path."""
     page.check_out(out)
     if count < 1:
         raise UserError(f"count is {count}; it must be 1 or more")

@@ -1,4 +1,4 @@
-"""The conversation of ``gpt chat`` and ``gpt sample -i``, with history, and settings and models changed on the way."""
+"""The interactive mode of ``gpt chat`` and ``gpt sample -i``, with history and with commands."""
 
 import contextlib
 import dataclasses
@@ -35,20 +35,20 @@ HELP = """\
 /model PATH      loads another model
 /help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
 QUOTES = '"""'
-HISTORY = 1000  # lines that are remembered
+HISTORY = 1000  # Lines kept in the history file.
 
 
 class Interaction:
-    """Reads prompts and commands until the input ends. With a model that has a chat template they are a conversation,
-    else each is a text to continue."""
+    """Reads prompts and commands until the input ends. With a chat template, prompts are messages of a conversation;
+    without, the model continues each prompt."""
 
     def __init__(
         self, loaded: "LanguageModel", load: Callable[[str], "LanguageModel"], settings: SampleConfig, seed: int
     ) -> None:
         self.loaded, self.load, self.settings, self.seed = loaded, load, settings, seed
-        self.messages: list[dict[str, str]] = []  # of the conversation, or a prompt and its text; no system line
+        self.messages: list[dict[str, str]] = []  # The conversation without its system message.
         self.system = ""
-        self.index = 0  # which sample of the prompt comes next
+        self.index = 0  # Index of the current sample of the prompt.
         self.commands: dict[str, Callable[[str], object]] = {
             "/retry": self._retry, "/more": self._more, "/system": self._set_system, "/clear": self._clear,
             "/set": self._set, "/model": self._model, "/help": self._help,
@@ -57,11 +57,11 @@ class Interaction:
 
     @property
     def chats(self) -> bool:
-        """Whether this is a conversation."""
+        """Whether the model has a chat template."""
         return self.loaded.tokenizer.chat_template is not None
 
     def run(self) -> None:
-        """Runs until the end of stdin. Raises `UserError` where there is no stdin."""
+        """Runs until the end of stdin. Raises `UserError` if there is no stdin."""
         if sys.stdin is None:
             raise UserError("there is no standard input to read", "gpt sample PROMPT needs none")
         with contextlib.suppress(AttributeError, ValueError):
@@ -76,11 +76,10 @@ class Interaction:
                 except UserError as error:
                     render.error(error.message, error.hint)
                 except KeyboardInterrupt:
-                    continue  # it ends the text
+                    continue  # Ctrl-C stops the text.
 
     def take(self, words: str) -> None:
-        """Runs a command, continues a prompt, or answers a message. Raises `UserError` for a command that cannot be
-        followed."""
+        """Runs a command, continues a prompt or answers a message. Raises `UserError` for an invalid command."""
         check_text("the line", words)
         if not words.startswith("/") or words.startswith("//"):
             said = words.removeprefix("/") if words.startswith("//") else words
@@ -109,7 +108,7 @@ class Interaction:
         self._answer(more=True)
 
     def _answer(self, more: bool = False) -> None:
-        """Writes an answer to the last message, or ``more`` of it. One that the chat template refuses is forgotten."""
+        """Answers the last message or extends its answer. Drops a message that the chat template rejects."""
         before = self.messages.pop()["content"] if more else ""
         try:
             prompt = self._chat_prompt() if self.chats else self.messages[-1]["content"]
@@ -135,8 +134,8 @@ class Interaction:
         render.context_notes(forgotten, self.loaded.model.config.block_size)
 
     def _chat_prompt(self) -> list[int]:
-        """Returns the ids of the conversation, without its oldest turns where these and an answer, or a quarter of the
-        context for it, do not fit into the context."""
+        """Returns the ids of the conversation. Drops the oldest turns until the context has room for an answer of
+        ``max_tokens``, or of a quarter of the context if that is less."""
         from gpt.text import chat
 
         size = self.loaded.model.config.block_size
@@ -198,7 +197,7 @@ def converse(
     dtype: str,
     threads: int | None,
 ) -> None:
-    """Loads a model, and runs an `Interaction` with it."""
+    """Loads a model and runs an `Interaction` with it."""
     with progress.starting(quiet=False):
         from gpt import api
     load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
@@ -207,7 +206,7 @@ def converse(
 
 
 def read() -> str | None:
-    """Reads the next prompt or command, which may have several lines; None at the end of stdin."""
+    """Reads a prompt or command of one or more lines; None at the end of stdin."""
     lines: list[str] = []
     block = False
     while True:
@@ -215,7 +214,7 @@ def read() -> str | None:
             line = input(("… " if lines or block else "> ") if sys.stdin.isatty() else "").removeprefix("\ufeff")
         except EOFError:
             return "\n".join(lines) if lines else None
-        except KeyboardInterrupt:  # what was typed is discarded
+        except KeyboardInterrupt:  # Ctrl-C discards the lines typed so far.
             render.write("\n")
             lines, block = [], False
             continue
@@ -236,7 +235,7 @@ def read() -> str | None:
 
 @contextlib.contextmanager
 def _history() -> Iterator[None]:
-    """Provides history and line editing on a terminal, where Python has readline."""
+    """Enables history and line editing on a terminal, if Python has readline."""
     try:
         import readline
     except ImportError:  # Windows
@@ -245,7 +244,7 @@ def _history() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
-    with contextlib.suppress(OSError, UserError):  # it works without
+    with contextlib.suppress(OSError, UserError):  # The history file is optional.
         readline.read_history_file(_history_file())
     readline.set_history_length(HISTORY)
     try:

@@ -1,4 +1,4 @@
-"""The app, and the one place where errors become lines and exit codes."""
+"""Builds the app, and turns errors into messages and exit codes."""
 
 import contextlib
 import errno
@@ -30,13 +30,13 @@ GPT_TRAIN_STEPS=100 means --steps 100, and so on; --debug shows tracebacks."""
 
 
 def _help(context: typer.Context) -> None:
-    """Prints the help of a group that is called without a command."""
+    """Prints a group's help if no command was given."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 _show_plainly = warnings.showwarning
-COMMANDS = {  # by name, the module with a function of the same name
+COMMANDS = {  # Command → name of its module, and of the function in it.
     "train": "train",
     "sample": "sample",
     "chat": "chat",
@@ -49,8 +49,8 @@ COMMANDS = {  # by name, the module with a function of the same name
     "serve": "serve",
 }
 GROUPS = ("tokenizer", "data", "inspect")
-_TOOK_MODEL = ("bench", "export")  # without -m; they read the words that no argument takes
-PURPOSES = {  # the headings of the help page, in order
+_TOOK_MODEL = ("bench", "export")  # Commands that still take the model as an extra argument.
+PURPOSES = {  # Headings of the help page, in order.
     "Train": ("train",),
     "Generate": ("sample", "chat", "serve"),
     "Understand": ("eval", "inspect", "report", "params", "bench"),
@@ -60,17 +60,16 @@ PURPOSES = {  # the headings of the help page, in order
 
 
 class _Root(help_pages.Group):
-    """The command ``gpt``. The options for completion, which typer adds to it, have no twin in the environment. A
-    command of another program is answered with ours."""
+    """The command ``gpt``, with hints for other programs' commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds the command. Raises `UserError` for one of another program."""
+        """Finds the command. Raises `UserError` with a hint for another program's command."""
         if args[0] in names.COMMANDS and args[0] not in self.commands:
             raise UserError(f"there is no command {args[0]}", names.COMMANDS[args[0]])
         return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the options."""
+        """Returns the options, with no environment variables for completion."""
         params = super().get_params(ctx)
         for param in params:
             if param.name in ("install_completion", "show_completion"):
@@ -79,8 +78,8 @@ class _Root(help_pages.Group):
 
 
 def make_app(args: Sequence[str] = ()) -> typer.Typer:
-    """Builds the app with the one command or group that ``args`` begin with, or else with all of them: importing and
-    building them takes time."""
+    """Builds the app with only the command or group that ``args`` start with, because importing all of them is slow.
+    Builds all of them if ``args`` start with none."""
     app = typer.Typer(
         name="gpt",
         cls=_Root,
@@ -116,7 +115,7 @@ def _group(name: str) -> typer.Typer:
 
 
 def _versions() -> dict[str, Any]:
-    """What a bug report needs. If torch cannot be imported, the error replaces the device."""
+    """Returns the versions for a bug report. If torch cannot be imported, the error replaces the device."""
     try:
         from gpt.device import pick
 
@@ -138,7 +137,7 @@ def _main(
         False,
         "--version",
         help="Print the version; with --json, also packages and device",
-        allow_from_autoenv=False,  # GPT_VERSION may mean something to others
+        allow_from_autoenv=False,  # Other programs could use GPT_VERSION.
         show_envvar=False,
     ),
     json: bool = typer.Option(False, "--json", hidden=True, allow_from_autoenv=False, show_envvar=False),
@@ -152,7 +151,7 @@ def _main(
 
 
 def run() -> None:
-    """The command ``gpt``."""
+    """Runs ``gpt`` and exits."""
     waiting.set_policy()
     status: list[int] = []
     processes.end_abruptly(status)
@@ -161,7 +160,7 @@ def run() -> None:
 
 
 def main(args: list[str]) -> int:
-    """Runs a command line and returns its exit status. Errors that a user can cause are two lines on stderr."""
+    """Runs a command line and returns its exit status. Prints errors as a message and a hint on stderr."""
     render.make_output_safe()
     warnings.showwarning = _show
     debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
@@ -170,7 +169,7 @@ def main(args: list[str]) -> int:
         _check_current_folder(words)
         status = make_app(words)(words, prog_name="gpt", standalone_mode=False, obj=args)
         sys.stdout.flush()
-        if status == 130:  # how typer passes on a Ctrl-C
+        if status == 130:  # Typer returns 130 after Ctrl-C.
             render.note("interrupted")
         return int(status or 0)
     except BaseException as error:
@@ -185,7 +184,7 @@ def main(args: list[str]) -> int:
 
 
 def _show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Prints a warning about a model's files as a note, and any other as Python does."""
+    """Prints a `ModelWarning` as a note, and other warnings as Python does."""
     if issubclass(category, ModelWarning):
         render.note(str(message))
     else:
@@ -193,8 +192,7 @@ def _show(message: Warning | str, category: type[Warning], *where: Any, **more: 
 
 
 def _check_current_folder(words: Sequence[str]) -> None:
-    """Raises `UserError` if a command is called in a folder that has been deleted: MKL would end the process when torch
-    loads it."""
+    """Raises `UserError` if the current folder was deleted: MKL would end the process when torch loads it."""
     if (_command([*words]) == "COMMAND" and "--json" not in words) or {*help_pages.FLAGS} & {*words}:
         return
     try:
@@ -204,7 +202,7 @@ def _check_current_folder(words: Sequence[str]) -> None:
 
 
 def _with_values(args: list[str]) -> list[str]:
-    """Gives a bare ``--resume`` of ``gpt train`` an empty value: the parser has no options with an optional value."""
+    """Adds an empty value to a bare ``--resume`` of ``gpt train``: the parser has no optional values."""
     if _command(args) != "train" or "--resume" not in args:
         return args
     at = args.index("--resume")
@@ -213,7 +211,7 @@ def _with_values(args: list[str]) -> list[str]:
 
 
 def _command(args: list[str]) -> str:
-    """Returns the command in ``args``, such as ``data show``, or ``COMMAND`` if there is none."""
+    """Returns the command in ``args``, like ``data show``; ``COMMAND`` if there is none."""
     at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
     if at is None:
         return "COMMAND"
@@ -222,7 +220,7 @@ def _command(args: list[str]) -> str:
 
 
 def _report(error: BaseException, command: str) -> int:
-    """Reports an error and returns its exit status."""
+    """Prints an error and returns its exit status."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     status, message, hint = _described(error, command)
@@ -237,7 +235,7 @@ def _described(error: BaseException, command: str) -> tuple[int, str, str]:
     """Returns an error's exit status, message and hint. An interruption has no hint."""
     if isinstance(error, UserError):
         return error.exit_code, error.message, error.hint or f"see gpt {command} --help"
-    if isinstance(error, typer.TyperException):  # the command line cannot be parsed
+    if isinstance(error, typer.TyperException):  # The parser rejected the command line.
         context = getattr(error, "ctx", None)
         if (answer := names.answer(error, context)) is not None:
             return error.exit_code, *answer
@@ -263,7 +261,7 @@ def _described(error: BaseException, command: str) -> tuple[int, str, str]:
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:
-    """Whether the reader of stdout is gone; typer and rich turn that OSError into a SystemExit."""
+    """Whether the reader of stdout is gone (``gpt … | head``). Typer and rich turn this OSError into a SystemExit."""
     if isinstance(error, SystemExit):
         error = error.__context__
     closed = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)
@@ -271,7 +269,7 @@ def _is_closed_pipe(error: BaseException | None) -> bool:
 
 
 def _pipe_closed() -> int:
-    """Points stdout at nothing once its reader is gone (``gpt … | head``), so that no flush fails at exit; status 0."""
+    """Redirects stdout to the null device, so that flushing at exit cannot fail. Returns status 0."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

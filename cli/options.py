@@ -1,4 +1,4 @@
-"""Options made from the dataclasses of `gpt.config`, and the few options that commands share."""
+"""Turns the fields of config dataclasses into options, and defines the options that commands share."""
 
 import dataclasses
 import functools
@@ -17,8 +17,8 @@ from . import help_pages, inputs, render
 
 OUTPUT = "Output"
 
-# Every option is an environment variable too; `gpt --help` says so once. Options without a panel are common ones, which
-# `--help` lists (see `help_pages`).
+# Environment variables are not shown per option, because `gpt --help` explains them once. Options without a panel are
+# common options (see `help_pages`).
 option = functools.partial(typer.Option, show_envvar=False)
 
 Json = Annotated[bool, option("--json", help="Print JSON to stdout, one object per line")]
@@ -40,7 +40,7 @@ Base = Annotated[
 
 
 def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
-    """An option that takes one of ``values``. The library, not the parser, rejects others, with a suggestion."""
+    """Returns an option with choices. The library, not the parser, rejects other values, with a suggestion."""
     return option(*flags, metavar="|".join(values), autocompletion=lambda: list(values), **settings)
 
 
@@ -64,10 +64,10 @@ Threads = Annotated[
 def model_and_texts(
     command: str, model: str | None, words: Sequence[str], takes_text: bool = True
 ) -> tuple[str | None, list[str]]:
-    """Returns the model and the TEXTs of a command whose model used to be its first word.
+    """Returns the model and the TEXT arguments, and still accepts the model as the first word, with a note.
 
-    With ``-m`` every word is a TEXT. Without it, a first word that names a model is the model if another word
-    follows. A command without TEXT takes its only word as the model. These old forms print a note."""
+    With ``-m``, every word is a TEXT. Without it, a first word that names a model is the model if another word
+    follows. If the command takes no TEXT, the first word is the model."""
     from gpt.runs import folder
 
     texts = list(words)
@@ -82,10 +82,10 @@ def model_and_texts(
 
 
 def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command one option per field of ``config_class``, except those ``without``.
+    """Gives a command an option for each field of ``config_class``, except the fields in ``without``.
 
-    The command's body receives an instance as ``settings``. If it has such parameters, it also receives ``given``, the
-    settings that the user gave, ``words``, the whole command line, and ``rest``, the words that no argument takes.
+    The command receives an instance as ``settings``. If it has the parameters, it also receives ``given`` (the settings
+    that the user gave), ``words`` (the whole command line) and ``rest`` (the extra arguments).
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
             asked = {name: values.pop(name) for name in names}
             for one, other, _ in getattr(config_class, "EXCLUSIVE", ()):
                 _keep_the_stronger(_context, asked, (one, other))
-            if "given" in wanted:  # as an option, in the environment, or in --config
+            if "given" in wanted:  # Given as an option, an environment variable or in --config.
                 sources = {name: _context.get_parameter_source(name) for name in asked if asked[name] is not None}
                 given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
                 values["given"] = {name: asked[name] for name in given}
@@ -116,7 +116,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
         in_order = sorted(kept, key=lambda field: config.PANELS.index(field.metadata["panel"]))
         made = [_as_parameter(config_class, field) for field in in_order]
         context_parameter = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        # The order of the help page: what the command does first, how it prints last.
+        # The help page lists what the command does first, and how it prints last.
         parameters = [context_parameter, *made, *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -125,12 +125,12 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
     return decorate
 
 
-_STRENGTH = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # an option beats its twin, that beats --config
+_STRENGTH = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # DEFAULT_MAP is --config.
 
 
 def _keep_the_stronger(context: typer.Context, asked: dict[str, Any], pair: tuple[str, str]) -> None:
-    """Drops the weaker one of two exclusive settings, so that an option on the command line beats an environment
-    variable. Two from the same source stay, and are refused later."""
+    """Drops the one of two exclusive settings whose source has lower precedence: an option overrides an environment
+    variable. If both have the same source, the config rejects them."""
     sources = [context.get_parameter_source(name) for name in pair]
     strength = [_STRENGTH.index(source.name) if source else len(_STRENGTH) for source in sources]
     if all(asked[name] is not None for name in pair) and strength[0] != strength[1]:
@@ -158,7 +158,7 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
 
 
 def config_file(config_class: type[Any]) -> Any:
-    """An option ``--config FILE.toml``, whose values beat defaults; options and environment variables beat them."""
+    """Returns the option ``--config FILE.toml``. Its values override defaults only."""
     known = [field.name for field in dataclasses.fields(config_class)]
     kinds = field_types(config_class)
 
@@ -168,7 +168,8 @@ def config_file(config_class: type[Any]) -> Any:
             for key, value in values.items():
                 if key not in known:
                     raise UserError(f'{path}: unknown key "{key}"', did_you_mean(key, known))
-                if (without_none(kinds[key]) is bool) != isinstance(value, bool):  # which the parser takes for 1 and 0
+                # The parser would accept booleans as the numbers 1 and 0.
+                if (without_none(kinds[key]) is bool) != isinstance(value, bool):
                     said = str(value).lower() if isinstance(value, bool) else repr(value)
                     raise UserError(f"{path}: {key} is {said}", "use true or false for switches, and only for switches")
             context.default_map = {**(context.default_map or {}), **values}

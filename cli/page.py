@@ -1,4 +1,4 @@
-"""Results in files: one self-contained HTML page, a picture, or JSON, by the name's ending."""
+"""Writes results to files: a self-contained HTML page, a picture or JSON, depending on the suffix."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ Out = Annotated[Path | None, _out_option("Write FILE.html (a self-contained page
 
 
 def check_out(out: Path | None, *endings: str) -> None:
-    """Raises `UserError`, before any work, for an output file that cannot be written or has no known ending."""
+    """Raises `UserError` for an output file that cannot be written or has an unknown suffix."""
     if out is None:
         return
     known = endings or ENDINGS
@@ -60,8 +60,8 @@ def show(
     page: Callable[[], Data],
     picture: "Callable[[], Figure]",
 ) -> None:
-    """Writes ``out`` in the form that its ending names: the page ``pages/NAME.js``, a picture, or data. Prints JSON if
-    asked for, or text without ``out``. Only the forms that are needed are made."""
+    """Writes ``out`` in the format of its suffix: the page ``pages/NAME.js``, a picture or JSON. Prints JSON if
+    ``as_json``, or else text if there is no ``out``. Calls only the functions it needs."""
     if out is not None:
         ending = out.suffix.lower()
         if ending in plots.ENDINGS:
@@ -78,7 +78,7 @@ def show(
 
 
 def write(out: Path, content: bytes, quiet: bool) -> None:
-    """Writes a file, whole or not at all, and prints its path unless ``quiet``."""
+    """Writes a file atomically, and prints its path unless ``quiet``."""
     with disk_errors(out):
         write_file(out, content)
     if not quiet:
@@ -86,13 +86,13 @@ def write(out: Path, content: bytes, quiet: bool) -> None:
 
 
 def html(name: str, title: str, data: Data) -> bytes:
-    """Returns the page of ``pages/NAME.js`` with ``data``: style, script and data are inside, nothing is fetched."""
+    """Returns the page of ``pages/NAME.js`` with style, scripts and ``data`` inline."""
     pages = files("gpt_cli") / "pages"
 
     def read(file: str) -> str:
         return (pages / file).read_text(encoding="utf-8")
 
-    # Inside a script element only "</script" and "<!--" mean anything, and JSON may spell "<" as it likes.
+    # HTML interprets only "</script" and "<!--" inside a script element, and JSON allows an escaped "<".
     content = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     page = Template(read("page.html")).substitute(
         title=title.replace("&", "&amp;").replace("<", "&lt;"),
@@ -104,6 +104,6 @@ def html(name: str, title: str, data: Data) -> bytes:
 
 
 def packed(array: "npt.NDArray[Any]") -> str:
-    """Packs an array for a page: little-endian numbers in base64."""
+    """Encodes an array for a page as little-endian base64."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return base64.b64encode(little.tobytes()).decode()

@@ -68,7 +68,7 @@ def params(
     shape: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
     page.check_out(out, ".html")
     every = list_presets or (not targets and not shape)
-    if parts and not given:  # one of three former options for parts of what is always shown now
+    if parts and not given:  # --memory, --flops and --time: former options, now always shown together.
         given = {"devices": settings.devices}
     if given and (every or out is not None):
         flag = f"--{next(iter(given))}".replace("_", "-")
@@ -103,7 +103,7 @@ def _counted(target: str | None, shape: dict[str, object]) -> render_params.Shap
 
 
 def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig]:
-    """The name and shape that the words mean: a target, changed by what was given by hand, or all of it by hand."""
+    """Returns the name and config of a preset, run or checkpoint with shape options, or of shape options only."""
     from dataclasses import replace
 
     if target is None:
@@ -127,14 +127,14 @@ def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
     changed = _properties(shape)
-    if config.window_layers is not None and "n_layer" in shape:  # more or fewer layers, in the same order
+    if config.window_layers is not None and "n_layer" in shape:  # Repeats or cuts the pattern of windows.
         windows, layers = config.windows, range(int(changed["n_layer"]))
         changed["window_layers"] = tuple(layer for layer in layers if windows[layer % len(windows)])
     return "custom" if shape else target, replace(config, **changed)
 
 
 def _properties(shape: dict[str, object]) -> dict[str, Any]:
-    """Replaces the name of an architecture among the options of a shape by its properties."""
+    """Replaces ``arch`` among the shape options with the architecture's properties."""
     given = dict(shape)
     arch = given.pop("arch", None)
     return {**(ARCHITECTURES[cast(Arch, arch)] if arch else {}), **given}

@@ -1,4 +1,4 @@
-"""Pictures of the same numbers as the pages, drawn with matplotlib: PNG, SVG or PDF."""
+"""Draws the data of the pages with matplotlib: PNG, SVG or PDF."""
 
 import importlib.util
 import io
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
 ENDINGS = (".png", ".svg", ".pdf")
-DPI, MOST_PIXELS = 150, 60_000  # matplotlib draws at most 2**16 pixels each way
+DPI, MOST_PIXELS = 150, 60_000  # matplotlib draws up to 2**16 pixels per side.
 PASTELS = ("#d6e4ff", "#f0d9f6", "#d7f0db", "#fde9c8", "#cdf0f0", "#ffd7e1")
-COLUMNS, SIZE = 96, 11  # characters of a line of tokens, and their size in points
+COLUMNS, SIZE = 96, 11  # Characters per line of tokens, and font size in points.
 
 
 def check() -> None:
@@ -30,8 +30,8 @@ def check() -> None:
 
 
 def _figure(width: float, height: float, title: str = "") -> "Figure":
-    """Returns an empty figure, in inches. It looks the same whatever matplotlibrc says; a $ in a text is a $."""
-    os.environ["MPLBACKEND"] = "agg"  # nothing is shown, and matplotlib fails at a name that it does not know
+    """Returns an empty figure; sizes are in inches. Ignores matplotlibrc, and draws a $ as a $."""
+    os.environ["MPLBACKEND"] = "agg"  # Needs no window, and replaces a name unknown to matplotlib.
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -44,9 +44,9 @@ def _figure(width: float, height: float, title: str = "") -> "Figure":
 
 
 def as_bytes(figure: "Figure", ending: str) -> bytes:
-    """Returns a figure as a file with this ending. A picture too long for matplotlib is drawn coarser."""
+    """Returns a figure as file contents. Lowers the resolution of a picture too large for matplotlib."""
     file = io.BytesIO()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # a glyph that no font has is a box
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # Missing glyphs are drawn as boxes.
         figure.savefig(file, format=ending[1:], dpi=min(DPI, MOST_PIXELS / max(figure.get_size_inches())))
     return file.getvalue()
 
@@ -59,7 +59,7 @@ def _map(axes: "Axes", pattern: Any, **place: Any) -> None:
 
 
 def attention(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
-    """Draws attention patterns, layers down and heads across; a single head with its tokens' texts."""
+    """Draws attention patterns: layers down, heads across. A single head is labelled with its tokens."""
     if len(look.layers) == len(look.heads) == 1:
         return _one_head(look, tokenizer, model)
     from gpt.inspect import KINDS, mostly
@@ -99,7 +99,7 @@ def _one_head(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
     axes = figure.add_subplot(title=f"mostly {KINDS[kind]}" if kind else "no single kind of key")
     axes.title.set_fontsize(10)
     _map(axes, look.patterns[0, 0])
-    places = range(0, len(look.ids), -(-len(look.ids) // 64))  # more names would not be legible
+    places = range(0, len(look.ids), -(-len(look.ids) // 64))  # More labels would be illegible.
     names = [token_text(tokenizer, int(look.ids[at]))[:14] for at in places]
     size = max(4, min(9, 280 / len(places)))
     axes.set_yticks(places, names, fontsize=size)
@@ -109,7 +109,7 @@ def _one_head(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
 
 
 def near(groups: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Draws the nearest neighbours of each token as bars of their cosines."""
+    """Draws the cosines of the nearest tokens as bars."""
     rows = [len(group["near"]) + 3 for group in groups]
     figure = _figure(6.2, 0.2 * sum(rows))
     all_axes = figure.subplots(len(groups), height_ratios=rows, squeeze=False, subplot_kw={"frame_on": False})
@@ -126,7 +126,7 @@ def near(groups: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 def positions(found: "Positions", model: str) -> "Figure":
-    """Draws the position table, negative blue and positive red, and similarity by distance as a curve."""
+    """Draws the position embeddings (negative blue, positive red) and a curve of similarity by distance."""
     import numpy as np
 
     title, table = f"positions: {model}, {found.kind}", found.table
@@ -146,7 +146,7 @@ def positions(found: "Positions", model: str) -> "Figure":
 
 
 def tokens(pieces: Sequence[str]) -> "Figure":
-    """Draws a text's tokens, each on a background colour of its own."""
+    """Draws a text's tokens on alternating background colours."""
     places, column, line = [], 0, 0
     for piece in pieces:
         if column and column + len(piece) > COLUMNS:
@@ -154,7 +154,7 @@ def tokens(pieces: Sequence[str]) -> "Figure":
         places.append((column, line))
         column += len(piece)
     width = max([COLUMNS, *(column + len(piece) for (column, _), piece in zip(places, pieces, strict=True))])
-    figure = _figure(width * SIZE * 0.602 / 72 + 0.2, 0.26 * (line + 1) + 0.2)  # the font's characters are 0.602 wide
+    figure = _figure(width * SIZE * 0.602 / 72 + 0.2, 0.26 * (line + 1) + 0.2)  # A character is 0.602 em wide.
     axes = figure.add_subplot(xlim=(0, width), ylim=(line + 1, 0))
     axes.set_axis_off()
     for number, ((x, y), piece) in enumerate(zip(places, pieces, strict=True)):

@@ -1,4 +1,4 @@
-"""Commands that run in several processes: starting them, and how one of them (ours or torchrun's) ends."""
+"""Starts the processes of distributed training, and ends a process that ``gpt`` or torchrun started."""
 
 import atexit
 import contextlib
@@ -14,13 +14,13 @@ from gpt.parallel import environment
 
 from . import render
 
-ALONE_SECONDS = 3.0  # that a rank waits for rank 0 to report the same error and to end it
+ALONE_SECONDS = 3.0  # Time for rank 0 to report the same error and for the launcher to end this rank.
 
 
 def start(words: Sequence[str], nproc: int, began: float) -> int:
     """Runs ``gpt`` with ``words`` in ``nproc`` processes and returns the exit status.
 
-    ``began``: when the command began. Raises `WorkError` where a process was killed and could not report it itself.
+    ``began`` is the start time of the command. Raises `WorkError` if a signal killed a process.
     """
     from gpt.parallel.launch import launch
 
@@ -40,10 +40,10 @@ def start(words: Sequence[str], nproc: int, began: float) -> int:
 
 
 def end_abruptly(status: Sequence[int]) -> None:
-    """Makes a process that is one of several exit with ``status[0]`` before the interpreter shuts down.
+    """Makes a rank of distributed training exit with ``status[0]`` before the interpreter shuts down.
 
     A torch thread that frees a tensor during shutdown aborts the process (seen in one of six exits on a busy machine).
-    Other `atexit` functions still run, since they are registered later and so run first.
+    Other `atexit` functions still run: they are registered later, so they run first.
     """
     with contextlib.suppress(UserError):
         if environment.is_one_of_many():
@@ -58,10 +58,10 @@ def _end(status: Sequence[int]) -> None:
 
 
 def silenced(error: BaseException) -> int | None:
-    """Returns the exit status if another process reports ``error``, None if this one must.
+    """Returns the exit status if another process reports ``error``; None if this process must report it.
 
-    An error that ends all ranks alike is reported by rank 0. Rank 0 then ends, and the launcher ends the other ranks
-    before they report the error a second time.
+    Rank 0 reports an error that all ranks share. It then exits, and the launcher ends the other ranks before they
+    report the error again.
     """
     if isinstance(error, PeerLost) and (environment.rank() or environment.is_ours()):
         return error.exit_code

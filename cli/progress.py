@@ -1,4 +1,4 @@
-"""Progress on stderr: live on a terminal, a plain line every few seconds elsewhere."""
+"""Shows progress on stderr."""
 
 import contextlib
 import gc
@@ -15,14 +15,13 @@ from gpt.events import format_seconds
 
 from .render import excerpt, percent_of_peak, stderr
 
-PLAIN_SECONDS = 5.0  # between lines of progress where there is no terminal
+PLAIN_SECONDS = 5.0  # Seconds between progress lines without a terminal.
 
 
 @contextlib.contextmanager
 def starting(quiet: bool) -> Iterator[None]:
-    """Shows a spinner on a terminal while torch is imported. The garbage collector is off meanwhile and skips these
-    modules from then on: an import creates many objects and hardly any garbage, and each full collection
-    takes 0.1 s."""
+    """Shows a spinner on a terminal while torch is imported. Garbage collection is off during the import and skips the
+    imported modules afterwards: they contain hardly any garbage, and each full collection takes 0.1 s."""
     console = stderr()
     shown = not quiet and console.is_terminal
     gc.disable()
@@ -35,17 +34,17 @@ def starting(quiet: bool) -> Iterator[None]:
 
 
 class Sparkline:
-    """The recent course of a value: up to `WIDTH` bars of eight heights, each the mean of equally many values."""
+    """A sparkline of a value: up to `WIDTH` bars of eight heights, each the mean of the same number of values."""
 
     WIDTH = 24
 
     def __init__(self) -> None:
         self.bars: list[float] = []
-        self.each = 1  # values per bar
+        self.each = 1
         self.pending: list[float] = []
 
     def add(self, value: float) -> None:
-        """Adds a value, unless it is not finite."""
+        """Adds a value; ignores NaN and infinity."""
         if not math.isfinite(value):
             return
         self.pending.append(value)
@@ -63,12 +62,12 @@ class Sparkline:
 
 
 class Bar:
-    """Progress on stderr: a live line on a terminal, a plain one every few seconds elsewhere."""
+    """Progress of one task: a live line on a terminal; elsewhere, a plain line every few seconds."""
 
     def __init__(self, verb: str, unit: str, quiet: bool, console: Console | None = None) -> None:
         self.verb, self.unit, self.quiet = verb, unit, quiet
         self.console = console or stderr()
-        self.first: tuple[float, int] | None = None  # the time of the first report, and what was done before
+        self.first: tuple[float, int] | None = None  # Time and progress at the first report.
         self.last_line = time.monotonic()
         self.live: Any = None
 
@@ -88,7 +87,7 @@ class Bar:
             self.live.stop()
 
     def reach(self, done: int, total: int) -> None:
-        """Shows how many units of ``total`` are done, and the rate since the first report."""
+        """Shows how many units of ``total`` are done, the throughput and the time left."""
         now = time.monotonic()
         self.first = self.first or (now, done)
         rate = max(done - self.first[1], 0) / max(now - self.first[0], 1e-9)
@@ -97,7 +96,7 @@ class Bar:
         self.show(drawn(done / max(1, total), line), line)
 
     def show(self, live: Text, plain: str) -> None:
-        """Updates the live line, or prints the plain one every few seconds."""
+        """Updates the live line, or prints the plain line every few seconds."""
         if self.live is not None:
             self.live.update(live)
         elif not self.quiet and time.monotonic() - self.last_line >= PLAIN_SECONDS:
@@ -120,7 +119,7 @@ class TrainDisplay:
         self.quiet = quiet
         self.plan = events.Plan(0, 0)
         self.losses = Sparkline()
-        self.held_out = ""  # the newest evaluation
+        self.held_out = ""  # The latest evaluation.
         self.bar: Bar | None = None
 
     def __enter__(self) -> Self:
@@ -132,7 +131,7 @@ class TrainDisplay:
             self.bar = None
 
     def __call__(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
-        """Shows an event. Training continues when the terminal is gone."""
+        """Shows an event. Training continues if the terminal is gone."""
         if not self.quiet:
             with contextlib.suppress(OSError):
                 self._show(event)
@@ -141,7 +140,7 @@ class TrainDisplay:
         match event:
             case events.Note(text):
                 if not self.plan.steps:
-                    self.__exit__()  # that work has ended
+                    self.__exit__()  # The previous task has ended.
                 self.console.print(Text(text, "dim"))
             case events.Progress(what, done, total, unit):
                 self._at_work(what, unit).reach(done, total)
@@ -172,5 +171,5 @@ class TrainDisplay:
         )
 
     def status(self, event: events.StepEvent) -> Text:
-        """Returns the live line: progress, the loss and its course, the rate, the time left."""
+        """Returns the live line: progress, loss, throughput, time left and a sparkline of the loss."""
         return drawn(event.step / max(1, self.plan.steps), self._facts(event), str(self.losses))

@@ -1,4 +1,4 @@
-"""Printing with rich: results to stdout; progress, notes and errors to stderr."""
+"""Prints with rich: results on stdout; progress, notes and errors on stderr."""
 
 import contextlib
 import os
@@ -29,30 +29,29 @@ if TYPE_CHECKING:
     from gpt.training.context import Result
 
 
-# Characters that a terminal obeys or hides instead of showing them: C0 but for line feed and tab, DEL, C1, and those
-# that turn the direction of text or break lines. File names, JSON keys and generated text may contain any of them.
+# Characters that a terminal interprets or hides: C0 except line feed and tab, DEL, C1, and characters that change the
+# text direction or break lines. File names, JSON keys and generated text can contain them.
 _HIDDEN = (*range(9), *range(11, 32), *range(127, 160), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x2070),
            *range(0xFFF9, 0xFFFC))  # fmt: skip
-_AS_ESCAPE = {code: f"\\u{code:04x}" for code in _HIDDEN}  # also JSON's
+_AS_ESCAPE = {code: f"\\u{code:04x}" for code in _HIDDEN}  # JSON uses the same escapes.
 _AS_SYMBOL = _AS_ESCAPE | {code: chr(0x2400 + code) for code in range(32) if code in _HIDDEN} | {127: "␡"}
 
 
 class _Shown(Console):
-    """A console that shows control characters as symbols, so that a terminal obeys only rich's own."""
+    """A console that shows control characters as symbols, except rich's own."""
 
     def shown(self, text: str) -> str:
-        """Returns ``text`` with control characters as symbols for a terminal, and unchanged for a file or pipe."""
+        """Returns ``text`` with control characters as symbols on a terminal; unchanged in a file or pipe."""
         return text.translate(_AS_SYMBOL) if self.is_terminal else text
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders as rich does; rich's own control codes come as segments of their own and are kept."""
+        """Renders as rich does. Rich's own control codes are separate segments, which stay."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(self.shown(segment.text), segment.style)
 
 
 class _Stderr(_Shown):
-    """A console on stderr that falls silent, while the work continues, once nothing can be written there: its reader or
-    its terminal is gone, or its disk is full."""
+    """A console on stderr that turns quiet after a write error (no reader, no terminal, full disk). Work continues."""
 
     def _check_buffer(self) -> None:
         try:
@@ -61,7 +60,7 @@ class _Stderr(_Shown):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Silences stderr; rich would end the program."""
+        """Silences stderr; rich would exit."""
         self.quiet = True
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
@@ -73,21 +72,21 @@ def stderr() -> _Shown:
 
 
 def stdout() -> _Shown:
-    """Returns a console for results. Into a file or pipe, tables are as wide as they need to be."""
+    """Returns a console for results, 160 columns wide in a file or pipe."""
     width = None if sys.stdout.isatty() else 160
     return _Shown(highlight=False, soft_wrap=True, width=width, markup=False, emoji=False)
 
 
 def make_output_safe() -> None:
-    """Makes stdout and stderr write characters that their encoding lacks as escapes, instead of raising.
+    """Makes stdout and stderr escape characters that their encoding lacks, instead of raising.
 
-    An output that was closed when the command began becomes the null device: the work is done all the same, and the
-    status is 0, as with Python's ``print``. The null device takes the free file descriptor, or else the next file that
-    is opened would take it, and receive the output of libraries.
+    An output that is closed at startup becomes the null device, so the command still works and returns 0, as with
+    Python's ``print``. The null device occupies the free file descriptor. Otherwise the next opened file would get it,
+    and the output of libraries with it.
     """
     try:
         os.fstat(0)
-    except OSError:  # `sys.stdin` stays None, so that reading it is an error that says so
+    except OSError:  # `sys.stdin` stays None, so reading it is a clear error.
         os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -106,7 +105,7 @@ def bar(share: float, width: int, console: Console) -> Text:
 
 
 def write(text: str) -> None:
-    """Writes text to stdout and flushes it; on a terminal, control characters become symbols."""
+    """Writes text to stdout and flushes it. On a terminal, control characters become symbols."""
     sys.stdout.write(text.translate(_AS_SYMBOL) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -119,7 +118,7 @@ def json_line(values: Mapping[str, Any]) -> None:
 
 
 def error(message: str, hint: str) -> None:
-    """Prints what is wrong, and what to do next."""
+    """Prints an error message and its hint."""
     console = stderr()
     console.print(Text.assemble(("error: ", "bold red"), " ".join(console.shown(message).split())))
     if hint:
@@ -138,7 +137,7 @@ def note(text: str) -> None:
 
 
 def excerpt(text: str, lines: int = 5) -> str:
-    """Returns the first lines of a sample, indented."""
+    """Returns the first nonblank lines of a text, indented."""
     kept = [line for line in text.strip().splitlines() if line.strip()][:lines]
     return "\n".join("    " + line for line in kept)
 
@@ -149,7 +148,7 @@ def fact(label: str, text: str, console: Console | None = None) -> None:
 
 
 def table(*columns: str, title: str = "", **settings: Any) -> Table:
-    """Returns a table with these columns; a leading ``>`` right-aligns one. Without columns it has no header."""
+    """Returns a table; a leading ``>`` right-aligns a column. Without columns it has no header."""
     settings = {"box": box.SIMPLE_HEAD if columns else None, "show_header": bool(columns), "pad_edge": False} | settings
     made = Table(title=Text(title, "bold") if title else None, title_justify="left", **settings)
     for column in columns:
@@ -158,7 +157,7 @@ def table(*columns: str, title: str = "", **settings: Any) -> Table:
 
 
 def keyed(rows: Mapping[str, str]) -> Table:
-    """Returns a table of labelled values. Empty values are left out."""
+    """Returns a table of labelled values, without empty values."""
     made = table()
     for key, value in rows.items():
         if value:
@@ -167,7 +166,7 @@ def keyed(rows: Mapping[str, str]) -> Table:
 
 
 def percent_of_peak(mfu: float | None) -> str:
-    """Returns an MFU to stand behind a rate, `` (41.3% MFU)``; empty where the device's peak is unknown."""
+    """Returns an MFU as a suffix, `` (41.3% MFU)``; empty if the device's peak is unknown."""
     return "" if mfu is None else f" ({mfu:.1%} MFU)"
 
 
@@ -181,7 +180,7 @@ def result_json(result: "Result") -> dict[str, Any]:
 
 
 def result(result: "Result", console: Console | None = None) -> None:
-    """Prints the end of ``gpt train``: the checkpoint, the loss, a sample, and a command to try next."""
+    """Prints the result of ``gpt train``: checkpoint, loss, a sample and a command to try next."""
     rate = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
     length = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {rate}"
     fact("saved", f"{result.checkpoint}  ({length})", console)
@@ -201,7 +200,7 @@ def result(result: "Result", console: Console | None = None) -> None:
 
 
 def draw_seed(announce: bool, model: Path | None = None) -> int:
-    """Draws a seed from the system's randomness; with ``announce``, prints it and the model on stderr."""
+    """Draws a random seed. With ``announce``, prints it and the model on stderr."""
     seed = secrets.randbelow(2**31)
     if announce:
         note(f"{f'{model}, ' if model else ''}seed {seed}")
@@ -210,18 +209,18 @@ def draw_seed(announce: bool, model: Path | None = None) -> int:
 
 @dataclass
 class Overflow:
-    """Counts of samples that did not fit into the model's context."""
+    """Truncation and overflow of the context, over all samples."""
 
-    dropped: int = 0  # tokens left out at the start of a prompt: the most of any sample
-    slid: bool = False  # whether a text grew longer than the context
+    dropped: int = 0  # Most tokens truncated from the start of a prompt.
+    slid: bool = False  # Whether a text outgrew the context.
 
     def add(self, sample: "Sample") -> None:
-        """Counts one more sample."""
+        """Adds a sample."""
         self.dropped = max(self.dropped, sample.dropped)
         self.slid |= sample.slid
 
     def counting(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
-        """Yields the pieces and counts the samples among them."""
+        """Yields the pieces and adds their samples."""
         for piece in pieces:
             yield piece
             if piece.sample is not None:
@@ -229,7 +228,7 @@ class Overflow:
 
 
 def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> None:
-    """Prints texts piece by piece as they are generated, with a heading above each where there are several."""
+    """Prints texts as they are generated, each under a heading if there are several."""
     told = None
     for piece in pieces:
         if (piece.prompt, piece.index) != told:
@@ -242,7 +241,7 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
 
 
 def context_notes(overflow: Overflow, size: int) -> None:
-    """Prints notes about samples that did not fit into the context of ``size`` tokens."""
+    """Prints notes about samples that overflowed the context of ``size`` tokens."""
     if dropped := overflow.dropped:
         note(f"the prompt has {dropped + size:,} tokens, but the context only {size:,}: dropped the first {dropped:,}")
     if overflow.slid:
@@ -250,7 +249,7 @@ def context_notes(overflow: Overflow, size: int) -> None:
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Returns a line of ``gpt sample --json`` for the last piece of a text, which holds the whole sample."""
+    """Returns a line of ``gpt sample --json``. ``piece`` is the last piece of a text, with the whole sample."""
     sample = piece.sample
     assert sample is not None
     values: dict[str, Any] = {"prompt_index": piece.prompt, "index": piece.index, "prompt": prompt}
@@ -266,7 +265,7 @@ def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Token
 
 
 def _token_json(token: "Token", tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Returns a token's JSON: id, text, log-probability, and the most likely alternatives if they were asked for."""
+    """Returns a token's id, text, log-probability and, if there are any, its most likely alternatives."""
     values = {"token": token.id, "text": tokenizer.decode([token.id]), "logprob": token.logprob}
     top = [{"token": id, "text": tokenizer.decode([id]), "logprob": logprob} for id, logprob in token.top]
     return values | ({"top": top} if top else {})
@@ -283,7 +282,7 @@ def evaluation_json(result: "Evaluation") -> dict[str, Any]:
 
 
 def evaluation(result: "Evaluation") -> None:
-    """Prints the measures of ``gpt eval`` with their units."""
+    """Prints the metrics of ``gpt eval`` with their units."""
     rows = table()
     rows.add_row("loss", f"{result.loss:.4f}", "nats per token")
     rows.add_row("perplexity", f"{result.perplexity:,.2f}", "per token: e to the loss")
@@ -301,7 +300,7 @@ def speed_json(measured: "Measured") -> dict[str, Any]:
 
 
 def speed(measured: "Measured") -> None:
-    """Prints the measures of ``gpt bench`` with their units."""
+    """Prints the metrics of ``gpt bench`` with their units."""
     found, asked = measured.speed, measured.settings
     rows = table()
     how = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"

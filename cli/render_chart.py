@@ -1,6 +1,6 @@
-"""Curves in a terminal: braille dots, or letters where dots or colours cannot be shown.
+"""Draws curves in a terminal with braille dots, or with letters if it lacks Unicode or colours.
 
-Not plotext: its two versions in use, 5 and 6, have no function in common.
+plotext is no alternative: its two versions in use, 5 and 6, have no function in common.
 """
 
 import math
@@ -17,14 +17,14 @@ from .ticks import Axis
 COLOURS = ("blue", "red", "green", "magenta", "yellow", "cyan")
 MARKS = "*o+x#@%&"
 PALE = "."
-GUTTER = 10  # columns of the labels on the left
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character: four rows of two
+GUTTER = 10  # Width of the labels on the left, in columns.
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Bits of a braille character: four rows of two.
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve of points (x, y) by rising x. A y that is not finite is a gap. Pale curves lie below the others."""
+    """A named curve of points (x, y), sorted by x. A non-finite y is a gap. Pale curves are drawn below the others."""
 
     name: str
     points: Sequence[Point]
@@ -33,12 +33,12 @@ class Series:
 
     @property
     def style(self) -> str:
-        """The curve's style in the console."""
+        """The curve's rich style."""
         return COLOURS[self.colour % len(COLOURS)] + (" dim" if self.pale else "")
 
     @property
     def mark(self) -> str:
-        """The letter that draws the curve where there are no colours."""
+        """The letter that draws the curve without colours."""
         return PALE if self.pale else MARKS[self.colour % len(MARKS)]
 
 
@@ -47,7 +47,7 @@ def chart(
 ) -> Text:
     """Draws curves in one frame as wide as the console, up to 100 columns.
 
-    ``logarithmic``: the y axis is logarithmic if the values span decades.
+    With ``logarithmic``, the y axis is logarithmic if the values span decades.
     """
     points = [point for one in series for point in one.points if all(map(math.isfinite, point))]
     if not points:
@@ -75,7 +75,7 @@ def chart(
 
 
 def _foot(across: Axis, width: int, x_name: str, frame: str) -> str:
-    """Returns the x axis: a line with ticks, and their labels below it."""
+    """Returns the x axis: a line with ticks, and labels below it."""
     line, labels = [frame[3]] * width, [" "] * width
     free = 0
     for x, label in zip(across.ticks, across.labels, strict=True):
@@ -92,8 +92,8 @@ def _foot(across: Axis, width: int, x_name: str, frame: str) -> str:
 def _cells(
     series: Sequence[Series], across: Axis, up: Axis, width: int, height: int, fine: bool
 ) -> dict[tuple[int, int], tuple[str, str]]:
-    """Returns (row, column) → (character, style). Where curves cross, the last one shows; pale ones are drawn first."""
-    wide, high = (2, 4) if fine else (1, 1)  # dots of a character
+    """Returns (row, column) → (character, style). Draws pale curves first; later curves cover earlier curves."""
+    wide, high = (2, 4) if fine else (1, 1)  # Dots per character, across and down.
     dots: dict[tuple[int, int], tuple[int, Series]] = {}
     for one in sorted(series, key=lambda one: not one.pale):
         shares = [(across.share(x), up.share(y) if math.isfinite(y) else math.nan) for x, y in one.points]
@@ -101,13 +101,13 @@ def _cells(
             column, row = round(x * (width * wide - 1)), round((1 - y) * (height * high - 1))
             cell = (row // high, column // wide)
             before, other = dots.get(cell, (0, one))
-            kept = before if other.pale == one.pale else 0  # a pale curve must not thicken the others
+            kept = before if other.pale == one.pale else 0  # A pale curve must not thicken the others.
             dots[cell] = (kept | _DOTS[row % 4][column % 2], one)
     return {cell: (chr(0x2800 + bits) if fine else one.mark, one.style) for cell, (bits, one) in dots.items()}
 
 
 def _dense(points: Sequence[Point], step: float) -> list[Point]:
-    """Returns the finite points and points between neighbours, ``step`` apart, so that curves are unbroken."""
+    """Returns the finite points, with points ``step`` apart interpolated between neighbours."""
     found = [point for point in points if all(map(math.isfinite, point))]
     for (x0, y0), (x1, y1) in pairwise(points):
         if math.isfinite(y0) and math.isfinite(y1):

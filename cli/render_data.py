@@ -1,4 +1,4 @@
-"""The output of ``gpt data`` and ``gpt tokenize``: corpora, and folders of tokens."""
+"""Prints the results of ``gpt data`` and ``gpt tokenize``: corpora and token folders."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def size_in_words(size: int | None) -> str:
-    """Returns a size with at most three digits: ``460 kB``, ``7 MB``, ``28.5 GB``."""
+    """Returns a size in up to three digits: ``460 kB``, ``7 MB``, ``28.5 GB``."""
     if size is None:
         return ""
     value, units = float(size), ["bytes", "kB", "MB", "GB"]
@@ -54,7 +54,7 @@ def corpora(all_corpora: "Sequence[CatalogueEntry]", as_json: bool) -> None:
 
 
 def corpus(found: "CatalogueEntry", as_json: bool) -> None:
-    """Prints everything about a corpus."""
+    """Prints a corpus in detail."""
     if as_json:
         render.json_line({**_summary(found), "about": found.about, "files": _files(found)})
         return
@@ -110,7 +110,7 @@ def _files(found: "CatalogueEntry") -> list[dict[str, Any]]:
 
 
 def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) -> None:
-    """Prints the result of ``gpt data fetch``: the folder, and the command that takes it."""
+    """Prints the result of ``gpt data fetch``: the folder and a training command."""
     files = [found.folder / file.name for file in found.all_files]
     size = sum(path.stat().st_size for path in files)
     folder = None if found.python else str(found.folder)
@@ -124,7 +124,7 @@ def fetched(found: "CatalogueEntry", seconds: float, train: str, as_json: bool) 
 
 
 def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
-    """Prints all about a token folder; as JSON its manifest, and whether its checksums were compared."""
+    """Prints a token folder in detail. The JSON is its manifest, and whether its checksums were verified."""
     if as_json:
         render.json_line({"path": str(folder.path), **folder.manifest, "verified": verified})
         return
@@ -153,7 +153,7 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
 
 
 def tokens(folder: "TokenFolder", seconds: float, as_json: bool) -> None:
-    """Prints the result of a command that made a token folder."""
+    """Prints a newly created token folder."""
     rate = folder.bytes / max(seconds, 1e-9)
     if as_json:
         render.json_line(
@@ -183,7 +183,7 @@ def _sides(folder: "TokenFolder") -> None:
 
 
 def _next(folder: "TokenFolder") -> None:
-    """Prints the command that takes the folder, or why none does."""
+    """Prints the next command for the folder, or why there is none."""
     if folder.manifest["part"]:
         render.fact("join the parts", "gpt data merge PART... -o DIR")
     elif folder.manifest["train"]["tokens"]:

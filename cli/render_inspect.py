@@ -1,4 +1,4 @@
-"""Renders the results of ``gpt inspect``."""
+"""Prints the results of ``gpt inspect``."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 LETTERS = {"previous": "p", "first": "f", "itself": "i", "same": "s", "matching": "m"}
 COLOURS = {"previous": "cyan", "first": "yellow", "itself": "white", "same": "magenta", "matching": "green"}
-LABEL, MOST = 13, 48  # width of a token beside the map, and tokens that a map shows at most
+LABEL, MOST = 13, 48  # Width of a token label, and maximum tokens of a map.
 DARK, BRIGHT = (24, 28, 40), (255, 212, 121)
 TOKEN_COLOURS = ("blue", "magenta", "green", "cyan", "yellow", "red")
 
 
 def shown(text: str) -> str:
-    """Returns a token with the spaces at its ends made visible."""
+    """Returns a token with leading and trailing spaces as dots."""
     inner = text.strip(" ")
     left = len(text) - len(text.lstrip(" ")) if inner else len(text)
     return "·" * left + inner + "·" * (len(text) - left - len(inner))
 
 
 def ramp(share: float) -> tuple[int, int, int]:
-    """Returns the colour of a share of attention, on a square-root scale."""
+    """Returns the colour of an attention weight, on a square-root scale."""
     x = min(1.0, max(0.0, share)) ** 0.5
     red, green, blue = (round(low + (high - low) * x) for low, high in zip(DARK, BRIGHT, strict=True))
     return red, green, blue
 
 
 def attention(look: "Look", tokenizer: "Tokenizer") -> None:
-    """Prints what heads do, the pattern of one head, and the most likely next tokens at each layer."""
+    """Prints what heads attend to, the pattern of one head, and the most likely next tokens after each block."""
     console = render.stdout()
     at, column = clearest(look)
     if len(look.layers) * len(look.heads) > 1:
@@ -49,8 +49,8 @@ def attention(look: "Look", tokenizer: "Tokenizer") -> None:
 
 
 def clearest(look: "Look") -> tuple[int, int]:
-    """Returns the place in ``look`` of the head with the clearest kind other than the first token or the token itself,
-    which many heads attend to."""
+    """Returns the indices in ``look`` of the head with the clearest kind. Ignores the first token and the token itself,
+    because many heads attend to them."""
 
     def clarity(place: tuple[int, int]) -> float:
         lifts = [look.here.lift(kind) for kind in ("previous", "same", "matching")]
@@ -61,7 +61,7 @@ def clearest(look: "Look") -> tuple[int, int]:
 
 
 def _heads(look: "Look") -> Table:
-    """Prints a letter per head for what it mostly attends to."""
+    """Returns a table with a letter per head for what it mostly attends to."""
     from gpt import inspect
 
     columns = ["layer", *(["window"] if any(look.windows) else []), *map(str, look.heads)]
@@ -77,7 +77,7 @@ def _heads(look: "Look") -> Table:
 
 
 def heat(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
-    """Prints the pattern of a head, queries down, keys across; in tenths where there is no colour."""
+    """Prints a head's pattern: queries down, keys across. Without colours, weights are in tenths."""
     from gpt.inspect import KINDS, mostly, token_text
 
     kind = mostly(look.here, look.probe, at, column)
@@ -112,7 +112,7 @@ def _cell(share: float, wide: int, console: Console) -> Text:
 
 
 def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
-    """Prints the most likely next tokens at each layer."""
+    """Returns a table of the most likely next tokens after each block."""
     from gpt.inspect import token_text
 
     table = render.table(
@@ -129,7 +129,7 @@ def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
 
 
 def near(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Prints tokens with their cosines, as bars."""
+    """Prints tokens with their cosines as numbers and bars."""
     console = render.stdout()
     for group in groups:
         console.print(Text.assemble((group["title"], "bold"), (f"   {group['note']}", "dim")))
@@ -141,7 +141,7 @@ def near(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def positions(found: "Positions") -> None:
-    """Prints the kind of the positions, and similarity by distance."""
+    """Prints the kind of position encoding, and similarity by distance."""
     console = render.stdout()
     size = len(found.similarity)
     if found.table is None:
@@ -160,7 +160,7 @@ def positions(found: "Positions") -> None:
 
 
 def tokens(data: Mapping[str, Any]) -> None:
-    """Prints a text in tokens, each in a colour of its own; with bars between them where there is no colour."""
+    """Prints a text's tokens in alternating colours, or with bars between them if there are no colours."""
     console = render.stdout()
     line = Text()
     for at, piece in enumerate(data["pieces"]):

@@ -1,4 +1,4 @@
-"""Renders parameters: the GPT-3 table, shapes side by side, the presets; beside `cli.render`."""
+"""Prints parameter counts: the GPT-3 table, a comparison of shapes, and the presets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ from gpt.model.params import breakdown as count
 
 from . import render
 
-BAR = 20  # columns of the longest bar
+BAR = 20  # Width of the longest bar, in columns.
 NORMS = {"layernorm": "LayerNorms, γ and β", "rmsnorm": "RMSNorms, γ"}
 BIASES = {
     "all": "biases of the linear layers",
@@ -24,7 +24,7 @@ NAMES = "Value-Up and Value-Down are usually called W_V and W_O: the two factors
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's name, shape and parameters, and what is to be said of it."""
+    """A model's name, config, parameter counts and note."""
 
     name: str
     config: GPTConfig
@@ -32,7 +32,7 @@ class Shape:
     note: str = ""
 
     def data(self) -> dict[str, Any]:
-        """The object of ``gpt params --json``."""
+        """Returns the object of ``gpt params --json``."""
         sums = ("total_weights", "tied", "positions", "biases", "layer_norms", "trainable")
         return {
             "name": self.name,
@@ -43,7 +43,7 @@ class Shape:
 
 
 def breakdown(shape: Shape) -> None:
-    """The GPT-3 table of a shape with a bar a matrix, and below it what is tied and what is added."""
+    """Prints the GPT-3 table of a shape with a bar per matrix, then tied and additional parameters."""
     parts, config, console = shape.parts, shape.config, render.stdout()
     table = render.table("Matrix", "Dimensions", ">Parameters", ">Share", "", title=shape.name, show_footer=True)
     table.columns[0].footer, table.columns[2].footer = "Total weights", f"{parts.total_weights:,}"
@@ -71,7 +71,7 @@ def breakdown(shape: Shape) -> None:
 
 
 def side_by_side(shapes: Sequence[Shape]) -> None:
-    """Matrices down, models across, each with its share of the model's weights. Models without a gate lack its row."""
+    """Prints a comparison: matrices down, models across. A model without a gate has a dash in the gate's row."""
     table = render.table("Matrix", *(f">{shape.name}" for shape in shapes))
     for row in max((each.parts.rows for each in shapes), key=len):
         table.add_row(row.matrix, *(_share(row.matrix, each.parts) for each in shapes))
@@ -98,7 +98,7 @@ def _share(matrix: str, parts: Breakdown) -> str:
 
 
 def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
-    """Every preset with its shape and size."""
+    """Prints every preset with its shape and size."""
     if as_json:
         for name, preset in all_presets.items():
             trainable = count(preset.model).trainable

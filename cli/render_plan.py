@@ -1,4 +1,4 @@
-"""Renders the cost of training and sampling: memory, plans that fit, operations, days; beside `cli.render_params`."""
+"""Prints the cost of training and sampling: memory, plans that fit, FLOPs, days."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from gpt.plan_config import PlanConfig
 
 from . import render
 
-GPT3_FLOPS = 6  # a parameter and token, as the GPT-3 paper counts them: without attention's scores
+GPT3_FLOPS = 6  # Per parameter and token in the GPT-3 paper, without attention scores.
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A shape, what was asked about it, and the ways to train it."""
+    """A model's config, the plan's settings, and the training plans."""
 
     config: GPTConfig
     asked: PlanConfig
@@ -27,16 +27,16 @@ class Cost:
 
     @classmethod
     def of(cls, config: GPTConfig, asked: PlanConfig) -> "Cost":
-        """Raises `UserError` for what cannot be divided."""
+        """Plans the training of ``config``. Raises `UserError` if heads or batches cannot be split evenly."""
         return cls(config, asked, plans(config, asked, PRESETS[nearest_preset(config)].batch_tokens))
 
     @property
     def shown(self) -> TrainingPlan:
-        """The way for all devices."""
+        """The plan for all devices."""
         return self.plans[-1]
 
     def data(self) -> dict[str, Any]:
-        """The members that costs add to the object of ``gpt params --json``."""
+        """Returns the keys that costs add to ``gpt params --json``."""
         return {
             "plan": self._plan(self.shown),
             "memory": self._memory(),
@@ -59,7 +59,7 @@ class Cost:
         }
 
     def _memory(self) -> dict[str, Any]:
-        """Bytes on a rank."""
+        """Returns bytes per rank."""
         config, memory, setup = self.config, self.shown.memory, self.shown.setup
         whole, recomputed = (trunk(config, replace(setup, recompute=again)) for again in (False, True))
         sampling = {
@@ -96,7 +96,7 @@ class Cost:
 
 
 def cost(cost: Cost, name: str = "") -> None:
-    """Prints memory, operations and time, under the name where there are several."""
+    """Prints memory, plans, FLOPs and time, with a model's name as the heading."""
     if name:
         render.stdout().print(Text(f"\n{name}", "bold"))
     data = cost.data()
@@ -107,7 +107,7 @@ def cost(cost: Cost, name: str = "") -> None:
 
 
 def size(n: float) -> str:
-    """Bytes for a person, in units of a thousand, as datasheets have them."""
+    """Formats bytes in decimal units, as datasheets do."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 1000:
             return f"{n:,.1f} {unit}" if unit != "B" else f"{n:,.0f} B"

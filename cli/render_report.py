@@ -1,4 +1,4 @@
-"""Renders ``gpt report``, beside `cli.render`."""
+"""Prints ``gpt report``."""
 
 import math
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from .render_chart import Series, chart
 if TYPE_CHECKING:
     from gpt.runs.report import Report
 
-POINTS = 300  # of a curve
+POINTS = 300  # Maximum points per curve.
 SAMPLE_LINES = 8
-SHOWN = (  # of the settings of one run
+SHOWN = (  # Settings to print for a single run.
     "text", "init", "tokenizer", "train_tokens", "preset", "norm", "mlp", "positions", "n_layer", "n_head", "n_kv_head",
     "n_embd", "window", "block_size", "vocab_size", "dropout", "batch_tokens", "optimizer", "lr", "seed", "device",
     "dtype",
@@ -27,7 +27,7 @@ SHOWN = (  # of the settings of one run
 
 
 def reports(found: "Sequence[Report]") -> None:
-    """Results, curves, settings, samples and what these copy, of one run or several."""
+    """Prints the results, curves, settings, samples and copied spans of one run or several."""
     from .views_report import shown, smoothing, time_unit
 
     console = render.stdout()
@@ -53,14 +53,14 @@ def reports(found: "Sequence[Report]") -> None:
 
 
 def _chart(title: str, x_name: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool) -> None:
-    """A chart of the series that have points: another program's curve has no steps."""
+    """Prints a chart of the series that have points. Curves of other programs have no steps."""
     console.print(Text("\n"), end="")
     shown = [each for each in series if each.points]
     console.print(chart(title, x_name, shown, console, height, logarithmic), no_wrap=True)
 
 
 def _held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, time: str, console: Console) -> None:
-    """The held-out losses against the time of training."""
+    """Prints the held-out losses over training time."""
     series = [
         Series(run["name"], [(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")], number)
         for number, run in enumerate(runs)
@@ -69,7 +69,7 @@ def _held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, time: s
 
 
 def _losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None, console: Console) -> None:
-    """The losses of batches, smoothed, and the held-out ones; of one run those of the batches themselves too, pale."""
+    """Prints smoothed training losses and held-out losses; for a single run also a pale curve of the raw losses."""
     from .views_report import smoothed
 
     series = []
@@ -118,7 +118,7 @@ def _number(value: float | None) -> str:
 
 
 def _settings(found: "Sequence[Report]") -> Table:
-    """The main settings of one run; of several what differs."""
+    """Returns the main settings of one run, or the settings that differ between runs."""
     from gpt.runs.report import differing
 
     settings = [each.settings for each in found]
@@ -136,7 +136,7 @@ def _settings(found: "Sequence[Report]") -> Table:
 
 
 def _sample(run: dict[str, Any], console: Console) -> None:
-    """The last sample, and what samples share with the training text."""
+    """Prints the last sample, copied spans, rollbacks and unreadable metrics."""
     if run["samples"]:
         last = run["samples"][-1]
         console.print(Text(f"\n{run['name']}, sample at step {last['step']:,}", "bold"))
@@ -151,7 +151,7 @@ def _sample(run: dict[str, Any], console: Console) -> None:
 
 
 def copying_line(run: dict[str, Any]) -> str:
-    """A sentence on how much the samples copy."""
+    """Returns a sentence on how much the samples copy the training text."""
     copying = run["copying"]
     if not run["samples"]:
         return "no samples were kept"

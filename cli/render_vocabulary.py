@@ -1,4 +1,4 @@
-"""The output of ``gpt tokenizer``."""
+"""Prints the results of ``gpt tokenizer``."""
 
 import shlex
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_bytes(data: bytes) -> None:
-    """Writes bytes to stdout, whatever its encoding; to a terminal as text."""
+    """Writes bytes to stdout unchanged; on a terminal as text."""
     if sys.stdout.isatty():
         render.write(data.decode("utf-8", "backslashreplace"))
         return
@@ -49,7 +49,7 @@ def learnt(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds:
 
 
 def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_json: bool) -> None:
-    """Prints a vocabulary, and how much of it a text used."""
+    """Prints a vocabulary, and how much of it a text uses."""
     from gpt.text import vocabulary
 
     tokens = vocabulary.longest(tokenizer, longest)
@@ -112,7 +112,7 @@ def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
 
 
 def _role(tokenizer: "Tokenizer", id: int) -> str:
-    """Says whether a special token begins or ends a text, where that isn't plain."""
+    """Describes a special token that starts or ends a text; empty if that is obvious."""
     if id == tokenizer.bos:
         return "  starts a text"
     return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""

@@ -105,7 +105,7 @@ def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None)
 
 
 def with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
-    """Splits the choices, and reads the schema's file. Raises `UserError` for a constraint that is empty."""
+    """Splits the choices and reads the schema file. Raises `UserError` for an empty constraint."""
     settings = settings.changed("choices", ",".join(settings.choices))
     if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
         raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out to allow any text")
@@ -118,14 +118,14 @@ def with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConf
 
 
 def check_numbers(num: int, seed: int | None) -> None:
-    """Raises `UserError` for a number of samples or a seed out of bounds."""
+    """Raises `UserError` if ``num`` or ``seed`` is out of range."""
     for name, value, low in (("num", num, 1), ("seed", seed, 0)):
         if value is not None and not low <= value <= HIGHEST[name]:
             raise UserError(f"{name} is {value}; it must be a whole number from {low} to {HIGHEST[name]:,}")
 
 
 def _beams_returned(settings: SampleConfig, num: int) -> tuple[SampleConfig, int]:
-    """Returns the settings and the number of samples: with beams, -N is the number of texts that they return."""
+    """Returns the settings and the number of samples. With beam search, -N is the number of beams to return."""
     if not settings.beam or num == 1:
         return settings, num
     if num > settings.beam:
@@ -136,7 +136,7 @@ def _beams_returned(settings: SampleConfig, num: int) -> tuple[SampleConfig, int
 
 
 def _check(settings: SampleConfig, as_json: bool, note: Callable[[str], None]) -> None:
-    """Raises `UserError` for options that exclude each other, and notes those that have no effect."""
+    """Raises `UserError` for conflicting options, and prints notes about options without effect."""
     if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
         raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     default = SampleConfig()
@@ -185,7 +185,7 @@ def _into_file(
 
 
 def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:
-    """Returns the seed that was asked for, or that of an existing file, or a drawn one."""
+    """Returns the requested seed, the seed of an existing file, or a random seed."""
     if results.done and (results.seed is not None) != settings.draws:
         raise UserError(
             f"{results.path} was written with different settings", "use the same settings, or choose another file"

@@ -50,7 +50,7 @@ def serve(
     home = path.parent if (path.parent / "run.json").exists() else path
     name = settings.name or model or home.as_posix()
     if settings.name is None and Path(name).is_absolute():
-        name = Path(name).name  # clients need no key to read it, and no path of this machine
+        name = Path(name).name  # Clients without a key can read the name, so it must not be a path.
     run(
         loaded.model, loaded.tokenizer, loaded.compute, name, settings,
         lambda address: render.note(f"serving {name} at {address}"), render.note, path,

@@ -1,14 +1,14 @@
-"""Axes with round ticks, for the terminal, of numbers that float32 holds. ``pages/chart.js`` does the same; a test
-compares the two."""
+"""Axes with round ticks for charts in the terminal, for numbers in float32's range. ``pages/chart.js`` does the same; a
+test compares the two."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-FLAT = 1e-8  # a range narrower than this share of its largest number is widened
-TINY = 1e-300  # so is a range below this, so that no step between ticks is subnormal
-NEAR = 1e-6  # tolerance for rounding errors, in steps
+FLAT = 1e-8  # A range narrower than this share of its largest number is widened.
+TINY = 1e-300  # A range narrower than this is widened, so that no tick step is subnormal.
+NEAR = 1e-6  # Tolerance for rounding errors, in steps.
 UNITS = {6: "M", 9: "B", 12: "T"}
 
 
@@ -29,10 +29,10 @@ class Axis:
 
 
 def axis(low: float, high: float, most: int, extend: bool = True) -> Axis:
-    """Returns a linear axis with at most ``most`` ticks: multiples of 1, 2 or 5 times a power of ten.
+    """Returns a linear axis with up to ``most`` ticks: multiples of 1, 2 or 5 times a power of ten.
 
-    With ``extend`` the axis ends at ticks, as suits an axis of values. Without, it ends where the numbers do, but
-    begins at 0 if they begin close to it, as suits an axis of steps.
+    With ``extend``, as for values, the axis ends at ticks. Without, as for steps, it ends at ``low`` and ``high``, but
+    starts at 0 if ``low`` is close to 0.
     """
     low, high = _widened(0.0 if not extend and 0 < low <= high / 10 else low, high)
     first, last, step, k = _steps(low, high, most, extend, math.floor(math.log10((high - low) / most)) - 1)
@@ -60,16 +60,16 @@ def spans_decades(low: float, high: float) -> bool:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """Returns the range, widened where it is too narrow for ticks."""
+    """Widens a range that is too narrow for ticks."""
     largest = max(abs(low), abs(high))
     half = largest / 2 if largest > TINY else 0.5
     return (low, high) if high - low > max(FLAT * largest, TINY) else (low - half, high + half)
 
 
 def _steps(low: float, high: float, most: int, extend: bool, k: int) -> tuple[int, int, int, int]:
-    """Finds the finest step, 1, 2 or 5 times a power of ten of at least ``k``, that gives at most ``most`` ticks.
+    """Finds the finest step with up to ``most`` ticks: 1, 2 or 5 times 10^``k`` or a higher power of ten.
 
-    Returns the first and the last tick as multiples of the step, the step (1, 2 or 5) and its power of ten.
+    Returns the first and last tick as multiples of the step, the step (1, 2 or 5) and its power of ten.
     """
     for power in count(k):
         for step in (1, 2, 5):
@@ -88,8 +88,8 @@ def _times(number: int, power: int) -> float:
 
 
 def _labels(numbers: Sequence[int], k: int) -> list[str]:
-    """Returns labels for numbers × 10^k, all with the same decimals and in the same unit."""
-    top = len(str(max(map(abs, numbers)))) - 1 + k  # the largest's power of ten
+    """Returns labels for numbers × 10^k, with the same decimals and unit."""
+    top = len(str(max(map(abs, numbers)))) - 1 + k  # Power of ten of the largest number.
     unit, mark = 0, ""
     if top < -3 or top >= 15:
         unit, mark = top, f"e{top}"

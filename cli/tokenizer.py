@@ -145,7 +145,7 @@ def decode(
 
 
 def _find(word: str | None, model: str | None) -> "tuple[Tokenizer, str]":
-    """Finds the tokenizer that is named, or a model's. Returns it and a name for it."""
+    """Returns the named tokenizer, or a model's, and its name."""
     if word is not None:
         from gpt.text.tokenizer_files import find_tokenizer
 

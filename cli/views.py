@@ -1,4 +1,4 @@
-"""The data of ``gpt inspect --json`` and of its pages."""
+"""The data of ``gpt inspect`` for ``--json`` and for pages."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,8 @@ from .page import packed
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
-LARGEST_PAGE = 96 * 2**20  # bytes of patterns in a page; browsers grow slow far below
-NEXT = 100  # most likely next tokens that are named
+LARGEST_PAGE = 96 * 2**20  # Maximum bytes of patterns in a page; browsers slow down far below.
+NEXT = 100  # Number of most likely next tokens to list.
 Tree = dict[str, Any]
 
 
@@ -43,7 +43,7 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
         "pieces": [text(id) for id in look.ids],
         "layers": look.layers,
         "heads": look.heads,
-        "patterns": _rounded(look.patterns),  # layer, head, query, key
+        "patterns": _rounded(look.patterns),  # (layers, heads, queries, keys)
         "scores": _scores(look),
         "chance": _chance(look, 0),
         "lens": [
@@ -64,7 +64,7 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
 
 
 def _chance(look: inspect.Look, at: int) -> Tree:
-    """Returns the shares that even attention would give in the layer at this place."""
+    """Returns the scores that uniform attention would have in layer ``at``."""
     return {
         name: {kind: None if even is None else float(even[at]) for kind, even in measured.chance.items()}
         for name, measured in (("prompt", look.here), ("probe", look.probe))
@@ -98,8 +98,8 @@ def _scores(look: inspect.Look) -> list[Tree]:
 
 
 def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tree:
-    """Returns the data of ``pages/attention.js``. A weight has 16 bits, since there is one for each head and pair of
-    tokens. Raises `UserError` for a page too large for browsers."""
+    """Returns the data of ``pages/attention.js``. Weights have 16 bits, because there is one per head, query and key.
+    Raises `UserError` for a page too large for browsers."""
     T = len(look.ids)
     lower = look.patterns[..., np.tri(T, dtype=np.bool_)]  # (layers, heads, T (T + 1) / 2)
     if 2 * lower.size > LARGEST_PAGE:
@@ -156,7 +156,7 @@ def analogy_data(terms: list[tuple[int, inspect.Word]], count: int, table: inspe
     return {"model": model, "terms": said, "nearest": near_data(table.analogy(terms, count))}
 
 
-TABLE_PART = 1024  # rows and columns of a table that a page shows at most
+TABLE_PART = 1024  # Maximum rows and columns of a table on a page.
 
 
 def positions_data(found: inspect.Positions, model: str) -> Tree:
@@ -171,7 +171,7 @@ def positions_data(found: inspect.Positions, model: str) -> Tree:
 
 
 def positions_page(found: inspect.Positions, model: str) -> Tree:
-    """Returns the data of ``pages/positions.js``: of a large table evenly spread rows and columns."""
+    """Returns the data of ``pages/positions.js``. Takes evenly spaced rows and columns of a large table."""
     table: Tree | None = None
     if found.table is not None:
         step = [-(-size // TABLE_PART) for size in found.table.shape]

@@ -1,4 +1,4 @@
-"""The data of ``gpt report``: for ``--json``, the page, and the charts in the terminal."""
+"""The data of ``gpt report`` for ``--json``, for its page and for charts in the terminal."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from typing import Any
 
 from gpt.runs.report import Report, differing, finite
 
-POINTS = 1000  # of a curve on a page
+POINTS = 1000  # Maximum points per curve on a page.
 Tree = dict[str, Any]
 
 
 def report_data(report: Report, most: int | None = None) -> Tree:
-    """The object of a run in ``gpt report --json``; ``most`` limits the points of a curve, else it has every step."""
+    """Returns a run's object in ``gpt report --json``, with up to ``most`` points per curve, or every step."""
     history = report.history
     steps, evals = report.columns(most)
     end = None
@@ -46,7 +46,7 @@ def _samples(report: Report) -> list[Tree]:
 
 
 def _copying(report: Report) -> Tree | None:
-    """The longest span of all samples, and the share of all their 8-grams."""
+    """Returns the longest span that the samples copy, and the share of their 8-grams that are copied."""
     copying = report.copying
     if copying is None or not copying.samples:
         return None
@@ -64,7 +64,7 @@ def _copying(report: Report) -> Tree | None:
 
 
 def report_page(reports: Sequence[Report]) -> Tree:
-    """The data that ``pages/report.js`` draws."""
+    """Returns the data of ``pages/report.js``."""
     runs, named = shown(reports, POINTS)
     for run in runs:
         run["steps"]["smooth"] = smoothed(run["steps"]["loss"])
@@ -83,7 +83,7 @@ NATS, BITS = "nats per token", "bits per byte"
 
 
 def unit(reports: Sequence[Report]) -> str:
-    """Says in what losses are drawn: in nats per token, but for several tokenizers, whose tokens cannot be compared."""
+    """Returns the unit of losses: nats per token, or bits per byte if the runs have different tokenizers."""
     tokenizers = {each.record.tokenizer and each.record.tokenizer.fingerprint for each in reports}
     if len(reports) == 1 or (len(tokenizers) == 1 and None not in tokenizers):
         return NATS
@@ -93,12 +93,12 @@ def unit(reports: Sequence[Report]) -> str:
 
 
 def shown(reports: Sequence[Report], most: int) -> tuple[list[Tree], str]:
-    """Returns the objects of runs, with at most ``most`` points and the losses of curves in their `unit`, and that."""
+    """Returns the objects of runs, with up to ``most`` points per curve and losses in a common unit, and that unit."""
     runs, named = [report_data(each, most) for each in reports], unit(reports)
     names = [each.name for each in reports]
     for run in runs:
         if names.count(run["name"]) > 1:
-            run["name"] = run["run"]  # the whole path
+            run["name"] = run["run"]  # Runs of the same name are listed by path.
         for columns, key in ((run["steps"], "loss"), (run["evals"], "val_loss")):
             if named == BITS:
                 columns[key] = [loss and finite(loss * run["bits_per_nat"]) for loss in columns[key]]
@@ -106,7 +106,7 @@ def shown(reports: Sequence[Report], most: int) -> tuple[list[Tree], str]:
 
 
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
-    """Returns the unit of the longest run's time, in seconds, and its name."""
+    """Returns a time unit that suits the longest run: its length in seconds, and its name."""
     longest = max(
         each.seconds for report in reports for each in [*report.history.steps[-1:], *report.history.evals[-1:]]
     )
@@ -114,8 +114,8 @@ def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
 
 
 def smoothed(losses: Sequence[float | None]) -> list[float | None]:
-    """Each loss as the mean of those around it. Where fewer came before, as few after it count: the loss falls fast at
-    first, and the mean must lie on the curve. None stays None."""
+    """Returns the mean of a centred window around each loss. The window is smaller at the start of the curve, where the
+    loss falls fast. None stays None."""
     reach = _reach(len(losses))
     means: list[float | None] = []
     for at, loss in enumerate(losses):
@@ -126,13 +126,12 @@ def smoothed(losses: Sequence[float | None]) -> list[float | None]:
 
 
 def _reach(points: int) -> int:
-    """Points on either side that count: 4 % of the curve in all, and none of a curve that is short."""
+    """Returns half the width of the smoothing window: 2 % of the curve, or 0 for a short curve."""
     return 0 if points < 20 else max(1, points // 50)
 
 
 def smoothing(reports: Sequence[Report], most: int) -> tuple[str, str | None]:
-    """Says how many steps a point of the curves stands for, and how many once it is smoothed; None
-    where it is not."""
+    """Describes the number of steps per point of raw and of smoothed curves; None for curves too short to smooth."""
     counts = [len(report.history.steps) for report in reports if report.history.steps] or [0]
     each = [max(1, -(-count // most)) for count in counts]
     reach = [_reach(-(-count // n)) for count, n in zip(counts, each, strict=True)]

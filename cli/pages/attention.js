@@ -1,12 +1,12 @@
-// Attention of every head for one prompt, the logit lens, and the distribution of the next token.
+// Attention of every head, the logit lens and the next-token distribution for one prompt.
 const T = data.tokens.length, L = data.layers.length, H = data.heads.length, TRIANGLE = T * (T + 1) / 2;
-const weights = unpacked(data.patterns, Uint16Array); // lower triangles, by layer, head, query
+const weights = unpacked(data.patterns, Uint16Array); // Lower triangles by layer, head and query.
 const texts = data.tokens.map((token) => token.text);
 const AVERAGE = -1;
 const state = { layer: 0, head: H > 1 ? AVERAGE : 0, query: T - 1, key: null };
 const averages = new Map();
 
-// A pattern as T (T + 1) / 2 shares; layer or head -1 is the mean over all of them.
+// Returns T (T + 1) / 2 attention weights. Layer or head -1 is the mean over all layers or heads.
 function pattern(layer, head) {
   const name = layer + "/" + head;
   if (averages.has(name)) return averages.get(name);
@@ -48,7 +48,7 @@ function drawSmall(canvas, layer, head) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-// Grid of heads: a button each, one of them in the tab order, arrows go from one to the next.
+// A grid of head buttons: one is in the tab order, and arrow keys move between them.
 const cells = [];
 function headButton(layer, head, row, column) {
   const canvas = el("canvas", { "aria-hidden": "true" });
@@ -124,7 +124,7 @@ function drawBig() {
 }
 const clip = (text) => shown(text).length > 12 ? shown(text).slice(0, 11) + "…" : shown(text);
 
-function mark() { // frames of the query's row and the key's cell, over a fresh map
+function mark() { // Redraws the map with frames around the query's row and the key's cell.
   drawBig();
   const { cell, margin } = geometry, context = big.getContext("2d");
   context.strokeStyle = colour("--hot");
@@ -133,7 +133,7 @@ function mark() { // frames of the query's row and the key's cell, over a fresh 
   if (state.key !== null) context.strokeRect(margin + state.key * cell - 1, margin + state.query * cell - 1, cell + 2, cell + 2);
 }
 
-// What one token attends to: marked on the map, coloured in the text, listed.
+// Shows what a token attends to: on the map, in the text and in the list.
 function point(query, key) {
   state.query = query;
   state.key = key;
@@ -212,12 +212,12 @@ texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "butt
   } }, shown(text))));
 const head = section("Head", el("div", { class: "row" }, el("div", { class: "scroll" }, big), facts), readout);
 const text = section("Text", el("p", { class: "soft" }, "Point at a token, or walk with the arrow keys: what it attends to is coloured."), strip, list);
-if (H <= 6) { // more need the whole width
+if (H <= 6) { // More heads need the whole width.
   beside([heads], [head]);
-  head.parentElement.style.flexBasis = `${108 + 4 + T * Math.max(4, Math.min(26, Math.floor(620 / T)))}px`; // the map's
+  head.parentElement.style.flexBasis = `${108 + 4 + T * Math.max(4, Math.min(26, Math.floor(620 / T)))}px`; // Width of the map.
 }
 
-// The logit lens
+// Logit lens
 const lensTable = el("table", { class: "lens", id: "lens" });
 function drawLens() {
   const head = el("tr", {}, el("td", {}), texts.map((text) => el("th", { scope: "col", class: "mono" }, shown(text))));
@@ -236,7 +236,7 @@ const lens = section("Logit lens", el("p", { class: "soft" }, "The residual stre
   "likeliest next token after each token (columns), coloured by its probability; the last row is the model's own. Point at one for the first five."),
   el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "logit lens" }, lensTable));
 
-// The next token
+// Next token
 const logits = unpacked(data.next.logits, Float32Array);
 const order = [...logits.keys()].sort((a, b) => logits[b] - logits[a] || a - b);
 const controls = {};
@@ -246,7 +246,7 @@ function control(name, label, attributes) {
   controls[name] = { input, output };
   return el("label", { for: name }, label, input, output);
 }
-// Probabilities after temperature, top-k and top-p, in this order, as `gpt sample` has them: by rank.
+// Returns probabilities by rank after temperature, top-k and top-p, applied in this order as in `gpt sample`.
 function distribution(temperature, k, p) {
   const greedy = temperature === 0;
   const warmed = order.map((id) => greedy ? 0 : Math.exp((logits[id] - logits[order[0]]) / temperature));

@@ -1,21 +1,21 @@
-// Charts: axes with round ticks (the same as `ticks.py`'s; a test compares them), and curves in one frame.
+// Charts with round ticks, as in `ticks.py`; a test compares the two.
 const FLAT = 1e-8, TINY = 1e-300, NEAR = 1e-6, UNITS = { 6: "M", 9: "B", 12: "T" };
 const times = (number, power) => Number(`${number}e${power}`);
 const fixed = (value, decimals) => value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 const range = (first, last) => Array.from({ length: Math.max(0, last - first + 1) }, (_, i) => first + i);
 
-// At most `most` ticks, multiples of 1, 2 or 5 times a power of ten. Extended: it ends at ticks; else where the numbers
-// do, but begins at 0 if they begin close to it.
+// An axis with up to `most` ticks: multiples of 1, 2 or 5 times a power of ten. With `extend`, it ends at ticks; without,
+// at `low` and `high`, but starts at 0 if `low` is close to 0.
 function axis(low, high, most, extend = true) {
   [low, high] = widened(!extend && 0 < low && low <= high / 10 ? 0 : low, high);
   const [first, last, step, k] = stepped(low, high, most, extend, Math.floor(Math.log10((high / 2 - low / 2) / most)) - 1);
   const numbers = range(first, last).map((n) => n * step).filter((n) => isFinite(times(n, k))), ticks = numbers.map((n) => times(n, k));
   if (extend) { low = Math.min(low, ...ticks); high = Math.max(high, ...ticks); }
-  // Halves, since the whole span may be above the largest float.
+  // Halves avoid overflow of the span.
   return { low, high, ticks, labels: labelled(numbers, k), share: (value) => (value / 2 - low / 2) / (high / 2 - low / 2) };
 }
 
-// The ticks of positive numbers are decades: every one or every 2nd, 5th, 10th, …
+// A logarithmic axis of positive numbers with ticks at every decade, or every 2nd, 5th, 10th, …
 function logAxis(low, high, most) {
   const [first, last, step, k] = stepped(Math.log10(low), Math.log10(high), most, true, 0);
   const decades = range(first, Math.max(last, first + 1)).map((n) => n * step * 10 ** k).filter((n) => 0 < times(1, n) && times(1, n) < Infinity);
@@ -24,7 +24,7 @@ function logAxis(low, high, most) {
   return { low, high, ticks, labels: decades.map((n) => small ? fixed(times(1, n), Math.max(0, -n)) : `1e${n}`), share: (value) => (Math.log10(value) - from) / (to - from) };
 }
 
-// More than three decades: a linear axis would show only the largest.
+// Over more than three decades, a linear axis would show only the largest numbers.
 const spansDecades = (low, high) => low > 0 && high / 1000 > low;
 
 function widened(low, high) {
@@ -41,20 +41,20 @@ function stepped(low, high, most, extend, k) {
   }
 }
 
-// Numbers × 10^k, all with the same decimals and in the same unit.
+// Labels for numbers × 10^k, with the same decimals and unit.
 function labelled(numbers, k) {
   const top = String(Math.max(...numbers.map(Math.abs))).length - 1 + k, thousands = Math.floor(top / 3) * 3;
   const [unit, mark] = top < -3 || top >= 15 ? [top, `e${top}`] : top >= 6 && thousands - k <= 3 ? [thousands, UNITS[thousands]] : [0, ""];
   return numbers.map((n) => mark && !n ? "0" : fixed(times(n, k - unit), Math.max(0, unit - k)) + mark);
 }
 
-// A short piece of a curve, as a legend shows it.
+// The sample of a curve in a legend.
 const key = ({ colour = "--soft", dash = "", pale = false, dots = false }) => svg("svg", { class: "key", viewBox: "0 0 26 10", "aria-hidden": "true" },
   svg("path", { class: pale ? "curve pale" : "curve", style: `stroke:var(${colour});stroke-dasharray:${dash}`, d: "M1 5H25" }),
   dots ? svg("circle", { cx: 13, cy: 5, r: 3, style: `fill:var(${colour})` }) : []);
 
-// Curves of points [x, y], the pale ones below the others; a y of null is a gap. Drawn anew for the width that there is.
-// Pointing at it, or the arrow keys, reads the values.
+// Draws curves of points [x, y], pale curves below the others; a null y is a gap. Redraws when the width changes. The
+// pointer and the arrow keys read out values.
 function lineChart({ name, title, x, series, legend = [], height = 240, logarithmic = false }) {
   const curves = [...series].sort((one, other) => !!other.pale - !!one.pale).filter((one) => one.points.some((p) => p[1] !== null));
   const caption = el("figcaption", {}, title ? el("h3", {}, title) : null,
@@ -92,7 +92,7 @@ function lineChart({ name, title, x, series, legend = [], height = 240, logarith
       cursor);
     if (at !== null) tell();
   }
-  // A point alone is a line of no length, which round ends make a dot.
+  // Round line caps turn a zero-length line at an isolated point into a dot.
   const path = (points) => points.map((p, i) => p[1] === null ? "" : (i && points[i - 1][1] !== null ? "L" : "M")
     + `${sx(p[0]).toFixed(1)} ${sy(p[1]).toFixed(1)}` + (i && points[i - 1][1] !== null ? "" : "h0")).join("");
   function tell() {

@@ -1,4 +1,4 @@
-// The table of positions as a picture, and how alike two places are by their distance.
+// The position embeddings as a picture, and similarity by distance.
 heading("Positions", `${data.model}: ${data.kind}, ${data.block_size} places` + (data.table ? ` of ${data.n_embd} numbers` : ""));
 let table;
 const readout = el("p", { id: "readout", "aria-live": "polite" }, " ");

@@ -1,7 +1,7 @@
-// Runs: curves laid over each other, settings side by side, samples, copying.
+// Runs: overlaid curves, settings side by side, samples, copied spans.
 const runs = data.runs, colours = runs.map((_, i) => `--c${i % 8}`), hidden = new Set();
 const minutes = (seconds) => seconds === null || seconds === undefined ? "–" : seconds < 60 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(1)} min`;
-// The steps of a run; another program's curve has evaluations alone.
+// A run's steps; curves of other programs have only evaluations.
 const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
 heading(runs.length > 1 ? `${runs.length} runs` : runs[0].name, runs.map((run) => run.run).join(", "));
@@ -23,7 +23,7 @@ let against = "step";
 const [unit, unitName] = data.time;
 const place = el("div", { id: "curves" });
 const held = { dash: "5 4", dots: true };
-// The columns of a chart as curves. The loss: each step's, pale, and above it smoothed; beside it the held-out one.
+// Curves of a chart. The loss chart has raw losses (pale), smoothed losses and held-out losses.
 function series(name) {
   return runs.flatMap((run, i) => {
     if (hidden.has(i)) return [];

@@ -1,34 +1,34 @@
 "use strict";
-// The page of `gpt serve`: a text that the model continues, or a conversation with it. What comes from a person or from
-// the model is only ever set as text, never as markup.
+// The page of `gpt serve`: a text that the model continues, or a conversation. Text of users and models is never inserted
+// as markup.
 const $ = (id) => document.getElementById(id);
 const field = $("text"), question = $("question"), turns = $("turns");
 const shade = $("shade"), paper = $("paper"), likely = $("likely");
-const MOST = 10; // alternatives of a token
-const CHUNK = 1000; // characters of a part that was typed: an edit draws no more than it must
+const MOST = 10; // Alternatives per token.
+const CHUNK = 1000; // Maximum characters of a typed part, so that an edit redraws little.
 
-// The text is a list of parts. What was typed is {text}. A token of the model's is {text, id, bytes, logprob, top, run,
-// held, returned}. `run.base` has the ids before the first of the tokens that were written one after the other, so that
-// the model goes on from any of them with exactly the ids that it had; `held` are bytes that begin a character, which the
-// next token ends; `returned`: it ends with \r, which a field shows as \n. A part is never changed, but replaced.
-// In a conversation a question is a part {role, content, text: ""}, and an answer is {role, messages, text: ""}, with the
-// messages that it answers. The tokens of an answer follow it, and it is their run.
-let parts = [], past = [], future = []; // past and future are lists of parts: for undo and for redo
-const totals = new WeakMap(); // how many tokens a conversation has that ends with a part
-let marks = []; // the element of each part, by which the token is shaded
-let chat = false; // whether this is a conversation
-let other = { parts: [], past: [], future: [], marks: [] }; // what the other mode has of these
+// The text is a list of parts. Typed text is {text}. A generated token is {text, id, bytes, logprob, top, run, held,
+// returned}. `run.base` has the ids before the first token of an uninterrupted generation, so the model can continue after
+// any token from exactly the same ids. `held` are the bytes of an incomplete character, which the next token completes.
+// `returned`: the token ends with \r, which a field shows as \n. Parts are immutable.
+// In a conversation, a question is a part {role, content, text: ""}, and an answer is {role, messages, text: ""} with the
+// messages before it. The tokens of an answer follow it, and their `run` is the answer.
+let parts = [], past = [], future = []; // `past` and `future` are lists of parts, for undo and redo.
+const totals = new WeakMap(); // The last part of a conversation → its number of tokens.
+let marks = []; // The element of each part, which shades the token.
+let chat = false; // Whether the page shows a conversation.
+let other = { parts: [], past: [], future: [], marks: [] }; // The same state in the other mode.
 let model = { id: "gpt", context_length: Infinity };
-let job = null; // the text that is being written: {controller, ended}
-let seen = -1; // the part whose alternatives are shown
-let hovered = false; // whether the pointer alone has opened them
-let typed = -1; // where the cursor stands after an edit, which opens nothing
-let follow = true; // whether the view stays at the end of the text while it grows
-let last = { text: "", parts: [] }; // as the page set them last, before anything was typed
+let job = null; // The running generation: {controller, ended}.
+let seen = -1; // Index of the part whose alternatives are open; -1 if none.
+let hovered = false; // Whether the pointer opened them.
+let typed = -1; // Cursor position after an edit, which opens no alternatives.
+let follow = true; // Whether the view scrolls along as the text grows.
+let last = { text: "", parts: [] }; // The state last set by the page, without later typing.
 const thousands = (number) => number.toLocaleString("en-US");
 const textOf = (list) => list.map((part) => part.text).join("");
 
-// The server
+// Server
 
 async function ask(path, body, signal) {
   const key = sessionStorage.getItem("gpt-key");
@@ -41,7 +41,7 @@ async function ask(path, body, signal) {
     $("key-says").textContent = key ? "That is not this server's key." : "This server needs its key.";
     $("key").hidden = false;
     $("secret").focus();
-    throw new Error(""); // the page has said it
+    throw new Error(""); // The page already asks for the key.
   }
   throw new Error(said?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
 }
@@ -68,7 +68,7 @@ async function* events(answer) {
 
 const idsOf = async (body, signal) => (await (await ask("tokenize", body, signal)).json()).tokens;
 
-let counted = { text: null, ids: [] }; // the text that was tokenized last
+let counted = { text: null, ids: [] }; // The last tokenized text.
 async function tokenize(text, signal) {
   if (counted.text !== text) {
     const ids = await idsOf({ prompt: text }, signal);
@@ -100,7 +100,7 @@ async function load() {
   document.body.dataset.ready = "yes";
 }
 
-// The field and its marks
+// The text field and its marks
 
 const level = (probability) => [0.9, 0.5, 0.2, 0.05, 0.01].filter((bound) => probability < bound).length;
 
@@ -119,7 +119,7 @@ function mark(part) {
   return node;
 }
 
-// Makes the marks those of the parts; what stays the same is not touched.
+// Updates the marks of changed parts.
 function draw() {
   let same = 0;
   while (same < parts.length && marks[same]?.shows === parts[same]) same++;
@@ -131,7 +131,7 @@ function draw() {
     (!chat ? shade : part.role ? turns : turn).append(node);
     if (part.role) turn = node;
   }
-  if (follow && job && seen < 0) paper.scrollTop = paper.scrollHeight; // not while alternatives are looked at
+  if (follow && job && seen < 0) paper.scrollTop = paper.scrollHeight; // No scrolling while alternatives are open.
 }
 
 function setParts(next) {
@@ -147,7 +147,8 @@ function setParts(next) {
   count();
 }
 
-// The parts of a list with which a text begins, without tokens at their end of which nothing can be seen.
+// Returns how many parts of a list a text starts with, and their length. Ignores trailing tokens without visible text, and
+// trailing short parts.
 function kept(list, text) {
   let end = 0, n = 0;
   while (n < list.length && text.startsWith(list[n].text, end)) end += list[n++].text.length;
@@ -155,7 +156,7 @@ function kept(list, text) {
   return { list, n, end };
 }
 
-// What was edited loses its probabilities from there on; they come back where the edit is taken back.
+// Tokens after an edit lose their probabilities, and get them back when the edit is reverted.
 function edited() {
   typed = field.selectionStart;
   const text = field.value, [before, now] = [last.parts, parts].map((list) => kept(list, text));
@@ -163,7 +164,7 @@ function edited() {
   parts = list.slice(0, n);
   for (let at = end; at < text.length;) {
     let stop = Math.min(text.length, at + CHUNK);
-    if (/[\ud800-\udbff]/.test(text[stop - 1])) stop++; // not between the halves of a character
+    if (/[\ud800-\udbff]/.test(text[stop - 1])) stop++; // Do not split a surrogate pair.
     parts.push({ text: text.slice(at, stop) });
     at = stop;
   }
@@ -172,9 +173,9 @@ function edited() {
   count();
 }
 
-// Tokens as they come
+// Generated tokens
 
-// How many bytes at the end begin a character that they do not end.
+// Number of bytes at the end that form an incomplete UTF-8 character.
 function unfinished(bytes) {
   for (let n = 1; n <= Math.min(3, bytes.length); n++) {
     const byte = bytes[bytes.length - n];
@@ -196,7 +197,7 @@ function addToken(list, entry, run, top = entry.top_logprobs) {
   list.push({ text, id: entry.id, bytes: entry.bytes, logprob: entry.logprob, top, run, held: bytes.subarray(n), returned });
 }
 
-// The last token with, or without, a sign for a character that it begins and nothing ends.
+// Adds or removes a replacement character for an incomplete character at the end.
 function signed(list, ends) {
   const end = list.at(-1);
   if (!end?.held?.length || Boolean(end.signed) === ends) return list;
@@ -204,22 +205,22 @@ function signed(list, ends) {
   return [...list.slice(0, -1), { ...end, text, signed: ends }];
 }
 
-// The ids before a part of a run.
+// Ids of a run before the part at this index.
 function idsBefore(run, at) {
   return [...run.base, ...parts.slice(0, at).filter((part) => part.run === run).map((part) => part.id)];
 }
 
-// Writing
+// Generation
 
 function settings() {
   const seed = $("seed").value ? $("seed").valueAsNumber : Math.floor(Math.random() * 2 ** 32);
   $("seed").placeholder = `random, last ${seed}`;
   const numbers = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
-  // What the page has no field for is off, whatever the model's own defaults are.
+  // Settings without a field are off, whatever the model's defaults.
   return { seed, min_p: 0, repetition_penalty: 1, ...Object.fromEntries(numbers) };
 }
 
-// The text of an answer as the API has it, without special tokens.
+// The text of an answer as the API returns it, without special tokens.
 function contentOf(answer) {
   const tokens = parts.filter((part) => part.run === answer && !model.specials.includes(part.id));
   return utf8.decode(new Uint8Array(tokens.flatMap((part) => part.bytes)));
@@ -231,17 +232,17 @@ function messages() {
   return [...system, ...turns.map((part) => ({ role: part.role, content: part.content ?? contentOf(part) }))];
 }
 
-// The path and the fields of a request for the tokens of `run`, and how many ids its prompt has, where that is known.
+// Returns the path and the body of a request for `run`, and the number of prompt ids if it is known.
 async function request(run, signal) {
   const asked = { ...settings(), stream: true, stream_options: { include_usage: true } };
   if (parts.at(-1) === run) return ["v1/chat/completions", { messages: run.messages, logprobs: true, top_logprobs: MOST, ...asked }];
   run.base ??= await (chat ? idsOf({ messages: run.messages }, signal) : tokenize(field.value, signal));
   const ids = idsBefore(run, parts.length);
-  if (chat) asked.max_tokens = Math.min(asked.max_tokens, model.context_length - ids.length); // no message is forgotten
+  if (chat) asked.max_tokens = Math.min(asked.max_tokens, model.context_length - ids.length); // Keeps all messages in the context.
   return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MOST, token_details: true, ...asked }, ids.length];
 }
 
-// Continues the text, or the conversation, from the parts that are given. Returns whether that changed anything.
+// Continues the text or the conversation. Returns whether that changed anything.
 async function write(from = parts) {
   if (job || !$("settings").reportValidity()) return false;
   const controller = new AbortController(), before = parts.slice();
@@ -289,7 +290,7 @@ async function write(from = parts) {
       if (said.usage) total = said.usage.total_tokens;
       if (choice?.finish_reason) complete = true;
       if (choice?.finish_reason === "length") why = "The length is reached.";
-      if (choice?.finish_reason === "stop") { // the last token is an end-of-text, which is no text
+      if (choice?.finish_reason === "stop") { // The last token is end-of-text, which has no text.
         const end = tokens.pop();
         why = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
       }
@@ -297,7 +298,7 @@ async function write(from = parts) {
       now = performance.now();
       began ||= now;
       written += tokens.length;
-      frame ||= setTimeout(flush, Math.max(16, 2 * cost)); // where the text is long, the page has time for other things
+      frame ||= setTimeout(flush, Math.max(16, 2 * cost)); // Slow drawing of a long text must not block the page.
     }
   } catch (error) {
     if (error.name !== "AbortError") why = "";
@@ -305,7 +306,7 @@ async function write(from = parts) {
   }
   clearTimeout(frame);
   flush();
-  parts = chat && !complete && !parts.at(-1)?.run ? before : signed(parts, true); // a question without an answer is taken back
+  parts = chat && !complete && !parts.at(-1)?.run ? before : signed(parts, true); // Removes a question without an answer.
   if (total) totals.set(parts.at(-1), total);
   const changed = parts.length !== before.length || parts.some((part, at) => part !== before[at]);
   if (changed) future.length = 0;
@@ -346,10 +347,10 @@ function buttons() {
   $("redo").setAttribute("aria-disabled", !future.length);
   for (const id of ["again", "fresh"]) $(id).setAttribute("aria-disabled", !parts.length);
   $("go").textContent = job ? "Stop" : chat ? "Send" : "Write on";
-  turns.setAttribute("aria-busy", Boolean(job)); // an answer is read aloud once it is whole
+  turns.setAttribute("aria-busy", Boolean(job)); // Screen readers wait for the whole answer.
 }
 
-// The conversation
+// Conversation
 
 async function setMode(chatting) {
   await stop();
@@ -382,7 +383,7 @@ async function regenerate() {
   if (at >= 0) await write(parts.slice(0, at + 1));
 }
 
-// Replaces the parts by others, which undo takes back.
+// Replaces the parts, with undo.
 function change(next, why) {
   past.push(parts);
   future.length = 0;
@@ -404,7 +405,7 @@ function tokensNow() {
   return chat ? totals.get(parts.at(-1)) : run && idsBefore(run, parts.length).length;
 }
 
-// How long the text is, and how much of it the model sees: at once where that is known, else when the typing rests.
+// Shows the number of tokens, and whether it exceeds the context. Counts unknown numbers when typing pauses.
 let counting = 0;
 function count(n = tokensNow()) {
   clearTimeout(counting);
@@ -426,7 +427,7 @@ function count(n = tokensNow()) {
 
 const percent = (probability) => probability && probability < 0.00005 ? "< 0.01 %" : `${(100 * probability).toFixed(2)} %`;
 
-// A token as it is shown alone: spaces can be seen, and bytes that are no characters.
+// A token with visible spaces, control characters and invalid bytes.
 function shown({ bytes }) {
   try {
     const text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(new Uint8Array(bytes));
@@ -467,7 +468,7 @@ function choice(each, part) {
   return item;
 }
 
-// Beneath the token, or above where there is no room; never beyond the window's edges.
+// Places the alternatives below the token, or above it if there is no room, inside the window.
 function place() {
   const box = marks[seen].getClientRects()[0], view = paper.getBoundingClientRect();
   if (!box || box.bottom < view.top || box.top > view.bottom) return close();
@@ -484,7 +485,7 @@ function close() {
   seen = -1;
 }
 
-// Cuts the text at a token, puts another one there, and continues. In a conversation an end-of-text ends the answer.
+// Replaces a token and the text after it, and continues. In a conversation, end-of-text ends the answer.
 async function pick(at, entry) {
   const { run, top } = parts[at], next = parts.slice(0, at);
   await stop();
@@ -506,7 +507,7 @@ function walk(by) {
   buttons[Math.max(0, Math.min(buttons.length - 1, to))].focus();
 }
 
-// The next token of the model's on one side of a part, or -1.
+// Index of the nearest generated token in one direction, or -1.
 function beside(at, by) {
   do at += by; while (parts[at] && !parts[at].run);
   return parts[at] ? at : -1;
@@ -521,7 +522,7 @@ function stepToken(by) {
   if (inside) walk(0);
 }
 
-// What people do
+// User input
 
 field.addEventListener("input", edited);
 document.addEventListener("selectionchange", () => {
@@ -532,7 +533,7 @@ document.addEventListener("selectionchange", () => {
   else if (!hovered) close();
 });
 
-let resting = 0; // a pointer that only passes opens nothing
+let resting = 0; // Timer: a passing pointer opens nothing.
 const leave = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
 for (const node of [field, turns]) node.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
   clearTimeout(resting);
@@ -562,7 +563,7 @@ for (const name of ["scroll", "resize"]) addEventListener(name, () => seen >= 0 
 
 function actOf({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }) {
   const mod = ctrlKey || metaKey, focused = document.activeElement;
-  if (isComposing || keyCode === 229) return null; // the keys of an input method are its own
+  if (isComposing || keyCode === 229) return null; // The key belongs to an input method.
   if (mod && key === "Enter") return () => (chat ? send() : write());
   if (key === "Enter" && !shiftKey && focused === question) return send;
   if (key === "Escape") return () => { close(); stop(); };
@@ -575,7 +576,7 @@ function actOf({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }
     const acts = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
     if (acts[key]) return () => acts[key][0](acts[key][1]);
   }
-  const inputs = ["INPUT", "TEXTAREA"]; // the browser undoes what is typed there
+  const inputs = ["INPUT", "TEXTAREA"]; // The browser handles undo in these elements.
   const editing = focused === field ? !job && field.value !== last.text : inputs.includes(focused.tagName);
   const again = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
   if (mod && !editing && again && future.length) return () => step(future, past);
@@ -610,5 +611,5 @@ $("key").addEventListener("submit", (event) => {
   load();
 });
 if (/Mac|iPhone|iPad/.test(navigator.platform)) $("mod").textContent = "⌘";
-field.focus(); // the attribute autofocus takes effect later, when something else may have it
+field.focus(); // The autofocus attribute acts later and could steal the focus.
 load();
