@@ -76,11 +76,11 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
     """
     from gpt.text import catalogue
 
-    found = catalogue.corpus(name)
+    corpus = catalogue.corpus(name)
     started = time.monotonic()
     with progress.Bar("fetched", "bytes", quiet) as bar:
         catalogue.fetch(name, lambda done, total: bar.reach(done, total or done))
-    render_data.fetched(found, time.monotonic() - started, f"gpt train {shlex.quote(name)}", json)
+    render_data.fetched(corpus, time.monotonic() - started, f"gpt train {shlex.quote(name)}", json)
 
 
 @app.command("merge")

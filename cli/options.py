@@ -164,7 +164,7 @@ def config_file(config_class: type[Any]) -> Any:
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None and not context.resilient_parsing:
-            values = inputs.toml(path)
+            values = inputs.read_toml(path)
             for key, value in values.items():
                 if key not in known:
                     raise UserError(f'{path}: unknown key "{key}"', did_you_mean(key, known))

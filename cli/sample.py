@@ -96,12 +96,12 @@ def sample(
 
 def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
     if prompts is None:
-        return [inputs.text(prompt, prompt_file, "prompt", "--prompt-file")]
+        return [inputs.read_text(prompt, prompt_file, "prompt", "--prompt-file")]
     if prompt is not None or prompt_file is not None:
         raise UserError("a prompt and --prompts were both given", "give only one of them")
     from gpt.decoding.prompts import parse_prompts
 
-    return parse_prompts(inputs.lines(prompts, "prompts"), inputs.name(prompts))
+    return parse_prompts(inputs.read_lines(prompts, "prompts"), inputs.display_name(prompts))
 
 
 def with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
@@ -110,7 +110,7 @@ def with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConf
     if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
         raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out to allow any text")
     if settings.json_schema:
-        schema = inputs.text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
+        schema = inputs.read_text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
         if not schema.strip():
             raise UserError(f"{settings.json_schema} is empty", 'a schema is a JSON object, such as {"type": "object"}')
         settings = replace(settings, json_schema=schema)

@@ -25,7 +25,7 @@ def tokenize(
     gpt tokenize corpus/ -o tokens --resume
     """
     began = time.perf_counter()
-    inputs.announce(text)
+    inputs.announce_stdin(text)
     from gpt.text.tokenize import tokenize_texts
 
     with progress.TrainDisplay(quiet) as display:

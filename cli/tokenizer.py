@@ -48,7 +48,7 @@ def train(
     from gpt.text import tokenizer_files, vocabulary
 
     check_new(out, tokenizer_files.NEW)
-    inputs.announce(text)
+    inputs.announce_stdin(text)
     with progress.TrainDisplay(quiet) as display:
         learnt, sample = vocabulary.learn(text, settings, special or (), display)
     tokenizer_files.save_tokenizer(learnt, out)
@@ -74,7 +74,7 @@ def show(
         raise UserError(f"longest is {longest}; it must be 0 or more")
     found, _ = _find(tokenizer, None)
     used = None
-    inputs.announce(text)
+    inputs.announce_stdin(text)
     if text:
         from gpt.text import vocabulary
 
@@ -101,7 +101,7 @@ def encode(
     gpt tokenizer encode "Once upon a time" --tokenizer gpt2
     gpt tokenizer encode "Once upon a time" --show
     """
-    words = inputs.text(text, file, "text", "--file")
+    words = inputs.read_text(text, file, "text", "--file")
     if not words and (show or out or (text is None and file is None)):
         raise UserError("there is nothing to encode", "give TEXT, or --file")
     page.check_out(out)
@@ -160,5 +160,7 @@ def _find(word: str | None, model: str | None) -> "tuple[Tokenizer, str]":
 
 def _stdin() -> str:
     stdin = Path("-")
-    with inputs.opened(stdin, "ids") as stream:
-        return inputs.bounded(stream, stdin, inputs.MOST_TEXT, "decode them in parts").decode("utf-8-sig", "replace")
+    with inputs.open_input(stdin, "ids") as stream:
+        return inputs.read_bounded(stream, stdin, inputs.MOST_TEXT, "decode them in parts").decode(
+            "utf-8-sig", "replace"
+        )

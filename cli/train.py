@@ -60,7 +60,7 @@ def train(
         raise SystemExit(processes.start(words, nproc, began))
     quiet = quiet or environment.rank() > 0
     if not environment.rank():
-        inputs.announce(text)
+        inputs.announce_stdin(text)
     with progress.starting(quiet):
         from gpt.training import run
     with progress.TrainDisplay(quiet) as display:
