@@ -51,7 +51,7 @@ def evaluate(
     model, text = model_and_texts("eval", model, text)
     per_token = per_token or tokens  # --tokens is its former name.
     inputs.announce_stdin(text)
-    with progress.starting(quiet):
+    with progress.startup_spinner(quiet):
         from gpt import api
     loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=render.note)
     scored = 0

@@ -38,7 +38,7 @@ def export(
     """
     model, _ = model_and_texts("export", model, rest, takes_text=False)
     inputs.announce_stdin([eval] if eval else None)
-    with progress.starting(quiet):
+    with progress.startup_spinner(quiet):
         from gpt import api
     with progress.TrainDisplay(quiet) as display:
         exported = api.export(

@@ -157,7 +157,7 @@ def tokens(
 
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
     """Loads the model in float32, for exact numbers."""
-    with progress.starting(quiet=quiet):
+    with progress.startup_spinner(quiet=quiet):
         from gpt import api
     return api.load(model, device=device, dtype="float32")
 

@@ -199,7 +199,7 @@ def converse(
     threads: int | None,
 ) -> None:
     """Loads a model and runs an `Interaction` with it."""
-    with progress.starting(quiet=False):
+    with progress.startup_spinner(quiet=False):
         from gpt import api
     load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
     loaded = load(model, base=base)

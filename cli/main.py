@@ -29,13 +29,13 @@ EPILOG = """gpt COMMAND --help explains a command.
 GPT_TRAIN_STEPS=100 means --steps 100, and so on; --debug shows tracebacks."""
 
 
-def _help(context: typer.Context) -> None:
+def _print_help(context: typer.Context) -> None:
     """Prints a group's help if no command was given."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-_show_plainly = warnings.showwarning
+_python_showwarning = warnings.showwarning
 COMMANDS = {  # Command → name of its module, and of the function in it.
     "train": "train",
     "sample": "sample",
@@ -49,7 +49,7 @@ COMMANDS = {  # Command → name of its module, and of the function in it.
     "serve": "serve",
 }
 GROUPS = ("tokenizer", "data", "inspect")
-_TOOK_MODEL = ("bench", "export")  # Commands that still take the model as an extra argument.
+_EXTRA_ARGUMENT_COMMANDS = ("bench", "export")  # Commands that still take the model as an extra argument.
 PURPOSES = {  # Headings of the help page, in order.
     "Train": ("train",),
     "Generate": ("sample", "chat", "serve"),
@@ -93,28 +93,30 @@ def make_app(args: Sequence[str] = ()) -> typer.Typer:
         },
     )
     app.callback(invoke_without_command=True)(_main)
-    purposes = {name: title for title, names in PURPOSES.items() for name in names if name in (*COMMANDS, *GROUPS)}
+    purposes = {
+        name: title for title, commands in PURPOSES.items() for name in commands if name in (*COMMANDS, *GROUPS)
+    }
     for name in [name for name in purposes if name in args[:1]] or purposes:
         settings: dict[str, Any] = {"name": name, "rich_help_panel": purposes[name]}
         if name in COMMANDS:
             command = getattr(import_module(f"gpt_cli.{COMMANDS[name]}"), COMMANDS[name])
-            extra = {"allow_extra_args": name in _TOOK_MODEL}
+            extra = {"allow_extra_args": name in _EXTRA_ARGUMENT_COMMANDS}
             app.command(cls=help_pages.Command, context_settings=extra, **settings)(command)
         else:
-            group = _group(name)
+            group = _load_group(name)
             for info in group.registered_commands:
                 info.cls = help_pages.Command
-            group.callback(invoke_without_command=True)(_help)
+            group.callback(invoke_without_command=True)(_print_help)
             app.add_typer(group, cls=help_pages.Group, **settings)
     return app
 
 
-def _group(name: str) -> typer.Typer:
+def _load_group(name: str) -> typer.Typer:
     group: typer.Typer = import_module(f"gpt_cli.{name}").app
     return group
 
 
-def _versions() -> dict[str, Any]:
+def _collect_versions() -> dict[str, Any]:
     """Returns the versions for a bug report. If torch cannot be imported, the error replaces the device."""
     try:
         from gpt.device import pick
@@ -143,11 +145,11 @@ def _main(
     json: bool = typer.Option(False, "--json", hidden=True, allow_from_autoenv=False, show_envvar=False),
 ) -> None:
     if version:
-        typer.echo(as_json(_versions()) if json else f"gpt {VERSION}")
+        typer.echo(as_json(_collect_versions()) if json else f"gpt {VERSION}")
         raise typer.Exit
     if json:
         raise UserError("--json comes after a command", "gpt params --json, or gpt --version --json")
-    _help(context)
+    _print_help(context)
 
 
 def run() -> None:
@@ -162,38 +164,38 @@ def run() -> None:
 def main(args: list[str]) -> int:
     """Runs a command line and returns its exit status. Prints errors as a message and a hint on stderr."""
     render.make_output_safe()
-    warnings.showwarning = _show
+    warnings.showwarning = _show_warning
     debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
     try:
-        words = _with_values([arg for arg in args if arg != "--debug"])
-        _check_current_folder(words)
-        status = make_app(words)(words, prog_name="gpt", standalone_mode=False, obj=args)
+        command_line = _add_resume_value([arg for arg in args if arg != "--debug"])
+        _check_current_folder(command_line)
+        status = make_app(command_line)(command_line, prog_name="gpt", standalone_mode=False, obj=args)
         sys.stdout.flush()
         if status == 130:  # Typer returns 130 after Ctrl-C.
             render.note("interrupted")
         return int(status or 0)
     except BaseException as error:
         if _is_closed_pipe(error):
-            return _pipe_closed()
+            return _handle_closed_pipe()
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt, SystemExit)):
             render.trace(error)
-        silenced = processes.silenced(error)
-        status = _report(error, _command(args)) if silenced is None else silenced
+        silent_status = processes.silent_status(error)
+        status = _report_error(error, _command_name(args)) if silent_status is None else silent_status
         environment.tell(environment.STATUS, status)
         return status
 
 
-def _show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+def _show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
     """Prints a `ModelWarning` as a note, and other warnings as Python does."""
     if issubclass(category, ModelWarning):
         render.note(str(message))
     else:
-        _show_plainly(message, category, *where, **more)
+        _python_showwarning(message, category, *location, **options)
 
 
 def _check_current_folder(words: Sequence[str]) -> None:
     """Raises `UserError` if the current folder was deleted: MKL would end the process when torch loads it."""
-    if (_command([*words]) == "COMMAND" and "--json" not in words) or {*help_pages.FLAGS} & {*words}:
+    if (_command_name([*words]) == "COMMAND" and "--json" not in words) or {*help_pages.FLAGS} & {*words}:
         return
     try:
         os.getcwd()  # noqa: PTH109
@@ -201,29 +203,29 @@ def _check_current_folder(words: Sequence[str]) -> None:
         raise UserError("the current folder no longer exists", "change to another folder: cd ~") from None
 
 
-def _with_values(args: list[str]) -> list[str]:
+def _add_resume_value(args: list[str]) -> list[str]:
     """Adds an empty value to a bare ``--resume`` of ``gpt train``: the parser has no optional values."""
-    if _command(args) != "train" or "--resume" not in args:
+    if _command_name(args) != "train" or "--resume" not in args:
         return args
     at = args.index("--resume")
-    bare = at + 1 == len(args) or args[at + 1].startswith("-")
-    return [*args[:at], "--resume=", *args[at + 1 :]] if bare else args
+    is_bare = at + 1 == len(args) or args[at + 1].startswith("-")
+    return [*args[:at], "--resume=", *args[at + 1 :]] if is_bare else args
 
 
-def _command(args: list[str]) -> str:
+def _command_name(args: list[str]) -> str:
     """Returns the command in ``args``, like ``data show``; ``COMMAND`` if there is none."""
     at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
     if at is None:
         return "COMMAND"
-    within = [info.name for info in _group(args[at]).registered_commands] if args[at] in GROUPS else []
-    return " ".join([args[at], *[arg for arg in args[at + 1 :] if arg in within][:1]])
+    subcommands = [info.name for info in _load_group(args[at]).registered_commands] if args[at] in GROUPS else []
+    return " ".join([args[at], *[arg for arg in args[at + 1 :] if arg in subcommands][:1]])
 
 
-def _report(error: BaseException, command: str) -> int:
+def _report_error(error: BaseException, command: str) -> int:
     """Prints an error and returns its exit status."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
-    status, message, hint = _described(error, command)
+    status, message, hint = _describe(error, command)
     if hint:
         render.error(message, hint)
     else:
@@ -231,14 +233,14 @@ def _report(error: BaseException, command: str) -> int:
     return status
 
 
-def _described(error: BaseException, command: str) -> tuple[int, str, str]:
+def _describe(error: BaseException, command: str) -> tuple[int, str, str]:
     """Returns an error's exit status, message and hint. An interruption has no hint."""
     if isinstance(error, UserError):
         return error.exit_code, error.message, error.hint or f"see gpt {command} --help"
     if isinstance(error, typer.TyperException):  # The parser rejected the command line.
         context = getattr(error, "ctx", None)
-        if (answer := names.answer(error, context)) is not None:
-            return error.exit_code, *answer
+        if (suggestion := names.suggest(error, context)) is not None:
+            return error.exit_code, *suggestion
         path = context.command_path if context else "gpt"
         return error.exit_code, error.format_message().rstrip("."), f"see {path} --help"
     if isinstance(error, Interrupted):
@@ -264,11 +266,11 @@ def _is_closed_pipe(error: BaseException | None) -> bool:
     """Whether the reader of stdout is gone (``gpt … | head``). Typer and rich turn this OSError into a SystemExit."""
     if isinstance(error, SystemExit):
         error = error.__context__
-    closed = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)
-    return isinstance(error, OSError) and error.errno in closed
+    error_codes = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)
+    return isinstance(error, OSError) and error.errno in error_codes
 
 
-def _pipe_closed() -> int:
+def _handle_closed_pipe() -> int:
     """Redirects stdout to the null device, so that flushing at exit cannot fail. Returns status 0."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

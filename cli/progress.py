@@ -19,14 +19,14 @@ PLAIN_SECONDS = 5.0  # Seconds between progress lines without a terminal.
 
 
 @contextlib.contextmanager
-def starting(quiet: bool) -> Iterator[None]:
+def startup_spinner(quiet: bool) -> Iterator[None]:
     """Shows a spinner on a terminal while torch is imported. Garbage collection is off during the import and skips the
     imported modules afterwards: they contain hardly any garbage, and each full collection takes 0.1 s."""
     console = stderr()
-    shown = not quiet and console.is_terminal
+    show_spinner = not quiet and console.is_terminal
     gc.disable()
     try:
-        with console.status("starting …") if shown else contextlib.nullcontext():
+        with console.status("starting …") if show_spinner else contextlib.nullcontext():
             yield
     finally:
         gc.freeze()
@@ -40,7 +40,7 @@ class Sparkline:
 
     def __init__(self) -> None:
         self.bars: list[float] = []
-        self.each = 1
+        self.values_per_bar = 1
         self.pending: list[float] = []
 
     def add(self, value: float) -> None:
@@ -48,17 +48,17 @@ class Sparkline:
         if not math.isfinite(value):
             return
         self.pending.append(value)
-        if len(self.pending) == self.each:
-            self.bars.append(sum(self.pending) / self.each)
+        if len(self.pending) == self.values_per_bar:
+            self.bars.append(sum(self.pending) / self.values_per_bar)
             self.pending = []
         if len(self.bars) == 2 * self.WIDTH:
             self.bars = [(a + b) / 2 for a, b in zip(self.bars[::2], self.bars[1::2], strict=True)]
-            self.each *= 2
+            self.values_per_bar *= 2
 
     def __str__(self) -> str:
-        shown = self.bars[-self.WIDTH :]
-        low, high = min(shown, default=0.0), max(shown, default=0.0)
-        return "".join("▁▂▃▄▅▆▇█"[round((bar - low) / ((high - low) or 1) * 7)] for bar in shown)
+        visible = self.bars[-self.WIDTH :]
+        low, high = min(visible, default=0.0), max(visible, default=0.0)
+        return "".join("▁▂▃▄▅▆▇█"[round((bar - low) / ((high - low) or 1) * 7)] for bar in visible)
 
 
 class Bar:
@@ -67,7 +67,7 @@ class Bar:
     def __init__(self, verb: str, unit: str, quiet: bool, console: Console | None = None) -> None:
         self.verb, self.unit, self.quiet = verb, unit, quiet
         self.console = console or stderr()
-        self.first: tuple[float, int] | None = None  # Time and progress at the first report.
+        self.first_report: tuple[float, int] | None = None  # Time and progress at the first report.
         self.last_line = time.monotonic()
         self.live: Any = None
 
@@ -89,26 +89,26 @@ class Bar:
     def reach(self, done: int, total: int) -> None:
         """Shows how many units of ``total`` are done, the throughput and the time left."""
         now = time.monotonic()
-        self.first = self.first or (now, done)
-        rate = max(done - self.first[1], 0) / max(now - self.first[0], 1e-9)
-        line = f"{self.verb} {done:,}/{total:,} {self.unit}  {rate:,.0f} {self.unit}/s"
-        line += f"  {format_seconds((total - done) / rate)} left" if rate else ""
-        self.show(drawn(done / max(1, total), line), line)
+        self.first_report = self.first_report or (now, done)
+        throughput = max(done - self.first_report[1], 0) / max(now - self.first_report[0], 1e-9)
+        line = f"{self.verb} {done:,}/{total:,} {self.unit}  {throughput:,.0f} {self.unit}/s"
+        line += f"  {format_seconds((total - done) / throughput)} left" if throughput else ""
+        self.show(draw_line(done / max(1, total), line), line)
 
-    def show(self, live: Text, plain: str) -> None:
+    def show(self, live: Text, line: str) -> None:
         """Updates the live line, or prints the plain line every few seconds."""
         if self.live is not None:
             self.live.update(live)
         elif not self.quiet and time.monotonic() - self.last_line >= PLAIN_SECONDS:
             self.last_line = time.monotonic()
-            self.console.print(plain)
+            self.console.print(line)
 
 
-def drawn(share: float, words: str, course: str = "") -> Text:
+def draw_line(fraction: float, text: str, sparkline: str = "") -> Text:
     """Returns a live line: a progress bar, words, and a sparkline."""
-    done = round(20 * min(1.0, share))
-    bar = (("━" * done, "magenta"), ("━" * (20 - done), "bright_black"))
-    return Text.assemble(*bar, " ", words, "  ", (course, "magenta"))
+    filled = round(20 * min(1.0, fraction))
+    bar = (("━" * filled, "magenta"), ("━" * (20 - filled), "bright_black"))
+    return Text.assemble(*bar, " ", text, "  ", (sparkline, "magenta"))
 
 
 class TrainDisplay:
@@ -143,33 +143,33 @@ class TrainDisplay:
                     self.__exit__()  # The previous task has ended.
                 self.console.print(Text(text, "dim"))
             case events.Progress(what, done, total, unit):
-                self._at_work(what, unit).reach(done, total)
+                self._task_bar(what, unit).reach(done, total)
             case events.Plan():
                 self.__exit__()
                 self.plan = event
             case events.StepEvent():
                 self.losses.add(event.loss)
-                self._at_work("", "steps").show(self.status(event), self._facts(event))
+                self._task_bar("", "steps").show(self.status(event), self._describe_step(event))
             case events.EvalEvent():
                 self.held_out = f"  held-out {event.val_loss:.3f}" + (" (best)" if event.best else "")
             case events.SampleEvent() if event.step < self.plan.steps:
                 self.console.print(Text(f"step {event.step:,}{self.held_out}", "cyan"))
                 self.console.print(Text(excerpt(event.text), "italic"))
 
-    def _at_work(self, verb: str, unit: str) -> Bar:
+    def _task_bar(self, verb: str, unit: str) -> Bar:
         if self.bar is None or self.bar.verb != verb:
             self.__exit__()
             self.bar = Bar(verb, unit, self.quiet, self.console).__enter__()
         return self.bar
 
-    def _facts(self, event: events.StepEvent) -> str:
-        spent = event.tokens / event.tokens_per_second
-        left = (self.plan.steps - event.step) * spent / event.step
+    def _describe_step(self, event: events.StepEvent) -> str:
+        seconds = event.tokens / event.tokens_per_second
+        seconds_left = (self.plan.steps - event.step) * seconds / event.step
         return (
             f"step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}{self.held_out}  "
-            f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}  {format_seconds(left)} left"
+            f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}  {format_seconds(seconds_left)} left"
         )
 
     def status(self, event: events.StepEvent) -> Text:
         """Returns the live line: progress, loss, throughput, time left and a sparkline of the loss."""
-        return drawn(event.step / max(1, self.plan.steps), self._facts(event), str(self.losses))
+        return draw_line(event.step / max(1, self.plan.steps), self._describe_step(event), str(self.losses))

@@ -71,7 +71,7 @@ def corpus(found: "CatalogueEntry", as_json: bool) -> None:
     }
     console = render.stdout()
     console.print(Text(found.name, "bold"))
-    console.print(render.keyed(rows))
+    console.print(render.key_value_table(rows))
     if not found.all_files:
         return
     table = render.table("File", "For", ">Bytes", "sha256", "")
@@ -148,7 +148,7 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
         else "",
         "part": "of a corpus: {} of {}".format(*manifest["part"]) if manifest["part"] else "",
     }
-    render.stdout().print(render.keyed(rows))
+    render.stdout().print(render.key_value_table(rows))
     _next(folder)
 
 

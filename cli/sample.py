@@ -73,7 +73,7 @@ def sample(
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
     texts = _prompts(prompt, prompt_file, prompts)
     _check(settings, as_json=json or out is not None, note=note)
-    with progress.starting(quiet=json or quiet):
+    with progress.startup_spinner(quiet=json or quiet):
         from gpt import api
     loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
     if out is not None:
@@ -82,7 +82,7 @@ def sample(
     if seed is None:
         seed = render.draw_seed(announce=settings.draws and not json and not quiet, model=loaded.path)
     forgotten = render.Overflow()
-    pieces = forgotten.counting(loaded.write_all(texts, settings, seed, num))
+    pieces = forgotten.collect(loaded.write_all(texts, settings, seed, num))
     if json:
         said = seed if settings.draws else None
         for piece in pieces:

@@ -30,7 +30,7 @@ def serve(
         render.note("other users of this machine can see --api-key; set GPT_SERVE_API_KEY instead")
     if settings.allow_host and settings.host not in LOOPBACK:
         render.note(f"--allow-host has no effect with --host {settings.host}, which accepts any host name")
-    with progress.starting(quiet=False):
+    with progress.startup_spinner(quiet=False):
         from gpt import api, programs
         from gpt.decoding import native
 

@@ -61,7 +61,7 @@ def train(
     quiet = quiet or environment.rank() > 0
     if not environment.rank():
         inputs.announce_stdin(text)
-    with progress.starting(quiet):
+    with progress.startup_spinner(quiet):
         from gpt.training import run
     with progress.TrainDisplay(quiet) as display:
         if resume is None:

@@ -7,7 +7,7 @@ import numpy as np
 from gpt import inspect
 from gpt.errors import UserError
 
-from .page import packed
+from .page import pack_array
 
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
@@ -114,13 +114,13 @@ def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tr
         "tokens": [{"id": int(id), "text": inspect.token_text(tokenizer, int(id))} for id in look.ids],
         "layers": look.layers,
         "heads": look.heads,
-        "patterns": packed(np.rint(lower * 65535).astype(np.uint16)),
+        "patterns": pack_array(np.rint(lower * 65535).astype(np.uint16)),
         "kinds": inspect.KINDS,
         "scores": _scores(look),
         "windows": look.windows,
         "lens": {"ids": look.lens.ids.tolist(), "probabilities": _rounded(look.lens.probabilities, 5)},
         "texts": _texts(tokenizer, np.concatenate([look.lens.ids.ravel(), best])),
-        "next": {"logits": packed(look.logits.astype(np.float32))},
+        "next": {"logits": pack_array(look.logits.astype(np.float32))},
     }
 
 
@@ -176,7 +176,7 @@ def positions_page(found: inspect.Positions, model: str) -> Tree:
     if found.table is not None:
         step = [-(-size // TABLE_PART) for size in found.table.shape]
         part = found.table[:: step[0], :: step[1]]
-        table = {"shape": list(part.shape), "step": step, "values": packed(np.ascontiguousarray(part))}
+        table = {"shape": list(part.shape), "step": step, "values": pack_array(np.ascontiguousarray(part))}
     return {
         "model": model,
         "kind": found.kind,
