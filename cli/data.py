@@ -80,7 +80,7 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
     started = time.monotonic()
     with progress.Bar("fetched", "bytes", quiet) as bar:
         catalogue.fetch(name, lambda done, total: bar.reach(done, total or done))
-    render_data.fetched(corpus, time.monotonic() - started, f"gpt train {shlex.quote(name)}", json)
+    render_data.fetch_result(corpus, time.monotonic() - started, f"gpt train {shlex.quote(name)}", json)
 
 
 @app.command("merge")

@@ -82,7 +82,7 @@ def params(
         return
     selected: Sequence[str | None] = list(PRESETS) if list_all else targets or [None]
     shapes = [_count_parameters(target, {} if list_all else overrides) for target in selected]
-    costs = [render_plan.Cost.of(shape.config, settings) for shape in shapes] if given else []
+    costs = [render_plan.Cost.from_config(shape.config, settings) for shape in shapes] if given else []
     if json:
         for shape, cost in zip_longest(shapes, costs):
             render.json_line({**shape.data(), **(cost.data() if cost else {})})

@@ -38,17 +38,17 @@ def serve(
             from gpt.serve.server import serve as run
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
-    fits = settings.compile != "off" and native.fits(api.pick(device, dtype))
-    if settings.compile == "on" and not fits:
+    can_compile = settings.compile != "off" and native.fits(api.pick(device, dtype))
+    if settings.compile == "on" and not can_compile:
         render.note("--compile on has no effect: only float32, int8 and int4 on a CPU are compiled")
-    compiles = fits and (settings.compile == "on" or programs.compiles_unasked())
-    sampling = SampleConfig(compile="on" if compiles else "off")
+    compile_steps = can_compile and (settings.compile == "on" or programs.compiles_unasked())
+    sampling = SampleConfig(compile="on" if compile_steps else "off")
     loaded = api.load(
         model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, sampling=sampling
     )
     path = Path(loaded.path)
-    home = path.parent if (path.parent / "run.json").exists() else path
-    name = settings.name or model or home.as_posix()
+    model_path = path.parent if (path.parent / "run.json").exists() else path
+    name = settings.name or model or model_path.as_posix()
     if settings.name is None and Path(name).is_absolute():
         name = Path(name).name  # Clients without a key can read the name, so it must not be a path.
     run(
