@@ -21,14 +21,14 @@ function svg(tag, attributes, ...children) {
   return node;
 }
 
-function unpacked(base64, kind) {
+function unpack(base64, kind) {
   const bytes = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
   return new kind(bytes.buffer);
 }
 
 const withCommas = (number) => Math.round(number).toLocaleString("en-US");
-const short = (value) => value === null || value === undefined ? "–" : Number(value).toFixed(3);
-function plain(value) {
+const formatShare = (value) => value === null || value === undefined ? "–" : Number(value).toFixed(3);
+function formatNumber(value) {
   if (Math.abs(value) >= 1000 && Math.abs(value) < 1e15) return withCommas(value);
   if (value === 0 || (Math.abs(value) >= 0.001 && Math.abs(value) < 1000)) return String(+Number(value).toPrecision(4));
   return Number(value).toExponential(2);
@@ -85,7 +85,7 @@ function beside(...groups) {
 }
 
 // A token with leading and trailing spaces as dots; line breaks and tabs are already escaped.
-const shown = (text) => text === "" ? "∅" : text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
+const showSpaces = (text) => text === "" ? "∅" : text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 
 function context2d(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;

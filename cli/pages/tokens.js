@@ -16,6 +16,6 @@ data.tokens.forEach((id, i) => { strip.append(el("span", { class: "token", role:
   } }, data.pieces[i]));
   if (data.pieces[i].endsWith("\\n")) strip.append(el("br"));
 });
-function read(i) { readout.textContent = `token ${i}: “${shown(data.pieces[i])}”, id ${data.tokens[i]}`; }
+function read(i) { readout.textContent = `token ${i}: “${showSpaces(data.pieces[i])}”, id ${data.tokens[i]}`; }
 section("Text", strip, readout);
 document.body.dataset.ready = "yes";

@@ -4,7 +4,7 @@
 const $ = (id) => document.getElementById(id);
 const field = $("text"), question = $("question"), turns = $("turns");
 const shade = $("shade"), paper = $("paper"), likely = $("likely");
-const MOST = 10; // Alternatives per token.
+const MAX_ALTERNATIVES = 10; // Alternatives per token.
 const CHUNK = 1000; // Maximum characters of a typed part, so that an edit redraws little.
 
 // The text is a list of parts. Typed text is {text}. A generated token is {text, id, bytes, logprob, top, run, held,
@@ -22,7 +22,7 @@ let model = { id: "gpt", context_length: Infinity };
 let job = null; // The running generation: {controller, ended}.
 let seen = -1; // Index of the part whose alternatives are open; -1 if none.
 let hovered = false; // Whether the pointer opened them.
-let typed = -1; // Cursor position after an edit, which opens no alternatives.
+let editCursor = -1; // Cursor position after an edit, which opens no alternatives.
 let follow = true; // Whether the view scrolls along as the text grows.
 let last = { text: "", parts: [] }; // The state last set by the page, without later typing.
 const thousands = (number) => number.toLocaleString("en-US");
@@ -36,14 +36,14 @@ async function ask(path, body, signal) {
   const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal })
     .catch((error) => { throw error.name === "AbortError" ? error : new Error("The server cannot be reached. Is it still running?"); });
   if (answer.ok) return answer;
-  const said = await answer.json().catch(() => null);
+  const failure = await answer.json().catch(() => null);
   if (answer.status === 401) {
     $("key-says").textContent = key ? "That is not this server's key." : "This server needs its key.";
     $("key").hidden = false;
     $("secret").focus();
     throw new Error(""); // The page already asks for the key.
   }
-  throw new Error(said?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
+  throw new Error(failure?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
 }
 
 async function* events(answer) {
@@ -59,22 +59,22 @@ async function* events(answer) {
     for (const block of blocks) {
       if (!block.startsWith("data: ")) continue;
       if (block === "data: [DONE]") return;
-      const said = JSON.parse(block.slice(6));
-      if (said.error) throw new Error(said.error.message);
-      yield said;
+      const event = JSON.parse(block.slice(6));
+      if (event.error) throw new Error(event.error.message);
+      yield event;
     }
   }
 }
 
 const idsOf = async (body, signal) => (await (await ask("tokenize", body, signal)).json()).tokens;
 
-let counted = { text: null, ids: [] }; // The last tokenized text.
+let tokenized = { text: null, ids: [] }; // The last tokenized text.
 async function tokenize(text, signal) {
-  if (counted.text !== text) {
+  if (tokenized.text !== text) {
     const ids = await idsOf({ prompt: text }, signal);
-    counted = { text, ids: ids.length ? ids : [model.end] };
+    tokenized = { text, ids: ids.length ? ids : [model.end] };
   }
-  return counted.ids;
+  return tokenized.ids;
 }
 
 function fail(error) {
@@ -85,11 +85,11 @@ function fail(error) {
 
 async function load() {
   try {
-    const [found] = (await (await ask("v1/models")).json()).data;
-    $("model").textContent = document.title = found.id;
-    $("facts").textContent = `sees ${thousands(found.context_length)} tokens at once`;
+    const [served] = (await (await ask("v1/models")).json()).data;
+    $("model").textContent = document.title = served.id;
+    $("facts").textContent = `sees ${thousands(served.context_length)} tokens at once`;
     const info = await (await ask("tokenizer_info")).json();
-    model = { ...found, end: info.eos_token_id, ends: info.eos_token_ids, specials: info.special_token_ids };
+    model = { ...served, end: info.eos_token_id, ends: info.eos_token_ids, specials: info.special_token_ids };
     $("key").hidden = true;
     $("modes").hidden = !info.chat_template;
     if (chat ? !info.chat_template : info.chat_template && !field.value && !job) await setMode(!chat);
@@ -121,11 +121,11 @@ function mark(part) {
 
 // Updates the marks of changed parts.
 function draw() {
-  let same = 0;
-  while (same < parts.length && marks[same]?.shows === parts[same]) same++;
-  for (const node of marks.splice(same)) node.remove();
+  let unchanged = 0;
+  while (unchanged < parts.length && marks[unchanged]?.shows === parts[unchanged]) unchanged++;
+  for (const node of marks.splice(unchanged)) node.remove();
   let turn = chat && marks.findLast((node) => node.shows.role);
-  for (const part of parts.slice(same)) {
+  for (const part of parts.slice(unchanged)) {
     const node = mark(part);
     marks.push(node);
     (!chat ? shade : part.role ? turns : turn).append(node);
@@ -149,7 +149,7 @@ function setParts(next) {
 
 // Returns how many parts of a list a text starts with, and their length. Ignores trailing tokens without visible text, and
 // trailing short parts.
-function kept(list, text) {
+function matchParts(list, text) {
   let end = 0, n = 0;
   while (n < list.length && text.startsWith(list[n].text, end)) end += list[n++].text.length;
   while (n && (list[n - 1].run ? !list[n - 1].text : list[n - 1].text.length < CHUNK)) end -= list[--n].text.length;
@@ -157,10 +157,10 @@ function kept(list, text) {
 }
 
 // Tokens after an edit lose their probabilities, and get them back when the edit is reverted.
-function edited() {
-  typed = field.selectionStart;
-  const text = field.value, [before, now] = [last.parts, parts].map((list) => kept(list, text));
-  const { list, n, end } = now.end > before.end ? now : before;
+function handleEdit() {
+  editCursor = field.selectionStart;
+  const text = field.value, [previous, current] = [last.parts, parts].map((list) => matchParts(list, text));
+  const { list, n, end } = current.end > previous.end ? current : previous;
   parts = list.slice(0, n);
   for (let at = end; at < text.length;) {
     let stop = Math.min(text.length, at + CHUNK);
@@ -176,7 +176,7 @@ function edited() {
 // Generated tokens
 
 // Number of bytes at the end that form an incomplete UTF-8 character.
-function unfinished(bytes) {
+function incompleteBytes(bytes) {
   for (let n = 1; n <= Math.min(3, bytes.length); n++) {
     const byte = bytes[bytes.length - n];
     if (byte >= 0xc0) return n < (byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4) ? n : 0;
@@ -188,21 +188,21 @@ function unfinished(bytes) {
 const utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
 
 function addToken(list, entry, run, top = entry.top_logprobs) {
-  const before = list.at(-1);
-  const bytes = new Uint8Array([...(before?.held ?? []), ...entry.bytes]);
-  const n = bytes.length - unfinished(bytes);
+  const previous = list.at(-1);
+  const bytes = new Uint8Array([...(previous?.held ?? []), ...entry.bytes]);
+  const n = bytes.length - incompleteBytes(bytes);
   const raw = utf8.decode(bytes.subarray(0, n));
-  const text = (before?.returned ? raw.replace(/^\n/, "") : raw).replace(/\r\n?/g, "\n");
-  const returned = raw ? raw.endsWith("\r") : Boolean(before?.returned);
+  const text = (previous?.returned ? raw.replace(/^\n/, "") : raw).replace(/\r\n?/g, "\n");
+  const returned = raw ? raw.endsWith("\r") : Boolean(previous?.returned);
   list.push({ text, id: entry.id, bytes: entry.bytes, logprob: entry.logprob, top, run, held: bytes.subarray(n), returned });
 }
 
 // Adds or removes a replacement character for an incomplete character at the end.
-function signed(list, ends) {
+function showIncomplete(list, incomplete) {
   const end = list.at(-1);
-  if (!end?.held?.length || Boolean(end.signed) === ends) return list;
-  const sign = utf8.decode(end.held), text = ends ? end.text + sign : end.text.slice(0, -sign.length);
-  return [...list.slice(0, -1), { ...end, text, signed: ends }];
+  if (!end?.held?.length || Boolean(end.signed) === incomplete) return list;
+  const sign = utf8.decode(end.held), text = incomplete ? end.text + sign : end.text.slice(0, -sign.length);
+  return [...list.slice(0, -1), { ...end, text, signed: incomplete }];
 }
 
 // Ids of a run before the part at this index.
@@ -215,9 +215,9 @@ function idsBefore(run, at) {
 function settings() {
   const seed = $("seed").value ? $("seed").valueAsNumber : Math.floor(Math.random() * 2 ** 32);
   $("seed").placeholder = `random, last ${seed}`;
-  const numbers = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
+  const sampling = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
   // Settings without a field are off, whatever the model's defaults.
-  return { seed, min_p: 0, repetition_penalty: 1, ...Object.fromEntries(numbers) };
+  return { seed, min_p: 0, repetition_penalty: 1, ...Object.fromEntries(sampling) };
 }
 
 // The text of an answer as the API returns it, without special tokens.
@@ -234,12 +234,12 @@ function messages() {
 
 // Returns the path and the body of a request for `run`, and the number of prompt ids if it is known.
 async function request(run, signal) {
-  const asked = { ...settings(), stream: true, stream_options: { include_usage: true } };
-  if (parts.at(-1) === run) return ["v1/chat/completions", { messages: run.messages, logprobs: true, top_logprobs: MOST, ...asked }];
+  const fields = { ...settings(), stream: true, stream_options: { include_usage: true } };
+  if (parts.at(-1) === run) return ["v1/chat/completions", { messages: run.messages, logprobs: true, top_logprobs: MAX_ALTERNATIVES, ...fields }];
   run.base ??= await (chat ? idsOf({ messages: run.messages }, signal) : tokenize(field.value, signal));
   const ids = idsBefore(run, parts.length);
-  if (chat) asked.max_tokens = Math.min(asked.max_tokens, model.context_length - ids.length); // Keeps all messages in the context.
-  return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MOST, token_details: true, ...asked }, ids.length];
+  if (chat) fields.max_tokens = Math.min(fields.max_tokens, model.context_length - ids.length); // Keeps all messages in the context.
+  return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MAX_ALTERNATIVES, token_details: true, ...fields }, ids.length];
 }
 
 // Continues the text or the conversation. Returns whether that changed anything.
@@ -252,14 +252,14 @@ async function write(from = parts) {
   field.readOnly = follow = true;
   past.push(before);
   $("status").textContent = "Writing …";
-  setParts(signed(from, false));
+  setParts(showIncomplete(from, false));
   buttons();
-  let why = "Stopped.", frame = 0, length = field.value.length, written = 0, context = 0, began = 0, now = 0, told = 0, cost = 0;
+  let outcome = "Stopped.", frame = 0, length = field.value.length, tokenCount = 0, context = 0, startTime = 0, eventTime = 0, rateTime = 0, drawTime = 0;
   let complete = false, total;
-  const rate = () => {
-    const speed = now > began ? `, ${(1000 * (written - 1) / (now - began)).toFixed(1)} per second` : "";
-    $("rate").textContent = written ? `${thousands(written)} token${written > 1 ? "s" : ""}${speed}.` : "";
-    told = now;
+  const showRate = () => {
+    const speed = eventTime > startTime ? `, ${(1000 * (tokenCount - 1) / (eventTime - startTime)).toFixed(1)} per second` : "";
+    $("rate").textContent = tokenCount ? `${thousands(tokenCount)} token${tokenCount > 1 ? "s" : ""}${speed}.` : "";
+    rateTime = eventTime;
   };
   const flush = () => {
     const start = performance.now();
@@ -271,11 +271,11 @@ async function write(from = parts) {
       length += fresh.length;
     }
     draw();
-    if (now - told >= 250) {
-      rate();
-      if (context) count(context + written);
+    if (eventTime - rateTime >= 250) {
+      showRate();
+      if (context) count(context + tokenCount);
     }
-    cost = performance.now() - start;
+    drawTime = performance.now() - start;
   };
   try {
     if (model.end === undefined) await load();
@@ -285,28 +285,28 @@ async function write(from = parts) {
     flush();
     const [path, body, ids] = await request(run, controller.signal);
     context = ids;
-    for await (const said of events(await ask(path, body, controller.signal))) {
-      const choice = said.choices[0], tokens = choice?.logprobs?.content ?? [];
-      if (said.usage) total = said.usage.total_tokens;
+    for await (const event of events(await ask(path, body, controller.signal))) {
+      const choice = event.choices[0], tokens = choice?.logprobs?.content ?? [];
+      if (event.usage) total = event.usage.total_tokens;
       if (choice?.finish_reason) complete = true;
-      if (choice?.finish_reason === "length") why = "The length is reached.";
+      if (choice?.finish_reason === "length") outcome = "The length is reached.";
       if (choice?.finish_reason === "stop") { // The last token is end-of-text, which has no text.
         const end = tokens.pop();
-        why = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
+        outcome = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
       }
       for (const token of tokens) addToken(parts, token, run);
-      now = performance.now();
-      began ||= now;
-      written += tokens.length;
-      frame ||= setTimeout(flush, Math.max(16, 2 * cost)); // Slow drawing of a long text must not block the page.
+      eventTime = performance.now();
+      startTime ||= eventTime;
+      tokenCount += tokens.length;
+      frame ||= setTimeout(flush, Math.max(16, 2 * drawTime)); // Slow drawing of a long text must not block the page.
     }
   } catch (error) {
-    if (error.name !== "AbortError") why = "";
+    if (error.name !== "AbortError") outcome = "";
     fail(error);
   }
   clearTimeout(frame);
   flush();
-  parts = chat && !complete && !parts.at(-1)?.run ? before : signed(parts, true); // Removes a question without an answer.
+  parts = chat && !complete && !parts.at(-1)?.run ? before : showIncomplete(parts, true); // Removes a question without an answer.
   if (total) totals.set(parts.at(-1), total);
   const changed = parts.length !== before.length || parts.some((part, at) => part !== before[at]);
   if (changed) future.length = 0;
@@ -316,9 +316,9 @@ async function write(from = parts) {
     last = { text: field.value, parts: parts.slice() };
   }
   draw();
-  rate();
+  showRate();
   count();
-  $("status").textContent = why;
+  $("status").textContent = outcome;
   field.readOnly = false;
   job = null;
   buttons();
@@ -331,7 +331,7 @@ async function stop() {
   await job?.ended;
 }
 
-async function step(from, to) {
+async function moveHistory(from, to) {
   await stop();
   if (!from.length) return;
   to.push(parts);
@@ -363,10 +363,10 @@ async function setMode(chatting) {
   for (const id of ["rate", "status"]) $(id).textContent = "";
   buttons();
   count();
-  typing().focus();
+  activeField().focus();
 }
 
-const typing = () => (chat ? question : field);
+const activeField = () => (chat ? question : field);
 
 async function send() {
   const content = question.value;
@@ -393,24 +393,24 @@ function change(next, why) {
   buttons();
 }
 
-async function startAfresh() {
+async function startConversation() {
   await stop();
   if (!parts.length) return;
   change([], "");
   question.focus();
 }
 
-function tokensNow() {
+function currentTokens() {
   const run = parts.at(-1)?.run;
   return chat ? totals.get(parts.at(-1)) : run && idsBefore(run, parts.length).length;
 }
 
 // Shows the number of tokens, and whether it exceeds the context. Counts unknown numbers when typing pauses.
-let counting = 0;
-function count(n = tokensNow()) {
-  clearTimeout(counting);
+let countTimer = 0;
+function count(n = currentTokens()) {
+  clearTimeout(countTimer);
   if (n === undefined && !chat) {
-    counting = setTimeout(async () => {
+    countTimer = setTimeout(async () => {
       const text = field.value;
       const ids = job || model.end === undefined ? null : await tokenize(text).catch(() => null);
       if (ids && !job && !chat && text === field.value) count(text ? ids.length : 0);
@@ -419,8 +419,8 @@ function count(n = tokensNow()) {
   }
   const size = model.context_length;
   $("length").textContent = n === undefined ? "" : `The ${chat ? "conversation" : "text"} has ${thousands(n)} token${n === 1 ? "" : "s"}.`;
-  const forgotten = n > size ? `The text is longer than the ${thousands(size)} tokens that the model sees: it has forgotten the beginning.` : "";
-  if ($("forgotten").textContent !== forgotten) $("forgotten").textContent = forgotten;
+  const warning = n > size ? `The text is longer than the ${thousands(size)} tokens that the model sees: it has forgotten the beginning.` : "";
+  if ($("forgotten").textContent !== warning) $("forgotten").textContent = warning;
 }
 
 // Alternatives
@@ -446,24 +446,24 @@ function open(at, byPointer = false) {
     marks[seen]?.classList.remove("seen");
     marks[at].classList.add("seen");
     seen = at;
-    const rank = part.top.findIndex((each) => each.id === part.id);
-    const standing = rank < 0 ? `not among the ${part.top.length} likeliest` : rank ? `number ${rank + 1}` : "the likeliest";
-    $("chosen").textContent = `“${shown(part)}” ${percent(Math.exp(part.logprob))}, ${standing}`;
-    $("list").replaceChildren(...(rank < 0 ? [...part.top, part] : part.top).map((each) => choice(each, part)));
-    for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", beside(at, by) < 0);
+    const rank = part.top.findIndex((alternative) => alternative.id === part.id);
+    const rankText = rank < 0 ? `not among the ${part.top.length} likeliest` : rank ? `number ${rank + 1}` : "the likeliest";
+    $("chosen").textContent = `“${shown(part)}” ${percent(Math.exp(part.logprob))}, ${rankText}`;
+    $("list").replaceChildren(...(rank < 0 ? [...part.top, part] : part.top).map((alternative) => choice(alternative, part)));
+    for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", nearestToken(at, by) < 0);
   }
   likely.hidden = false;
   place();
 }
 
-function choice(each, part) {
-  const item = element("li"), button = element("button"), probability = Math.exp(each.logprob);
+function choice(alternative, part) {
+  const item = element("li"), button = element("button"), probability = Math.exp(alternative.logprob);
   button.type = "button";
-  button.append(element("span", "word", shown(each)), element("span", "share", percent(probability)));
+  button.append(element("span", "word", shown(alternative)), element("span", "share", percent(probability)));
   button.style.setProperty("--share", `${100 * probability}%`);
-  button.tabIndex = each.id === part.id ? 0 : -1;
-  if (each.id === part.id) button.setAttribute("aria-current", "true");
-  button.addEventListener("click", () => pick(seen, each));
+  button.tabIndex = alternative.id === part.id ? 0 : -1;
+  if (alternative.id === part.id) button.setAttribute("aria-current", "true");
+  button.addEventListener("click", () => pick(seen, alternative));
   item.append(button);
   return item;
 }
@@ -479,7 +479,7 @@ function place() {
 }
 
 function close() {
-  if (likely.contains(document.activeElement)) typing().focus();
+  if (likely.contains(document.activeElement)) activeField().focus();
   marks[seen]?.classList.remove("seen");
   likely.hidden = true;
   seen = -1;
@@ -489,8 +489,8 @@ function close() {
 async function pick(at, entry) {
   const { run, top } = parts[at], next = parts.slice(0, at);
   await stop();
-  typing().focus();
-  if (chat && model.ends.includes(entry.id)) return change(signed(next, true), "The answer ends here.");
+  activeField().focus();
+  if (chat && model.ends.includes(entry.id)) return change(showIncomplete(next, true), "The answer ends here.");
   addToken(next, entry, run, top);
   await write(next);
 }
@@ -508,13 +508,13 @@ function walk(by) {
 }
 
 // Index of the nearest generated token in one direction, or -1.
-function beside(at, by) {
+function nearestToken(at, by) {
   do at += by; while (parts[at] && !parts[at].run);
   return parts[at] ? at : -1;
 }
 
 function stepToken(by) {
-  const to = beside(seen, by);
+  const to = nearestToken(seen, by);
   if (to < 0) return;
   const inside = $("list").contains(document.activeElement);
   marks[to].scrollIntoView({ block: "nearest" });
@@ -524,29 +524,29 @@ function stepToken(by) {
 
 // User input
 
-field.addEventListener("input", edited);
+field.addEventListener("input", handleEdit);
 document.addEventListener("selectionchange", () => {
-  if (document.activeElement !== field || field.selectionStart === typed) return;
-  typed = -1;
+  if (document.activeElement !== field || field.selectionStart === editCursor) return;
+  editCursor = -1;
   const at = partAtCursor();
   if (parts[at]?.run) open(at);
   else if (!hovered) close();
 });
 
-let resting = 0; // Timer: a passing pointer opens nothing.
-const leave = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
+let hoverTimer = 0; // Timer: a passing pointer opens nothing.
+const closeIfLeft = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
 for (const node of [field, turns]) node.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
-  clearTimeout(resting);
+  clearTimeout(hoverTimer);
   if (pointerType !== "mouse") return;
-  resting = setTimeout(() => {
+  hoverTimer = setTimeout(() => {
     const at = marks.indexOf(document.elementsFromPoint(clientX, clientY).find((node) => node.shows?.run));
-    if (at < 0) leave();
+    if (at < 0) closeIfLeft();
     else if (at !== seen) open(at, true);
   }, 120);
 });
 for (const node of [field, turns, likely]) node.addEventListener("pointerleave", () => {
-  clearTimeout(resting);
-  resting = setTimeout(leave, 300);
+  clearTimeout(hoverTimer);
+  hoverTimer = setTimeout(closeIfLeft, 300);
 });
 document.addEventListener("pointerdown", ({ target }) => { if (!likely.contains(target) && target !== field) close(); });
 likely.addEventListener("focusout", ({ relatedTarget }) => {
@@ -561,7 +561,7 @@ paper.addEventListener("scroll", () => {
 });
 for (const name of ["scroll", "resize"]) addEventListener(name, () => seen >= 0 && place());
 
-function actOf({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }) {
+function actionFor({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }) {
   const mod = ctrlKey || metaKey, focused = document.activeElement;
   if (isComposing || keyCode === 229) return null; // The key belongs to an input method.
   if (mod && key === "Enter") return () => (chat ? send() : write());
@@ -573,30 +573,30 @@ function actOf({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }
     if (seen >= 0) walk(0);
   };
   if (likely.contains(focused)) {
-    const acts = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
-    if (acts[key]) return () => acts[key][0](acts[key][1]);
+    const actions = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
+    if (actions[key]) return () => actions[key][0](actions[key][1]);
   }
   const inputs = ["INPUT", "TEXTAREA"]; // The browser handles undo in these elements.
   const editing = focused === field ? !job && field.value !== last.text : inputs.includes(focused.tagName);
-  const again = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
-  if (mod && !editing && again && future.length) return () => step(future, past);
-  if (mod && !editing && !again && key === "z" && past.length) return () => step(past, future);
+  const isRedo = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
+  if (mod && !editing && isRedo && future.length) return () => moveHistory(future, past);
+  if (mod && !editing && !isRedo && key === "z" && past.length) return () => moveHistory(past, future);
   return null;
 }
 
 document.addEventListener("keydown", (event) => {
-  const act = actOf(event);
-  if (!act) return;
+  const action = actionFor(event);
+  if (!action) return;
   event.preventDefault();
-  act();
+  action();
 });
 $("go").addEventListener("click", () => (job ? stop() : chat ? send() : write()));
 $("again").addEventListener("click", regenerate);
-$("fresh").addEventListener("click", startAfresh);
+$("fresh").addEventListener("click", startConversation);
 $("chat").addEventListener("click", () => setMode(true));
 $("plain").addEventListener("click", () => setMode(false));
-$("undo").addEventListener("click", () => step(past, future));
-$("redo").addEventListener("click", () => step(future, past));
+$("undo").addEventListener("click", () => moveHistory(past, future));
+$("redo").addEventListener("click", () => moveHistory(future, past));
 
 for (const range of document.querySelectorAll("input[type=range]")) {
   const number = range.previousElementSibling;
