@@ -49,7 +49,7 @@ def evaluate(
     gpt eval wikitext-2 -m hf:openai-community/gpt2 --json
     """
     model, text = model_and_texts("eval", model, text)
-    per_token = per_token or tokens  # --tokens is its former name.
+    per_token = per_token or tokens  # --tokens is the former name of --per-token.
     inputs.announce_stdin(text)
     with progress.startup_spinner(quiet):
         from gpt import api

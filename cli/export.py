@@ -53,7 +53,6 @@ def export(
 
 
 def _print_exported(exported: "Exported") -> None:
-    """Prints the saved file, the change in loss and the commands to try next."""
     path = shlex.quote(str(exported.out))
     render.fact(
         "saved", f"{exported.out}  ({exported.bytes:,} bytes, {counted(exported.tensors, 'tensor')}, {exported.type})"

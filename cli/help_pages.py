@@ -1,7 +1,7 @@
-"""Help pages: ``--help`` shows a command's common options and examples, ``--help-all`` every panel of options.
+"""Help pages: ``--help`` shows common options and examples, ``--help-all`` every panel of options.
 
-Common options have no panel. Options in the panel `RARE` belong in a configuration file; only the reference lists them.
-A command's docstring is its description, followed by an empty line and examples.
+Common options have no panel. The panel `RARE`, for options of config files, is only in docs/reference.md. A command's
+docstring contains its description, an empty line and examples.
 """
 
 import inspect
@@ -28,13 +28,13 @@ def help_page(command: Any, ctx: Any) -> str:
 
 
 class Command(typer.core.TyperCommand):
-    """A command with the help page of this module."""
+    """A command that prints `help_page`."""
 
     get_help = help_page
 
 
 class Group(typer.core.TyperGroup):
-    """A group of commands with the help page of this module."""
+    """A group of commands that prints `help_page`."""
 
     get_help = help_page
 
@@ -52,7 +52,7 @@ def _colour(page: str) -> str:
 
 
 def _write_page(command: Any, context: Any, page: Any) -> None:
-    show_all = "--help-all" in (context.find_root().obj or ())  # The root's `obj` is the whole command line.
+    show_all = "--help-all" in (context.find_root().obj or ())  # `obj` is the command line.
     option_panels, positionals = panels(command, context), arguments(command)
     rare_count = len(option_panels.pop(RARE, []))
     count = sum(map(len, option_panels.values()))
@@ -164,7 +164,7 @@ def value(option: Any, context: Any) -> str:
 
 
 def default(parameter: Any) -> str:
-    """Returns a parameter's default as text; empty if help need not show it."""
+    """Returns the default value to show for a parameter, or an empty string."""
     if isinstance(parameter.show_default, str):
         return "" if parameter.show_default == "none" else parameter.show_default
     if parameter.param_type_name == "option" and parameter.required:

@@ -1,4 +1,4 @@
-"""Reads inputs of limited size from files and stdin, and prints a note on stderr while it waits for input."""
+"""Reads files and stdin up to size limits."""
 
 import contextlib
 import io
@@ -58,7 +58,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def read_bounded(stream: BinaryIO, file: Path, max_bytes: int, hint: str) -> bytes:
-    """Reads a whole stream. Raises `UserError` above ``max_bytes`` bytes, since a device can be endless."""
+    """Reads a whole stream. Raises `UserError` above ``max_bytes``, since a device can be endless."""
     data = stream.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise _size_error(display_name(file), max_bytes, hint)
@@ -66,7 +66,7 @@ def read_bounded(stream: BinaryIO, file: Path, max_bytes: int, hint: str) -> byt
 
 
 def display_name(file: Path) -> str:
-    """Returns the name of an input file for messages."""
+    """Returns ``stdin`` for ``-``, and otherwise the path."""
     return "stdin" if str(file) == "-" else str(file)
 
 

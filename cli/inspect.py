@@ -156,14 +156,12 @@ def tokens(
 
 
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
-    """Loads the model in float32, for exact numbers."""
     with progress.startup_spinner(quiet=quiet):
         from gpt import api
-    return api.load(model, device=device, dtype="float32")
+    return api.load(model, device=device, dtype="float32")  # For exact numbers.
 
 
 def _load_embeddings(count: int, model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":
-    """Checks the options. Returns a model's embeddings and its path."""
     page.check_out(out)
     if count < 1:
         raise UserError(f"count is {count}; it must be 1 or more")

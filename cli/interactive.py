@@ -1,4 +1,4 @@
-"""The interactive mode of ``gpt chat`` and ``gpt sample -i``, with history and with commands."""
+"""The interactive mode of ``gpt chat`` and ``gpt sample -i``."""
 
 import contextlib
 import dataclasses
@@ -35,12 +35,12 @@ HELP = """\
 /model PATH      loads another model
 /help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
 QUOTES = '"""'
-HISTORY_LINES = 1000  # Lines kept in the history file.
+HISTORY_LINES = 1000
 
 
 class Interaction:
-    """Reads prompts and commands until the input ends. With a chat template, prompts are messages of a conversation;
-    without, the model continues each prompt."""
+    """Reads prompts and commands until the input ends. Prompts form a conversation if the model has a chat template;
+    otherwise the model continues each prompt."""
 
     def __init__(
         self, loaded: "LanguageModel", load: Callable[[str], "LanguageModel"], settings: SampleConfig, seed: int
@@ -135,8 +135,8 @@ class Interaction:
         render.context_notes(overflow, self.loaded.model.config.block_size)
 
     def _chat_prompt(self) -> list[int]:
-        """Returns the ids of the conversation. Drops the oldest turns until the context has room for an answer of
-        ``max_tokens``, or of a quarter of the context if that is less."""
+        """Returns the ids of the conversation. Drops the oldest turns until an answer fits into the context, of
+        ``max_tokens`` or a quarter of the context if that is less."""
         from gpt.text import chat
 
         size = self.loaded.model.config.block_size
@@ -236,7 +236,6 @@ def read_prompt() -> str | None:
 
 @contextlib.contextmanager
 def _readline_history() -> Iterator[None]:
-    """Enables history and line editing on a terminal, if Python has readline."""
     try:
         import readline
     except ImportError:  # Windows

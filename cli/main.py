@@ -30,13 +30,12 @@ GPT_TRAIN_STEPS=100 means --steps 100, and so on; --debug shows tracebacks."""
 
 
 def _print_help(context: typer.Context) -> None:
-    """Prints a group's help if no command was given."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 _python_showwarning = warnings.showwarning
-COMMANDS = {  # Command → name of its module, and of the function in it.
+COMMANDS = {  # Command → name of its module and function.
     "train": "train",
     "sample": "sample",
     "chat": "chat",
@@ -60,8 +59,6 @@ PURPOSES = {  # Headings of the help page, in order.
 
 
 class _Root(help_pages.Group):
-    """The command ``gpt``, with hints for other programs' commands."""
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command. Raises `UserError` with a hint for another program's command."""
         if args[0] in names.COMMANDS and args[0] not in self.commands:
@@ -69,7 +66,7 @@ class _Root(help_pages.Group):
         return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the options, with no environment variables for completion."""
+        """Returns the options. Completion options have no environment variables."""
         params = super().get_params(ctx)
         for param in params:
             if param.name in ("install_completion", "show_completion"):
@@ -78,8 +75,7 @@ class _Root(help_pages.Group):
 
 
 def make_app(args: Sequence[str] = ()) -> typer.Typer:
-    """Builds the app with only the command or group that ``args`` start with, because importing all of them is slow.
-    Builds all of them if ``args`` start with none."""
+    """Builds the app. If ``args`` start with a command or group, imports only that, because importing all is slow."""
     app = typer.Typer(
         name="gpt",
         cls=_Root,
@@ -213,7 +209,7 @@ def _add_resume_value(args: list[str]) -> list[str]:
 
 
 def _command_name(args: list[str]) -> str:
-    """Returns the command in ``args``, like ``data show``; ``COMMAND`` if there is none."""
+    """Returns the command in ``args``, like ``data show``, or else ``COMMAND``."""
     at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
     if at is None:
         return "COMMAND"
@@ -222,7 +218,6 @@ def _command_name(args: list[str]) -> str:
 
 
 def _report_error(error: BaseException, command: str) -> int:
-    """Prints an error and returns its exit status."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     status, message, hint = _describe(error, command)
@@ -271,7 +266,7 @@ def _is_closed_pipe(error: BaseException | None) -> bool:
 
 
 def _handle_closed_pipe() -> int:
-    """Redirects stdout to the null device, so that flushing at exit cannot fail. Returns status 0."""
+    """Redirects stdout to the null device, so that flushing at exit cannot fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -43,7 +43,7 @@ COMMANDS = {  # Another program's command → hint.
     "help": "gpt --help lists the commands, gpt COMMAND --help explains one",
 }
 
-# Our option or argument → other programs' options for the same thing.
+# Our option or argument → other programs' names for it.
 _OPTIONS = {
     "--steps": "max-iters max-steps num-steps train-steps num-train-steps max-train-steps iters iterations",
     "--epochs": "num-epochs num-train-epochs max-epochs n-epochs",
@@ -117,8 +117,7 @@ _HINTS = {  # Hints for options that have no equivalent here.
 
 
 def suggest(error: Any, context: Any) -> tuple[str, str] | None:
-    """Returns a message and a hint if the parser rejected another program's option or an extra argument; None for other
-    errors."""
+    """Returns a message and a hint for another program's option or an extra argument; None for other errors."""
     if context is None:
         return None
     parameters = {
@@ -129,7 +128,7 @@ def suggest(error: Any, context: Any) -> tuple[str, str] | None:
         takes_text = any(parameter.param_type_name == "argument" for parameter in context.command.params)
         out_hint = ", -o the output" if "--out" in parameters else ""
         return error.message, f"{quotes_hint if takes_text else ''}-m names the model{out_hint}"
-    if not hasattr(error, "possibilities"):  # Not an unknown option.
+    if not hasattr(error, "possibilities"):  # Only unknown options have possibilities.
         return None
     foreign_name = error.option_name.lower().lstrip("-").replace("_", "-")
     candidates = [f"--{foreign_name}", *(name for name, aliases in _OPTIONS.items() if foreign_name in aliases.split())]

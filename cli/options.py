@@ -1,4 +1,4 @@
-"""Turns the fields of config dataclasses into options, and defines the options that commands share."""
+"""Turns config dataclasses into options, and defines shared options."""
 
 import dataclasses
 import functools
@@ -17,8 +17,7 @@ from . import help_pages, inputs, render
 
 OUTPUT = "Output"
 
-# Environment variables are not shown per option, because `gpt --help` explains them once. Options without a panel are
-# common options (see `help_pages`).
+# `gpt --help` explains environment variables once. Options without a panel are common options (see `help_pages`).
 option = functools.partial(typer.Option, show_envvar=False)
 
 Json = Annotated[bool, option("--json", help="Print JSON to stdout, one object per line")]
@@ -64,10 +63,10 @@ Threads = Annotated[
 def model_and_texts(
     command: str, model: str | None, words: Sequence[str], takes_text: bool = True
 ) -> tuple[str | None, list[str]]:
-    """Returns the model and the TEXT arguments, and still accepts the model as the first word, with a note.
+    """Returns the model and the TEXT arguments. Still accepts the model as the first word, with a note.
 
-    With ``-m``, every word is a TEXT. Without it, a first word that names a model is the model if another word
-    follows. If the command takes no TEXT, the first word is the model."""
+    With ``-m``, every word is a TEXT. Without it, the first word is the model if the command takes no TEXT, or if the
+    word names a model and another word follows."""
     from gpt.runs import folder
 
     texts = list(words)
@@ -84,8 +83,8 @@ def model_and_texts(
 def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command an option for each field of ``config_class``, except the fields in ``without``.
 
-    The command receives an instance as ``settings``. If it has the parameters, it also receives ``given`` (the settings
-    that the user gave), ``words`` (the whole command line) and ``rest`` (the extra arguments).
+    The command receives an instance as ``settings`` and, if it has these parameters, ``given`` (the settings that the
+    user gave), ``words`` (the command line) and ``rest`` (extra arguments).
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +97,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
             field_values = {name: values.pop(name) for name in names}
             for first, second, _ in getattr(config_class, "EXCLUSIVE", ()):
                 _drop_weaker(_context, field_values, (first, second))
-            if "given" in command_parameters:  # Given as an option, an environment variable or in --config.
+            if "given" in command_parameters:  # From options, environment variables and --config.
                 sources = {
                     name: _context.get_parameter_source(name) for name in field_values if field_values[name] is not None
                 }
@@ -118,7 +117,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
         ordered_fields = sorted(fields, key=lambda field: config.PANELS.index(field.metadata["panel"]))
         field_parameters = [_make_parameter(config_class, field) for field in ordered_fields]
         context_parameter = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        # The help page lists what the command does first, and how it prints last.
+        # Help lists the config's options first.
         parameters = [context_parameter, *field_parameters, *(p.replace(kind=p.KEYWORD_ONLY) for p in own_parameters)]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -131,8 +130,8 @@ _PRECEDENCE = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # DEFAUL
 
 
 def _drop_weaker(context: typer.Context, field_values: dict[str, Any], pair: tuple[str, str]) -> None:
-    """Drops the one of two exclusive settings whose source has lower precedence: an option overrides an environment
-    variable. If both have the same source, the config rejects them."""
+    """Drops the exclusive setting of lower precedence: an option overrides an environment variable. Two settings of the
+    same source stay, and the config rejects them."""
     sources = [context.get_parameter_source(name) for name in pair]
     ranks = [_PRECEDENCE.index(source.name) if source else len(_PRECEDENCE) for source in sources]
     if all(field_values[name] is not None for name in pair) and ranks[0] != ranks[1]:

@@ -1,4 +1,4 @@
-"""Writes results to files: a self-contained HTML page, a picture or JSON, depending on the suffix."""
+"""Writes results to files: self-contained HTML pages, pictures or JSON."""
 
 import base64
 import json
@@ -60,8 +60,8 @@ def show(
     page: Callable[[], Data],
     picture: "Callable[[], Figure]",
 ) -> None:
-    """Writes ``out`` in the format of its suffix: the page ``pages/NAME.js``, a picture or JSON. Prints JSON if
-    ``as_json``, or else text if there is no ``out``. Calls only the functions it needs."""
+    """Writes ``out`` as the page ``pages/NAME.js``, a picture or JSON, by its suffix. Prints JSON if ``as_json``, or
+    text if there is no ``out``."""
     if out is not None:
         suffix = out.suffix.lower()
         if suffix in plots.SUFFIXES:
@@ -92,7 +92,7 @@ def html(name: str, title: str, data: Data) -> bytes:
     def read_page_file(file: str) -> str:
         return (pages / file).read_text(encoding="utf-8")
 
-    # HTML interprets only "</script" and "<!--" inside a script element, and JSON allows an escaped "<".
+    # An escaped "<" keeps "</script" and "<!--" out of the script element.
     content = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     page = Template(read_page_file("page.html")).substitute(
         title=title.replace("&", "&amp;").replace("<", "&lt;"),

@@ -30,8 +30,8 @@ def check() -> None:
 
 
 def _make_figure(width: float, height: float, title: str = "") -> "Figure":
-    """Returns an empty figure; sizes are in inches. Ignores matplotlibrc, and draws a $ as a $."""
-    os.environ["MPLBACKEND"] = "agg"  # Needs no window, and replaces a name unknown to matplotlib.
+    """Returns an empty figure; sizes are in inches. Ignores matplotlibrc, and draws $ literally."""
+    os.environ["MPLBACKEND"] = "agg"  # matplotlib fails if it names an unknown backend.
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -44,7 +44,7 @@ def _make_figure(width: float, height: float, title: str = "") -> "Figure":
 
 
 def as_bytes(figure: "Figure", suffix: str) -> bytes:
-    """Returns a figure as file contents. Lowers the resolution of a picture too large for matplotlib."""
+    """Returns the file of a figure. Lowers the resolution if the figure is too large for matplotlib."""
     file = io.BytesIO()
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # Missing glyphs are drawn as boxes.
         figure.savefig(file, format=suffix[1:], dpi=min(DPI, MAX_PIXELS / max(figure.get_size_inches())))
@@ -130,7 +130,7 @@ def near(groups: Sequence[Mapping[str, Any]]) -> "Figure":
 
 
 def positions(position_info: "Positions", model: str) -> "Figure":
-    """Draws the position embeddings (negative blue, positive red) and a curve of similarity by distance."""
+    """Draws the position embeddings (negative blue, positive red) and similarity by distance."""
     import numpy as np
 
     title, table = f"positions: {model}, {position_info.kind}", position_info.table

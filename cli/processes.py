@@ -1,4 +1,4 @@
-"""Starts the processes of distributed training, and ends a process that ``gpt`` or torchrun started."""
+"""Starts and ends the processes of distributed training."""
 
 import atexit
 import contextlib
@@ -14,7 +14,7 @@ from gpt.parallel import environment
 
 from . import render
 
-RANK_0_GRACE_SECONDS = 3.0  # Time for rank 0 to report the same error and for the launcher to end this rank.
+RANK_0_GRACE_SECONDS = 3.0  # Time for rank 0 to report the error and for the launcher to end this rank.
 
 
 def start(words: Sequence[str], nproc: int, began: float) -> int:

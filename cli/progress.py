@@ -20,8 +20,8 @@ PLAIN_SECONDS = 5.0  # Seconds between progress lines without a terminal.
 
 @contextlib.contextmanager
 def startup_spinner(quiet: bool) -> Iterator[None]:
-    """Shows a spinner on a terminal while torch is imported. Garbage collection is off during the import and skips the
-    imported modules afterwards: they contain hardly any garbage, and each full collection takes 0.1 s."""
+    """Shows a spinner on a terminal while torch is imported. Garbage collection is off during the import and skips its
+    objects afterwards: they are hardly ever garbage, and each full collection takes 0.1 s."""
     console = stderr()
     show_spinner = not quiet and console.is_terminal
     gc.disable()
@@ -34,7 +34,7 @@ def startup_spinner(quiet: bool) -> Iterator[None]:
 
 
 class Sparkline:
-    """A sparkline of a value: up to `WIDTH` bars of eight heights, each the mean of the same number of values."""
+    """A sparkline: up to `WIDTH` bars of eight heights, each the mean of the same number of values."""
 
     WIDTH = 24
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from gpt.training.context import Result
 
 
-# Characters that a terminal interprets or hides: C0 except line feed and tab, DEL, C1, and characters that change the
-# text direction or break lines. File names, JSON keys and generated text can contain them.
+# Characters that a terminal interprets or hides: C0 except line feed and tab, DEL, C1, text direction, line breaks.
+# File names, JSON keys and generated text can contain them.
 _CONTROL_CODES = (*range(9), *range(11, 32), *range(127, 160), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x2070),
            *range(0xFFF9, 0xFFFC))  # fmt: skip
 _ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROL_CODES}  # JSON uses the same escapes.
@@ -45,13 +45,13 @@ class _SafeConsole(Console):
         return text.translate(_SYMBOLS) if self.is_terminal else text
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders as rich does. Rich's own control codes are separate segments, which stay."""
+        """Renders as rich does, and keeps rich's own control codes, which are separate segments."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(self.escape(segment.text), segment.style)
 
 
 class _StderrConsole(_SafeConsole):
-    """A console on stderr that turns quiet after a write error (no reader, no terminal, full disk). Work continues."""
+    """A console on stderr that ignores output after a write error: a closed pipe or terminal, or a full disk."""
 
     def _check_buffer(self) -> None:
         try:
@@ -81,12 +81,12 @@ def make_output_safe() -> None:
     """Makes stdout and stderr escape characters that their encoding lacks, instead of raising.
 
     An output that is closed at startup becomes the null device, so the command still works and returns 0, as with
-    Python's ``print``. The null device occupies the free file descriptor. Otherwise the next opened file would get it,
-    and the output of libraries with it.
+    Python's ``print``. The null device occupies the free file descriptor, so that no later file receives the output of
+    libraries.
     """
     try:
         os.fstat(0)
-    except OSError:  # `sys.stdin` stays None, so reading it is a clear error.
+    except OSError:  # `sys.stdin` stays None, so commands can report that there is no stdin.
         os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -180,7 +180,7 @@ def result_json(result: "Result") -> dict[str, Any]:
 
 
 def result(result: "Result", console: Console | None = None) -> None:
-    """Prints the result of ``gpt train``: checkpoint, loss, a sample and a command to try next."""
+    """Prints the result of ``gpt train``."""
     throughput = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
     summary = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {throughput}"
     fact("saved", f"{result.checkpoint}  ({summary})", console)
@@ -209,7 +209,7 @@ def draw_seed(announce: bool, model: Path | None = None) -> int:
 
 @dataclass
 class Overflow:
-    """Truncation and overflow of the context, over all samples."""
+    """How far samples exceeded the context."""
 
     dropped: int = 0  # Most tokens truncated from the start of a prompt.
     slid: bool = False  # Whether a text outgrew the context.
@@ -228,7 +228,7 @@ class Overflow:
 
 
 def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> None:
-    """Prints texts as they are generated, each under a heading if there are several."""
+    """Prints texts as they are generated, with headings if there are several."""
     current = None
     for piece in pieces:
         if (piece.prompt, piece.index) != current:
@@ -241,7 +241,7 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
 
 
 def context_notes(overflow: Overflow, size: int) -> None:
-    """Prints notes about samples that overflowed the context of ``size`` tokens."""
+    """Prints notes about samples that exceeded the context of ``size`` tokens."""
     if dropped := overflow.dropped:
         note(f"the prompt has {dropped + size:,} tokens, but the context only {size:,}: dropped the first {dropped:,}")
     if overflow.slid:
@@ -249,7 +249,7 @@ def context_notes(overflow: Overflow, size: int) -> None:
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Returns a line of ``gpt sample --json``. ``piece`` is the last piece of a text, with the whole sample."""
+    """Returns a line of ``gpt sample --json`` for the last piece of a text."""
     sample = piece.sample
     assert sample is not None
     values: dict[str, Any] = {"prompt_index": piece.prompt, "index": piece.index, "prompt": prompt}
@@ -265,7 +265,6 @@ def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Token
 
 
 def _token_json(token: "Token", tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Returns a token's id, text, log-probability and, if there are any, its most likely alternatives."""
     values = {"token": token.id, "text": tokenizer.decode([token.id]), "logprob": token.logprob}
     top = [{"token": id, "text": tokenizer.decode([id]), "logprob": logprob} for id, logprob in token.top]
     return values | ({"top": top} if top else {})
@@ -282,7 +281,7 @@ def evaluation_json(result: "Evaluation") -> dict[str, Any]:
 
 
 def evaluation(result: "Evaluation") -> None:
-    """Prints the metrics of ``gpt eval`` with their units."""
+    """Prints the result of ``gpt eval``."""
     rows = table()
     rows.add_row("loss", f"{result.loss:.4f}", "nats per token")
     rows.add_row("perplexity", f"{result.perplexity:,.2f}", "per token: e to the loss")
@@ -300,7 +299,7 @@ def speed_json(measured: "Measured") -> dict[str, Any]:
 
 
 def speed(measured: "Measured") -> None:
-    """Prints the metrics of ``gpt bench`` with their units."""
+    """Prints the result of ``gpt bench``."""
     metrics, settings = measured.speed, measured.settings
     rows = table()
     details = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"

@@ -1,4 +1,4 @@
-"""Draws curves in a terminal with braille dots, or with letters if it lacks Unicode or colours.
+"""Draws curves in a terminal: with braille dots, or with letters if Unicode or colours are missing.
 
 plotext is no alternative: its two versions in use, 5 and 6, have no function in common.
 """
@@ -77,7 +77,6 @@ def chart(
 
 
 def _draw_x_axis(x_axis: Axis, width: int, x_name: str, frame: str) -> str:
-    """Returns the x axis: a line with ticks, and labels below it."""
     line, labels = [frame[3]] * width, [" "] * width
     next_free = 0
     for x, label in zip(x_axis.ticks, x_axis.labels, strict=True):
@@ -94,7 +93,7 @@ def _draw_x_axis(x_axis: Axis, width: int, x_name: str, frame: str) -> str:
 def _draw_cells(
     series: Sequence[Series], x_axis: Axis, y_axis: Axis, width: int, height: int, use_braille: bool
 ) -> dict[tuple[int, int], tuple[str, str]]:
-    """Returns (row, column) → (character, style). Draws pale curves first; later curves cover earlier curves."""
+    """Returns (row, column) → (character, style). Later curves cover earlier curves; pale curves are drawn first."""
     dots_across, dots_down = (2, 4) if use_braille else (1, 1)  # Dots per character, across and down.
     dots: dict[tuple[int, int], tuple[int, Series]] = {}
     for curve in sorted(series, key=lambda curve: not curve.pale):
@@ -113,7 +112,7 @@ def _draw_cells(
 
 
 def _interpolate(points: Sequence[Point], step: float) -> list[Point]:
-    """Returns the finite points, with points ``step`` apart interpolated between neighbours."""
+    """Returns the finite points, and points ``step`` apart between neighbours."""
     dense = [point for point in points if all(map(math.isfinite, point))]
     for (x0, y0), (x1, y1) in pairwise(points):
         if math.isfinite(y0) and math.isfinite(y1):

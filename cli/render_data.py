@@ -27,7 +27,7 @@ def size_in_words(size: int | None) -> str:
 
 
 def status(entry: "CatalogueEntry") -> str:
-    """Returns ``in Python``, ``downloaded``, ``3 of 14 files`` or ``to fetch``."""
+    """Returns ``in Python``, ``here``, ``3 of 14 files`` or ``to fetch``."""
     if entry.python:
         return "in Python"
     downloaded = sum(entry.is_here(file) for file in entry.all_files)
@@ -183,7 +183,6 @@ def _print_splits(folder: "TokenFolder") -> None:
 
 
 def _print_next_command(folder: "TokenFolder") -> None:
-    """Prints the next command for the folder, or why there is none."""
     if folder.manifest["part"]:
         render.fact("join the parts", "gpt data merge PART... -o DIR")
     elif folder.manifest["train"]["tokens"]:

@@ -39,7 +39,7 @@ def ramp(share: float) -> tuple[int, int, int]:
 
 
 def attention(look: "Look", tokenizer: "Tokenizer") -> None:
-    """Prints what heads attend to, the pattern of one head, and the most likely next tokens after each block."""
+    """Prints the kinds of heads, the pattern of one head, and the most likely next tokens after each block."""
     console = render.stdout()
     layer, head = find_clearest_head(look)
     if len(look.layers) * len(look.heads) > 1:
@@ -49,8 +49,7 @@ def attention(look: "Look", tokenizer: "Tokenizer") -> None:
 
 
 def find_clearest_head(look: "Look") -> tuple[int, int]:
-    """Returns the indices in ``look`` of the head with the clearest kind. Ignores the first token and the token itself,
-    because many heads attend to them."""
+    """Returns the layer and head index with the clearest kind, except first token and itself, which are common."""
 
     def clarity(place: tuple[int, int]) -> float:
         lifts = [look.here.lift(kind) for kind in ("previous", "same", "matching")]
@@ -61,7 +60,7 @@ def find_clearest_head(look: "Look") -> tuple[int, int]:
 
 
 def _heads_table(look: "Look") -> Table:
-    """Returns a table with a letter per head for what it mostly attends to."""
+    """Returns a letter per head for what it mostly attends to."""
     from gpt import inspect
 
     columns = ["layer", *(["window"] if any(look.windows) else []), *map(str, look.heads)]
@@ -112,7 +111,6 @@ def _cell(share: float, width: int, console: Console) -> Text:
 
 
 def _next_tokens_table(look: "Look", tokenizer: "Tokenizer") -> Table:
-    """Returns a table of the most likely next tokens after each block."""
     from gpt.inspect import token_text
 
     table = render.table(
@@ -166,7 +164,7 @@ def positions(position_info: "Positions") -> None:
 
 
 def tokens(data: Mapping[str, Any]) -> None:
-    """Prints a text's tokens in alternating colours, or with bars between them if there are no colours."""
+    """Prints a text's tokens in alternating colours, or separated by bars."""
     console = render.stdout()
     line = Text()
     for at, piece in enumerate(data["pieces"]):

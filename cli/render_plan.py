@@ -96,7 +96,7 @@ class Cost:
 
 
 def cost(cost: Cost, name: str = "") -> None:
-    """Prints memory, plans, FLOPs and time, with a model's name as the heading."""
+    """Prints memory, plans, FLOPs and time, under ``name`` as the heading."""
     if name:
         render.stdout().print(Text(f"\n{name}", "bold"))
     data = cost.data()

@@ -27,7 +27,7 @@ MAIN_SETTINGS = (  # Settings to print for a single run.
 
 
 def reports(run_reports: "Sequence[Report]") -> None:
-    """Prints the results, curves, settings, samples and copied spans of one run or several."""
+    """Prints results, curves, settings, samples and copied spans of runs."""
     from .views_report import comparable_runs, describe_smoothing, time_unit
 
     console = render.stdout()
@@ -62,7 +62,6 @@ def _print_chart(
 
 
 def _print_held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, time: str, console: Console) -> None:
-    """Prints the held-out losses over training time."""
     series = [
         Series(run["name"], [(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")], index)
         for index, run in enumerate(runs)
@@ -71,7 +70,7 @@ def _print_held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, t
 
 
 def _print_losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None, console: Console) -> None:
-    """Prints smoothed training losses and held-out losses; for a single run also a pale curve of the raw losses."""
+    """Prints smoothed and held-out losses, and for a single run its raw losses in a pale colour."""
     from .views_report import smoothed
 
     series = []
@@ -120,7 +119,7 @@ def _format_number(value: float | None) -> str:
 
 
 def _settings_table(run_reports: "Sequence[Report]") -> Table:
-    """Returns the main settings of one run, or the settings that differ between runs."""
+    """Returns the main settings of a single run, or the settings that differ between runs."""
     from gpt.runs.report import differing
 
     settings = [each.settings for each in run_reports]
@@ -138,7 +137,6 @@ def _settings_table(run_reports: "Sequence[Report]") -> Table:
 
 
 def _print_sample(run: dict[str, Any], console: Console) -> None:
-    """Prints the last sample, copied spans, rollbacks and unreadable metrics."""
     if run["samples"]:
         last = run["samples"][-1]
         console.print(Text(f"\n{run['name']}, sample at step {last['step']:,}", "bold"))

@@ -136,7 +136,7 @@ def _resolve_num(settings: SampleConfig, num: int) -> tuple[SampleConfig, int]:
 
 
 def _check_options(settings: SampleConfig, as_json: bool, note: Callable[[str], None]) -> None:
-    """Raises `UserError` for conflicting options, and prints notes about options without effect."""
+    """Rejects conflicting options, and prints notes about options without effect."""
     if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
         raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     default = SampleConfig()

@@ -1,5 +1,4 @@
-"""Axes with round ticks for charts in the terminal, for numbers in float32's range. ``pages/chart.js`` does the same; a
-test compares the two."""
+"""Axes with round ticks, for numbers in float32's range. ``pages/chart.js`` does the same; a test compares the two."""
 
 import math
 from collections.abc import Sequence
@@ -31,8 +30,7 @@ class Axis:
 def axis(low: float, high: float, max_ticks: int, extend: bool = True) -> Axis:
     """Returns a linear axis with up to ``max_ticks`` ticks: multiples of 1, 2 or 5 times a power of ten.
 
-    With ``extend``, as for values, the axis ends at ticks. Without, as for steps, it ends at ``low`` and ``high``, but
-    starts at 0 if ``low`` is close to 0.
+    With ``extend``, the axis ends at ticks. Otherwise it goes from ``low``, or from 0 if that is close, to ``high``.
     """
     low, high = _widen(0.0 if not extend and 0 < low <= high / 10 else low, high)
     first, last, step, k = _find_step(
@@ -62,7 +60,6 @@ def spans_decades(low: float, high: float) -> bool:
 
 
 def _widen(low: float, high: float) -> tuple[float, float]:
-    """Widens a range that is too narrow for ticks."""
     largest = max(abs(low), abs(high))
     half = largest / 2 if largest > TINY else 0.5
     return (low, high) if high - low > max(FLAT * largest, TINY) else (low - half, high + half)

@@ -147,7 +147,6 @@ def decode(
 
 
 def _load_tokenizer(name: str | None, model: str | None) -> "tuple[Tokenizer, str]":
-    """Returns the named tokenizer, or a model's, and its name."""
     if name is not None:
         from gpt.text.tokenizer_files import find_tokenizer
 

@@ -12,7 +12,7 @@ from .page import pack_array
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
-LARGEST_PAGE = 96 * 2**20  # Maximum bytes of patterns in a page; browsers slow down far below.
+LARGEST_PAGE = 96 * 2**20  # Maximum bytes of patterns in a page. Browsers get slow far below.
 MAX_NEXT_TOKENS = 100  # Number of most likely next tokens to list.
 Tree = dict[str, Any]
 
@@ -26,7 +26,7 @@ def _token_texts(tokenizer: "Tokenizer", ids: Any) -> dict[str, str]:
 
 
 def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, prompt: str) -> Tree:
-    """Returns the object of ``gpt inspect attention --json``: every number of the page, as nested lists."""
+    """Returns the object of ``gpt inspect attention --json``."""
 
     def text(id: Any) -> str:
         return inspect.token_text(tokenizer, int(id))
@@ -160,7 +160,7 @@ MAX_TABLE_SIDE = 1024  # Maximum rows and columns of a table on a page.
 
 
 def positions_data(position_info: inspect.Positions, model: str) -> Tree:
-    """Returns the object of ``gpt inspect positions --json``, with the whole table."""
+    """Returns the object of ``gpt inspect positions --json``."""
     return {
         "model": model,
         "positions": position_info.kind,
@@ -171,7 +171,7 @@ def positions_data(position_info: inspect.Positions, model: str) -> Tree:
 
 
 def positions_page(position_info: inspect.Positions, model: str) -> Tree:
-    """Returns the data of ``pages/positions.js``. Takes evenly spaced rows and columns of a large table."""
+    """Returns the data of ``pages/positions.js``. A large table is sampled evenly."""
     table: Tree | None = None
     if position_info.table is not None:
         step = [-(-size // MAX_TABLE_SIDE) for size in position_info.table.shape]

@@ -93,7 +93,7 @@ def choose_loss_unit(reports: Sequence[Report]) -> str:
 
 
 def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tree], str]:
-    """Returns the objects of runs with losses in a common unit, and that unit. Curves have up to ``max_points`` points."""
+    """Returns runs with losses in a common unit, and the unit. Curves have up to ``max_points`` points."""
     runs, unit = [report_data(report, max_points) for report in reports], choose_loss_unit(reports)
     names = [report.name for report in reports]
     for run in runs:
@@ -106,7 +106,7 @@ def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tr
 
 
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
-    """Returns a time unit that suits the longest run: its length in seconds, and its name."""
+    """Returns the time unit for the longest run: its length in seconds, and its name."""
     longest = max(
         each.seconds for report in reports for each in [*report.history.steps[-1:], *report.history.evals[-1:]]
     )

@@ -4,18 +4,18 @@ const scaleByPower = (number, power) => Number(`${number}e${power}`);
 const withDecimals = (value, decimals) => value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 const range = (first, last) => Array.from({ length: Math.max(0, last - first + 1) }, (_, i) => first + i);
 
-// An axis with up to `maxTicks` ticks: multiples of 1, 2 or 5 times a power of ten. With `extend`, it ends at ticks; without,
-// at `low` and `high`, but starts at 0 if `low` is close to 0.
+// Returns an axis with up to `maxTicks` ticks: multiples of 1, 2 or 5 times a power of ten.
+// With `extend`, the axis ends at ticks. Otherwise it goes from `low`, or from 0 if that is close, to `high`.
 function axis(low, high, maxTicks, extend = true) {
   [low, high] = widen(!extend && 0 < low && low <= high / 10 ? 0 : low, high);
   const [first, last, step, k] = findStep(low, high, maxTicks, extend, Math.floor(Math.log10((high / 2 - low / 2) / maxTicks)) - 1);
   const numbers = range(first, last).map((n) => n * step).filter((n) => isFinite(scaleByPower(n, k))), ticks = numbers.map((n) => scaleByPower(n, k));
   if (extend) { low = Math.min(low, ...ticks); high = Math.max(high, ...ticks); }
-  // Halves avoid overflow of the span.
+  // Halving avoids overflow of the span.
   return { low, high, ticks, labels: makeLabels(numbers, k), share: (value) => (value / 2 - low / 2) / (high / 2 - low / 2) };
 }
 
-// A logarithmic axis of positive numbers with ticks at every decade, or every 2nd, 5th, 10th, …
+// Returns a logarithmic axis of positive numbers with ticks at every decade, or every 2nd, 5th, 10th, …
 function logAxis(low, high, maxTicks) {
   const [first, last, step, k] = findStep(Math.log10(low), Math.log10(high), maxTicks, true, 0);
   const decades = range(first, Math.max(last, first + 1)).map((n) => n * step * 10 ** k).filter((n) => 0 < scaleByPower(1, n) && scaleByPower(1, n) < Infinity);
@@ -41,20 +41,20 @@ function findStep(low, high, maxTicks, extend, k) {
   }
 }
 
-// Labels for numbers × 10^k, with the same decimals and unit.
+// Returns labels for numbers × 10^k, with the same decimals and unit.
 function makeLabels(numbers, k) {
   const top = String(Math.max(...numbers.map(Math.abs))).length - 1 + k, thousands = Math.floor(top / 3) * 3;
   const [unit, mark] = top < -3 || top >= 15 ? [top, `e${top}`] : top >= 6 && thousands - k <= 3 ? [thousands, UNITS[thousands]] : [0, ""];
   return numbers.map((n) => mark && !n ? "0" : withDecimals(scaleByPower(n, k - unit), Math.max(0, unit - k)) + mark);
 }
 
-// The sample of a curve in a legend.
+// Draws a curve sample for a legend.
 const key = ({ colour = "--soft", dash = "", pale = false, dots = false }) => svg("svg", { class: "key", viewBox: "0 0 26 10", "aria-hidden": "true" },
   svg("path", { class: pale ? "curve pale" : "curve", style: `stroke:var(${colour});stroke-dasharray:${dash}`, d: "M1 5H25" }),
   dots ? svg("circle", { cx: 13, cy: 5, r: 3, style: `fill:var(${colour})` }) : []);
 
-// Draws curves of points [x, y], pale curves below the others; a null y is a gap. Redraws when the width changes. The
-// pointer and the arrow keys read out values.
+// Draws curves of points [x, y], pale curves below the others. A null y is a gap.
+// Redraws when the width changes. The pointer and the arrow keys read out values.
 function lineChart({ name, title, x, series, legend = [], height = 240, logarithmic = false }) {
   const curves = [...series].sort((curve, other) => !!other.pale - !!curve.pale).filter((curve) => curve.points.some((p) => p[1] !== null));
   const caption = el("figcaption", {}, title ? el("h3", {}, title) : null,

@@ -49,11 +49,11 @@ function ramp(share) {
   return ends[0].map((low, i) => Math.round(low + (ends[1][i] - low) * x));
 }
 const rgb = (parts) => `rgb(${parts.join(",")})`;
-// Black or white, whichever contrasts more: at least 4.5 to 1 (WCAG's relative luminance).
+// Returns black or white, whichever contrasts more: at least 4.5 to 1 (WCAG's relative luminance).
 const linear = (part) => part / 255 <= 0.03928 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4;
 const readable = (parts) => 0.2126 * linear(parts[0]) + 0.7152 * linear(parts[1]) + 0.0722 * linear(parts[2]) > 0.179 ? "#000" : "#fff";
 
-const redraws = []; // Called when the colours change.
+const redraws = []; // Functions to call when the colours change.
 function recolour() { rampEnds(); redraws.forEach((draw) => draw()); }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
 
@@ -84,7 +84,7 @@ function beside(...groups) {
   box.append(...groups.map((group) => el("div", {}, group)));
 }
 
-// A token with leading and trailing spaces as dots; line breaks and tabs are already escaped.
+// Returns a token with leading and trailing spaces as dots; line breaks and tabs are already escaped.
 const showSpaces = (text) => text === "" ? "∅" : text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 
 function context2d(canvas, width, height) {

@@ -23,7 +23,7 @@ let xColumn = "step";
 const [unit, unitName] = data.time;
 const chartBox = el("div", { id: "curves" });
 const heldOutStyle = { dash: "5 4", dots: true };
-// Curves of a chart. The loss chart has raw losses (pale), smoothed losses and held-out losses.
+// Returns the curves of a chart. The loss chart has raw losses (pale), smoothed losses and held-out losses.
 function series(name) {
   return runs.flatMap((run, i) => {
     if (hidden.has(i)) return [];

@@ -1,18 +1,18 @@
 "use strict";
-// The page of `gpt serve`: a text that the model continues, or a conversation. Text of users and models is never inserted
-// as markup.
+// The page of `gpt serve`: a text that the model continues, or a conversation. Text is never inserted as markup.
 const $ = (id) => document.getElementById(id);
 const field = $("text"), question = $("question"), turns = $("turns");
 const shade = $("shade"), paper = $("paper"), likely = $("likely");
 const MAX_ALTERNATIVES = 10; // Alternatives per token.
 const CHUNK = 1000; // Maximum characters of a typed part, so that an edit redraws little.
 
-// The text is a list of parts. Typed text is {text}. A generated token is {text, id, bytes, logprob, top, run, held,
-// returned}. `run.base` has the ids before the first token of an uninterrupted generation, so the model can continue after
-// any token from exactly the same ids. `held` are the bytes of an incomplete character, which the next token completes.
-// `returned`: the token ends with \r, which a field shows as \n. Parts are immutable.
-// In a conversation, a question is a part {role, content, text: ""}, and an answer is {role, messages, text: ""} with the
-// messages before it. The tokens of an answer follow it, and their `run` is the answer.
+// The text is a list of immutable parts. Typed text is {text}.
+// A generated token is {text, id, bytes, logprob, top, run, held, returned}. Its `run` is one uninterrupted generation.
+// `run.base` contains the prompt ids of the run, so the model can continue after any token from exactly the same ids.
+// `held` contains the bytes of an incomplete character, which the next token completes.
+// `returned` means that the token ends with \r, which a text field shows as \n.
+// In a conversation, a question is {role, content, text: ""}.
+// An answer is {role, messages, text: ""} with the messages before it. Its tokens follow it, and it is their `run`.
 let parts = [], past = [], future = []; // `past` and `future` are lists of parts, for undo and redo.
 const totals = new WeakMap(); // The last part of a conversation → its number of tokens.
 let marks = []; // The element of each part, which shades the token.
@@ -22,7 +22,7 @@ let model = { id: "gpt", context_length: Infinity };
 let job = null; // The running generation: {controller, ended}.
 let seen = -1; // Index of the part whose alternatives are open; -1 if none.
 let hovered = false; // Whether the pointer opened them.
-let editCursor = -1; // Cursor position after an edit, which opens no alternatives.
+let editCursor = -1; // Cursor position after an edit; it opens no alternatives.
 let follow = true; // Whether the view scrolls along as the text grows.
 let last = { text: "", parts: [] }; // The state last set by the page, without later typing.
 const thousands = (number) => number.toLocaleString("en-US");
@@ -147,8 +147,7 @@ function setParts(next) {
   count();
 }
 
-// Returns how many parts of a list a text starts with, and their length. Ignores trailing tokens without visible text, and
-// trailing short parts.
+// Counts the parts that a text starts with, and their length. Drops trailing short parts and invisible tokens.
 function matchParts(list, text) {
   let end = 0, n = 0;
   while (n < list.length && text.startsWith(list[n].text, end)) end += list[n++].text.length;
@@ -175,7 +174,7 @@ function handleEdit() {
 
 // Generated tokens
 
-// Number of bytes at the end that form an incomplete UTF-8 character.
+// Counts the bytes at the end that form an incomplete UTF-8 character.
 function incompleteBytes(bytes) {
   for (let n = 1; n <= Math.min(3, bytes.length); n++) {
     const byte = bytes[bytes.length - n];
@@ -205,7 +204,7 @@ function showIncomplete(list, incomplete) {
   return [...list.slice(0, -1), { ...end, text, signed: incomplete }];
 }
 
-// Ids of a run before the part at this index.
+// Returns the ids of a run before part `at`.
 function idsBefore(run, at) {
   return [...run.base, ...parts.slice(0, at).filter((part) => part.run === run).map((part) => part.id)];
 }
@@ -220,7 +219,7 @@ function settings() {
   return { seed, min_p: 0, repetition_penalty: 1, ...Object.fromEntries(sampling) };
 }
 
-// The text of an answer as the API returns it, without special tokens.
+// Returns the text of an answer as the API returns it, without special tokens.
 function contentOf(answer) {
   const tokens = parts.filter((part) => part.run === answer && !model.specials.includes(part.id));
   return utf8.decode(new Uint8Array(tokens.flatMap((part) => part.bytes)));
@@ -383,7 +382,7 @@ async function regenerate() {
   if (at >= 0) await write(parts.slice(0, at + 1));
 }
 
-// Replaces the parts, with undo.
+// Replaces the parts; undo restores them.
 function change(next, why) {
   past.push(parts);
   future.length = 0;
@@ -427,7 +426,7 @@ function count(n = currentTokens()) {
 
 const percent = (probability) => probability && probability < 0.00005 ? "< 0.01 %" : `${(100 * probability).toFixed(2)} %`;
 
-// A token with visible spaces, control characters and invalid bytes.
+// Returns a token with visible spaces, control characters and invalid bytes.
 function shown({ bytes }) {
   try {
     const text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(new Uint8Array(bytes));
@@ -507,7 +506,7 @@ function walk(by) {
   buttons[Math.max(0, Math.min(buttons.length - 1, to))].focus();
 }
 
-// Index of the nearest generated token in one direction, or -1.
+// Returns the index of the nearest generated token in one direction, or -1.
 function nearestToken(at, by) {
   do at += by; while (parts[at] && !parts[at].run);
   return parts[at] ? at : -1;
@@ -533,7 +532,7 @@ document.addEventListener("selectionchange", () => {
   else if (!hovered) close();
 });
 
-let hoverTimer = 0; // Timer: a passing pointer opens nothing.
+let hoverTimer = 0; // The pointer must rest before it opens alternatives.
 const closeIfLeft = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
 for (const node of [field, turns]) node.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
   clearTimeout(hoverTimer);
