@@ -135,8 +135,8 @@ class Interaction:
         render.context_notes(overflow, self.loaded.model.config.block_size)
 
     def _chat_prompt(self) -> list[int]:
-        """Returns the ids of the conversation. Drops the oldest turns until an answer fits into the context, of
-        ``max_tokens`` or a quarter of the context if that is less."""
+        """Returns the ids of the conversation. Drops the oldest turns to leave room for an answer: ``max_tokens``, or a
+        quarter of the context if that is less."""
         from gpt.text import chat
 
         size = self.loaded.model.config.block_size

@@ -97,7 +97,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
             field_values = {name: values.pop(name) for name in names}
             for first, second, _ in getattr(config_class, "EXCLUSIVE", ()):
                 _drop_weaker(_context, field_values, (first, second))
-            if "given" in command_parameters:  # From options, environment variables and --config.
+            if "given" in command_parameters:  # Settings from options, environment variables and --config.
                 sources = {
                     name: _context.get_parameter_source(name) for name in field_values if field_values[name] is not None
                 }

@@ -68,7 +68,7 @@ def params(
     overrides: dict[str, object] = {key: value for key, value in shape_options.items() if value is not None}
     page.check_out(out, ".html")
     list_all = list_presets or (not targets and not overrides)
-    if parts and not given:  # --memory, --flops and --time are former options.
+    if parts and not given:  # The former options --memory, --flops and --time.
         given = {"devices": settings.devices}
     if given and (list_all or out is not None):
         flag = f"--{next(iter(given))}".replace("_", "-")

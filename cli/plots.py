@@ -158,9 +158,8 @@ def tokens(pieces: Sequence[str]) -> "Figure":
         places.append((column, line))
         column += len(piece)
     width = max([LINE_LENGTH, *(column + len(piece) for (column, _), piece in zip(places, pieces, strict=True))])
-    figure = _make_figure(
-        width * FONT_SIZE * 0.602 / 72 + 0.2, 0.26 * (line + 1) + 0.2
-    )  # A character is 0.602 em wide.
+    # A character is 0.602 em wide.
+    figure = _make_figure(width * FONT_SIZE * 0.602 / 72 + 0.2, 0.26 * (line + 1) + 0.2)
     axes = figure.add_subplot(xlim=(0, width), ylim=(line + 1, 0))
     axes.set_axis_off()
     for index, ((x, y), piece) in enumerate(zip(places, pieces, strict=True)):

@@ -17,14 +17,14 @@ from . import render
 RANK_0_GRACE_SECONDS = 3.0  # Time for rank 0 to report the error and for the launcher to end this rank.
 
 
-def start(words: Sequence[str], nproc: int, began: float) -> int:
+def start(words: Sequence[str], nproc: int, start_time: float) -> int:
     """Runs ``gpt`` with ``words`` in ``nproc`` processes and returns the exit status.
 
-    ``began`` is the start time of the command. Raises `WorkError` if a signal killed a process.
+    ``start_time`` is the start time of the command. Raises `WorkError` if a signal killed a process.
     """
     from gpt.parallel.launch import launch
 
-    outcome = launch([sys.executable, "-P", "-m", "gpt_cli", *words], nproc, began)
+    outcome = launch([sys.executable, "-P", "-m", "gpt_cli", *words], nproc, start_time)
     resume_hint = (
         f"resume with: gpt train --resume {shlex.quote(str(outcome.run))}"
         if outcome.run and outcome.run.is_dir()

@@ -20,8 +20,8 @@ PLAIN_SECONDS = 5.0  # Seconds between progress lines without a terminal.
 
 @contextlib.contextmanager
 def startup_spinner(quiet: bool) -> Iterator[None]:
-    """Shows a spinner on a terminal while torch is imported. Garbage collection is off during the import and skips its
-    objects afterwards: they are hardly ever garbage, and each full collection takes 0.1 s."""
+    """Shows a spinner on a terminal while torch is imported. Turns off garbage collection during the import and
+    freezes the new objects: they are hardly ever garbage, and each full collection takes 0.1 s."""
     console = stderr()
     show_spinner = not quiet and console.is_terminal
     gc.disable()

@@ -102,9 +102,8 @@ def _draw_cells(
             column, row = round(x * (width * dots_across - 1)), round((1 - y) * (height * dots_down - 1))
             cell = (row // dots_down, column // dots_across)
             previous_bits, previous_curve = dots.get(cell, (0, curve))
-            kept_bits = (
-                previous_bits if previous_curve.pale == curve.pale else 0
-            )  # A pale curve must not thicken the others.
+            # A pale curve must not thicken the others.
+            kept_bits = previous_bits if previous_curve.pale == curve.pale else 0
             dots[cell] = (kept_bits | _DOTS[row % 4][column % 2], curve)
     return {
         cell: (chr(0x2800 + bits) if use_braille else curve.mark, curve.style) for cell, (bits, curve) in dots.items()

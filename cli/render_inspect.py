@@ -49,7 +49,7 @@ def attention(look: "Look", tokenizer: "Tokenizer") -> None:
 
 
 def find_clearest_head(look: "Look") -> tuple[int, int]:
-    """Returns the layer and head index with the clearest kind, except first token and itself, which are common."""
+    """Returns the layer and head index with the clearest kind. Ignores the common kinds ``first`` and ``itself``."""
 
     def clarity(place: tuple[int, int]) -> float:
         lifts = [look.here.lift(kind) for kind in ("previous", "same", "matching")]

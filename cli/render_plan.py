@@ -96,7 +96,7 @@ class Cost:
 
 
 def cost(cost: Cost, name: str = "") -> None:
-    """Prints memory, plans, FLOPs and time, under ``name`` as the heading."""
+    """Prints memory, plans, FLOPs and time, below the heading ``name``."""
     if name:
         render.stdout().print(Text(f"\n{name}", "bold"))
     data = cost.data()

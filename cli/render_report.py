@@ -122,7 +122,7 @@ def _settings_table(run_reports: "Sequence[Report]") -> Table:
     """Returns the main settings of a single run, or the settings that differ between runs."""
     from gpt.runs.report import differing
 
-    settings = [each.settings for each in run_reports]
+    settings = [report.settings for report in run_reports]
     keys = [key for key in MAIN_SETTINGS if settings[0].get(key) is not None]
     title = "settings"
     if len(run_reports) > 1:
@@ -130,9 +130,9 @@ def _settings_table(run_reports: "Sequence[Report]") -> Table:
         title = "settings that differ" if keys else "the settings do not differ"
     table = render.table(title=f"\n{title}")
     if len(run_reports) > 1 and keys:
-        table.add_row("", *(Text(each.name, "bold") for each in run_reports))
+        table.add_row("", *(Text(report.name, "bold") for report in run_reports))
     for key in keys:
-        table.add_row(Text(key, "dim"), *(Text("–" if each.get(key) is None else str(each[key])) for each in settings))
+        table.add_row(Text(key, "dim"), *(Text("–" if run.get(key) is None else str(run[key])) for run in settings))
     return table
 
 

@@ -44,7 +44,7 @@ def train(
 
     gpt tokenizer train book.txt -o tokenizer --vocab-size 4096
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if out is None:
         raise UserError("where should the tokenizer go?", "name a new folder: gpt tokenizer train TEXT... -o DIR")
     from gpt.text import tokenizer_files, vocabulary
@@ -54,7 +54,7 @@ def train(
     with progress.TrainDisplay(quiet) as display:
         tokenizer, sample = vocabulary.learn(text, settings, special or (), display)
     tokenizer_files.save_tokenizer(tokenizer, out)
-    render_vocabulary.training_result(tokenizer, out, sample.taken, sample.seen, time.perf_counter() - began, json)
+    render_vocabulary.training_result(tokenizer, out, sample.taken, sample.seen, time.perf_counter() - start_time, json)
 
 
 @app.command("show")

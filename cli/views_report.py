@@ -28,9 +28,10 @@ def report_data(report: Report, max_points: int | None = None) -> Tree:
         "samples": _samples(report),
         "copying": _copying(report),
         "rollbacks": [
-            {"step": each.step, "failed_step": each.failed_step, "why": each.why} for each in history.rollbacks
+            {"step": rollback.step, "failed_step": rollback.failed_step, "why": rollback.why}
+            for rollback in history.rollbacks
         ],
-        "resumes": [each.step for each in history.resumes],
+        "resumes": [resume.step for resume in history.resumes],
         "end": end,
         "unread_lines": history.unread,
     }
@@ -75,7 +76,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
         "time": time_unit(reports),
         "raw": raw,
         "smoothing": smooth,
-        "differing": [k for k in differing([each.settings for each in reports]) if k != "started"],
+        "differing": [k for k in differing([report.settings for report in reports]) if k != "started"],
     }
 
 
@@ -108,7 +109,7 @@ def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tr
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
     """Returns the time unit for the longest run: its length in seconds, and its name."""
     longest = max(
-        each.seconds for report in reports for each in [*report.history.steps[-1:], *report.history.evals[-1:]]
+        event.seconds for report in reports for event in [*report.history.steps[-1:], *report.history.evals[-1:]]
     )
     return (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 300 else (1, "seconds")
 
