@@ -7,8 +7,8 @@ const MAX_ALTERNATIVES = 10; // Alternatives per token.
 const CHUNK = 1000; // Maximum characters of a typed part, so that an edit redraws little.
 
 // The text is a list of immutable parts. Typed text is {text}.
-// A generated token is {text, id, bytes, logprob, top, run, held, returned}. Its `run` is one uninterrupted generation.
-// `run.base` contains the prompt ids of the run, so the model can continue after any token from exactly the same ids.
+// A generated token is {text, id, bytes, logprob, top, run, held, returned}. Consecutive tokens share a `run`.
+// `run.base` contains the ids before its first token, so the model can continue after any token from the same ids.
 // `held` contains the bytes of an incomplete character, which the next token completes.
 // `returned` means that the token ends with \r, which a text field shows as \n.
 // In a conversation, a question is {role, content, text: ""}.
@@ -17,11 +17,11 @@ let parts = [], past = [], future = []; // `past` and `future` are lists of part
 const totals = new WeakMap(); // The last part of a conversation → its number of tokens.
 let marks = []; // The element of each part, which shades the token.
 let chat = false; // Whether the page shows a conversation.
-let other = { parts: [], past: [], future: [], marks: [] }; // The same state in the other mode.
+let other = { parts: [], past: [], future: [], marks: [] }; // Parts, history and marks of the other mode.
 let model = { id: "gpt", context_length: Infinity };
 let job = null; // The running generation: {controller, ended}.
 let seen = -1; // Index of the part whose alternatives are open; -1 if none.
-let hovered = false; // Whether the pointer opened them.
+let hovered = false; // Whether the pointer opened the alternatives.
 let editCursor = -1; // Cursor position after an edit; it opens no alternatives.
 let follow = true; // Whether the view scrolls along as the text grows.
 let last = { text: "", parts: [] }; // The state last set by the page, without later typing.
@@ -147,7 +147,7 @@ function setParts(next) {
   count();
 }
 
-// Counts the parts that a text starts with, and their length. Drops trailing short parts and invisible tokens.
+// Finds the leading parts that a text still starts with. Drops trailing short parts and invisible tokens.
 function matchParts(list, text) {
   let end = 0, n = 0;
   while (n < list.length && text.startsWith(list[n].text, end)) end += list[n++].text.length;
