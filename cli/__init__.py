@@ -1,1 +1,1 @@
-"""The command line: words → config → one call → rendering. Imported as ``gpt_cli``."""
+"""The command line: arguments → config → one library call → output. Imported as ``gpt_cli``."""

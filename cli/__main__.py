@@ -1,4 +1,4 @@
-"""``python -m gpt_cli``: the command, for what starts modules, as torchrun does."""
+"""Runs ``gpt`` as ``python -m gpt_cli``, for launchers such as torchrun."""
 
 from .main import run
 

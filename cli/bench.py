@@ -31,7 +31,7 @@ def bench(
     gpt bench -m gpt2 --dtype int8
     """
     model, _ = model_and_texts("bench", model, rest, takes_text=False)
-    with progress.starting(quiet=json):
+    with progress.startup_spinner(quiet=json):
         from gpt import api
     measured = api.bench(
         model, settings, device=device, dtype=dtype, threads=threads, compile=compile, note=render.note

@@ -6,7 +6,7 @@ from gpt.sample_config import SampleConfig
 
 from .interactive import converse
 from .options import Base, Device, Dtype, Model, Seed, Threads, takes
-from .sample import check_numbers, with_constraint
+from .sample import check_numbers, resolve_constraint
 
 
 @takes(SampleConfig, without=("batch", "logprobs", "echo_logprobs"))
@@ -26,4 +26,4 @@ def chat(
     gpt chat -m hf:Qwen/Qwen3-0.6B
     """
     check_numbers(1, seed)
-    converse(with_constraint(settings, given), model, base, seed, device, dtype, threads)
+    converse(resolve_constraint(settings, given), model, base, seed, device, dtype, threads)

@@ -76,11 +76,11 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
     """
     from gpt.text import catalogue
 
-    found = catalogue.corpus(name)
-    started = time.monotonic()
+    corpus = catalogue.corpus(name)
+    start_time = time.monotonic()
     with progress.Bar("fetched", "bytes", quiet) as bar:
         catalogue.fetch(name, lambda done, total: bar.reach(done, total or done))
-    render_data.fetched(found, time.monotonic() - started, f"gpt train {shlex.quote(name)}", json)
+    render_data.fetch_result(corpus, time.monotonic() - start_time, f"gpt train {shlex.quote(name)}", json)
 
 
 @app.command("merge")
@@ -97,6 +97,6 @@ def merge(
 
     if out is None:
         raise UserError("where should the merged folder go?", "name a new folder: gpt data merge PART... -o DIR")
-    began = time.monotonic()
+    start_time = time.monotonic()
     folder = token_folder.merge(part, out)
-    render_data.tokens(folder, time.monotonic() - began, json)
+    render_data.tokens(folder, time.monotonic() - start_time, json)

@@ -49,9 +49,9 @@ def evaluate(
     gpt eval wikitext-2 -m hf:openai-community/gpt2 --json
     """
     model, text = model_and_texts("eval", model, text)
-    per_token = per_token or tokens  # its former name
-    inputs.announce(text)
-    with progress.starting(quiet):
+    per_token = per_token or tokens  # --tokens is the former name of --per-token.
+    inputs.announce_stdin(text)
+    with progress.startup_spinner(quiet):
         from gpt import api
     loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=render.note)
     scored = 0

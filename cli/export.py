@@ -37,31 +37,34 @@ def export(
     gpt export -m runs/book -o book --dtype int8 --license mit
     """
     model, _ = model_and_texts("export", model, rest, takes_text=False)
-    inputs.announce([eval] if eval else None)
-    with progress.starting(quiet):
+    inputs.announce_stdin([eval] if eval else None)
+    with progress.startup_spinner(quiet):
         from gpt import api
     with progress.TrainDisplay(quiet) as display:
-        done = api.export(
+        exported = api.export(
             model, out, base=base, eval=eval, device=device, note=render.note, listen=display, **vars(settings)
         )
     if json:
-        render.json_line({key: value for key, value in vars(done).items() if key != "chat"} | {"out": str(done.out)})
+        render.json_line(
+            {key: value for key, value in vars(exported).items() if key != "chat"} | {"out": str(exported.out)}
+        )
     else:
-        _print(done)
+        _print_exported(exported)
 
 
-def _print(done: "Exported") -> None:
-    """Prints what was written, what it costs in loss, and commands to try next."""
-    place = shlex.quote(str(done.out))
-    render.fact("saved", f"{done.out}  ({done.bytes:,} bytes, {counted(done.tensors, 'tensor')}, {done.type})")
-    if done.loss_before is not None and done.loss_after is not None:
-        change = done.loss_after - done.loss_before
-        said = f"{done.loss_before:.4f} before, {done.loss_after:.4f} after: {change:+.4f} nats per token"
-        render.fact("loss", said)
-    if done.format == "gguf":
-        render.fact("more", f"llama-cli -m {place}" + ("" if done.chat else ' -p "Once upon"'))
-        line = f"FROM {done.out.absolute()}"
-        render.fact("", f"ollama create NAME -f Modelfile  (a file that contains: {line})")
+def _print_exported(exported: "Exported") -> None:
+    path = shlex.quote(str(exported.out))
+    render.fact(
+        "saved", f"{exported.out}  ({exported.bytes:,} bytes, {counted(exported.tensors, 'tensor')}, {exported.type})"
+    )
+    if exported.loss_before is not None and exported.loss_after is not None:
+        change = exported.loss_after - exported.loss_before
+        losses = f"{exported.loss_before:.4f} before, {exported.loss_after:.4f} after: {change:+.4f} nats per token"
+        render.fact("loss", losses)
+    if exported.format == "gguf":
+        render.fact("more", f"llama-cli -m {path}" + ("" if exported.chat else ' -p "Once upon"'))
+        from_line = f"FROM {exported.out.absolute()}"
+        render.fact("", f"ollama create NAME -f Modelfile  (a file that contains: {from_line})")
     else:
-        render.fact("more", f"gpt chat -m {place}" if done.chat else f'gpt sample "Once upon" -m {place}')
-        render.fact("", f"hf upload OWNER/NAME {place}  (read its README.md first)")
+        render.fact("more", f"gpt chat -m {path}" if exported.chat else f'gpt sample "Once upon" -m {path}')
+        render.fact("", f"hf upload OWNER/NAME {path}  (read its README.md first)")

@@ -1,8 +1,7 @@
-"""Help pages: ``--help`` shows a command's common options and examples, ``--help-all`` every panel of options.
+"""Help pages: ``--help`` shows common options and examples, ``--help-all`` every panel of options.
 
-The panel of an option decides where it is listed: common options have no panel, and those in the panel `RARE`, which
-belong in a configuration file, are listed in the reference only. The docstring of a command is its description; lines
-after an empty one are examples.
+Common options have no panel. The panel `RARE`, for options of config files, is only in docs/reference.md. A command's
+docstring contains its description, an empty line and examples.
 """
 
 import inspect
@@ -16,31 +15,31 @@ from . import render
 
 FLAGS = ["-h", "--help", "--help-all"]
 COMMON, RARE = "Options", "Rarely needed"
-SHORT = 12  # options; a command with no more than that shows them all with --help
-WIDTH = 100  # columns of a page, if the terminal has as many
-VALUES = {"int": "N", "float": "X", "str": "TEXT", "path": "FILE", "list[str]": "TEXT"}
+SHORT = 12  # Maximum number of options that --help lists in full.
+WIDTH = 100  # Maximum width of a page in columns.
+PLACEHOLDERS = {"int": "N", "float": "X", "str": "TEXT", "path": "FILE", "list[str]": "TEXT"}
 
 
 def help_page(command: Any, ctx: Any) -> str:
     """Returns the help page of a command or group, coloured for a terminal."""
     page = ctx.make_formatter()
-    _write(command, ctx, page)
-    return _coloured(page.getvalue().rstrip("\n"))
+    _write_page(command, ctx, page)
+    return _colour(page.getvalue().rstrip("\n"))
 
 
 class Command(typer.core.TyperCommand):
-    """A command with such a help page."""
+    """A command that prints `help_page`."""
 
     get_help = help_page
 
 
 class Group(typer.core.TyperGroup):
-    """A group of commands with such a help page."""
+    """A group of commands that prints `help_page`."""
 
     get_help = help_page
 
 
-def _coloured(page: str) -> str:
+def _colour(page: str) -> str:
     console = render.stdout()
     if not console.is_terminal or console.legacy_windows:
         return page
@@ -52,11 +51,11 @@ def _coloured(page: str) -> str:
     return captured.get()
 
 
-def _write(command: Any, context: Any, page: Any) -> None:
-    whole = "--help-all" in (context.find_root().obj or ())  # the words of the command line
-    found, listed = panels(command, context), arguments(command)
-    rare = len(found.pop(RARE, []))
-    count = sum(map(len, found.values()))
+def _write_page(command: Any, context: Any, page: Any) -> None:
+    show_all = "--help-all" in (context.find_root().obj or ())  # `obj` is the command line.
+    option_panels, positionals = panels(command, context), arguments(command)
+    rare_count = len(option_panels.pop(RARE, []))
+    count = sum(map(len, option_panels.values()))
     description, examples = described(command)
     page.write_usage(context.command_path, usage(command, context))
     page.write_paragraph()
@@ -64,33 +63,35 @@ def _write(command: Any, context: Any, page: Any) -> None:
     if examples:
         with page.section("Examples"):
             page.write("".join(f"  {line}\n" for line in examples))
-    for title, commands in by_purpose(command).items():
-        _section(page, title, [(word, summary(each)) for word, each in commands.items()], 10)
-    _section(page, "Arguments", [(name(each), _help(each)) for each in listed])
+    for title, commands in group_commands(command).items():
+        _write_section(page, title, [(word, summary(subcommand)) for word, subcommand in commands.items()], 10)
+    _write_section(page, "Arguments", [(name(argument), _help_text(argument)) for argument in positionals])
     if count <= SHORT:
-        found = {COMMON: [each for each in listed_options(command, context) if each.rich_help_panel != RARE]}
-    elif not whole:
-        found = {COMMON: found[COMMON]}
-    for title, options in found.items():
-        _section(page, title, [(flags(each, context), _help(each)) for each in options], 24)
+        option_panels = {
+            COMMON: [option for option in listed_options(command, context) if option.rich_help_panel != RARE]
+        }
+    elif not show_all:
+        option_panels = {COMMON: option_panels[COMMON]}
+    for title, options in option_panels.items():
+        _write_section(page, title, [(flags(option, context), _help_text(option)) for option in options], 24)
     notes = (command.epilog or "").splitlines()
-    if count > SHORT and not whole:
+    if count > SHORT and not show_all:
         notes.append(f"{context.command_path} --help-all lists all {count} options.")
-    elif whole and not hasattr(command, "commands"):
-        first = next(iter(found.values()))[0]
+    elif show_all and not hasattr(command, "commands"):
+        first = next(iter(option_panels.values()))[0]
         variable = f"{context.auto_envvar_prefix}_{first.name.upper()}"
         notes.append(f"Each option is also an environment variable: {max(first.opts, key=len)} is {variable}.")
-        notes += [f"For {rare} rarely needed options see docs/reference.md."] if rare else []
+        notes += [f"For {rare_count} rarely needed options see docs/reference.md."] if rare_count else []
     if notes:
         page.write_paragraph()
     for note in notes:
         page.write_text(note)
 
 
-def _section(page: Any, title: str, rows: list[tuple[str, str]], width: int = 0) -> None:
+def _write_section(page: Any, title: str, rows: list[tuple[str, str]], width: int = 0) -> None:
     if rows:
         with page.section(title):
-            page.write_dl([(name.ljust(width), words) for name, words in rows], col_max=28)
+            page.write_dl([(term.ljust(width), words) for term, words in rows], col_max=28)
 
 
 def described(command: Any) -> tuple[str, list[str]]:
@@ -104,73 +105,77 @@ def summary(command: Any) -> str:
     return described(command)[0].split(". ")[0].rstrip(".")
 
 
-def by_purpose(group: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Returns a group's commands under their headings. A command that is no group has none."""
-    found: dict[str, dict[str, Any]] = {}
-    for each, command in getattr(group, "commands", {}).items():
+def group_commands(group: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Returns a group's commands by heading; empty for a command that is not a group."""
+    headings: dict[str, dict[str, Any]] = {}
+    for word, command in getattr(group, "commands", {}).items():
         if not command.hidden:
-            found.setdefault(command.rich_help_panel or "Commands", {})[each] = command
-    return found
+            headings.setdefault(command.rich_help_panel or "Commands", {})[word] = command
+    return headings
 
 
 def arguments(command: Any) -> list[Any]:
-    """Returns the positional arguments of a command."""
-    return [each for each in command.params if each.param_type_name == "argument" and not each.hidden]
+    """Returns a command's positional arguments."""
+    return [
+        parameter for parameter in command.params if parameter.param_type_name == "argument" and not parameter.hidden
+    ]
 
 
 def listed_options(command: Any, context: Any) -> list[Any]:
-    """Returns the options of a command: the model first, then those with a short flag."""
-    options = [each for each in command.get_params(context) if each.param_type_name == "option" and not each.hidden]
-    options = [each for each in options if "--help" not in each.opts]
-    return sorted(options, key=lambda each: ("-m" not in each.opts, len(each.opts) == 1 or "-q" in each.opts))
+    """Returns a command's options: ``--model`` first, then options with a short flag."""
+    options = [
+        option for option in command.get_params(context) if option.param_type_name == "option" and not option.hidden
+    ]
+    options = [option for option in options if "--help" not in option.opts]
+    return sorted(options, key=lambda option: ("-m" not in option.opts, len(option.opts) == 1 or "-q" in option.opts))
 
 
 def panels(command: Any, context: Any) -> dict[str, list[Any]]:
-    """Returns the options of a command by panel, the common ones first."""
-    found: dict[str, list[Any]] = {COMMON: []}
-    for each in listed_options(command, context):
-        found.setdefault(each.rich_help_panel or COMMON, []).append(each)
-    return {title: options for title, options in found.items() if options}
+    """Returns a command's options by panel, common options first."""
+    by_panel: dict[str, list[Any]] = {COMMON: []}
+    for option in listed_options(command, context):
+        by_panel.setdefault(option.rich_help_panel or COMMON, []).append(option)
+    return {title: options for title, options in by_panel.items() if options}
 
 
 def usage(command: Any, context: Any) -> str:
-    """Returns what stands after a command's name: ``[OPTIONS] [TEXT...]``."""
+    """Returns the usage after a command's name: ``[OPTIONS] [TEXT...]``."""
     words = ["[OPTIONS]"] if panels(command, context) else []
-    words += [name(each) if each.required else f"[{name(each)}]" for each in arguments(command)]
+    words += [name(argument) if argument.required else f"[{name(argument)}]" for argument in arguments(command)]
     return " ".join([*words, *(["COMMAND ..."] if hasattr(command, "commands") else [])])
 
 
 def name(argument: Any) -> str:
-    """Returns an argument's name: ``TEXT...``, if there may be several."""
+    """Returns an argument's placeholder; ``TEXT...`` if it takes several values."""
     return f"{argument.metavar or argument.name.upper()}{'...' if argument.nargs == -1 else ''}"
 
 
 def flags(option: Any, context: Any) -> str:
-    """Returns an option's flags and the placeholder of its value: ``-o, --out DIR``. Long flags are aligned."""
+    """Returns an option's flags and value placeholder, with long flags aligned: ``-o, --out DIR``."""
     names = sorted(option.opts, key=len)
     return f"{'' if len(names) > 1 else '    '}{', '.join(names)} {value(option, context)}".rstrip()
 
 
 def value(option: Any, context: Any) -> str:
-    """Returns the placeholder of an option's value, or its choices; empty for a switch."""
+    """Returns the placeholder or the choices of an option's value; empty for a switch."""
     if option.is_flag:
         return ""
-    return str(option.metavar or VALUES[option.display_type(context).strip("<>")])
+    return str(option.metavar or PLACEHOLDERS[option.display_type(context).strip("<>")])
 
 
 def default(parameter: Any) -> str:
-    """Returns a default in words; empty if there is none to speak of."""
+    """Returns the default value to show for a parameter, or an empty string."""
     if isinstance(parameter.show_default, str):
         return "" if parameter.show_default == "none" else parameter.show_default
     if parameter.param_type_name == "option" and parameter.required:
         return "required"
-    given = parameter.default
-    if given is None or given is False or given in ("", [], ()):
+    default_value = parameter.default
+    if default_value is None or default_value is False or default_value in ("", [], ()):
         return ""
-    return "" if given == "none" and not parameter.metavar else str(given)
+    return "" if default_value == "none" and not parameter.metavar else str(default_value)
 
 
-def _help(parameter: Any) -> str:
-    found = default(parameter)
-    label = found if found in ("", "required") else f"default: {found}"
+def _help_text(parameter: Any) -> str:
+    default_text = default(parameter)
+    label = default_text if default_text in ("", "required") else f"default: {default_text}"
     return f"{parameter.help or ''}{f' ({label})' if label else ''}"

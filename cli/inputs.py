@@ -1,4 +1,4 @@
-"""Reads a command's inputs from files and stdin, within bounds, and notes on stderr when it waits for input."""
+"""Reads files and stdin up to size limits."""
 
 import contextlib
 import io
@@ -15,94 +15,94 @@ from gpt.settings import MOST_TOML, parse_toml
 
 from . import render
 
-WAIT_SECONDS = 1.0  # before a note about what the command waits for
-MOST_TEXT = 64 * 2**20  # bytes of a text for the model to read, and of a line of prompts
-MOST_PROMPTS = 2**30  # bytes of a file of prompts
+WAIT_SECONDS = 1.0  # Delay before the note about waiting for input.
+MOST_TEXT = 64 * 2**20  # Maximum bytes of a text, or of a line of a prompt file.
+MOST_PROMPTS = 2**30  # Maximum bytes of a prompt file.
 
 
-def text(words: str | None, file: Path | None, what: str, flag: str) -> str:
-    """Returns the text that was given as words or as a file (``-`` is stdin)."""
+def read_text(words: str | None, file: Path | None, what: str, flag: str) -> str:
+    """Returns ``words``, or the text of ``file`` (``-`` is stdin). Raises `UserError` if both are given."""
     if words is not None and file is not None:
         raise UserError(f"a {what} and {flag} were both given", "give only one of them")
     if file is not None:
-        with opened(file, f"the {what}") as stream:
-            data = bounded(stream, file, MOST_TEXT, f"that is the limit for a {what}")
+        with open_input(file, f"the {what}") as stream:
+            data = read_bounded(stream, file, MOST_TEXT, f"that is the limit for a {what}")
         try:
             words = data.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{name(file)} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"
+                f"{display_name(file)} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"
             ) from None
     words = words or ""
     check_text(f"the {what}", words)
     return words
 
 
-def lines(file: Path, what: str) -> Iterator[bytes]:
-    """Yields the lines of a file of many texts."""
-    left = MOST_PROMPTS
-    with opened(file, what) as stream:
+def read_lines(file: Path, what: str) -> Iterator[bytes]:
+    """Yields the lines of a prompt file. Raises `UserError` if a line or the file is too long."""
+    bytes_left = MOST_PROMPTS
+    with open_input(file, what) as stream:
         while line := stream.readline(MOST_TEXT + 1):
-            left -= len(line)
+            bytes_left -= len(line)
             if len(line) > MOST_TEXT:
-                raise _too_long(f"a line of {name(file)}", MOST_TEXT, "that is the limit for a prompt")
-            if left < 0:
-                raise _too_long(name(file), MOST_PROMPTS, "split it into several files")
+                raise _size_error(f"a line of {display_name(file)}", MOST_TEXT, "that is the limit for a prompt")
+            if bytes_left < 0:
+                raise _size_error(display_name(file), MOST_PROMPTS, "split it into several files")
             yield line
 
 
-def toml(file: Path) -> dict[str, Any]:
-    """Reads the table of a TOML file."""
-    with opened(file, "settings") as stream:
-        return parse_toml(bounded(stream, file, MOST_TOML, "that is the limit for a settings file"), str(file))
+def read_toml(file: Path) -> dict[str, Any]:
+    """Reads a TOML file."""
+    with open_input(file, "settings") as stream:
+        return parse_toml(read_bounded(stream, file, MOST_TOML, "that is the limit for a settings file"), str(file))
 
 
-def bounded(stream: BinaryIO, file: Path, most: int, hint: str) -> bytes:
-    """Reads all of a stream. Raises `UserError` beyond ``most`` bytes, since a device may be endless."""
-    data = stream.read(most + 1)
-    if len(data) > most:
-        raise _too_long(name(file), most, hint)
+def read_bounded(stream: BinaryIO, file: Path, max_bytes: int, hint: str) -> bytes:
+    """Reads a whole stream. Raises `UserError` above ``max_bytes``, since a device can be endless."""
+    data = stream.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise _size_error(display_name(file), max_bytes, hint)
     return data
 
 
-def name(file: Path) -> str:
-    """Returns the name of an input in messages."""
+def display_name(file: Path) -> str:
+    """Returns ``stdin`` for ``-``, and otherwise the path."""
     return "stdin" if str(file) == "-" else str(file)
 
 
-def _too_long(what: str, most: int, hint: str) -> UserError:
-    return UserError(f"{what} has more than {most:,} bytes", hint)
+def _size_error(what: str, max_bytes: int, hint: str) -> UserError:
+    return UserError(f"{what} has more than {max_bytes:,} bytes", hint)
 
 
 @contextlib.contextmanager
-def opened(file: Path, what: str) -> Iterator[BinaryIO]:
-    """Opens a file, or stdin for ``-``. Prints a note while it waits for ``what`` from a terminal or a pipe. Raises
-    `UserError` if it cannot be read."""
+def open_input(file: Path, what: str) -> Iterator[BinaryIO]:
+    """Opens a file, or stdin for ``-``. Prints a note if a terminal or pipe keeps it waiting. Raises `UserError` if the
+    input cannot be read."""
     if str(file) == "-" and sys.stdin is None:
         raise UserError("there is no standard input to read", "give a file")
     try:
-        with _waiting(file, what):
+        with _note_when_waiting(file, what):
             if str(file) == "-":
                 yield sys.stdin.buffer
             else:
                 with file.open("rb") as stream:
                     yield stream
     except OSError as error:
-        raise UserError(f"cannot read {name(file)}: {error.strerror or error}") from None
+        raise UserError(f"cannot read {display_name(file)}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
-def _waiting(file: Path, what: str) -> Iterator[None]:
+def _note_when_waiting(file: Path, what: str) -> Iterator[None]:
     stdin = str(file) == "-"
     try:
         mode = (os.fstat(sys.stdin.fileno()) if stdin else file.stat()).st_mode
-    except io.UnsupportedOperation:  # a stdin in memory
+    except io.UnsupportedOperation:  # Stdin is in memory.
         mode = stat.S_IFREG
     if stat.S_ISREG(mode):
         yield
         return
-    end = "; end with Ctrl-D" if stdin and sys.stdin.isatty() else ", which is still open"
-    timer = threading.Timer(WAIT_SECONDS, render.note, [f"reading {what} from {name(file)}{end}"])
+    ending = "; end with Ctrl-D" if stdin and sys.stdin.isatty() else ", which is still open"
+    timer = threading.Timer(WAIT_SECONDS, render.note, [f"reading {what} from {display_name(file)}{ending}"])
     timer.daemon = True
     timer.start()
     try:
@@ -111,7 +111,7 @@ def _waiting(file: Path, what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def announce(texts: Sequence[str] | None) -> None:
-    """Notes that a text will be read from a terminal."""
+def announce_stdin(texts: Sequence[str] | None) -> None:
+    """Prints a note if a text will be read from a terminal."""
     if "-" in (texts or ()) and sys.stdin is not None and sys.stdin.isatty():
         render.note("reading the text from stdin; end with Ctrl-D")

@@ -44,14 +44,14 @@ def attention(
     """
     if text is not None and prompt is not None:
         raise UserError("two prompts were given", "give one: gpt inspect attention PROMPT")
-    words = inputs.text(prompt if text is None else text, prompt_file, "prompt", "--prompt-file")
+    words = inputs.read_text(prompt if text is None else text, prompt_file, "prompt", "--prompt-file")
     page.check_out(out)
     loaded = _load(model, device, json)
     from gpt import inspect
 
     from . import render_inspect, views
 
-    ids = loaded.tokenizer.prompt(words) if words else []  # as sampling reads it
+    ids = loaded.tokenizer.prompt(words) if words else []  # Encoded as for sampling.
     look = inspect.look(loaded.model, ids, loaded.tokenizer, layer, head)
     if look.dropped:
         render.note(f"the prompt has {len(ids):,} tokens; showing the last {len(look.ids):,}, which fit the context")
@@ -79,14 +79,14 @@ def neighbors(
 
     gpt inspect neighbors king queen
     """
-    table, name = _embeddings(count, model, out, json)
+    embeddings, name = _load_embeddings(count, model, out, json)
     from . import views
 
-    found = [table.find(word) for word in words]
-    data = views.neighbors_data(found, count, table, name)
+    terms = [embeddings.find(word) for word in words]
+    data = views.neighbors_data(terms, count, embeddings, name)
     groups = [
-        {"title": word.text.strip(), "note": views.word_note(word, table.tokenizer), "near": said["neighbors"]}
-        for word, said in zip(found, data["words"], strict=True)
+        {"title": word.text.strip(), "note": views.word_note(word, embeddings.tokenizer), "near": entry["neighbors"]}
+        for word, entry in zip(terms, data["words"], strict=True)
     ]
     _show_near(data, "Neighbours", name, groups, out, json)
 
@@ -106,16 +106,16 @@ def analogy(
 
     gpt inspect analogy king - man + woman
     """
-    from gpt.inspect import parse_analogy  # with torch, which takes its time
+    from gpt.inspect import parse_analogy  # Imports torch, which is slow.
 
     parsed = parse_analogy(words)
-    table, name = _embeddings(count, model, out, json)
+    embeddings, name = _load_embeddings(count, model, out, json)
     from . import views
 
-    terms = [(sign, table.find(word)) for sign, word in parsed]
-    data = views.analogy_data(terms, count, table, name)
+    terms = [(sign, embeddings.find(word)) for sign, word in parsed]
+    data = views.analogy_data(terms, count, embeddings, name)
     title = " ".join(f"{'+' if sign > 0 else '−'} {word.text.strip()}" for sign, word in terms).removeprefix("+ ")
-    notes = "; ".join(views.word_note(word, table.tokenizer) for _, word in terms)
+    notes = "; ".join(views.word_note(word, embeddings.tokenizer) for _, word in terms)
     groups = [{"title": title, "note": notes, "near": data["nearest"]}]
     _show_near(data, "Analogy", name, groups, out, json)
 
@@ -132,13 +132,13 @@ def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
 
     from . import render_inspect, views
 
-    name, found = str(loaded.path), inspect.positions(loaded.model)
+    name, position_info = str(loaded.path), inspect.positions(loaded.model)
     page.show(
         "positions", f"positions: {name}", out, json,
-        data=lambda: views.positions_data(found, name),
-        page=lambda: views.positions_page(found, name),
-        picture=lambda: plots.positions(found, name),
-        terminal=lambda: render_inspect.positions(found),
+        data=lambda: views.positions_data(position_info, name),
+        page=lambda: views.positions_page(position_info, name),
+        picture=lambda: plots.positions(position_info, name),
+        terminal=lambda: render_inspect.positions(position_info),
     )  # fmt: skip
 
 
@@ -156,14 +156,12 @@ def tokens(
 
 
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
-    """Loads the model in float32, so that the numbers shown are exact."""
-    with progress.starting(quiet=quiet):
+    with progress.startup_spinner(quiet=quiet):
         from gpt import api
-    return api.load(model, device=device, dtype="float32")
+    return api.load(model, device=device, dtype="float32")  # For exact numbers.
 
 
-def _embeddings(count: int, model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":
-    """Checks the options and loads a model's embeddings. Returns them and the model's name."""
+def _load_embeddings(count: int, model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":
     page.check_out(out)
     if count < 1:
         raise UserError(f"count is {count}; it must be 1 or more")
@@ -178,11 +176,11 @@ def _show_near(
 ) -> None:
     from . import render_inspect
 
-    cosine = "Cosine similarity of two rows of the embedding: 1 is the same direction, 0 is unrelated."
+    explanation = "Cosine similarity of two rows of the embedding: 1 is the same direction, 0 is unrelated."
     page.show(
         "near", f"{title}: {model}", out, json,
         data=lambda: data,
-        page=lambda: {"title": title, "model": model, "notes": [cosine], "groups": groups},
+        page=lambda: {"title": title, "model": model, "notes": [explanation], "groups": groups},
         picture=lambda: plots.near(groups),
         terminal=lambda: render_inspect.near(groups),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The conversation of ``gpt chat`` and ``gpt sample -i``, with history, and settings and models changed on the way."""
+"""The interactive mode of ``gpt chat`` and ``gpt sample -i``."""
 
 import contextlib
 import dataclasses
@@ -35,58 +35,58 @@ HELP = """\
 /model PATH      loads another model
 /help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
 QUOTES = '"""'
-HISTORY = 1000  # lines that are remembered
+HISTORY_LINES = 1000
 
 
 class Interaction:
-    """Reads prompts and commands until the input ends. With a model that has a chat template they are a conversation,
-    else each is a text to continue."""
+    """Reads prompts and commands until the input ends. Prompts form a conversation if the model has a chat template;
+    otherwise the model continues each prompt."""
 
     def __init__(
         self, loaded: "LanguageModel", load: Callable[[str], "LanguageModel"], settings: SampleConfig, seed: int
     ) -> None:
         self.loaded, self.load, self.settings, self.seed = loaded, load, settings, seed
-        self.messages: list[dict[str, str]] = []  # of the conversation, or a prompt and its text; no system line
+        self.messages: list[dict[str, str]] = []  # The conversation without its system message.
         self.system = ""
-        self.index = 0  # which sample of the prompt comes next
+        self.index = 0  # Index of the current sample of the prompt.
         self.commands: dict[str, Callable[[str], object]] = {
-            "/retry": self._retry, "/more": self._more, "/system": self._set_system, "/clear": self._clear,
-            "/set": self._set, "/model": self._model, "/help": self._help,
+            "/retry": self._retry, "/more": self._continue_answer, "/system": self._set_system,
+            "/clear": self._clear_messages, "/set": self._change_setting, "/model": self._change_model,
+            "/help": self._print_help,
             **dict.fromkeys(("/quit", "/exit", "/bye"), lambda _: sys.exit(0)),
         }  # fmt: skip
 
     @property
-    def chats(self) -> bool:
-        """Whether this is a conversation."""
+    def is_chat(self) -> bool:
+        """Whether the model has a chat template."""
         return self.loaded.tokenizer.chat_template is not None
 
     def run(self) -> None:
-        """Runs until the end of stdin. Raises `UserError` where there is no stdin."""
+        """Runs until the end of stdin. Raises `UserError` if there is no stdin."""
         if sys.stdin is None:
             raise UserError("there is no standard input to read", "gpt sample PROMPT needs none")
         with contextlib.suppress(AttributeError, ValueError):
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         if sys.stdin.isatty():
-            what = "messages" if self.chats else "prompts"
+            what = "messages" if self.is_chat else "prompts"
             render.note(f"enter {what}; /help lists commands, Ctrl-D exits")
-        with _history():
-            while (words := read()) is not None:
+        with _readline_history():
+            while (words := read_prompt()) is not None:
                 try:
-                    self.take(words)
+                    self.handle(words)
                 except UserError as error:
                     render.error(error.message, error.hint)
                 except KeyboardInterrupt:
-                    continue  # it ends the text
+                    continue  # Ctrl-C stops the text.
 
-    def take(self, words: str) -> None:
-        """Runs a command, continues a prompt, or answers a message. Raises `UserError` for a command that cannot be
-        followed."""
+    def handle(self, words: str) -> None:
+        """Runs a command, continues a prompt or answers a message. Raises `UserError` for an invalid command."""
         check_text("the line", words)
         if not words.startswith("/") or words.startswith("//"):
-            said = words.removeprefix("/") if words.startswith("//") else words
-            if not self.chats:
+            content = words.removeprefix("/") if words.startswith("//") else words
+            if not self.is_chat:
                 self.messages = []
-            self.messages.append({"role": "user", "content": said})
+            self.messages.append({"role": "user", "content": content})
             self.index = 0
             self._answer()
             return
@@ -103,25 +103,25 @@ class Interaction:
         self.index += 1
         self._answer()
 
-    def _more(self, _: str) -> None:
+    def _continue_answer(self, _: str) -> None:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise UserError("there is no text yet", "enter a prompt")
         self._answer(more=True)
 
     def _answer(self, more: bool = False) -> None:
-        """Writes an answer to the last message, or ``more`` of it. One that the chat template refuses is forgotten."""
-        before = self.messages.pop()["content"] if more else ""
+        """Answers the last message or extends its answer. Drops a message that the chat template rejects."""
+        previous = self.messages.pop()["content"] if more else ""
         try:
-            prompt = self._chat_prompt() if self.chats else self.messages[-1]["content"]
+            prompt = self._chat_prompt() if self.is_chat else self.messages[-1]["content"]
         except UserError:
             self.messages.pop()
             raise
         if isinstance(prompt, str):
             render.write("" if more else prompt)
-            prompt += before
+            prompt += previous
         else:
-            prompt += self.loaded.tokenizer.encode(before, continues=True).tolist()
-        answer = {"role": "assistant", "content": before}
+            prompt += self.loaded.tokenizer.encode(previous, continues=True).tolist()
+        answer = {"role": "assistant", "content": previous}
         self.messages.append(answer)
         writing = self.loaded.write(prompt, self.settings, self.seed, self.index)
         try:
@@ -130,49 +130,49 @@ class Interaction:
                 answer["content"] += piece
         finally:
             render.write("\n")
-        forgotten = render.Overflow()
-        forgotten.add(writing.sample)
-        render.context_notes(forgotten, self.loaded.model.config.block_size)
+        overflow = render.Overflow()
+        overflow.add(writing.sample)
+        render.context_notes(overflow, self.loaded.model.config.block_size)
 
     def _chat_prompt(self) -> list[int]:
-        """Returns the ids of the conversation, without its oldest turns where these and an answer, or a quarter of the
-        context for it, do not fit into the context."""
+        """Returns the ids of the conversation. Drops the oldest turns to leave room for an answer: ``max_tokens``, or a
+        quarter of the context if that is less."""
         from gpt.text import chat
 
         size = self.loaded.model.config.block_size
-        room = size - min(self.settings.max_tokens, size // 4)
+        max_prompt = size - min(self.settings.max_tokens, size // 4)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        kept = self.messages
+        messages = self.messages
         while True:
-            ids = chat.prompt(self.loaded.tokenizer, [*system, *kept])
-            turns = [at for at, message in enumerate(kept) if at and message["role"] == "user"]
-            if len(ids) <= room or not turns:
+            ids = chat.prompt(self.loaded.tokenizer, [*system, *messages])
+            later_turns = [at for at, message in enumerate(messages) if at and message["role"] == "user"]
+            if len(ids) <= max_prompt or not later_turns:
                 break
-            kept = kept[turns[0] :]
-        if dropped := len(self.messages) - len(kept):
+            messages = messages[later_turns[0] :]
+        if dropped := len(self.messages) - len(messages):
             render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were dropped")
-            self.messages = kept
+            self.messages = messages
         return ids
 
     def _set_system(self, text: str) -> None:
-        self._check_chats("/system")
+        self._require_chat("/system")
         self.system = text
 
-    def _clear(self, _: str) -> None:
-        self._check_chats("/clear")
+    def _clear_messages(self, _: str) -> None:
+        self._require_chat("/clear")
         self.messages = []
 
-    def _check_chats(self, command: str) -> None:
-        if not self.chats:
+    def _require_chat(self, command: str) -> None:
+        if not self.is_chat:
             raise UserError(
                 f"{command} needs a chat template, which {self.loaded.path} does not have",
                 "a model trained with gpt train --chat has one",
             )
 
-    def _help(self, _: str) -> None:
-        render.write((CHAT_HELP if self.chats else PLAIN_HELP) + HELP + "\n")
+    def _print_help(self, _: str) -> None:
+        render.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n")
 
-    def _set(self, words: str) -> None:
+    def _change_setting(self, words: str) -> None:
         name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]
         if not name:
             for field in dataclasses.fields(self.settings):
@@ -182,7 +182,7 @@ class Interaction:
             return
         self.settings = self.settings.changed(name.replace("_", "-"), value.strip())
 
-    def _model(self, path: str) -> None:
+    def _change_model(self, path: str) -> None:
         if not path:
             render.write(f"{self.loaded.path}\n")
             return
@@ -198,16 +198,16 @@ def converse(
     dtype: str,
     threads: int | None,
 ) -> None:
-    """Loads a model, and runs an `Interaction` with it."""
-    with progress.starting(quiet=False):
+    """Loads a model and runs an `Interaction` with it."""
+    with progress.startup_spinner(quiet=False):
         from gpt import api
     load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
     loaded = load(model, base=base)
     Interaction(loaded, load, settings, render.draw_seed(announce=settings.draws) if seed is None else seed).run()
 
 
-def read() -> str | None:
-    """Reads the next prompt or command, which may have several lines; None at the end of stdin."""
+def read_prompt() -> str | None:
+    """Reads a prompt or command of one or more lines; None at the end of stdin."""
     lines: list[str] = []
     block = False
     while True:
@@ -215,7 +215,7 @@ def read() -> str | None:
             line = input(("… " if lines or block else "> ") if sys.stdin.isatty() else "").removeprefix("\ufeff")
         except EOFError:
             return "\n".join(lines) if lines else None
-        except KeyboardInterrupt:  # what was typed is discarded
+        except KeyboardInterrupt:  # Ctrl-C discards the lines typed so far.
             render.write("\n")
             lines, block = [], False
             continue
@@ -235,8 +235,7 @@ def read() -> str | None:
 
 
 @contextlib.contextmanager
-def _history() -> Iterator[None]:
-    """Provides history and line editing on a terminal, where Python has readline."""
+def _readline_history() -> Iterator[None]:
     try:
         import readline
     except ImportError:  # Windows
@@ -245,17 +244,17 @@ def _history() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
-    with contextlib.suppress(OSError, UserError):  # it works without
-        readline.read_history_file(_history_file())
-    readline.set_history_length(HISTORY)
+    with contextlib.suppress(OSError, UserError):  # The history file is optional.
+        readline.read_history_file(_history_path())
+    readline.set_history_length(HISTORY_LINES)
     try:
         yield
     finally:
         with contextlib.suppress(OSError, UserError):
-            readline.write_history_file(_history_file())
+            readline.write_history_file(_history_path())
 
 
-def _history_file() -> Path:
+def _history_path() -> Path:
     folder = user_folder("state")
     folder.mkdir(parents=True, exist_ok=True)
     return folder / "history"

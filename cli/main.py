@@ -1,4 +1,4 @@
-"""The app, and the one place where errors become lines and exit codes."""
+"""Builds the app, and turns errors into messages and exit codes."""
 
 import contextlib
 import errno
@@ -29,14 +29,13 @@ EPILOG = """gpt COMMAND --help explains a command.
 GPT_TRAIN_STEPS=100 means --steps 100, and so on; --debug shows tracebacks."""
 
 
-def _help(context: typer.Context) -> None:
-    """Prints the help of a group that is called without a command."""
+def _print_help(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
-_show_plainly = warnings.showwarning
-COMMANDS = {  # by name, the module with a function of the same name
+_python_showwarning = warnings.showwarning
+COMMANDS = {  # Command → name of its module and function.
     "train": "train",
     "sample": "sample",
     "chat": "chat",
@@ -49,8 +48,8 @@ COMMANDS = {  # by name, the module with a function of the same name
     "serve": "serve",
 }
 GROUPS = ("tokenizer", "data", "inspect")
-_TOOK_MODEL = ("bench", "export")  # without -m; they read the words that no argument takes
-PURPOSES = {  # the headings of the help page, in order
+_EXTRA_ARGUMENT_COMMANDS = ("bench", "export")  # Commands that still take the model as an extra argument.
+PURPOSES = {  # Headings of the help page, in order.
     "Train": ("train",),
     "Generate": ("sample", "chat", "serve"),
     "Understand": ("eval", "inspect", "report", "params", "bench"),
@@ -60,17 +59,14 @@ PURPOSES = {  # the headings of the help page, in order
 
 
 class _Root(help_pages.Group):
-    """The command ``gpt``. The options for completion, which typer adds to it, have no twin in the environment. A
-    command of another program is answered with ours."""
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds the command. Raises `UserError` for one of another program."""
+        """Finds the command. Raises `UserError` with a hint for another program's command."""
         if args[0] in names.COMMANDS and args[0] not in self.commands:
             raise UserError(f"there is no command {args[0]}", names.COMMANDS[args[0]])
         return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the options."""
+        """Returns the options. Completion options have no environment variables."""
         params = super().get_params(ctx)
         for param in params:
             if param.name in ("install_completion", "show_completion"):
@@ -79,8 +75,7 @@ class _Root(help_pages.Group):
 
 
 def make_app(args: Sequence[str] = ()) -> typer.Typer:
-    """Builds the app with the one command or group that ``args`` begin with, or else with all of them: importing and
-    building them takes time."""
+    """Builds the app. If ``args`` start with a command or group, imports only that, because importing all is slow."""
     app = typer.Typer(
         name="gpt",
         cls=_Root,
@@ -94,29 +89,31 @@ def make_app(args: Sequence[str] = ()) -> typer.Typer:
         },
     )
     app.callback(invoke_without_command=True)(_main)
-    purposes = {name: title for title, names in PURPOSES.items() for name in names if name in (*COMMANDS, *GROUPS)}
+    purposes = {
+        name: title for title, commands in PURPOSES.items() for name in commands if name in (*COMMANDS, *GROUPS)
+    }
     for name in [name for name in purposes if name in args[:1]] or purposes:
         settings: dict[str, Any] = {"name": name, "rich_help_panel": purposes[name]}
         if name in COMMANDS:
             command = getattr(import_module(f"gpt_cli.{COMMANDS[name]}"), COMMANDS[name])
-            extra = {"allow_extra_args": name in _TOOK_MODEL}
+            extra = {"allow_extra_args": name in _EXTRA_ARGUMENT_COMMANDS}
             app.command(cls=help_pages.Command, context_settings=extra, **settings)(command)
         else:
-            group = _group(name)
+            group = _load_group(name)
             for info in group.registered_commands:
                 info.cls = help_pages.Command
-            group.callback(invoke_without_command=True)(_help)
+            group.callback(invoke_without_command=True)(_print_help)
             app.add_typer(group, cls=help_pages.Group, **settings)
     return app
 
 
-def _group(name: str) -> typer.Typer:
+def _load_group(name: str) -> typer.Typer:
     group: typer.Typer = import_module(f"gpt_cli.{name}").app
     return group
 
 
-def _versions() -> dict[str, Any]:
-    """What a bug report needs. If torch cannot be imported, the error replaces the device."""
+def _collect_versions() -> dict[str, Any]:
+    """Returns the versions for a bug report. If torch cannot be imported, the error replaces the device."""
     try:
         from gpt.device import pick
 
@@ -138,21 +135,21 @@ def _main(
         False,
         "--version",
         help="Print the version; with --json, also packages and device",
-        allow_from_autoenv=False,  # GPT_VERSION may mean something to others
+        allow_from_autoenv=False,  # Other programs could use GPT_VERSION.
         show_envvar=False,
     ),
     json: bool = typer.Option(False, "--json", hidden=True, allow_from_autoenv=False, show_envvar=False),
 ) -> None:
     if version:
-        typer.echo(as_json(_versions()) if json else f"gpt {VERSION}")
+        typer.echo(as_json(_collect_versions()) if json else f"gpt {VERSION}")
         raise typer.Exit
     if json:
         raise UserError("--json comes after a command", "gpt params --json, or gpt --version --json")
-    _help(context)
+    _print_help(context)
 
 
 def run() -> None:
-    """The command ``gpt``."""
+    """Runs ``gpt`` and exits."""
     waiting.set_policy()
     status: list[int] = []
     processes.end_abruptly(status)
@@ -161,41 +158,40 @@ def run() -> None:
 
 
 def main(args: list[str]) -> int:
-    """Runs a command line and returns its exit status. Errors that a user can cause are two lines on stderr."""
+    """Runs a command line and returns its exit status. Prints errors as a message and a hint on stderr."""
     render.make_output_safe()
-    warnings.showwarning = _show
+    warnings.showwarning = _show_warning
     debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
     try:
-        words = _with_values([arg for arg in args if arg != "--debug"])
-        _check_current_folder(words)
-        status = make_app(words)(words, prog_name="gpt", standalone_mode=False, obj=args)
+        command_line = _add_resume_value([arg for arg in args if arg != "--debug"])
+        _check_current_folder(command_line)
+        status = make_app(command_line)(command_line, prog_name="gpt", standalone_mode=False, obj=args)
         sys.stdout.flush()
-        if status == 130:  # how typer passes on a Ctrl-C
+        if status == 130:  # Typer returns 130 after Ctrl-C.
             render.note("interrupted")
         return int(status or 0)
     except BaseException as error:
         if _is_closed_pipe(error):
-            return _pipe_closed()
+            return _handle_closed_pipe()
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt, SystemExit)):
             render.trace(error)
-        silenced = processes.silenced(error)
-        status = _report(error, _command(args)) if silenced is None else silenced
+        silent_status = processes.silent_status(error)
+        status = _report_error(error, _command_name(args)) if silent_status is None else silent_status
         environment.tell(environment.STATUS, status)
         return status
 
 
-def _show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Prints a warning about a model's files as a note, and any other as Python does."""
+def _show_warning(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
+    """Prints a `ModelWarning` as a note, and other warnings as Python does."""
     if issubclass(category, ModelWarning):
         render.note(str(message))
     else:
-        _show_plainly(message, category, *where, **more)
+        _python_showwarning(message, category, *location, **options)
 
 
 def _check_current_folder(words: Sequence[str]) -> None:
-    """Raises `UserError` if a command is called in a folder that has been deleted: MKL would end the process when torch
-    loads it."""
-    if (_command([*words]) == "COMMAND" and "--json" not in words) or {*help_pages.FLAGS} & {*words}:
+    """Raises `UserError` if the current folder was deleted: MKL would end the process when torch loads it."""
+    if (_command_name([*words]) == "COMMAND" and "--json" not in words) or {*help_pages.FLAGS} & {*words}:
         return
     try:
         os.getcwd()  # noqa: PTH109
@@ -203,29 +199,28 @@ def _check_current_folder(words: Sequence[str]) -> None:
         raise UserError("the current folder no longer exists", "change to another folder: cd ~") from None
 
 
-def _with_values(args: list[str]) -> list[str]:
-    """Gives a bare ``--resume`` of ``gpt train`` an empty value: the parser has no options with an optional value."""
-    if _command(args) != "train" or "--resume" not in args:
+def _add_resume_value(args: list[str]) -> list[str]:
+    """Adds an empty value to a bare ``--resume`` of ``gpt train``: the parser has no optional values."""
+    if _command_name(args) != "train" or "--resume" not in args:
         return args
     at = args.index("--resume")
-    bare = at + 1 == len(args) or args[at + 1].startswith("-")
-    return [*args[:at], "--resume=", *args[at + 1 :]] if bare else args
+    is_bare = at + 1 == len(args) or args[at + 1].startswith("-")
+    return [*args[:at], "--resume=", *args[at + 1 :]] if is_bare else args
 
 
-def _command(args: list[str]) -> str:
-    """Returns the command in ``args``, such as ``data show``, or ``COMMAND`` if there is none."""
+def _command_name(args: list[str]) -> str:
+    """Returns the command in ``args``, like ``data show``, or else ``COMMAND``."""
     at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
     if at is None:
         return "COMMAND"
-    within = [info.name for info in _group(args[at]).registered_commands] if args[at] in GROUPS else []
-    return " ".join([args[at], *[arg for arg in args[at + 1 :] if arg in within][:1]])
+    subcommands = [info.name for info in _load_group(args[at]).registered_commands] if args[at] in GROUPS else []
+    return " ".join([args[at], *[arg for arg in args[at + 1 :] if arg in subcommands][:1]])
 
 
-def _report(error: BaseException, command: str) -> int:
-    """Reports an error and returns its exit status."""
+def _report_error(error: BaseException, command: str) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
-    status, message, hint = _described(error, command)
+    status, message, hint = _describe(error, command)
     if hint:
         render.error(message, hint)
     else:
@@ -233,14 +228,14 @@ def _report(error: BaseException, command: str) -> int:
     return status
 
 
-def _described(error: BaseException, command: str) -> tuple[int, str, str]:
+def _describe(error: BaseException, command: str) -> tuple[int, str, str]:
     """Returns an error's exit status, message and hint. An interruption has no hint."""
     if isinstance(error, UserError):
         return error.exit_code, error.message, error.hint or f"see gpt {command} --help"
-    if isinstance(error, typer.TyperException):  # the command line cannot be parsed
+    if isinstance(error, typer.TyperException):  # The parser rejected the command line.
         context = getattr(error, "ctx", None)
-        if (answer := names.answer(error, context)) is not None:
-            return error.exit_code, *answer
+        if (suggestion := names.suggest(error, context)) is not None:
+            return error.exit_code, *suggestion
         path = context.command_path if context else "gpt"
         return error.exit_code, error.format_message().rstrip("."), f"see {path} --help"
     if isinstance(error, Interrupted):
@@ -263,15 +258,15 @@ def _described(error: BaseException, command: str) -> tuple[int, str, str]:
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:
-    """Whether the reader of stdout is gone; typer and rich turn that OSError into a SystemExit."""
+    """Whether the reader of stdout is gone (``gpt … | head``). Typer and rich turn this OSError into a SystemExit."""
     if isinstance(error, SystemExit):
         error = error.__context__
-    closed = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)
-    return isinstance(error, OSError) and error.errno in closed
+    error_codes = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)
+    return isinstance(error, OSError) and error.errno in error_codes
 
 
-def _pipe_closed() -> int:
-    """Points stdout at nothing once its reader is gone (``gpt … | head``), so that no flush fails at exit; status 0."""
+def _handle_closed_pipe() -> int:
+    """Redirects stdout to the null device, so that flushing at exit cannot fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

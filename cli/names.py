@@ -1,8 +1,8 @@
-"""Commands and options of other programs, and what they are called here."""
+"""Maps other programs' commands and options to ours."""
 
 from typing import Any
 
-COMMANDS = {  # a command of another program → what to type here
+COMMANDS = {  # Another program's command → hint.
     **dict.fromkeys(
         ("generate", "complete", "completion", "ask", "predict", "infer", "inference", "prompt"),
         "gpt sample PROMPT generates text",
@@ -43,7 +43,7 @@ COMMANDS = {  # a command of another program → what to type here
     "help": "gpt --help lists the commands, gpt COMMAND --help explains one",
 }
 
-# An option or argument of ours → the options that other programs have for it.
+# Our option or argument → other programs' names for it.
 _OPTIONS = {
     "--steps": "max-iters max-steps num-steps train-steps num-train-steps max-train-steps iters iterations",
     "--epochs": "num-epochs num-train-epochs max-epochs n-epochs",
@@ -105,7 +105,7 @@ _OPTIONS = {
     "targets": "model model-name m",
     "text": "text texts data data-path dataset dataset-name train-data train-file input file",
 }
-_NOTES = {  # for what has no option here
+_HINTS = {  # Hints for options that have no equivalent here.
     "do-sample": "sampling is the default; --greedy turns it off",
     "lora-dropout": "adapters are trained without dropout of their own",
     **dict.fromkeys(("load-in-4bit", "load-in-8bit"), "only sampling quantizes: --dtype int4 or int8"),
@@ -116,26 +116,29 @@ _NOTES = {  # for what has no option here
 }
 
 
-def answer(error: Any, context: Any) -> tuple[str, str] | None:
-    """Returns the message and the hint for a command line that the parser refused, if it has an option of another
-    program, or a word for a command that takes none; None for any other."""
+def suggest(error: Any, context: Any) -> tuple[str, str] | None:
+    """Returns a message and a hint for another program's option or an extra argument; None for other errors."""
     if context is None:
         return None
-    ours = {flag: each for each in context.command.params for flag in each.opts if not each.hidden}
-    if "unexpected extra argument" in error.message and "--model" in ours:
-        quoted = f'a text of several words needs quotes: {context.command_path} "Once upon a time"; '
-        text = any(each.param_type_name == "argument" for each in context.command.params)
-        out = ", -o the output" if "--out" in ours else ""
-        return error.message, f"{quoted if text else ''}-m names the model{out}"
-    if not hasattr(error, "possibilities"):  # the option is known
+    parameters = {
+        flag: parameter for parameter in context.command.params for flag in parameter.opts if not parameter.hidden
+    }
+    if "unexpected extra argument" in error.message and "--model" in parameters:
+        quotes_hint = f'a text of several words needs quotes: {context.command_path} "Once upon a time"; '
+        takes_text = any(parameter.param_type_name == "argument" for parameter in context.command.params)
+        out_hint = ", -o the output" if "--out" in parameters else ""
+        return error.message, f"{quotes_hint if takes_text else ''}-m names the model{out_hint}"
+    if not hasattr(error, "possibilities"):  # The option is known.
         return None
-    brought = error.option_name.lower().lstrip("-").replace("_", "-")
-    names = [f"--{brought}", *(name for name, theirs in _OPTIONS.items() if brought in theirs.split())]
-    hint = "; ".join(_described(name, ours[name], context) for name in names if name in ours) or _NOTES.get(brought)
+    foreign_name = error.option_name.lower().lstrip("-").replace("_", "-")
+    candidates = [f"--{foreign_name}", *(name for name, aliases in _OPTIONS.items() if foreign_name in aliases.split())]
+    hint = "; ".join(
+        _describe(name, parameters[name], context) for name in candidates if name in parameters
+    ) or _HINTS.get(foreign_name)
     return (f"there is no option {error.option_name}", hint) if hint else None
 
 
-def _described(name: str, parameter: Any, context: Any) -> str:
+def _describe(name: str, parameter: Any, context: Any) -> str:
     if not name.startswith("-"):
         word = parameter.metavar or name.upper()
         return f"{word} is positional: {context.command_path} {word}"

@@ -1,4 +1,4 @@
-"""Options made from the dataclasses of `gpt.config`, and the few options that commands share."""
+"""Turns config dataclasses into options, and defines shared options."""
 
 import dataclasses
 import functools
@@ -17,8 +17,7 @@ from . import help_pages, inputs, render
 
 OUTPUT = "Output"
 
-# Every option is an environment variable too; `gpt --help` says so once. Options without a panel are common ones, which
-# `--help` lists (see `help_pages`).
+# `gpt --help` explains environment variables once. Options without a panel are common options (see `help_pages`).
 option = functools.partial(typer.Option, show_envvar=False)
 
 Json = Annotated[bool, option("--json", help="Print JSON to stdout, one object per line")]
@@ -40,7 +39,7 @@ Base = Annotated[
 
 
 def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
-    """An option that takes one of ``values``. The library, not the parser, rejects others, with a suggestion."""
+    """Returns an option with choices. The library, not the parser, rejects other values, with a suggestion."""
     return option(*flags, metavar="|".join(values), autocompletion=lambda: list(values), **settings)
 
 
@@ -64,10 +63,10 @@ Threads = Annotated[
 def model_and_texts(
     command: str, model: str | None, words: Sequence[str], takes_text: bool = True
 ) -> tuple[str | None, list[str]]:
-    """Returns the model and the TEXTs of a command whose model used to be its first word.
+    """Returns the model and the TEXT arguments. Still accepts the model as the first word, with a note.
 
-    With ``-m`` every word is a TEXT. Without it, a first word that names a model is the model if another word
-    follows. A command without TEXT takes its only word as the model. These old forms print a note."""
+    With ``-m``, every word is a TEXT. Without it, the first word is the model if the command takes no TEXT, or if the
+    word names a model and another word follows."""
     from gpt.runs import folder
 
     texts = list(words)
@@ -82,42 +81,44 @@ def model_and_texts(
 
 
 def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command one option per field of ``config_class``, except those ``without``.
+    """Gives a command an option for each field of ``config_class``, except the fields in ``without``.
 
-    The command's body receives an instance as ``settings``. If it has such parameters, it also receives ``given``, the
-    settings that the user gave, ``words``, the whole command line, and ``rest``, the words that no argument takes.
+    The command receives an instance as ``settings`` and, if it has these parameters, ``given`` (the settings that the
+    user gave), ``words`` (the command line) and ``rest`` (extra arguments).
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        kept = [field for field in dataclasses.fields(config_class) if field.name not in without]
-        names = [field.name for field in kept]
-        wanted = inspect.signature(command).parameters
+        fields = [field for field in dataclasses.fields(config_class) if field.name not in without]
+        names = [field.name for field in fields]
+        command_parameters = inspect.signature(command).parameters
 
         @functools.wraps(command)
         def with_options(_context: typer.Context, **values: Any) -> Any:
-            asked = {name: values.pop(name) for name in names}
-            for one, other, _ in getattr(config_class, "EXCLUSIVE", ()):
-                _keep_the_stronger(_context, asked, (one, other))
-            if "given" in wanted:  # as an option, in the environment, or in --config
-                sources = {name: _context.get_parameter_source(name) for name in asked if asked[name] is not None}
+            field_values = {name: values.pop(name) for name in names}
+            for first, second, _ in getattr(config_class, "EXCLUSIVE", ()):
+                _drop_weaker(_context, field_values, (first, second))
+            if "given" in command_parameters:  # Settings from options, environment variables and --config.
+                sources = {
+                    name: _context.get_parameter_source(name) for name in field_values if field_values[name] is not None
+                }
                 given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
-                values["given"] = {name: asked[name] for name in given}
-            if "words" in wanted:
+                values["given"] = {name: field_values[name] for name in given}
+            if "words" in command_parameters:
                 values["words"] = _context.find_root().obj
-            if "rest" in wanted:
+            if "rest" in command_parameters:
                 values["rest"] = _context.args
-            return command(settings=from_dict(config_class, asked, command.__name__), **values)
+            return command(settings=from_dict(config_class, field_values, command.__name__), **values)
 
-        own = [
+        own_parameters = [
             p
             for p in inspect.signature(command, eval_str=True).parameters.values()
             if p.name not in ("settings", "given", "words", "rest")
         ]
-        in_order = sorted(kept, key=lambda field: config.PANELS.index(field.metadata["panel"]))
-        made = [_as_parameter(config_class, field) for field in in_order]
+        ordered_fields = sorted(fields, key=lambda field: config.PANELS.index(field.metadata["panel"]))
+        field_parameters = [_make_parameter(config_class, field) for field in ordered_fields]
         context_parameter = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        # The order of the help page: what the command does first, how it prints last.
-        parameters = [context_parameter, *made, *(p.replace(kind=p.KEYWORD_ONLY) for p in own)]
+        # Help lists the config's options first.
+        parameters = [context_parameter, *field_parameters, *(p.replace(kind=p.KEYWORD_ONLY) for p in own_parameters)]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
         return with_options
@@ -125,19 +126,19 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
     return decorate
 
 
-_STRENGTH = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # an option beats its twin, that beats --config
+_PRECEDENCE = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # DEFAULT_MAP is --config.
 
 
-def _keep_the_stronger(context: typer.Context, asked: dict[str, Any], pair: tuple[str, str]) -> None:
-    """Drops the weaker one of two exclusive settings, so that an option on the command line beats an environment
-    variable. Two from the same source stay, and are refused later."""
+def _drop_weaker(context: typer.Context, field_values: dict[str, Any], pair: tuple[str, str]) -> None:
+    """Drops the exclusive setting of lower precedence: an option overrides an environment variable. Two settings of the
+    same source stay, and the config rejects them."""
     sources = [context.get_parameter_source(name) for name in pair]
-    strength = [_STRENGTH.index(source.name) if source else len(_STRENGTH) for source in sources]
-    if all(asked[name] is not None for name in pair) and strength[0] != strength[1]:
-        asked[pair[0] if strength[0] > strength[1] else pair[1]] = None
+    ranks = [_PRECEDENCE.index(source.name) if source else len(_PRECEDENCE) for source in sources]
+    if all(field_values[name] is not None for name in pair) and ranks[0] != ranks[1]:
+        field_values[pair[0] if ranks[0] > ranks[1] else pair[1]] = None
 
 
-def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> inspect.Parameter:
+def _make_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> inspect.Parameter:
     meta = field.metadata
     kind = field_types(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
@@ -158,19 +159,22 @@ def _as_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") -> i
 
 
 def config_file(config_class: type[Any]) -> Any:
-    """An option ``--config FILE.toml``, whose values beat defaults; options and environment variables beat them."""
-    known = [field.name for field in dataclasses.fields(config_class)]
-    kinds = field_types(config_class)
+    """Returns the option ``--config FILE.toml``. Its values override defaults only."""
+    keys = [field.name for field in dataclasses.fields(config_class)]
+    types = field_types(config_class)
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None and not context.resilient_parsing:
-            values = inputs.toml(path)
+            values = inputs.read_toml(path)
             for key, value in values.items():
-                if key not in known:
-                    raise UserError(f'{path}: unknown key "{key}"', did_you_mean(key, known))
-                if (without_none(kinds[key]) is bool) != isinstance(value, bool):  # which the parser takes for 1 and 0
-                    said = str(value).lower() if isinstance(value, bool) else repr(value)
-                    raise UserError(f"{path}: {key} is {said}", "use true or false for switches, and only for switches")
+                if key not in keys:
+                    raise UserError(f'{path}: unknown key "{key}"', did_you_mean(key, keys))
+                # The parser would accept booleans as the numbers 1 and 0.
+                if (without_none(types[key]) is bool) != isinstance(value, bool):
+                    literal = str(value).lower() if isinstance(value, bool) else repr(value)
+                    raise UserError(
+                        f"{path}: {key} is {literal}", "use true or false for switches, and only for switches"
+                    )
             context.default_map = {**(context.default_map or {}), **values}
         return path
 

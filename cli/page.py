@@ -1,4 +1,4 @@
-"""Results in files: one self-contained HTML page, a picture, or JSON, by the name's ending."""
+"""Writes results to files: self-contained HTML pages, pictures or JSON."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Data = Mapping[str, Any]
-ENDINGS = (".html", *plots.ENDINGS, ".json")
+SUFFIXES = (".html", *plots.SUFFIXES, ".json")
 
 
 def _out_option(help: str) -> Any:
@@ -31,14 +31,14 @@ OutPage = Annotated[Path | None, _out_option("Write a self-contained page to FIL
 Out = Annotated[Path | None, _out_option("Write FILE.html (a self-contained page), .png, .svg, .pdf or .json")]
 
 
-def check_out(out: Path | None, *endings: str) -> None:
-    """Raises `UserError`, before any work, for an output file that cannot be written or has no known ending."""
+def check_out(out: Path | None, *suffixes: str) -> None:
+    """Raises `UserError` for an output file that cannot be written or has an unknown suffix."""
     if out is None:
         return
-    known = endings or ENDINGS
-    if out.suffix.lower() not in known:
-        raise UserError(f'the suffix of "{out}" does not name a format', f"use one of {', '.join(known)}")
-    if out.suffix.lower() in plots.ENDINGS:
+    allowed = suffixes or SUFFIXES
+    if out.suffix.lower() not in allowed:
+        raise UserError(f'the suffix of "{out}" does not name a format', f"use one of {', '.join(allowed)}")
+    if out.suffix.lower() in plots.SUFFIXES:
         plots.check()
     if out.is_dir():
         raise UserError(f"{out} is a folder", "give the name of a file in it")
@@ -60,13 +60,13 @@ def show(
     page: Callable[[], Data],
     picture: "Callable[[], Figure]",
 ) -> None:
-    """Writes ``out`` in the form that its ending names: the page ``pages/NAME.js``, a picture, or data. Prints JSON if
-    asked for, or text without ``out``. Only the forms that are needed are made."""
+    """Writes ``out`` as the page ``pages/NAME.js``, a picture or JSON, by its suffix. Prints JSON if ``as_json``, or
+    text if there is no ``out``."""
     if out is not None:
-        ending = out.suffix.lower()
-        if ending in plots.ENDINGS:
-            content = plots.as_bytes(picture(), ending)
-        elif ending == ".html":
+        suffix = out.suffix.lower()
+        if suffix in plots.SUFFIXES:
+            content = plots.as_bytes(picture(), suffix)
+        elif suffix == ".html":
             content = html(name, title, page())
         else:
             content = (json.dumps(data(), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
@@ -78,7 +78,7 @@ def show(
 
 
 def write(out: Path, content: bytes, quiet: bool) -> None:
-    """Writes a file, whole or not at all, and prints its path unless ``quiet``."""
+    """Writes a file atomically, and prints its path unless ``quiet``."""
     with disk_errors(out):
         write_file(out, content)
     if not quiet:
@@ -86,24 +86,24 @@ def write(out: Path, content: bytes, quiet: bool) -> None:
 
 
 def html(name: str, title: str, data: Data) -> bytes:
-    """Returns the page of ``pages/NAME.js`` with ``data``: style, script and data are inside, nothing is fetched."""
+    """Returns the page of ``pages/NAME.js`` with style, scripts and ``data`` inline."""
     pages = files("gpt_cli") / "pages"
 
-    def read(file: str) -> str:
+    def read_page_file(file: str) -> str:
         return (pages / file).read_text(encoding="utf-8")
 
-    # Inside a script element only "</script" and "<!--" mean anything, and JSON may spell "<" as it likes.
+    # An escaped "<" keeps "</script" and "<!--" out of the script element.
     content = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
-    page = Template(read("page.html")).substitute(
+    page = Template(read_page_file("page.html")).substitute(
         title=title.replace("&", "&amp;").replace("<", "&lt;"),
-        style=read("page.css"),
+        style=read_page_file("page.css"),
         data=content,
-        script="\n".join(map(read, ("page.js", "chart.js", f"{name}.js"))),
+        script="\n".join(map(read_page_file, ("page.js", "chart.js", f"{name}.js"))),
     )
     return page.encode("utf-8", "backslashreplace")
 
 
-def packed(array: "npt.NDArray[Any]") -> str:
-    """Packs an array for a page: little-endian numbers in base64."""
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return base64.b64encode(little.tobytes()).decode()
+def pack_array(array: "npt.NDArray[Any]") -> str:
+    """Encodes an array for a page as little-endian base64."""
+    little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return base64.b64encode(little_endian.tobytes()).decode()

@@ -60,81 +60,80 @@ def params(
     gpt params gpt2 gpt2-xl runs/book
     gpt params gpt3-175b --devices 1024 --kind h100-80gb --tokens 300e9
     """
-    asked = {
+    shape_options = {
         "n_layer": n_layer, "n_head": n_head, "n_kv_head": n_kv_head, "head_dim": head_dim, "n_embd": n_embd,
         "n_inner": n_inner, "window": window, "block_size": block_size, "vocab_size": vocab_size,
         "positions": positions, "arch": arch,
     }  # fmt: skip
-    shape: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
+    overrides: dict[str, object] = {key: value for key, value in shape_options.items() if value is not None}
     page.check_out(out, ".html")
-    every = list_presets or (not targets and not shape)
-    if parts and not given:  # one of three former options for parts of what is always shown now
+    list_all = list_presets or (not targets and not overrides)
+    if parts and not given:  # The former options --memory, --flops and --time.
         given = {"devices": settings.devices}
-    if given and (every or out is not None):
+    if given and (list_all or out is not None):
         flag = f"--{next(iter(given))}".replace("_", "-")
         raise UserError(f"{flag} estimates training, but {'-o' if out else 'a list of presets'} does not show it",
                         "name a preset or a model: gpt params gpt2 --devices 8")  # fmt: skip
-    if list_presets and (targets or shape):
-        named = targets[0] if targets else f"--{next(iter(shape))}".replace("_", "-")
-        raise UserError(f"--list shows all presets, but {named} asks for a single shape", "leave one of them out")
-    if every and out is None:
+    if list_presets and (targets or overrides):
+        conflict = targets[0] if targets else f"--{next(iter(overrides))}".replace("_", "-")
+        raise UserError(f"--list shows all presets, but {conflict} asks for a single shape", "leave one of them out")
+    if list_all and out is None:
         render_params.presets(PRESETS, json)
         return
-    wanted: Sequence[str | None] = list(PRESETS) if every else targets or [None]
-    shapes = [_counted(target, {} if every else shape) for target in wanted]
-    costs = [render_plan.Cost.of(each.config, settings) for each in shapes] if given else []
+    selected: Sequence[str | None] = list(PRESETS) if list_all else targets or [None]
+    shapes = [_count_parameters(target, {} if list_all else overrides) for target in selected]
+    costs = [render_plan.Cost.from_config(shape.config, settings) for shape in shapes] if given else []
     if json:
-        for each, cost in zip_longest(shapes, costs):
-            render.json_line({**each.data(), **(cost.data() if cost else {})})
+        for shape, cost in zip_longest(shapes, costs):
+            render.json_line({**shape.data(), **(cost.data() if cost else {})})
     if out is not None:
-        title = ", ".join(each.name for each in shapes)
-        data = {"shapes": [{**each.data(), "note": each.note} for each in shapes], "names": render_params.NAMES}
+        title = ", ".join(shape.name for shape in shapes)
+        data = {"shapes": [{**shape.data(), "note": shape.note} for shape in shapes], "names": render_params.NAMES}
         page.write(out, page.html("params", f"parameters: {title}", data), json)
     elif not json:
         render_params.breakdown(shapes[0]) if len(shapes) == 1 else render_params.side_by_side(shapes)
-        for each, cost in zip(shapes, costs, strict=False):
-            render_plan.cost(cost, each.name if len(shapes) > 1 else "")
+        for shape, cost in zip(shapes, costs, strict=False):
+            render_plan.cost(cost, shape.name if len(shapes) > 1 else "")
 
 
-def _counted(target: str | None, shape: dict[str, object]) -> render_params.Shape:
-    name, config = _shape(target, shape)
-    note = PRESETS[name].note if name in PRESETS and not shape else ""
+def _count_parameters(target: str | None, overrides: dict[str, object]) -> render_params.Shape:
+    name, config = _resolve_shape(target, overrides)
+    note = PRESETS[name].note if name in PRESETS and not overrides else ""
     return render_params.Shape(name, config, breakdown(config), note)
 
 
-def _shape(target: str | None, shape: dict[str, object]) -> tuple[str, GPTConfig]:
-    """The name and shape that the words mean: a target, changed by what was given by hand, or all of it by hand."""
+def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[str, GPTConfig]:
+    """Returns the name and config of a preset, run or checkpoint with ``overrides``, or of ``overrides`` only."""
     from dataclasses import replace
 
     if target is None:
-        missing = [f"--{key.replace('_', '-')}" for key in ("n_layer", "n_head", "n_embd") if key not in shape]
+        missing = [f"--{key.replace('_', '-')}" for key in ("n_layer", "n_head", "n_embd") if key not in overrides]
         if missing:
             raise UserError(
                 f"without a preset, {', '.join(missing)} are required", "or name a preset: gpt params --list"
             )
-        return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **_properties(shape)})
+        return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **_expand_arch(overrides)})
     from gpt.files import reading
 
     with reading(Path(target)):
-        there = Path(target).exists()
+        exists = Path(target).exists()
     if target in PRESETS:
         config = PRESETS[target].model
-    elif there or ":" in target:
+    elif exists or ":" in target:
         from gpt.runs import folder, hf, hub
 
         remote = hub.is_remote(target)
         config = hf.load_config(hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target))
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
-    changed = _properties(shape)
-    if config.window_layers is not None and "n_layer" in shape:  # more or fewer layers, in the same order
-        windows, layers = config.windows, range(int(changed["n_layer"]))
-        changed["window_layers"] = tuple(layer for layer in layers if windows[layer % len(windows)])
-    return "custom" if shape else target, replace(config, **changed)
+    changes = _expand_arch(overrides)
+    if config.window_layers is not None and "n_layer" in overrides:  # Repeats or truncates the window pattern.
+        windows, layers = config.windows, range(int(changes["n_layer"]))
+        changes["window_layers"] = tuple(layer for layer in layers if windows[layer % len(windows)])
+    return "custom" if overrides else target, replace(config, **changes)
 
 
-def _properties(shape: dict[str, object]) -> dict[str, Any]:
-    """Replaces the name of an architecture among the options of a shape by its properties."""
-    given = dict(shape)
-    arch = given.pop("arch", None)
-    return {**(ARCHITECTURES[cast(Arch, arch)] if arch else {}), **given}
+def _expand_arch(overrides: dict[str, object]) -> dict[str, Any]:
+    properties = dict(overrides)
+    arch = properties.pop("arch", None)
+    return {**(ARCHITECTURES[cast(Arch, arch)] if arch else {}), **properties}

@@ -1,4 +1,4 @@
-"""Pictures of the same numbers as the pages, drawn with matplotlib: PNG, SVG or PDF."""
+"""Draws the data of the pages with matplotlib: PNG, SVG or PDF."""
 
 import importlib.util
 import io
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from gpt.inspect import Look, Positions
     from gpt.text.tokenizer import Tokenizer
 
-ENDINGS = (".png", ".svg", ".pdf")
-DPI, MOST_PIXELS = 150, 60_000  # matplotlib draws at most 2**16 pixels each way
+SUFFIXES = (".png", ".svg", ".pdf")
+DPI, MAX_PIXELS = 150, 60_000  # matplotlib draws up to 2**16 pixels per side.
 PASTELS = ("#d6e4ff", "#f0d9f6", "#d7f0db", "#fde9c8", "#cdf0f0", "#ffd7e1")
-COLUMNS, SIZE = 96, 11  # characters of a line of tokens, and their size in points
+LINE_LENGTH, FONT_SIZE = 96, 11  # Characters per line of tokens, and font size in points.
 
 
 def check() -> None:
@@ -29,9 +29,9 @@ def check() -> None:
         raise UserError("images need the package matplotlib", f"{install_extra('plots')}; or use -o FILE.html")
 
 
-def _figure(width: float, height: float, title: str = "") -> "Figure":
-    """Returns an empty figure, in inches. It looks the same whatever matplotlibrc says; a $ in a text is a $."""
-    os.environ["MPLBACKEND"] = "agg"  # nothing is shown, and matplotlib fails at a name that it does not know
+def _make_figure(width: float, height: float, title: str = "") -> "Figure":
+    """Returns an empty figure; sizes are in inches. Ignores matplotlibrc, and draws $ literally."""
+    os.environ["MPLBACKEND"] = "agg"  # matplotlib fails if it names an unknown backend.
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -43,81 +43,85 @@ def _figure(width: float, height: float, title: str = "") -> "Figure":
     return figure
 
 
-def as_bytes(figure: "Figure", ending: str) -> bytes:
-    """Returns a figure as a file with this ending. A picture too long for matplotlib is drawn coarser."""
+def as_bytes(figure: "Figure", suffix: str) -> bytes:
+    """Returns the file of a figure. Lowers the resolution if the figure is too large for matplotlib."""
     file = io.BytesIO()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # a glyph that no font has is a box
-        figure.savefig(file, format=ending[1:], dpi=min(DPI, MOST_PIXELS / max(figure.get_size_inches())))
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # Missing glyphs are drawn as boxes.
+        figure.savefig(file, format=suffix[1:], dpi=min(DPI, MAX_PIXELS / max(figure.get_size_inches())))
     return file.getvalue()
 
 
-def _map(axes: "Axes", pattern: Any, **place: Any) -> None:
+def _draw_pattern(axes: "Axes", pattern: Any, **options: Any) -> None:
     """Draws an attention pattern (T, T), white to blue on a square-root scale."""
     from matplotlib.colors import PowerNorm
 
-    axes.imshow(pattern, cmap="Blues", norm=PowerNorm(0.5, 0, 1), **place)
+    axes.imshow(pattern, cmap="Blues", norm=PowerNorm(0.5, 0, 1), **options)
 
 
 def attention(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
-    """Draws attention patterns, layers down and heads across; a single head with its tokens' texts."""
+    """Draws attention patterns: layers down, heads across. A single head is labelled with its tokens."""
     if len(look.layers) == len(look.heads) == 1:
-        return _one_head(look, tokenizer, model)
+        return _draw_head(look, tokenizer, model)
     from gpt.inspect import KINDS, mostly
 
-    wide, high = len(look.heads), len(look.layers)
-    figure = _figure(max(5, wide + 1), 1.2 * high + 0.6, f"attention: {model}, {len(look.ids)} tokens")
-    axes = figure.add_subplot(xlim=(0, wide), ylim=(1.2 * high, 0), aspect="equal", frame_on=False)
-    names = [
+    head_count, layer_count = len(look.heads), len(look.layers)
+    figure = _make_figure(
+        max(5, head_count + 1), 1.2 * layer_count + 0.6, f"attention: {model}, {len(look.ids)} tokens"
+    )
+    axes = figure.add_subplot(xlim=(0, head_count), ylim=(1.2 * layer_count, 0), aspect="equal", frame_on=False)
+    labels = [
         f"layer {layer}" + ("" if window is None else f"\nwindow {window:,}")
         for layer, window in zip(look.layers, look.windows, strict=True)
     ]
     axes.set_xticks([])
-    axes.set_yticks([1.2 * at + 0.5 for at in range(high)], names, fontsize=8)
+    axes.set_yticks([1.2 * row + 0.5 for row in range(layer_count)], labels, fontsize=8)
     axes.tick_params(length=0)
-    for at in range(high):
+    for row in range(layer_count):
         for column, head in enumerate(look.heads):
-            left, top, kind = column + 0.04, 1.2 * at + 0.04, mostly(look.here, look.probe, at, column)
+            left, top, kind = column + 0.04, 1.2 * row + 0.04, mostly(look.here, look.probe, row, column)
             box = (left, left + 0.92, top + 0.92, top)
-            _map(axes, look.patterns[at, column], extent=box)
+            _draw_pattern(axes, look.patterns[row, column], extent=box)
             axes.add_patch(_rectangle((left, top), 0.92, 0.92, fill=False, edgecolor="lightgray", linewidth=0.6))
             axes.text(left, top + 0.95, f"{head} {kind if kind in KINDS else ''}", fontsize=7, verticalalignment="top")
     return figure
 
 
-def _rectangle(place: tuple[float, float], width: float, height: float, **style: Any) -> Any:
+def _rectangle(corner: tuple[float, float], width: float, height: float, **style: Any) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle(place, width, height, **style)
+    return Rectangle(corner, width, height, **style)
 
 
-def _one_head(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
+def _draw_head(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
     from gpt.inspect import KINDS, mostly, token_text
 
     kind = mostly(look.here, look.probe, 0, 0)
     window = f", window {look.windows[0]:,}" if look.windows[0] else ""
-    figure = _figure(7, 7.4, f"layer {look.layers[0]}{window}, head {look.heads[0]}: {model}")
+    figure = _make_figure(7, 7.4, f"layer {look.layers[0]}{window}, head {look.heads[0]}: {model}")
     axes = figure.add_subplot(title=f"mostly {KINDS[kind]}" if kind else "no single kind of key")
     axes.title.set_fontsize(10)
-    _map(axes, look.patterns[0, 0])
-    places = range(0, len(look.ids), -(-len(look.ids) // 64))  # more names would not be legible
-    names = [token_text(tokenizer, int(look.ids[at]))[:14] for at in places]
-    size = max(4, min(9, 280 / len(places)))
-    axes.set_yticks(places, names, fontsize=size)
-    axes.set_xticks(places, names, fontsize=size, rotation=90)
+    _draw_pattern(axes, look.patterns[0, 0])
+    label_positions = range(0, len(look.ids), -(-len(look.ids) // 64))  # More labels would be illegible.
+    labels = [token_text(tokenizer, int(look.ids[at]))[:14] for at in label_positions]
+    size = max(4, min(9, 280 / len(label_positions)))
+    axes.set_yticks(label_positions, labels, fontsize=size)
+    axes.set_xticks(label_positions, labels, fontsize=size, rotation=90)
     axes.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
     return figure
 
 
 def near(groups: Sequence[Mapping[str, Any]]) -> "Figure":
-    """Draws the nearest neighbours of each token as bars of their cosines."""
+    """Draws the cosines of the nearest tokens as bars."""
     rows = [len(group["near"]) + 3 for group in groups]
-    figure = _figure(6.2, 0.2 * sum(rows))
+    figure = _make_figure(6.2, 0.2 * sum(rows))
     all_axes = figure.subplots(len(groups), height_ratios=rows, squeeze=False, subplot_kw={"frame_on": False})
     for axes, group in zip(all_axes.flat, groups, strict=True):
         axes.set_title(f"{group['title']}   {group['note'][:70]}", fontsize=10, loc="left")
-        bars = axes.barh(range(len(group["near"])), [max(0.0, each["cosine"]) for each in group["near"]])
-        axes.bar_label(bars, [f"{each['cosine']:.4f}" for each in group["near"]], fontsize=8, padding=3)
-        axes.set_yticks(range(len(group["near"])), [each["text"].strip()[:24] for each in group["near"]], fontsize=9)
+        bars = axes.barh(range(len(group["near"])), [max(0.0, neighbor["cosine"]) for neighbor in group["near"]])
+        axes.bar_label(bars, [f"{neighbor['cosine']:.4f}" for neighbor in group["near"]], fontsize=8, padding=3)
+        axes.set_yticks(
+            range(len(group["near"])), [neighbor["text"].strip()[:24] for neighbor in group["near"]], fontsize=9
+        )
         axes.set_xticks([])
         axes.set_xlim(0, 1.1)
         axes.invert_yaxis()
@@ -125,40 +129,41 @@ def near(groups: Sequence[Mapping[str, Any]]) -> "Figure":
     return figure
 
 
-def positions(found: "Positions", model: str) -> "Figure":
-    """Draws the position table, negative blue and positive red, and similarity by distance as a curve."""
+def positions(position_info: "Positions", model: str) -> "Figure":
+    """Draws the position embeddings (negative blue, positive red) and similarity by distance."""
     import numpy as np
 
-    title, table = f"positions: {model}, {found.kind}", found.table
+    title, table = f"positions: {model}, {position_info.kind}", position_info.table
     if table is None:
-        figure = _figure(7, 3, title)
+        figure = _make_figure(7, 3, title)
         curve = figure.add_subplot()
     else:
-        figure = _figure(7, 8, title)
+        figure = _make_figure(7, 8, title)
         axes, curve = figure.subplots(2, height_ratios=[5, 2])
-        strength = np.sign(table) * np.sqrt(np.abs(table) / max(float(np.abs(table).max()), 1e-30))
-        axes.imshow(strength, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
+        signed_roots = np.sign(table) * np.sqrt(np.abs(table) / max(float(np.abs(table).max()), 1e-30))
+        axes.imshow(signed_roots, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
         axes.set(xlabel=f"{table.shape[1]:,} numbers", ylabel=f"{len(table):,} positions")
-    curve.plot(found.similarity)
+    curve.plot(position_info.similarity)
     curve.grid(alpha=0.4)
     curve.set(xlabel="tokens apart", ylabel="similarity of two positions")
     return figure
 
 
 def tokens(pieces: Sequence[str]) -> "Figure":
-    """Draws a text's tokens, each on a background colour of its own."""
+    """Draws a text's tokens on alternating background colours."""
     places, column, line = [], 0, 0
     for piece in pieces:
-        if column and column + len(piece) > COLUMNS:
+        if column and column + len(piece) > LINE_LENGTH:
             column, line = 0, line + 1
         places.append((column, line))
         column += len(piece)
-    width = max([COLUMNS, *(column + len(piece) for (column, _), piece in zip(places, pieces, strict=True))])
-    figure = _figure(width * SIZE * 0.602 / 72 + 0.2, 0.26 * (line + 1) + 0.2)  # the font's characters are 0.602 wide
+    width = max([LINE_LENGTH, *(column + len(piece) for (column, _), piece in zip(places, pieces, strict=True))])
+    # A character is 0.602 em wide.
+    figure = _make_figure(width * FONT_SIZE * 0.602 / 72 + 0.2, 0.26 * (line + 1) + 0.2)
     axes = figure.add_subplot(xlim=(0, width), ylim=(line + 1, 0))
     axes.set_axis_off()
-    for number, ((x, y), piece) in enumerate(zip(places, pieces, strict=True)):
-        colour = PASTELS[number % len(PASTELS)]
+    for index, ((x, y), piece) in enumerate(zip(places, pieces, strict=True)):
+        colour = PASTELS[index % len(PASTELS)]
         axes.add_patch(_rectangle((x + 0.05, y), len(piece) - 0.1, 0.9, color=colour, linewidth=0))
-        axes.text(x, y + 0.48, piece, family="monospace", fontsize=SIZE, verticalalignment="center")
+        axes.text(x, y + 0.48, piece, family="monospace", fontsize=FONT_SIZE, verticalalignment="center")
     return figure

@@ -1,4 +1,4 @@
-"""Commands that run in several processes: starting them, and how one of them (ours or torchrun's) ends."""
+"""Starts and ends the processes of distributed training."""
 
 import atexit
 import contextlib
@@ -14,54 +14,57 @@ from gpt.parallel import environment
 
 from . import render
 
-ALONE_SECONDS = 3.0  # that a rank waits for rank 0 to report the same error and to end it
+RANK_0_GRACE_SECONDS = 3.0  # Time for rank 0 to report the error and for the launcher to end this rank.
 
 
-def start(words: Sequence[str], nproc: int, began: float) -> int:
+def start(words: Sequence[str], nproc: int, start_time: float) -> int:
     """Runs ``gpt`` with ``words`` in ``nproc`` processes and returns the exit status.
 
-    ``began``: when the command began. Raises `WorkError` where a process was killed and could not report it itself.
+    ``start_time`` is the start time of the command. Raises `WorkError` if a signal killed a process.
     """
     from gpt.parallel.launch import launch
 
-    ended = launch([sys.executable, "-P", "-m", "gpt_cli", *words], nproc, began)
-    resume = (
-        f"resume with: gpt train --resume {shlex.quote(str(ended.run))}" if ended.run and ended.run.is_dir() else ""
+    outcome = launch([sys.executable, "-P", "-m", "gpt_cli", *words], nproc, start_time)
+    resume_hint = (
+        f"resume with: gpt train --resume {shlex.quote(str(outcome.run))}"
+        if outcome.run and outcome.run.is_dir()
+        else ""
     )
-    if ended.signum is not None:
-        name = signal.Signals(ended.signum).name
-        why = ", possibly by the system because memory ran out" if name == "SIGKILL" else ""
+    if outcome.signum is not None:
+        name = signal.Signals(outcome.signum).name
+        cause = ", possibly by the system because memory ran out" if name == "SIGKILL" else ""
         raise WorkError(
-            f"process {ended.rank} of {nproc} was killed by {name}{why}", resume or "training had not started yet"
+            f"process {outcome.rank} of {nproc} was killed by {name}{cause}",
+            resume_hint or "training had not started yet",
         )
-    if ended.status == 1 and ended.rank and resume:
-        render.note(resume)
-    return ended.status
+    if outcome.status == 1 and outcome.rank and resume_hint:
+        render.note(resume_hint)
+    return outcome.status
 
 
 def end_abruptly(status: Sequence[int]) -> None:
-    """Makes a process that is one of several exit with ``status[0]`` before the interpreter shuts down.
+    """Makes a rank of distributed training exit with ``status[0]`` before the interpreter shuts down.
 
     A torch thread that frees a tensor during shutdown aborts the process (seen in one of six exits on a busy machine).
-    Other `atexit` functions still run, since they are registered later and so run first.
+    Other `atexit` functions still run: they are registered later, so they run first.
     """
     with contextlib.suppress(UserError):
         if environment.is_one_of_many():
-            atexit.register(_end, status)
+            atexit.register(_exit_now, status)
 
 
-def _end(status: Sequence[int]) -> None:
+def _exit_now(status: Sequence[int]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status[0] if status else 1)
 
 
-def silenced(error: BaseException) -> int | None:
-    """Returns the exit status if another process reports ``error``, None if this one must.
+def silent_status(error: BaseException) -> int | None:
+    """Returns the exit status if another process reports ``error``; None if this process must report it.
 
-    An error that ends all ranks alike is reported by rank 0. Rank 0 then ends, and the launcher ends the other ranks
-    before they report the error a second time.
+    Rank 0 reports an error that all ranks share. It then exits, and the launcher ends the other ranks before they
+    report the error again.
     """
     if isinstance(error, PeerLost) and (environment.rank() or environment.is_ours()):
         return error.exit_code
@@ -71,5 +74,5 @@ def silenced(error: BaseException) -> int | None:
         return error.exit_code
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
-        time.sleep(ALONE_SECONDS)
+        time.sleep(RANK_0_GRACE_SECONDS)
     return None

@@ -1,4 +1,4 @@
-"""Progress on stderr: live on a terminal, a plain line every few seconds elsewhere."""
+"""Shows progress on stderr."""
 
 import contextlib
 import gc
@@ -15,19 +15,18 @@ from gpt.events import format_seconds
 
 from .render import excerpt, percent_of_peak, stderr
 
-PLAIN_SECONDS = 5.0  # between lines of progress where there is no terminal
+PLAIN_SECONDS = 5.0  # Seconds between progress lines without a terminal.
 
 
 @contextlib.contextmanager
-def starting(quiet: bool) -> Iterator[None]:
-    """Shows a spinner on a terminal while torch is imported. The garbage collector is off meanwhile and skips these
-    modules from then on: an import creates many objects and hardly any garbage, and each full collection
-    takes 0.1 s."""
+def startup_spinner(quiet: bool) -> Iterator[None]:
+    """Shows a spinner on a terminal while torch is imported. Turns off garbage collection during the import and
+    freezes the new objects: they are hardly ever garbage, and each full collection takes 0.1 s."""
     console = stderr()
-    shown = not quiet and console.is_terminal
+    show_spinner = not quiet and console.is_terminal
     gc.disable()
     try:
-        with console.status("starting …") if shown else contextlib.nullcontext():
+        with console.status("starting …") if show_spinner else contextlib.nullcontext():
             yield
     finally:
         gc.freeze()
@@ -35,40 +34,40 @@ def starting(quiet: bool) -> Iterator[None]:
 
 
 class Sparkline:
-    """The recent course of a value: up to `WIDTH` bars of eight heights, each the mean of equally many values."""
+    """A sparkline: up to `WIDTH` bars of eight heights, each the mean of the same number of values."""
 
     WIDTH = 24
 
     def __init__(self) -> None:
         self.bars: list[float] = []
-        self.each = 1  # values per bar
+        self.values_per_bar = 1
         self.pending: list[float] = []
 
     def add(self, value: float) -> None:
-        """Adds a value, unless it is not finite."""
+        """Adds a value; ignores NaN and infinity."""
         if not math.isfinite(value):
             return
         self.pending.append(value)
-        if len(self.pending) == self.each:
-            self.bars.append(sum(self.pending) / self.each)
+        if len(self.pending) == self.values_per_bar:
+            self.bars.append(sum(self.pending) / self.values_per_bar)
             self.pending = []
         if len(self.bars) == 2 * self.WIDTH:
             self.bars = [(a + b) / 2 for a, b in zip(self.bars[::2], self.bars[1::2], strict=True)]
-            self.each *= 2
+            self.values_per_bar *= 2
 
     def __str__(self) -> str:
-        shown = self.bars[-self.WIDTH :]
-        low, high = min(shown, default=0.0), max(shown, default=0.0)
-        return "".join("▁▂▃▄▅▆▇█"[round((bar - low) / ((high - low) or 1) * 7)] for bar in shown)
+        visible = self.bars[-self.WIDTH :]
+        low, high = min(visible, default=0.0), max(visible, default=0.0)
+        return "".join("▁▂▃▄▅▆▇█"[round((bar - low) / ((high - low) or 1) * 7)] for bar in visible)
 
 
 class Bar:
-    """Progress on stderr: a live line on a terminal, a plain one every few seconds elsewhere."""
+    """Progress of one task: a live line on a terminal; elsewhere, a plain line every few seconds."""
 
     def __init__(self, verb: str, unit: str, quiet: bool, console: Console | None = None) -> None:
         self.verb, self.unit, self.quiet = verb, unit, quiet
         self.console = console or stderr()
-        self.first: tuple[float, int] | None = None  # the time of the first report, and what was done before
+        self.first_report: tuple[float, int] | None = None  # Time and progress at the first report.
         self.last_line = time.monotonic()
         self.live: Any = None
 
@@ -88,28 +87,28 @@ class Bar:
             self.live.stop()
 
     def reach(self, done: int, total: int) -> None:
-        """Shows how many units of ``total`` are done, and the rate since the first report."""
+        """Shows how many units of ``total`` are done, the throughput and the time left."""
         now = time.monotonic()
-        self.first = self.first or (now, done)
-        rate = max(done - self.first[1], 0) / max(now - self.first[0], 1e-9)
-        line = f"{self.verb} {done:,}/{total:,} {self.unit}  {rate:,.0f} {self.unit}/s"
-        line += f"  {format_seconds((total - done) / rate)} left" if rate else ""
-        self.show(drawn(done / max(1, total), line), line)
+        self.first_report = self.first_report or (now, done)
+        throughput = max(done - self.first_report[1], 0) / max(now - self.first_report[0], 1e-9)
+        line = f"{self.verb} {done:,}/{total:,} {self.unit}  {throughput:,.0f} {self.unit}/s"
+        line += f"  {format_seconds((total - done) / throughput)} left" if throughput else ""
+        self.show(draw_line(done / max(1, total), line), line)
 
-    def show(self, live: Text, plain: str) -> None:
-        """Updates the live line, or prints the plain one every few seconds."""
+    def show(self, live: Text, line: str) -> None:
+        """Updates the live line, or prints the plain line every few seconds."""
         if self.live is not None:
             self.live.update(live)
         elif not self.quiet and time.monotonic() - self.last_line >= PLAIN_SECONDS:
             self.last_line = time.monotonic()
-            self.console.print(plain)
+            self.console.print(line)
 
 
-def drawn(share: float, words: str, course: str = "") -> Text:
+def draw_line(fraction: float, text: str, sparkline: str = "") -> Text:
     """Returns a live line: a progress bar, words, and a sparkline."""
-    done = round(20 * min(1.0, share))
-    bar = (("━" * done, "magenta"), ("━" * (20 - done), "bright_black"))
-    return Text.assemble(*bar, " ", words, "  ", (course, "magenta"))
+    filled = round(20 * min(1.0, fraction))
+    bar = (("━" * filled, "magenta"), ("━" * (20 - filled), "bright_black"))
+    return Text.assemble(*bar, " ", text, "  ", (sparkline, "magenta"))
 
 
 class TrainDisplay:
@@ -120,7 +119,7 @@ class TrainDisplay:
         self.quiet = quiet
         self.plan = events.Plan(0, 0)
         self.losses = Sparkline()
-        self.held_out = ""  # the newest evaluation
+        self.held_out = ""  # The latest evaluation.
         self.bar: Bar | None = None
 
     def __enter__(self) -> Self:
@@ -132,7 +131,7 @@ class TrainDisplay:
             self.bar = None
 
     def __call__(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
-        """Shows an event. Training continues when the terminal is gone."""
+        """Shows an event. Training continues if the terminal is gone."""
         if not self.quiet:
             with contextlib.suppress(OSError):
                 self._show(event)
@@ -141,36 +140,36 @@ class TrainDisplay:
         match event:
             case events.Note(text):
                 if not self.plan.steps:
-                    self.__exit__()  # that work has ended
+                    self.__exit__()  # The previous task has ended.
                 self.console.print(Text(text, "dim"))
             case events.Progress(what, done, total, unit):
-                self._at_work(what, unit).reach(done, total)
+                self._task_bar(what, unit).reach(done, total)
             case events.Plan():
                 self.__exit__()
                 self.plan = event
             case events.StepEvent():
                 self.losses.add(event.loss)
-                self._at_work("", "steps").show(self.status(event), self._facts(event))
+                self._task_bar("", "steps").show(self.status(event), self._describe_step(event))
             case events.EvalEvent():
                 self.held_out = f"  held-out {event.val_loss:.3f}" + (" (best)" if event.best else "")
             case events.SampleEvent() if event.step < self.plan.steps:
                 self.console.print(Text(f"step {event.step:,}{self.held_out}", "cyan"))
                 self.console.print(Text(excerpt(event.text), "italic"))
 
-    def _at_work(self, verb: str, unit: str) -> Bar:
+    def _task_bar(self, verb: str, unit: str) -> Bar:
         if self.bar is None or self.bar.verb != verb:
             self.__exit__()
             self.bar = Bar(verb, unit, self.quiet, self.console).__enter__()
         return self.bar
 
-    def _facts(self, event: events.StepEvent) -> str:
-        spent = event.tokens / event.tokens_per_second
-        left = (self.plan.steps - event.step) * spent / event.step
+    def _describe_step(self, event: events.StepEvent) -> str:
+        seconds = event.tokens / event.tokens_per_second
+        seconds_left = (self.plan.steps - event.step) * seconds / event.step
         return (
             f"step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}{self.held_out}  "
-            f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}  {format_seconds(left)} left"
+            f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}  {format_seconds(seconds_left)} left"
         )
 
     def status(self, event: events.StepEvent) -> Text:
-        """Returns the live line: progress, the loss and its course, the rate, the time left."""
-        return drawn(event.step / max(1, self.plan.steps), self._facts(event), str(self.losses))
+        """Returns the live line: progress, loss, throughput, time left and a sparkline of the loss."""
+        return draw_line(event.step / max(1, self.plan.steps), self._describe_step(event), str(self.losses))

@@ -1,4 +1,4 @@
-"""Printing with rich: results to stdout; progress, notes and errors to stderr."""
+"""Prints with rich: results on stdout; progress, notes and errors on stderr."""
 
 import contextlib
 import os
@@ -29,30 +29,29 @@ if TYPE_CHECKING:
     from gpt.training.context import Result
 
 
-# Characters that a terminal obeys or hides instead of showing them: C0 but for line feed and tab, DEL, C1, and those
-# that turn the direction of text or break lines. File names, JSON keys and generated text may contain any of them.
-_HIDDEN = (*range(9), *range(11, 32), *range(127, 160), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x2070),
+# Characters that a terminal interprets or hides: C0 except line feed and tab, DEL, C1, text direction, line breaks.
+# File names, JSON keys and generated text can contain them.
+_CONTROL_CODES = (*range(9), *range(11, 32), *range(127, 160), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x2070),
            *range(0xFFF9, 0xFFFC))  # fmt: skip
-_AS_ESCAPE = {code: f"\\u{code:04x}" for code in _HIDDEN}  # also JSON's
-_AS_SYMBOL = _AS_ESCAPE | {code: chr(0x2400 + code) for code in range(32) if code in _HIDDEN} | {127: "␡"}
+_ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROL_CODES}  # JSON uses the same escapes.
+_SYMBOLS = _ESCAPES | {code: chr(0x2400 + code) for code in range(32) if code in _CONTROL_CODES} | {127: "␡"}
 
 
-class _Shown(Console):
-    """A console that shows control characters as symbols, so that a terminal obeys only rich's own."""
+class _SafeConsole(Console):
+    """A console that shows control characters as symbols, except rich's own."""
 
-    def shown(self, text: str) -> str:
-        """Returns ``text`` with control characters as symbols for a terminal, and unchanged for a file or pipe."""
-        return text.translate(_AS_SYMBOL) if self.is_terminal else text
+    def escape(self, text: str) -> str:
+        """Returns ``text`` with control characters as symbols on a terminal; unchanged in a file or pipe."""
+        return text.translate(_SYMBOLS) if self.is_terminal else text
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders as rich does; rich's own control codes come as segments of their own and are kept."""
+        """Renders as rich does, and keeps rich's own control codes, which are separate segments."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(self.shown(segment.text), segment.style)
+            yield segment if segment.control else Segment(self.escape(segment.text), segment.style)
 
 
-class _Stderr(_Shown):
-    """A console on stderr that falls silent, while the work continues, once nothing can be written there: its reader or
-    its terminal is gone, or its disk is full."""
+class _StderrConsole(_SafeConsole):
+    """A console on stderr that ignores output after a write error: a closed pipe or terminal, or a full disk."""
 
     def _check_buffer(self) -> None:
         try:
@@ -61,39 +60,39 @@ class _Stderr(_Shown):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Silences stderr; rich would end the program."""
+        """Silences stderr; rich would exit."""
         self.quiet = True
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def stderr() -> _Shown:
+def stderr() -> _SafeConsole:
     """Returns a console for progress, notes and errors."""
-    return _Stderr(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    return _StderrConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def stdout() -> _Shown:
-    """Returns a console for results. Into a file or pipe, tables are as wide as they need to be."""
+def stdout() -> _SafeConsole:
+    """Returns a console for results, 160 columns wide in a file or pipe."""
     width = None if sys.stdout.isatty() else 160
-    return _Shown(highlight=False, soft_wrap=True, width=width, markup=False, emoji=False)
+    return _SafeConsole(highlight=False, soft_wrap=True, width=width, markup=False, emoji=False)
 
 
 def make_output_safe() -> None:
-    """Makes stdout and stderr write characters that their encoding lacks as escapes, instead of raising.
+    """Makes stdout and stderr escape characters that their encoding lacks, instead of raising.
 
-    An output that was closed when the command began becomes the null device: the work is done all the same, and the
-    status is 0, as with Python's ``print``. The null device takes the free file descriptor, or else the next file that
-    is opened would take it, and receive the output of libraries.
+    An output that is closed at startup becomes the null device, so the command still works and returns 0, as with
+    Python's ``print``. The null device occupies the free file descriptor, so that no later file receives the output of
+    libraries.
     """
     try:
         os.fstat(0)
-    except OSError:  # `sys.stdin` stays None, so that reading it is an error that says so
+    except OSError:  # `sys.stdin` stays None, so commands can report that there is no stdin.
         os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-            os.set_inheritable(nowhere.fileno(), True)
-            setattr(sys, name, nowhere)
+            null_device = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(null_device.fileno(), True)
+            setattr(sys, name, null_device)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -106,24 +105,24 @@ def bar(share: float, width: int, console: Console) -> Text:
 
 
 def write(text: str) -> None:
-    """Writes text to stdout and flushes it; on a terminal, control characters become symbols."""
-    sys.stdout.write(text.translate(_AS_SYMBOL) if sys.stdout.isatty() else text)
+    """Writes text to stdout and flushes it. On a terminal, control characters become symbols."""
+    sys.stdout.write(text.translate(_SYMBOLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def json_line(values: Mapping[str, Any]) -> None:
     """Prints an object as one line of JSON. NaN and infinities become null."""
-    narrow = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-    line = as_json(values, ascii=narrow)
-    write((line.translate(_AS_ESCAPE) if sys.stdout.isatty() else line) + "\n")
+    ascii_only = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+    line = as_json(values, ascii=ascii_only)
+    write((line.translate(_ESCAPES) if sys.stdout.isatty() else line) + "\n")
 
 
 def error(message: str, hint: str) -> None:
-    """Prints what is wrong, and what to do next."""
+    """Prints an error message and its hint."""
     console = stderr()
-    console.print(Text.assemble(("error: ", "bold red"), " ".join(console.shown(message).split())))
+    console.print(Text.assemble(("error: ", "bold red"), " ".join(console.escape(message).split())))
     if hint:
-        console.print(Text.assemble(("hint: ", "bold"), " ".join(console.shown(hint).split())))
+        console.print(Text.assemble(("hint: ", "bold"), " ".join(console.escape(hint).split())))
 
 
 def trace(error: BaseException) -> None:
@@ -134,13 +133,13 @@ def trace(error: BaseException) -> None:
 def note(text: str) -> None:
     """Prints a dim line on stderr."""
     console = stderr()
-    console.print(Text(console.shown(text), "dim"))
+    console.print(Text(console.escape(text), "dim"))
 
 
 def excerpt(text: str, lines: int = 5) -> str:
-    """Returns the first lines of a sample, indented."""
-    kept = [line for line in text.strip().splitlines() if line.strip()][:lines]
-    return "\n".join("    " + line for line in kept)
+    """Returns the first nonblank lines of a text, indented."""
+    nonblank = [line for line in text.strip().splitlines() if line.strip()][:lines]
+    return "\n".join("    " + line for line in nonblank)
 
 
 def fact(label: str, text: str, console: Console | None = None) -> None:
@@ -149,25 +148,25 @@ def fact(label: str, text: str, console: Console | None = None) -> None:
 
 
 def table(*columns: str, title: str = "", **settings: Any) -> Table:
-    """Returns a table with these columns; a leading ``>`` right-aligns one. Without columns it has no header."""
+    """Returns a table; a leading ``>`` right-aligns a column. Without columns it has no header."""
     settings = {"box": box.SIMPLE_HEAD if columns else None, "show_header": bool(columns), "pad_edge": False} | settings
-    made = Table(title=Text(title, "bold") if title else None, title_justify="left", **settings)
+    grid = Table(title=Text(title, "bold") if title else None, title_justify="left", **settings)
     for column in columns:
-        made.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
-    return made
+        grid.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    return grid
 
 
-def keyed(rows: Mapping[str, str]) -> Table:
-    """Returns a table of labelled values. Empty values are left out."""
-    made = table()
+def key_value_table(rows: Mapping[str, str]) -> Table:
+    """Returns a table of labelled values, without empty values."""
+    grid = table()
     for key, value in rows.items():
         if value:
-            made.add_row(Text(key, "bold"), value)
-    return made
+            grid.add_row(Text(key, "bold"), value)
+    return grid
 
 
 def percent_of_peak(mfu: float | None) -> str:
-    """Returns an MFU to stand behind a rate, `` (41.3% MFU)``; empty where the device's peak is unknown."""
+    """Returns an MFU as a suffix, `` (41.3% MFU)``; empty if the device's peak is unknown."""
     return "" if mfu is None else f" ({mfu:.1%} MFU)"
 
 
@@ -181,10 +180,10 @@ def result_json(result: "Result") -> dict[str, Any]:
 
 
 def result(result: "Result", console: Console | None = None) -> None:
-    """Prints the end of ``gpt train``: the checkpoint, the loss, a sample, and a command to try next."""
-    rate = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
-    length = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {rate}"
-    fact("saved", f"{result.checkpoint}  ({length})", console)
+    """Prints the result of ``gpt train``."""
+    throughput = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
+    summary = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {throughput}"
+    fact("saved", f"{result.checkpoint}  ({summary})", console)
     if result.val_loss is not None and result.bits_per_byte is not None:
         loss = f"{result.val_loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte, on "
         loss += f"{result.val_tokens:,} tokens of held-out text" if result.val_tokens else "held-out text"
@@ -194,14 +193,14 @@ def result(result: "Result", console: Console | None = None) -> None:
         fact("pairs", f"answered exactly (greedy): {result.answers}{held_out}", console)
     sample = Text.assemble(("sample\n", "bold"), (excerpt(result.sample, 12), "italic"))
     (console or stdout()).print(sample)
-    short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
-    prompt = f"{shlex.quote(result.prompt)} --greedy" if short else '"Once upon"'
+    is_short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
+    prompt = f"{shlex.quote(result.prompt)} --greedy" if is_short else '"Once upon"'
     command = "gpt chat" if result.chat else f"gpt sample {prompt}"
     fact("more", f"{command} -m {shlex.quote(str(result.run))}", console)
 
 
 def draw_seed(announce: bool, model: Path | None = None) -> int:
-    """Draws a seed from the system's randomness; with ``announce``, prints it and the model on stderr."""
+    """Draws a random seed. With ``announce``, prints it and the model on stderr."""
     seed = secrets.randbelow(2**31)
     if announce:
         note(f"{f'{model}, ' if model else ''}seed {seed}")
@@ -210,18 +209,18 @@ def draw_seed(announce: bool, model: Path | None = None) -> int:
 
 @dataclass
 class Overflow:
-    """Counts of samples that did not fit into the model's context."""
+    """How far samples exceeded the context."""
 
-    dropped: int = 0  # tokens left out at the start of a prompt: the most of any sample
-    slid: bool = False  # whether a text grew longer than the context
+    dropped: int = 0  # Most tokens truncated from the start of a prompt.
+    slid: bool = False  # Whether a text outgrew the context.
 
     def add(self, sample: "Sample") -> None:
-        """Counts one more sample."""
+        """Adds a sample."""
         self.dropped = max(self.dropped, sample.dropped)
         self.slid |= sample.slid
 
-    def counting(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
-        """Yields the pieces and counts the samples among them."""
+    def collect(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
+        """Yields the pieces and adds their samples."""
         for piece in pieces:
             yield piece
             if piece.sample is not None:
@@ -229,11 +228,11 @@ class Overflow:
 
 
 def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> None:
-    """Prints texts piece by piece as they are generated, with a heading above each where there are several."""
-    told = None
+    """Prints texts as they are generated, with headings if there are several."""
+    current = None
     for piece in pieces:
-        if (piece.prompt, piece.index) != told:
-            told = piece.prompt, piece.index
+        if (piece.prompt, piece.index) != current:
+            current = piece.prompt, piece.index
             heading = [f"prompt {piece.prompt + 1} of {len(prompts)}"] if len(prompts) > 1 else []
             heading += [f"{piece.index + 1} of {num}"] if num > 1 else []
             write(f"--- {', '.join(heading)} ---\n" if heading else "")
@@ -242,7 +241,7 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
 
 
 def context_notes(overflow: Overflow, size: int) -> None:
-    """Prints notes about samples that did not fit into the context of ``size`` tokens."""
+    """Prints notes about samples that exceeded the context of ``size`` tokens."""
     if dropped := overflow.dropped:
         note(f"the prompt has {dropped + size:,} tokens, but the context only {size:,}: dropped the first {dropped:,}")
     if overflow.slid:
@@ -250,7 +249,7 @@ def context_notes(overflow: Overflow, size: int) -> None:
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Returns a line of ``gpt sample --json`` for the last piece of a text, which holds the whole sample."""
+    """Returns a line of ``gpt sample --json`` for the last piece of a text."""
     sample = piece.sample
     assert sample is not None
     values: dict[str, Any] = {"prompt_index": piece.prompt, "index": piece.index, "prompt": prompt}
@@ -266,7 +265,6 @@ def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Token
 
 
 def _token_json(token: "Token", tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Returns a token's JSON: id, text, log-probability, and the most likely alternatives if they were asked for."""
     values = {"token": token.id, "text": tokenizer.decode([token.id]), "logprob": token.logprob}
     top = [{"token": id, "text": tokenizer.decode([id]), "logprob": logprob} for id, logprob in token.top]
     return values | ({"top": top} if top else {})
@@ -283,7 +281,7 @@ def evaluation_json(result: "Evaluation") -> dict[str, Any]:
 
 
 def evaluation(result: "Evaluation") -> None:
-    """Prints the measures of ``gpt eval`` with their units."""
+    """Prints the result of ``gpt eval``."""
     rows = table()
     rows.add_row("loss", f"{result.loss:.4f}", "nats per token")
     rows.add_row("perplexity", f"{result.perplexity:,.2f}", "per token: e to the loss")
@@ -301,18 +299,22 @@ def speed_json(measured: "Measured") -> dict[str, Any]:
 
 
 def speed(measured: "Measured") -> None:
-    """Prints the measures of ``gpt bench`` with their units."""
-    found, asked = measured.speed, measured.settings
+    """Prints the result of ``gpt bench``."""
+    metrics, settings = measured.speed, measured.settings
     rows = table()
-    how = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"
-    rows.add_row("model", measured.name, how + (", compiled" if measured.compiled else ""))
-    texts = f"{asked.batch} sequences" if asked.batch > 1 else "one sequence"
-    rows.add_row("prefill", f"{found.prefill_tokens_per_second:,.0f}", f"tokens/s: {asked.prompt_tokens} of {texts}")
-    rows.add_row("first token", f"{1000 * found.first_token_seconds:,.1f}", "ms after the prompt")
-    rows.add_row("decoding", f"{found.decode_tokens_per_second:,.1f}", f"tokens/s: {asked.new_tokens} of {texts}")
-    share = f"% of this memory's {found.bandwidth_bytes_per_second / 1e9:,.1f} GB/s; a step reads "
-    rows.add_row("bandwidth", f"{100 * found.bandwidth_share:.0f}", share + f"{found.read_bytes / 1e6:,.0f} MB")
-    rows.add_row("memory", f"{found.memory_bytes / 1e6:,.0f}", "MB at peak")
+    details = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"
+    rows.add_row("model", measured.name, details + (", compiled" if measured.compiled else ""))
+    sequences = f"{settings.batch} sequences" if settings.batch > 1 else "one sequence"
+    rows.add_row(
+        "prefill", f"{metrics.prefill_tokens_per_second:,.0f}", f"tokens/s: {settings.prompt_tokens} of {sequences}"
+    )
+    rows.add_row("first token", f"{1000 * metrics.first_token_seconds:,.1f}", "ms after the prompt")
+    rows.add_row(
+        "decoding", f"{metrics.decode_tokens_per_second:,.1f}", f"tokens/s: {settings.new_tokens} of {sequences}"
+    )
+    share = f"% of this memory's {metrics.bandwidth_bytes_per_second / 1e9:,.1f} GB/s; a step reads "
+    rows.add_row("bandwidth", f"{100 * metrics.bandwidth_share:.0f}", share + f"{metrics.read_bytes / 1e6:,.0f} MB")
+    rows.add_row("memory", f"{metrics.memory_bytes / 1e6:,.0f}", "MB at peak")
     stdout().print(rows)
 
 
@@ -320,5 +322,5 @@ def token_lines(window: "Window", losses: Any, tokenizer: "Tokenizer") -> None:
     """Prints each scored token of a window as a line of JSON."""
     for at, loss in enumerate(losses.tolist(), window.skipped):
         id = int(window.y[at])
-        place = {"document": window.document, "position": window.start + at + 1}
-        json_line({**place, "token": id, "text": tokenizer.decode([id]), "logprob": -loss})
+        location = {"document": window.document, "position": window.start + at + 1}
+        json_line({**location, "token": id, "text": tokenizer.decode([id]), "logprob": -loss})

@@ -1,6 +1,6 @@
-"""Curves in a terminal: braille dots, or letters where dots or colours cannot be shown.
+"""Draws curves in a terminal: with braille dots, or with letters if Unicode or colours are missing.
 
-Not plotext: its two versions in use, 5 and 6, have no function in common.
+plotext is no alternative: its two versions in use, 5 and 6, have no function in common.
 """
 
 import math
@@ -16,15 +16,15 @@ from .ticks import Axis
 
 COLOURS = ("blue", "red", "green", "magenta", "yellow", "cyan")
 MARKS = "*o+x#@%&"
-PALE = "."
-GUTTER = 10  # columns of the labels on the left
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character: four rows of two
+PALE_MARK = "."
+GUTTER = 10  # Width of the labels on the left, in columns.
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Bits of a braille character: four rows of two.
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve of points (x, y) by rising x. A y that is not finite is a gap. Pale curves lie below the others."""
+    """A named curve of points (x, y), sorted by x. A non-finite y is a gap. Pale curves are drawn below the others."""
 
     name: str
     points: Sequence[Point]
@@ -33,13 +33,13 @@ class Series:
 
     @property
     def style(self) -> str:
-        """The curve's style in the console."""
+        """The curve's rich style."""
         return COLOURS[self.colour % len(COLOURS)] + (" dim" if self.pale else "")
 
     @property
     def mark(self) -> str:
-        """The letter that draws the curve where there are no colours."""
-        return PALE if self.pale else MARKS[self.colour % len(MARKS)]
+        """The letter that draws the curve without colours."""
+        return PALE_MARK if self.pale else MARKS[self.colour % len(MARKS)]
 
 
 def chart(
@@ -47,70 +47,74 @@ def chart(
 ) -> Text:
     """Draws curves in one frame as wide as the console, up to 100 columns.
 
-    ``logarithmic``: the y axis is logarithmic if the values span decades.
+    With ``logarithmic``, the y axis is logarithmic if the values span decades.
     """
-    points = [point for one in series for point in one.points if all(map(math.isfinite, point))]
+    points = [point for curve in series for point in curve.points if all(map(math.isfinite, point))]
     if not points:
         return Text(f"{title}: nothing was recorded", "dim")
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
     width = max(8, min(100, console.width) - GUTTER - 2)
-    fine = console.color_system is not None and (console.encoding or "").startswith("utf")
-    across = ticks.axis(left, right, max(5, min(8, width // 10)), extend=False)
-    up = (ticks.log_axis if logarithmic and ticks.spans_decades(low, high) else ticks.axis)(
+    use_braille = console.color_system is not None and (console.encoding or "").startswith("utf")
+    x_axis = ticks.axis(left, right, max(5, min(8, width // 10)), extend=False)
+    y_axis = (ticks.log_axis if logarithmic and ticks.spans_decades(low, high) else ticks.axis)(
         low, high, (height + 1) // 2
     )
-    cells = _cells(series, across, up, width, height, fine)
+    cells = _draw_cells(series, x_axis, y_axis, width, height, use_braille)
     text = Text.assemble((title, "bold"), "  ")
-    for one in series:
-        if one.name:
-            text.append(f"{one.name}  " if fine else f"{one.mark} {one.name}  ", one.style)
-    frame = "│┤└─┴" if fine else "|+`-+"
-    labels = {round((height - 1) * (1 - up.share(y))): label for y, label in zip(up.ticks, up.labels, strict=True)}
+    for curve in series:
+        if curve.name:
+            text.append(f"{curve.name}  " if use_braille else f"{curve.mark} {curve.name}  ", curve.style)
+    frame = "│┤└─┴" if use_braille else "|+`-+"
+    labels = {
+        round((height - 1) * (1 - y_axis.share(y))): label for y, label in zip(y_axis.ticks, y_axis.labels, strict=True)
+    }
     for row in range(height):
-        side = frame[1] if row in labels else frame[0]
-        text.append(f"\n{labels.get(row, ''):>{GUTTER}}{side}", "dim")
+        border = frame[1] if row in labels else frame[0]
+        text.append(f"\n{labels.get(row, ''):>{GUTTER}}{border}", "dim")
         for column in range(width):
             text.append(*cells.get((row, column), (" ", "")))
-    return text.append(_foot(across, width, x_name, frame), "dim")
+    return text.append(_draw_x_axis(x_axis, width, x_name, frame), "dim")
 
 
-def _foot(across: Axis, width: int, x_name: str, frame: str) -> str:
-    """Returns the x axis: a line with ticks, and their labels below it."""
+def _draw_x_axis(x_axis: Axis, width: int, x_name: str, frame: str) -> str:
     line, labels = [frame[3]] * width, [" "] * width
-    free = 0
-    for x, label in zip(across.ticks, across.labels, strict=True):
-        at = round(across.share(x) * (width - 1))
+    next_free = 0
+    for x, label in zip(x_axis.ticks, x_axis.labels, strict=True):
+        at = round(x_axis.share(x) * (width - 1))
         line[at] = frame[4]
         start = max(0, min(width - len(label), at - len(label) // 2))
-        if start >= free:
+        if start >= next_free:
             labels[start : start + len(label)] = label
-            free = start + len(label) + 1
+            next_free = start + len(label) + 1
     names = f"{x_name:>{GUTTER}} " + "".join(labels).rstrip()
     return f"\n{'':{GUTTER}}{frame[2]}{''.join(line)}\n{names}"
 
 
-def _cells(
-    series: Sequence[Series], across: Axis, up: Axis, width: int, height: int, fine: bool
+def _draw_cells(
+    series: Sequence[Series], x_axis: Axis, y_axis: Axis, width: int, height: int, use_braille: bool
 ) -> dict[tuple[int, int], tuple[str, str]]:
-    """Returns (row, column) → (character, style). Where curves cross, the last one shows; pale ones are drawn first."""
-    wide, high = (2, 4) if fine else (1, 1)  # dots of a character
+    """Returns (row, column) → (character, style). Later curves cover earlier curves; pale curves are drawn first."""
+    dots_across, dots_down = (2, 4) if use_braille else (1, 1)  # Dots per character, across and down.
     dots: dict[tuple[int, int], tuple[int, Series]] = {}
-    for one in sorted(series, key=lambda one: not one.pale):
-        shares = [(across.share(x), up.share(y) if math.isfinite(y) else math.nan) for x, y in one.points]
-        for x, y in _dense(shares, 1 / (width * wide)):
-            column, row = round(x * (width * wide - 1)), round((1 - y) * (height * high - 1))
-            cell = (row // high, column // wide)
-            before, other = dots.get(cell, (0, one))
-            kept = before if other.pale == one.pale else 0  # a pale curve must not thicken the others
-            dots[cell] = (kept | _DOTS[row % 4][column % 2], one)
-    return {cell: (chr(0x2800 + bits) if fine else one.mark, one.style) for cell, (bits, one) in dots.items()}
+    for curve in sorted(series, key=lambda curve: not curve.pale):
+        positions = [(x_axis.share(x), y_axis.share(y) if math.isfinite(y) else math.nan) for x, y in curve.points]
+        for x, y in _interpolate(positions, 1 / (width * dots_across)):
+            column, row = round(x * (width * dots_across - 1)), round((1 - y) * (height * dots_down - 1))
+            cell = (row // dots_down, column // dots_across)
+            previous_bits, previous_curve = dots.get(cell, (0, curve))
+            # A pale curve must not thicken the others.
+            kept_bits = previous_bits if previous_curve.pale == curve.pale else 0
+            dots[cell] = (kept_bits | _DOTS[row % 4][column % 2], curve)
+    return {
+        cell: (chr(0x2800 + bits) if use_braille else curve.mark, curve.style) for cell, (bits, curve) in dots.items()
+    }
 
 
-def _dense(points: Sequence[Point], step: float) -> list[Point]:
-    """Returns the finite points and points between neighbours, ``step`` apart, so that curves are unbroken."""
-    found = [point for point in points if all(map(math.isfinite, point))]
+def _interpolate(points: Sequence[Point], step: float) -> list[Point]:
+    """Returns the finite points, and points ``step`` apart between neighbours."""
+    dense = [point for point in points if all(map(math.isfinite, point))]
     for (x0, y0), (x1, y1) in pairwise(points):
         if math.isfinite(y0) and math.isfinite(y1):
-            between = min(400, math.ceil((x1 - x0) / step))
-            found += [(x0 + (x1 - x0) * i / between, y0 + (y1 - y0) * i / between) for i in range(1, between)]
-    return found
+            intervals = min(400, math.ceil((x1 - x0) / step))
+            dense += [(x0 + (x1 - x0) * i / intervals, y0 + (y1 - y0) * i / intervals) for i in range(1, intervals)]
+    return dense

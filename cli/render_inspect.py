@@ -1,4 +1,4 @@
-"""Renders the results of ``gpt inspect``."""
+"""Prints the results of ``gpt inspect``."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,38 +19,37 @@ if TYPE_CHECKING:
 
 LETTERS = {"previous": "p", "first": "f", "itself": "i", "same": "s", "matching": "m"}
 COLOURS = {"previous": "cyan", "first": "yellow", "itself": "white", "same": "magenta", "matching": "green"}
-LABEL, MOST = 13, 48  # width of a token beside the map, and tokens that a map shows at most
+LABEL_WIDTH, MAX_MAP_TOKENS = 13, 48  # Width of a token label, and maximum tokens of a map.
 DARK, BRIGHT = (24, 28, 40), (255, 212, 121)
 TOKEN_COLOURS = ("blue", "magenta", "green", "cyan", "yellow", "red")
 
 
-def shown(text: str) -> str:
-    """Returns a token with the spaces at its ends made visible."""
+def show_spaces(text: str) -> str:
+    """Returns a token with leading and trailing spaces as dots."""
     inner = text.strip(" ")
-    left = len(text) - len(text.lstrip(" ")) if inner else len(text)
-    return "·" * left + inner + "·" * (len(text) - left - len(inner))
+    leading = len(text) - len(text.lstrip(" ")) if inner else len(text)
+    return "·" * leading + inner + "·" * (len(text) - leading - len(inner))
 
 
 def ramp(share: float) -> tuple[int, int, int]:
-    """Returns the colour of a share of attention, on a square-root scale."""
+    """Returns the colour of an attention weight, on a square-root scale."""
     x = min(1.0, max(0.0, share)) ** 0.5
     red, green, blue = (round(low + (high - low) * x) for low, high in zip(DARK, BRIGHT, strict=True))
     return red, green, blue
 
 
 def attention(look: "Look", tokenizer: "Tokenizer") -> None:
-    """Prints what heads do, the pattern of one head, and the most likely next tokens at each layer."""
+    """Prints the kinds of heads, the pattern of one head, and the most likely next tokens after each block."""
     console = render.stdout()
-    at, column = clearest(look)
+    layer, head = find_clearest_head(look)
     if len(look.layers) * len(look.heads) > 1:
-        console.print(_heads(look))
-    heat(look, tokenizer, at, column, console)
-    console.print(_next(look, tokenizer))
+        console.print(_heads_table(look))
+    print_pattern(look, tokenizer, layer, head, console)
+    console.print(_next_tokens_table(look, tokenizer))
 
 
-def clearest(look: "Look") -> tuple[int, int]:
-    """Returns the place in ``look`` of the head with the clearest kind other than the first token or the token itself,
-    which many heads attend to."""
+def find_clearest_head(look: "Look") -> tuple[int, int]:
+    """Returns the layer and head index with the clearest kind. Ignores the common kinds ``first`` and ``itself``."""
 
     def clarity(place: tuple[int, int]) -> float:
         lifts = [look.here.lift(kind) for kind in ("previous", "same", "matching")]
@@ -60,8 +59,8 @@ def clearest(look: "Look") -> tuple[int, int]:
     return max(places, key=clarity)
 
 
-def _heads(look: "Look") -> Table:
-    """Prints a letter per head for what it mostly attends to."""
+def _heads_table(look: "Look") -> Table:
+    """Returns a letter per head for what it mostly attends to."""
     from gpt import inspect
 
     columns = ["layer", *(["window"] if any(look.windows) else []), *map(str, look.heads)]
@@ -71,48 +70,47 @@ def _heads(look: "Look") -> Table:
         letters = [Text(LETTERS[kind], COLOURS[kind]) if kind else Text("-", "dim") for kind in kinds]
         window = [str(look.windows[at] or "-")] if any(look.windows) else []
         table.add_row(str(layer), *window, *letters)
-    said = "  ".join(f"{LETTERS[kind]} {what}" for kind, what in inspect.KINDS.items())
-    table.caption = Text(f"what heads mostly attend to:  {said}  - no single kind", "dim")
+    legend = "  ".join(f"{LETTERS[kind]} {what}" for kind, what in inspect.KINDS.items())
+    table.caption = Text(f"what heads mostly attend to:  {legend}  - no single kind", "dim")
     return table
 
 
-def heat(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
-    """Prints the pattern of a head, queries down, keys across; in tenths where there is no colour."""
+def print_pattern(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
+    """Prints a head's pattern: queries down, keys across. Without colours, weights are in tenths."""
     from gpt.inspect import KINDS, mostly, token_text
 
     kind = mostly(look.here, look.probe, at, column)
-    does = f": mostly {KINDS[kind]}" if kind else ""
+    kind_text = f": mostly {KINDS[kind]}" if kind else ""
     window = look.windows[at]
-    sees = "" if window is None else f" (attends to the last {counted(window, 'token')})"
-    console.print(Text(f"\nlayer {look.layers[at]}{sees}, head {look.heads[column]}{does}", "bold"))
-    fit = min(MOST, console.width - LABEL - 2)
+    window_text = "" if window is None else f" (attends to the last {counted(window, 'token')})"
+    console.print(Text(f"\nlayer {look.layers[at]}{window_text}, head {look.heads[column]}{kind_text}", "bold"))
+    max_tokens = min(MAX_MAP_TOKENS, console.width - LABEL_WIDTH - 2)
     T = len(look.ids)
-    first = max(0, T - fit)
+    first = max(0, T - max_tokens)
     if first:
         console.print(Text(f"the last {T - first} of {T} tokens; -o FILE.html shows all", "dim"))
-    wide = 2 if 2 * (T - first) + LABEL + 2 <= console.width else 1
+    cell_width = 2 if 2 * (T - first) + LABEL_WIDTH + 2 <= console.width else 1
     pattern = look.patterns[at, column]
     for query in range(first, T):
-        line = Text(shown(token_text(tokenizer, int(look.ids[query]))))
-        line.truncate(LABEL, overflow="ellipsis")
-        line.pad_left(LABEL - line.cell_len)
+        line = Text(show_spaces(token_text(tokenizer, int(look.ids[query]))))
+        line.truncate(LABEL_WIDTH, overflow="ellipsis")
+        line.pad_left(LABEL_WIDTH - line.cell_len)
         line.append(" ")
         start = first if window is None else max(first, query - window + 1)
-        line.append(wide * (start - first) * " ")
+        line.append(cell_width * (start - first) * " ")
         for key in range(start, query + 1):
-            line.append_text(_cell(float(pattern[query, key]), wide, console))
+            line.append_text(_cell(float(pattern[query, key]), cell_width, console))
         console.print(line, no_wrap=True)
 
 
-def _cell(share: float, wide: int, console: Console) -> Text:
+def _cell(share: float, width: int, console: Console) -> Text:
     if console.color_system is None:
-        tenths = "." if share < 0.05 else str(min(9, int(10 * share + 0.5)))
-        return Text(tenths.ljust(wide))
-    return Text(" " * wide, Style(bgcolor=Color.from_rgb(*ramp(share))))
+        digit = "." if share < 0.05 else str(min(9, int(10 * share + 0.5)))
+        return Text(digit.ljust(width))
+    return Text(" " * width, Style(bgcolor=Color.from_rgb(*ramp(share))))
 
 
-def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
-    """Prints the most likely next tokens at each layer."""
+def _next_tokens_table(look: "Look", tokenizer: "Tokenizer") -> Table:
     from gpt.inspect import token_text
 
     table = render.table(
@@ -120,58 +118,64 @@ def _next(look: "Look", tokenizer: "Tokenizer") -> Table:
     )
     last = len(look.lens.ids) - 1
     for layer, (ids, shares) in enumerate(zip(look.lens.ids[:, -1], look.lens.probabilities[:, -1], strict=True)):
-        said = Text()
+        tokens_text = Text()
         for id, share in zip(ids, shares, strict=True):
-            said.append(shown(token_text(tokenizer, int(id))), "bold")
-            said.append(f" {share:.3f}   ", "dim")
-        table.add_row("none" if layer == 0 else f"{layer - 1}" + (": output" if layer == last else ""), said)
+            tokens_text.append(show_spaces(token_text(tokenizer, int(id))), "bold")
+            tokens_text.append(f" {share:.3f}   ", "dim")
+        table.add_row("none" if layer == 0 else f"{layer - 1}" + (": output" if layer == last else ""), tokens_text)
     return table
 
 
 def near(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Prints tokens with their cosines, as bars."""
+    """Prints tokens with their cosines as numbers and bars."""
     console = render.stdout()
     for group in groups:
         console.print(Text.assemble((group["title"], "bold"), (f"   {group['note']}", "dim")))
         table = render.table(padding=(0, 2, 0, 0))
         table.add_column(justify="right")
-        for each in group["near"]:
-            table.add_row(Text(shown(each["text"])), f"{each['cosine']:.4f}", render.bar(each["cosine"], 30, console))
+        for neighbor in group["near"]:
+            table.add_row(
+                Text(show_spaces(neighbor["text"])),
+                f"{neighbor['cosine']:.4f}",
+                render.bar(neighbor["cosine"], 30, console),
+            )
         console.print(table)
 
 
-def positions(found: "Positions") -> None:
-    """Prints the kind of the positions, and similarity by distance."""
+def positions(position_info: "Positions") -> None:
+    """Prints the kind of position encoding, and similarity by distance."""
     console = render.stdout()
-    size = len(found.similarity)
-    if found.table is None:
+    size = len(position_info.similarity)
+    if position_info.table is None:
         console.print("rotary: no table; queries and keys are rotated by an angle that grows with the position")
     else:
-        console.print(Text(f"{found.kind}: {size:,} positions, {found.table.shape[1]:,} dimensions each", "bold"))
+        console.print(
+            Text(f"{position_info.kind}: {size:,} positions, {position_info.table.shape[1]:,} dimensions each", "bold")
+        )
         console.print(Text("-o FILE.html or FILE.png shows the table", "dim"))
     console.print(Text("\nsimilarity of two positions, by distance", "bold"))
     table = render.table()
     table.add_column(justify="right")
     distances = sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1})
     for distance in distances:
-        value = float(found.similarity[distance])
+        value = float(position_info.similarity[distance])
         table.add_row(f"{distance:,}", f"{value:.3f}", render.bar(value, 30, console))
     console.print(table)
 
 
 def tokens(data: Mapping[str, Any]) -> None:
-    """Prints a text in tokens, each in a colour of its own; with bars between them where there is no colour."""
+    """Prints a text's tokens in alternating colours, or separated by bars."""
     console = render.stdout()
     line = Text()
     for at, piece in enumerate(data["pieces"]):
         if console.color_system is None:
             line.append(("|" if at else "") + piece)
         else:
-            line.append(shown(piece), f"black on {TOKEN_COLOURS[at % len(TOKEN_COLOURS)]}")
+            line.append(show_spaces(piece), f"black on {TOKEN_COLOURS[at % len(TOKEN_COLOURS)]}")
         if piece.endswith("\\n"):
             line.append("\n")
     console.print(line)
     count = len(data["tokens"])
-    each = data["bytes"] / max(1, count)
-    console.print(Text(f"{counted(count, 'token')}, {data['bytes']:,} bytes, {each:.2f} each", "dim"))
+    bytes_per_token = data["bytes"] / max(1, count)
+    console.print(Text(f"{counted(count, 'token')}, {data['bytes']:,} bytes, {bytes_per_token:.2f} each", "dim"))
     console.print(Text(" ".join(map(str, data["tokens"])), "dim"))

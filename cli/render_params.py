@@ -1,4 +1,4 @@
-"""Renders parameters: the GPT-3 table, shapes side by side, the presets; beside `cli.render`."""
+"""Prints parameter counts: the GPT-3 table, a comparison of shapes, and the presets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ from gpt.model.params import breakdown as count
 
 from . import render
 
-BAR = 20  # columns of the longest bar
+BAR_WIDTH = 20  # Width of the longest bar, in columns.
 NORMS = {"layernorm": "LayerNorms, γ and β", "rmsnorm": "RMSNorms, γ"}
 BIASES = {
     "all": "biases of the linear layers",
@@ -24,7 +24,7 @@ NAMES = "Value-Up and Value-Down are usually called W_V and W_O: the two factors
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's name, shape and parameters, and what is to be said of it."""
+    """A model's name, config, parameter counts and note."""
 
     name: str
     config: GPTConfig
@@ -32,7 +32,7 @@ class Shape:
     note: str = ""
 
     def data(self) -> dict[str, Any]:
-        """The object of ``gpt params --json``."""
+        """Returns the object of ``gpt params --json``."""
         sums = ("total_weights", "tied", "positions", "biases", "layer_norms", "trainable")
         return {
             "name": self.name,
@@ -43,16 +43,16 @@ class Shape:
 
 
 def breakdown(shape: Shape) -> None:
-    """The GPT-3 table of a shape with a bar a matrix, and below it what is tied and what is added."""
+    """Prints the GPT-3 table of a shape with a bar per matrix, then tied and additional parameters."""
     parts, config, console = shape.parts, shape.config, render.stdout()
     table = render.table("Matrix", "Dimensions", ">Parameters", ">Share", "", title=shape.name, show_footer=True)
     table.columns[0].footer, table.columns[2].footer = "Total weights", f"{parts.total_weights:,}"
-    table.columns[4].min_width = BAR
-    most = max(row.parameters for row in parts.rows)
+    table.columns[4].min_width = BAR_WIDTH
+    max_parameters = max(row.parameters for row in parts.rows)
     for row in parts.rows:
         share = f"{row.parameters / parts.total_weights:.1%}"
-        picture = render.bar(row.parameters / most, BAR, console)
-        table.add_row(row.matrix, row.dimensions, f"{row.parameters:,}", share, picture)
+        bar = render.bar(row.parameters / max_parameters, BAR_WIDTH, console)
+        table.add_row(row.matrix, row.dimensions, f"{row.parameters:,}", share, bar)
     console.print(table)
     sums = render.table()
     sums.add_column(justify="right")
@@ -71,10 +71,10 @@ def breakdown(shape: Shape) -> None:
 
 
 def side_by_side(shapes: Sequence[Shape]) -> None:
-    """Matrices down, models across, each with its share of the model's weights. Models without a gate lack its row."""
+    """Prints a comparison: matrices down, models across. A model without a gate has a dash in the gate's row."""
     table = render.table("Matrix", *(f">{shape.name}" for shape in shapes))
-    for row in max((each.parts.rows for each in shapes), key=len):
-        table.add_row(row.matrix, *(_share(row.matrix, each.parts) for each in shapes))
+    for row in max((shape.parts.rows for shape in shapes), key=len):
+        table.add_row(row.matrix, *(_share(row.matrix, shape.parts) for shape in shapes))
     table.add_section()
     sums: dict[str, Callable[[Breakdown], str]] = {
         "Total weights": lambda parts: f"{parts.total_weights:,}",
@@ -84,9 +84,9 @@ def side_by_side(shapes: Sequence[Shape]) -> None:
         "norms": lambda parts: f"+{parts.layer_norms:,}",
         "trainable": lambda parts: f"{parts.trainable:,}",
     }
-    for name, said in sums.items():
+    for name, format_sum in sums.items():
         style = "bold" if name in ("Total weights", "trainable") else ""
-        table.add_row(name, *(said(each.parts) + 7 * " " for each in shapes), style=style)
+        table.add_row(name, *(format_sum(shape.parts) + 7 * " " for shape in shapes), style=style)
     console = render.stdout()
     console.print(table)
     console.print(Text(NAMES, "dim"))
@@ -98,20 +98,20 @@ def _share(matrix: str, parts: Breakdown) -> str:
 
 
 def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
-    """Every preset with its shape and size."""
+    """Prints every preset with its shape and size."""
     if as_json:
         for name, preset in all_presets.items():
             trainable = count(preset.model).trainable
             render.json_line({"name": name, "config": asdict(preset.model), "trainable": trainable})
         return
-    numbers = (">layers", ">heads", ">width", ">context", ">ids", ">parameters")
-    table = render.table("Preset", *numbers, "layout", "")
+    number_columns = (">layers", ">heads", ">width", ">context", ">ids", ">parameters")
+    table = render.table("Preset", *number_columns, "layout", "")
     for name, preset in all_presets.items():
-        c = preset.model
-        heads = f"{c.n_head}" if c.kv_heads == c.n_head else f"{c.n_head} ({c.kv_heads})"
-        sizes = (c.n_embd, c.block_size, c.vocab_size, count(c).trainable)
+        config = preset.model
+        heads = f"{config.n_head}" if config.kv_heads == config.n_head else f"{config.n_head} ({config.kv_heads})"
+        sizes = (config.n_embd, config.block_size, config.vocab_size, count(config).trainable)
         remark = preset.note if preset.note.startswith("for") else ""
-        table.add_row(name, f"{c.n_layer}", heads, *(f"{n:,}" for n in sizes), c.layout, Text(remark, "dim"))
+        table.add_row(name, f"{config.n_layer}", heads, *(f"{n:,}" for n in sizes), config.layout, Text(remark, "dim"))
     console = render.stdout()
     console.print(table)
     console.print(Text("In parentheses: key/value heads, if there are fewer of them.", "dim"))

@@ -1,4 +1,4 @@
-"""Renders the cost of training and sampling: memory, plans that fit, operations, days; beside `cli.render_params`."""
+"""Prints the cost of training and sampling: memory, plans that fit, FLOPs, days."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,31 +14,31 @@ from gpt.plan_config import PlanConfig
 
 from . import render
 
-GPT3_FLOPS = 6  # a parameter and token, as the GPT-3 paper counts them: without attention's scores
+GPT3_FLOPS = 6  # Per parameter and token in the GPT-3 paper, without attention scores.
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A shape, what was asked about it, and the ways to train it."""
+    """A model's config, the plan's settings, and the training plans."""
 
     config: GPTConfig
-    asked: PlanConfig
+    settings: PlanConfig
     plans: Sequence[TrainingPlan]
 
     @classmethod
-    def of(cls, config: GPTConfig, asked: PlanConfig) -> "Cost":
-        """Raises `UserError` for what cannot be divided."""
-        return cls(config, asked, plans(config, asked, PRESETS[nearest_preset(config)].batch_tokens))
+    def from_config(cls, config: GPTConfig, settings: PlanConfig) -> "Cost":
+        """Plans the training of ``config``. Raises `UserError` if heads or batches cannot be split evenly."""
+        return cls(config, settings, plans(config, settings, PRESETS[nearest_preset(config)].batch_tokens))
 
     @property
-    def shown(self) -> TrainingPlan:
-        """The way for all devices."""
+    def main_plan(self) -> TrainingPlan:
+        """The plan for all devices."""
         return self.plans[-1]
 
     def data(self) -> dict[str, Any]:
-        """The members that costs add to the object of ``gpt params --json``."""
+        """Returns the keys that costs add to ``gpt params --json``."""
         return {
-            "plan": self._plan(self.shown),
+            "plan": self._plan(self.main_plan),
             "memory": self._memory(),
             "plans": list(map(self._plan, self.plans)),
             "flops": self._flops(),
@@ -48,7 +48,7 @@ class Cost:
     def _plan(self, plan: TrainingPlan) -> dict[str, Any]:
         names = ("tensor", "micro_batch", "recompute", "loss_chunk", "dtype", "optimizer")
         return {
-            "kind": self.asked.kind,
+            "kind": self.settings.kind,
             "devices": plan.devices,
             "shard": "full" if plan.setup.shard else "none",
             **{name: getattr(plan.setup, name) for name in names},
@@ -59,16 +59,16 @@ class Cost:
         }
 
     def _memory(self) -> dict[str, Any]:
-        """Bytes on a rank."""
-        config, memory, setup = self.config, self.shown.memory, self.shown.setup
-        whole, recomputed = (trunk(config, replace(setup, recompute=again)) for again in (False, True))
+        """Returns bytes per rank."""
+        config, memory, setup = self.config, self.main_plan.memory, self.main_plan.setup
+        full, recomputed = (trunk(config, replace(setup, recompute=recompute)) for recompute in (False, True))
         sampling = {
             "weights": breakdown(config).trainable * setup.width,
             "cache": cache_bytes(config, config.block_size, setup.width),
         }
         return {
             **{name: getattr(memory, name) for name in ("parameters", "gradients", "optimizer")},
-            "activations": whole,
+            "activations": full,
             "activations_recomputed": recomputed,
             "logits": memory.logits,
             "copies": memory.copies,
@@ -79,35 +79,35 @@ class Cost:
         }
 
     def _flops(self) -> dict[str, int]:
-        config, tokens = self.config, trained_tokens(self.config, self.asked)
-        trained = flops_per_token(config, config.block_size)
+        config, tokens = self.config, trained_tokens(self.config, self.settings)
+        per_trained_token = flops_per_token(config, config.block_size)
         return {
-            "trained_token": trained,
+            "trained_token": per_trained_token,
             "sampled_token": flops_sampled(config, config.block_size),
             "tokens": tokens,
-            "training": trained * tokens,
+            "training": per_trained_token * tokens,
             "training_without_scores": GPT3_FLOPS * breakdown(config).trainable * tokens,
         }
 
     def _time(self) -> dict[str, Any]:
-        days, tokens = self.shown.days, trained_tokens(self.config, self.asked)
-        rate = None if days is None else tokens / (86_400 * days)
-        return {"tokens": tokens, "mfu": self.asked.mfu, "days": days, "tokens_per_second": rate}
+        days, tokens = self.main_plan.days, trained_tokens(self.config, self.settings)
+        throughput = None if days is None else tokens / (86_400 * days)
+        return {"tokens": tokens, "mfu": self.settings.mfu, "days": days, "tokens_per_second": throughput}
 
 
 def cost(cost: Cost, name: str = "") -> None:
-    """Prints memory, operations and time, under the name where there are several."""
+    """Prints memory, plans, FLOPs and time, below the heading ``name``."""
     if name:
         render.stdout().print(Text(f"\n{name}", "bold"))
     data = cost.data()
     _memory(cost, data["memory"])
-    _fitting(cost)
+    _fitting_plans(cost)
     _flops(cost, data["flops"])
     _time(cost, data["time"])
 
 
-def size(n: float) -> str:
-    """Bytes for a person, in units of a thousand, as datasheets have them."""
+def format_bytes(n: float) -> str:
+    """Formats bytes in decimal units, as datasheets do."""
     for unit in ("B", "kB", "MB", "GB"):
         if n < 1000:
             return f"{n:,.1f} {unit}" if unit != "B" else f"{n:,.0f} B"
@@ -116,54 +116,60 @@ def size(n: float) -> str:
 
 
 def _memory(cost: Cost, data: dict[str, Any]) -> None:
-    plan, console = cost.shown, render.stdout()
-    setup, asked = plan.setup, cost.asked
+    plan, console = cost.main_plan, render.stdout()
+    setup, settings = plan.setup, cost.settings
     ranks = "one" if plan.devices == 1 else f"each of {plan.devices:,}"
-    words = f"Memory on {ranks} {asked.kind}, {setup.dtype}, {plan.options}"
-    table = render.table("what", ">bytes", "", title=words)
-    narrow = "weights in the dtype of matrix products" if not setup.shard else "weights gathered from the other ranks"
-    other = "activations" if setup.recompute else "activations_recomputed"
-    said = "without" if setup.recompute else "with"
-    mine = "activations_recomputed" if setup.recompute else "activations"
+    title = f"Memory on {ranks} {settings.kind}, {setup.dtype}, {plan.options}"
+    table = render.table("what", ">bytes", "", title=title)
+    copies_remark = (
+        "weights in the dtype of matrix products" if not setup.shard else "weights gathered from the other ranks"
+    )
+    other_key = "activations" if setup.recompute else "activations_recomputed"
+    other_word = "without" if setup.recompute else "with"
+    current_key = "activations_recomputed" if setup.recompute else "activations"
     chunk = f", {setup.loss_chunk:,} tokens at a time" if setup.loss_chunk else ""
     rows = [
         ("parameters", data["parameters"], "float32"),
         ("gradients", data["gradients"], "float32"),
         ("optimizer", data["optimizer"], setup.optimizer),
-        ("activations", data[mine], f"{said} --recompute {size(data[other])}"),
+        ("activations", data[current_key], f"{other_word} --recompute {format_bytes(data[other_key])}"),
         ("logits", data["logits"], f"and their gradient{chunk}"),
-        ("copies", data["copies"], narrow if data["copies"] else ""),
+        ("copies", data["copies"], copies_remark if data["copies"] else ""),
     ]
-    if asked.kind == "cpu":
+    if settings.kind == "cpu":
         rows.append(("snapshot", data["snapshot"], "a copy of parameters and optimizer state, for checkpoints"))
     for name, n, remark in rows:
-        table.add_row(name, size(n), Text(remark, "dim"))
+        table.add_row(name, format_bytes(n), Text(remark, "dim"))
     table.add_section()
-    moment = {"loss": "when the backward pass starts", "backward": "when it ends", "update": "in the optimizer step"}
-    when = moment[max(plan.memory.moments, key=plan.memory.moments.__getitem__)]
+    moments = {"loss": "when the backward pass starts", "backward": "when it ends", "update": "in the optimizer step"}
+    peak_moment = moments[max(plan.memory.moments, key=plan.memory.moments.__getitem__)]
     verdict = "fits" if plan.fits else "does not fit"
-    table.add_row("peak", size(plan.memory.peak), f"{when}; {verdict} in {size(plan.room)}", style="bold")
+    table.add_row(
+        "peak", format_bytes(plan.memory.peak), f"{peak_moment}; {verdict} in {format_bytes(plan.room)}", style="bold"
+    )
     console.print(table)
     sampling = data["sampling"]
-    if asked.kind != "cpu":
-        console.print(f"Host memory for checkpoints: {size(data['snapshot'])} per rank.")
+    if settings.kind != "cpu":
+        console.print(f"Host memory for checkpoints: {format_bytes(data['snapshot'])} per rank.")
     console.print(
-        f"Sampling in {setup.dtype}: weights {size(sampling['weights'])}, and {size(sampling['cache'])} of keys and "
-        f"values for {cost.config.block_size:,} tokens."
+        f"Sampling in {setup.dtype}: weights {format_bytes(sampling['weights'])}, and "
+        f"{format_bytes(sampling['cache'])} of keys and values for {cost.config.block_size:,} tokens."
     )
 
 
-def _fitting(cost: Cost) -> None:
+def _fitting_plans(cost: Cost) -> None:
     console = render.stdout()
-    title = f"What fits in the memory of {cost.asked.kind}, by number of devices"
+    title = f"What fits in the memory of {cost.settings.kind}, by number of devices"
     table = render.table(">devices", "gpt train …", ">peak", ">days", title=title)
     for plan in cost.plans:
         launch = f"--nproc {plan.devices} " if 1 < plan.devices <= NODE else ""
         words = launch + plan.options if plan.fits else "nothing fits; smallest:"
         days = _days(plan.days) if plan.fits else "–"
-        table.add_row(f"{plan.devices:,}", Text(words, "" if plan.fits else "dim"), size(plan.memory.peak), days)
+        table.add_row(
+            f"{plan.devices:,}", Text(words, "" if plan.fits else "dim"), format_bytes(plan.memory.peak), days
+        )
     console.print(table)
-    if cost.asked.devices > NODE:
+    if cost.settings.devices > NODE:
         console.print(
             Text(f"More than {NODE} devices take several machines: start gpt train on each with torchrun.", "dim")
         )
@@ -174,24 +180,24 @@ def _flops(cost: Cost, data: dict[str, int]) -> None:
     config, T = cost.config, cost.config.block_size
     width = "C" if config.n_head * config.head_size == config.n_embd else "H·D"
     scores = f"S·{width}" if any(config.windows) else f"L·{width}·T"
-    windowed = f", S = {seen(config, T):,} tokens that the layers attend to" if any(config.windows) else ""
-    table.add_row("per trained token", f"{data['trained_token']:.3e}", f"6 N + 12·{scores}, T = {T:,}{windowed}")
+    window_note = f", S = {seen(config, T):,} tokens that the layers attend to" if any(config.windows) else ""
+    table.add_row("per trained token", f"{data['trained_token']:.3e}", f"6 N + 12·{scores}, T = {T:,}{window_note}")
     table.add_row("per sampled token", f"{data['sampled_token']:.3e}", f"2 N + 4·{scores}, after T = {T:,}")
     table.add_row(f"{data['tokens']:,} tokens", f"{data['training']:.3e}", "the whole training")
-    without = f"{data['training_without_scores']:.3e}"
-    table.add_row("", without, "only 6 N, as in table D.1 of the GPT-3 paper")
+    without_scores = f"{data['training_without_scores']:.3e}"
+    table.add_row("", without_scores, "only 6 N, as in table D.1 of the GPT-3 paper")
     render.stdout().print(table)
 
 
 def _time(cost: Cost, data: dict[str, Any]) -> None:
-    asked, console = cost.asked, render.stdout()
+    settings, console = cost.settings, render.stdout()
     if data["days"] is None:
-        console.print(f"The peak FLOP/s of {asked.kind} in {asked.dtype} are unknown, so training time is too.")
+        console.print(f"The peak FLOP/s of {settings.kind} in {settings.dtype} are unknown, so training time is too.")
         return
     days = _days(data["days"])
     console.print(
-        f"{data['tokens']:,} tokens at {asked.mfu:.0%} MFU: {days} day{'s' * (days != '1')} on {cost.shown.devices:,} "
-        f"{asked.kind}, {data['tokens_per_second']:,.0f} tokens/s"
+        f"{data['tokens']:,} tokens at {settings.mfu:.0%} MFU: {days} day{'s' * (days != '1')} on "
+        f"{cost.main_plan.devices:,} {settings.kind}, {data['tokens_per_second']:,.0f} tokens/s"
     )
 
 

@@ -1,4 +1,4 @@
-"""Renders ``gpt report``, beside `cli.render`."""
+"""Prints ``gpt report``."""
 
 import math
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ from .render_chart import Series, chart
 if TYPE_CHECKING:
     from gpt.runs.report import Report
 
-POINTS = 300  # of a curve
+POINTS = 300  # Maximum points per curve.
 SAMPLE_LINES = 8
-SHOWN = (  # of the settings of one run
+MAIN_SETTINGS = (  # Settings to print for a single run.
     "text", "init", "tokenizer", "train_tokens", "preset", "norm", "mlp", "positions", "n_layer", "n_head", "n_kv_head",
     "n_embd", "window", "block_size", "vocab_size", "dropout", "batch_tokens", "optimizer", "lr", "seed", "device",
     "dtype",
 )  # fmt: skip
 
 
-def reports(found: "Sequence[Report]") -> None:
-    """Results, curves, settings, samples and what these copy, of one run or several."""
-    from .views_report import shown, smoothing, time_unit
+def reports(run_reports: "Sequence[Report]") -> None:
+    """Prints results, curves, settings, samples and copied spans of runs."""
+    from .views_report import comparable_runs, describe_smoothing, time_unit
 
     console = render.stdout()
-    runs, unit = shown(found, POINTS)
-    console.print(_results(runs))
-    _losses(runs, unit, *smoothing(found, POINTS), console)
+    runs, unit = comparable_runs(run_reports, POINTS)
+    console.print(_results_table(runs))
+    _print_losses(runs, unit, *describe_smoothing(run_reports, POINTS), console)
     if len(runs) > 1:
-        _held_out(runs, unit, *time_unit(found), console)
+        _print_held_out(runs, unit, *time_unit(run_reports), console)
     for title, key in (
         ("learning rate", "lr"),
         ("gradient norm", "grad_norm"),
@@ -43,46 +43,47 @@ def reports(found: "Sequence[Report]") -> None:
     ):
         names = [run["name"] if len(runs) > 1 else "" for run in runs]
         series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
-        _chart(title, "steps", series, console, 7, key == "grad_norm")
-    ours = [each for each in found if each.is_run]
-    if ours:
-        console.print(_settings(ours))
-    for each, run in zip(found, runs, strict=True):
-        if each.is_run:
-            _sample(run, console)
+        _print_chart(title, "steps", series, console, 7, key == "grad_norm")
+    own_reports = [report for report in run_reports if report.is_run]
+    if own_reports:
+        console.print(_settings_table(own_reports))
+    for report, run in zip(run_reports, runs, strict=True):
+        if report.is_run:
+            _print_sample(run, console)
 
 
-def _chart(title: str, x_name: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool) -> None:
-    """A chart of the series that have points: another program's curve has no steps."""
+def _print_chart(
+    title: str, x_name: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool
+) -> None:
+    """Prints a chart of the series that have points. Curves of other programs have no steps."""
     console.print(Text("\n"), end="")
-    shown = [each for each in series if each.points]
-    console.print(chart(title, x_name, shown, console, height, logarithmic), no_wrap=True)
+    drawn = [curve for curve in series if curve.points]
+    console.print(chart(title, x_name, drawn, console, height, logarithmic), no_wrap=True)
 
 
-def _held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, time: str, console: Console) -> None:
-    """The held-out losses against the time of training."""
+def _print_held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, time: str, console: Console) -> None:
     series = [
-        Series(run["name"], [(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")], number)
-        for number, run in enumerate(runs)
+        Series(run["name"], [(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")], index)
+        for index, run in enumerate(runs)
     ]
-    _chart(f"held-out loss, {unit}", time, series, console, 13, True)
+    _print_chart(f"held-out loss, {unit}", time, series, console, 13, True)
 
 
-def _losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None, console: Console) -> None:
-    """The losses of batches, smoothed, and the held-out ones; of one run those of the batches themselves too, pale."""
+def _print_losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None, console: Console) -> None:
+    """Prints smoothed and held-out losses, and for a single run its raw losses in a pale colour."""
     from .views_report import smoothed
 
     series = []
-    for number, run in enumerate(runs):
+    for index, run in enumerate(runs):
         steps = run["steps"]
         name = run["name"] if len(runs) > 1 else f"training, {smoothing or raw}"
         if len(runs) == 1 and smoothing:
             series.append(Series(f"training, {raw}", _points(steps, "loss"), 0, pale=True))
-        series.append(Series(name, _points({**steps, "loss": smoothed(steps["loss"])}, "loss"), 2 * number))
+        series.append(Series(name, _points({**steps, "loss": smoothed(steps["loss"])}, "loss"), 2 * index))
         name = f"{run['name']} held-out" if len(runs) > 1 else "held-out"
-        series.append(Series(name, _points(run["evals"], "val_loss"), 2 * number + 1))
-    how = f", {smoothing}" if len(runs) > 1 and smoothing else ""
-    _chart(f"loss, {unit}{how}", "steps", series, console, 13, True)
+        series.append(Series(name, _points(run["evals"], "val_loss"), 2 * index + 1))
+    smoothing_note = f", {smoothing}" if len(runs) > 1 and smoothing else ""
+    _print_chart(f"loss, {unit}{smoothing_note}", "steps", series, console, 13, True)
 
 
 def _points(columns: dict[str, list[Any]], key: str, x: str = "step") -> list[tuple[float, float]]:
@@ -90,7 +91,7 @@ def _points(columns: dict[str, list[Any]], key: str, x: str = "step") -> list[tu
     return [(at, math.nan if value is None else value) for at, value in pairs]
 
 
-def _results(runs: Sequence[dict[str, Any]]) -> Table:
+def _results_table(runs: Sequence[dict[str, Any]]) -> Table:
     numbers = (">steps", ">tokens", ">time", ">held-out loss", ">best at step", ">bits per byte", ">tokens/s")
     table = render.table("run", *numbers, "end")
     for run in runs:
@@ -101,70 +102,72 @@ def _results(runs: Sequence[dict[str, Any]]) -> Table:
         loss = end.get("val_loss") or (best or {}).get("val_loss")
         table.add_row(
             run["name"],
-            _number(last["step"]),
-            _number(last["tokens"]),
+            _format_number(last["step"]),
+            _format_number(last["tokens"]),
             "–" if last["seconds"] is None else format_seconds(last["seconds"]),
             "–" if loss is None else f"{loss:.4f}" if loss < 1e6 else f"{loss:.4g}",
             "–" if best is None else f"{best['step']:,}",
             "–" if end.get("bits_per_byte") is None else f"{end['bits_per_byte']:.4f}",
-            _number(last["tokens_per_second"]),
+            _format_number(last["tokens_per_second"]),
             end.get("reason") or "none yet",
         )
     return table
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
-def _settings(found: "Sequence[Report]") -> Table:
-    """The main settings of one run; of several what differs."""
+def _settings_table(run_reports: "Sequence[Report]") -> Table:
+    """Returns the main settings of a single run, or the settings that differ between runs."""
     from gpt.runs.report import differing
 
-    settings = [each.settings for each in found]
-    keys = [key for key in SHOWN if settings[0].get(key) is not None]
+    settings = [report.settings for report in run_reports]
+    keys = [key for key in MAIN_SETTINGS if settings[0].get(key) is not None]
     title = "settings"
-    if len(found) > 1:
+    if len(run_reports) > 1:
         keys = [key for key in differing(settings) if key != "started"]
         title = "settings that differ" if keys else "the settings do not differ"
     table = render.table(title=f"\n{title}")
-    if len(found) > 1 and keys:
-        table.add_row("", *(Text(each.name, "bold") for each in found))
+    if len(run_reports) > 1 and keys:
+        table.add_row("", *(Text(report.name, "bold") for report in run_reports))
     for key in keys:
-        table.add_row(Text(key, "dim"), *(Text("–" if each.get(key) is None else str(each[key])) for each in settings))
+        table.add_row(Text(key, "dim"), *(Text("–" if run.get(key) is None else str(run[key])) for run in settings))
     return table
 
 
-def _sample(run: dict[str, Any], console: Console) -> None:
-    """The last sample, and what samples share with the training text."""
+def _print_sample(run: dict[str, Any], console: Console) -> None:
     if run["samples"]:
         last = run["samples"][-1]
         console.print(Text(f"\n{run['name']}, sample at step {last['step']:,}", "bold"))
         console.print(Text(render.excerpt(last["text"], SAMPLE_LINES), "italic"))
     console.print(Text(copying_line(run), "dim"))
-    for each in run["rollbacks"]:
+    for rollback in run["rollbacks"]:
         console.print(
-            Text(f"rolled back to step {each['step']:,} from {each['failed_step']:,}: {each['why']}", "yellow")
+            Text(
+                f"rolled back to step {rollback['step']:,} from {rollback['failed_step']:,}: {rollback['why']}",
+                "yellow",
+            )
         )
     if run["unread_lines"]:
         console.print(Text(f"{counted(run['unread_lines'], 'line')} of its metrics could not be read", "yellow"))
 
 
 def copying_line(run: dict[str, Any]) -> str:
-    """A sentence on how much the samples copy."""
+    """Returns a sentence on how much the samples copy the training text."""
     copying = run["copying"]
     if not run["samples"]:
         return "no samples were kept"
     if copying is None:
         return "copying could not be measured: the training tokens are missing"
-    part = "" if copying["compared"] == copying["trained"] else f" (its first {copying['compared']:,} tokens)"
+    compared_note = "" if copying["compared"] == copying["trained"] else f" (its first {copying['compared']:,} tokens)"
     share = (
         ""
         if copying["share"] is None
-        else f"{copying['share']:.1%} of the samples' 8-grams are in the training text{part}; "
+        else f"{copying['share']:.1%} of the samples' 8-grams are in the training text{compared_note}; "
     )
     if not copying["longest"]:
         return f"{share}no span of 8 or more tokens is"
     text = " ".join(copying["text"].split())
-    shown = text if len(text) <= 90 else text[:89] + "…"
-    return f'{share}the longest span has {copying["longest"]} tokens: "{shown}"'
+    excerpt = text if len(text) <= 90 else text[:89] + "…"
+    return f'{share}the longest span has {copying["longest"]} tokens: "{excerpt}"'

@@ -1,4 +1,4 @@
-"""The output of ``gpt tokenizer``."""
+"""Prints the results of ``gpt tokenizer``."""
 
 import shlex
 import sys
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_bytes(data: bytes) -> None:
-    """Writes bytes to stdout, whatever its encoding; to a terminal as text."""
+    """Writes bytes to stdout unchanged; on a terminal as text."""
     if sys.stdout.isatty():
         render.write(data.decode("utf-8", "backslashreplace"))
         return
@@ -26,7 +26,7 @@ def write_bytes(data: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-def learnt(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds: float, as_json: bool) -> None:
+def training_result(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds: float, as_json: bool) -> None:
     """Prints the result of ``gpt tokenizer train``."""
     if as_json:
         render.json_line(
@@ -48,8 +48,8 @@ def learnt(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds:
     render.fact("more", f"gpt tokenizer show {shlex.quote(str(out))}")
 
 
-def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_json: bool) -> None:
-    """Prints a vocabulary, and how much of it a text used."""
+def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None", as_json: bool) -> None:
+    """Prints a vocabulary, and how much of it a text uses."""
     from gpt.text import vocabulary
 
     tokens = vocabulary.longest(tokenizer, longest)
@@ -65,34 +65,34 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, used: "Usage | None", as_js
             "fingerprint": tokenizer.fingerprint,
             "longest": [{"id": id, "bytes": len(token), "text": vocabulary.visible(token)} for id, token in tokens],
         }
-        if used is not None:
+        if usage is not None:
             values |= {
-                "bytes": used.bytes,
-                "tokens": used.tokens,
-                "bytes_per_token": used.bytes_per_token,
-                "ids_used": used.ids_used,
+                "bytes": usage.bytes,
+                "tokens": usage.tokens,
+                "bytes_per_token": usage.bytes_per_token,
+                "ids_used": usage.ids_used,
             }
         render.json_line(values)
         return
     console = render.stdout()
-    console.print(_facts(tokenizer, used))
+    console.print(_facts_table(tokenizer, usage))
     lengths = vocabulary.lengths(tokenizer)
     table = render.table("Bytes per token", *(f">{column}" for column in lengths))
     table.add_row("tokens", *(f"{count:,}" for count in lengths.values()))
     console.print(table)
     if tokens:
-        console.print(_list("Longest", "bytes", [(id, len(token), token) for id, token in tokens]))
-    if used is not None:
-        rows = [(id, count, tokenizer.decode_bytes([id])) for id, count in used.frequent]
-        console.print(_list("Most frequent", "times", rows))
+        console.print(_token_table("Longest", "bytes", [(id, len(token), token) for id, token in tokens]))
+    if usage is not None:
+        rows = [(id, count, tokenizer.decode_bytes([id])) for id, count in usage.frequent]
+        console.print(_token_table("Most frequent", "times", rows))
 
 
-def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
+def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
     table = render.table()
-    left_out = tokenizer.vocab_size - len(tokenizer.known)
-    holes = f", {left_out:,} of them without a token" if left_out else ""
+    unused = tokenizer.vocab_size - len(tokenizer.known)
+    unused_note = f", {unused:,} of them without a token" if unused else ""
     table.add_row("name", tokenizer.name)
-    table.add_row("ids", f"{tokenizer.vocab_size:,}{holes}")
+    table.add_row("ids", f"{tokenizer.vocab_size:,}{unused_note}")
     for word, id in list(tokenizer.all_specials.items())[:20]:
         table.add_row("special", f"{id}  {word}{_role(tokenizer, id)}")
     if len(tokenizer.all_specials) > 20:
@@ -103,25 +103,25 @@ def _facts(tokenizer: "Tokenizer", used: "Usage | None") -> Table:
     if tokenizer.pattern:
         table.add_row("pattern", tokenizer.pattern)
     table.add_row("fingerprint", tokenizer.fingerprint)
-    if used is not None:
+    if usage is not None:
         table.add_row(
-            "text", f"{used.bytes:,} bytes, {used.tokens:,} tokens: {used.bytes_per_token:.2f} bytes per token"
+            "text", f"{usage.bytes:,} bytes, {usage.tokens:,} tokens: {usage.bytes_per_token:.2f} bytes per token"
         )
-        table.add_row("ids used", f"{used.ids_used:,} ({used.ids_used / tokenizer.vocab_size:.1%})")
+        table.add_row("ids used", f"{usage.ids_used:,} ({usage.ids_used / tokenizer.vocab_size:.1%})")
     return table
 
 
 def _role(tokenizer: "Tokenizer", id: int) -> str:
-    """Says whether a special token begins or ends a text, where that isn't plain."""
+    """Describes a special token that starts or ends a text; empty if that is obvious."""
     if id == tokenizer.bos:
         return "  starts a text"
     return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""
 
 
-def _list(title: str, unit: str, rows: list[tuple[int, int, bytes]]) -> Table:
+def _token_table(title: str, unit: str, rows: list[tuple[int, int, bytes]]) -> Table:
     from gpt.text.vocabulary import visible
 
     table = render.table(">id", f">{unit}", title)
-    for id, number, token in rows:
-        table.add_row(f"{id}", f"{number:,}", f'"{visible(token)}"')
+    for id, count, token in rows:
+        table.add_row(f"{id}", f"{count:,}", f'"{visible(token)}"')
     return table

@@ -33,27 +33,27 @@ def report(
     gpt report runs/a runs/b
     """
     page.check_out(out, ".html")
-    found = _read(runs, quiet)
+    run_reports = _read_reports(runs, quiet)
     from . import render_report, views_report
 
     if json:
-        for each in found:
-            render.json_line(views_report.report_data(each))
+        for run_report in run_reports:
+            render.json_line(views_report.report_data(run_report))
     if out is not None:
-        title = ", ".join(each.name for each in found)
-        page.write(out, page.html("report", f"report: {title}", views_report.report_page(found)), json)
+        title = ", ".join(run_report.name for run_report in run_reports)
+        page.write(out, page.html("report", f"report: {title}", views_report.report_page(run_reports)), json)
     elif not json:
-        render_report.reports(found)
+        render_report.reports(run_reports)
 
 
-def _read(runs: list[str] | None, quiet: bool) -> "list[Report]":
-    with progress.starting(quiet):
+def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":
+    with progress.startup_spinner(quiet):
         from gpt.runs import report as reports
     paths = [reports.find_run(word) for word in runs] if runs else [reports.find_run(None)]
     if len(set(paths)) < len(paths):
         raise UserError("the same run was given twice", "give each run once")
-    found = []
+    run_reports = []
     for path in paths:
         with progress.Bar("compared", "tokens", quiet) as bar:
-            found.append(reports.report(path, bar.reach))
-    return found
+            run_reports.append(reports.report(path, bar.reach))
+    return run_reports

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpt.api import LanguageModel
     from gpt.decoding.prompts import Results
 
-HIGHEST = {"num": 2**63 - 1, "seed": 2**53}
+MAX_VALUES = {"num": 2**63 - 1, "seed": 2**53}
 
 
 @takes(SampleConfig)
@@ -60,7 +60,7 @@ def sample(
     gpt sample -N 3 --top-p 0.9 -m hf:Qwen/Qwen3-0.6B
     """
     check_numbers(num, seed)
-    settings = with_constraint(settings, given)
+    settings = resolve_constraint(settings, given)
     if interactive:
         if any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
             raise UserError(
@@ -69,48 +69,48 @@ def sample(
             )
         converse(settings, model, base, seed, device, dtype, threads)
         return
-    settings, num = _beams_returned(settings, num)
+    settings, num = _resolve_num(settings, num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
-    texts = _prompts(prompt, prompt_file, prompts)
-    _check(settings, as_json=json or out is not None, note=note)
-    with progress.starting(quiet=json or quiet):
+    texts = _read_prompts(prompt, prompt_file, prompts)
+    _check_options(settings, as_json=json or out is not None, note=note)
+    with progress.startup_spinner(quiet=json or quiet):
         from gpt import api
     loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
     if out is not None:
-        _into_file(loaded, texts, settings, seed, num, out, json, quiet)
+        _write_file(loaded, texts, settings, seed, num, out, json, quiet)
         return
     if seed is None:
         seed = render.draw_seed(announce=settings.draws and not json and not quiet, model=loaded.path)
-    forgotten = render.Overflow()
-    pieces = forgotten.counting(loaded.write_all(texts, settings, seed, num))
+    overflow = render.Overflow()
+    pieces = overflow.collect(loaded.write_all(texts, settings, seed, num))
     if json:
-        said = seed if settings.draws else None
+        recorded_seed = seed if settings.draws else None
         for piece in pieces:
             if piece.sample is not None:
-                render.json_line(render.sample_json(piece, texts[piece.prompt], said, loaded.tokenizer))
+                render.json_line(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
     else:
         render.stream(pieces, texts, settings.n_best if settings.beam else num, not no_echo)
     if not quiet:
-        render.context_notes(forgotten, loaded.model.config.block_size)
+        render.context_notes(overflow, loaded.model.config.block_size)
 
 
-def _prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
+def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
     if prompts is None:
-        return [inputs.text(prompt, prompt_file, "prompt", "--prompt-file")]
+        return [inputs.read_text(prompt, prompt_file, "prompt", "--prompt-file")]
     if prompt is not None or prompt_file is not None:
         raise UserError("a prompt and --prompts were both given", "give only one of them")
     from gpt.decoding.prompts import parse_prompts
 
-    return parse_prompts(inputs.lines(prompts, "prompts"), inputs.name(prompts))
+    return parse_prompts(inputs.read_lines(prompts, "prompts"), inputs.display_name(prompts))
 
 
-def with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
-    """Splits the choices, and reads the schema's file. Raises `UserError` for a constraint that is empty."""
+def resolve_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
+    """Splits the choices and reads the schema file. Raises `UserError` for an empty constraint."""
     settings = settings.changed("choices", ",".join(settings.choices))
     if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
         raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out to allow any text")
     if settings.json_schema:
-        schema = inputs.text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
+        schema = inputs.read_text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
         if not schema.strip():
             raise UserError(f"{settings.json_schema} is empty", 'a schema is a JSON object, such as {"type": "object"}')
         settings = replace(settings, json_schema=schema)
@@ -118,14 +118,14 @@ def with_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConf
 
 
 def check_numbers(num: int, seed: int | None) -> None:
-    """Raises `UserError` for a number of samples or a seed out of bounds."""
-    for name, value, low in (("num", num, 1), ("seed", seed, 0)):
-        if value is not None and not low <= value <= HIGHEST[name]:
-            raise UserError(f"{name} is {value}; it must be a whole number from {low} to {HIGHEST[name]:,}")
+    """Raises `UserError` if ``num`` or ``seed`` is out of range."""
+    for name, value, minimum in (("num", num, 1), ("seed", seed, 0)):
+        if value is not None and not minimum <= value <= MAX_VALUES[name]:
+            raise UserError(f"{name} is {value}; it must be a whole number from {minimum} to {MAX_VALUES[name]:,}")
 
 
-def _beams_returned(settings: SampleConfig, num: int) -> tuple[SampleConfig, int]:
-    """Returns the settings and the number of samples: with beams, -N is the number of texts that they return."""
+def _resolve_num(settings: SampleConfig, num: int) -> tuple[SampleConfig, int]:
+    """Returns the settings and the number of samples. With beam search, -N is the number of beams to return."""
     if not settings.beam or num == 1:
         return settings, num
     if num > settings.beam:
@@ -135,29 +135,29 @@ def _beams_returned(settings: SampleConfig, num: int) -> tuple[SampleConfig, int
     return replace(settings, n_best=num), 1
 
 
-def _check(settings: SampleConfig, as_json: bool, note: Callable[[str], None]) -> None:
-    """Raises `UserError` for options that exclude each other, and notes those that have no effect."""
+def _check_options(settings: SampleConfig, as_json: bool, note: Callable[[str], None]) -> None:
+    """Rejects conflicting options, and prints notes about options without effect."""
     if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
         raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     default = SampleConfig()
     if settings.constraint and settings.speculate:
         note("--speculate has no effect with structured output")
-    without = ("speculate",) if settings.beam else ("length_penalty", "early_stopping")
-    for name in without:
+    beam_options = ("speculate",) if settings.beam else ("length_penalty", "early_stopping")
+    for name in beam_options:
         if getattr(settings, name) != getattr(default, name):
             note(f"--{name.replace('_', '-')} has no effect {'with' if settings.beam else 'without'} --beam")
     if settings.draws:
         return
-    names = [
+    ineffective = [
         name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(settings, name) != getattr(default, name)
     ]
-    if names and not (names == ["temperature"] and settings.temperature == 0):
-        said = ", ".join("--" + name.replace("_", "-") for name in names)
-        how = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
-        note(f"{said} {'has' if len(names) == 1 else 'have'} no effect with {how}")
+    if ineffective and not (ineffective == ["temperature"] and settings.temperature == 0):
+        flags = ", ".join("--" + name.replace("_", "-") for name in ineffective)
+        reason = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
+        note(f"{flags} {'has' if len(ineffective) == 1 else 'have'} no effect with {reason}")
 
 
-def _into_file(
+def _write_file(
     loaded: "LanguageModel",
     texts: Sequence[str],
     settings: SampleConfig,
@@ -170,22 +170,22 @@ def _into_file(
     from gpt.decoding.prompts import Results
 
     with Results(out, texts) as results:
-        seed = _agreed_seed(settings, seed, results, quiet)
-        said = seed if settings.draws else None
+        seed = _choose_seed(settings, seed, results, quiet)
+        recorded_seed = seed if settings.draws else None
         if results.done and not quiet:
             render.note(f"{out} already has {counted(len(results.done), 'sample')}; adding the rest")
         with progress.Bar("wrote", "samples", quiet) as bar:
             total = len(texts) * (settings.n_best if settings.beam else num)
             for piece in loaded.write_all(texts, settings, seed, num, results.done):
                 if piece.sample is not None:
-                    results.add(render.sample_json(piece, texts[piece.prompt], said, loaded.tokenizer))
+                    results.add(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
                     bar.reach(results.count, total)
     if not json:
         render.fact("saved", f"{out}  ({counted(results.count, 'sample')})")
 
 
-def _agreed_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:
-    """Returns the seed that was asked for, or that of an existing file, or a drawn one."""
+def _choose_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:
+    """Returns the requested seed, the seed of an existing file, or a random seed."""
     if results.done and (results.seed is not None) != settings.draws:
         raise UserError(
             f"{results.path} was written with different settings", "use the same settings, or choose another file"

@@ -30,7 +30,7 @@ def serve(
         render.note("other users of this machine can see --api-key; set GPT_SERVE_API_KEY instead")
     if settings.allow_host and settings.host not in LOOPBACK:
         render.note(f"--allow-host has no effect with --host {settings.host}, which accepts any host name")
-    with progress.starting(quiet=False):
+    with progress.startup_spinner(quiet=False):
         from gpt import api, programs
         from gpt.decoding import native
 
@@ -38,19 +38,19 @@ def serve(
             from gpt.serve.server import serve as run
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
-    fits = settings.compile != "off" and native.fits(api.pick(device, dtype))
-    if settings.compile == "on" and not fits:
+    can_compile = settings.compile != "off" and native.fits(api.pick(device, dtype))
+    if settings.compile == "on" and not can_compile:
         render.note("--compile on has no effect: only float32, int8 and int4 on a CPU are compiled")
-    compiles = fits and (settings.compile == "on" or programs.compiles_unasked())
-    sampling = SampleConfig(compile="on" if compiles else "off")
+    compile_steps = can_compile and (settings.compile == "on" or programs.compiles_unasked())
+    sampling = SampleConfig(compile="on" if compile_steps else "off")
     loaded = api.load(
         model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, sampling=sampling
     )
     path = Path(loaded.path)
-    home = path.parent if (path.parent / "run.json").exists() else path
-    name = settings.name or model or home.as_posix()
+    model_path = path.parent if (path.parent / "run.json").exists() else path
+    name = settings.name or model or model_path.as_posix()
     if settings.name is None and Path(name).is_absolute():
-        name = Path(name).name  # clients need no key to read it, and no path of this machine
+        name = Path(name).name  # Clients without a key can read the name, so it must not be a path.
     run(
         loaded.model, loaded.tokenizer, loaded.compute, name, settings,
         lambda address: render.note(f"serving {name} at {address}"), render.note, path,

@@ -1,14 +1,13 @@
-"""Axes with round ticks, for the terminal, of numbers that float32 holds. ``pages/chart.js`` does the same; a test
-compares the two."""
+"""Axes with round ticks, for numbers in float32's range. ``pages/chart.js`` does the same; a test compares the two."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-FLAT = 1e-8  # a range narrower than this share of its largest number is widened
-TINY = 1e-300  # so is a range below this, so that no step between ticks is subnormal
-NEAR = 1e-6  # tolerance for rounding errors, in steps
+FLAT = 1e-8  # A range narrower than this share of its largest number is widened.
+TINY = 1e-300  # A range narrower than this is widened, so that no tick step is subnormal.
+TOLERANCE = 1e-6  # Tolerance for rounding errors, in steps.
 UNITS = {6: "M", 9: "B", 12: "T"}
 
 
@@ -24,33 +23,34 @@ class Axis:
 
     def share(self, value: float) -> float:
         """Returns a value's position on the axis: 0 at the low end, 1 at the high end."""
-        low, high, at = (math.log10(x) if self.log else x for x in (self.low, self.high, value))
-        return (at - low) / (high - low)
+        low, high, position = (math.log10(x) if self.log else x for x in (self.low, self.high, value))
+        return (position - low) / (high - low)
 
 
-def axis(low: float, high: float, most: int, extend: bool = True) -> Axis:
-    """Returns a linear axis with at most ``most`` ticks: multiples of 1, 2 or 5 times a power of ten.
+def axis(low: float, high: float, max_ticks: int, extend: bool = True) -> Axis:
+    """Returns a linear axis with up to ``max_ticks`` ticks: multiples of 1, 2 or 5 times a power of ten.
 
-    With ``extend`` the axis ends at ticks, as suits an axis of values. Without, it ends where the numbers do, but
-    begins at 0 if they begin close to it, as suits an axis of steps.
+    With ``extend``, the axis ends at ticks. Otherwise it goes from ``low``, or from 0 if that is close, to ``high``.
     """
-    low, high = _widened(0.0 if not extend and 0 < low <= high / 10 else low, high)
-    first, last, step, k = _steps(low, high, most, extend, math.floor(math.log10((high - low) / most)) - 1)
-    numbers = [n * step for n in range(first, last + 1)]
-    ticks = [_times(n, k) for n in numbers]
+    low, high = _widen(0.0 if not extend and 0 < low <= high / 10 else low, high)
+    first, last, step, k = _find_step(
+        low, high, max_ticks, extend, math.floor(math.log10((high - low) / max_ticks)) - 1
+    )
+    multiples = [n * step for n in range(first, last + 1)]
+    ticks = [_scale(n, k) for n in multiples]
     if extend:
         low, high = min([low, *ticks]), max([high, *ticks])
-    return Axis(low, high, ticks, _labels(numbers, k))
+    return Axis(low, high, ticks, _labels(multiples, k))
 
 
-def log_axis(low: float, high: float, most: int) -> Axis:
+def log_axis(low: float, high: float, max_ticks: int) -> Axis:
     """Returns a logarithmic axis of positive numbers with ticks at every decade, or every 2nd, 5th, 10th, …"""
-    first, last, step, k = _steps(math.log10(low), math.log10(high), most, True, 0)
+    first, last, step, k = _find_step(math.log10(low), math.log10(high), max_ticks, True, 0)
     decades = [n * step * 10**k for n in range(first, max(last, first + 1) + 1)]
-    decades = [n for n in decades if _times(1, n) > 0]
-    ticks = [_times(1, n) for n in decades]
-    small = all(-4 < n < 6 for n in decades)
-    labels = [(f"{10**n:,}" if n >= 0 else f"{_times(1, n):.{-n}f}") if small else f"1e{n}" for n in decades]
+    decades = [n for n in decades if _scale(1, n) > 0]
+    ticks = [_scale(1, n) for n in decades]
+    is_short = all(-4 < n < 6 for n in decades)
+    labels = [(f"{10**n:,}" if n >= 0 else f"{_scale(1, n):.{-n}f}") if is_short else f"1e{n}" for n in decades]
     return Axis(min([low, *ticks]), max([high, *ticks]), ticks, labels, log=True)
 
 
@@ -59,41 +59,40 @@ def spans_decades(low: float, high: float) -> bool:
     return low > 0 and high / 1000 > low
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """Returns the range, widened where it is too narrow for ticks."""
+def _widen(low: float, high: float) -> tuple[float, float]:
     largest = max(abs(low), abs(high))
     half = largest / 2 if largest > TINY else 0.5
     return (low, high) if high - low > max(FLAT * largest, TINY) else (low - half, high + half)
 
 
-def _steps(low: float, high: float, most: int, extend: bool, k: int) -> tuple[int, int, int, int]:
-    """Finds the finest step, 1, 2 or 5 times a power of ten of at least ``k``, that gives at most ``most`` ticks.
+def _find_step(low: float, high: float, max_ticks: int, extend: bool, k: int) -> tuple[int, int, int, int]:
+    """Finds the finest step with up to ``max_ticks`` ticks: 1, 2 or 5 times 10^``k`` or a higher power of ten.
 
-    Returns the first and the last tick as multiples of the step, the step (1, 2 or 5) and its power of ten.
+    Returns the first and last tick as multiples of the step, the step (1, 2 or 5) and its power of ten.
     """
     for power in count(k):
         for step in (1, 2, 5):
-            size = _times(step, power)
-            first, last = math.floor(low / size + NEAR), math.ceil(high / size - NEAR)
+            size = _scale(step, power)
+            first, last = math.floor(low / size + TOLERANCE), math.ceil(high / size - TOLERANCE)
             if not extend:
-                first, last = math.ceil(low / size - NEAR), math.floor(high / size + NEAR)
-            if last - first < most:
+                first, last = math.ceil(low / size - TOLERANCE), math.floor(high / size + TOLERANCE)
+            if last - first < max_ticks:
                 return first, last, step, power
     raise AssertionError("some step is coarse enough")
 
 
-def _times(number: int, power: int) -> float:
+def _scale(multiple: int, power: int) -> float:
     """Returns number × 10^power, rounded once."""
-    return float(f"{number}e{power}")
+    return float(f"{multiple}e{power}")
 
 
-def _labels(numbers: Sequence[int], k: int) -> list[str]:
-    """Returns labels for numbers × 10^k, all with the same decimals and in the same unit."""
-    top = len(str(max(map(abs, numbers)))) - 1 + k  # the largest's power of ten
-    unit, mark = 0, ""
-    if top < -3 or top >= 15:
-        unit, mark = top, f"e{top}"
-    elif top >= 6 and top // 3 * 3 - k <= 3:
-        unit, mark = top // 3 * 3, UNITS[top // 3 * 3]
+def _labels(multiples: Sequence[int], k: int) -> list[str]:
+    """Returns labels for numbers × 10^k, with the same decimals and unit."""
+    top_power = len(str(max(map(abs, multiples)))) - 1 + k  # Power of ten of the largest number.
+    unit, suffix = 0, ""
+    if top_power < -3 or top_power >= 15:
+        unit, suffix = top_power, f"e{top_power}"
+    elif top_power >= 6 and top_power // 3 * 3 - k <= 3:
+        unit, suffix = top_power // 3 * 3, UNITS[top_power // 3 * 3]
     decimals = max(0, unit - k)
-    return ["0" if mark and not n else f"{_times(n, k - unit):,.{decimals}f}{mark}" for n in numbers]
+    return ["0" if suffix and not n else f"{_scale(n, k - unit):,.{decimals}f}{suffix}" for n in multiples]

@@ -24,10 +24,10 @@ def tokenize(
     gpt tokenize web.jsonl.zst -o tokens --field content --tokenizer gpt2
     gpt tokenize corpus/ -o tokens --resume
     """
-    began = time.perf_counter()
-    inputs.announce(text)
+    start_time = time.perf_counter()
+    inputs.announce_stdin(text)
     from gpt.text.tokenize import tokenize_texts
 
     with progress.TrainDisplay(quiet) as display:
         folder = tokenize_texts(text, settings, display)
-    render_data.tokens(folder, time.perf_counter() - began, json)
+    render_data.tokens(folder, time.perf_counter() - start_time, json)

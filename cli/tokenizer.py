@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Train and inspect tokenizers.")
 _TOKENIZER = "bytes, gpt2, a tiktoken name, or the path of a tokenizer, a run or a Transformers folder"
 
-Named = Annotated[str | None, option("--tokenizer", metavar="NAME", help=_TOKENIZER, show_default="the model's")]
+TokenizerName = Annotated[
+    str | None, option("--tokenizer", metavar="NAME", help=_TOKENIZER, show_default="the model's")
+]
 
 
 @app.command("train")
@@ -42,17 +44,17 @@ def train(
 
     gpt tokenizer train book.txt -o tokenizer --vocab-size 4096
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if out is None:
         raise UserError("where should the tokenizer go?", "name a new folder: gpt tokenizer train TEXT... -o DIR")
     from gpt.text import tokenizer_files, vocabulary
 
     check_new(out, tokenizer_files.NEW)
-    inputs.announce(text)
+    inputs.announce_stdin(text)
     with progress.TrainDisplay(quiet) as display:
-        learnt, sample = vocabulary.learn(text, settings, special or (), display)
-    tokenizer_files.save_tokenizer(learnt, out)
-    render_vocabulary.learnt(learnt, out, sample.taken, sample.seen, time.perf_counter() - began, json)
+        tokenizer, sample = vocabulary.learn(text, settings, special or (), display)
+    tokenizer_files.save_tokenizer(tokenizer, out)
+    render_vocabulary.training_result(tokenizer, out, sample.taken, sample.seen, time.perf_counter() - start_time, json)
 
 
 @app.command("show")
@@ -72,21 +74,21 @@ def show(
     """
     if longest < 0:
         raise UserError(f"longest is {longest}; it must be 0 or more")
-    found, _ = _find(tokenizer, None)
-    used = None
-    inputs.announce(text)
+    loaded, _ = _load_tokenizer(tokenizer, None)
+    usage = None
+    inputs.announce_stdin(text)
     if text:
         from gpt.text import vocabulary
 
         with progress.TrainDisplay(quiet) as display:
-            used = vocabulary.usage(found, text, settings, display)
-    render_vocabulary.vocabulary(found, longest, used, json)
+            usage = vocabulary.usage(loaded, text, settings, display)
+    render_vocabulary.vocabulary(loaded, longest, usage, json)
 
 
 @app.command("encode")
 def encode(
     text: Annotated[str | None, typer.Argument(help="Text to encode")] = None,
-    tokenizer: Named = None,
+    tokenizer: TokenizerName = None,
     model: Model = None,
     file: TextFile = None,
     special: Annotated[
@@ -101,16 +103,16 @@ def encode(
     gpt tokenizer encode "Once upon a time" --tokenizer gpt2
     gpt tokenizer encode "Once upon a time" --show
     """
-    words = inputs.text(text, file, "text", "--file")
+    words = inputs.read_text(text, file, "text", "--file")
     if not words and (show or out or (text is None and file is None)):
         raise UserError("there is nothing to encode", "give TEXT, or --file")
     page.check_out(out)
-    found, name = _find(tokenizer, model)
-    ids = found.encode(words, specials=special).tolist()
+    loaded, name = _load_tokenizer(tokenizer, model)
+    ids = loaded.encode(words, specials=special).tolist()
     if show or out:
         from . import render_inspect, views
 
-        data = views.tokens_data(ids, found, name, words)
+        data = views.tokens_data(ids, loaded, name, words)
         page.show(
             "tokens", f"tokens: {name}", out, json,
             data=lambda: data,
@@ -119,7 +121,7 @@ def encode(
             terminal=lambda: render_inspect.tokens(data),
         )  # fmt: skip
     elif json:
-        render.json_line({"tokens": ids, "pieces": [found.decode([id]) for id in ids]})
+        render.json_line({"tokens": ids, "pieces": [loaded.decode([id]) for id in ids]})
     else:
         render.write(" ".join(map(str, ids)) + "\n")
 
@@ -127,38 +129,39 @@ def encode(
 @app.command("decode")
 def decode(
     ids: Annotated[list[str], typer.Argument(help="Token ids; - reads them from stdin", metavar="ID")],
-    tokenizer: Named = None,
+    tokenizer: TokenizerName = None,
     model: Model = None,
 ) -> None:
     """Print the text of token ids, byte for byte.
 
     gpt tokenizer decode 7454 2402 257 640 --tokenizer gpt2
     """
-    words = [word for each in ids for word in (_stdin().split() if each == "-" else each.split())]
+    words = [word for argument in ids for word in (_read_stdin().split() if argument == "-" else argument.split())]
     numbers = [int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else -1 for word in words]
     if -1 in numbers:
         raise UserError(f'"{words[numbers.index(-1)]}" is not a token id', "ids are whole numbers, separated by spaces")
-    found, _ = _find(tokenizer, model)
-    found.check(numbers)
-    space = b" " if found.backend.adds_space else b""
-    render_vocabulary.write_bytes(found.decode_bytes(numbers).removeprefix(space))
+    loaded, _ = _load_tokenizer(tokenizer, model)
+    loaded.check(numbers)
+    space = b" " if loaded.backend.adds_space else b""
+    render_vocabulary.write_bytes(loaded.decode_bytes(numbers).removeprefix(space))
 
 
-def _find(word: str | None, model: str | None) -> "tuple[Tokenizer, str]":
-    """Finds the tokenizer that is named, or a model's. Returns it and a name for it."""
-    if word is not None:
+def _load_tokenizer(name: str | None, model: str | None) -> "tuple[Tokenizer, str]":
+    if name is not None:
         from gpt.text.tokenizer_files import find_tokenizer
 
         if model is not None:
             raise UserError("--tokenizer and -m both name a tokenizer", "give one of them")
-        return find_tokenizer(word), word
+        return find_tokenizer(name), name
     from gpt.runs import checkpoint, folder, hf
 
     path = folder.find_checkpoint(model)
     return checkpoint.load_tokenizer(path, hf.load_config(path)), str(path)
 
 
-def _stdin() -> str:
+def _read_stdin() -> str:
     stdin = Path("-")
-    with inputs.opened(stdin, "ids") as stream:
-        return inputs.bounded(stream, stdin, inputs.MOST_TEXT, "decode them in parts").decode("utf-8-sig", "replace")
+    with inputs.open_input(stdin, "ids") as stream:
+        return inputs.read_bounded(stream, stdin, inputs.MOST_TEXT, "decode them in parts").decode(
+            "utf-8-sig", "replace"
+        )

@@ -47,7 +47,7 @@ def train(
     gpt train notes/ --minutes 10 -o runs/notes
     gpt train chats.jsonl --init hf:Qwen/Qwen3-0.6B --lora-rank 8
     """
-    began = environment.began() or time.perf_counter()
+    start_time = environment.began() or time.perf_counter()
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
@@ -57,17 +57,17 @@ def train(
 
         nproc = resuming.processes_of(resume or None, given)
     if nproc > 1 and not environment.is_one_of_many():
-        raise SystemExit(processes.start(words, nproc, began))
+        raise SystemExit(processes.start(words, nproc, start_time))
     quiet = quiet or environment.rank() > 0
     if not environment.rank():
-        inputs.announce(text)
-    with progress.starting(quiet):
+        inputs.announce_stdin(text)
+    with progress.startup_spinner(quiet):
         from gpt.training import run
     with progress.TrainDisplay(quiet) as display:
         if resume is None:
-            result = run.train(text or [], settings, display, began)
+            result = run.train(text or [], settings, display, start_time)
         else:
-            result = run.resume(resume or None, given, text or [], display, began)
+            result = run.resume(resume or None, given, text or [], display, start_time)
     if environment.rank():
         return
     if json:

@@ -1,4 +1,4 @@
-"""The data of ``gpt inspect --json`` and of its pages."""
+"""The data of ``gpt inspect`` for ``--json`` and for pages."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,26 +7,26 @@ import numpy as np
 from gpt import inspect
 from gpt.errors import UserError
 
-from .page import packed
+from .page import pack_array
 
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
-LARGEST_PAGE = 96 * 2**20  # bytes of patterns in a page; browsers grow slow far below
-NEXT = 100  # most likely next tokens that are named
+LARGEST_PAGE = 96 * 2**20  # Maximum bytes of patterns in a page. Browsers get slow far below.
+MAX_NEXT_TOKENS = 100  # Number of most likely next tokens to list.
 Tree = dict[str, Any]
 
 
-def _rounded(array: Any, digits: int = 6) -> Any:
+def _round(array: Any, digits: int = 6) -> Any:
     return np.round(np.asarray(array, np.float64), digits).tolist()
 
 
-def _texts(tokenizer: "Tokenizer", ids: Any) -> dict[str, str]:
+def _token_texts(tokenizer: "Tokenizer", ids: Any) -> dict[str, str]:
     return {str(id): inspect.token_text(tokenizer, id) for id in np.unique(ids).tolist()}
 
 
 def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, prompt: str) -> Tree:
-    """Returns the object of ``gpt inspect attention --json``: every number of the page, as nested lists."""
+    """Returns the object of ``gpt inspect attention --json``."""
 
     def text(id: Any) -> str:
         return inspect.token_text(tokenizer, int(id))
@@ -34,7 +34,7 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
     logits = look.logits.astype(np.float64)
     probabilities = np.exp(logits - logits.max())
     probabilities /= probabilities.sum()
-    best = np.argsort(-logits, kind="stable")[:NEXT]
+    best = np.argsort(-logits, kind="stable")[:MAX_NEXT_TOKENS]
     return {
         "model": model,
         "prompt": prompt,
@@ -43,7 +43,7 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
         "pieces": [text(id) for id in look.ids],
         "layers": look.layers,
         "heads": look.heads,
-        "patterns": _rounded(look.patterns),  # layer, head, query, key
+        "patterns": _round(look.patterns),  # (layers, heads, queries, keys)
         "scores": _scores(look),
         "chance": _chance(look, 0),
         "lens": [
@@ -64,25 +64,25 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
 
 
 def _chance(look: inspect.Look, at: int) -> Tree:
-    """Returns the shares that even attention would give in the layer at this place."""
+    """Returns the scores that uniform attention would have in layer ``at``."""
     return {
-        name: {kind: None if even is None else float(even[at]) for kind, even in measured.chance.items()}
+        name: {kind: None if uniform is None else float(uniform[at]) for kind, uniform in measured.chance.items()}
         for name, measured in (("prompt", look.here), ("probe", look.probe))
     }
 
 
 def _scores(look: inspect.Look) -> list[Tree]:
-    found = []
+    entries = []
     for at, layer in enumerate(look.layers):
         for column, head in enumerate(look.heads):
-            own = {
+            kind_scores = {
                 name: {
                     kind: None if scores is None else round(float(scores[at, column]), 6)
                     for kind, scores in measured.scores.items()
                 }
                 for name, measured in (("prompt", look.here), ("probe", look.probe))
             }
-            found.append(
+            entries.append(
                 {
                     "layer": layer,
                     "head": head,
@@ -90,16 +90,16 @@ def _scores(look: inspect.Look) -> list[Tree]:
                     "mostly": inspect.mostly(look.here, look.probe, at, column),
                     "entropy": round(float(look.here.entropy[at, column]), 6),
                     "distance": round(float(look.here.distance[at, column]), 6),
-                    **own,
+                    **kind_scores,
                     "chance": _chance(look, at),
                 }
             )
-    return found
+    return entries
 
 
 def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tree:
-    """Returns the data of ``pages/attention.js``. A weight has 16 bits, since there is one for each head and pair of
-    tokens. Raises `UserError` for a page too large for browsers."""
+    """Returns the data of ``pages/attention.js``. Weights have 16 bits, because there is one per head, query and key.
+    Raises `UserError` for a page too large for browsers."""
     T = len(look.ids)
     lower = look.patterns[..., np.tri(T, dtype=np.bool_)]  # (layers, heads, T (T + 1) / 2)
     if 2 * lower.size > LARGEST_PAGE:
@@ -107,26 +107,26 @@ def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tr
             f"the page would contain {lower.size:,} weights for {T:,} tokens, {8 * lower.size // 3 / 2**20:,.0f} MB",
             "use a shorter prompt, a single --layer, or -o FILE.json",
         )
-    best = np.argsort(-look.logits, kind="stable")[:NEXT]
+    best = np.argsort(-look.logits, kind="stable")[:MAX_NEXT_TOKENS]
     return {
         "model": model,
         "dropped": look.dropped,
         "tokens": [{"id": int(id), "text": inspect.token_text(tokenizer, int(id))} for id in look.ids],
         "layers": look.layers,
         "heads": look.heads,
-        "patterns": packed(np.rint(lower * 65535).astype(np.uint16)),
+        "patterns": pack_array(np.rint(lower * 65535).astype(np.uint16)),
         "kinds": inspect.KINDS,
         "scores": _scores(look),
         "windows": look.windows,
-        "lens": {"ids": look.lens.ids.tolist(), "probabilities": _rounded(look.lens.probabilities, 5)},
-        "texts": _texts(tokenizer, np.concatenate([look.lens.ids.ravel(), best])),
-        "next": {"logits": packed(look.logits.astype(np.float32))},
+        "lens": {"ids": look.lens.ids.tolist(), "probabilities": _round(look.lens.probabilities, 5)},
+        "texts": _token_texts(tokenizer, np.concatenate([look.lens.ids.ravel(), best])),
+        "next": {"logits": pack_array(look.logits.astype(np.float32))},
     }
 
 
-def near_data(found: list[inspect.Near]) -> list[Tree]:
+def near_data(neighbors: list[inspect.Near]) -> list[Tree]:
     """Returns tokens with their cosines."""
-    return [{"token": near.id, "text": near.text, "cosine": round(near.cosine, 6)} for near in found]
+    return [{"token": near.id, "text": near.text, "cosine": round(near.cosine, 6)} for near in neighbors]
 
 
 def word_data(word: inspect.Word, tokenizer: "Tokenizer") -> Tree:
@@ -144,45 +144,45 @@ def word_note(word: inspect.Word, tokenizer: "Tokenizer") -> str:
 
 def neighbors_data(words: list[inspect.Word], count: int, table: inspect.Embeddings, model: str) -> Tree:
     """Returns the object of ``gpt inspect neighbors --json``."""
-    found = [
+    entries = [
         word_data(word, table.tokenizer) | {"neighbors": near_data(table.neighbors(word, count))} for word in words
     ]
-    return {"model": model, "words": found}
+    return {"model": model, "words": entries}
 
 
 def analogy_data(terms: list[tuple[int, inspect.Word]], count: int, table: inspect.Embeddings, model: str) -> Tree:
     """Returns the object of ``gpt inspect analogy --json``."""
-    said = [{"sign": sign, **word_data(word, table.tokenizer)} for sign, word in terms]
-    return {"model": model, "terms": said, "nearest": near_data(table.analogy(terms, count))}
+    entries = [{"sign": sign, **word_data(word, table.tokenizer)} for sign, word in terms]
+    return {"model": model, "terms": entries, "nearest": near_data(table.analogy(terms, count))}
 
 
-TABLE_PART = 1024  # rows and columns of a table that a page shows at most
+MAX_TABLE_SIDE = 1024  # Maximum rows and columns of a table on a page.
 
 
-def positions_data(found: inspect.Positions, model: str) -> Tree:
-    """Returns the object of ``gpt inspect positions --json``, with the whole table."""
+def positions_data(position_info: inspect.Positions, model: str) -> Tree:
+    """Returns the object of ``gpt inspect positions --json``."""
     return {
         "model": model,
-        "positions": found.kind,
-        "block_size": found.block_size,
-        "similarity": _rounded(found.similarity),
-        "table": None if found.table is None else found.table.astype(np.float64).tolist(),
+        "positions": position_info.kind,
+        "block_size": position_info.block_size,
+        "similarity": _round(position_info.similarity),
+        "table": None if position_info.table is None else position_info.table.astype(np.float64).tolist(),
     }
 
 
-def positions_page(found: inspect.Positions, model: str) -> Tree:
-    """Returns the data of ``pages/positions.js``: of a large table evenly spread rows and columns."""
+def positions_page(position_info: inspect.Positions, model: str) -> Tree:
+    """Returns the data of ``pages/positions.js``. A large table is sampled evenly."""
     table: Tree | None = None
-    if found.table is not None:
-        step = [-(-size // TABLE_PART) for size in found.table.shape]
-        part = found.table[:: step[0], :: step[1]]
-        table = {"shape": list(part.shape), "step": step, "values": packed(np.ascontiguousarray(part))}
+    if position_info.table is not None:
+        step = [-(-size // MAX_TABLE_SIDE) for size in position_info.table.shape]
+        sampled = position_info.table[:: step[0], :: step[1]]
+        table = {"shape": list(sampled.shape), "step": step, "values": pack_array(np.ascontiguousarray(sampled))}
     return {
         "model": model,
-        "kind": found.kind,
-        "block_size": found.block_size,
-        "n_embd": 0 if found.table is None else found.table.shape[1],
-        "similarity": _rounded(found.similarity[:4096], 5),
+        "kind": position_info.kind,
+        "block_size": position_info.block_size,
+        "n_embd": 0 if position_info.table is None else position_info.table.shape[1],
+        "similarity": _round(position_info.similarity[:4096], 5),
         "table": table,
     }
 

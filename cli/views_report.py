@@ -1,4 +1,4 @@
-"""The data of ``gpt report``: for ``--json``, the page, and the charts in the terminal."""
+"""The data of ``gpt report`` for ``--json``, for its page and for charts in the terminal."""
 
 import math
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from typing import Any
 
 from gpt.runs.report import Report, differing, finite
 
-POINTS = 1000  # of a curve on a page
+POINTS = 1000  # Maximum points per curve on a page.
 Tree = dict[str, Any]
 
 
-def report_data(report: Report, most: int | None = None) -> Tree:
-    """The object of a run in ``gpt report --json``; ``most`` limits the points of a curve, else it has every step."""
+def report_data(report: Report, max_points: int | None = None) -> Tree:
+    """Returns a run's object in ``gpt report --json``, with up to ``max_points`` points per curve, or every step."""
     history = report.history
-    steps, evals = report.columns(most)
+    steps, evals = report.columns(max_points)
     end = None
     if history.end is not None:
         end = {key: getattr(history.end, key) for key in ("reason", "checkpoint", "val_loss", "bits_per_byte", "step")}
@@ -28,25 +28,26 @@ def report_data(report: Report, most: int | None = None) -> Tree:
         "samples": _samples(report),
         "copying": _copying(report),
         "rollbacks": [
-            {"step": each.step, "failed_step": each.failed_step, "why": each.why} for each in history.rollbacks
+            {"step": rollback.step, "failed_step": rollback.failed_step, "why": rollback.why}
+            for rollback in history.rollbacks
         ],
-        "resumes": [each.step for each in history.resumes],
+        "resumes": [resume.step for resume in history.resumes],
         "end": end,
         "unread_lines": history.unread,
     }
 
 
 def _samples(report: Report) -> list[Tree]:
-    found = [{"step": sample.step, "text": sample.text} for sample in report.history.samples]
+    samples = [{"step": sample.step, "text": sample.text} for sample in report.history.samples]
     if report.copying is not None:
-        rows = zip(found, report.copying.samples, report.copying.texts, strict=True)
+        rows = zip(samples, report.copying.samples, report.copying.texts, strict=True)
         for sample, copied, text in rows:
             sample |= {"longest": copied.longest, "longest_text": text, "share": copied.share}
-    return found
+    return samples
 
 
 def _copying(report: Report) -> Tree | None:
-    """The longest span of all samples, and the share of all their 8-grams."""
+    """Returns the longest span that the samples copy, and the share of their 8-grams that are copied."""
     copying = report.copying
     if copying is None or not copying.samples:
         return None
@@ -64,84 +65,83 @@ def _copying(report: Report) -> Tree | None:
 
 
 def report_page(reports: Sequence[Report]) -> Tree:
-    """The data that ``pages/report.js`` draws."""
-    runs, named = shown(reports, POINTS)
+    """Returns the data of ``pages/report.js``."""
+    runs, unit = comparable_runs(reports, POINTS)
     for run in runs:
         run["steps"]["smooth"] = smoothed(run["steps"]["loss"])
-    raw, smooth = smoothing(reports, POINTS)
+    raw, smooth = describe_smoothing(reports, POINTS)
     return {
         "runs": runs,
-        "unit": named,
+        "unit": unit,
         "time": time_unit(reports),
         "raw": raw,
         "smoothing": smooth,
-        "differing": [k for k in differing([each.settings for each in reports]) if k != "started"],
+        "differing": [k for k in differing([report.settings for report in reports]) if k != "started"],
     }
 
 
 NATS, BITS = "nats per token", "bits per byte"
 
 
-def unit(reports: Sequence[Report]) -> str:
-    """Says in what losses are drawn: in nats per token, but for several tokenizers, whose tokens cannot be compared."""
-    tokenizers = {each.record.tokenizer and each.record.tokenizer.fingerprint for each in reports}
+def choose_loss_unit(reports: Sequence[Report]) -> str:
+    """Returns the unit of losses: nats per token, or bits per byte if the runs have different tokenizers."""
+    tokenizers = {report.record.tokenizer and report.record.tokenizer.fingerprint for report in reports}
     if len(reports) == 1 or (len(tokenizers) == 1 and None not in tokenizers):
         return NATS
-    if all(each.bits_per_nat for each in reports):
+    if all(report.bits_per_nat for report in reports):
         return BITS
     return f"{NATS}, not comparable: {BITS} are not known for all runs"
 
 
-def shown(reports: Sequence[Report], most: int) -> tuple[list[Tree], str]:
-    """Returns the objects of runs, with at most ``most`` points and the losses of curves in their `unit`, and that."""
-    runs, named = [report_data(each, most) for each in reports], unit(reports)
-    names = [each.name for each in reports]
+def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tree], str]:
+    """Returns runs with losses in a common unit, and the unit. Curves have up to ``max_points`` points."""
+    runs, unit = [report_data(report, max_points) for report in reports], choose_loss_unit(reports)
+    names = [report.name for report in reports]
     for run in runs:
         if names.count(run["name"]) > 1:
-            run["name"] = run["run"]  # the whole path
+            run["name"] = run["run"]  # Runs of the same name are listed by path.
         for columns, key in ((run["steps"], "loss"), (run["evals"], "val_loss")):
-            if named == BITS:
+            if unit == BITS:
                 columns[key] = [loss and finite(loss * run["bits_per_nat"]) for loss in columns[key]]
-    return runs, named
+    return runs, unit
 
 
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
-    """Returns the unit of the longest run's time, in seconds, and its name."""
+    """Returns the time unit for the longest run: its length in seconds, and its name."""
     longest = max(
-        each.seconds for report in reports for each in [*report.history.steps[-1:], *report.history.evals[-1:]]
+        event.seconds for report in reports for event in [*report.history.steps[-1:], *report.history.evals[-1:]]
     )
     return (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 300 else (1, "seconds")
 
 
 def smoothed(losses: Sequence[float | None]) -> list[float | None]:
-    """Each loss as the mean of those around it. Where fewer came before, as few after it count: the loss falls fast at
-    first, and the mean must lie on the curve. None stays None."""
-    reach = _reach(len(losses))
+    """Returns the mean of a centred window around each loss. The window is smaller at the start of the curve, where the
+    loss falls fast. None stays None."""
+    half_window = _half_window(len(losses))
     means: list[float | None] = []
     for at, loss in enumerate(losses):
-        some = losses[at - min(at, reach) : at + min(at, reach) + 1]
-        finite = [each for each in some if each is not None]
-        means.append(None if loss is None else math.fsum(each / len(finite) for each in finite))
+        window = losses[at - min(at, half_window) : at + min(at, half_window) + 1]
+        values = [value for value in window if value is not None]
+        means.append(None if loss is None else math.fsum(value / len(values) for value in values))
     return means
 
 
-def _reach(points: int) -> int:
-    """Points on either side that count: 4 % of the curve in all, and none of a curve that is short."""
+def _half_window(points: int) -> int:
+    """Returns half the width of the smoothing window: 2 % of the curve, or 0 for a short curve."""
     return 0 if points < 20 else max(1, points // 50)
 
 
-def smoothing(reports: Sequence[Report], most: int) -> tuple[str, str | None]:
-    """Says how many steps a point of the curves stands for, and how many once it is smoothed; None
-    where it is not."""
+def describe_smoothing(reports: Sequence[Report], max_points: int) -> tuple[str, str | None]:
+    """Describes the number of steps per point of raw and of smoothed curves; None for curves too short to smooth."""
     counts = [len(report.history.steps) for report in reports if report.history.steps] or [0]
-    each = [max(1, -(-count // most)) for count in counts]
-    reach = [_reach(-(-count // n)) for count, n in zip(counts, each, strict=True)]
-    wide = [n * (2 * r + 1) for n, r in zip(each, reach, strict=True)]
-    return _mean_of(each), _mean_of(wide) if max(reach) else None
+    steps_per_point = [max(1, -(-count // max_points)) for count in counts]
+    half_windows = [_half_window(-(-count // n)) for count, n in zip(counts, steps_per_point, strict=True)]
+    smoothed_steps = [n * (2 * r + 1) for n, r in zip(steps_per_point, half_windows, strict=True)]
+    return _describe_mean(steps_per_point), _describe_mean(smoothed_steps) if max(half_windows) else None
 
 
-def _mean_of(steps: Sequence[int]) -> str:
-    least, largest = min(steps), max(steps)
+def _describe_mean(steps: Sequence[int]) -> str:
+    smallest, largest = min(steps), max(steps)
     if largest == 1:
         return "each step"
-    return f"mean of {largest:,} steps" if least == largest else f"mean of {least:,} to {largest:,} steps"
+    return f"mean of {largest:,} steps" if smallest == largest else f"mean of {smallest:,} to {largest:,} steps"

@@ -1,12 +1,12 @@
-// Attention of every head for one prompt, the logit lens, and the distribution of the next token.
+// Attention of every head, the logit lens and the next-token distribution for one prompt.
 const T = data.tokens.length, L = data.layers.length, H = data.heads.length, TRIANGLE = T * (T + 1) / 2;
-const weights = unpacked(data.patterns, Uint16Array); // lower triangles, by layer, head, query
+const weights = unpack(data.patterns, Uint16Array); // Lower triangles by layer, head and query.
 const texts = data.tokens.map((token) => token.text);
 const AVERAGE = -1;
 const state = { layer: 0, head: H > 1 ? AVERAGE : 0, query: T - 1, key: null };
 const averages = new Map();
 
-// A pattern as T (T + 1) / 2 shares; layer or head -1 is the mean over all of them.
+// Returns T (T + 1) / 2 attention weights. Layer or head -1 is the mean over all layers or heads.
 function pattern(layer, head) {
   const name = layer + "/" + head;
   if (averages.has(name)) return averages.get(name);
@@ -32,7 +32,7 @@ function nameOf(layer, head) {
   return `${layerName(layer)}, head ${data.heads[head]}`;
 }
 const NAMES = { previous: "previous token", first: "first token", itself: "itself", same: "same token", matching: "matching earlier pattern" };
-function doing(layer, head) {
+function kindOf(layer, head) {
   if (layer === AVERAGE || head === AVERAGE) return "";
   const mostly = scoreOf(layer, head).mostly;
   return mostly ? NAMES[mostly] : "mixed";
@@ -40,31 +40,31 @@ function doing(layer, head) {
 
 function drawSmall(canvas, layer, head) {
   const image = new ImageData(T, T), pixels = new Uint32Array(image.data.buffer);
-  const one = layer !== AVERAGE && head !== AVERAGE, from = one ? (layer * H + head) * TRIANGLE : 0;
-  const values = one ? weights : pattern(layer, head), scale = one ? 1024 / 65535 : 1024;
+  const isSingle = layer !== AVERAGE && head !== AVERAGE, from = isSingle ? (layer * H + head) * TRIANGLE : 0;
+  const values = isSingle ? weights : pattern(layer, head), scale = isSingle ? 1024 / 65535 : 1024;
   pixels.fill(pixel(ends[0]));
   for (let q = 0, at = from; q < T; q++) for (let k = 0; k <= q; k++, at++) pixels[q * T + k] = steps[Math.round(values[at] * scale)];
   canvas.width = canvas.height = T;
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-// Grid of heads: a button each, one of them in the tab order, arrows go from one to the next.
+// A grid of head buttons: one is in the tab order, and arrow keys move between them.
 const cells = [];
 function headButton(layer, head, row, column) {
   const canvas = el("canvas", { "aria-hidden": "true" });
-  const does = doing(layer, head);
+  const kindLabel = kindOf(layer, head);
   const button = el("button", {
     type: "button", "data-layer": layer, "data-head": head, "aria-pressed": "false", tabindex: -1,
-    "aria-label": nameOf(layer, head) + (does ? ": " + does : ""), title: nameOf(layer, head) + (does ? ": " + does : ""),
+    "aria-label": nameOf(layer, head) + (kindLabel ? ": " + kindLabel : ""), title: nameOf(layer, head) + (kindLabel ? ": " + kindLabel : ""),
     style: `grid-row:${row};grid-column:${column}`,
-    onclick: () => choose(layer, head), onkeydown: (event) => walk(event, row, column),
+    onclick: () => choose(layer, head), onkeydown: (event) => moveFocus(event, row, column),
   }, canvas, layer === AVERAGE || head === AVERAGE ? "average" : scoreOf(layer, head).mostly || "mixed");
   cells.push({ layer, head, row, column, button });
   redraws.push(() => drawSmall(canvas, layer, head));
   drawSmall(canvas, layer, head);
   return button;
 }
-function walk(event, row, column) {
+function moveFocus(event, row, column) {
   const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
   if (!step) return;
   event.preventDefault();
@@ -83,9 +83,9 @@ const geometry = {};
 function choose(layer, head) {
   state.layer = layer; state.head = head;
   for (const cell of cells) {
-    const own = cell.layer === layer && cell.head === head;
-    cell.button.setAttribute("aria-pressed", own);
-    cell.button.tabIndex = own ? 0 : -1;
+    const isChosen = cell.layer === layer && cell.head === head;
+    cell.button.setAttribute("aria-pressed", isChosen);
+    cell.button.tabIndex = isChosen ? 0 : -1;
   }
   drawBig(); showFacts(); point(state.query, null);
 }
@@ -94,8 +94,8 @@ function drawBig() {
   const cell = Math.max(4, Math.min(26, Math.floor(620 / T))), labels = cell >= 9, font = Math.min(13, cell);
   const margin = labels ? 108 : 26, size = margin + cell * T + 4;
   const context = context2d(big, size, size);
-  const values = pattern(state.layer, state.head), seen = windowOf(state.layer) || T;
-  for (let q = 0; q < T; q++) for (let k = Math.max(0, q - seen + 1); k <= q; k++) {
+  const values = pattern(state.layer, state.head), span = windowOf(state.layer) || T;
+  for (let q = 0; q < T; q++) for (let k = Math.max(0, q - span + 1); k <= q; k++) {
     context.fillStyle = rgb(ramp(values[q * (q + 1) / 2 + k]));
     context.fillRect(margin + k * cell, margin + q * cell, cell, cell);
   }
@@ -122,9 +122,9 @@ function drawBig() {
   Object.assign(geometry, { cell, margin });
   big.setAttribute("aria-label", `attention of ${nameOf(state.layer, state.head)}: queries down, keys across; arrow keys move`);
 }
-const clip = (text) => shown(text).length > 12 ? shown(text).slice(0, 11) + "…" : shown(text);
+const clip = (text) => showSpaces(text).length > 12 ? showSpaces(text).slice(0, 11) + "…" : showSpaces(text);
 
-function mark() { // frames of the query's row and the key's cell, over a fresh map
+function drawMarks() { // Redraws the map with frames around the query's row and the key's cell.
   drawBig();
   const { cell, margin } = geometry, context = big.getContext("2d");
   context.strokeStyle = colour("--hot");
@@ -133,11 +133,11 @@ function mark() { // frames of the query's row and the key's cell, over a fresh 
   if (state.key !== null) context.strokeRect(margin + state.key * cell - 1, margin + state.query * cell - 1, cell + 2, cell + 2);
 }
 
-// What one token attends to: marked on the map, coloured in the text, listed.
+// Shows what a token attends to: on the map, in the text and in the list.
 function point(query, key) {
   state.query = query;
   state.key = key;
-  mark();
+  drawMarks();
   [...strip.children].forEach((token, k) => {
     const parts = ramp(share(state.layer, state.head, query, k));
     token.style.background = k <= query ? rgb(parts) : "none";
@@ -146,13 +146,13 @@ function point(query, key) {
     token.tabIndex = k === query ? 0 : -1;
   });
   const keys = [...Array(query + 1).keys()].sort((a, b) => share(state.layer, state.head, query, b) - share(state.layer, state.head, query, a));
-  list.replaceChildren(el("caption", { class: "soft" }, `“${shown(texts[query])}” (${query}) attends to`),
-    ...keys.slice(0, 8).map((k) => el("tr", {}, el("th", { scope: "row", class: "mono" }, `${shown(texts[k])} (${k})`),
-      el("td", { class: "number" }, short(share(state.layer, state.head, query, k))),
+  list.replaceChildren(el("caption", { class: "soft" }, `“${showSpaces(texts[query])}” (${query}) attends to`),
+    ...keys.slice(0, 8).map((k) => el("tr", {}, el("th", { scope: "row", class: "mono" }, `${showSpaces(texts[k])} (${k})`),
+      el("td", { class: "number" }, formatShare(share(state.layer, state.head, query, k))),
       el("td", {}, el("span", { class: "bar", style: `width:${(100 * share(state.layer, state.head, query, k)).toFixed(1)}%` })))));
-  const where = key === null ? keys[0] : key;
-  readout.textContent = `${nameOf(state.layer, state.head)}: “${shown(texts[query])}” (${query}) gives ` +
-    `${short(share(state.layer, state.head, query, where))} to “${shown(texts[where])}” (${where})`;
+  const target = key === null ? keys[0] : key;
+  readout.textContent = `${nameOf(state.layer, state.head)}: “${showSpaces(texts[query])}” (${query}) gives ` +
+    `${formatShare(share(state.layer, state.head, query, target))} to “${showSpaces(texts[target])}” (${target})`;
 }
 
 function showFacts() {
@@ -160,14 +160,14 @@ function showFacts() {
     facts.replaceChildren(el("p", { class: "soft" }, "An average over heads has no scores of its own: choose a head above."));
     return;
   }
-  const own = scoreOf(state.layer, state.head);
-  const rows = Object.keys(data.kinds).map((kind) => el("tr", { class: own.mostly === kind ? "differs" : "" },
+  const scores = scoreOf(state.layer, state.head);
+  const rows = Object.keys(data.kinds).map((kind) => el("tr", { class: scores.mostly === kind ? "differs" : "" },
     el("th", { scope: "row" }, data.kinds[kind]),
-    el("td", { class: "number" }, short(own.prompt[kind])), el("td", { class: "number" }, short(own.chance.prompt[kind])),
-    el("td", { class: "number" }, short(own.probe[kind])), el("td", { class: "number" }, short(own.chance.probe[kind]))));
+    el("td", { class: "number" }, formatShare(scores.prompt[kind])), el("td", { class: "number" }, formatShare(scores.chance.prompt[kind])),
+    el("td", { class: "number" }, formatShare(scores.probe[kind])), el("td", { class: "number" }, formatShare(scores.chance.probe[kind]))));
   facts.replaceChildren(
-    el("p", {}, "Mostly: ", el("strong", { id: "mostly" }, doing(state.layer, state.head)),
-      `; entropy ${own.entropy.toFixed(2)} bits, ${own.distance.toFixed(1)} tokens back on average`),
+    el("p", {}, "Mostly: ", el("strong", { id: "mostly" }, kindOf(state.layer, state.head)),
+      `; entropy ${scores.entropy.toFixed(2)} bits, ${scores.distance.toFixed(1)} tokens back on average`),
     el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "attention to"), el("th", { class: "number" }, "here"),
       el("th", { class: "number" }, "even"), el("th", { class: "number" }, "random twice"), el("th", { class: "number" }, "even"))),
       el("tbody", {}, rows)),
@@ -200,7 +200,7 @@ for (let l = -1; l < L; l++) {
 const heads = section("Heads", el("p", { class: "soft" }, "Each square is a head: queries down, keys across, darker (in the dark: brighter) is more, on a " +
   "square-root scale. Layers from top to bottom, heads from left to right, both counted from 0. Click, or arrow keys."),
   el("div", { class: "scroll" }, grid));
-texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "button", tabindex: -1, "aria-label": `token ${q}: ${shown(text)}`,
+texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "button", tabindex: -1, "aria-label": `token ${q}: ${showSpaces(text)}`,
   onpointerenter: () => point(q, null), onfocus: () => { if (state.query !== q) point(q, null); },
   onkeydown: (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1, Home: -T, End: T }[event.key];
@@ -209,24 +209,24 @@ texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "butt
     const to = Math.min(T - 1, Math.max(0, q + step));
     point(to, null);
     strip.children[to].focus();
-  } }, shown(text))));
+  } }, showSpaces(text))));
 const head = section("Head", el("div", { class: "row" }, el("div", { class: "scroll" }, big), facts), readout);
 const text = section("Text", el("p", { class: "soft" }, "Point at a token, or walk with the arrow keys: what it attends to is coloured."), strip, list);
-if (H <= 6) { // more need the whole width
+if (H <= 6) { // More heads need the whole width.
   beside([heads], [head]);
-  head.parentElement.style.flexBasis = `${108 + 4 + T * Math.max(4, Math.min(26, Math.floor(620 / T)))}px`; // the map's
+  head.parentElement.style.flexBasis = `${108 + 4 + T * Math.max(4, Math.min(26, Math.floor(620 / T)))}px`; // Width of the map.
 }
 
-// The logit lens
+// Logit lens
 const lensTable = el("table", { class: "lens", id: "lens" });
 function drawLens() {
-  const head = el("tr", {}, el("td", {}), texts.map((text) => el("th", { scope: "col", class: "mono" }, shown(text))));
+  const head = el("tr", {}, el("td", {}), texts.map((text) => el("th", { scope: "col", class: "mono" }, showSpaces(text))));
   const rows = data.lens.ids.map((layer, l) => el("tr", {},
     el("th", { scope: "row" }, l === 0 ? "embedding" : l === data.lens.ids.length - 1 ? `after ${l - 1}: output` : `after ${l - 1}`),
     layer.map((ids, t) => {
       const parts = ramp(data.lens.probabilities[l][t][0] ** 2);
-      const all = ids.map((id, i) => `${shown(data.texts[id])}  ${data.lens.probabilities[l][t][i].toFixed(3)}`).join("\n");
-      return el("td", { class: "mono", title: all, style: `background:${rgb(parts)};color:${readable(parts)}` }, shown(data.texts[ids[0]]));
+      const all = ids.map((id, i) => `${showSpaces(data.texts[id])}  ${data.lens.probabilities[l][t][i].toFixed(3)}`).join("\n");
+      return el("td", { class: "mono", title: all, style: `background:${rgb(parts)};color:${readable(parts)}` }, showSpaces(data.texts[ids[0]]));
     })));
   lensTable.replaceChildren(el("thead", {}, head), el("tbody", {}, rows));
 }
@@ -236,8 +236,8 @@ const lens = section("Logit lens", el("p", { class: "soft" }, "The residual stre
   "likeliest next token after each token (columns), coloured by its probability; the last row is the model's own. Point at one for the first five."),
   el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "logit lens" }, lensTable));
 
-// The next token
-const logits = unpacked(data.next.logits, Float32Array);
+// Next token
+const logits = unpack(data.next.logits, Float32Array);
 const order = [...logits.keys()].sort((a, b) => logits[b] - logits[a] || a - b);
 const controls = {};
 function control(name, label, attributes) {
@@ -246,23 +246,23 @@ function control(name, label, attributes) {
   controls[name] = { input, output };
   return el("label", { for: name }, label, input, output);
 }
-// Probabilities after temperature, top-k and top-p, in this order, as `gpt sample` has them: by rank.
+// Returns probabilities by rank after temperature, top-k and top-p, applied in this order as in `gpt sample`.
 function distribution(temperature, k, p) {
   const greedy = temperature === 0;
-  const warmed = order.map((id) => greedy ? 0 : Math.exp((logits[id] - logits[order[0]]) / temperature));
-  if (greedy) warmed[0] = 1;
+  const unnormalized = order.map((id) => greedy ? 0 : Math.exp((logits[id] - logits[order[0]]) / temperature));
+  if (greedy) unnormalized[0] = 1;
   const why = order.map((id, rank) => k > 0 && k < order.length && logits[id] < logits[order[k - 1]] ? "top-k" : null);
-  const sum = (keep) => warmed.reduce((total, value, rank) => keep(rank) ? total + value : total, 0);
+  const sum = (keep) => unnormalized.reduce((total, value, rank) => keep(rank) ? total + value : total, 0);
   const afterK = sum((rank) => why[rank] === null);
   if (p > 0 && p < 1) {
     let before = 0;
     for (let rank = 0; rank < order.length && why[rank] === null; rank++) {
       if (rank > 0 && before >= p) why[rank] = "top-p";
-      before += warmed[rank] / afterK;
+      before += unnormalized[rank] / afterK;
     }
   }
   const total = sum((rank) => why[rank] === null);
-  return { probabilities: warmed.map((value, rank) => why[rank] === null ? value / total : 0), why, kept: greedy ? 1 : why.filter((each) => each === null).length };
+  return { probabilities: unnormalized.map((value, rank) => why[rank] === null ? value / total : 0), why, kept: greedy ? 1 : why.filter((reason) => reason === null).length };
 }
 const nextTable = el("table", { id: "next", class: "bars" }), nextFacts = el("p", { id: "next-facts", "aria-live": "polite" });
 function drawNext() {
@@ -273,9 +273,9 @@ function drawNext() {
   controls["top-k"].output.textContent = k || "off";
   controls["top-p"].output.textContent = p > 0 && p < 1 ? p.toFixed(2) : "off";
   const bits = -probabilities.reduce((total, x) => x > 0 ? total + x * Math.log2(x) : total, 0);
-  nextFacts.textContent = `${withCommas(kept)} of ${withCommas(order.length)} tokens can be drawn, ${Math.abs(bits).toFixed(2)} bits; greedy takes “${shown(data.texts[order[0]])}”`;
+  nextFacts.textContent = `${withCommas(kept)} of ${withCommas(order.length)} tokens can be drawn, ${Math.abs(bits).toFixed(2)} bits; greedy takes “${showSpaces(data.texts[order[0]])}”`;
   const rows = order.slice(0, 25).map((id, rank) => el("tr", { "data-id": id },
-    el("th", { scope: "row", class: "mono" }, shown(data.texts[id])),
+    el("th", { scope: "row", class: "mono" }, showSpaces(data.texts[id])),
     el("td", { class: "number" }, model[rank].toFixed(4)), el("td", { class: "number now" }, probabilities[rank].toFixed(4)),
     el("td", {}, el("span", { class: "bar" + (why[rank] ? " out" : ""), style: `width:${(100 * (why[rank] ? model[rank] : probabilities[rank])).toFixed(2)}%` })),
     el("td", { class: "soft why" }, why[rank] ? "left out by " + why[rank] : rank === 0 ? "greedy" : "")));

@@ -1,5 +1,5 @@
 "use strict";
-// What every page shares: building elements (text is only ever set as text), colours, numbers.
+// Shared by all pages: elements (text is never inserted as markup), colours, numbers.
 const data = JSON.parse(document.getElementById("data").textContent);
 
 function el(tag, attributes, ...children) {
@@ -21,39 +21,39 @@ function svg(tag, attributes, ...children) {
   return node;
 }
 
-function unpacked(base64, kind) {
+function unpack(base64, kind) {
   const bytes = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
   return new kind(bytes.buffer);
 }
 
 const withCommas = (number) => Math.round(number).toLocaleString("en-US");
-const short = (value) => value === null || value === undefined ? "–" : Number(value).toFixed(3);
-function plain(value) {
+const formatShare = (value) => value === null || value === undefined ? "–" : Number(value).toFixed(3);
+function formatNumber(value) {
   if (Math.abs(value) >= 1000 && Math.abs(value) < 1e15) return withCommas(value);
   if (value === 0 || (Math.abs(value) >= 0.001 && Math.abs(value) < 1000)) return String(+Number(value).toPrecision(4));
   return Number(value).toExponential(2);
 }
 
-// Colours of a heat map, between two of the style's; small shares would be invisible on a straight scale.
+// Heat-map colours between --low and --high, on a square-root scale: a linear scale would hide small weights.
 let ends = null;
-let steps = null; // the scale in 1,024 steps, as pixels
+let steps = null; // The scale in 1,024 steps, as pixels.
 function rampEnds() {
   const style = getComputedStyle(document.documentElement);
   const parse = (name) => style.getPropertyValue(name).trim().match(/[0-9a-f]{2}/gi).map((part) => parseInt(part, 16));
   ends = [parse("--low"), parse("--high")];
   steps = Uint32Array.from({ length: 1025 }, (_, i) => pixel(ramp(i / 1024)));
 }
-const pixel = (parts) => (255 << 24 | parts[2] << 16 | parts[1] << 8 | parts[0]) >>> 0; // as ImageData has them
+const pixel = (parts) => (255 << 24 | parts[2] << 16 | parts[1] << 8 | parts[0]) >>> 0; // Byte order of ImageData.
 function ramp(share) {
   const x = Math.sqrt(Math.min(1, Math.max(0, share)));
   return ends[0].map((low, i) => Math.round(low + (ends[1][i] - low) * x));
 }
 const rgb = (parts) => `rgb(${parts.join(",")})`;
-// Black or white, whichever stands out more: 4.5 to 1 at least (WCAG's relative luminance).
+// Returns black or white, whichever contrasts more: at least 4.5 to 1 (WCAG's relative luminance).
 const linear = (part) => part / 255 <= 0.03928 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4;
 const readable = (parts) => 0.2126 * linear(parts[0]) + 0.7152 * linear(parts[1]) + 0.0722 * linear(parts[2]) > 0.179 ? "#000" : "#fff";
 
-const redraws = []; // called when the colours change
+const redraws = []; // Functions to call when the colours change.
 function recolour() { rampEnds(); redraws.forEach((draw) => draw()); }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
 
@@ -77,15 +77,15 @@ function section(title, ...children) {
   return node;
 }
 
-// Groups of sections beside each other, where the page is wide enough; else one below the other.
+// Puts groups of sections side by side if the page is wide enough.
 function beside(...groups) {
   const box = el("div", { class: "beside" });
   groups[0][0].replaceWith(box);
   box.append(...groups.map((group) => el("div", {}, group)));
 }
 
-// A token as it is shown: line ends and tabs come escaped already, a space alone would be nothing to see.
-const shown = (text) => text === "" ? "∅" : text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
+// Returns a token with leading and trailing spaces as dots; line breaks and tabs are already escaped.
+const showSpaces = (text) => text === "" ? "∅" : text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 
 function context2d(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;

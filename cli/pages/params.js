@@ -1,7 +1,7 @@
-// Where parameters sit: a bar a matrix, and models side by side.
+// Parameters of each matrix as bars, and models side by side.
 const shapes = data.shapes;
 heading(shapes.length > 1 ? `Parameters of ${shapes.length} models` : `Parameters of ${shapes[0].name}`, data.names);
-// Models without a gate lack its row.
+// Models without a gate have fewer rows, so take the longest list.
 const kinds = shapes.map((shape) => shape.rows).reduce((a, b) => b.length > a.length ? b : a).map((row) => row.matrix);
 const colourOf = (matrix) => `var(--c${kinds.indexOf(matrix)})`;
 const norms = { layernorm: "LayerNorms", rmsnorm: "RMSNorms" };
@@ -18,19 +18,19 @@ if (shapes.length > 1) {
         ["n_layer", "n_head", "n_embd", "block_size"].map((key) => el("td", { class: "soft", style: "text-align:right" }, withCommas(shape.config[key]))),
         el("td", { class: "number" }, withCommas(shape.trainable)), el("td", {}, stacked(shape))))))));
 }
-const each = el("div", { class: "cards" });
-document.getElementById("main").append(each);
+const cards = el("div", { class: "cards" });
+document.getElementById("main").append(cards);
 for (const shape of shapes) {
-  const most = Math.max(...shape.rows.map((row) => row.parameters));
+  const maxParameters = Math.max(...shape.rows.map((row) => row.parameters));
   const node = section(shape.name, el("div", { class: "scroll" }, el("table", { class: "bars" },
     el("thead", {}, el("tr", {}, el("th", {}, "Matrix"), el("th", {}, "Dimensions"), el("th", { class: "number" }, "Parameters"), el("th", { class: "number" }, "Share"), el("td", {}))),
     el("tbody", {}, shape.rows.map((row) => el("tr", {}, el("th", { scope: "row" }, row.matrix), el("td", {}, row.dimensions),
       el("td", { class: "number" }, withCommas(row.parameters)), el("td", { class: "number" }, `${(100 * row.parameters / shape.total_weights).toFixed(1)} %`),
-      el("td", {}, el("span", { class: "bar", style: `width:${(100 * row.parameters / most).toFixed(3)}%;background:${colourOf(row.matrix)}` }))))),
+      el("td", {}, el("span", { class: "bar", style: `width:${(100 * row.parameters / maxParameters).toFixed(3)}%;background:${colourOf(row.matrix)}` }))))),
     )), el("p", {}, `${withCommas(shape.total_weights)} weights − ${withCommas(shape.tied)} tied + ${withCommas(shape.positions)} positions + ` +
     `${withCommas(shape.biases)} biases + ${withCommas(shape.layer_norms)} ${norms[shape.config.norm]} = `, el("strong", {}, `${withCommas(shape.trainable)} trainable`)),
     shape.note ? el("p", { class: "soft" }, shape.note + ".") : null);
   node.dataset.shape = shape.name;
-  each.append(node);
+  cards.append(node);
 }
 document.body.dataset.ready = "yes";

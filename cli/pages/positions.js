@@ -1,24 +1,24 @@
-// The table of positions as a picture, and how alike two places are by their distance.
+// The position embeddings as a picture, and similarity by distance.
 heading("Positions", `${data.model}: ${data.kind}, ${data.block_size} places` + (data.table ? ` of ${data.n_embd} numbers` : ""));
 let table;
 const readout = el("p", { id: "readout", "aria-live": "polite" }, " ");
 if (data.table) {
-  const [rows, columns] = data.table.shape, values = unpacked(data.table.values, Float32Array);
-  const most = values.reduce((m, v) => Math.max(m, Math.abs(v)), 1e-30);
+  const [rows, columns] = data.table.shape, values = unpack(data.table.values, Float32Array);
+  const maxMagnitude = values.reduce((m, v) => Math.max(m, Math.abs(v)), 1e-30);
   const canvas = el("canvas", { id: "table", tabindex: 0, role: "img", "aria-label": "table of positions: places down, numbers across; arrow keys read it",
     style: `width:100%;height:${Math.max(300, Math.min(rows, 900))}px;image-rendering:pixelated` });
   const draw = () => {
     canvas.width = columns; canvas.height = rows;
     const image = new ImageData(columns, rows), low = ends[0], cold = [40, 90, 200], hot = [210, 60, 30];
     for (let i = 0; i < values.length; i++) {
-      const x = Math.sqrt(Math.abs(values[i]) / most), end = values[i] < 0 ? cold : hot;
+      const x = Math.sqrt(Math.abs(values[i]) / maxMagnitude), end = values[i] < 0 ? cold : hot;
       for (let c = 0; c < 3; c++) image.data[4 * i + c] = Math.round(low[c] + (end[c] - low[c]) * x);
       image.data[4 * i + 3] = 255;
     }
     canvas.getContext("2d").putImageData(image, 0, 0);
   };
   const at = { row: 0, column: 0 };
-  const read = () => { readout.textContent = `place ${at.row * data.table.step[0]}, number ${at.column * data.table.step[1]}: ${plain(values[at.row * columns + at.column])}`; };
+  const read = () => { readout.textContent = `place ${at.row * data.table.step[0]}, number ${at.column * data.table.step[1]}: ${formatNumber(values[at.row * columns + at.column])}`; };
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     at.row = Math.min(rows - 1, Math.max(0, Math.floor((event.clientY - box.top) / box.height * rows)));

@@ -1,7 +1,7 @@
-// Runs: curves laid over each other, settings side by side, samples, copying.
+// Runs: overlaid curves, settings side by side, samples, copied spans.
 const runs = data.runs, colours = runs.map((_, i) => `--c${i % 8}`), hidden = new Set();
-const minutes = (seconds) => seconds === null || seconds === undefined ? "–" : seconds < 60 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(1)} min`;
-// The steps of a run; another program's curve has evaluations alone.
+const formatMinutes = (seconds) => seconds === null || seconds === undefined ? "–" : seconds < 60 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(1)} min`;
+// A run's steps; curves of other programs have only evaluations.
 const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
 heading(runs.length > 1 ? `${runs.length} runs` : runs[0].name, runs.map((run) => run.run).join(", "));
@@ -11,55 +11,55 @@ section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
     .map((name, i) => el("th", { class: i && i < 8 ? "number" : "" }, name)))),
   el("tbody", {}, runs.map((run, i) => {
     const end = run.end || {}, best = run.best || {}, loss = end.val_loss ?? best.val_loss, at = (key) => last(recorded(run)[key]);
-    const cells = [withCommas(at("step") ?? 0), at("tokens") === null ? "–" : withCommas(at("tokens")), minutes(at("seconds")),
-      loss === undefined || loss === null ? "–" : loss < 1e6 ? loss.toFixed(4) : plain(loss), best.step === undefined ? "–" : withCommas(best.step),
+    const cells = [withCommas(at("step") ?? 0), at("tokens") === null ? "–" : withCommas(at("tokens")), formatMinutes(at("seconds")),
+      loss === undefined || loss === null ? "–" : loss < 1e6 ? loss.toFixed(4) : formatNumber(loss), best.step === undefined ? "–" : withCommas(best.step),
       end.bits_per_byte ? end.bits_per_byte.toFixed(4) : "–", last(run.steps.tokens_per_second) === null ? "–" : withCommas(last(run.steps.tokens_per_second))];
     return el("tr", {}, el("th", { scope: "row" }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name),
       cells.map((cell) => el("td", { class: "number" }, cell)), el("td", {}, end.reason || "none yet"));
   })))));
 
 const axes = { step: "steps", tokens: "tokens", seconds: "time" };
-let against = "step";
+let xColumn = "step";
 const [unit, unitName] = data.time;
-const place = el("div", { id: "curves" });
-const held = { dash: "5 4", dots: true };
-// The columns of a chart as curves. The loss: each step's, pale, and above it smoothed; beside it the held-out one.
+const chartBox = el("div", { id: "curves" });
+const heldOutStyle = { dash: "5 4", dots: true };
+// Returns the curves of a chart. The loss chart has raw losses (pale), smoothed losses and held-out losses.
 function series(name) {
   return runs.flatMap((run, i) => {
     if (hidden.has(i)) return [];
-    const one = (columns, column, label, style) => ({ name: label, colour: colours[i], ...style,
-      points: columns[against].map((x, at) => [against === "seconds" ? x / unit : x, columns[column][at]]).filter(([x]) => x !== null) });
-    if (name !== "loss") return [one(run.steps, name, runs.length > 1 ? run.name : name)];
+    const makeCurve = (columns, column, label, style) => ({ name: label, colour: colours[i], ...style,
+      points: columns[xColumn].map((x, at) => [xColumn === "seconds" ? x / unit : x, columns[column][at]]).filter(([x]) => x !== null) });
+    if (name !== "loss") return [makeCurve(run.steps, name, runs.length > 1 ? run.name : name)];
     const label = runs.length > 1 ? run.name : "training";
-    const found = data.smoothing ? [one(run.steps, "loss", label, { pale: true })] : [];
-    found.push(one(run.steps, "smooth", label));
-    if (run.evals.step.length) found.push(one(run.evals, "val_loss", runs.length > 1 ? `${run.name} held-out` : "held-out",
-      { ...held, ...(runs.length === 1 ? { colour: "--c1" } : {}) }));
-    return found;
+    const curves = data.smoothing ? [makeCurve(run.steps, "loss", label, { pale: true })] : [];
+    curves.push(makeCurve(run.steps, "smooth", label));
+    if (run.evals.step.length) curves.push(makeCurve(run.evals, "val_loss", runs.length > 1 ? `${run.name} held-out` : "held-out",
+      { ...heldOutStyle, ...(runs.length === 1 ? { colour: "--c1" } : {}) }));
+    return curves;
   });
 }
 function legend() {
-  const [own, other] = runs.length > 1 ? ["--soft", "--soft"] : [colours[0], "--c1"];
-  return [...(data.smoothing ? [[`training, ${data.raw}`, { colour: own, pale: true }]] : []),
-    [`training, ${data.smoothing ?? data.raw}`, { colour: own }],
-    ...(runs.some((run) => run.evals.step.length) ? [["held-out", { colour: other, ...held }]] : [])];
+  const [trainingColour, heldOutColour] = runs.length > 1 ? ["--soft", "--soft"] : [colours[0], "--c1"];
+  return [...(data.smoothing ? [[`training, ${data.raw}`, { colour: trainingColour, pale: true }]] : []),
+    [`training, ${data.smoothing ?? data.raw}`, { colour: trainingColour }],
+    ...(runs.some((run) => run.evals.step.length) ? [["held-out", { colour: heldOutColour, ...heldOutStyle }]] : [])];
 }
 function draw() {
   const charts = [["loss", `Loss, ${data.unit}`], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens a second"]];
   if (runs.some((run) => run.steps.mfu.some((x) => x !== null))) charts.push(["mfu", "Share of the device's peak (MFU)"]);
-  const [loss, ...others] = charts.map(([name, title]) => lineChart({ name, title, x: against === "seconds" ? unitName : axes[against], series: series(name),
+  const [loss, ...others] = charts.map(([name, title]) => lineChart({ name, title, x: xColumn === "seconds" ? unitName : axes[xColumn], series: series(name),
     legend: name === "loss" ? legend() : [], height: name === "loss" ? 380 : 220, logarithmic: name === "loss" || name === "grad_norm" }));
-  place.replaceChildren(loss, el("div", { class: "charts" }, others));
+  chartBox.replaceChildren(loss, el("div", { class: "charts" }, others));
 }
 section("Curves", el("div", { class: "controls" }, el("label", { for: "axis" }, "against",
-  el("select", { id: "axis", onchange: (event) => { against = event.target.value; draw(); } },
+  el("select", { id: "axis", onchange: (event) => { xColumn = event.target.value; draw(); } },
     Object.entries(axes).map(([key, name]) => el("option", { value: key }, name)))),
   runs.length > 1 ? el("span", { class: "legend" }, runs.map((run, i) => el("button", { type: "button", "aria-pressed": "true",
     onclick: (event) => {
       hidden.has(i) ? hidden.delete(i) : hidden.add(i);
       event.currentTarget.setAttribute("aria-pressed", !hidden.has(i));
       draw();
-    } }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name))) : null), place);
+    } }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name))) : null), chartBox);
 draw();
 
 const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
@@ -73,40 +73,40 @@ function settings() {
       runs.map((run) => el("td", { class: "mono" }, run.settings[key] === null || run.settings[key] === undefined ? "–" : String(run.settings[key])))))));
 }
 settings();
-const settled = section("Settings", runs.length > 1 ? el("label", { for: "only" }, onlyDiffering, " only what differs (marked)") : null, el("div", { class: "scroll" }, table));
+const settingsSection = section("Settings", runs.length > 1 ? el("label", { for: "only" }, onlyDiffering, " only what differs (marked)") : null, el("div", { class: "scroll" }, table));
 
 const samples = section("Samples");
 runs.forEach((run, i) => {
   if (!run.steps.step.length) return;
   if (runs.length > 1) samples.append(el("h3", {}, run.name));
   if (!run.samples.length) { samples.append(el("p", { class: "soft" }, "It kept none.")); return; }
-  const text = el("pre", { "data-sample": i }), said = el("p", { class: "soft" }), output = el("output", {});
+  const text = el("pre", { "data-sample": i }), copyNote = el("p", { class: "soft" }), output = el("output", {});
   const slider = el("input", { type: "range", id: `sample-${i}`, min: 0, max: run.samples.length - 1, value: run.samples.length - 1, oninput: () => show() });
   function show() {
     const sample = run.samples[+slider.value];
     output.textContent = `step ${withCommas(sample.step)}`;
-    text.replaceChildren(...marked(sample.text, sample.longest_text));
-    said.textContent = sample.share === undefined ? "" : sample.share === null ? "too short to look for copies" : `${(100 * sample.share).toFixed(1)} % of its 8-grams are in the training text; ` +
+    text.replaceChildren(...markSpan(sample.text, sample.longest_text));
+    copyNote.textContent = sample.share === undefined ? "" : sample.share === null ? "too short to look for copies" : `${(100 * sample.share).toFixed(1)} % of its 8-grams are in the training text; ` +
       (sample.longest ? `the longest span that is there has ${sample.longest} tokens (marked)` : "no span of 8 tokens is");
   }
-  samples.append(el("div", { class: "controls" }, el("label", { for: `sample-${i}` }, "sampled at", slider, output)), text, said);
+  samples.append(el("div", { class: "controls" }, el("label", { for: `sample-${i}` }, "sampled at", slider, output)), text, copyNote);
   show();
 });
-function marked(text, part) {
+function markSpan(text, part) {
   const at = part ? text.indexOf(part) : -1;
   return at < 0 ? [text] : [text.slice(0, at), el("mark", {}, part), text.slice(at + part.length)];
 }
 
 const copying = section("Copying", runs.filter((run) => run.steps.step.length).map((run) => {
-  const all = run.copying, name = runs.length > 1 ? `${run.name}: ` : "";
-  if (!all) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured: the tokens that it was trained on are not there." : "there are no samples."));
-  const part = all.compared === all.trained ? "" : ` (its first ${withCommas(all.compared)} of ${withCommas(all.trained)} tokens)`;
-  return [el("p", {}, name + (all.share === null ? "" : `${(100 * all.share).toFixed(1)} % of all samples' 8-grams are in the training text${part}; `) +
-    (all.longest ? `the longest span word for word has ${all.longest} tokens, at step ${withCommas(all.step)}:` : "no span of 8 tokens is.")),
-    all.longest ? el("pre", {}, all.text) : null];
+  const copied = run.copying, name = runs.length > 1 ? `${run.name}: ` : "";
+  if (!copied) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured: the tokens that it was trained on are not there." : "there are no samples."));
+  const part = copied.compared === copied.trained ? "" : ` (its first ${withCommas(copied.compared)} of ${withCommas(copied.trained)} tokens)`;
+  return [el("p", {}, name + (copied.share === null ? "" : `${(100 * copied.share).toFixed(1)} % of all samples' 8-grams are in the training text${part}; `) +
+    (copied.longest ? `the longest span word for word has ${copied.longest} tokens, at step ${withCommas(copied.step)}:` : "no span of 8 tokens is.")),
+    copied.longest ? el("pre", {}, copied.text) : null];
 }).flat());
-beside([settled], [samples, copying]);
-const told = runs.flatMap((run) => [...run.rollbacks.map((one) => `${run.name} went back to step ${one.step} from ${one.failed_step}: ${one.why}`),
+beside([settingsSection], [samples, copying]);
+const events = runs.flatMap((run) => [...run.rollbacks.map((rollback) => `${run.name} went back to step ${rollback.step} from ${rollback.failed_step}: ${rollback.why}`),
   ...run.resumes.map((step) => `${run.name} went on from step ${step}`), ...(run.unread_lines ? [`${run.unread_lines} lines of ${run.name}'s metrics could not be read`] : [])]);
-if (told.length) section("Along the way", el("ul", {}, told.map((line) => el("li", {}, line))));
+if (events.length) section("Along the way", el("ul", {}, events.map((line) => el("li", {}, line))));
 document.body.dataset.ready = "yes";

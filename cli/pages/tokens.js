@@ -1,4 +1,4 @@
-// How a text is cut.
+// A text split into its tokens.
 heading("Tokens", `${data.model}: ${withCommas(data.tokens.length)} tokens of ${withCommas(data.bytes)} bytes, ${(data.bytes / Math.max(1, data.tokens.length)).toFixed(2)} bytes each`);
 const readout = el("p", { id: "readout", "aria-live": "polite" }, "Point at a token, or walk with the arrow keys.");
 const strip = el("p", { class: "tokens", id: "strip" });
@@ -16,6 +16,6 @@ data.tokens.forEach((id, i) => { strip.append(el("span", { class: "token", role:
   } }, data.pieces[i]));
   if (data.pieces[i].endsWith("\\n")) strip.append(el("br"));
 });
-function read(i) { readout.textContent = `token ${i}: “${shown(data.pieces[i])}”, id ${data.tokens[i]}`; }
+function read(i) { readout.textContent = `token ${i}: “${showSpaces(data.pieces[i])}”, id ${data.tokens[i]}`; }
 section("Text", strip, readout);
 document.body.dataset.ready = "yes";

@@ -1,34 +1,34 @@
 "use strict";
-// The page of `gpt serve`: a text that the model continues, or a conversation with it. What comes from a person or from
-// the model is only ever set as text, never as markup.
+// The page of `gpt serve`: a text that the model continues, or a conversation. Text is never inserted as markup.
 const $ = (id) => document.getElementById(id);
 const field = $("text"), question = $("question"), turns = $("turns");
 const shade = $("shade"), paper = $("paper"), likely = $("likely");
-const MOST = 10; // alternatives of a token
-const CHUNK = 1000; // characters of a part that was typed: an edit draws no more than it must
+const MAX_ALTERNATIVES = 10; // Alternatives per token.
+const CHUNK = 1000; // Maximum characters of a typed part, so that an edit redraws little.
 
-// The text is a list of parts. What was typed is {text}. A token of the model's is {text, id, bytes, logprob, top, run,
-// held, returned}. `run.base` has the ids before the first of the tokens that were written one after the other, so that
-// the model goes on from any of them with exactly the ids that it had; `held` are bytes that begin a character, which the
-// next token ends; `returned`: it ends with \r, which a field shows as \n. A part is never changed, but replaced.
-// In a conversation a question is a part {role, content, text: ""}, and an answer is {role, messages, text: ""}, with the
-// messages that it answers. The tokens of an answer follow it, and it is their run.
-let parts = [], past = [], future = []; // past and future are lists of parts: for undo and for redo
-const totals = new WeakMap(); // how many tokens a conversation has that ends with a part
-let marks = []; // the element of each part, by which the token is shaded
-let chat = false; // whether this is a conversation
-let other = { parts: [], past: [], future: [], marks: [] }; // what the other mode has of these
+// The text is a list of immutable parts. Typed text is {text}.
+// A generated token is {text, id, bytes, logprob, top, run, held, returned}. Consecutive tokens share a `run`.
+// `run.base` contains the ids before its first token, so the model can continue after any token from the same ids.
+// `held` contains the bytes of an incomplete character, which the next token completes.
+// `returned` means that the token ends with \r, which a text field shows as \n.
+// In a conversation, a question is {role, content, text: ""}.
+// An answer is {role, messages, text: ""} with the messages before it. Its tokens follow it, and it is their `run`.
+let parts = [], past = [], future = []; // `past` and `future` are lists of parts, for undo and redo.
+const totals = new WeakMap(); // The last part of a conversation → its number of tokens.
+let marks = []; // The element of each part, which shades the token.
+let chat = false; // Whether the page shows a conversation.
+let other = { parts: [], past: [], future: [], marks: [] }; // Parts, history and marks of the other mode.
 let model = { id: "gpt", context_length: Infinity };
-let job = null; // the text that is being written: {controller, ended}
-let seen = -1; // the part whose alternatives are shown
-let hovered = false; // whether the pointer alone has opened them
-let typed = -1; // where the cursor stands after an edit, which opens nothing
-let follow = true; // whether the view stays at the end of the text while it grows
-let last = { text: "", parts: [] }; // as the page set them last, before anything was typed
+let job = null; // The running generation: {controller, ended}.
+let seen = -1; // Index of the part whose alternatives are open; -1 if none.
+let hovered = false; // Whether the pointer opened the alternatives.
+let editCursor = -1; // Cursor position after an edit; it opens no alternatives.
+let follow = true; // Whether the view scrolls along as the text grows.
+let last = { text: "", parts: [] }; // The state last set by the page, without later typing.
 const thousands = (number) => number.toLocaleString("en-US");
 const textOf = (list) => list.map((part) => part.text).join("");
 
-// The server
+// Server
 
 async function ask(path, body, signal) {
   const key = sessionStorage.getItem("gpt-key");
@@ -36,14 +36,14 @@ async function ask(path, body, signal) {
   const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal })
     .catch((error) => { throw error.name === "AbortError" ? error : new Error("The server cannot be reached. Is it still running?"); });
   if (answer.ok) return answer;
-  const said = await answer.json().catch(() => null);
+  const failure = await answer.json().catch(() => null);
   if (answer.status === 401) {
     $("key-says").textContent = key ? "That is not this server's key." : "This server needs its key.";
     $("key").hidden = false;
     $("secret").focus();
-    throw new Error(""); // the page has said it
+    throw new Error(""); // The page already asks for the key.
   }
-  throw new Error(said?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
+  throw new Error(failure?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
 }
 
 async function* events(answer) {
@@ -59,22 +59,22 @@ async function* events(answer) {
     for (const block of blocks) {
       if (!block.startsWith("data: ")) continue;
       if (block === "data: [DONE]") return;
-      const said = JSON.parse(block.slice(6));
-      if (said.error) throw new Error(said.error.message);
-      yield said;
+      const event = JSON.parse(block.slice(6));
+      if (event.error) throw new Error(event.error.message);
+      yield event;
     }
   }
 }
 
 const idsOf = async (body, signal) => (await (await ask("tokenize", body, signal)).json()).tokens;
 
-let counted = { text: null, ids: [] }; // the text that was tokenized last
+let tokenized = { text: null, ids: [] }; // The last tokenized text.
 async function tokenize(text, signal) {
-  if (counted.text !== text) {
+  if (tokenized.text !== text) {
     const ids = await idsOf({ prompt: text }, signal);
-    counted = { text, ids: ids.length ? ids : [model.end] };
+    tokenized = { text, ids: ids.length ? ids : [model.end] };
   }
-  return counted.ids;
+  return tokenized.ids;
 }
 
 function fail(error) {
@@ -85,11 +85,11 @@ function fail(error) {
 
 async function load() {
   try {
-    const [found] = (await (await ask("v1/models")).json()).data;
-    $("model").textContent = document.title = found.id;
-    $("facts").textContent = `sees ${thousands(found.context_length)} tokens at once`;
+    const [served] = (await (await ask("v1/models")).json()).data;
+    $("model").textContent = document.title = served.id;
+    $("facts").textContent = `sees ${thousands(served.context_length)} tokens at once`;
     const info = await (await ask("tokenizer_info")).json();
-    model = { ...found, end: info.eos_token_id, ends: info.eos_token_ids, specials: info.special_token_ids };
+    model = { ...served, end: info.eos_token_id, ends: info.eos_token_ids, specials: info.special_token_ids };
     $("key").hidden = true;
     $("modes").hidden = !info.chat_template;
     if (chat ? !info.chat_template : info.chat_template && !field.value && !job) await setMode(!chat);
@@ -100,7 +100,7 @@ async function load() {
   document.body.dataset.ready = "yes";
 }
 
-// The field and its marks
+// The text field and its marks
 
 const level = (probability) => [0.9, 0.5, 0.2, 0.05, 0.01].filter((bound) => probability < bound).length;
 
@@ -119,19 +119,19 @@ function mark(part) {
   return node;
 }
 
-// Makes the marks those of the parts; what stays the same is not touched.
+// Updates the marks of changed parts.
 function draw() {
-  let same = 0;
-  while (same < parts.length && marks[same]?.shows === parts[same]) same++;
-  for (const node of marks.splice(same)) node.remove();
+  let unchanged = 0;
+  while (unchanged < parts.length && marks[unchanged]?.shows === parts[unchanged]) unchanged++;
+  for (const node of marks.splice(unchanged)) node.remove();
   let turn = chat && marks.findLast((node) => node.shows.role);
-  for (const part of parts.slice(same)) {
+  for (const part of parts.slice(unchanged)) {
     const node = mark(part);
     marks.push(node);
     (!chat ? shade : part.role ? turns : turn).append(node);
     if (part.role) turn = node;
   }
-  if (follow && job && seen < 0) paper.scrollTop = paper.scrollHeight; // not while alternatives are looked at
+  if (follow && job && seen < 0) paper.scrollTop = paper.scrollHeight; // No scrolling while alternatives are open.
 }
 
 function setParts(next) {
@@ -147,23 +147,23 @@ function setParts(next) {
   count();
 }
 
-// The parts of a list with which a text begins, without tokens at their end of which nothing can be seen.
-function kept(list, text) {
+// Finds the leading parts that a text still starts with. Drops trailing short parts and invisible tokens.
+function matchParts(list, text) {
   let end = 0, n = 0;
   while (n < list.length && text.startsWith(list[n].text, end)) end += list[n++].text.length;
   while (n && (list[n - 1].run ? !list[n - 1].text : list[n - 1].text.length < CHUNK)) end -= list[--n].text.length;
   return { list, n, end };
 }
 
-// What was edited loses its probabilities from there on; they come back where the edit is taken back.
-function edited() {
-  typed = field.selectionStart;
-  const text = field.value, [before, now] = [last.parts, parts].map((list) => kept(list, text));
-  const { list, n, end } = now.end > before.end ? now : before;
+// Tokens after an edit lose their probabilities, and get them back when the edit is reverted.
+function handleEdit() {
+  editCursor = field.selectionStart;
+  const text = field.value, [previous, current] = [last.parts, parts].map((list) => matchParts(list, text));
+  const { list, n, end } = current.end > previous.end ? current : previous;
   parts = list.slice(0, n);
   for (let at = end; at < text.length;) {
     let stop = Math.min(text.length, at + CHUNK);
-    if (/[\ud800-\udbff]/.test(text[stop - 1])) stop++; // not between the halves of a character
+    if (/[\ud800-\udbff]/.test(text[stop - 1])) stop++; // Do not split a surrogate pair.
     parts.push({ text: text.slice(at, stop) });
     at = stop;
   }
@@ -172,10 +172,10 @@ function edited() {
   count();
 }
 
-// Tokens as they come
+// Generated tokens
 
-// How many bytes at the end begin a character that they do not end.
-function unfinished(bytes) {
+// Counts the bytes at the end that form an incomplete UTF-8 character.
+function incompleteBytes(bytes) {
   for (let n = 1; n <= Math.min(3, bytes.length); n++) {
     const byte = bytes[bytes.length - n];
     if (byte >= 0xc0) return n < (byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4) ? n : 0;
@@ -187,39 +187,39 @@ function unfinished(bytes) {
 const utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
 
 function addToken(list, entry, run, top = entry.top_logprobs) {
-  const before = list.at(-1);
-  const bytes = new Uint8Array([...(before?.held ?? []), ...entry.bytes]);
-  const n = bytes.length - unfinished(bytes);
+  const previous = list.at(-1);
+  const bytes = new Uint8Array([...(previous?.held ?? []), ...entry.bytes]);
+  const n = bytes.length - incompleteBytes(bytes);
   const raw = utf8.decode(bytes.subarray(0, n));
-  const text = (before?.returned ? raw.replace(/^\n/, "") : raw).replace(/\r\n?/g, "\n");
-  const returned = raw ? raw.endsWith("\r") : Boolean(before?.returned);
+  const text = (previous?.returned ? raw.replace(/^\n/, "") : raw).replace(/\r\n?/g, "\n");
+  const returned = raw ? raw.endsWith("\r") : Boolean(previous?.returned);
   list.push({ text, id: entry.id, bytes: entry.bytes, logprob: entry.logprob, top, run, held: bytes.subarray(n), returned });
 }
 
-// The last token with, or without, a sign for a character that it begins and nothing ends.
-function signed(list, ends) {
+// Adds or removes a replacement character for an incomplete character at the end.
+function showIncomplete(list, incomplete) {
   const end = list.at(-1);
-  if (!end?.held?.length || Boolean(end.signed) === ends) return list;
-  const sign = utf8.decode(end.held), text = ends ? end.text + sign : end.text.slice(0, -sign.length);
-  return [...list.slice(0, -1), { ...end, text, signed: ends }];
+  if (!end?.held?.length || Boolean(end.signed) === incomplete) return list;
+  const sign = utf8.decode(end.held), text = incomplete ? end.text + sign : end.text.slice(0, -sign.length);
+  return [...list.slice(0, -1), { ...end, text, signed: incomplete }];
 }
 
-// The ids before a part of a run.
+// Returns the ids of a run before part `at`.
 function idsBefore(run, at) {
   return [...run.base, ...parts.slice(0, at).filter((part) => part.run === run).map((part) => part.id)];
 }
 
-// Writing
+// Generation
 
 function settings() {
   const seed = $("seed").value ? $("seed").valueAsNumber : Math.floor(Math.random() * 2 ** 32);
   $("seed").placeholder = `random, last ${seed}`;
-  const numbers = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
-  // What the page has no field for is off, whatever the model's own defaults are.
-  return { seed, min_p: 0, repetition_penalty: 1, ...Object.fromEntries(numbers) };
+  const sampling = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
+  // Settings without a field are off, whatever the model's defaults.
+  return { seed, min_p: 0, repetition_penalty: 1, ...Object.fromEntries(sampling) };
 }
 
-// The text of an answer as the API has it, without special tokens.
+// Returns the text of an answer as the API returns it, without special tokens.
 function contentOf(answer) {
   const tokens = parts.filter((part) => part.run === answer && !model.specials.includes(part.id));
   return utf8.decode(new Uint8Array(tokens.flatMap((part) => part.bytes)));
@@ -231,17 +231,17 @@ function messages() {
   return [...system, ...turns.map((part) => ({ role: part.role, content: part.content ?? contentOf(part) }))];
 }
 
-// The path and the fields of a request for the tokens of `run`, and how many ids its prompt has, where that is known.
+// Returns the path and the body of a request for `run`, and the number of prompt ids if it is known.
 async function request(run, signal) {
-  const asked = { ...settings(), stream: true, stream_options: { include_usage: true } };
-  if (parts.at(-1) === run) return ["v1/chat/completions", { messages: run.messages, logprobs: true, top_logprobs: MOST, ...asked }];
+  const fields = { ...settings(), stream: true, stream_options: { include_usage: true } };
+  if (parts.at(-1) === run) return ["v1/chat/completions", { messages: run.messages, logprobs: true, top_logprobs: MAX_ALTERNATIVES, ...fields }];
   run.base ??= await (chat ? idsOf({ messages: run.messages }, signal) : tokenize(field.value, signal));
   const ids = idsBefore(run, parts.length);
-  if (chat) asked.max_tokens = Math.min(asked.max_tokens, model.context_length - ids.length); // no message is forgotten
-  return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MOST, token_details: true, ...asked }, ids.length];
+  if (chat) fields.max_tokens = Math.min(fields.max_tokens, model.context_length - ids.length); // Keeps all messages in the context.
+  return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MAX_ALTERNATIVES, token_details: true, ...fields }, ids.length];
 }
 
-// Continues the text, or the conversation, from the parts that are given. Returns whether that changed anything.
+// Continues the text or the conversation. Returns whether that changed anything.
 async function write(from = parts) {
   if (job || !$("settings").reportValidity()) return false;
   const controller = new AbortController(), before = parts.slice();
@@ -251,14 +251,14 @@ async function write(from = parts) {
   field.readOnly = follow = true;
   past.push(before);
   $("status").textContent = "Writing …";
-  setParts(signed(from, false));
+  setParts(showIncomplete(from, false));
   buttons();
-  let why = "Stopped.", frame = 0, length = field.value.length, written = 0, context = 0, began = 0, now = 0, told = 0, cost = 0;
+  let outcome = "Stopped.", frame = 0, length = field.value.length, tokenCount = 0, context = 0, startTime = 0, eventTime = 0, rateTime = 0, drawTime = 0;
   let complete = false, total;
-  const rate = () => {
-    const speed = now > began ? `, ${(1000 * (written - 1) / (now - began)).toFixed(1)} per second` : "";
-    $("rate").textContent = written ? `${thousands(written)} token${written > 1 ? "s" : ""}${speed}.` : "";
-    told = now;
+  const showRate = () => {
+    const speed = eventTime > startTime ? `, ${(1000 * (tokenCount - 1) / (eventTime - startTime)).toFixed(1)} per second` : "";
+    $("rate").textContent = tokenCount ? `${thousands(tokenCount)} token${tokenCount > 1 ? "s" : ""}${speed}.` : "";
+    rateTime = eventTime;
   };
   const flush = () => {
     const start = performance.now();
@@ -270,11 +270,11 @@ async function write(from = parts) {
       length += fresh.length;
     }
     draw();
-    if (now - told >= 250) {
-      rate();
-      if (context) count(context + written);
+    if (eventTime - rateTime >= 250) {
+      showRate();
+      if (context) count(context + tokenCount);
     }
-    cost = performance.now() - start;
+    drawTime = performance.now() - start;
   };
   try {
     if (model.end === undefined) await load();
@@ -284,28 +284,28 @@ async function write(from = parts) {
     flush();
     const [path, body, ids] = await request(run, controller.signal);
     context = ids;
-    for await (const said of events(await ask(path, body, controller.signal))) {
-      const choice = said.choices[0], tokens = choice?.logprobs?.content ?? [];
-      if (said.usage) total = said.usage.total_tokens;
+    for await (const event of events(await ask(path, body, controller.signal))) {
+      const choice = event.choices[0], tokens = choice?.logprobs?.content ?? [];
+      if (event.usage) total = event.usage.total_tokens;
       if (choice?.finish_reason) complete = true;
-      if (choice?.finish_reason === "length") why = "The length is reached.";
-      if (choice?.finish_reason === "stop") { // the last token is an end-of-text, which is no text
+      if (choice?.finish_reason === "length") outcome = "The length is reached.";
+      if (choice?.finish_reason === "stop") { // The last token is end-of-text, which has no text.
         const end = tokens.pop();
-        why = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
+        outcome = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
       }
       for (const token of tokens) addToken(parts, token, run);
-      now = performance.now();
-      began ||= now;
-      written += tokens.length;
-      frame ||= setTimeout(flush, Math.max(16, 2 * cost)); // where the text is long, the page has time for other things
+      eventTime = performance.now();
+      startTime ||= eventTime;
+      tokenCount += tokens.length;
+      frame ||= setTimeout(flush, Math.max(16, 2 * drawTime)); // Slow drawing of a long text must not block the page.
     }
   } catch (error) {
-    if (error.name !== "AbortError") why = "";
+    if (error.name !== "AbortError") outcome = "";
     fail(error);
   }
   clearTimeout(frame);
   flush();
-  parts = chat && !complete && !parts.at(-1)?.run ? before : signed(parts, true); // a question without an answer is taken back
+  parts = chat && !complete && !parts.at(-1)?.run ? before : showIncomplete(parts, true); // Removes a question without an answer.
   if (total) totals.set(parts.at(-1), total);
   const changed = parts.length !== before.length || parts.some((part, at) => part !== before[at]);
   if (changed) future.length = 0;
@@ -315,9 +315,9 @@ async function write(from = parts) {
     last = { text: field.value, parts: parts.slice() };
   }
   draw();
-  rate();
+  showRate();
   count();
-  $("status").textContent = why;
+  $("status").textContent = outcome;
   field.readOnly = false;
   job = null;
   buttons();
@@ -330,7 +330,7 @@ async function stop() {
   await job?.ended;
 }
 
-async function step(from, to) {
+async function moveHistory(from, to) {
   await stop();
   if (!from.length) return;
   to.push(parts);
@@ -346,10 +346,10 @@ function buttons() {
   $("redo").setAttribute("aria-disabled", !future.length);
   for (const id of ["again", "fresh"]) $(id).setAttribute("aria-disabled", !parts.length);
   $("go").textContent = job ? "Stop" : chat ? "Send" : "Write on";
-  turns.setAttribute("aria-busy", Boolean(job)); // an answer is read aloud once it is whole
+  turns.setAttribute("aria-busy", Boolean(job)); // Screen readers wait for the whole answer.
 }
 
-// The conversation
+// Conversation
 
 async function setMode(chatting) {
   await stop();
@@ -362,10 +362,10 @@ async function setMode(chatting) {
   for (const id of ["rate", "status"]) $(id).textContent = "";
   buttons();
   count();
-  typing().focus();
+  activeField().focus();
 }
 
-const typing = () => (chat ? question : field);
+const activeField = () => (chat ? question : field);
 
 async function send() {
   const content = question.value;
@@ -382,7 +382,7 @@ async function regenerate() {
   if (at >= 0) await write(parts.slice(0, at + 1));
 }
 
-// Replaces the parts by others, which undo takes back.
+// Replaces the parts; undo restores them.
 function change(next, why) {
   past.push(parts);
   future.length = 0;
@@ -392,24 +392,24 @@ function change(next, why) {
   buttons();
 }
 
-async function startAfresh() {
+async function startConversation() {
   await stop();
   if (!parts.length) return;
   change([], "");
   question.focus();
 }
 
-function tokensNow() {
+function currentTokens() {
   const run = parts.at(-1)?.run;
   return chat ? totals.get(parts.at(-1)) : run && idsBefore(run, parts.length).length;
 }
 
-// How long the text is, and how much of it the model sees: at once where that is known, else when the typing rests.
-let counting = 0;
-function count(n = tokensNow()) {
-  clearTimeout(counting);
+// Shows the number of tokens, and whether it exceeds the context. Counts unknown numbers when typing pauses.
+let countTimer = 0;
+function count(n = currentTokens()) {
+  clearTimeout(countTimer);
   if (n === undefined && !chat) {
-    counting = setTimeout(async () => {
+    countTimer = setTimeout(async () => {
       const text = field.value;
       const ids = job || model.end === undefined ? null : await tokenize(text).catch(() => null);
       if (ids && !job && !chat && text === field.value) count(text ? ids.length : 0);
@@ -418,15 +418,15 @@ function count(n = tokensNow()) {
   }
   const size = model.context_length;
   $("length").textContent = n === undefined ? "" : `The ${chat ? "conversation" : "text"} has ${thousands(n)} token${n === 1 ? "" : "s"}.`;
-  const forgotten = n > size ? `The text is longer than the ${thousands(size)} tokens that the model sees: it has forgotten the beginning.` : "";
-  if ($("forgotten").textContent !== forgotten) $("forgotten").textContent = forgotten;
+  const warning = n > size ? `The text is longer than the ${thousands(size)} tokens that the model sees: it has forgotten the beginning.` : "";
+  if ($("forgotten").textContent !== warning) $("forgotten").textContent = warning;
 }
 
 // Alternatives
 
 const percent = (probability) => probability && probability < 0.00005 ? "< 0.01 %" : `${(100 * probability).toFixed(2)} %`;
 
-// A token as it is shown alone: spaces can be seen, and bytes that are no characters.
+// Returns a token with visible spaces, control characters and invalid bytes.
 function shown({ bytes }) {
   try {
     const text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(new Uint8Array(bytes));
@@ -445,29 +445,29 @@ function open(at, byPointer = false) {
     marks[seen]?.classList.remove("seen");
     marks[at].classList.add("seen");
     seen = at;
-    const rank = part.top.findIndex((each) => each.id === part.id);
-    const standing = rank < 0 ? `not among the ${part.top.length} likeliest` : rank ? `number ${rank + 1}` : "the likeliest";
-    $("chosen").textContent = `“${shown(part)}” ${percent(Math.exp(part.logprob))}, ${standing}`;
-    $("list").replaceChildren(...(rank < 0 ? [...part.top, part] : part.top).map((each) => choice(each, part)));
-    for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", beside(at, by) < 0);
+    const rank = part.top.findIndex((alternative) => alternative.id === part.id);
+    const rankText = rank < 0 ? `not among the ${part.top.length} likeliest` : rank ? `number ${rank + 1}` : "the likeliest";
+    $("chosen").textContent = `“${shown(part)}” ${percent(Math.exp(part.logprob))}, ${rankText}`;
+    $("list").replaceChildren(...(rank < 0 ? [...part.top, part] : part.top).map((alternative) => choice(alternative, part)));
+    for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", nearestToken(at, by) < 0);
   }
   likely.hidden = false;
   place();
 }
 
-function choice(each, part) {
-  const item = element("li"), button = element("button"), probability = Math.exp(each.logprob);
+function choice(alternative, part) {
+  const item = element("li"), button = element("button"), probability = Math.exp(alternative.logprob);
   button.type = "button";
-  button.append(element("span", "word", shown(each)), element("span", "share", percent(probability)));
+  button.append(element("span", "word", shown(alternative)), element("span", "share", percent(probability)));
   button.style.setProperty("--share", `${100 * probability}%`);
-  button.tabIndex = each.id === part.id ? 0 : -1;
-  if (each.id === part.id) button.setAttribute("aria-current", "true");
-  button.addEventListener("click", () => pick(seen, each));
+  button.tabIndex = alternative.id === part.id ? 0 : -1;
+  if (alternative.id === part.id) button.setAttribute("aria-current", "true");
+  button.addEventListener("click", () => pick(seen, alternative));
   item.append(button);
   return item;
 }
 
-// Beneath the token, or above where there is no room; never beyond the window's edges.
+// Places the alternatives below the token, or above it if there is no room, inside the window.
 function place() {
   const box = marks[seen].getClientRects()[0], view = paper.getBoundingClientRect();
   if (!box || box.bottom < view.top || box.top > view.bottom) return close();
@@ -478,18 +478,18 @@ function place() {
 }
 
 function close() {
-  if (likely.contains(document.activeElement)) typing().focus();
+  if (likely.contains(document.activeElement)) activeField().focus();
   marks[seen]?.classList.remove("seen");
   likely.hidden = true;
   seen = -1;
 }
 
-// Cuts the text at a token, puts another one there, and continues. In a conversation an end-of-text ends the answer.
+// Replaces a token and the text after it, and continues. In a conversation, end-of-text ends the answer.
 async function pick(at, entry) {
   const { run, top } = parts[at], next = parts.slice(0, at);
   await stop();
-  typing().focus();
-  if (chat && model.ends.includes(entry.id)) return change(signed(next, true), "The answer ends here.");
+  activeField().focus();
+  if (chat && model.ends.includes(entry.id)) return change(showIncomplete(next, true), "The answer ends here.");
   addToken(next, entry, run, top);
   await write(next);
 }
@@ -506,14 +506,14 @@ function walk(by) {
   buttons[Math.max(0, Math.min(buttons.length - 1, to))].focus();
 }
 
-// The next token of the model's on one side of a part, or -1.
-function beside(at, by) {
+// Returns the index of the nearest generated token in one direction, or -1.
+function nearestToken(at, by) {
   do at += by; while (parts[at] && !parts[at].run);
   return parts[at] ? at : -1;
 }
 
 function stepToken(by) {
-  const to = beside(seen, by);
+  const to = nearestToken(seen, by);
   if (to < 0) return;
   const inside = $("list").contains(document.activeElement);
   marks[to].scrollIntoView({ block: "nearest" });
@@ -521,31 +521,31 @@ function stepToken(by) {
   if (inside) walk(0);
 }
 
-// What people do
+// User input
 
-field.addEventListener("input", edited);
+field.addEventListener("input", handleEdit);
 document.addEventListener("selectionchange", () => {
-  if (document.activeElement !== field || field.selectionStart === typed) return;
-  typed = -1;
+  if (document.activeElement !== field || field.selectionStart === editCursor) return;
+  editCursor = -1;
   const at = partAtCursor();
   if (parts[at]?.run) open(at);
   else if (!hovered) close();
 });
 
-let resting = 0; // a pointer that only passes opens nothing
-const leave = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
+let hoverTimer = 0; // The pointer must rest before it opens alternatives.
+const closeIfLeft = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
 for (const node of [field, turns]) node.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
-  clearTimeout(resting);
+  clearTimeout(hoverTimer);
   if (pointerType !== "mouse") return;
-  resting = setTimeout(() => {
+  hoverTimer = setTimeout(() => {
     const at = marks.indexOf(document.elementsFromPoint(clientX, clientY).find((node) => node.shows?.run));
-    if (at < 0) leave();
+    if (at < 0) closeIfLeft();
     else if (at !== seen) open(at, true);
   }, 120);
 });
 for (const node of [field, turns, likely]) node.addEventListener("pointerleave", () => {
-  clearTimeout(resting);
-  resting = setTimeout(leave, 300);
+  clearTimeout(hoverTimer);
+  hoverTimer = setTimeout(closeIfLeft, 300);
 });
 document.addEventListener("pointerdown", ({ target }) => { if (!likely.contains(target) && target !== field) close(); });
 likely.addEventListener("focusout", ({ relatedTarget }) => {
@@ -560,9 +560,9 @@ paper.addEventListener("scroll", () => {
 });
 for (const name of ["scroll", "resize"]) addEventListener(name, () => seen >= 0 && place());
 
-function actOf({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }) {
+function actionFor({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }) {
   const mod = ctrlKey || metaKey, focused = document.activeElement;
-  if (isComposing || keyCode === 229) return null; // the keys of an input method are its own
+  if (isComposing || keyCode === 229) return null; // The key belongs to an input method.
   if (mod && key === "Enter") return () => (chat ? send() : write());
   if (key === "Enter" && !shiftKey && focused === question) return send;
   if (key === "Escape") return () => { close(); stop(); };
@@ -572,30 +572,30 @@ function actOf({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }
     if (seen >= 0) walk(0);
   };
   if (likely.contains(focused)) {
-    const acts = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
-    if (acts[key]) return () => acts[key][0](acts[key][1]);
+    const actions = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
+    if (actions[key]) return () => actions[key][0](actions[key][1]);
   }
-  const inputs = ["INPUT", "TEXTAREA"]; // the browser undoes what is typed there
+  const inputs = ["INPUT", "TEXTAREA"]; // The browser handles undo in these elements.
   const editing = focused === field ? !job && field.value !== last.text : inputs.includes(focused.tagName);
-  const again = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
-  if (mod && !editing && again && future.length) return () => step(future, past);
-  if (mod && !editing && !again && key === "z" && past.length) return () => step(past, future);
+  const isRedo = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
+  if (mod && !editing && isRedo && future.length) return () => moveHistory(future, past);
+  if (mod && !editing && !isRedo && key === "z" && past.length) return () => moveHistory(past, future);
   return null;
 }
 
 document.addEventListener("keydown", (event) => {
-  const act = actOf(event);
-  if (!act) return;
+  const action = actionFor(event);
+  if (!action) return;
   event.preventDefault();
-  act();
+  action();
 });
 $("go").addEventListener("click", () => (job ? stop() : chat ? send() : write()));
 $("again").addEventListener("click", regenerate);
-$("fresh").addEventListener("click", startAfresh);
+$("fresh").addEventListener("click", startConversation);
 $("chat").addEventListener("click", () => setMode(true));
 $("plain").addEventListener("click", () => setMode(false));
-$("undo").addEventListener("click", () => step(past, future));
-$("redo").addEventListener("click", () => step(future, past));
+$("undo").addEventListener("click", () => moveHistory(past, future));
+$("redo").addEventListener("click", () => moveHistory(future, past));
 
 for (const range of document.querySelectorAll("input[type=range]")) {
   const number = range.previousElementSibling;
@@ -610,5 +610,5 @@ $("key").addEventListener("submit", (event) => {
   load();
 });
 if (/Mac|iPhone|iPad/.test(navigator.platform)) $("mod").textContent = "⌘";
-field.focus(); // the attribute autofocus takes effect later, when something else may have it
+field.focus(); // The autofocus attribute acts later and could steal the focus.
 load();
