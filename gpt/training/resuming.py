@@ -26,7 +26,7 @@ from gpt.training.context import Result, Session, versions
 from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens, tokenized
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
-from gpt.training.recipe import Recipe, asked_micro_batch, check_heads, check_share
+from gpt.training.recipe import Recipe, parse_micro_batch, check_heads, check_even_split
 from gpt.training.state import Saved, read_saved
 from gpt.words import counted
 
@@ -268,7 +268,7 @@ def changed(
 ) -> Recipe:
     """The recipe with the changes that are ``given``, for ``processes`` data ranks. Raises `UserError` for fewer steps,
     and for a batch that does not divide."""
-    check_share(recipe.rows, processes)
+    check_even_split(recipe.rows, processes)
     if recipe.ramp and recipe.ramp.by % processes:
         raise UserError(
             f"the batches grow in multiples of {recipe.ramp.by:,}, which {processes} processes cannot split evenly",
@@ -288,7 +288,7 @@ def changed(
     if recipe.lora_rank and recipe.is_sharded:
         raise UserError("adapters do not support sharded weights", "leave out --shard and --tensor")
     if micro_batch not in (None, "auto"):
-        recipe = replace(recipe, micro_batch=asked_micro_batch(micro_batch, share))
+        recipe = replace(recipe, micro_batch=parse_micro_batch(micro_batch, share))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal up to rounding")
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give at least that many")

@@ -68,13 +68,13 @@ class Stepper:
             keep_freed_memory()
         self.tried = 0  # the most positions at once that all ranks are known to have memory for
         self.compiled = False
-        self.one_program = recipe.is_one_program(self.compute, self.world.size)
+        self.one_program = recipe.compiles_whole_step(self.compute, self.world.size)
         self.program: GradientProgram | None = None  # on a CPU: what computes full micro-batches, once compiled
-        self.repeats = recipe.is_graph(self.compute, self.world.size)
+        self.repeats = recipe.uses_cuda_graph(self.compute, self.world.size)
         self.shape, self.alike = torch.Size(), 0  # of the last batch, and how many of that shape came in a row
         self.graph: StepGraph | None = None  # of steps of that shape
         if self.repeats:
-            self.optimizer.keep_rates_on(self.compute.device)
+            self.optimizer.keep_lr_on(self.compute.device)
 
     @property
     def scaled(self) -> bool:
@@ -193,14 +193,14 @@ class Stepper:
             state = random_states(self.compute.device)
             known = min(self.micro_batch, x.size(0)) * x.size(1) <= self.tried
             try:
-                if self.parallel.trial and not known:
+                if self.parallel.needs_trial and not known:
                     self._try(x[: self.micro_batch], y[: self.micro_batch])
                     known = True
                 return self._accumulated(x, y)
             except Exception as error:
                 smaller = [d for d in divisors(x.size(0)) if d < self.micro_batch]
                 why = first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
-                if why is None and not (self.parallel.retries and is_out_of_memory(error) and smaller and not known):
+                if why is None and not (self.parallel.can_retry and is_out_of_memory(error) and smaller and not known):
                     raise
             # After the handler: the error keeps alive what was computed.
             self._zero_grad()
@@ -253,7 +253,7 @@ class Stepper:
             return self.program(x, y, torch.as_tensor(counted))
         with self.compute.autocast():
             loss: Tensor = self.wrapped(x, y) / counted
-        self.scaler.scale(self.parallel.summed(loss)).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(self.parallel.backward_loss(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
 
