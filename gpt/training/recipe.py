@@ -39,11 +39,11 @@ MAX_GRAPH_FLOPS = 1e13
 # quarter of a step in bfloat16 and a tenth to a fifth in float32.
 COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
 CPU_RATE = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOPs per second on two cores, divided by the model's width.
-MAX_COMPILED_LAYERS = 6  # No larger model was measured on a CPU.
+MAX_COMPILED_LAYERS = 6  # Models with more layers were not measured on a CPU.
 MAX_STEPS = 2**53
 ID_BYTES, ROW_BYTES = 16, 256  # Host memory per token id of a batch, and per row in addition.
 BATCH_MEMORY_SHARE = 0.5  # A batch must fit into this share of host memory.
-DEFAULT_CPU_FLOPS = 1e13  # The default length of a run on a CPU, at 6 FLOPs per parameter and token.
+DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token.
 
 COPIED_SETTINGS = (
     "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
@@ -168,8 +168,8 @@ def resolve(
 ) -> Recipe:
     """Resolves the recipe for ``n_tokens`` of training text, ``n_bytes`` long.
 
-    ``start`` is the base model's shape in fine-tuning, ``pairs`` the number of pairs if they are the rows of a batch,
-    and ``processes`` the number of data ranks. Fine-tuning has time for ``most_tokens``. Calls ``note`` about changed
+    ``start`` is the base model's shape in fine-tuning, which has time for ``most_tokens``. ``pairs`` is the number of
+    pairs if batches consist of pairs, and ``processes`` the number of data ranks. Calls ``note`` about changed
     settings. Raises `UserError` for settings that contradict each other or the text.
     """
     context = start.block_size if start is not None and start.positions == "rotary" else 0
