@@ -74,7 +74,7 @@ def check(source: SourceModel, target: Target) -> None:
     """Raises `UserError` for a model that cannot be written so, and for a place where a run keeps its own files."""
     if target.is_file:
         gguf.check(source)
-        gguf.package()
+        gguf.import_gguf()
     place, home = target.out.resolve(), source.path.resolve()
     if home in place.parents:
         raise UserError(f"{target.out} is inside the model's own folder", "choose a path outside it with -o")
