@@ -64,9 +64,9 @@ def check(tokenizer: Tokenizer) -> None:
         raise UserError("llama.cpp does not support this tokenizer's pattern for splitting text into words", HINT)
     if bpe.skips_merges != (name == _TIKTOKEN) and len(merging_pairs(bpe.ranks)) < sum(len(t) > 1 for t in bpe.ranks):
         raise UserError("this tokenizer has tokens that no merge produces: llama.cpp would give other ids", HINT)
-    ambiguous = sorted({*map(in_characters, bpe.ranks)} & {*_added_words(tokenizer)})
-    if ambiguous:
-        raise UserError(f'"{ambiguous[0]}" is also an ordinary token: llama.cpp finds special tokens by their text', HINT)
+    words = sorted({*map(in_characters, bpe.ranks)} & {*_added_words(tokenizer)})
+    if words:
+        raise UserError(f'"{words[0]}" is also an ordinary token: llama.cpp finds special tokens by their text', HINT)
     if len(_end_ids(tokenizer)) > _MAX_ENDS:
         raise UserError(f"llama.cpp would not stop at all {len(tokenizer.ends)} end-of-text tokens", HINT)
 
@@ -102,9 +102,9 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     writer.add_add_bos_token(tokenizer.bos is not None)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
-    add_end_id = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    for adder, id in zip(add_end_id, _end_ids(tokenizer), strict=False):
-        adder(id)
+    setters = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for set_id, id in zip(setters, _end_ids(tokenizer), strict=False):
+        set_id(id)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
 
