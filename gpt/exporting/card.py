@@ -26,7 +26,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts for a card that a checkpoint doesn't contain."""
+    """The facts that a checkpoint doesn't contain."""
 
     name: str
     dtype: str

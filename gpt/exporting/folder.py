@@ -33,7 +33,7 @@ def write(out: Path, source: SourceModel, dtype: str, meta: dict[str, Any], card
     """
     files = _checkpoint_files(source, dtype, meta)
     with whole_folder(out) as temporary:
-        # Not in threads: after a signal, no thread may still be writing.
+        # Threads could still be writing after a signal.
         checksums = {name: checkpoint.write_one(temporary / name, data) for name, data in sorted(files.items())}
         run_folder.write_checksums(temporary, checksums)
         write_file(temporary / CARD, card.encode())

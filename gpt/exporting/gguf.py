@@ -1,6 +1,6 @@
 """Exporting a model as a GGUF file for llama.cpp, Ollama and LM Studio.
 
-The package gguf, an extra, provides the names of tensors and keys. Matrices are (out, in), as in `gpt`.
+The extra gguf provides the names of tensors and keys. Matrices are (out, in), as in `gpt`.
 """
 
 import io
@@ -28,7 +28,8 @@ from gpt.model.quantize import GROUP, Quantized, to_int4, whole
 from gpt.runs import hf
 from gpt.runs.checkpoint import Parameters
 
-ARCHES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # by layout
+# The llama.cpp architecture of each layout.
+ARCHES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 MAX_LAYERS = 512  # llama.cpp's limit
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 _Q8_0_BYTES = 34  # bytes per block: a scale and 32 levels
@@ -47,7 +48,7 @@ def check(source: SourceModel) -> None:
 
 
 def _unsupported_reason(config: GPTConfig) -> str | None:
-    """The reason why llama.cpp cannot reproduce a model of this shape, or None if it can."""
+    """The reason why llama.cpp cannot reproduce a model of this shape, if any."""
     has_arch, has_window = config.layout in ARCHES, any(config.windows)
     if has_window and (not has_arch or min(filter(None, config.windows)) < config.block_size):
         return f"it ignores the sliding window of {config.window:,} tokens that this model has"
@@ -88,7 +89,7 @@ def _file_tensors(config: GPTConfig, kind: str) -> dict[str, list[_FileTensor]]:
     """The tensors of the file, grouped by source parameter, in the model's order."""
     gguf = import_gguf()
     arch = ARCHES[config.layout]
-    names = gguf.get_tensor_name_map({name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.n_layer)
+    names = gguf.get_tensor_name_map({name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.n_layer)
     table, tensors = named_parameters(config), dict[str, list[_FileTensor]]()
     for hf_name, stored in hf.stored_tensors(config).items():
         p = table[stored.ours]
@@ -170,7 +171,7 @@ def _build_header(source: SourceModel, kind: str, name: str, license: str | None
         nbytes = math.prod(gguf.quants.quant_shape_to_byte_shape(tensor.shape, tensor_type))
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), nbytes, tensor_type)
     file = io.BytesIO()
-    writer.fout, writer.state = [file], type(writer.state).EMPTY  # Otherwise it opens a file by name.
+    writer.fout, writer.state = [file], type(writer.state).EMPTY  # The writer would open a file by name.
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -182,8 +183,8 @@ def _select_rows(value: Tensor | Quantized, rows: slice | Tensor) -> Tensor | Qu
 
 
 def _encode(name: str, value: Tensor | Quantized, kind: str) -> Array:
-    """Encodes a parameter as float32, float16, or each row as bytes of blocks. Raises `UserError` for values that the
-    type cannot represent."""
+    """Encodes a parameter as float32, float16, or rows of quantized blocks. Raises `UserError` for values that the type
+    cannot represent."""
     if kind == "q4_0":
         return _encode_q4_0(name, value)
     gguf, values = import_gguf(), whole(value).float()

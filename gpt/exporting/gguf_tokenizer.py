@@ -37,9 +37,9 @@ _PATTERN_NAMES = {
     CL100K_PATTERN: "llama-bpe",
     LLAMA3_PATTERN: "llama-bpe",
     MINBPE_PATTERN: "llama-bpe",  # It splits like Llama 3's pattern.
-    **{each.replace("{1,3}", ""): "qwen2" for each in (LLAMA3_PATTERN, MINBPE_PATTERN)},
+    **{p.replace("{1,3}", ""): "qwen2" for p in (LLAMA3_PATTERN, MINBPE_PATTERN)},
 }
-_TIKTOKEN = "llama-bpe"  # Only with this name, a piece that is a token skips the merges, as in tiktoken.
+_TIKTOKEN = "llama-bpe"  # The only name for which pieces that are tokens skip the merges, as in tiktoken.
 
 # llama.cpp always stops at tokens with these names, regardless of the file.
 _KNOWN_ENDS = {
@@ -72,7 +72,7 @@ def check(tokenizer: Tokenizer) -> None:
 
 
 def differences(tokenizer: Tokenizer) -> list[str]:
-    """Describes minor differences in llama.cpp. They also exist in published Qwen files."""
+    """Describes differences in llama.cpp that don't prevent an export. Published Qwen files have them too."""
     notes, bpe = [], _to_bpe(tokenizer.backend)
     if bpe is not None and bpe.nfc:
         notes.append("llama.cpp does not normalize text to NFC, as this tokenizer does: give it NFC text")
@@ -139,8 +139,8 @@ def _to_bpe(backend: ByteBPE | Library) -> _BPE | None:
 
 def _pattern_name(bpe: _BPE) -> str | None:
     pattern = backtracking(bpe.pattern)
-    # At the end of a text, cl100k keeps white space together, and Llama 3 splits it after the last newline. This makes
-    # no difference if no token contains both parts.
+    # At the end of a text, cl100k keeps white space together, and Llama 3 splits it after the last newline. The ids are
+    # equal if no token spans the split.
     spanning = (token for token in bpe.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
     return None if pattern == CL100K_PATTERN and any(spanning) else _PATTERN_NAMES.get(pattern)
 

@@ -1,7 +1,7 @@
 """A model's provenance for its card: training texts and settings, and the models it was made from.
 
-It is read from ``run.json`` and written into the ``gpt.json`` of exported folders, for later exports. Only the last
-part of a path or address is kept, to reveal no folder, user or host.
+It is read from ``run.json``, and written into exported ``gpt.json`` files for later exports. Only the last part of a
+path or address is kept, to reveal no folder, user or host.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from gpt.runs.record import RunRecord, Table
 from gpt.settings import LARGEST, Count, checked
 from gpt.text import catalogue
 
-KEY = "provenance"  # in gpt.json
+KEY = "provenance"  # key in gpt.json
 CARD = "README.md"
 _MAX_CARD_BYTES = 2**20  # bytes
 _MAX_TEXTS = 20
@@ -49,7 +49,7 @@ class Ancestor:
 
     name: str  # OWNER/NAME on the Hub, else the last part of its path
     on_hub: bool = False
-    license: str | None = None  # from its card
+    license: str | None = None  # license in its card
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _from_run(record: RunRecord, path: Path, depth: int) -> Provenance:
     settings |= {"dtype": record.compute.dtype} if record.compute else {}
     settings |= {kind: True for kind in ("pairs", "chat") if record.settings and record.settings.get(kind)}
     if record.init is not None:
-        settings.pop("preset")  # It is only the preset of the nearest size.
+        settings.pop("preset")  # A fine-tuned model only has the preset of nearest size.
     is_best = result.get("checkpoint") == path.name
     return Provenance(
         None if record.sources is None else texts_of(record.sources, record.texts or []),
@@ -125,10 +125,10 @@ def _line(words: str, path: Path, depth: int = 0) -> list[Ancestor]:
     if on_hub:
         name = words.removeprefix(hub.PREFIX).partition("@")[0]
     ancestors: list[Ancestor] = []
-    with contextlib.suppress(UserError, OSError):  # Its files can be missing or damaged.
+    with contextlib.suppress(UserError, OSError):  # The files can be missing or damaged.
         ancestors = _read_files(path, depth + 1).ancestors if depth < _MAX_ANCESTORS and path.is_dir() else []
     card = _front_matter(path)
-    license = card.get("license_name") or card.get("license") or "/"  # The license "other" has a name.
+    license = card.get("license_name") or card.get("license") or "/"  # license_name is the name of the license "other".
     return [Ancestor(name or "an unnamed model", on_hub, None if "/" in license else license), *ancestors]
 
 

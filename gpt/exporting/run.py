@@ -106,8 +106,8 @@ def whole_or_nothing(target: Target) -> Iterator[None]:
                 with contextlib.suppress(OSError):
                     parent.rmdir()
             if isinstance(error, Interrupted):
-                left = f"{target.out} is complete" if target.out.exists() else "nothing was written"
-                raise Interrupted(error.signum, f"interrupted: {left}") from None
+                outcome = f"{target.out} is complete" if target.out.exists() else "nothing was written"
+                raise Interrupted(error.signum, f"interrupted: {outcome}") from None
             raise
 
 

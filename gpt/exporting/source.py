@@ -22,9 +22,9 @@ class SourceModel:
     path: Path
     config: GPTConfig
     tokenizer: Tokenizer
-    weights: Parameters  # by `gpt` names, in the model's order, read on demand
+    weights: Parameters  # readers by `gpt` name, in the model's order
     provenance: Provenance = field(default_factory=Provenance)
-    saved: Mapping[str, Any] = field(default_factory=dict)  # `_META_KEYS` in its gpt.json
+    saved: Mapping[str, Any] = field(default_factory=dict)  # values of `_META_KEYS` in gpt.json
 
 
 def open_source(path: Path, words: str = "") -> SourceModel:

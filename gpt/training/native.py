@@ -1,7 +1,7 @@
 """A micro-batch's forward and backward pass as one compiled program for a CPU.
 
-Both passes are traced together, so a step doesn't use autograd. Inductor fuses the operations between the matrix
-products, and torch calls the matrix products in order.
+Both passes are traced together, so a step doesn't use autograd. Inductor fuses the operations between matrix
+products, which torch calls in order.
 """
 
 import functools
@@ -20,7 +20,7 @@ from gpt.model import decoder, kernels, loss, memory, positions
 from gpt.model.decoder import GPT
 
 GELU_COEFFICIENTS = (0.7978845608028654, 0.044715)  # √(2/π) and the coefficient of x³ in GELU's tanh form
-SCORES_PER_CALL = 2**20  # Attention scores per call: few enough to stay in the CPU's cache.
+SCORES_PER_CALL = 2**20  # Attention scores that fit into the CPU's cache.
 
 
 class GradientProgram:
@@ -49,7 +49,7 @@ class GradientProgram:
 
     def __call__(self, x: Tensor, y: Tensor, n_targets: Tensor) -> Tensor:
         """Adds the gradients of the loss on x and y, (rows, T), divided by ``n_targets``. Returns this loss."""
-        x, y = x.contiguous(), y.contiguous()  # They are slices of one array.
+        x, y = x.contiguous(), y.contiguous()  # x and y are views of one array.
         dropout_mask = kernels.dropout_mask(sum(self.dropout_sizes), self.dropout, self.masks[0].dtype)
         inputs = [*self.inputs, x, y, n_targets, *self.masks, *torch.split(dropout_mask, self.dropout_sizes)]
         loss, looked_up, *grads = self.run(inputs)
@@ -72,7 +72,7 @@ def _trace_graph(objective: nn.Module, model: GPT, compute: Compute, shape: tupl
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    names, buffers = ([name for name, _ in each()] for each in (objective.named_parameters, objective.named_buffers))
+    names, buffers = ([name for name, _ in get()] for get in (objective.named_parameters, objective.named_buffers))
     config, rows = model.config, shape[0]
 
     def gradients(*tensors: Tensor) -> list[Tensor]:
@@ -97,7 +97,7 @@ def _trace_graph(objective: nn.Module, model: GPT, compute: Compute, shape: tupl
         *params, *objective.buffers(), x, y, torch.ones((), dtype=torch.long), *_masks(config, compute.dtype), *dropout,
     )  # fmt: skip
     graph = make_fx(gradients, _DECOMPOSED, tracing_mode="fake")(*inputs)
-    return graph, tuple(each.detach() for each in inputs)
+    return graph, tuple(tensor.detach() for tensor in inputs)
 
 
 def _masks(config: GPTConfig, dtype: torch.dtype) -> list[Tensor]:

@@ -38,13 +38,13 @@ class Muon(Optimizer):
     """SGD with momentum whose updates are orthogonalized (Jordan et al. 2024).
 
     Equals `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, but batches matrices by shape: on two cores, 16
-    of 128 by 128 take 4 ms instead of 16, and 24 of 384 by 384 take 105 instead of 148. A group's ``fused`` lists the
-    rows of each matrix in a fused parameter: query, key and value. If ``found_inf`` is 1, a step changes nothing, as
-    with torch's fused optimizers. The ranks of ``world`` have the same gradients: each orthogonalizes an equal share,
-    and they all-gather the results.
+    of 128 by 128 take 4 ms instead of 16, and 24 of 384 by 384 take 105 ms instead of 148. A group's ``fused`` lists
+    the rows of each matrix in a fused parameter (query, key and value). If ``found_inf`` is 1, a step changes nothing,
+    as with torch's fused optimizers. The ranks of ``world`` have the same gradients: each orthogonalizes an equal
+    share, and they all-gather the results.
     """
 
-    found_inf: Tensor | None = None  # on the parameters' device
+    found_inf: Tensor | None = None  # a tensor on the parameters' device
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     gram = x @ x.mT
-    bound = gram.norm(dim=(1, 2), keepdim=True) + 1e-7  # √Σσ⁴ bounds the largest σ² tighter than Σσ² = 1.
+    bound = gram.norm(dim=(1, 2), keepdim=True) + 1e-7  # √Σσ⁴ is a tighter bound on the largest σ² than Σσ² = 1.
     x, gram = x.mul_(bound.rsqrt()), gram.div_(bound)
     for iteration in range(ITERATIONS):
         gram = x @ x.mT if iteration else gram
@@ -186,13 +186,13 @@ class Optimizers:
             optimizer.step()
 
     def keep_lr_on(self, device: torch.device) -> None:
-        """Keeps the learning rates on a GPU, so a CUDA graph can read them."""
+        """Keeps the learning rates on a GPU for CUDA graphs."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.update(lr=torch.zeros((), device=device), capturable=True)
 
     def compile(self) -> None:
-        """Compiles Muon's update, which is many kernels, for a single process on a GPU."""
+        """Compiles Muon's many kernels for a single process on a GPU."""
         for optimizer in self.optimizers:
             if type(optimizer) is Muon and optimizer.world.size == 1 and optimizer.param_groups[0]["params"][0].is_cuda:
                 optimizer.compile()

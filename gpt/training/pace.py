@@ -15,16 +15,16 @@ Seconds = Annotated[float, Within(-1e12, 1e12)]
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """A run's deadline, the seconds for each part, and how many evaluations and samples fit."""
+    """A run's deadline, the seconds of its parts, and the evaluations and samples that fit."""
 
-    deadline: Seconds  # on the clock of `time.perf_counter`
+    deadline: Seconds  # in `time.perf_counter` seconds
     step: Annotated[float, Within(1e-9, 1e9)]
     evaluations: Seconds  # periodic evaluations, with samples and checkpoints
     end: Seconds  # everything after the last step
     pauses: Count = 20  # evaluations, each with a checkpoint
     samples: bool = True  # whether evaluations sample texts
     windows: Count = 0  # held-out windows per evaluation; 0 is the default
-    last_windows: Count = 0  # held-out windows when the best checkpoint is measured; 0 is all
+    last_windows: Count = 0  # held-out windows for the best checkpoint; 0 is all
     answers: Count = 0  # pairs per split checked for exact answers; 0 is the default
 
     @classmethod
@@ -32,7 +32,7 @@ class TimeBudget:
         """Plans ``minutes`` from ``began``, with about ``evals`` evaluations if they fit.
 
         Time spent so far, evaluations, samples, checkpoints and the final measurement share `OVERHEAD` of the total.
-        At least a quarter of this share is kept for what follows.
+        A quarter of this share is always left for the remaining parts.
         """
         overhead = OVERHEAD * 60 * minutes
         spare = max(overhead - (now - began), overhead / 4)
@@ -41,7 +41,7 @@ class TimeBudget:
         samples = 4 * costs.sample <= spare / 4
         # float32 evaluation takes 1.5 times as long.
         last_windows = min(costs.whole_windows, int(spare / 4 / (1.5 * costs.window)))
-        answers = min(costs.pairs, last_windows // 2)  # per split
+        answers = min(costs.pairs, last_windows // 2)  # pairs per split
         sample_seconds = (4 if samples else 1) * costs.sample
         return cls(
             deadline=began + 60 * minutes,
@@ -78,12 +78,12 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds of each part, and the numbers of windows and pairs."""
+    """Measured seconds, and numbers of windows and pairs."""
 
     step: float
     window: float  # a held-out window
     sample: float  # a sample of default length
-    save: float  # a checkpoint
+    save: float  # writing a checkpoint
     usual_windows: int
     whole_windows: int
     pairs: int  # pairs checked per split by default

@@ -1,7 +1,4 @@
-"""How processes share training: a single process (`Single`), replicas (`Replicated`), or shards (`Sharded`).
-
-The training step, evaluation and checkpoints are written against `Parallel`.
-"""
+"""How processes share training: a single process (`Single`), replicas (`Replicated`), or shards (`Sharded`)."""
 
 import contextlib
 import dataclasses
@@ -44,9 +41,9 @@ WHOLE_GRADIENTS = 0.25  # Unsharded gradients are accumulated if they take less 
 
 
 class Parallel:
-    """A model, its optimizers, and this process's share of the work in ``world``. The methods suit a single process.
+    """A model, its optimizers, and this process's share of the work. The methods here are for a single process.
 
-    ``model`` computes. ``own`` contains the parameters that this process steps and saves, as plain tensors.
+    ``model`` computes forward passes. ``own`` has the parameters that this process updates and saves, as plain tensors.
     """
 
     can_retry = True  # After an OOM, can the step be repeated with smaller micro-batches?
@@ -74,11 +71,11 @@ class Parallel:
         return contextlib.nullcontext()
 
     def backward_loss(self, loss: Tensor) -> Tensor:
-        """Scales the loss, so that averaging its gradients over data ranks gives their sum."""
+        """Scales the loss: averaging its gradients over data ranks then gives their sum."""
         return loss
 
     def clip_grad_norm(self, scaler: torch.amp.GradScaler, max_norm: float) -> Tensor:
-        """Unscales the gradients, clips them by their global norm, and returns this norm."""
+        """Unscales the gradients, clips them by their global norm, and returns it."""
         for optimizer in self.optimizer.optimizers:
             scaler.unscale_(optimizer)
         return clip_grad_norm_(self.model.parameters(), max_norm)
@@ -92,7 +89,7 @@ class Parallel:
         return stop.watching(items)
 
     def once(self, work: Callable[[], T]) -> T:
-        """Returns ``work()``, a JSON value, on every rank. Rank 0 computes and broadcasts it, or all ranks compute."""
+        """Returns ``work()``, a JSON value, on every rank. Either rank 0 broadcasts it or all ranks compute it."""
         return self.world.broadcast_object(work)
 
     def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
@@ -112,19 +109,19 @@ class Parallel:
                 weights[name].copy_(tensor)
         self.optimizer.restore(self.own, _with_prefix(state, MOMENT))
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
+    def part(self, name: str, full: Tensor) -> Tensor:
         """Returns this process's part of a full tensor of the state."""
-        return whole
+        return full
 
     def full_tensor(self, name: str, part: Tensor) -> Array | Deferred:
         """Returns the full tensor that rank 0 writes. ``part`` is its own part."""
         return part.numpy()
 
     def finish_save(self) -> None:
-        """Ends `serve` on the other ranks. Rank 0 calls it after writing or abandoning a checkpoint."""
+        """Ends `serve` on the other ranks, after rank 0 has written or abandoned a checkpoint."""
 
     def serve(self, state: Mapping[str, Tensor]) -> None:
-        """Sends shards to rank 0 while it writes a checkpoint. The other ranks call it."""
+        """Sends shards to rank 0 while it writes a checkpoint."""
 
 
 class Single(Parallel):
@@ -210,7 +207,7 @@ class Sharded(Parallel):
         return self.sharded.clip_grad_norm(max_norm)
 
     def windows(self, items: Iterable[Window]) -> Iterator[Window]:
-        """Yields every ``data_size``-th window. Ranks yield equally many: the last window can be padding."""
+        """Yields every ``data_size``-th window. All ranks yield equally many windows; the last can be padding."""
         rank, size = self.world.data_rank, self.world.data_size
         windows = iter(items)
         while group := list(islice(windows, size)):
@@ -218,7 +215,7 @@ class Sharded(Parallel):
             yield window if rank < len(group) else dataclasses.replace(window, skipped=len(window.y))
 
     def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
-        """Yields the items. Raises `Stopped` on all ranks after a signal to any, so no rank waits for a stopped one."""
+        """Yields the items. After a signal to any rank, all ranks raise `Stopped`, so none waits for another."""
         for item in items:
             if self.world.all_reduce_max(stop.signum or 0):
                 raise Stopped
@@ -230,10 +227,10 @@ class Sharded(Parallel):
     def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
         return shard(recipe, compute, self.world, path).model
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
+    def part(self, name: str, full: Tensor) -> Tensor:
         if name not in self.gatherer.tensors:
-            return whole
-        return self.sharded.grid.part(self.gatherer.tensors[name], self.sharded.rank).take(whole)
+            return full
+        return self.sharded.grid.part(self.gatherer.tensors[name], self.sharded.rank).take(full)
 
     def full_tensor(self, name: str, part: Tensor) -> Array | Deferred:
         """Returns a tensor that is gathered from the other ranks when the file is written."""
@@ -261,7 +258,7 @@ class ShardedMuon(Muon):
         self.names = {p: name for name, p in sharded.own.named_parameters() if p in params}
         by_kind: dict[str, list[str]] = defaultdict(list)
         for name in self.names.values():
-            by_kind[name.split(".", 2)[2]].append(name)  # the name without "h.0."
+            by_kind[name.split(".", 2)[2]].append(name)  # The key omits "h.0.".
         self.exchanges = {tuple(names): MatrixExchange(sharded, names[0], len(names)) for names in by_kind.values()}
 
     def apply(self, updates: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], scale: float | Tensor) -> None:

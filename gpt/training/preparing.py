@@ -78,8 +78,8 @@ def prepare(
 
 
 def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:
-    """Sets ``pairs`` or ``chat`` if every record of ``texts`` has exactly its keys, unless the user set either or
-    ``field``."""
+    """Sets ``pairs`` or ``chat`` if all records of ``texts`` have exactly its keys. Changes nothing if the user set
+    ``pairs``, ``chat`` or ``field``."""
     if not texts or config.has_examples or config.field != TrainConfig.field:
         return config
     kind = kind_of(texts, config)

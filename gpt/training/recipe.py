@@ -24,24 +24,24 @@ Note = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 COSINE_FLOOR = 0.1  # The cosine schedule ends at this share of the peak learning rate (GPT-3, appendix B).
 DECAY_SHARE = 0.5  # The linear schedule decays over the last half of the steps.
-# Weight decay grows with the passes over a text and reaches 1 at 12 or at 80 times the tokens per parameter, whichever
-# is larger. At 300 times, dropout is added if weight decay is 1 (benchmarks/defaults.md).
+# Weight decay grows with the passes over a text. It reaches 1 at 12 passes, or at 80 times the tokens per parameter if
+# that is more. Above 300 times, dropout is added to a weight decay of 1 (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # The learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
 RAMP_START = (32_768, 1 / 16)  # The tokens of GPT-3's first batch, or a share of the full batch if that is smaller.
-# Compiling pays off on a GPU above these FLOPs per run (two minutes at a third of an H100's peak) or minutes, and FLOPs
-# per step: smaller steps are limited by the host (a step of `nano` on an H200: 13.4 ms eager, 16.0 compiled).
+# A GPU compiles runs with these FLOPs (two minutes at a third of an H100's peak) or minutes, if a step has these FLOPs.
+# The host limits smaller steps: on an H200, one of `nano` takes 13.4 ms eager and 16.0 compiled.
 COMPILE_RUN_FLOPS, COMPILE_MINUTES, COMPILE_STEP_FLOPS = 3e16, 5, 1e12
 # Steps with fewer FLOPs run as CUDA graphs. On an H200, `nano` took 1.6 instead of 9.0 ms, `micro` with 8,192 tokens
 # 3.3 instead of 9.9, and GPT-2 with 16,384 tokens (1.2e13 FLOPs) 53.7 instead of 54.1.
 MAX_GRAPH_FLOPS = 1e13
-# Compiling pays off on a CPU in runs above these seconds per layer: it takes some four seconds per layer, and saves a
-# quarter of a step in bfloat16 and a tenth to a fifth in float32.
+# A CPU compiles runs with these seconds per layer. Compiling takes some four seconds per layer, and saves a quarter of
+# a step in bfloat16 and a tenth to a fifth in float32.
 COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
 CPU_RATE = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOPs per second on two cores, divided by the model's width.
 MAX_COMPILED_LAYERS = 6  # Models with more layers were not measured on a CPU.
 MAX_STEPS = 2**53
-ID_BYTES, ROW_BYTES = 16, 256  # Host memory per token id of a batch, and per row in addition.
+ID_BYTES, ROW_BYTES = 16, 256  # Host memory per token id of a batch, and extra bytes per row.
 BATCH_MEMORY_SHARE = 0.5  # A batch must fit into this share of host memory.
 DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token.
 
@@ -73,7 +73,7 @@ class Recipe:
     keep: Positive
     sample_every: Count
     seed: Count
-    lora_rank: Annotated[int, Within(0, 2**20)] = 0  # 0 trains all weights, without adapters
+    lora_rank: Annotated[int, Within(0, 2**20)] = 0  # 0 disables adapters and trains all weights
     lora_alpha: Amount = 0.0
     lora_targets: str = "all"
     merge_lora: bool = False
@@ -97,14 +97,14 @@ class Recipe:
         return self.shard == "full" or self.tensor > 1
 
     def compiles_whole_step(self, compute: Compute, processes: int) -> bool:
-        """Whether forward and backward pass compile into one program: a single process on a CPU trains all weights
-        without recomputation."""
+        """Whether forward and backward pass compile into one program. This requires a single process on a CPU, and
+        training all weights without recomputation."""
         single = processes == 1 and not self.is_sharded
         return compute.device.type == "cpu" and single and not (self.lora_rank or self.recompute or self.loss_chunk)
 
     def uses_cuda_graph(self, compute: Compute, processes: int) -> bool:
-        """Whether steps run as CUDA graphs: for a single process, if launching kernels takes longer than running them.
-        float16 needs the loss scale on the host, and recomputation reads random states, so neither can."""
+        """Whether a single process runs steps as CUDA graphs, because launching kernels takes longer than running them.
+        Not for float16, whose loss scale is on the host, nor with recomputation, which reads random states."""
         flops = 6 * breakdown(self.model).trainable * self.batch_tokens
         single = processes == 1 and not self.is_sharded and not self.recompute
         return compute.device.type == "cuda" and single and compute.dtype != torch.float16 and flops < MAX_GRAPH_FLOPS
@@ -262,8 +262,7 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless ``tensor`` processes can split the model evenly. A divisor of the key/value heads also
-    divides the query heads and the MLP's width."""
+    """Raises `UserError` unless ``tensor`` divides the key/value heads, and so the query heads and the MLP's width."""
     heads = model.kv_heads
     if heads % tensor:
         raise UserError(
@@ -285,7 +284,7 @@ def _model_shape(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size:
 
 def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: bool) -> int:
     """The sequences per step, of ``row_tokens`` on average. Raises `UserError` if the user's batch of running text is
-    no multiple of the context. If a short text reduced the context, the batch is rounded."""
+    not a multiple of the requested context. It is rounded if a short text reduced the context."""
     batch_tokens, context = config.batch_tokens, config.block_size or preset.model.block_size
     if not pairs and batch_tokens is not None and batch_tokens % context:
         below, above = batch_tokens // context * context, -(-batch_tokens // context) * context
@@ -319,9 +318,9 @@ class _Batch:
 def _plan_batch(
     config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair_tokens: float | None, processes: int
 ) -> _Batch:
-    """Plans the batch. ``pair_tokens`` is the average number of tokens per pair, if the rows are pairs.
+    """Plans the batch, of pairs with ``pair_tokens`` on average if it is set.
 
-    A batch that the processes cannot split evenly is rounded up. Raises `UserError` if the user set an exact size.
+    Rounds up a default batch that the processes cannot split evenly. Raises `UserError` for a batch that the user set.
     """
     T, ramp = model.block_size, None
     row_tokens = T if pair_tokens is None else pair_tokens
@@ -341,7 +340,7 @@ def _plan_batch(
 
 
 def _check_batch(rows: int, tokens: float) -> None:
-    """Raises `UserError` if a process's ``rows`` of a step of ``tokens`` exceed host memory."""
+    """Raises `UserError` if the ids of a step with ``tokens``, ``rows`` per process, exceed host memory."""
     needed, memory = rows * ROW_BYTES + ID_BYTES * tokens, host_memory()
     if needed > BATCH_MEMORY_SHARE * memory:
         raise UserError(
@@ -444,8 +443,8 @@ def _total_steps(config: TrainConfig, n_tokens: int, batch: _Batch, default_epoc
 
 
 def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
-    """The default epochs over ``n_tokens``: up to 20, limited to about two minutes on two CPU cores, or to 20 tokens
-    per parameter on other devices (Hoffmann et al. 2022)."""
+    """The default epochs: up to 20, within about two minutes on two CPU cores, or 20 tokens per parameter on other
+    devices (Hoffmann et al. 2022)."""
     parameters = breakdown(model).trainable
     tokens = DEFAULT_CPU_FLOPS / (6 * parameters) if device == "cpu" else 20 * parameters
     return min(20.0, tokens / n_tokens)
@@ -460,8 +459,8 @@ def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[flo
 
 
 def _should_compile(config: TrainConfig, recipe: Recipe, compute: Compute, processes: int) -> bool:
-    """Whether to compile. ``auto`` compiles long runs, and on a CPU only small models (benchmarks/defaults.md).
-    Batches of examples vary in length, so it excludes them."""
+    """Whether to compile. ``auto`` compiles long runs, and on a CPU only small models (benchmarks/defaults.md). It
+    excludes examples, whose batches vary in length."""
     if config.compile != "auto" or config.has_examples:
         return config.compile == "on"
     model, dtype = recipe.model, compute.dtype_name

@@ -46,8 +46,8 @@ CHANGEABLE_OPTIONS = (
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A started run. It resumes from ``checkpoint``, or at step 0 without one. ``saved`` is the checkpoint's training
-    state. Only a finished run has a ``result``."""
+    """A run to resume from ``checkpoint``, or at step 0 without one. ``saved`` is the checkpoint's training state. Only
+    a finished run has a ``result``."""
 
     run: Path
     record: RunRecord
@@ -63,8 +63,8 @@ class StartedRun:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of the checkpoint, or of ``run.json`` before the first checkpoint. It is None for a run with
-        ``--minutes`` and no checkpoint, which measures its speed again."""
+        """The recipe of the checkpoint, or before the first one, of ``run.json``. It is None if a run with
+        ``--minutes`` has to measure its speed again."""
         if self.saved is not None:
             return self.saved.recipe
         if self.record.resolved is None or self.config.minutes is not None:
@@ -73,7 +73,7 @@ class StartedRun:
 
     @property
     def requested_steps(self) -> dict[str, int]:
-        """The steps of an earlier resume if the checkpoint is older."""
+        """The increased steps of an earlier resume, if the checkpoint doesn't have them yet."""
         steps = [resume.given.get("steps") for resume in self.record.resumed]
         max_steps = max((n for n in steps if type(n) is int), default=0)
         return {"steps": max_steps} if self.recipe is not None and self.recipe.steps < max_steps < 2**53 else {}
@@ -117,8 +117,8 @@ def finished_result(name: str | None, changes: Mapping[str, Any]) -> Result | No
 
 
 def processes_of(name: str | None, changes: Mapping[str, Any]) -> int:
-    """The number of local processes to resume a run with: from ``changes``, or as before, or one if it is finished.
-    Raises like `find_run` and `read_started`."""
+    """The number of local processes for a resume: from ``changes``, or as before, or one for a finished run. Raises
+    like `find_run` and `read_started`."""
     started = read_started(find_run(name))
     if started.final_result(changes):
         return 1
@@ -146,13 +146,13 @@ def refuse_fixed_options(changes: Mapping[str, Any], texts: Sequence[str]) -> No
 def read_started(run: Path, name: str | None = None) -> StartedRun:
     """Reads ``run.json`` and the training state of the checkpoint ``name``. Raises `UserError` for damaged files or
     other formats."""
-    where = str(run / folder.RECORD)
+    path = str(run / folder.RECORD)
     record = RunRecord.read(run)
     if record.format != FORMAT:
-        raise UserError(f"{where} has format {record.format}; this program reads format {FORMAT}", "update gpt")
+        raise UserError(f"{path} has format {record.format}; this program reads format {FORMAT}", "update gpt")
     if record.texts is None or record.settings is None:
-        raise UserError(f"{where} is damaged: it does not contain the settings of the run", "train again")
-    config = from_dict(TrainConfig, record.settings, where)
+        raise UserError(f"{path} is damaged: it does not contain the settings of the run", "train again")
+    config = from_dict(TrainConfig, record.settings, path)
     config = replace(config, preset=record.size or config.preset)
     result = Result.of(run, record.result) if record.ended and record.result is not None else None
     saved = None if name is None else read_saved(run / name)
@@ -179,16 +179,16 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
 def restore_compute(
     started: StartedRun, changes: Mapping[str, Any], processes: int, note: Callable[[str], None]
 ) -> Compute:
-    """Restores the run's device, dtype and threads, except for ``changes``. A different number of ``processes`` resets
-    the threads. Notes every change that affects rounding."""
+    """Restores the run's device, dtype and threads, except for ``changes``. Threads are only restored on the same
+    device with the same ``processes``. Notes every change that affects rounding."""
     machine = started.saved.machine if started.saved else started.record.compute
     requested, threads = changes.get("device"), changes.get("threads", started.config.threads)
     if machine is None:
         compute = device.pick(requested or started.config.device, started.config.dtype, training=True)
         device.use_threads(compute, threads)
         return compute
-    where = requested if requested not in (None, "auto") else machine.device
-    compute = device.pick(where, machine.dtype, training=True)
+    target = requested if requested not in (None, "auto") else machine.device
+    compute = device.pick(target, machine.dtype, training=True)
     old_device = torch.device(machine.device)
     device_changed = compute.device.type != old_device.type or compute.device.index not in (None, old_device.index)
     if device_changed:
@@ -220,24 +220,24 @@ def restore_compute(
 def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
     """Opens the base model if the run still needs it, for adapters or at step 0. Raises `UserError` if it is missing or
     its weights have changed."""
-    init, asked = started.record.init, started.config.init
-    if asked is None or (started.saved is not None and not started.saved.recipe.lora_rank):
+    init, name = started.record.init, started.config.init
+    if name is None or (started.saved is not None and not started.saved.recipe.lora_rank):
         return None
     if init is not None:
         if not world.is_main:
             return open_init(started.config, init.model, Path(init.path), init.sha256)
-        asked = init.path
+        name = init.path
         if hub.is_remote(started.config.init or ""):
-            asked = f"{str(started.config.init).partition('@')[0]}@{Path(asked).name}"
-    current = find_init(replace(started.config, init=asked))
+            name = f"{str(started.config.init).partition('@')[0]}@{Path(name).name}"
+    current = find_init(replace(started.config, init=name))
     if current is not None and init is not None and current.sha256 != init.sha256:
-        raise UserError(f"{started.run} was started from {asked}, whose weights have changed", "restore them")
+        raise UserError(f"{started.run} was started from {name}, whose weights have changed", "restore them")
     return current
 
 
 def open_data(started: StartedRun, compute: Compute, init: InitCheckpoint | None, session: Session) -> Dataset:
-    """Opens a started run's data: its own tokens, whose checksums rank 0 verifies, or its texts. Raises `UserError` if
-    the text has changed."""
+    """Opens a run's own tokens, whose checksums rank 0 verifies, or its texts. Raises `UserError` if the text has
+    changed."""
     run, config, record, texts = started.run, started.config, started.record, started.texts
     saved_tokenizer = checkpoint.peek(started.checkpoint)[1] if started.checkpoint else None
     tokenizer = init.tokenizer if init else saved_tokenizer

@@ -83,7 +83,7 @@ def resume(
     settings = from_dict(TrainConfig, changes, "resume")
     if not environment.is_one_of_many() and (result := finished_result(run, changes)):
         listen(events.Note(f"{result.run} is finished"))
-        return result  # This needs only one process.
+        return result  # A finished run needs no other processes.
     with _session(settings.nproc, listen, start_time) as session, contextlib.ExitStack() as until_ended:
         world = session.world
         world.assert_same({"resume": run, **changes, **_code_versions()})
@@ -119,7 +119,7 @@ def open_run(
     world.raise_on_all(lambda: world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor))))
     init = world.raise_on_all(lambda: prepared.init if prepared else restore_init(started, world))
     data = prepared.data if prepared else None
-    if world.is_main and data is None:  # Rank 0 is first because it might have to tokenize the text.
+    if world.is_main and data is None:  # Rank 0 goes first because it might have to tokenize the text.
         data = open_data(started, compute, init, session)
     world.broadcast_object(lambda: True)
     data = world.raise_on_all(lambda: data or open_data(started, compute, init, session))

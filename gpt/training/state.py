@@ -36,8 +36,8 @@ class TrainState:
     measured_loss: float | None = None  # loss of the newest evaluation, nats per token
     windows: Count = 0  # held-out windows per periodic evaluation
     best_loss: float | None = None  # lowest held-out loss so far
-    evals_since_best: Count = 0  # for patience
-    rate_factor: Annotated[float, Within(0, 1)] = 1.0  # multiplies the learning rate; a rollback reduces it
+    evals_since_best: Count = 0  # patience counter
+    rate_factor: Annotated[float, Within(0, 1)] = 1.0  # learning rate multiplier, reduced by rollbacks
     bad_steps: Count = 0  # consecutive steps with a non-finite or exploded loss
     has_learnt: bool = False  # whether the loss has ever been well below a uniform guess
     step_seconds: Amount = 0.0  # time in training steps, without evaluation, sampling and saving
@@ -94,7 +94,7 @@ class Snapshot:
         self.state = copy.copy(state)
 
     def restore(self, parallel: Parallel, scaler: torch.amp.GradScaler) -> TrainState:
-        """Restores this copy, without changing frozen weights. Returns its state."""
+        """Restores this copy and returns its state. Weights outside of it stay unchanged."""
         parallel.restore(self.tensors)
         rng_states = {
             name.removeprefix(RANDOM): tensor for name, tensor in self.tensors.items() if name.startswith(RANDOM)
@@ -123,27 +123,23 @@ class Snapshot:
 
 def read_saved(path: Path) -> Saved:
     """Reads a checkpoint's ``training.json``. Raises `UserError` if it is damaged."""
-    where = path / STATE
-    values = read_json(where)
+    file = path / STATE
+    values = read_json(file)
     if values.get("format") != FORMAT:
-        raise UserError(
-            f"{where} has format {values.get('format')!r}; this program reads format {FORMAT}", "update gpt"
-        )
-    saved = checked(Saved, values, str(where))
+        raise UserError(f"{file} has format {values.get('format')!r}; this program reads format {FORMAT}", "update gpt")
+    saved = checked(Saved, values, str(file))
     step, recipe = saved.state.step, saved.recipe
     if step > recipe.steps or not saved.state.windows or recipe.rows % recipe.micro_batch:
-        raise UserError(
-            f"{where} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows"
-        )
+        raise UserError(f"{file} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows")
     ramp = recipe.ramp  # A ramp that never grows, or has too many sizes, would never end.
     is_even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
     if ramp and not (ramp.first <= ramp.rows == recipe.rows and is_even and ramp.sizes <= MOST_SIZES):
-        raise UserError(f"{where} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
+        raise UserError(f"{file} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
     return saved
 
 
 def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
-    """Reads a checkpoint's snapshot, without full weights, which `parallelize` loads.
+    """Reads a checkpoint's snapshot. It excludes full weights, because `parallelize` loads them.
 
     Checks names, shapes and dtypes before reading; each process keeps its part. Raises `UserError` for damaged files.
     """
@@ -159,8 +155,8 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
     }
     optional = expected | {RANDOM + name: shape for name, shape in rng_shapes.items()}
 
-    where = [path / TENSORS]
-    stored = tensors.find(where, optional, "the model", dtypes=_DTYPES)
+    files = [path / TENSORS]
+    stored = tensors.find(files, optional, "the model", dtypes=_DTYPES)
     loaded = {name: parallel.part(name, tensor.mapped()) for name, tensor in stored.items()}
     is_complete = set(expected) <= set(loaded) or not any(name.startswith(MOMENT) for name in loaded)
     if not is_complete or RANDOM + "torch" not in loaded:

@@ -1,7 +1,7 @@
 """An optimizer step: accumulates gradients over micro-batches, clips them, and updates the weights.
 
-The host never waits for the device, so it can prepare the next batch. `Download.read` returns a step's loss later, and
-the device itself skips a step with non-finite gradients.
+The host prepares the next batch without waiting for the device: `Download.read` returns a step's loss later, and the
+device itself skips a step with non-finite gradients.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ EAGER_STEPS = 2  # Steps of a shape before its graph is captured: they allocate 
 
 
 class Objective(nn.Module):
-    """The summed loss of a micro-batch, in nats. A module can be wrapped by `DistributedDataParallel`."""
+    """The summed loss of a micro-batch, in nats, as a module for `DistributedDataParallel`."""
 
     def __init__(self, model: GPT, chunk: int) -> None:
         super().__init__()
@@ -69,10 +69,10 @@ class Stepper:
         self.max_tokens_run = 0  # the largest micro-batch, in tokens, that every rank has run
         self.compiled = False
         self.one_program = recipe.compiles_whole_step(self.compute, self.world.size)
-        self.program: GradientProgram | None = None  # computes full micro-batches on a CPU
+        self.program: GradientProgram | None = None  # for full micro-batches on a CPU
         self.repeats = recipe.uses_cuda_graph(self.compute, self.world.size)
-        self.shape, self.shape_count = torch.Size(), 0  # of the last batch, and equal shapes in a row
-        self.graph: StepGraph | None = None  # for batches of this shape
+        self.shape, self.shape_count = torch.Size(), 0  # shape of the last batches, and their number
+        self.graph: StepGraph | None = None  # CUDA graph of a step of this shape
         if self.repeats:
             self.optimizer.keep_lr_on(self.compute.device)
 
@@ -258,10 +258,10 @@ class Stepper:
 
 
 def _run_compiler(task: Callable[[], object]) -> Exception | None:
-    """Runs ``task``, which compiles. Returns its error, if any."""
+    """Runs a compilation and returns its error, if any."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Inductor's advice to kernel developers
+            warnings.simplefilter("ignore")  # Hides Inductor's advice to kernel developers.
             task()
     except Exception as error:
         if (signal := interruption(error)) is not None:
