@@ -179,8 +179,8 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
 def restore_compute(
     started: StartedRun, changes: Mapping[str, Any], processes: int, note: Callable[[str], None]
 ) -> Compute:
-    """Restores the run's device, dtype and threads, except for ``changes``. Threads are only restored on the same
-    device with the same ``processes``. Notes every change that affects rounding."""
+    """Restores the run's device, dtype and threads, except for ``changes``. Threads are only restored on the same device
+    with the same number of ``processes``. Notes every change that affects rounding."""
     machine = started.saved.machine if started.saved else started.record.compute
     requested, threads = changes.get("device"), changes.get("threads", started.config.threads)
     if machine is None:
