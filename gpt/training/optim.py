@@ -24,7 +24,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 3
 # Muon's updates get about the RMS of AdamW's, so both can share a learning rate (Liu et al. 2025, arXiv 2502.16982).
 UPDATE_RMS = 0.2
-# With Muon, the embeddings' weight decay is twice the matrices' if that exceeds the usual one (benchmarks/defaults.md).
+# With Muon and a weight decay above the usual one, embeddings decay twice as fast (benchmarks/defaults.md).
 EMBEDDING_DECAY = 2
 # With Muon, the vectors of an RMSNorm model train at a quarter of the learning rate (benchmarks/defaults.md).
 NORM_LR_FACTOR = 0.25
@@ -219,7 +219,7 @@ class Optimizers:
         }
 
     def shapes(self, model: GPT, full: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, tuple[int, ...]]:
-        """The shapes of `state` after a step. ``full`` replaces the parameters' shapes."""
+        """The shapes of `state` after a step. ``full`` has the full shapes of sharded parameters."""
         return {
             f"{name}.{key}": () if key == "step" else tuple(p.shape) if full is None else full[name]
             for name, p in model.named_parameters()

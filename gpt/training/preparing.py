@@ -41,9 +41,9 @@ def prepare(
     until_ended: contextlib.ExitStack,
     until_first_step: contextlib.ExitStack,
 ) -> Prepared:
-    """Creates a run's folder, locks it ``until_ended``, and writes ``run.json`` before and after tokenizing the text.
+    """Creates a run's folder, tokenizes the text into it, and writes ``run.json`` before and after.
 
-    If anything fails ``until_first_step``, the folder is removed.
+    ``until_ended`` unlocks the folder when it closes. An error before ``until_first_step`` closes removes the folder.
     """
     listen, note = session.listen, session.note
     config = requested = detect_examples(texts, config, note)

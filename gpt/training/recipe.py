@@ -27,16 +27,16 @@ DECAY_SHARE = 0.5  # The linear schedule decays over the last half of the steps.
 # Weight decay grows with the passes over a text. It reaches 1 at 12 passes, or at 80 times the tokens per parameter if
 # that is more. Above 300 times, dropout is added to a weight decay of 1 (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
-MUON_FACTOR = 2  # The learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
-RAMP_START = (32_768, 1 / 16)  # The tokens of GPT-3's first batch, or a share of the full batch if that is smaller.
-# A GPU compiles runs with these FLOPs (two minutes at a third of an H100's peak) or minutes, if a step has these FLOPs.
-# The host limits smaller steps: on an H200, one of `nano` takes 13.4 ms eager and 16.0 compiled.
+MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
+RAMP_START = (32_768, 1 / 16)  # A ramp starts at GPT-3's 32,768 tokens, or at this share of a smaller batch.
+# On a GPU, ``auto`` compiles runs above these FLOPs (two minutes at a third of an H100's peak) or minutes, with steps
+# above these FLOPs. The host limits smaller steps: on an H200, one of `nano` takes 13.4 ms eager and 16.0 compiled.
 COMPILE_RUN_FLOPS, COMPILE_MINUTES, COMPILE_STEP_FLOPS = 3e16, 5, 1e12
-# Steps with fewer FLOPs run as CUDA graphs. On an H200, `nano` took 1.6 instead of 9.0 ms, `micro` with 8,192 tokens
-# 3.3 instead of 9.9, and GPT-2 with 16,384 tokens (1.2e13 FLOPs) 53.7 instead of 54.1.
+# Steps with fewer FLOPs run as CUDA graphs. On an H200, a step of `nano` took 1.6 ms instead of 9.0, of `micro` with
+# 8,192 tokens 3.3 instead of 9.9, and of GPT-2 with 16,384 tokens (1.2e13 FLOPs) 53.7 instead of 54.1.
 MAX_GRAPH_FLOPS = 1e13
-# A CPU compiles runs with these seconds per layer. Compiling takes some four seconds per layer, and saves a quarter of
-# a step in bfloat16 and a tenth to a fifth in float32.
+# On a CPU, ``auto`` compiles runs above these seconds per layer. Compiling takes some four seconds per layer. It saves
+# a quarter of a step in bfloat16 and a tenth to a fifth in float32.
 COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
 CPU_RATE = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOPs per second on two cores, divided by the model's width.
 MAX_COMPILED_LAYERS = 6  # Models with more layers were not measured on a CPU.
@@ -318,7 +318,7 @@ class _Batch:
 def _plan_batch(
     config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair_tokens: float | None, processes: int
 ) -> _Batch:
-    """Plans the batch, of pairs with ``pair_tokens`` on average if it is set.
+    """Plans the batch. If ``pair_tokens`` is set, its rows are pairs with this average length.
 
     Rounds up a default batch that the processes cannot split evenly. Raises `UserError` for a batch that the user set.
     """
@@ -340,7 +340,7 @@ def _plan_batch(
 
 
 def _check_batch(rows: int, tokens: float) -> None:
-    """Raises `UserError` if the ids of a step with ``tokens``, ``rows`` per process, exceed host memory."""
+    """Raises `UserError` if the ids of a step exceed host memory."""
     needed, memory = rows * ROW_BYTES + ID_BYTES * tokens, host_memory()
     if needed > BATCH_MEMORY_SHARE * memory:
         raise UserError(

@@ -179,7 +179,7 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
 def restore_compute(
     started: StartedRun, changes: Mapping[str, Any], processes: int, note: Callable[[str], None]
 ) -> Compute:
-    """Restores the run's device, dtype and threads, except for ``changes``. Threads are only restored on the same device
+    """Restores the device, dtype and threads, except for ``changes``. Threads are restored only on the same device
     with the same number of ``processes``. Notes every change that affects rounding."""
     machine = started.saved.machine if started.saved else started.record.compute
     requested, threads = changes.get("device"), changes.get("threads", started.config.threads)

@@ -43,7 +43,7 @@ class TrainState:
     step_seconds: Amount = 0.0  # time in training steps, without evaluation, sampling and saving
     seconds: Amount = 0.0  # total time of all commands so far
     first_step: Amount = 0.0  # start of the first step on the clock of ``seconds``
-    metrics_bytes: Count = 0  # length of metrics.jsonl
+    metrics_bytes: Count = 0  # bytes of metrics.jsonl so far
 
 
 @dataclass(frozen=True)

@@ -181,8 +181,8 @@ class Stepper:
     def gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Computes the gradients of the mean loss over all counted targets, scaled in float16. Returns this loss.
 
-        Inputs x and targets y are (rows, T), this data rank's share of the batch. An OOM halves the micro-batch from
-        then on; the gradients are equal up to rounding. A replica cannot repeat a step while others wait for its
+        Inputs x and targets y are (rows, T), this data rank's share of the batch. An OOM permanently halves the
+        micro-batch; the gradients are equal up to rounding. A replica cannot repeat a step while others wait for its
         gradients, so replicas first try every micro-batch that is larger than all before, and fail together. Sharded
         ranks cannot retry: their forward passes are collective. A failed compiled program doesn't report why, so the
         step is repeated without it.
