@@ -1,4 +1,4 @@
-"""The model card of an exported folder: ``README.md``, as the hub reads it. It names no path, user or host."""
+"""The model card of an exported folder: ``README.md`` for the Hub. It contains no path, user or host."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ BITS = {"float32": 32, "bfloat16": 16, "float16": 16, **quantized.BITS}
 
 @dataclass(frozen=True)
 class Comparison:
-    """The loss on a text before and after the weights were rounded."""
+    """The loss on a text before and after rounding the weights."""
 
     text: Text
     before: Evaluation
@@ -26,7 +26,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Facts:
-    """The content of a card beside the checkpoint's own."""
+    """The facts that a checkpoint doesn't contain."""
 
     name: str
     dtype: str
@@ -36,9 +36,9 @@ class Facts:
 
 
 def card(source: SourceModel, facts: Facts) -> str:
-    """The card's text: the hub's YAML, then Markdown."""
+    """The card's text: YAML for the Hub, then Markdown."""
     parts = [
-        _front(source, facts),
+        _front_matter(source, facts),
         f"# {facts.name if HUB_NAME.fullmatch(facts.name) else _code(facts.name)}",
         _introduction(source, facts),
         "## Model",
@@ -47,7 +47,7 @@ def card(source: SourceModel, facts: Facts) -> str:
         *_training(source),
         *_losses(source, facts),
         "## Use",
-        *_use(source, facts),
+        *_usage(source, facts),
         *_samples(facts),
         "## Limits",
         _LIMITS.format(context=source.config.block_size),
@@ -55,16 +55,16 @@ def card(source: SourceModel, facts: Facts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _front(source: SourceModel, facts: Facts) -> str:
+def _front_matter(source: SourceModel, facts: Facts) -> str:
     provenance = source.provenance
-    # Everything here has a known form, or is quoted as in JSON, which YAML reads too.
-    named = [each.name for each in provenance.ancestors if each.on_hub and HUB_NAME.fullmatch(each.name)]
+    # Values have a known form, or are quoted as JSON, which is also YAML.
+    bases = [base.name for base in provenance.ancestors if base.on_hub and HUB_NAME.fullmatch(base.name)]
     datasets = sorted({text.dataset for text in provenance.texts or [] if text.dataset})
     lines = [
         f"license: {facts.license or 'unknown'}",
-        f"library_name: {'transformers' if _in_transformers(source, facts) else 'gpt'}",
+        f"library_name: {'transformers' if _loads_in_transformers(source, facts) else 'gpt'}",
         "pipeline_tag: text-generation",
-        *([f"base_model: {json.dumps(named[0])}"] if named else []),
+        *([f"base_model: {json.dumps(bases[0])}"] if bases else []),
         *(["datasets:", *(f"- {json.dumps(name)}" for name in datasets)] if datasets else []),
         "tags:",
         "- gpt",
@@ -74,21 +74,21 @@ def _front(source: SourceModel, facts: Facts) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _in_transformers(source: SourceModel, facts: Facts) -> bool:
+def _loads_in_transformers(source: SourceModel, facts: Facts) -> bool:
     return source.config.layout != hf.OWN_TYPE and facts.dtype not in quantized.BITS
 
 
 def _introduction(source: SourceModel, facts: Facts) -> str:
-    said = "A decoder that generates text token by token, made with the command-line program `gpt`."
-    line = source.provenance.ancestors
-    if line:
-        how = "It is fine-tuned from" if source.provenance.texts is not None else "It is a copy of"
-        said += f" {how} {', made from '.join(_code(each.name) for each in line)}."
-    said += "" if facts.license else " Its authors have not stated a license."
-    for each in line:
-        if each.license:
-            said += f" {_code(each.name)} is licensed under {_code(each.license)}, which covers only that model."
-    return said
+    text = "A decoder that generates text token by token, made with the command-line program `gpt`."
+    ancestors = source.provenance.ancestors
+    if ancestors:
+        relation = "It is fine-tuned from" if source.provenance.texts is not None else "It is a copy of"
+        text += f" {relation} {', made from '.join(_code(base.name) for base in ancestors)}."
+    text += "" if facts.license else " Its authors have not stated a license."
+    for base in ancestors:
+        if base.license:
+            text += f" {_code(base.name)} is licensed under {_code(base.license)}, which covers only that model."
+    return text
 
 
 def _model(source: SourceModel, facts: Facts) -> Iterator[str]:
@@ -114,10 +114,10 @@ def _training(source: SourceModel) -> Iterator[str]:
     if provenance.texts is None:
         yield "How it was trained, and on which data, is not recorded."
         return
-    seen = f", {saved['tokens_seen']:,} tokens in all" if saved.get("tokens_seen") else ""
-    steps = f"{counted(saved['step'], 'step')}{seen}, " if "step" in saved else ""
-    where = f"{provenance.tokens:,} tokens of text" if provenance.tokens else "text"
-    yield f"Trained for {steps}on {where}. The text, with the sha256 of each file:"
+    tokens_seen = f", {saved['tokens_seen']:,} tokens in all" if saved.get("tokens_seen") else ""
+    steps = f"{counted(saved['step'], 'step')}{tokens_seen}, " if "step" in saved else ""
+    amount = f"{provenance.tokens:,} tokens of text" if provenance.tokens else "text"
+    yield f"Trained for {steps}on {amount}. The text, with the sha256 of each file:"
     rows = [
         (_code(text.name), f"{text.files:,}", f"{text.bytes:,}" if text.bytes else "", _code(text.sha256 or "unknown"))
         for text in provenance.texts
@@ -132,36 +132,36 @@ def _training(source: SourceModel) -> Iterator[str]:
 
 
 def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
-    provenance, found = source.provenance, facts.comparison
+    provenance, comparison = source.provenance, facts.comparison
     loss = provenance.val_loss if provenance.val_loss is not None else source.saved.get("val_loss")
-    if loss is None and found is None:
+    if loss is None and comparison is None:
         return
     yield "## Losses"
     if loss is not None:
         bits = f", {provenance.bits_per_byte:.4f} bits per byte" if provenance.bits_per_byte is not None else ""
-        over = "all held-out text" if provenance.val_loss is not None else "windows of the held-out text, in training"
-        exact = ", before its weights were quantized" if facts.dtype != "float32" or provenance.bits < 32 else ""
-        yield f"On {over}: {loss:.4f} nats per token{bits}{exact}."
-    if found is not None:
-        checksum = f" (sha256 {_code(found.text.sha256)})" if found.text.sha256 else ""
-        yield f"On {found.before.tokens:,} tokens of {_code(found.text.name)}{checksum}:"
-        whens = (("before", found.before), (f"as published, in {facts.dtype}", found.after))
-        rows = ((when, f"{each.loss:.4f}", f"{each.bits_per_byte:.4f}") for when, each in whens)
+        scope = "all held-out text" if provenance.val_loss is not None else "windows of the held-out text, in training"
+        rounding = ", before its weights were quantized" if facts.dtype != "float32" or provenance.bits < 32 else ""
+        yield f"On {scope}: {loss:.4f} nats per token{bits}{rounding}."
+    if comparison is not None:
+        checksum = f" (sha256 {_code(comparison.text.sha256)})" if comparison.text.sha256 else ""
+        yield f"On {comparison.before.tokens:,} tokens of {_code(comparison.text.name)}{checksum}:"
+        results = (("before", comparison.before), (f"as published, in {facts.dtype}", comparison.after))
+        rows = ((label, f"{result.loss:.4f}", f"{result.bits_per_byte:.4f}") for label, result in results)
         yield _table(("", "nats per token", "bits per byte"), *rows)
 
 
-def _use(source: SourceModel, facts: Facts) -> Iterator[str]:
-    name, talks = _visible(facts.name), source.tokenizer.chat_template is not None
-    how = "chat" if talks else 'sample "Once upon"'
-    yield f"```console\ngpt {how} -m {shlex.quote(name)}\n```"
-    if _in_transformers(source, facts):
-        asked = 'tokenizer("Once upon", return_tensors="pt")'
-        if talks:
-            asked = (
+def _usage(source: SourceModel, facts: Facts) -> Iterator[str]:
+    name, is_chat_model = _visible(facts.name), source.tokenizer.chat_template is not None
+    command = "chat" if is_chat_model else 'sample "Once upon"'
+    yield f"```console\ngpt {command} -m {shlex.quote(name)}\n```"
+    if _loads_in_transformers(source, facts):
+        inputs = 'tokenizer("Once upon", return_tensors="pt")'
+        if is_chat_model:
+            inputs = (
                 'tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True,\n'
                 '    return_dict=True, return_tensors="pt")'
             )
-        yield _PYTHON.format(name=json.dumps(name), asked=asked)
+        yield _PYTHON.format(name=json.dumps(name), asked=inputs)
     elif source.config.layout != hf.OWN_TYPE:
         yield "Transformers cannot load these weights; `gpt export` converts them to a float32 folder that it can."
 
@@ -181,10 +181,10 @@ def _samples(facts: Facts) -> Iterator[str]:
     if facts.samples:
         yield "## Samples"
         yield "Sampled without a prompt, with the default settings of `gpt sample`, and not cherry-picked:"
-    for number, sample in enumerate(facts.samples, 1):
-        yield f"Sample {number}:"
+    for index, sample in enumerate(facts.samples, 1):
+        yield f"Sample {index}:"
         lines = sample.expandtabs(4).split("\n")
-        yield "\n".join(f"    {_visible(line)}" for line in lines)  # nothing can end an indented block
+        yield "\n".join(f"    {_visible(line)}" for line in lines)  # Indented code blocks need no escaping.
 
 
 _LIMITS = """\
@@ -194,16 +194,16 @@ biases of the text it was trained on, and may repeat parts of that text verbatim
 
 
 def _table(*rows: Sequence[str]) -> str:
-    """A table, the titles first."""
+    """Formats a Markdown table. The first row is the header."""
     titles, *lines = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join([titles, "|" + "---|" * len(rows[0]), *lines])
 
 
 def _visible(text: str) -> str:
-    """A text whose control characters, and half characters, are written as escapes."""
+    """Escapes control characters and lone surrogates."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _code(text: str) -> str:
-    """A text as code, in which nothing is Markdown and nothing ends a cell of a table."""
+    """Formats a text as inline code that is safe in a table cell."""
     return f"`{_visible(text).replace('`', chr(39)).replace('|', chr(92) + '|') or ' '}`"

@@ -1,8 +1,8 @@
-"""A tokenizer in a GGUF file: a byte-level BPE, as llama.cpp runs it.
+"""Exporting a byte-level BPE tokenizer in a GGUF file for llama.cpp.
 
-It gives our ids but for three rare things (tests/exporting/test_llama_cpp.py). The 4,382 letters and digits that are
-new in Unicode 16 are none there. Under the patterns of Llama 3 and Qwen, 's is no ending where the s is U+017F. Of
-added words that overlap in a text it finds the longest first, and we the leftmost.
+llama.cpp gives the same ids with three rare exceptions (tests/exporting/test_llama_cpp.py). It doesn't recognize the
+4,382 letters and digits that are new in Unicode 16. With the patterns of Llama 3 and Qwen, it doesn't split off 's if
+the s is U+017F. If added words overlap, it finds the longest first, `gpt` the leftmost.
 """
 
 import re
@@ -29,145 +29,144 @@ if TYPE_CHECKING:
 
 HINT = "export a folder instead: -o without .gguf"
 
-# llama.cpp's name of each pattern (src/llama-vocab.cpp). Its form of o200k's cuts one text in twenty otherwise.
-_PRE = {
+# llama.cpp's name of each pattern (src/llama-vocab.cpp). Its o200k pattern splits one text in twenty differently.
+_PATTERN_NAMES = {
     backtracking(GPT2_PATTERN): "gpt-2",
     OLD_GPT2_PATTERN: "gpt-2",
     backtracking(DIGITS_PATTERN): "smollm",
     CL100K_PATTERN: "llama-bpe",
     LLAMA3_PATTERN: "llama-bpe",
-    MINBPE_PATTERN: "llama-bpe",  # which cuts a text as Llama 3's does
-    **{each.replace("{1,3}", ""): "qwen2" for each in (LLAMA3_PATTERN, MINBPE_PATTERN)},
+    MINBPE_PATTERN: "llama-bpe",  # It splits like Llama 3's pattern.
+    **{p.replace("{1,3}", ""): "qwen2" for p in (LLAMA3_PATTERN, MINBPE_PATTERN)},
 }
-_WHOLE = "llama-bpe"  # under this name alone, a whole piece that is a token needs no merges, as in tiktoken
+_TIKTOKEN = "llama-bpe"  # The only name for which pieces that are tokens skip the merges, as in tiktoken.
 
-# The tokens at which llama.cpp ends a text because of their names, whatever a file says.
-_ENDS = {
+# llama.cpp always stops at tokens with these names, regardless of the file.
+_KNOWN_ENDS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>",
     "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
     "<|file_sep|>",
 }  # fmt: skip
-_NAMED_ENDS = 3  # as many ids a file can name: end of text, of a turn, of a message
+_MAX_ENDS = 3  # A file can name the ends of a text, a turn and a message.
 
 
 def check(tokenizer: Tokenizer) -> None:
-    """Raises `UserError` for a tokenizer to which llama.cpp would give other ids, or another end of a text."""
-    bpe = _bpe(tokenizer.backend)
+    """Raises `UserError` for a tokenizer whose ids or end-of-text tokens llama.cpp cannot reproduce."""
+    bpe = _to_bpe(tokenizer.backend)
     if bpe is None:
         raise UserError("a .gguf file needs a byte-level BPE, and this tokenizer.json is not a known one", HINT)
     if max(bpe.ranks.values()) >= tokenizer.usable:
         raise UserError("this tokenizer has ordinary tokens that the model does not have", HINT)
-    pre = _pre(bpe)
-    if pre is None:
+    name = _pattern_name(bpe)
+    if name is None:
         raise UserError("llama.cpp does not support this tokenizer's pattern for splitting text into words", HINT)
-    if bpe.whole != (pre == _WHOLE) and len(merging_pairs(bpe.ranks)) < sum(len(token) > 1 for token in bpe.ranks):
+    if bpe.skips_merges != (name == _TIKTOKEN) and len(merging_pairs(bpe.ranks)) < sum(len(t) > 1 for t in bpe.ranks):
         raise UserError("this tokenizer has tokens that no merge produces: llama.cpp would give other ids", HINT)
-    both = sorted({*map(in_characters, bpe.ranks)} & {*_added(tokenizer)})
-    if both:
-        raise UserError(f'"{both[0]}" is also an ordinary token: llama.cpp finds special tokens by their text', HINT)
-    if len(_told_ends(tokenizer)) > _NAMED_ENDS:
+    words = sorted({*map(in_characters, bpe.ranks)} & {*_added_words(tokenizer)})
+    if words:
+        raise UserError(f'"{words[0]}" is also an ordinary token: llama.cpp finds special tokens by their text', HINT)
+    if len(_end_ids(tokenizer)) > _MAX_ENDS:
         raise UserError(f"llama.cpp would not stop at all {len(tokenizer.ends)} end-of-text tokens", HINT)
 
 
 def differences(tokenizer: Tokenizer) -> list[str]:
-    """Returns what differs in llama.cpp, for a user to know, and is no reason to refuse: files of Qwen live with it."""
-    found, bpe = [], _bpe(tokenizer.backend)
+    """Describes differences in llama.cpp that don't prevent an export. Published Qwen files have them too."""
+    notes, bpe = [], _to_bpe(tokenizer.backend)
     if bpe is not None and bpe.nfc:
-        found.append("llama.cpp does not normalize text to NFC, as this tokenizer does: give it NFC text")
+        notes.append("llama.cpp does not normalize text to NFC, as this tokenizer does: give it NFC text")
     missing = 0 if bpe is None else sum(bytes([byte]) not in bpe.ranks for byte in range(256))
     if missing:
-        found.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp drops them")
-    more = [word for word, id in _added(tokenizer).items() if word in _ENDS and id not in tokenizer.ends]
-    if more:
-        found.append(f"llama.cpp also stops at {', '.join(more)}, regardless of the file")
-    return found
+        notes.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp drops them")
+    ends = [word for word, id in _added_words(tokenizer).items() if word in _KNOWN_ENDS and id not in tokenizer.ends]
+    if ends:
+        notes.append(f"llama.cpp also stops at {', '.join(ends)}, regardless of the file")
+    return notes
 
 
 def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Adds the tokenizer to a GGUF file: for each of the model's ``vocab_size`` ids its text and type, the merges in
-    their order, the pattern's name, and which ids begin and end a text. `check` has passed it."""
-    bpe = _bpe(tokenizer.backend)
+    """Adds a tokenizer to a GGUF file: texts and types of ``vocab_size`` ids, merges in order, the pattern's name, and
+    the ids that start and end a text. Call `check` first."""
+    bpe = _to_bpe(tokenizer.backend)
     assert bpe is not None
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_pre(bpe) or "")
-    tokens = list(_tokens(tokenizer, vocab_size))
+    writer.add_tokenizer_pre(_pattern_name(bpe) or "")
+    tokens = list(_token_texts(tokenizer, vocab_size))
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
-    # llama.cpp wants one merge at least; of this pair neither side is a token.
+    # llama.cpp requires a merge. Neither side of this pair is a token.
     writer.add_token_merges(bpe.merges or written([(b"\0\0", b"\0\0")]))
     writer.add_bos_token_id(tokenizer.eot if tokenizer.bos is None else tokenizer.bos)
     writer.add_pad_token_id(tokenizer.eot)
     writer.add_add_bos_token(tokenizer.bos is not None)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
-    tell = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    for told, id in zip(tell, _told_ends(tokenizer), strict=False):
-        told(id)
+    setters = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for set_id, id in zip(setters, _end_ids(tokenizer), strict=False):
+        set_id(id)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
 @dataclass(frozen=True)
 class _BPE:
-    """A byte-level BPE as a GGUF file has it."""
+    """A byte-level BPE for a GGUF file."""
 
     pattern: str
-    ranks: Mapping[bytes, int]  # a token's bytes → its id
-    listed: list[str] | None  # the merges; None for those that the ranks mean
-    whole: bool  # a piece that is a token needs no merges
+    ranks: Mapping[bytes, int]  # bytes of a token → its id
+    merge_list: list[str] | None  # the merges, or None if they follow from the ranks
+    skips_merges: bool  # whether a piece that is a token skips the merges
     nfc: bool
 
     @property
     def merges(self) -> list[str]:
-        return written(merging_pairs(self.ranks)) if self.listed is None else self.listed
+        return written(merging_pairs(self.ranks)) if self.merge_list is None else self.merge_list
 
 
-def _bpe(backend: ByteBPE | Library) -> _BPE | None:
+def _to_bpe(backend: ByteBPE | Library) -> _BPE | None:
     if isinstance(backend, ByteBPE):
         return _BPE(backend.pattern, backend.ranks, None, True, backend.nfc)
     if not backend.pattern:
         return None
-    model, added = backend.values["model"], backend.values.get("added_tokens") or []
-    ranks = byte_ranks(model["vocab"], {END_OF_TEXT, *(token["content"] for token in added)})
+    model, added_tokens = backend.values["model"], backend.values.get("added_tokens") or []
+    ranks = byte_ranks(model["vocab"], {END_OF_TEXT, *(token["content"] for token in added_tokens)})
     if ranks is None:
         return None
-    whole = bool(model.get("ignore_merges"))
-    return _BPE(backend.pattern, ranks, listed_merges(model), whole, bool(backend.values.get("normalizer")))
+    skips_merges = bool(model.get("ignore_merges"))
+    return _BPE(backend.pattern, ranks, listed_merges(model), skips_merges, bool(backend.values.get("normalizer")))
 
 
-def _pre(bpe: _BPE) -> str | None:
+def _pattern_name(bpe: _BPE) -> str | None:
     pattern = backtracking(bpe.pattern)
-    # cl100k's keeps white space at a text's end together, and Llama 3's cuts it after the last line end. That is the
-    # same as long as no token reaches across.
-    across = (token for token in bpe.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
-    return None if pattern == CL100K_PATTERN and any(across) else _PRE.get(pattern)
+    # At the end of a text, cl100k keeps white space together, and Llama 3 splits it after the last newline. The ids are
+    # equal if no token spans the split.
+    spanning = (token for token in bpe.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
+    return None if pattern == CL100K_PATTERN and any(spanning) else _PATTERN_NAMES.get(pattern)
 
 
-def _added(tokenizer: Tokenizer) -> dict[str, int]:
+def _added_words(tokenizer: Tokenizer) -> dict[str, int]:
     return {**tokenizer.all_specials, **tokenizer.words}
 
 
-def _told_ends(tokenizer: Tokenizer) -> list[int]:
-    """Returns the ids that end a text and must be told: end-of-text first, then those that llama.cpp does not know by
-    their names."""
-    known = {id for word, id in _added(tokenizer).items() if word in _ENDS}
-    return [tokenizer.eot, *sorted(tokenizer.more_ends - known)]
+def _end_ids(tokenizer: Tokenizer) -> list[int]:
+    """Returns the end-of-text ids to write: end-of-text first, then those that llama.cpp doesn't know by name."""
+    known_ends = {id for word, id in _added_words(tokenizer).items() if word in _KNOWN_ENDS}
+    return [tokenizer.eot, *sorted(tokenizer.more_ends - known_ends)]
 
 
-def _tokens(tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, "TokenType"]]:
-    """Yields the text and the type of each id. llama.cpp wants all texts to differ."""
+def _token_texts(tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, "TokenType"]]:
+    """Yields the text and type of each id. llama.cpp requires distinct texts."""
     from gguf import TokenType
 
-    bpe = _bpe(tokenizer.backend)
+    bpe = _to_bpe(tokenizer.backend)
     assert bpe is not None
-    found = {id: (in_characters(token), TokenType.NORMAL) for token, id in bpe.ranks.items()}
-    found |= {id: (word, TokenType.CONTROL) for word, id in tokenizer.all_specials.items()}
-    found |= {id: (word, TokenType.USER_DEFINED) for word, id in tokenizer.words.items()}
-    taken = {text for text, _ in found.values()}
+    entries = {id: (in_characters(token), TokenType.NORMAL) for token, id in bpe.ranks.items()}
+    entries |= {id: (word, TokenType.CONTROL) for word, id in tokenizer.all_specials.items()}
+    entries |= {id: (word, TokenType.USER_DEFINED) for word, id in tokenizer.words.items()}
+    used_texts = {text for text, _ in entries.values()}
     for id in range(vocab_size):
         name = f"[unused{id}]"
-        while name in taken:
+        while name in used_texts:
             name += "_"
-        yield found.get(id, (name, TokenType.UNUSED))
+        yield entries.get(id, (name, TokenType.UNUSED))

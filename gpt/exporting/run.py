@@ -1,4 +1,4 @@
-"""The work of ``gpt export``: a GGUF file, or a folder for publishing, whole or not at all."""
+"""The ``gpt export`` command: writes a GGUF file or a folder for publishing, atomically."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,48 +22,48 @@ from gpt.model.quantize import Quantized
 from gpt.runs import folder as run_folder
 from gpt.runs.checkpoint import Parameters
 
-OnBytes = Callable[[int, int], None]  # bytes of weights that have been read, and all of them
+OnBytes = Callable[[int, int], None]  # Called with the bytes of weights read so far, and in total.
 
 
 @dataclass(frozen=True)
 class Target:
-    """The file or folder to write, and the type of its matrices."""
+    """The file or folder to write."""
 
     out: Path
     is_file: bool
-    type: str  # of the matrices: a type of GGUF, or a dtype
+    type: str  # type of the matrices: a GGUF type or a dtype
     license: str | None
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: the file or folder, its size, and the losses."""
+    """The result of an export."""
 
     out: Path
     format: str  # "gguf" or "folder"
-    type: str  # of the matrices
-    arch: str  # as transformers calls it
+    type: str  # type of the matrices
+    arch: str  # name in Transformers
     bytes: int
     tensors: int
     vocab_size: int
-    loss_before: float | None  # nats per token, over --eval's text; None where there is none
+    loss_before: float | None  # nats per token on the text of --eval
     loss_after: float | None
     seconds: float
-    chat: bool  # whether it is a model to talk with
+    chat: bool  # whether it is a chat model
 
 
 def find_target(out: str, config: ExportConfig) -> Target:
-    """Reads -o and the settings as a target, and no model. Raises `UserError` for settings that contradict each other
-    and where something of that name is there, `WorkError` where nothing can be written."""
+    """Returns the target for -o and the settings. Raises `UserError` for contradictory settings or an existing path,
+    `WorkError` if the path cannot be written."""
     if not out:
         raise UserError("-o is empty", "give the name of a new folder, or of a new .gguf file")
     check_text("the name of -o", out)
     path = Path(out)
     is_file = path.suffix.lower() == ".gguf"
-    kinds = get_args(FileType if is_file else FolderDtype)
-    if config.dtype is not None and config.dtype not in kinds:
-        where = "a .gguf file" if is_file else "a folder"
-        raise UserError(f"{where} cannot have the dtype {config.dtype}", f"use {', '.join(kinds)}")
+    types = get_args(FileType if is_file else FolderDtype)
+    if config.dtype is not None and config.dtype not in types:
+        target = "a .gguf file" if is_file else "a folder"
+        raise UserError(f"{target} cannot have the dtype {config.dtype}", f"use {', '.join(types)}")
     if is_file and config.samples:
         raise UserError("--samples go into the model card, and a .gguf file has none", "leave them out")
     check_new(path, "choose another path with -o")
@@ -71,10 +71,10 @@ def find_target(out: str, config: ExportConfig) -> Target:
 
 
 def check(source: SourceModel, target: Target) -> None:
-    """Raises `UserError` for a model that cannot be written so, and for a place where a run keeps its own files."""
+    """Raises `UserError` for a model that the format doesn't support, and for a target inside a run or model."""
     if target.is_file:
         gguf.check(source)
-        gguf.package()
+        gguf.import_gguf()
     place, home = target.out.resolve(), source.path.resolve()
     if home in place.parents:
         raise UserError(f"{target.out} is inside the model's own folder", "choose a path outside it with -o")
@@ -83,7 +83,7 @@ def check(source: SourceModel, target: Target) -> None:
 
 
 def stored(source: SourceModel, target: Target) -> Parameters:
-    """The weights as they will be written."""
+    """Returns the weights as they will be read back from the target."""
     restored = gguf.restored if target.is_file else folder.restored
 
     def get(name: str) -> Tensor | Quantized:
@@ -94,49 +94,49 @@ def stored(source: SourceModel, target: Target) -> Parameters:
 
 @contextlib.contextmanager
 def whole_or_nothing(target: Target) -> Iterator[None]:
-    """Makes the folders above the target, and removes them after an error. Turns a signal, which ends this at once,
-    into `Interrupted`, and a full disk into `WorkError`."""
-    made = [parent for parent in target.out.absolute().parents if not parent.exists()]
+    """Creates the target's parent folders, and removes them after an error. A signal raises `Interrupted` immediately,
+    and a full disk `WorkError`."""
+    new_folders = [parent for parent in target.out.absolute().parents if not parent.exists()]
     with StopSignal(at_once=True), disk_errors(target.out):
         try:
             target.out.parent.mkdir(parents=True, exist_ok=True)
             yield
         except BaseException as error:
-            for parent in made:
+            for parent in new_folders:
                 with contextlib.suppress(OSError):
                     parent.rmdir()
             if isinstance(error, Interrupted):
-                left = f"{target.out} is complete" if target.out.exists() else "nothing was written"
-                raise Interrupted(error.signum, f"interrupted: {left}") from None
+                outcome = f"{target.out} is complete" if target.out.exists() else "nothing was written"
+                raise Interrupted(error.signum, f"interrupted: {outcome}") from None
             raise
 
 
 def write(
     source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[str], on_bytes: OnBytes
 ) -> tuple[int, int]:
-    """Writes the target and returns its tensors and bytes. Raises OSError, and `UserError` for numbers that its type
-    cannot hold."""
+    """Writes the target and returns its numbers of tensors and bytes. Raises OSError, and `UserError` for values that
+    its type cannot represent."""
     sizes = {name: 4 * p.numel for name, p in named_parameters(source.config).items()}
     unread = dict(sizes)
 
-    def watched(name: str) -> Tensor | Quantized:
+    def read_counted(name: str) -> Tensor | Quantized:
         value = source.weights[name]()
         unread.pop(name, None)
         on_bytes(sum(sizes.values()) - sum(unread.values()), sum(sizes.values()))
         return value
 
-    seen = replace(source, weights={name: partial(watched, name) for name in source.weights})
+    counted_source = replace(source, weights={name: partial(read_counted, name) for name in source.weights})
     if target.is_file:
-        count = gguf.write(target.out, seen, target.type, target.out.stem, target.license)
+        count = gguf.write(target.out, counted_source, target.type, target.out.stem, target.license)
         return count, target.out.stat().st_size
     provenance = replace(source.provenance, bits=min(BITS[target.type], source.provenance.bits))
-    measured = comparison and {
+    losses = comparison and {
         "text": asdict(comparison.text),
         "tokens": comparison.before.tokens,
         "loss_before": comparison.before.loss,
         "loss_after": comparison.after.loss,
     }
-    meta = {**source.saved, KEY: asdict(provenance), "export": {"dtype": target.type, **(measured or {})}}
+    meta = {**source.saved, KEY: asdict(provenance), "export": {"dtype": target.type, **(losses or {})}}
     facts = Facts(target.out.name, target.type, target.license, comparison, samples)
-    count = folder.write(target.out, seen, target.type, meta, card(source, facts))
+    count = folder.write(target.out, counted_source, target.type, meta, card(source, facts))
     return count, sum(file.stat().st_size for file in target.out.iterdir())

@@ -1,4 +1,4 @@
-"""The model that is exported: its shape, tokenizer, weights, which are read one by one, and provenance."""
+"""The model to export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,26 +12,25 @@ from gpt.runs import checkpoint, folder
 from gpt.runs.checkpoint import Parameters
 from gpt.text.tokenizer import Tokenizer
 
-_KEPT = ("step", "tokens_seen", "val_loss")  # of gpt.json
+_META_KEYS = ("step", "tokens_seen", "val_loss")  # keys of gpt.json
 
 
 @dataclass(frozen=True)
 class SourceModel:
     """A checkpoint to export."""
 
-    path: Path  # its folder
+    path: Path
     config: GPTConfig
     tokenizer: Tokenizer
-    weights: Parameters  # by our names, in the model's order; each is read when it is asked for
+    weights: Parameters  # readers by `gpt` name, in the model's order
     provenance: Provenance = field(default_factory=Provenance)
-    saved: Mapping[str, Any] = field(default_factory=dict)  # the step and losses in its gpt.json
+    saved: Mapping[str, Any] = field(default_factory=dict)  # values of `_META_KEYS` in gpt.json
 
 
 def open_source(path: Path, words: str = "") -> SourceModel:
-    """Opens the checkpoint at ``path``, which the user named by ``words``. Raises `UserError` as `checkpoint.load`
-    does."""
+    """Opens the checkpoint at ``path``, which the user called ``words``. Raises like `checkpoint.load`."""
     config, weights = checkpoint.open_weights(path)
     meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
-    saved = {key: meta[key] for key in _KEPT if type(meta.get(key)) in (int, float)}
+    saved = {key: meta[key] for key in _META_KEYS if type(meta.get(key)) in (int, float)}
     tokenizer = checkpoint.load_tokenizer(path, config)
     return SourceModel(path, config, tokenizer, weights, read_provenance(path, words), saved)

@@ -1,7 +1,7 @@
-"""Loss and gradients of a micro-batch as one compiled program for a CPU.
+"""A micro-batch's forward and backward pass as one compiled program for a CPU.
 
-Forward and backward pass are traced together, so that autograd has no part in a step: Inductor fuses what lies between
-the matrix products, and torch calls these one after the other.
+Both passes are traced together, so a step doesn't use autograd. Inductor fuses the operations between matrix
+products, which torch calls in order.
 """
 
 import functools
@@ -19,21 +19,21 @@ from gpt.device import Compute
 from gpt.model import decoder, kernels, loss, memory, positions
 from gpt.model.decoder import GPT
 
-GELU = (0.7978845608028654, 0.044715)  # √(2/π), and the weight of the cube, in GELU's tanh form
-SCORES = 2**20  # at once, which stay in cache
+GELU_COEFFICIENTS = (0.7978845608028654, 0.044715)  # √(2/π) and the coefficient of x³ in GELU's tanh form
+SCORES_PER_CALL = 2**20  # Attention scores that fit into the CPU's cache.
 
 
 class GradientProgram:
-    """The program of an objective's gradients for inputs of one shape, (rows, T)."""
+    """The compiled gradients of an objective for inputs of one shape, (rows, T)."""
 
     def __init__(self, objective: nn.Module, model: GPT, compute: Compute, rows: int, note: programs.Note) -> None:
         self.shape = (rows, model.config.block_size)
         self.params = list(objective.parameters())
         self.inputs = [*(p.detach() for p in self.params), *objective.buffers()]
         self.masks = _masks(model.config, compute.dtype)
-        self.dropout, self.sizes = model.config.dropout, _sizes(model.config, rows)
-        self.embedding = next(at for at, p in enumerate(self.params) if p is model.wte.weight)
-        traced = {
+        self.dropout, self.dropout_sizes = model.config.dropout, _dropout_sizes(model.config, rows)
+        self.embedding_index = next(index for index, p in enumerate(self.params) if p is model.wte.weight)
+        traced_modules = {
             decoder.__name__,
             kernels.__name__,
             loss.__name__,
@@ -42,105 +42,102 @@ class GradientProgram:
             type(objective).__module__,
             __name__,
         }
-        code = [Path(sys.modules[name].__file__ or "").read_bytes() for name in sorted(traced)]
+        code = [Path(sys.modules[name].__file__ or "").read_bytes() for name in sorted(traced_modules)]
         key = (code, model.config, self.shape, compute.dtype_name)
-        trace = functools.partial(_traced, objective, model, compute, self.shape)
+        trace = functools.partial(_trace_graph, objective, model, compute, self.shape)
         self.run = programs.find(key, trace, note, "the step")
 
-    def __call__(self, x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
-        """Adds the gradients of the loss of inputs x and targets y, (rows, T), divided by ``counted``. Returns that
-        loss."""
-        x, y = x.contiguous(), y.contiguous()  # a batch's are parts of one array
-        kept = kernels.dropout_mask(sum(self.sizes), self.dropout, self.masks[0].dtype)
-        inputs = [*self.inputs, x, y, counted, *self.masks, *torch.split(kept, self.sizes)]
-        total, looked_up, *grads = self.run(inputs)
-        table = grads[self.embedding]
+    def __call__(self, x: Tensor, y: Tensor, n_targets: Tensor) -> Tensor:
+        """Adds the gradients of the loss on x and y, (rows, T), divided by ``n_targets``. Returns this loss."""
+        x, y = x.contiguous(), y.contiguous()  # x and y are views of one array.
+        dropout_mask = kernels.dropout_mask(sum(self.dropout_sizes), self.dropout, self.masks[0].dtype)
+        inputs = [*self.inputs, x, y, n_targets, *self.masks, *torch.split(dropout_mask, self.dropout_sizes)]
+        loss, looked_up, *grads = self.run(inputs)
+        table = grads[self.embedding_index]
         table += torch.ops.aten.embedding_dense_backward(looked_up, x, len(table), -1, False)
         if self.params[0].grad is None:
             for p, grad in zip(self.params, grads, strict=True):
                 p.grad = grad
         else:
             torch._foreach_add_([p.grad for p in self.params if p.grad is not None], grads)
-        return total
+        return loss
 
 
-def _traced(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int, int]) -> programs.Graph:
-    """Traces the forward and backward pass to one graph of torch's operators.
+def _trace_graph(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int, int]) -> programs.Graph:
+    """Traces the forward and backward pass into one graph of torch operators.
 
-    Its inputs: parameters, buffers, ids, targets, the number of targets, `_masks`, and what dropout keeps. Its outputs:
-    the mean loss, the gradient of the rows that were looked up in the embedding, and those of all parameters, where the
-    embedding's lacks these rows: a program's threads would add them up in any order, to another sum each time.
+    Inputs: parameters, buffers, ids, targets, the number of targets, `_masks`, dropout masks. Outputs: mean loss,
+    gradient of the embedding lookup's output, gradients of all parameters. The embedding's gradient excludes the
+    lookup: threads would add its rows in random order, with different rounding in each run.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    names, buffers = ([name for name, _ in each()] for each in (objective.named_parameters, objective.named_buffers))
+    names, buffers = ([name for name, _ in get()] for get in (objective.named_parameters, objective.named_buffers))
     config, rows = model.config, shape[0]
 
     def gradients(*tensors: Tensor) -> list[Tensor]:
         looked_up: list[Tensor] = []
-        params, others = tensors[: len(names)], iter(tensors[len(names) :])
-        tables, (x, y, counted, whole, part) = [next(others) for _ in buffers], [next(others) for _ in range(5)]
+        params, rest = tensors[: len(names)], iter(tensors[len(names) :])
+        tables, (x, y, n_targets, causal, windowed) = [next(rest) for _ in buffers], [next(rest) for _ in range(5)]
 
         def look_up(module: nn.Module, args: object, out: Tensor) -> Tensor:
             looked_up.append(out.detach().requires_grad_())
             return looked_up[0]
 
-        given = dict(zip([*names, *buffers], [*params, *tables], strict=True))
-        traced = kernels.TracedInputs(others, whole, part, _at_once(config))
-        with kernels.tracing(traced), compute.autocast(), model.wte.register_forward_hook(look_up):
-            mean: Tensor = torch.func.functional_call(objective, given, (x, y)) / counted
-        return [mean.detach(), *torch.autograd.grad(mean, [*looked_up, *params], materialize_grads=True)]
+        tensors_by_name = dict(zip([*names, *buffers], [*params, *tables], strict=True))
+        traced_inputs = kernels.TracedInputs(rest, causal, windowed, _rows_per_call(config))
+        with kernels.tracing(traced_inputs), compute.autocast(), model.wte.register_forward_hook(look_up):
+            mean_loss: Tensor = torch.func.functional_call(objective, tensors_by_name, (x, y)) / n_targets
+        return [mean_loss.detach(), *torch.autograd.grad(mean_loss, [*looked_up, *params], materialize_grads=True)]
 
     params = [p.detach().clone().requires_grad_() for p in objective.parameters()]
-    x, y = (torch.zeros(shape, dtype=torch.long) for _ in range(2))  # two tensors, since one would be one input
-    kept = [torch.ones(n, dtype=compute.dtype) for n in _sizes(config, rows)]
+    x, y = (torch.zeros(shape, dtype=torch.long) for _ in range(2))  # One shared tensor would be traced as one input.
+    dropout = [torch.ones(n, dtype=compute.dtype) for n in _dropout_sizes(config, rows)]
     inputs = (
-        *params, *objective.buffers(), x, y, torch.ones((), dtype=torch.long), *_masks(config, compute.dtype), *kept,
+        *params, *objective.buffers(), x, y, torch.ones((), dtype=torch.long), *_masks(config, compute.dtype), *dropout,
     )  # fmt: skip
     graph = make_fx(gradients, _DECOMPOSED, tracing_mode="fake")(*inputs)
-    return graph, tuple(each.detach() for each in inputs)
+    return graph, tuple(tensor.detach() for tensor in inputs)
 
 
 def _masks(config: GPTConfig, dtype: torch.dtype) -> list[Tensor]:
-    """The masks of scores without a window and with the model's, (T, T)."""
+    """The attention masks without a window and with the model's sliding window, (T, T)."""
     q = torch.empty(1, 1, config.block_size, 0, dtype=dtype)
     return [kernels.bias(q, config.block_size, window) for window in (None, config.window)]
 
 
-def _sizes(config: GPTConfig, rows: int) -> list[int]:
-    """The numbers that dropout keeps or zeroes: of the embedding, and in each block of the attention pattern and of
-    what attention and MLP come to."""
+def _dropout_sizes(config: GPTConfig, rows: int) -> list[int]:
+    """Sizes of the dropout masks: embedding, then each block's attention weights, attention output and MLP output."""
     if not config.dropout:
         return []
-    T, some = config.block_size, _at_once(config)
-    sums = rows * T * config.n_embd
-    patterns = [min(some, rows - at) * config.n_head * T * T for at in range(0, rows, some)]
-    return [sums] + config.n_layer * [*(patterns if T <= kernels.PLAIN_UP_TO else []), sums, sums]
+    T, chunk = config.block_size, _rows_per_call(config)
+    hidden = rows * T * config.n_embd
+    attention = [min(chunk, rows - row) * config.n_head * T * T for row in range(0, rows, chunk)]
+    return [hidden] + config.n_layer * [*(attention if T <= kernels.PLAIN_UP_TO else []), hidden, hidden]
 
 
-def _at_once(config: GPTConfig) -> int:
-    """Sequences whose attention is computed at once: more than uncompiled where they are short, which makes the graph
-    smaller, and so the time to compile it."""
-    return max(kernels.PLAIN_ROWS, SCORES // (config.n_head * config.block_size**2))
+def _rows_per_call(config: GPTConfig) -> int:
+    """Sequences per attention call. Short sequences get more than in eager mode: a smaller graph compiles faster."""
+    return max(kernels.PLAIN_ROWS, SCORES_PER_CALL // (config.n_head * config.block_size**2))
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """x σ(2u), which is GELU's tanh form: a sigmoid takes half of a tanh's time."""
+    """GELU's tanh form as x σ(2u): a sigmoid takes half the time of a tanh."""
     assert approximate == "tanh"
-    wide = x.float()
-    return (wide * _gate(wide)).to(x.dtype)
+    x32 = x.float()
+    return (x32 * _gate(x32)).to(x.dtype)
 
 
 def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
     assert approximate == "tanh"
-    wide, (scale, cube) = x.float(), GELU
-    gate = _gate(wide)
-    slope = gate + wide * gate * (1 - gate) * (2 * scale * (1 + 3 * cube * wide * wide))
+    x32, (scale, cube) = x.float(), GELU_COEFFICIENTS
+    gate = _gate(x32)
+    slope = gate + x32 * gate * (1 - gate) * (2 * scale * (1 + 3 * cube * x32 * x32))
     return (grad.float() * slope).to(x.dtype)
 
 
 def _gate(x: Tensor) -> Tensor:
-    scale, cube = GELU
+    scale, cube = GELU_COEFFICIENTS
     return torch.sigmoid(2 * scale * x * (1 + cube * x * x))
 
 

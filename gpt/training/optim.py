@@ -1,4 +1,4 @@
-"""The optimizers: Muon for the matrices of the blocks with AdamW for the rest, or AdamW for all."""
+"""The optimizers: AdamW, or Muon for the matrices of the blocks and AdamW for the rest."""
 
 import math
 from collections import defaultdict
@@ -15,34 +15,36 @@ from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.parallel.world import World
 
-BETAS = (0.9, 0.95)  # GPT-3's, for AdamW
+BETAS = (0.9, 0.95)  # AdamW's betas in GPT-3
 MOMENTUM = 0.95
-# Newton–Schulz: x ← a x + b (x xᵀ) x + c (x xᵀ)² x drives all singular values towards 1; these coefficients do it
-# fastest from anywhere in (0, 1], to within [0.7, 1.2] (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
-# They take five iterations from ‖x‖ = 1, three from a nearer bound on them (benchmarks/defaults.md).
+# Newton–Schulz: x ← a x + b (x xᵀ) x + c (x xᵀ)² x drives singular values towards 1. These coefficients move them from
+# (0, 1] into [0.7, 1.2] fastest (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): in five iterations if
+# ‖x‖ = 1, in three with the tighter bound of `orthogonalize` (benchmarks/defaults.md).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 3
-# Of an update, before the rate: about AdamW's, so that one rate serves both (Liu et al. 2025, arXiv 2502.16982).
-RMS = 0.2
-EMBEDDING_DECAY = 2  # times that of the matrices, where that is more than usual (benchmarks/defaults.md)
-NORM_RATE = 0.25  # of the rate, for the vectors of a model with RMSNorm beside Muon (benchmarks/defaults.md)
+# Muon's updates get about the RMS of AdamW's, so both can share a learning rate (Liu et al. 2025, arXiv 2502.16982).
+UPDATE_RMS = 0.2
+# With Muon and a weight decay above the usual one, embeddings decay twice as fast (benchmarks/defaults.md).
+EMBEDDING_DECAY = 2
+# With Muon, the vectors of an RMSNorm model train at a quarter of the learning rate (benchmarks/defaults.md).
+NORM_LR_FACTOR = 0.25
 
 
-# Inductor's: torch 2.11 fails where it would fuse this update's loops in another order ("AssertionError").
-AS_ORDERED: dict[str, Any] = {"loop_ordering_after_fusion": False}
+# Reordering the loops of Muon's update raises AssertionError in Inductor (torch 2.11).
+INDUCTOR_OPTIONS: dict[str, Any] = {"loop_ordering_after_fusion": False}
 
 
 class Muon(Optimizer):
-    """Momentum whose matrices are orthogonalized before each update (Jordan et al. 2024).
+    """SGD with momentum whose updates are orthogonalized (Jordan et al. 2024).
 
-    As `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, which takes the matrices one by one; here all of one
-    shape go through the iteration at once: 16 of 128 by 128 in 4 ms instead of 16 on two cores, 24 of 384 in 105
-    instead of 148. A group's ``fused`` are the rows of each of the matrices that lie below each other in one parameter:
-    query, key and value. If ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers. The ranks of
-    a ``world``, which have the same gradients, orthogonalize an equal share each, and gather the others'.
+    Equals `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, but batches matrices by shape: on two cores, 16
+    of 128 by 128 take 4 ms instead of 16, and 24 of 384 by 384 take 105 ms instead of 148. A group's ``fused`` lists
+    the rows of each matrix in a fused parameter (query, key and value). If ``found_inf`` is 1, a step changes nothing,
+    as with torch's fused optimizers. The ranks of ``world`` have the same gradients: each orthogonalizes an equal
+    share, and they all-gather the results.
     """
 
-    found_inf: Tensor | None = None  # 0 or 1, on the parameters' device
+    found_inf: Tensor | None = None  # a tensor on the parameters' device
 
     def __init__(
         self,
@@ -53,66 +55,66 @@ class Muon(Optimizer):
         world: World | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "fused": ()})
-        self.dtype, self.world = dtype, world or World()  # the dtype of the iteration
-        self.compiled: Callable[..., None] | None = None  # `update`, compiled
+        self.dtype, self.world = dtype, world or World()  # The Newton–Schulz iteration computes in ``dtype``.
+        self.compiled: Callable[..., None] | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
-        taken = []
+        groups = []
         for group in self.param_groups:
             if params := [p for p in group["params"] if p.grad is not None]:
-                taken.append((group, params, [self._momentum(p) for p in params], [p.grad for p in params]))
-        (self.compiled or self.update)(taken, self.found_inf)
+                groups.append((group, params, [self._momentum(p) for p in params], [p.grad for p in params]))
+        (self.compiled or self.update)(groups, self.found_inf)
 
     def compile(self) -> None:
-        """Compiles `update`, and tries it without a change. A rate is a tensor then: each number would be compiled
-        anew."""
-        self.compiled = torch.compile(self.update, options=AS_ORDERED)
+        """Compiles `update` and runs it once, changing nothing. Learning rates become tensors: each new float would be
+        recompiled."""
+        self.compiled = torch.compile(self.update, options=INDUCTOR_OPTIONS)
         for group in self.param_groups:
             group["lr"] = torch.zeros_like(torch.as_tensor(group["lr"]))
         self.found_inf = torch.ones((), device=self.param_groups[0]["params"][0].device)
         self.step()
 
     def uncompile(self) -> None:
-        """Goes back to eager execution."""
+        """Returns to eager execution."""
         self.compiled = None
 
-    def update(self, taken: list[tuple[dict[str, Any], Any, Any, Any]], found_inf: Tensor | None) -> None:
-        """Updates parameters of each group, of which momenta and gradients are given."""
+    def update(self, groups: list[tuple[dict[str, Any], Any, Any, Any]], found_inf: Tensor | None) -> None:
+        """Updates the parameters of each (group, parameters, momenta, gradients)."""
         updates: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
-        applied = 1.0 if found_inf is None else 1 - found_inf
-        for group, params, momenta, grads in taken:
-            if found_inf is not None:  # the momentum in the gradient's place leaves the momentum as it is
+        scale = 1.0 if found_inf is None else 1 - found_inf
+        for group, params, momenta, grads in groups:
+            if found_inf is not None:  # Averaging the momentum with itself leaves it unchanged.
                 grads = [torch.where(found_inf > 0, m, g) for m, g in zip(momenta, grads, strict=True)]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-            directions = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov's
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * applied)
+            directions = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov momentum
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * scale)
             updates += [(p, direction, group) for p, direction in zip(params, directions, strict=True)]
-        self.apply(updates, applied)
+        self.apply(updates, scale)
 
-    def apply(self, updates: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], applied: float | Tensor) -> None:
-        """Orthogonalizes each parameter's update and subtracts it, times ``applied``, which is 0 or 1."""
+    def apply(self, updates: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], scale: float | Tensor) -> None:
+        """Subtracts each parameter's orthogonalized update times ``scale``, 0 or 1."""
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float | Tensor]]] = defaultdict(list)
         for p, update, group in updates:
-            for matrix, part in zip(matrices(p, group["fused"]), matrices(update, group["fused"]), strict=True):
+            for matrix, part in zip(unfuse(p, group["fused"]), unfuse(update, group["fused"]), strict=True):
                 wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-                rate = group["lr"] * RMS * math.sqrt(max(matrix.shape))
-                stacks[wide.shape[0], wide.shape[1]].append((wide, part if wide is matrix else part.T, rate))
+                step_size = group["lr"] * UPDATE_RMS * math.sqrt(max(matrix.shape))
+                stacks[wide.shape[0], wide.shape[1]].append((wide, part if wide is matrix else part.T, step_size))
         for stack in stacks.values():
-            directions = self._orthogonalized([part.to(self.dtype) for _, part, _ in stack])
-            for (matrix, _, rate), direction in zip(stack, directions * applied, strict=True):
-                if isinstance(rate, Tensor):
-                    matrix.addcmul_(direction, rate, value=-1)
+            directions = self._orthogonalize([part.to(self.dtype) for _, part, _ in stack])
+            for (matrix, _, step_size), direction in zip(stack, directions * scale, strict=True):
+                if isinstance(step_size, Tensor):
+                    matrix.addcmul_(direction, step_size, value=-1)
                 else:
-                    matrix.sub_(direction, alpha=rate)
+                    matrix.sub_(direction, alpha=step_size)
 
-    def _orthogonalized(self, updates: list[Tensor]) -> Tensor:
-        """Returns the orthogonalized updates, (n, rows, columns), of which each rank computes an equal share."""
+    def _orthogonalize(self, updates: list[Tensor]) -> Tensor:
+        """Returns the orthogonalized updates, (n, rows, columns). Each rank computes an equal share."""
         share = -(-len(updates) // self.world.size)
-        first = share * self.world.rank
-        mine = [updates[min(n, len(updates) - 1)] for n in range(first, first + share)]
-        return self.world.all_gather(orthogonalize(torch.stack(mine)))[: len(updates)]
+        start = share * self.world.rank
+        own_updates = [updates[min(index, len(updates) - 1)] for index in range(start, start + share)]
+        return self.world.all_gather(orthogonalize(torch.stack(own_updates)))[: len(updates)]
 
     def _momentum(self, p: Tensor) -> Tensor:
         if "momentum" not in self.state[p]:
@@ -122,85 +124,84 @@ class Muon(Optimizer):
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Returns about the nearest semi-orthogonal matrices of (n, rows, columns), which have no more rows than
-    columns."""
+    """Approximates the nearest semi-orthogonal matrices of x, (n, rows, columns), with rows ≤ columns."""
     a, b, c = NEWTON_SCHULZ
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     gram = x @ x.mT
-    bound = gram.norm(dim=(1, 2), keepdim=True) + 1e-7  # √Σσ⁴, which is nearer to the largest σ² than Σσ² = 1
+    bound = gram.norm(dim=(1, 2), keepdim=True) + 1e-7  # √Σσ⁴ is a tighter bound on the largest σ² than Σσ² = 1.
     x, gram = x.mul_(bound.rsqrt()), gram.div_(bound)
-    for at in range(ITERATIONS):
-        gram = x @ x.mT if at else gram
+    for iteration in range(ITERATIONS):
+        gram = x @ x.mT if iteration else gram
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 
 
-def matrices(x: Tensor, fused: tuple[int, ...]) -> Sequence[Tensor]:
-    """The matrices that lie below each other in a parameter, of ``fused`` rows each."""
+def unfuse(x: Tensor, fused: tuple[int, ...]) -> Sequence[Tensor]:
+    """Splits a fused parameter into matrices of ``fused`` rows."""
     return torch.split(x, list(fused)) if fused else [x]
 
 
 def orthogonalize_each(updates: Sequence[Tensor]) -> list[Tensor]:
-    """`orthogonalize` of matrices of any shapes, all of one shape at once."""
-    found, alike = list(updates), defaultdict(list)
-    for at, each in enumerate(updates):
-        alike[each.shape].append(at)
-    for shape, places in alike.items():
-        stack = torch.stack([updates[at] for at in places])
-        done = orthogonalize(stack) if shape[0] <= shape[1] else orthogonalize(stack.mT).mT
-        for at, direction in zip(places, done, strict=True):
-            found[at] = direction
-    return found
+    """Orthogonalizes matrices of any shapes, batched by shape."""
+    results, indices_by_shape = list(updates), defaultdict(list)
+    for index, update in enumerate(updates):
+        indices_by_shape[update.shape].append(index)
+    for shape, indices in indices_by_shape.items():
+        stack = torch.stack([updates[index] for index in indices])
+        directions = orthogonalize(stack) if shape[0] <= shape[1] else orthogonalize(stack.mT).mT
+        for index, direction in zip(indices, directions, strict=True):
+            results[index] = direction
+    return results
 
 
-# The state that each keeps of a parameter.
-STATE: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
+# The per-parameter state of each optimizer.
+STATE_KEYS: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
 
 
 def state_keys(optimizer: Optimizer) -> tuple[str, ...]:
-    """The keys of an optimizer's state of a parameter."""
-    return next(keys for kind, keys in STATE.items() if isinstance(optimizer, kind))
+    """The keys of an optimizer's per-parameter state."""
+    return next(keys for kind, keys in STATE_KEYS.items() if isinstance(optimizer, kind))
 
 
 class Optimizers:
-    """The optimizers of a run, which share one learning rate."""
+    """The optimizers of a run, with a shared learning rate."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
-        self._of = {p: each for each in self.optimizers for group in each.param_groups for p in group["params"]}
+        self._by_parameter = {p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]}
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of every group, of which one may have a ``rate`` that is less than the others'."""
+        """Sets every group's learning rate, scaled by the group's ``rate``."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                rate = lr * group.get("rate", 1.0)
-                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+                group_lr = lr * group.get("rate", 1.0)
+                group["lr"] = group["lr"].fill_(group_lr) if isinstance(group["lr"], Tensor) else group_lr
 
     def step(self, skip: Tensor) -> None:
-        """Steps every optimizer; a no-op where ``skip`` is true, which is decided on the device."""
-        if skip.device.type == "mps" and skip.item():  # its fused AdamW takes no notice of ``found_inf``
+        """Steps every optimizer. The device itself skips the step if ``skip`` is true."""
+        if skip.device.type == "mps" and skip.item():  # Fused AdamW ignores ``found_inf`` on MPS.
             return
         for optimizer in self.optimizers:
-            optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # as GradScaler sets it for fused ones
+            optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # GradScaler sets it for fused optimizers.
             optimizer.step()
 
-    def keep_rates_on(self, device: torch.device) -> None:
-        """Keeps the learning rates on a GPU, where a CUDA graph reads them."""
+    def keep_lr_on(self, device: torch.device) -> None:
+        """Keeps the learning rates on a GPU for CUDA graphs."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group.update(lr=torch.zeros((), device=device), capturable=True)
 
     def compile(self) -> None:
-        """Compiles what is many kernels, Muon's update, of a process by itself on a GPU."""
-        for each in self.optimizers:
-            if type(each) is Muon and each.world.size == 1 and each.param_groups[0]["params"][0].is_cuda:
-                each.compile()
+        """Compiles Muon's many kernels for a single process on a GPU."""
+        for optimizer in self.optimizers:
+            if type(optimizer) is Muon and optimizer.world.size == 1 and optimizer.param_groups[0]["params"][0].is_cuda:
+                optimizer.compile()
 
     def uncompile(self) -> None:
-        """Goes back to eager execution."""
-        for each in self.optimizers:
-            if isinstance(each, Muon):
-                each.uncompile()
+        """Returns to eager execution."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.uncompile()
 
     def zero_grad(self) -> None:
         """Frees all gradients."""
@@ -208,29 +209,29 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state(self, model: GPT) -> dict[str, Tensor]:
-        """The optimizers' state by parameter and key, as ``h.0.ln_1.weight.exp_avg``."""
+        """The optimizers' state, with names such as ``h.0.ln_1.weight.exp_avg``."""
         return {
-            f"{name}.{key}": self._of[p].state[p][key]
+            f"{name}.{key}": self._by_parameter[p].state[p][key]
             for name, p in model.named_parameters()
             if p.requires_grad
-            for key in state_keys(self._of[p])
-            if key in self._of[p].state[p]
+            for key in state_keys(self._by_parameter[p])
+            if key in self._by_parameter[p].state[p]
         }
 
-    def shapes(self, model: GPT, whole: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, tuple[int, ...]]:
-        """The shapes of `state` after a step, for parameters of their own shapes or those of ``whole``."""
+    def shapes(self, model: GPT, full: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, tuple[int, ...]]:
+        """The shapes of `state` after a step. ``full`` has the full shapes of sharded parameters."""
         return {
-            f"{name}.{key}": () if key == "step" else tuple(p.shape) if whole is None else whole[name]
+            f"{name}.{key}": () if key == "step" else tuple(p.shape) if full is None else full[name]
             for name, p in model.named_parameters()
             if p.requires_grad
-            for key in state_keys(self._of[p])
+            for key in state_keys(self._by_parameter[p])
         }
 
     def restore(self, model: GPT, state: Mapping[str, Tensor]) -> None:
-        """Sets `state`; what ``state`` does not have is dropped."""
+        """Replaces the optimizers' state by ``state``."""
         for name, p in model.named_parameters():
             if p.requires_grad:
-                optimizer = self._of[p]
+                optimizer = self._by_parameter[p]
                 keys = [key for key in state_keys(optimizer) if f"{name}.{key}" in state]
                 optimizer.state[p] = {key: state[f"{name}.{key}"].to(p.device, copy=True) for key in keys}
 
@@ -243,9 +244,10 @@ def make_optimizer(
     world: World | None = None,
     muon: Callable[..., Muon] = Muon,
 ) -> Optimizers:
-    """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused in one kernel; under ``muon`` for all but the matrices
-    of the blocks. Biases and norms are not decayed, and embeddings under ``muon`` only by a decay above the usual one,
-    but then twice. ``dtype`` is that of Muon's iteration, which the ranks of a ``world`` share.
+    """Returns fused AdamW (Loshchilov & Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
+
+    Biases and norms have no weight decay. With Muon, embeddings have none up to `USUAL_DECAY`, and twice the matrices'
+    above it. Muon's iteration computes in ``dtype``, split over the ranks of ``world``.
     """
     table = named_parameters(model.config)
     vectors: list[Tensor] = []
@@ -257,15 +259,22 @@ def make_optimizer(
         else:
             (embeddings if table[name].is_decayed else vectors).append(p)
     if kind == "adamw":
-        return Optimizers([_adamw([*embeddings, *(p for some in fused.values() for p in some)], vectors, weight_decay)])
+        return Optimizers(
+            [_adamw([*embeddings, *(p for stack in fused.values() for p in stack)], vectors, weight_decay)]
+        )
     groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
-    rate = NORM_RATE if model.config.norm == "rmsnorm" else 1.0
-    adamw = _adamw(embeddings, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, rate)
-    if dtype == torch.float16:  # gradients lie below its least numbers
+    lr_factor = NORM_LR_FACTOR if model.config.norm == "rmsnorm" else 1.0
+    adamw = _adamw(
+        embeddings, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, lr_factor
+    )
+    if dtype == torch.float16:  # Gradients underflow in float16.
         dtype = torch.bfloat16 if has_bfloat16_cores(model.wte.weight.device) else torch.float32
     return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), adamw])
 
 
-def _adamw(decayed: Sequence[Tensor], vectors: Sequence[Tensor], weight_decay: float, rate: float = 1.0) -> AdamW:
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0, "rate": rate}]
+def _adamw(decayed: Sequence[Tensor], vectors: Sequence[Tensor], weight_decay: float, lr_factor: float = 1.0) -> AdamW:
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0, "rate": lr_factor},
+    ]
     return AdamW([group for group in groups if group["params"]], lr=0.0, betas=BETAS, eps=1e-8, fused=True)

@@ -1,4 +1,4 @@
-"""The arithmetic of a run of so many minutes: what its parts take, and how much of them fits."""
+"""Planning for runs with ``--minutes``: how many steps, evaluations and samples fit."""
 
 import math
 from dataclasses import dataclass
@@ -7,80 +7,83 @@ from typing import Annotated
 from gpt.errors import UserError
 from gpt.settings import Count, Within
 
-OVERHEAD = 0.2  # of the whole time, for everything but training: what does not fit into it is cut
-END_SECONDS = 2.0  # to read back the last checkpoint, and to end
+OVERHEAD = 0.2  # The share of the time for everything except training steps.
+END_SECONDS = 2.0  # Time to read back the last checkpoint and exit.
 
 Seconds = Annotated[float, Within(-1e12, 1e12)]
 
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """The deadline of a run, the seconds that its parts take, and how much of them fits."""
+    """A run's deadline, the seconds of its parts, and the evaluations and samples that fit."""
 
-    deadline: Seconds  # on the clock of time.perf_counter
+    deadline: Seconds  # in `time.perf_counter` seconds
     step: Annotated[float, Within(1e-9, 1e9)]
-    evaluations: Seconds  # all periodic ones, with their samples and checkpoints
+    evaluations: Seconds  # periodic evaluations, with samples and checkpoints
     end: Seconds  # everything after the last step
-    pauses: Count = 20  # evaluations, with a checkpoint each
-    samples: bool = True  # whether there is time for texts sampled in between
-    windows: Count = 0  # of held-out text in an evaluation; 0: as many as is usual
-    last_windows: Count = 0  # in the measure of the best checkpoint; 0: all
-    answers: Count = 0  # pairs of each side that are checked for an exact answer; 0: as many as is usual
+    pauses: Count = 20  # evaluations, each with a checkpoint
+    samples: bool = True  # whether evaluations sample texts
+    windows: Count = 0  # held-out windows per evaluation; 0 is the default
+    last_windows: Count = 0  # held-out windows for the best checkpoint; 0 is all
+    answers: Count = 0  # pairs per split checked for exact answers; 0 is the default
 
     @classmethod
     def fitting(cls, minutes: float, began: float, now: float, costs: "Costs", evals: float) -> "TimeBudget":
-        """The budget of ``minutes`` from ``began``, with about ``evals`` evaluations where they fit. What has been
-        spent, evaluations, samples, checkpoints and the last measure take at most `OVERHEAD` of the whole; but a
-        quarter of that is theirs whatever came before."""
-        allowed = OVERHEAD * 60 * minutes
-        spare = max(allowed - (now - began), allowed / 4)
+        """Plans ``minutes`` from ``began``, with about ``evals`` evaluations if they fit.
+
+        Time spent so far, evaluations, samples, checkpoints and the final measurement share `OVERHEAD` of the total.
+        A quarter of this share is always left for the remaining parts.
+        """
+        overhead = OVERHEAD * 60 * minutes
+        spare = max(overhead - (now - began), overhead / 4)
         pauses = max(1.0, min(evals, spare / 4 / (costs.window + costs.save)))
         windows = min(costs.usual_windows, int(spare / 4 / (pauses * costs.window)))
         samples = 4 * costs.sample <= spare / 4
-        last = min(costs.whole_windows, int(spare / 4 / (1.5 * costs.window)))  # it computes in float32
-        answers = min(costs.pairs, last // 2)  # on each side
-        texts = (4 if samples else 1) * costs.sample
+        # float32 evaluation takes 1.5 times as long.
+        last_windows = min(costs.whole_windows, int(spare / 4 / (1.5 * costs.window)))
+        answers = min(costs.pairs, last_windows // 2)  # pairs per split
+        sample_seconds = (4 if samples else 1) * costs.sample
         return cls(
             deadline=began + 60 * minutes,
             step=costs.step,
-            evaluations=pauses * (windows * costs.window + costs.save) + texts - costs.sample,
-            end=1.5 * costs.window * (last + 2 * answers) + costs.save + costs.sample + END_SECONDS,
+            evaluations=pauses * (windows * costs.window + costs.save) + sample_seconds - costs.sample,
+            end=1.5 * costs.window * (last_windows + 2 * answers) + costs.save + costs.sample + END_SECONDS,
             pauses=math.ceil(pauses),
             samples=samples,
             windows=max(1, windows),
-            last_windows=max(1, last),
+            last_windows=max(1, last_windows),
             answers=max(1, answers),
         )
 
     def steps(self, now: float) -> int:
-        """The steps of the whole run, as estimated before it. Raises `UserError` if none fits."""
-        left = self.deadline - self.end - self.evaluations - now
-        if left < 4 * self.step:
-            needed = (4 * self.step - left + self.deadline - now) / 60
+        """Estimates the steps of the run before it starts. Raises `UserError` if no step fits."""
+        spare = self.deadline - self.end - self.evaluations - now
+        if spare < 4 * self.step:
+            minutes = (4 * self.step - spare + self.deadline - now) / 60
             raise UserError(
-                f"there is no time to train: a step takes {self.step:.2g} s, but only {max(0.0, left):.0f} s are left",
-                f"use at least --minutes {math.ceil(10 * needed) / 10:g}, or a smaller --batch-tokens, --block-size "
+                f"there is no time to train: a step takes {self.step:.2g} s, but only {max(0.0, spare):.0f} s are left",
+                f"use at least --minutes {math.ceil(10 * minutes) / 10:g}, or a smaller --batch-tokens, --block-size "
                 "or model",
             )
-        return int(left / self.step)
+        return int(spare / self.step)
 
     def steps_left(self, now: float, step: float) -> int:
-        """The steps that still fit, at ``step`` seconds each, evaluations and checkpoints included."""
+        """The steps that still fit. ``step`` is seconds per step, with evaluations and checkpoints."""
         return max(1, round((self.deadline - self.end - now) / step))
 
     def describe(self, batch_tokens: int) -> str:
-        """The rate, for a person."""
+        """The time per step and the throughput, as text."""
         return f"a step takes {1000 * self.step:,.0f} ms, {batch_tokens / self.step:,.0f} tokens/s"
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds, as measured, and how many windows there are."""
+    """Measured seconds, and numbers of windows and pairs."""
 
     step: float
-    window: float  # of held-out text
-    sample: float  # a text of the usual length
-    save: float  # a checkpoint
+    window: float  # a held-out window
+    sample: float  # a sample of default length
+    save: float  # writing a checkpoint
     usual_windows: int
     whole_windows: int
-    pairs: int  # that are usually checked, on each side
+    pairs: int  # pairs checked per split by default

@@ -1,4 +1,4 @@
-"""A new run: its folder, and its text, tokenized into it."""
+"""Preparing a new run: its folder and tokenized text."""
 
 import contextlib
 import os
@@ -21,12 +21,12 @@ from gpt.training.context import Session, data_record, now
 from gpt.training.data import Dataset, make_tokens, open_examples, open_tokens, tokenized
 from gpt.training.finetune import InitCheckpoint, find_init
 
-TOKENS = "tokens"  # in the run folder
+TOKENS = "tokens"  # Subfolder of the run folder.
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A new run's folder, and its data, opened."""
+    """A new run's folder and its opened data."""
 
     run: Path
     data: Dataset
@@ -41,14 +41,15 @@ def prepare(
     until_ended: contextlib.ExitStack,
     until_first_step: contextlib.ExitStack,
 ) -> Prepared:
-    """Makes a run's folder, holds its lock ``until_ended``, tokenizes the text into it unless it comes tokenized, and
-    writes what ``run.json`` says by then: it is there before the text is tokenized. If anything fails
-    ``until_first_step``, no folder is left."""
+    """Creates a run's folder, tokenizes the text into it, and writes ``run.json`` before and after.
+
+    ``until_ended`` unlocks the folder when it closes. An error before ``until_first_step`` closes removes the folder.
+    """
     listen, note = session.listen, session.note
-    config = asked = with_examples(texts, config, note)
+    config = requested = detect_examples(texts, config, note)
     if session.world.size > 1 and config.has_examples and "-" in texts:
-        what = "conversations" if config.chat else "pairs"
-        raise UserError(f"{what} cannot be read from stdin by several processes", "put them in a file")
+        kind = "conversations" if config.chat else "pairs"
+        raise UserError(f"{kind} cannot be read from stdin by several processes", "put them in a file")
     init = find_init(config)
     tokenizer = init.tokenizer if init else None
     data: Dataset | None = None
@@ -61,10 +62,10 @@ def prepare(
     else:
         corpus = open_corpus(texts, config, listen)
         config = preset_for_minutes(config, compute, corpus.found.bytes, note, session.world.size)
-    record = RunRecord(FORMAT, now(), list(texts), asdict(asked), config.preset)
+    record = RunRecord(FORMAT, now(), list(texts), asdict(requested), config.preset)
     name = corpus.name if data is None and corpus else data.name if data else ""
     run = folder.create_run(config.out or os.path.join(folder.RUNS, files.usable_name(name)))
-    until_first_step.enter_context(removed_on_failure(run))
+    until_first_step.enter_context(remove_on_failure(run))
     until_ended.enter_context(lock_run(run))
     with disk_errors(run):
         record.write(run)
@@ -76,9 +77,9 @@ def prepare(
     return Prepared(run, data, init)
 
 
-def with_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:
-    """Returns the settings with ``pairs`` or ``chat`` if neither was asked for, nor a ``field``, and every record of
-    ``texts`` has exactly the keys of one."""
+def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:
+    """Sets ``pairs`` or ``chat`` if all records of ``texts`` have exactly its keys. Changes nothing if the user set
+    ``pairs``, ``chat`` or ``field``."""
     if not texts or config.has_examples or config.field != TrainConfig.field:
         return config
     kind = kind_of(texts, config)
@@ -90,13 +91,13 @@ def with_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str
 
 
 def lock_run(run: Path) -> contextlib.AbstractContextManager[None]:
-    """Holds a run folder for this process."""
+    """Locks a run folder for this process."""
     return locked(run, "it is being trained: wait for it, or choose another run folder with --out")
 
 
 @contextlib.contextmanager
-def removed_on_failure(run: Path) -> Iterator[None]:
-    """Removes a run that fails here, before its first step, and ``runs/`` if nothing else is in it."""
+def remove_on_failure(run: Path) -> Iterator[None]:
+    """Removes a run that fails inside this context, and ``runs/`` if it is empty then."""
     try:
         yield
     except BaseException as error:

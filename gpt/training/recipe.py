@@ -1,4 +1,4 @@
-"""Resolves settings to a recipe: every ``None`` and ``auto`` is decided from the text's size and the device."""
+"""Resolves training settings to a recipe: text size and device decide every ``None`` and ``auto``."""
 
 import math
 from collections.abc import Callable
@@ -20,51 +20,49 @@ from gpt.settings import Amount, Count, Positive, Within, checked
 from gpt.text.batches import MOST_SIZES, Ramp
 from gpt.training import finetune
 
-Notes = Callable[[str], None]
+Note = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
-FLOOR = 0.1  # of the peak rate, where the cosine ends (GPT-3, appendix B)
-DECAY = 0.5  # of the steps
-# Weight decay grows with the passes over a text, to 1 after 12 or after 80 times its tokens a parameter, whichever is
-# more. Where it is 1, and passes are 300 times the tokens a parameter, there is dropout too (benchmarks/defaults.md).
-DECAYS_MOST, OFTEN, TOO_OFTEN, DROPOUT = 12, 80, 300, 0.1
-MUON_FACTOR = 2  # of AdamW's rate, measured on nano (benchmarks/defaults.md)
-RAMP_FROM = (32_768, 1 / 16)  # tokens of GPT-3's first batch; or a share of the whole one, where that is less
-# FLOPs of a run from which compiling pays on a GPU, about two minutes at a third of an H100's peak; or its minutes. And
-# FLOPs of a step: below them the host's calls take longer than the GPU's work (`nano`'s step took 13.4 ms on an H200,
-# compiled 16.0).
-COMPILE_FROM, COMPILE_MINUTES, COMPILE_STEP = 3e16, 5, 1e12
-# FLOPs of a step up to which a GPU repeats it as a CUDA graph. On an H200 a step of `nano` took 1.6 ms instead of 9.0,
-# one of `micro` with 8,192 tokens 3.3 instead of 9.9, and GPT-2's with 16,384 tokens (1.2e13) 53.7 instead of 54.1.
-GRAPH_STEP = 1e13
-# On a CPU, by dtype: seconds of a run for each layer from which it pays, and FLOPs a second for each number of the
-# width, on two cores. Making the program takes some four seconds a layer, and saves a quarter of a step in bfloat16, a
-# tenth to a fifth in float32.
-COMPILE_SECONDS = {"bfloat16": 14, "float32": 35}
-CPU_RATE = {"bfloat16": 1e9, "float32": 4.5e8}
-COMPILED_LAYERS = 6  # up to which it was measured on a CPU
-MOST_STEPS = 2**53
-ID_BYTES, ROW_BYTES = 16, 256  # of an id of a batch, and of a row beside its ids, on the host
-BATCH_SHARE = 0.5  # of the host's memory that they may take
-CPU_FLOPS = 1e13  # of a run of default length on a CPU, as 6 a parameter and token
+COSINE_FLOOR = 0.1  # The cosine schedule ends at this share of the peak learning rate (GPT-3, appendix B).
+DECAY_SHARE = 0.5  # The linear schedule decays over the last half of the steps.
+# Weight decay grows with the passes over a text. It reaches 1 at 12 passes, or at 80 times the tokens per parameter if
+# that is more. Above 300 times, dropout is added to a weight decay of 1 (benchmarks/defaults.md).
+MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
+MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
+RAMP_START = (32_768, 1 / 16)  # A ramp starts at GPT-3's 32,768 tokens, or at this share of a smaller batch.
+# On a GPU, ``auto`` compiles runs above these FLOPs (two minutes at a third of an H100's peak) or minutes, with steps
+# above these FLOPs. The host limits smaller steps: on an H200, one of `nano` takes 13.4 ms eager and 16.0 compiled.
+COMPILE_RUN_FLOPS, COMPILE_MINUTES, COMPILE_STEP_FLOPS = 3e16, 5, 1e12
+# Steps with fewer FLOPs run as CUDA graphs. On an H200, a step of `nano` took 1.6 ms instead of 9.0, of `micro` with
+# 8,192 tokens 3.3 instead of 9.9, and of GPT-2 with 16,384 tokens (1.2e13 FLOPs) 53.7 instead of 54.1.
+MAX_GRAPH_FLOPS = 1e13
+# On a CPU, ``auto`` compiles runs above these seconds per layer. Compiling takes some four seconds per layer. It saves
+# a quarter of a step in bfloat16 and a tenth to a fifth in float32.
+COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
+CPU_RATE = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOPs per second on two cores, divided by the model's width.
+MAX_COMPILED_LAYERS = 6  # Models with more layers were not measured on a CPU.
+MAX_STEPS = 2**53
+ID_BYTES, ROW_BYTES = 16, 256  # Host memory per token id of a batch, and extra bytes per row.
+BATCH_MEMORY_SHARE = 0.5  # A batch must fit into this share of host memory.
+DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token.
 
-AS_ASKED = (
+COPIED_SETTINGS = (
     "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a training run, all decided."""
+    """The resolved settings of a training run."""
 
     preset: str
     model: GPTConfig
     steps: Positive
-    batch_tokens: Positive  # tokens a step
-    rows: Positive  # sequences a step
-    micro_batch: Positive  # sequences at once in a process, which accumulates the gradients of its share of the rows
+    batch_tokens: Positive  # tokens per step
+    rows: Positive  # sequences per step
+    micro_batch: Positive  # sequences per forward pass in a process
     lr: Amount
     warmup: Count
-    decay: Count  # steps at the end over which the linear schedule decays
+    decay: Count  # final steps in which the linear schedule decays
     optimizer: Optimizer
     schedule: Schedule
     weight_decay: Amount
@@ -75,51 +73,52 @@ class Recipe:
     keep: Positive
     sample_every: Count
     seed: Count
-    lora_rank: Annotated[int, Within(0, 2**20)] = 0  # 0: no adapters, all weights are trained
+    lora_rank: Annotated[int, Within(0, 2**20)] = 0  # 0 disables adapters and trains all weights
     lora_alpha: Amount = 0.0
     lora_targets: str = "all"
     merge_lora: bool = False
     ramp: Ramp | None = None
-    loss_chunk: Count = 0  # positions whose logits exist at once; 0: as many as memory is counted for
+    loss_chunk: Count = 0  # positions per chunk of logits; 0 is `gpt.model.memory.positions_at_once`
     compile: bool = False
-    shard: Literal["none", "full"] = "none"  # whether weights, gradients and moments are sharded over processes
-    tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes, which share each sequence
-    context: Count = 0  # of the saved model, if it is longer than in training; 0: the same
-    recompute: bool = False  # whether activations of blocks are recomputed in the backward pass
-    planned: Count = 0  # the steps before the last ``decay`` ones were fitted into the minutes; 0: they were not
+    shard: Literal["none", "full"] = "none"  # whether data ranks shard weights, gradients and moments
+    tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes
+    context: Count = 0  # context of the saved model if it is longer than in training, else 0
+    recompute: bool = False  # whether the backward pass recomputes activations
+    planned: Count = 0  # steps planned before the final ``decay`` was fitted to the time left; 0 if it wasn't
 
     @property
     def saved_model(self) -> GPTConfig:
-        """The shape that checkpoints say. Rotary positions have no table that a shorter context would cut, so the model
-        keeps the one that it had before fine-tuning."""
+        """The model's shape in checkpoints. With RoPE, fine-tuning keeps the original context."""
         return replace(self.model, block_size=max(self.context, self.model.block_size))
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process holds a part of the weights, so that they compute each forward pass together."""
+        """Whether each process has only a shard of the weights."""
         return self.shard == "full" or self.tensor > 1
 
-    def is_one_program(self, compute: Compute, processes: int) -> bool:
-        """Whether compiling makes one program of forward and backward pass: on a CPU, where one process trains all
-        weights and computes nothing twice."""
-        alone = processes == 1 and not self.is_sharded
-        return compute.device.type == "cpu" and alone and not (self.lora_rank or self.recompute or self.loss_chunk)
+    def compiles_whole_step(self, compute: Compute, processes: int) -> bool:
+        """Whether forward and backward pass compile into one program. This requires a single process on a CPU, and
+        training all weights without recomputation."""
+        single = processes == 1 and not self.is_sharded
+        return compute.device.type == "cpu" and single and not (self.lora_rank or self.recompute or self.loss_chunk)
 
-    def is_graph(self, compute: Compute, processes: int) -> bool:
-        """Whether a step is a CUDA graph: of a process by itself on a GPU, if launching its kernels takes longer than
-        they do. The scale of a float16 loss is kept on the host, and recomputing a block asks for random states."""
+    def uses_cuda_graph(self, compute: Compute, processes: int) -> bool:
+        """Whether a single process runs steps as CUDA graphs, because launching kernels takes longer than running them.
+        Not for float16, whose loss scale is on the host, nor with recomputation, which reads random states."""
         flops = 6 * breakdown(self.model).trainable * self.batch_tokens
-        alone = processes == 1 and not self.is_sharded and not self.recompute
-        return compute.device.type == "cuda" and alone and compute.dtype != torch.float16 and flops < GRAPH_STEP
+        single = processes == 1 and not self.is_sharded and not self.recompute
+        return compute.device.type == "cuda" and single and compute.dtype != torch.float16 and flops < MAX_GRAPH_FLOPS
 
     def tokens(self, steps: int) -> int:
-        """Tokens of the first ``steps`` steps."""
+        """The tokens in the first ``steps`` steps."""
         return self.ramp.before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
 
     def lr_at(self, step: float) -> float:
-        """The learning rate of step 1 … ``steps``: linear from 0 to ``lr`` over ``warmup`` steps, then ``lr`` and, over
-        the last ``decay`` steps, linear towards 0 (Hägele et al. 2024, arXiv 2405.18392); a cosine down to a tenth, the
-        rest of which is stretched over steps that were fitted into the minutes; or ``lr``.
+        """The learning rate at ``step``, from 1 to ``steps``. It rises linearly to ``lr`` over ``warmup`` steps.
+
+        Then ``linear`` keeps it and decays it linearly towards 0 over the last ``decay`` steps (Hägele et al. 2024,
+        arXiv 2405.18392), ``cosine`` decays to a tenth, and ``constant`` keeps it. With ``planned``, the last ``decay``
+        steps run through the rest of the planned cosine.
         """
         if step < self.warmup:
             return self.lr * step / self.warmup
@@ -127,30 +126,28 @@ class Recipe:
             return self.lr
         if self.schedule == "linear":
             return self.lr * min(1.0, (self.steps + 1 - step) / max(1, self.decay))
-        steps, left = self.planned or self.steps, self.steps - step
-        if self.planned and left < self.decay:
-            step = steps - left * (steps - (self.steps - self.decay)) / self.decay
+        steps, steps_left = self.planned or self.steps, self.steps - step
+        if self.planned and steps_left < self.decay:
+            step = steps - steps_left * (steps - (self.steps - self.decay)) / self.decay
         progress = (step - self.warmup) / max(1, steps - self.warmup)
-        return self.lr * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
+        return self.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
-    """The preset that was asked for, or the one for a text of ``n_bytes``. On a CPU it is a small one, which in the
-    minutes of the default length learns more of any text than a larger one that sees fewer tokens
-    (benchmarks/defaults.md)."""
+    """The user's preset, or the default for a text of ``n_bytes``. On a CPU the default is small: in a run of default
+    length, larger models see fewer tokens and learn less (benchmarks/defaults.md)."""
     if config.preset != "auto":
         return config.preset
     if device == "cpu":
         return "nano"
-    for name, least in (("gpt2", 2_000_000_000), ("small", 100_000_000), ("mini", 2_000_000)):
-        if n_bytes >= least:
+    for name, min_bytes in (("gpt2", 2_000_000_000), ("small", 100_000_000), ("mini", 2_000_000)):
+        if n_bytes >= min_bytes:
             return name
     return "micro"
 
 
 def example_context(config: TrainConfig, n_bytes: int, device: str, start: GPTConfig | None) -> int:
-    """The context of a run on examples of ``n_bytes``, which does not shrink to the text. ``start`` is the shape of the
-    model that is fine-tuned."""
+    """The context for training on examples of ``n_bytes``. ``start`` is the base model's shape in fine-tuning."""
     if start is not None:
         return finetune.training_shape(config, start, lambda text: None).block_size
     return config.block_size or find_preset(preset_name(config, n_bytes, device)).model.block_size
@@ -163,44 +160,44 @@ def resolve(
     n_tokens: int,
     vocab_size: int,
     held_out: bool,
-    note: Notes,
+    note: Note,
     start: GPTConfig | None = None,
     pairs: int = 0,
     processes: int = 1,
     most_tokens: float = math.inf,
 ) -> Recipe:
-    """The recipe for ``n_tokens`` of training text of ``n_bytes``. ``start`` is the shape of the model that is
-    fine-tuned; ``pairs`` is the number of pairs, if these are the rows of a batch; ``processes`` data ranks share each
-    batch. Fine-tuning reads ``most_tokens`` in the time that it has.
+    """Resolves the recipe for ``n_tokens`` of training text, ``n_bytes`` long.
 
-    Tells ``note`` what it had to change. Raises `UserError` for settings that contradict each other or the text.
+    ``start`` is the base model's shape in fine-tuning, which has time for ``most_tokens``. ``pairs`` is the number of
+    pairs if batches consist of pairs, and ``processes`` the number of data ranks. Calls ``note`` about changed
+    settings. Raises `UserError` for settings that contradict each other or the text.
     """
     context = start.block_size if start is not None and start.positions == "rotary" else 0
     start = start and finetune.training_shape(config, start, note)
     name = preset_name(config, n_bytes, compute.device.type) if start is None else nearest_preset(start)
     preset = find_preset(name) if start is None else replace(find_preset(name), model=start)
-    model = _model(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
+    model = _model_shape(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
     optimizer = auto_optimizer(config, model)
     check_heads(model, config.tensor)
     if start is not None:
-        usual = finetune.usual_epochs(n_tokens, pairs > 0, model, compute.device.type)
-        tokens = min(usual * n_tokens, most_tokens)
+        default_epochs = finetune.usual_epochs(n_tokens, pairs > 0, model, compute.device.type)
+        tokens = min(default_epochs * n_tokens, most_tokens)
         preset = finetune.tuned(preset, tokens, finetune.PAIR_STEPS if pairs else finetune.STEPS)
     else:
-        usual = auto_epochs(n_tokens, model, compute.device.type)
-        preset = finetune.tuned(preset, usual * n_tokens, finetune.STEPS) if pairs else preset
-    batch = _batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
-    steps = _steps(config, n_tokens, batch, usual)
-    passes = 0.0 if start is not None else batch.read(steps) / n_tokens
+        default_epochs = auto_epochs(n_tokens, model, compute.device.type)
+        preset = finetune.tuned(preset, default_epochs * n_tokens, finetune.STEPS) if pairs else preset
+    batch = _plan_batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
+    steps = _total_steps(config, n_tokens, batch, default_epochs)
+    passes = 0.0 if start is not None else batch.tokens_read(steps) / n_tokens
     dropout, weight_decay = auto_regularization(passes, n_tokens / breakdown(model).trainable)
     model = model if config.dropout is not None else replace(model, dropout=dropout)
-    warmup = _warmup(config, steps, batch)
-    for line in _without_effect(config, model, steps, warmup, held_out):
+    warmup = _warmup_steps(config, steps, batch)
+    for line in _ineffective_settings(config, model, steps, warmup, held_out):
         note(line)
     if model.layout == "gpt":
         note("no Transformers class supports this architecture, so only gpt can load the checkpoints")
     eval_every = config.eval_every or math.ceil(steps / 20)
-    as_asked: dict[str, Any] = {each: getattr(config, each) for each in AS_ASKED}
+    copied: dict[str, Any] = {option: getattr(config, option) for option in COPIED_SETTINGS}
     recipe = Recipe(
         preset=name,
         model=model,
@@ -208,9 +205,9 @@ def resolve(
         batch_tokens=batch.tokens,
         rows=batch.rows,
         micro_batch=batch.setup.micro_batch,
-        lr=_rate(config, preset, optimizer),
+        lr=_learning_rate(config, preset, optimizer),
         warmup=warmup,
-        decay=round(DECAY * steps) if config.decay is None else config.decay,
+        decay=round(DECAY_SHARE * steps) if config.decay is None else config.decay,
         optimizer=optimizer,
         weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
         eval_every=eval_every,
@@ -222,26 +219,26 @@ def resolve(
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
         context=context,
-        **as_asked,
+        **copied,
     )
-    return replace(recipe, compile=_compiles(config, recipe, compute, processes))
+    return replace(recipe, compile=_should_compile(config, recipe, compute, processes))
 
 
 def broadcast(world: World, make: Callable[[], Recipe]) -> Recipe:
-    """Rank 0's recipe, on all ranks."""
+    """Broadcasts rank 0's recipe to all ranks."""
     return checked(Recipe, world.broadcast_object(lambda: asdict(make())), "the recipe of process 0")
 
 
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
-    """The optimizer of ``model``: Muon, but AdamW for adapters and for a large model that is fine-tuned."""
+    """The optimizer of ``model``: Muon by default, AdamW for adapters and for fine-tuning a large model."""
     if config.lora_rank:
         return "adamw"
-    large = config.init is not None and breakdown(model).trainable >= finetune.ADAMW_FROM
-    return config.optimizer or ("adamw" if large else "muon")
+    is_large = config.init is not None and breakdown(model).trainable >= finetune.ADAMW_FROM
+    return config.optimizer or ("adamw" if is_large else "muon")
 
 
-def _without_effect(config: TrainConfig, model: GPTConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
-    """Notes about settings that have no effect, or less than intended."""
+def _ineffective_settings(config: TrainConfig, model: GPTConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
+    """Notes about settings with no effect, or less than intended."""
     lines = []
     if config.patience and not held_out:
         lines.append("--patience has no effect: nothing is held out")
@@ -255,18 +252,17 @@ def _without_effect(config: TrainConfig, model: GPTConfig, steps: int, warmup: i
     return lines
 
 
-def _rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) -> float:
+def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) -> float:
     if config.lr is not None:
         return config.lr
-    rate = preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
+    lr = preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
     if config.init is None:
-        return rate
-    return rate * (finetune.LORA_RATE if config.lora_rank else finetune.RATE[optimizer])
+        return lr
+    return lr * (finetune.LORA_RATE if config.lora_rank else finetune.RATE[optimizer])
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless so many processes can share each sequence evenly. (What divides the heads of keys and
-    values divides the others, and the MLP's inside.)"""
+    """Raises `UserError` unless ``tensor`` divides the key/value heads, and so the query heads and the MLP's width."""
     heads = model.kv_heads
     if heads % tensor:
         raise UserError(
@@ -275,7 +271,7 @@ def check_heads(model: GPTConfig, tensor: int) -> None:
         )
 
 
-def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, note: Notes) -> GPTConfig:
+def _model_shape(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, note: Note) -> GPTConfig:
     shape = preset.model
     block_size = config.block_size or shape.block_size
     if n_tokens < block_size:
@@ -286,65 +282,67 @@ def _model(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, 
     return config.new_model(shape, vocab_size, block_size)
 
 
-def _rows(config: TrainConfig, preset: Preset, row: float, pairs: bool) -> int:
-    """Sequences a step, of ``row`` tokens on average. A batch of running text that was asked for must fit the context
-    that was; it is rounded to one that shrank."""
-    asked, context = config.batch_tokens, config.block_size or preset.model.block_size
-    if not pairs and asked is not None and asked % context:
-        below, above = asked // context * context, -(-asked // context) * context
+def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: bool) -> int:
+    """The sequences per step, of ``row_tokens`` on average. Raises `UserError` if the user's batch of running text is
+    not a multiple of the requested context. It is rounded if a short text reduced the context."""
+    batch_tokens, context = config.batch_tokens, config.block_size or preset.model.block_size
+    if not pairs and batch_tokens is not None and batch_tokens % context:
+        below, above = batch_tokens // context * context, -(-batch_tokens // context) * context
         raise UserError(
-            f"batch-tokens {asked:,} is not a multiple of the context, {context:,}",
+            f"batch-tokens {batch_tokens:,} is not a multiple of the context, {context:,}",
             f"use {above:,}" + (f" or {below:,}" if below else ""),
         )
-    return max(1, round((asked or preset.batch_tokens) / row))
+    return max(1, round((batch_tokens or preset.batch_tokens) / row_tokens))
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """The batch of a step, and how many steps read so many tokens."""
+    """The batch of a step."""
 
     rows: int
-    row: float  # tokens, of pairs on average
+    row_size: float  # tokens per row, on average
     ramp: Ramp | None
     setup: Setup
 
     @property
     def tokens(self) -> int:
-        return round(self.rows * self.row)
+        return round(self.rows * self.row_size)
 
     def steps(self, tokens: float) -> int:
-        return max(1, self.ramp.steps(math.ceil(tokens / self.row)) if self.ramp else round(tokens / self.tokens))
+        return max(1, self.ramp.steps(math.ceil(tokens / self.row_size)) if self.ramp else round(tokens / self.tokens))
 
-    def read(self, steps: int) -> float:
-        return self.ramp.before(steps) * self.row if self.ramp else steps * self.tokens
+    def tokens_read(self, steps: int) -> float:
+        return self.ramp.before(steps) * self.row_size if self.ramp else steps * self.tokens
 
 
-def _batch(
-    config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair: float | None, processes: int
+def _plan_batch(
+    config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair_tokens: float | None, processes: int
 ) -> _Batch:
-    """``pair``: tokens of a pair on average, where these are the rows. A batch that the processes cannot share evenly
-    is rounded up; raises `UserError` where it was asked for to the token."""
+    """Plans the batch. If ``pair_tokens`` is set, its rows are pairs with this average length.
+
+    Rounds up a default batch that the processes cannot split evenly. Raises `UserError` for a batch that the user set.
+    """
     T, ramp = model.block_size, None
-    row = T if pair is None else pair
-    rows = _rows(config, preset, row, pair is not None)
-    if config.batch_tokens is None or pair is not None:
+    row_tokens = T if pair_tokens is None else pair_tokens
+    rows = _batch_rows(config, preset, row_tokens, pair_tokens is not None)
+    if config.batch_tokens is None or pair_tokens is not None:
         rows += -rows % processes
-    check_share(rows, processes, T if pair is None else None)
-    _check_batch(rows // processes, rows * row)
-    setup = _setup(config, model, compute, rows // processes, processes)
+    check_even_split(rows, processes, T if pair_tokens is None else None)
+    _check_batch(rows // processes, rows * row_tokens)
+    setup = _plan_micro_batch(config, model, compute, rows // processes, processes)
     if config.batch_ramp is not None:
-        first = max(1, min(RAMP_FROM[0] // T, round(rows * RAMP_FROM[1])))
+        first = max(1, min(RAMP_START[0] // T, round(rows * RAMP_START[1])))
         first += -first % processes
         ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), setup.micro_batch * processes, processes)
         if ramp.sizes > MOST_SIZES:
             raise UserError(f"a batch ramp to {rows:,} sequences has too many sizes: {ramp.sizes:,}", "leave it out")
-    return _Batch(rows, row, ramp, setup)
+    return _Batch(rows, row_tokens, ramp, setup)
 
 
 def _check_batch(rows: int, tokens: float) -> None:
-    """Raises `UserError` where this machine cannot hold a process's ``rows`` of a step of so many ``tokens``."""
+    """Raises `UserError` if the ids of a step exceed host memory."""
     needed, memory = rows * ROW_BYTES + ID_BYTES * tokens, host_memory()
-    if needed > BATCH_SHARE * memory:
+    if needed > BATCH_MEMORY_SHARE * memory:
         raise UserError(
             f"the ids of a step of {tokens:,.0f} tokens take {needed / 1e9:,.1f} GB, and this machine has "
             f"{memory / 1e9:,.1f} GB",
@@ -352,8 +350,8 @@ def _check_batch(rows: int, tokens: float) -> None:
         )
 
 
-def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
-    """The micro-batch of a process with ``rows`` sequences of a step. Dropout that is not decided yet is counted."""
+def _plan_micro_batch(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
+    """Plans the micro-batch of a process with ``rows`` sequences per step. Undecided dropout counts as enabled."""
     if config.dropout is None and config.init is None:
         model = replace(model, dropout=DROPOUT)
     setup = replace(
@@ -361,25 +359,26 @@ def _setup(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, p
     )
     if config.micro_batch == "auto":
         return largest(model, setup, rows, compute.memory())
-    return in_chunks(model, at_once(setup, asked_micro_batch(config.micro_batch, rows), rows), compute.memory())
+    return in_chunks(model, at_once(setup, parse_micro_batch(config.micro_batch, rows), rows), compute.memory())
 
 
-def _memory_setup(asked: TrainConfig | Recipe, optimizer: Optimizer, compute: Compute, processes: int) -> Setup:
+def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, compute: Compute, processes: int) -> Setup:
     return Setup(
         dtype=compute.dtype_name,
         optimizer=optimizer,
         data=processes,
-        shard=asked.shard == "full",
-        tensor=asked.tensor,
+        shard=settings.shard == "full",
+        tensor=settings.tensor,
         device="cuda" if compute.device.type == "cuda" else "cpu",
     )
 
 
 def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1) -> None:
-    """Raises `UserError` if a device cannot hold weights, gradients and moments, whatever is computed at once, or if
-    the host cannot hold the copies of weights and moments for checkpoints: a system that has promised too much memory
-    kills. Of all ``processes`` of data, ``here`` are on this machine. Adapters, whose moments are small, are not
-    checked."""
+    """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
+    memory: the system would kill the process.
+
+    ``here`` of the ``processes`` data ranks run on this machine. Adapters are not checked: their moments are small.
+    """
     model, memory = recipe.model, compute.memory()
     if recipe.lora_rank:
         return
@@ -401,76 +400,75 @@ def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1)
         )
 
 
-def asked_micro_batch(asked: str, rows: int) -> int:
-    """The micro-batch that was asked for. Raises `UserError` if it is no number or does not divide a process's
-    ``rows``."""
-    if not asked.isascii() or not asked.isdigit() or int(asked) < 1:
-        raise UserError(f'micro-batch is "{asked}"; it must be auto or a whole number of at least 1')
-    if rows % int(asked):
+def parse_micro_batch(text: str, rows: int) -> int:
+    """Parses a micro-batch. Raises `UserError` unless it is a divisor of a process's ``rows``."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UserError(f'micro-batch is "{text}"; it must be auto or a whole number of at least 1')
+    if rows % int(text):
         raise UserError(
-            f"a micro-batch of {asked} does not divide the {rows:,} sequences of a step",
+            f"a micro-batch of {text} does not divide the {rows:,} sequences of a step",
             "use one of " + ", ".join(map(str, divisors(rows))),
         )
-    return int(asked)
+    return int(text)
 
 
-def check_share(rows: int, processes: int, length: int | None = None) -> None:
-    """Raises `UserError` if processes cannot share the sequences of a step, of ``length`` tokens each, evenly."""
+def check_even_split(rows: int, processes: int, row_tokens: int | None = None) -> None:
+    """Raises `UserError` if the processes cannot split the sequences of a step evenly."""
     if rows % processes:
         hint = "use --nproc " + " or ".join(str(n) for n in divisors(rows)[:8])
-        if length is not None:
-            below, above = ((rows // processes + more) * processes * length for more in (0, 1))
+        if row_tokens is not None:
+            below, above = ((rows // processes + extra) * processes * row_tokens for extra in (0, 1))
             hint = f"use --batch-tokens {above}" + (f" or {below}" if below else "") + f", or {hint[4:]}"
         raise UserError(f"the {rows:,} sequences of a step cannot be split evenly over {processes} processes", hint)
 
 
-def _warmup(config: TrainConfig, steps: int, batch: _Batch) -> int:
+def _warmup_steps(config: TrainConfig, steps: int, batch: _Batch) -> int:
     if config.warmup_tokens is not None:
         return batch.steps(config.warmup_tokens) if config.warmup_tokens else 0
     return min(2000, round(steps / 20)) if config.warmup is None else config.warmup
 
 
-def _steps(config: TrainConfig, n_tokens: int, batch: _Batch, usual_epochs: float) -> int:
+def _total_steps(config: TrainConfig, n_tokens: int, batch: _Batch, default_epochs: float) -> int:
     if config.steps is not None:
         return config.steps
     if config.minutes is not None:
-        return 1000  # a guess, until the rate is measured (gpt.training.budget)
-    epochs = usual_epochs if config.epochs is None else config.epochs
+        return 1000  # A guess until `gpt.training.budget` measures the throughput.
+    epochs = default_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")
     steps = batch.steps(epochs * n_tokens)
-    if steps > MOST_STEPS:
-        raise UserError(f"{epochs:g} epochs are {steps:,} steps; the limit is {MOST_STEPS:,}", "use fewer")
+    if steps > MAX_STEPS:
+        raise UserError(f"{epochs:g} epochs are {steps:,} steps; the limit is {MAX_STEPS:,}", "use fewer")
     return steps
 
 
 def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
-    """The epochs over a text of ``n_tokens``: at most 20 times, and at most what takes about two minutes on two CPU
-    cores, or 20 tokens a parameter elsewhere (Hoffmann et al. 2022)."""
+    """The default epochs: up to 20, within about two minutes on two CPU cores, or 20 tokens per parameter on other
+    devices (Hoffmann et al. 2022)."""
     parameters = breakdown(model).trainable
-    tokens = CPU_FLOPS / (6 * parameters) if device == "cpu" else 20 * parameters
+    tokens = DEFAULT_CPU_FLOPS / (6 * parameters) if device == "cpu" else 20 * parameters
     return min(20.0, tokens / n_tokens)
 
 
 def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[float, float]:
-    """Dropout and weight decay for a text: more of both the more often it is read, and the shorter it is, so that it is
-    not learnt by heart (benchmarks/defaults.md)."""
-    decay = min(1.0, passes / max(DECAYS_MOST, OFTEN * tokens_per_parameter))
-    dropout = DROPOUT if decay == 1 and passes >= TOO_OFTEN * tokens_per_parameter else 0.0
+    """The default dropout and weight decay. Both grow with the passes over a text and shrink with its length, to limit
+    overfitting (benchmarks/defaults.md)."""
+    decay = min(1.0, passes / max(MAX_DECAY_PASSES, MAX_DECAY_RATIO * tokens_per_parameter))
+    dropout = DROPOUT if decay == 1 and passes >= DROPOUT_RATIO * tokens_per_parameter else 0.0
     return dropout, max(USUAL_DECAY, round(decay, 2))
 
 
-def _compiles(config: TrainConfig, recipe: Recipe, compute: Compute, processes: int) -> bool:
-    """Whether to compile. ``auto`` does so for long runs, on a CPU where one process trains all weights of a small
-    model (benchmarks/defaults.md). Not for examples: batches vary in length."""
+def _should_compile(config: TrainConfig, recipe: Recipe, compute: Compute, processes: int) -> bool:
+    """Whether to compile. ``auto`` compiles long runs, and on a CPU only small models (benchmarks/defaults.md). It
+    excludes examples, whose batches vary in length."""
     if config.compile != "auto" or config.has_examples:
         return config.compile == "on"
     model, dtype = recipe.model, compute.dtype_name
     flops = 6 * breakdown(model).trainable * recipe.tokens(recipe.steps)
     if compute.device.type == "cuda":
-        is_long = flops >= COMPILE_FROM if config.minutes is None else config.minutes >= COMPILE_MINUTES
-        return is_long and flops >= COMPILE_STEP * recipe.steps
-    if not recipe.is_one_program(compute, processes) or model.n_layer > COMPILED_LAYERS:
+        is_long = flops >= COMPILE_RUN_FLOPS if config.minutes is None else config.minutes >= COMPILE_MINUTES
+        return is_long and flops >= COMPILE_STEP_FLOPS * recipe.steps
+    if not recipe.compiles_whole_step(compute, processes) or model.n_layer > MAX_COMPILED_LAYERS:
         return False
     seconds = flops / (CPU_RATE[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes
-    return seconds >= COMPILE_SECONDS[dtype] * model.n_layer and compiles_unasked()
+    return seconds >= COMPILE_LAYER_SECONDS[dtype] * model.n_layer and compiles_unasked()

@@ -1,4 +1,4 @@
-"""A run that was started: finding and reading it, and what a resume may change of it."""
+"""Resuming a run: finding it, reading it, and applying changed settings."""
 
 import contextlib
 import shutil
@@ -26,11 +26,11 @@ from gpt.training.context import Result, Session, versions
 from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens, tokenized
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
-from gpt.training.recipe import Recipe, asked_micro_batch, check_heads, check_share
+from gpt.training.recipe import Recipe, check_even_split, check_heads, parse_micro_batch
 from gpt.training.state import Saved, read_saved
 from gpt.words import counted
 
-MAY_CHANGE = (
+CHANGEABLE_OPTIONS = (
     "steps",
     "nproc",
     "shard",
@@ -41,13 +41,13 @@ MAY_CHANGE = (
     "micro_batch",
     "keep",
     "log",
-)  # in a resume: data and result stay, up to rounding
+)  # Except for ``steps``, the result stays the same up to rounding.
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A run that was begun. ``checkpoint`` is the one that it resumes from, ``saved`` its training state; without one
-    it starts at step 0. ``result`` is that of a finished run."""
+class StartedRun:
+    """A run to resume from ``checkpoint``, or at step 0 without one. ``saved`` is the checkpoint's training state. Only
+    a finished run has a ``result``."""
 
     run: Path
     record: RunRecord
@@ -57,14 +57,14 @@ class Begun:
     saved: Saved | None = None
     result: Result | None = None
 
-    def ends_with(self, given: Mapping[str, Any]) -> Result | None:
-        """Its result, unless more steps are asked for."""
-        return self.result if self.result is not None and (given.get("steps") or 0) <= self.result.steps else None
+    def final_result(self, changes: Mapping[str, Any]) -> Result | None:
+        """The result of a finished run, unless the user wants more steps."""
+        return self.result if self.result is not None and (changes.get("steps") or 0) <= self.result.steps else None
 
     @property
     def recipe(self) -> Recipe | None:
-        """The checkpoint's recipe, or the one that was resolved before the first checkpoint. Minutes are measured anew
-        if nothing was saved."""
+        """The recipe of the checkpoint, or before the first one, of ``run.json``. It is None if a run with
+        ``--minutes`` has to measure its speed again."""
         if self.saved is not None:
             return self.saved.recipe
         if self.record.resolved is None or self.config.minutes is not None:
@@ -72,97 +72,96 @@ class Begun:
         return checked(Recipe, self.record.resolved, str(self.run / folder.RECORD))
 
     @property
-    def lengthened(self) -> dict[str, int]:
-        """The steps that an earlier resume asked for, if the checkpoint is older."""
-        steps = [each.given.get("steps") for each in self.record.resumed]
-        most = max((n for n in steps if type(n) is int), default=0)
-        return {"steps": most} if self.recipe is not None and self.recipe.steps < most < 2**53 else {}
+    def requested_steps(self) -> dict[str, int]:
+        """The increased steps of an earlier resume, if the checkpoint doesn't have them yet."""
+        steps = [resume.given.get("steps") for resume in self.record.resumed]
+        max_steps = max((n for n in steps if type(n) is int), default=0)
+        return {"steps": max_steps} if self.recipe is not None and self.recipe.steps < max_steps < 2**53 else {}
 
 
 @contextlib.contextmanager
-def find(run: str | None, given: Mapping[str, Any], session: Session) -> Iterator[tuple[str, str | None]]:
-    """Finds the run to resume and the name of its checkpoint, holds its lock, and repairs its folder."""
+def find_and_lock(run: str | None, changes: Mapping[str, Any], session: Session) -> Iterator[tuple[str, str | None]]:
+    """Finds the run to resume and its checkpoint's name, locks the run, and repairs its folder."""
     path = find_run(run)
     with lock_run(path):
-        begun = read_begun(path)
-        if begun.ends_with(given):
+        started = read_started(path)
+        if started.final_result(changes):
             yield str(path), None
             return
-        logs.check(str(given.get("log", begun.config.log)))
+        logs.check(str(changes.get("log", started.config.log)))
         with disk_errors(path):
             files.recover(path)
             folder.write_index(path)
         yield str(path), find_checkpoint(path, session.note)
 
 
-def find_run(asked: str | None) -> Path:
-    """The run that was asked for; None means the newest in ``runs/`` that is not finished. Raises `UserError` if there
-    is none."""
-    if asked:
-        folder.check_run(Path(asked))
-        return Path(asked)
-    begun = []
+def find_run(name: str | None) -> Path:
+    """Returns the run at ``name``, or the newest unfinished one in ``runs/``. Raises `UserError` if there is none."""
+    if name:
+        folder.check_run(Path(name))
+        return Path(name)
+    unfinished = []
     for path in folder.runs_in(Path(folder.RUNS)):
         with contextlib.suppress(UserError):
             record = RunRecord.read(path)
             if not record.ended:
-                begun.append((record.started, path))
-    if not begun:
+                unfinished.append((record.started, path))
+    if not unfinished:
         raise UserError("there is no unfinished run in runs/ to resume", folder.known_runs())
-    return max(begun)[1]
+    return max(unfinished)[1]
 
 
-def finished(asked: str | None, given: Mapping[str, Any]) -> Result | None:
-    """The result of a finished run, unless more steps are asked for. Raises as `find_run` and `read_begun` do."""
-    return read_begun(find_run(asked)).ends_with(given)
+def finished_result(name: str | None, changes: Mapping[str, Any]) -> Result | None:
+    """The result of a finished run, unless the user wants more steps. Raises like `find_run` and `read_started`."""
+    return read_started(find_run(name)).final_result(changes)
 
 
-def processes_of(asked: str | None, given: Mapping[str, Any]) -> int:
-    """The number of processes of one machine that resume a run: as ``given``, or as many as it had; one if it is
-    finished. Raises as `find_run` and `read_begun` do."""
-    begun = read_begun(find_run(asked))
-    if begun.ends_with(given):
+def processes_of(name: str | None, changes: Mapping[str, Any]) -> int:
+    """The number of local processes for a resume: from ``changes``, or as before, or one for a finished run. Raises
+    like `find_run` and `read_started`."""
+    started = read_started(find_run(name))
+    if started.final_result(changes):
         return 1
-    before = [each.given for each in begun.record.resumed]
-    said = [each.get("nproc") for each in (begun.record.settings or {}, *before, given)]
-    return next((n for n in reversed(said) if type(n) is int and 1 <= n <= 1024), 1)
+    earlier = [options.given for options in started.record.resumed]
+    counts = [options.get("nproc") for options in (started.record.settings or {}, *earlier, changes)]
+    return next((n for n in reversed(counts) if type(n) is int and 1 <= n <= 1024), 1)
 
 
-def refuse_others(given: Mapping[str, Any], texts: Sequence[str]) -> None:
-    """Raises `UserError` for anything that cannot be given with ``--resume``: all but `MAY_CHANGE`."""
-    may = "allowed options: " + ", ".join(f"--{name.replace('_', '-')}" for name in MAY_CHANGE)
+def refuse_fixed_options(changes: Mapping[str, Any], texts: Sequence[str]) -> None:
+    """Raises `UserError` for texts and for options that ``--resume`` cannot change."""
+    hint = "allowed options: " + ", ".join(f"--{name.replace('_', '-')}" for name in CHANGEABLE_OPTIONS)
     if texts:
         raise UserError(
             f"a text ({texts[0]}) cannot be given with --resume: a run keeps its text",
             "gpt train --resume RUN continues a run; --init RUN starts another from its weights",
         )
-    for name in given:
-        if name not in MAY_CHANGE:
+    for name in changes:
+        if name not in CHANGEABLE_OPTIONS:
             raise UserError(
                 f"--{name.replace('_', '-')} cannot be given with --resume: the run continues exactly as it started",
-                may,
+                hint,
             )
 
 
-def read_begun(run: Path, at: str | None = None) -> Begun:
-    """Reads ``run.json``, and the checkpoint ``at`` which the run resumes. Raises `UserError` if they are damaged or of
-    another version."""
-    where = str(run / folder.RECORD)
+def read_started(run: Path, name: str | None = None) -> StartedRun:
+    """Reads ``run.json`` and the training state of the checkpoint ``name``. Raises `UserError` for damaged files or
+    other formats."""
+    path = str(run / folder.RECORD)
     record = RunRecord.read(run)
     if record.format != FORMAT:
-        raise UserError(f"{where} has format {record.format}; this program reads format {FORMAT}", "update gpt")
+        raise UserError(f"{path} has format {record.format}; this program reads format {FORMAT}", "update gpt")
     if record.texts is None or record.settings is None:
-        raise UserError(f"{where} is damaged: it does not contain the settings of the run", "train again")
-    config = from_dict(TrainConfig, record.settings, where)
+        raise UserError(f"{path} is damaged: it does not contain the settings of the run", "train again")
+    config = from_dict(TrainConfig, record.settings, path)
     config = replace(config, preset=record.size or config.preset)
     result = Result.of(run, record.result) if record.ended and record.result is not None else None
-    saved = None if at is None else read_saved(run / at)
-    return Begun(run, record, record.texts, config, None if at is None else run / at, saved, result)
+    saved = None if name is None else read_saved(run / name)
+    return StartedRun(run, record, record.texts, config, None if name is None else run / name, saved, result)
 
 
 def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
-    """The name of the newest whole checkpoint that can be resumed from; None if there are none yet. Raises `UserError`
-    if there are some, and none is whole."""
+    """The name of the newest intact checkpoint to resume from, or None before the first checkpoint. Raises `UserError`
+    if all checkpoints are damaged or contain only weights."""
     entries = folder.checkpoints(run)
     if not entries:
         return None
@@ -177,85 +176,91 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
     return path.name
 
 
-def same_compute(begun: Begun, given: Mapping[str, Any], processes: int, note: Callable[[str], None]) -> Compute:
-    """The device, dtype and threads that the run had, or those that are ``given``; threads only if it had as many
-    ``processes``. Notes every change that moves rounding."""
-    machine = begun.saved.machine if begun.saved else begun.record.compute
-    asked, threads = given.get("device"), given.get("threads", begun.config.threads)
+def restore_compute(
+    started: StartedRun, changes: Mapping[str, Any], processes: int, note: Callable[[str], None]
+) -> Compute:
+    """Restores the device, dtype and threads, except for ``changes``. Threads are restored only on the same device
+    with the same number of ``processes``. Notes every change that affects rounding."""
+    machine = started.saved.machine if started.saved else started.record.compute
+    requested, threads = changes.get("device"), changes.get("threads", started.config.threads)
     if machine is None:
-        compute = device.pick(asked or begun.config.device, begun.config.dtype, training=True)
+        compute = device.pick(requested or started.config.device, started.config.dtype, training=True)
         device.use_threads(compute, threads)
         return compute
-    where = asked if asked not in (None, "auto") else machine.device
-    compute = device.pick(where, machine.dtype, training=True)
-    before = torch.device(machine.device)
-    moved = compute.device.type != before.type or compute.device.index not in (None, before.index)
-    if moved:
+    target = requested if requested not in (None, "auto") else machine.device
+    compute = device.pick(target, machine.dtype, training=True)
+    old_device = torch.device(machine.device)
+    device_changed = compute.device.type != old_device.type or compute.device.index not in (None, old_device.index)
+    if device_changed:
         note(f"on {compute.device} instead of {machine.device}: equal up to rounding, not bit for bit")
     if processes != machine.processes:
         note(
             f"{counted(processes, 'process', 'processes')} instead of {machine.processes}: same batches; equal up to "
             "rounding, except for dropout"
         )
-    elif not moved and compute.device.type == "cpu":
+    elif not device_changed and compute.device.type == "cpu":
         if not 1 <= machine.threads <= MOST_THREADS:
             raise UserError(
-                f"{begun.run} is damaged: it claims to have run on {counted(machine.threads, 'thread')}", folder.HINT
+                f"{started.run} is damaged: it claims to have run on {counted(machine.threads, 'thread')}", folder.HINT
             )
-        threads = given.get("threads", machine.threads)
+        threads = changes.get("threads", machine.threads)
         if threads != machine.threads:
             note(f"{counted(threads, 'thread')} instead of {machine.threads}: equal up to rounding, not bit for bit")
         elif threads != torch.get_num_threads():
             note(f"{counted(threads, 'thread')}, as before, instead of {torch.get_num_threads()}: it affects rounding")
     device.use_threads(compute, threads)
-    was = begun.record.versions
-    if was is not None and was.get("torch") != versions()["torch"]:
-        note(f"torch {versions()['torch']} instead of {was.get('torch')}: equal up to rounding, not bit for bit")
+    run_versions = started.record.versions
+    if run_versions is not None and run_versions.get("torch") != versions()["torch"]:
+        note(
+            f"torch {versions()['torch']} instead of {run_versions.get('torch')}: equal up to rounding, not bit for bit"
+        )
     return compute
 
 
-def same_init(begun: Begun, world: World) -> InitCheckpoint | None:
-    """The checkpoint that the run was fine-tuned from, if it is still needed: its weights below adapters, or at step 0.
-    Raises `UserError` if it is gone, or rank 0 finds other weights in it."""
-    init, asked = begun.record.init, begun.config.init
-    if asked is None or (begun.saved is not None and not begun.saved.recipe.lora_rank):
+def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
+    """Opens the base model if the run still needs it, for adapters or at step 0. Raises `UserError` if it is missing or
+    its weights have changed."""
+    init, name = started.record.init, started.config.init
+    if name is None or (started.saved is not None and not started.saved.recipe.lora_rank):
         return None
     if init is not None:
         if not world.is_main:
-            return open_init(begun.config, init.model, Path(init.path), init.sha256)
-        asked = init.path
-        if hub.is_remote(begun.config.init or ""):
-            asked = f"{str(begun.config.init).partition('@')[0]}@{Path(asked).name}"
-    found = find_init(replace(begun.config, init=asked))
-    if found is not None and init is not None and found.sha256 != init.sha256:
-        raise UserError(f"{begun.run} was started from {asked}, whose weights have changed", "restore them")
-    return found
+            return open_init(started.config, init.model, Path(init.path), init.sha256)
+        name = init.path
+        if hub.is_remote(started.config.init or ""):
+            name = f"{str(started.config.init).partition('@')[0]}@{Path(name).name}"
+    current = find_init(replace(started.config, init=name))
+    if current is not None and init is not None and current.sha256 != init.sha256:
+        raise UserError(f"{started.run} was started from {name}, whose weights have changed", "restore them")
+    return current
 
 
-def open_data(begun: Begun, compute: Compute, init: InitCheckpoint | None, session: Session) -> Dataset:
-    """The data of a run that was begun: its own tokens, whose checksums rank 0 compares, or the texts outside of it,
-    read again. Raises `UserError` if they have changed."""
-    run, config, record, texts = begun.run, begun.config, begun.record, begun.texts
-    peeked = checkpoint.peek(begun.checkpoint)[1] if begun.checkpoint else None
-    tokenizer = init.tokenizer if init else peeked
+def open_data(started: StartedRun, compute: Compute, init: InitCheckpoint | None, session: Session) -> Dataset:
+    """Opens a run's own tokens, whose checksums rank 0 verifies, or its texts. Raises `UserError` if the text has
+    changed."""
+    run, config, record, texts = started.run, started.config, started.record, started.texts
+    saved_tokenizer = checkpoint.peek(started.checkpoint)[1] if started.checkpoint else None
+    tokenizer = init.tokenizer if init else saved_tokenizer
     tokens, kind, note = run / TOKENS, compute.device.type, session.note
     data: Dataset
     if (tokens / MANIFEST).exists():
-        own = TokenFolder(tokens)
+        stored_tokens = TokenFolder(tokens)
         if session.world.is_main:
-            own.verify()
-        data = load_tokens(own, found=False)
+            stored_tokens.verify()
+        data = load_tokens(stored_tokens, found=False)
     elif config.has_examples:
-        block_size = begun.recipe.model.block_size if begun.recipe else None
+        block_size = started.recipe.model.block_size if started.recipe else None
         data = open_examples(texts, config, kind, note, tokenizer, init.model if init else None, block_size)
     elif path := tokenized(texts):
         data = open_tokens(path, config, note, tokenizer)
-    else:  # the run ended while it tokenized
+    else:  # The run was interrupted while tokenizing.
         shutil.rmtree(tokens, ignore_errors=True)
         corpus = open_corpus(texts, config, session.listen)
         data = make_tokens(corpus, config, tokens, kind, session.listen, note, tokenizer)
-    made_with, was = record.tokenizer, record.sources
-    if (was is not None and was != data.sources) or (made_with and made_with.fingerprint != data.tokenizer.fingerprint):
+    run_tokenizer, sources = record.tokenizer, record.sources
+    if (sources is not None and sources != data.sources) or (
+        run_tokenizer and run_tokenizer.fingerprint != data.tokenizer.fingerprint
+    ):
         raise UserError(
             f"the text of {run} has changed: {', '.join(texts) or tokens}",
             "restore it, or fine-tune on the new text with --init",
@@ -263,12 +268,12 @@ def open_data(begun: Begun, compute: Compute, init: InitCheckpoint | None, sessi
     return data
 
 
-def changed(
-    recipe: Recipe, given: Mapping[str, Any], step: int, note: Callable[[str], None], processes: int = 1
+def apply_changes(
+    recipe: Recipe, changes: Mapping[str, Any], step: int, note: Callable[[str], None], processes: int = 1
 ) -> Recipe:
-    """The recipe with the changes that are ``given``, for ``processes`` data ranks. Raises `UserError` for fewer steps,
-    and for a batch that does not divide."""
-    check_share(recipe.rows, processes)
+    """Applies ``changes`` to the recipe, for ``processes`` data ranks. Raises `UserError` for fewer steps or a batch
+    that the processes cannot split evenly."""
+    check_even_split(recipe.rows, processes)
     if recipe.ramp and recipe.ramp.by % processes:
         raise UserError(
             f"the batches grow in multiples of {recipe.ramp.by:,}, which {processes} processes cannot split evenly",
@@ -277,9 +282,9 @@ def changed(
     share = recipe.rows // processes
     if share % recipe.micro_batch:
         recipe = replace(recipe, micro_batch=max(d for d in divisors(share) if d <= recipe.micro_batch))
-    steps, micro_batch = given.get("steps"), given.get("micro_batch")
+    steps, micro_batch = changes.get("steps"), changes.get("micro_batch")
     for name in ("keep", "shard", "tensor", "recompute"):
-        value, before = given.get(name), getattr(recipe, name)
+        value, before = changes.get(name), getattr(recipe, name)
         if value not in (None, before):
             recipe = replace(recipe, **{name: value})
             if name != "keep":
@@ -288,17 +293,17 @@ def changed(
     if recipe.lora_rank and recipe.is_sharded:
         raise UserError("adapters do not support sharded weights", "leave out --shard and --tensor")
     if micro_batch not in (None, "auto"):
-        recipe = replace(recipe, micro_batch=asked_micro_batch(micro_batch, share))
+        recipe = replace(recipe, micro_batch=parse_micro_batch(micro_batch, share))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal up to rounding")
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give at least that many")
     if steps is not None and steps > recipe.steps:
-        longer = replace(recipe, steps=steps, planned=0)
-        before, after = (each.lr_at(step + 1) for each in (recipe, longer))
+        extended = replace(recipe, steps=steps, planned=0)
+        before, after = (schedule.lr_at(step + 1) for schedule in (recipe, extended))
         note(
             f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,}, the {recipe.schedule} schedule is "
             f"that of {steps:,} steps, with {recipe.decay:,} of final decay; the next learning rate is {after:.2g}"
             + (f" instead of {before:.2g}" if step < recipe.steps and before != after else "")
         )
-        recipe = longer
+        recipe = extended
     return recipe

@@ -1,7 +1,7 @@
-"""A training run, from texts to a saved checkpoint. A new run is prepared, and then resumed at step 0.
+"""A training run, from texts to a saved checkpoint.
 
-`prepare` makes the folder of a new run, on rank 0; `find` finds the run to resume. What follows is the same for both,
-on all ranks: `open_run` reads the folder, and `Trainer` trains.
+Rank 0 creates a new run's folder (`prepare`) or finds the run to resume (`find_and_lock`). Then all ranks read the
+folder (`open_run`) and train (`Trainer`), so a new run resumes at step 0.
 """
 
 import contextlib
@@ -28,29 +28,28 @@ from gpt.training.parallel import parallelize
 from gpt.training.preparing import Prepared, prepare
 from gpt.training.recipe import broadcast
 from gpt.training.resuming import (
-    Begun,
-    changed,
-    find,
-    finished,
+    StartedRun,
+    apply_changes,
+    find_and_lock,
+    finished_result,
     open_data,
-    read_begun,
-    refuse_others,
-    same_compute,
-    same_init,
+    read_started,
+    refuse_fixed_options,
+    restore_compute,
+    restore_init,
 )
 from gpt.training.state import seed_all
 
 
 def train(
-    texts: Sequence[str], config: TrainConfig, listen: Listener = lambda event: None, began: float | None = None
+    texts: Sequence[str], config: TrainConfig, listen: Listener = lambda event: None, start_time: float | None = None
 ) -> Result:
-    """Trains a decoder on ``texts`` (files, folders, ``-`` or corpora by name; none: ``pydocs``) and tells ``listen``
-    how it goes. ``began`` is when the command did, on the clock of `time.perf_counter`.
+    """Trains a decoder on ``texts``: files, folders, ``-`` or names of corpora (by default ``pydocs``).
 
-    Raises `UserError` for input that cannot be used, `WorkError` if the work fails, and `Interrupted` after a signal,
-    once the state is saved.
+    Sends events to ``listen``. ``start_time`` is when the command started, in `time.perf_counter` seconds. Raises
+    `UserError` for unusable input, `WorkError` if training fails, and `Interrupted` after a signal and a checkpoint.
     """
-    with _session(config.nproc, listen, began) as session:
+    with _session(config.nproc, listen, start_time) as session:
         world = session.world
         world.assert_same({"text": list(map(str, texts)), **asdict(config), **_code_versions()})
         world.raise_on_all(lambda: logs.check(config.log))
@@ -61,81 +60,95 @@ def train(
             if world.is_main:
                 prepared = prepare(texts, config, compute, session, until_ended, until_first_step)
             run = world.broadcast_object(lambda: str(prepared.run if prepared else ""))
-            begun = world.raise_on_all(lambda: read_begun(Path(run)))
-            trainer = open_run(begun, {}, session, prepared)
+            started = world.raise_on_all(lambda: read_started(Path(run)))
+            trainer = open_run(started, {}, session, prepared)
             until_first_step.close()
             return trainer.train()
 
 
 def resume(
     run: str | None = None,
-    given: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
     texts: Sequence[str] = (),
     listen: Listener = lambda event: None,
-    began: float | None = None,
+    start_time: float | None = None,
 ) -> Result:
-    """Resumes ``run``, or the newest in ``runs/`` that is not finished, exactly at its newest whole checkpoint; without
-    one, at step 0. ``given`` are settings that may change (`gpt.training.resuming.MAY_CHANGE`).
+    """Resumes ``run``, or the newest unfinished run in ``runs/``, exactly from its newest intact checkpoint.
 
-    Raises as `train` does, and `UserError` if there is no such run, or for a setting that may not change.
+    Without a checkpoint it starts at step 0. ``changes`` are settings in `gpt.training.resuming.CHANGEABLE_OPTIONS`.
+    Raises like `train`, and `UserError` for a missing run or other settings.
     """
-    given = given or {}
-    refuse_others(given, texts)
-    asked = from_dict(TrainConfig, given, "resume")
-    if not environment.is_one_of_many() and (result := finished(run, given)):
+    changes = changes or {}
+    refuse_fixed_options(changes, texts)
+    settings = from_dict(TrainConfig, changes, "resume")
+    if not environment.is_one_of_many() and (result := finished_result(run, changes)):
         listen(events.Note(f"{result.run} is finished"))
-        return result  # which takes one process, however many the run had
-    with _session(asked.nproc, listen, began) as session, contextlib.ExitStack() as until_ended:
+        return result  # A finished run needs no other processes.
+    with _session(settings.nproc, listen, start_time) as session, contextlib.ExitStack() as until_ended:
         world = session.world
-        world.assert_same({"resume": run, **given, **_code_versions()})
-        path, at = world.broadcast_object(lambda: until_ended.enter_context(find(run, given, session)))
-        begun = world.raise_on_all(lambda: read_begun(Path(path), at))
-        if result := begun.ends_with(given):
-            session.note(f"{begun.run} is finished")
+        world.assert_same({"resume": run, **changes, **_code_versions()})
+        path, checkpoint = world.broadcast_object(
+            lambda: until_ended.enter_context(find_and_lock(run, changes, session))
+        )
+        started = world.raise_on_all(lambda: read_started(Path(path), checkpoint))
+        if result := started.final_result(changes):
+            session.note(f"{started.run} is finished")
             return result
-        return open_run(begun, given, session).train()
+        return open_run(started, changes, session).train()
 
 
 @contextlib.contextmanager
-def _session(nproc: int, listen: Listener, began: float | None) -> Iterator[Session]:
-    """Hears signals, and joins the other processes."""
-    began = time.perf_counter() if began is None else began
+def _session(nproc: int, listen: Listener, start_time: float | None) -> Iterator[Session]:
+    """Handles signals and joins the other processes."""
+    start_time = time.perf_counter() if start_time is None else start_time
     with StopSignal(at_once=True) as stop, joined(nproc) as world:
-        yield Session(world, stop, listen, began)
+        yield Session(world, stop, listen, start_time)
 
 
 def _code_versions() -> dict[str, str]:
-    """The versions that must be the same on all ranks."""
+    """The versions that must be equal on all ranks."""
     return {"the version of gpt": VERSION, "the version of torch": version("torch")}
 
 
-def open_run(begun: Begun, given: Mapping[str, Any], session: Session, prepared: Prepared | None = None) -> Trainer:
-    """Opens a run for its next step, on all ranks: its data, device, recipe, as changed by ``given``, and model.
-    ``prepared`` is what rank 0 has open of a new one."""
+def open_run(
+    started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Prepared | None = None
+) -> Trainer:
+    """Opens a run's data, device, recipe and model on all ranks. ``prepared`` is rank 0's new run."""
     world, note = session.world, session.note
-    compute = world.place(world.raise_on_all(lambda: same_compute(begun, given, world.size, note)))
-    world.raise_on_all(lambda: world.divide(int(given.get("tensor", (begun.recipe or begun.config).tensor))))
-    init = world.raise_on_all(lambda: prepared.init if prepared else same_init(begun, world))
+    compute = world.place(world.raise_on_all(lambda: restore_compute(started, changes, world.size, note)))
+    world.raise_on_all(lambda: world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor))))
+    init = world.raise_on_all(lambda: prepared.init if prepared else restore_init(started, world))
     data = prepared.data if prepared else None
-    if world.is_main and data is None:  # first, since it may have to tokenize the text
-        data = open_data(begun, compute, init, session)
+    if world.is_main and data is None:  # Rank 0 goes first because it might have to tokenize the text.
+        data = open_data(started, compute, init, session)
     world.broadcast_object(lambda: True)
-    data = world.raise_on_all(lambda: data or open_data(begun, compute, init, session))
+    data = world.raise_on_all(lambda: data or open_data(started, compute, init, session))
     world.assert_same({"text": data.sources})
-    environment.tell(environment.RUN, begun.run)
-    given = {**begun.lengthened, **given}
-    recipe, budget = begun.recipe, None
+    environment.tell(environment.RUN, started.run)
+    changes = {**started.requested_steps, **changes}
+    recipe, budget = started.recipe, None
     if recipe is None:
-        recipe, budget = Planner(begun.config, compute, data, init, session).plan()
-    step = begun.saved.state.step if begun.saved else 0
-    recipe = broadcast(world, partial(changed, recipe, given, step, note, world.data_size))
-    began = session.began - (begun.saved.state.seconds if begun.saved else 0.0)
-    if begun.saved is not None and begun.saved.pace is not None and "steps" not in given:
-        budget = replace(begun.saved.pace, deadline=begun.saved.pace.deadline + began)
-    record = begun.record if begun.saved else data_record(begun.record, data, init)
-    log = str(given.get("log", begun.config.log))
+        recipe, budget = Planner(started.config, compute, data, init, session).plan()
+    step = started.saved.state.step if started.saved else 0
+    recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.data_size))
+    start = session.began - (started.saved.state.seconds if started.saved else 0.0)
+    if started.saved is not None and started.saved.pace is not None and "steps" not in changes:
+        budget = replace(started.saved.pace, deadline=started.saved.pace.deadline + start)
+    record = started.record if started.saved else data_record(started.record, data, init)
+    log = str(changes.get("log", started.config.log))
     context = RunContext(
-        session, begun.run, record, data, compute, init, recipe, given, log, began, begun.checkpoint, begun.saved
+        session,
+        started.run,
+        record,
+        data,
+        compute,
+        init,
+        recipe,
+        changes,
+        log,
+        start,
+        started.checkpoint,
+        started.saved,
     )
     seed_all(recipe.seed)
-    return Trainer(context, parallelize(recipe, compute, world, init, begun.checkpoint), budget)
+    return Trainer(context, parallelize(recipe, compute, world, init, started.checkpoint), budget)

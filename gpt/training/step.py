@@ -1,7 +1,7 @@
-"""One optimizer step: the gradients of a whole batch, accumulated over micro-batches, clipped, applied.
+"""An optimizer step: accumulates gradients over micro-batches, clips them, and updates the weights.
 
-Nothing here waits for the device: a step's loss is read when it is wanted (`Download.read`), and a step whose gradient
-is not finite is skipped on the device itself. So the host prepares the next batch while a GPU computes.
+The host prepares the next batch without waiting for the device: `Download.read` returns a step's loss later, and the
+device itself skips a step with non-finite gradients.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from gpt.training.native import GradientProgram
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
 
-UNREPEATED = 2  # steps of a shape before its graph is made: the first allocate, and load kernels
+EAGER_STEPS = 2  # Steps of a shape before its graph is captured: they allocate memory and load kernels.
 
 
 class Objective(nn.Module):
-    """The summed loss of a micro-batch, in nats, as a module, so that it can be wrapped."""
+    """The summed loss of a micro-batch, in nats, as a module for `DistributedDataParallel`."""
 
     def __init__(self, model: GPT, chunk: int) -> None:
         super().__init__()
@@ -38,17 +38,17 @@ class Objective(nn.Module):
         self.loss: Callable[[Tensor, Tensor, Tensor, int], Tensor] = tied_cross_entropy
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of inputs x and targets y, (rows, T)."""
+        """Computes the loss on inputs x and targets y, (rows, T)."""
         return self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk)
 
 
-class FailedElsewhere(PeerLost):
-    """A micro-batch that all ranks tried failed on another one."""
+class PeerFailure(PeerLost):
+    """A micro-batch failed on another rank."""
 
 
 class Stepper:
-    """Optimizer steps of a model. ``on_halved`` hears the new micro-batch when memory ran out, ``on_uncompiled`` the
-    error of a compiled program, without which steps go on."""
+    """Takes optimizer steps. ``on_halved`` is called with the new micro-batch after an OOM, ``on_uncompiled`` with the
+    error of a failed compiled program, which is dropped."""
 
     def __init__(
         self,
@@ -66,43 +66,43 @@ class Stepper:
         self.wrapped = parallel.wrap(self.objective)
         if self.compute.device.type == "cpu":
             keep_freed_memory()
-        self.tried = 0  # the most positions at once that all ranks are known to have memory for
+        self.max_tokens_run = 0  # the largest micro-batch, in tokens, that every rank has run
         self.compiled = False
-        self.one_program = recipe.is_one_program(self.compute, self.world.size)
-        self.program: GradientProgram | None = None  # on a CPU: what computes full micro-batches, once compiled
-        self.repeats = recipe.is_graph(self.compute, self.world.size)
-        self.shape, self.alike = torch.Size(), 0  # of the last batch, and how many of that shape came in a row
-        self.graph: StepGraph | None = None  # of steps of that shape
+        self.one_program = recipe.compiles_whole_step(self.compute, self.world.size)
+        self.program: GradientProgram | None = None  # for full micro-batches on a CPU
+        self.repeats = recipe.uses_cuda_graph(self.compute, self.world.size)
+        self.shape, self.shape_count = torch.Size(), 0  # shape of the last batches, and their number
+        self.graph: StepGraph | None = None  # CUDA graph of a step of this shape
         if self.repeats:
-            self.optimizer.keep_rates_on(self.compute.device)
+            self.optimizer.keep_lr_on(self.compute.device)
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled, so that an infinite gradient is usual."""
+        """Whether the loss is scaled, so infinite gradients are normal."""
         return self.scaler.is_enabled()
 
     def compile(self, note: Callable[[str], None] = lambda text: None) -> str | None:
-        """Compiles, if that works on all ranks; else steps stay eager. Returns the compiler's error, None if it
-        works.
+        """Compiles the step on all ranks. If one fails, steps stay eager, and the compiler's error is returned.
 
-        Where a step has collectives, a compiler that fails on one rank would leave the others waiting in them: so each
-        rank first compiles something small by itself."""
-        works: list[Callable[[], object]] = [partial(self._compile, note)]
+        A rank whose compiler fails would leave the others waiting in the step's collectives, so each rank first
+        compiles a trivial function.
+        """
+        tasks: list[Callable[[], object]] = [partial(self._compile, note)]
         if self.world.size > 1:
-            works.insert(0, torch.compile(lambda: torch.ones(1, device=self.compute.device) + 1))
-        for work in works:
-            failed = _failure(work)
-            if self.world.all_reduce_max(failed is not None):
+            tasks.insert(0, torch.compile(lambda: torch.ones(1, device=self.compute.device) + 1))
+        for task in tasks:
+            error = _run_compiler(task)
+            if self.world.all_reduce_max(error is not None):
                 self._uncompile()
-                if failed is None or isinstance(failed, FailedElsewhere):
+                if error is None or isinstance(error, PeerFailure):
                     return "it failed in another process"
-                return first_line(failed)
+                return first_line(error)
         return None
 
     def _compile(self, note: Callable[[str], None]) -> None:
-        """Compiles, and tries it on a micro-batch. Raises the compiler's error.
+        """Compiles the step and runs a micro-batch. Raises the compiler's error.
 
-        One process on a CPU has a program of the whole step. Others compile the model's parts and the loss.
+        A single process on a CPU gets one program (`GradientProgram`). Otherwise blocks and loss are compiled.
         """
         state = random_states(self.compute.device)
         shape = (self.micro_batch, self.model.config.block_size)
@@ -123,7 +123,7 @@ class Stepper:
         self._zero_grad()
 
     def _uncompile(self) -> None:
-        """Goes back to eager execution."""
+        """Returns to eager execution."""
         self.program = None
         uncompile_halves(self.model)
         self.objective.loss = tied_cross_entropy
@@ -132,23 +132,23 @@ class Stepper:
         self._zero_grad()
 
     def _zero_grad(self) -> None:
-        """Frees all gradients, also those that are not yet where the optimizer finds them."""
+        """Frees all gradients, including those of a sharded model that the optimizer doesn't see yet."""
         self.model.zero_grad()
         self.optimizer.zero_grad()
 
     def eager(self) -> contextlib.AbstractContextManager[object]:
-        """A context of eager execution, for lengths that vary: each would be compiled anew."""
+        """A context of eager execution, for varying lengths: each length would be recompiled."""
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Download:
-        """Takes one step on inputs x and targets y, (rows, T). If its loss or gradient is not finite, weights and
-        moments stay as they are."""
+        """Takes a step on inputs x and targets y, (rows, T). A non-finite loss or gradient leaves weights and moments
+        unchanged."""
         self.optimizer.set_lr(lr)
         batch = upload(x, self.compute.device), upload(y, self.compute.device)
-        return Download(*(self._repeated(*batch) or self._applied(self.gradients(*batch))))
+        return Download(*(self._replay_graph(*batch) or self._update(self.gradients(*batch))))
 
-    def _applied(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Updates the weights by the gradients of ``loss``. Returns it, and the gradients' norm."""
+    def _update(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Clips the gradients of ``loss`` and updates the weights. Returns the loss and the gradient norm."""
         norm = self.parallel.clip_grad_norm(self.scaler, self.clip)
         self.optimizer.step(skip=~(loss.isfinite() & norm.isfinite()))
         if self.scaled:
@@ -156,19 +156,18 @@ class Stepper:
         self.optimizer.zero_grad()
         return loss, norm
 
-    def _repeated(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Takes the step as a CUDA graph, from the third batch of one shape on; before, and where none can be made,
-        returns None."""
+    def _replay_graph(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Takes the step as a CUDA graph. Returns None for the first two batches of a shape, or if capturing fails."""
         if not self.repeats:
             return None
         if x.shape != self.shape:
-            self.shape, self.alike, self.graph = x.shape, 0, None
-        self.alike += 1
-        if self.alike <= UNREPEATED:
+            self.shape, self.shape_count, self.graph = x.shape, 0, None
+        self.shape_count += 1
+        if self.shape_count <= EAGER_STEPS:
             return None
         if self.graph is None:
             try:
-                self.graph = StepGraph(lambda x, y: self._applied(self._accumulated(x, y)), x, y, self.model.buffers())
+                self.graph = StepGraph(lambda x, y: self._update(self._accumulate(x, y)), x, y, self.model.buffers())
             except RuntimeError:
                 self.repeats = False
                 self._zero_grad()
@@ -176,97 +175,98 @@ class Stepper:
         return self.graph(x, y)
 
     def forget_graph(self) -> None:
-        """Drops the CUDA graph: at the end, with its memory, or when weights and moments were set to others."""
-        self.alike, self.graph = 0, None
+        """Drops the CUDA graph: at the end of training, and after replacing weights and moments."""
+        self.shape_count, self.graph = 0, None
 
     def gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """Computes the gradients of the mean loss over all targets that count, scaled in float16. Returns that loss.
-        Inputs x and targets y are (rows, T), this data rank's share of the batch.
+        """Computes the gradients of the mean loss over all counted targets, scaled in float16. Returns this loss.
 
-        If memory runs out, half as many sequences are computed at once from then on; the gradients are the same up to
-        rounding. One of several ranks cannot begin again while the others wait for its gradients: so each first tries
-        a micro-batch by itself whenever it is larger than any before, and if that fails on one rank, it fails on all.
-        Ranks that compute each forward pass together cannot do that, and do not begin again. A program does not say
-        why it failed: without it, the same is computed again.
+        Inputs x and targets y are (rows, T), this data rank's share of the batch. An OOM permanently halves the
+        micro-batch; the gradients are equal up to rounding. A replica cannot repeat a step while others wait for its
+        gradients, so replicas first try every micro-batch that is larger than all before, and fail together. Sharded
+        ranks cannot retry: their forward passes are collective. A failed compiled program doesn't report why, so the
+        step is repeated without it.
         """
         while True:
             state = random_states(self.compute.device)
-            known = min(self.micro_batch, x.size(0)) * x.size(1) <= self.tried
+            known_to_fit = min(self.micro_batch, x.size(0)) * x.size(1) <= self.max_tokens_run
             try:
-                if self.parallel.trial and not known:
-                    self._try(x[: self.micro_batch], y[: self.micro_batch])
-                    known = True
-                return self._accumulated(x, y)
+                if self.parallel.needs_trial and not known_to_fit:
+                    self._try_micro_batch(x[: self.micro_batch], y[: self.micro_batch])
+                    known_to_fit = True
+                return self._accumulate(x, y)
             except Exception as error:
                 smaller = [d for d in divisors(x.size(0)) if d < self.micro_batch]
-                why = first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
-                if why is None and not (self.parallel.retries and is_out_of_memory(error) and smaller and not known):
+                reason = first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
+                if reason is None and not (
+                    self.parallel.can_retry and is_out_of_memory(error) and smaller and not known_to_fit
+                ):
                     raise
-            # After the handler: the error keeps alive what was computed.
+            # Outside the handler, because the error keeps activations alive.
             self._zero_grad()
             if self.compute.device.type == "cuda":
                 torch.cuda.empty_cache()
             set_random_states(self.compute.device, state)
-            if why is not None:
+            if reason is not None:
                 self.program = None
-                self.on_uncompiled(why)
+                self.on_uncompiled(reason)
                 continue
             self.micro_batch = max((d for d in smaller if 2 * d <= self.micro_batch), default=1)
             self.on_halved(self.micro_batch)
 
-    def _try(self, x: Tensor, y: Tensor) -> None:
-        """Computes a micro-batch's gradients and frees them. If that fails on any rank, it raises on all: MemoryError,
-        or the error itself."""
-        failed: Exception | None = None
+    def _try_micro_batch(self, x: Tensor, y: Tensor) -> None:
+        """Computes and frees a micro-batch's gradients. If one rank fails, all raise: `MemoryError` after an OOM, else
+        the error or `PeerFailure`."""
+        failure: Exception | None = None
         state = random_states(self.compute.device)
         self.model.train()
         try:
             with self.parallel.no_sync():
                 self._backward(x, y, 1.0)
         except Exception as error:
-            failed = error.with_traceback(None)  # it keeps alive what was computed
+            failure = error.with_traceback(None)  # The traceback keeps activations alive.
         self._zero_grad()
         set_random_states(self.compute.device, state)
-        match self.world.all_reduce_max(0 if failed is None else 1 if is_out_of_memory(failed) else 2):
+        match self.world.all_reduce_max(0 if failure is None else 1 if is_out_of_memory(failure) else 2):
             case 1:
                 raise MemoryError
             case 2:
-                raise failed or FailedElsewhere
-        self.tried = x.numel()
+                raise failure or PeerFailure
+        self.max_tokens_run = x.numel()
 
-    def _accumulated(self, x: Tensor, y: Tensor) -> Tensor:
-        """Adds up the gradients of a batch, a micro-batch at a time. Returns its mean loss."""
+    def _accumulate(self, x: Tensor, y: Tensor) -> Tensor:
+        """Accumulates the gradients of a batch over micro-batches. Returns its mean loss."""
         if not self.model.training:
             self.model.train()
         total = torch.zeros((), device=self.compute.device)
-        counted = self.world.all_reduce((y != IGNORED).sum())
-        for rows in range(0, x.size(0), self.micro_batch):
-            part = slice(rows, rows + self.micro_batch)
-            last = rows + self.micro_batch >= x.size(0)
-            with contextlib.nullcontext() if last else self.parallel.no_sync():
-                total += self._backward(x[part], y[part], counted)
+        n_targets = self.world.all_reduce((y != IGNORED).sum())
+        for row in range(0, x.size(0), self.micro_batch):
+            part = slice(row, row + self.micro_batch)
+            is_last = row + self.micro_batch >= x.size(0)
+            with contextlib.nullcontext() if is_last else self.parallel.no_sync():
+                total += self._backward(x[part], y[part], n_targets)
         return self.world.all_reduce(total)
 
-    def _backward(self, x: Tensor, y: Tensor, counted: Tensor | float) -> Tensor:
-        """Adds the gradients of a micro-batch. Returns its summed loss, divided by ``counted``."""
+    def _backward(self, x: Tensor, y: Tensor, n_targets: Tensor | float) -> Tensor:
+        """Adds the gradients of a micro-batch. Returns its summed loss divided by ``n_targets``."""
         if self.program is not None and x.shape == self.program.shape:
-            return self.program(x, y, torch.as_tensor(counted))
+            return self.program(x, y, torch.as_tensor(n_targets))
         with self.compute.autocast():
-            loss: Tensor = self.wrapped(x, y) / counted
-        self.scaler.scale(self.parallel.summed(loss)).backward()  # type: ignore[no-untyped-call]
+            loss: Tensor = self.wrapped(x, y) / n_targets
+        self.scaler.scale(self.parallel.backward_loss(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
 
-def _failure(work: Callable[[], object]) -> Exception | None:
-    """Does some work of a compiler. Returns the error, of any kind, that it raises."""
+def _run_compiler(task: Callable[[], object]) -> Exception | None:
+    """Runs a compilation and returns its error, if any."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Inductor's advice to those who write kernels
-            work()
+            warnings.simplefilter("ignore")  # Hides Inductor's advice to kernel developers.
+            task()
     except Exception as error:
-        if (stopped := interruption(error)) is not None:
-            raise stopped from None
-        if isinstance(error, PeerLost) and not isinstance(error, FailedElsewhere):
+        if (signal := interruption(error)) is not None:
+            raise signal from None
+        if isinstance(error, PeerLost) and not isinstance(error, PeerFailure):
             raise
         return error
     return None
