@@ -1,6 +1,6 @@
 """Train and use your own GPT: ``gpt.train("book.txt")``, ``gpt.load("runs/book").generate("Once upon")``.
 
-The names below are loaded when they are first used, so that ``import gpt`` imports no torch.
+Public names are imported on first use, so ``import gpt`` does not import torch.
 """
 
 from importlib import import_module

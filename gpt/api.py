@@ -1,4 +1,4 @@
-"""The library's front door: `load` a model, generate and evaluate texts with it; `train` one."""
+"""The public Python API: `load` a model, generate and evaluate text with it, or `train` one."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ from gpt.settings import from_dict
 from gpt.text.shards import SIDES, Side
 from gpt.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # imported where they are needed: sampling starts without them
+if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
     from gpt.decoding.bench import DecodingSpeed
     from gpt.exporting.card import Comparison
     from gpt.exporting.run import Exported
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # imported where they are needed: sampling starts without the
 
 
 class Writing:
-    """A sample that is being generated: iterate over it for pieces of text; ``sample`` is set at the end."""
+    """A sample being generated. Iterate over it for pieces of text; ``sample`` is set at the end."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
@@ -63,7 +63,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A decoder with its tokenizer, on a device."""
+    """A model and its tokenizer, on a device."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -73,7 +73,7 @@ class LanguageModel:
 
     @functools.cached_property
     def contexts(self) -> ContextPool:
-        """The caches in which it generates, kept from call to call."""
+        """KV caches, reused across calls."""
         return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
 
     @functools.cached_property
@@ -83,8 +83,8 @@ class LanguageModel:
     def write(
         self, prompt: str | list[int] = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0
     ) -> Writing:
-        """Returns a sample, or the best text of a search, to iterate over while it is generated. It depends on the
-        prompt, a text or its ids, the settings, ``seed`` and ``index`` alone."""
+        """Generates one sample, or the best beam, and returns it as an iterable of text pieces. The text depends only
+        on the prompt (text or token ids), the settings, ``seed`` and ``index``."""
         config = replace(config or SampleConfig(), n_best=1)
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [index]))
@@ -97,23 +97,23 @@ class LanguageModel:
         num: int = 1,
         done: Collection[tuple[int, int]] = (),
     ) -> Iterator[Piece]:
-        """Yields ``num`` samples of each prompt, or its beams, in pieces, one text after the other. They are computed
-        side by side and are the same as one by one. Samples in ``done`` (prompt, index) are left out. Raises
-        `UserError` for settings that the model cannot follow."""
+        """Generates ``num`` samples of each prompt, or its beams, and yields their pieces text by text. Batching does
+        not change the samples. Skips samples in ``done``, given as (prompt, index). Raises `UserError` for settings
+        that the model does not support."""
         config = config or SampleConfig()
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
-        """Returns ``num`` continuations of ``prompt``, without it; with ``beam`` the ``n_best`` of them. ``settings``
-        are those of `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for others."""
+        """Returns ``num`` continuations of ``prompt``, or the best ``n_best`` with ``beam``. ``settings`` are fields of
+        `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for unknown ones."""
         config = from_dict(SampleConfig, settings, "generate")
         pieces = self.write_all([prompt], config, seed, num)
         return [piece.sample.text for piece in pieces if piece.sample is not None]
 
     def loss(self, text: str, stride: int | None = None) -> float:
-        """Returns the mean loss over ``text`` in nats per token, in the windows of `evaluate`. Raises `UserError` for a
-        text of fewer than two tokens."""
+        """Returns the mean loss over ``text`` in nats per token, in the windows of `evaluate`. Raises `UserError` if
+        the text has fewer than two tokens."""
         return self.evaluate([text], stride).loss
 
     def evaluate(
@@ -123,8 +123,8 @@ class LanguageModel:
         on_window: OnWindow | None = None,
         block_size: int | None = None,
     ) -> Evaluation:
-        """Measures the loss over documents in every usual unit, in windows of ``block_size`` tokens: by default the
-        context, or 1,024 of a longer one."""
+        """Measures the loss over documents, in windows of ``block_size`` tokens: by default the context length, but no
+        more than 1,024."""
         documents = Encoded(self.tokenizer.document(text).astype(np.int64) for text in texts)
         return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
 
@@ -138,8 +138,8 @@ class LanguageModel:
         on_window: OnWindow | None = None,
         block_size: int | None = None,
     ) -> Evaluation:
-        """Measures the loss over files, folders or corpora by name, of any size; or over one ``side`` of a token
-        folder, which must have been made with this model's tokenizer."""
+        """Measures the loss over files, folders or named corpora of any size, or over one ``side`` of a token folder,
+        which must have been made with this model's tokenizer."""
         config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
@@ -156,7 +156,8 @@ def _opened(
     listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple["TokenFolder", Documents]]:
-    """Yields the ids of texts, or of one side of a token folder, with the folder that they are in."""
+    """Yields a token folder and its documents: a temporary folder made from texts, or one side of an existing token
+    folder."""
     from gpt.text.corpus import open_corpus
     from gpt.text.token_folder import TokenFolder
     from gpt.text.tokenize import tokenize
@@ -185,9 +186,10 @@ def _opened(
             try:
                 yield folder, stream.documents
             finally:
-                stream.release()  # an open file could not be removed on Windows
+                stream.release()  # Windows cannot delete an open file.
     except Interrupted as stopped:
-        raise Interrupted(stopped.signum) from None  # without what `tokenize` says of the folder, which is gone
+        # Drops the message of `tokenize`, because its folder is already deleted.
+        raise Interrupted(stopped.signum) from None
 
 
 def load(
@@ -200,16 +202,15 @@ def load(
     note: Callable[[str], None] = lambda text: None,
     sampling: SampleConfig | None = None,
 ) -> LanguageModel:
-    """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a
-    folder of transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged. If
-    the latest checkpoint is damaged, ``note`` says so and the one before is loaded. ``base`` is the model that an
-    adapter belongs to, where its files name another one.
+    """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, or a
+    Transformers folder; None: the best checkpoint of the newest run. If the latest checkpoint is damaged, ``note`` gets
+    a message and the one before it is loaded. ``base`` replaces the base model that an adapter's files name. Raises
+    `UserError` if the model is missing or damaged.
 
-    With the ``sampling`` settings of later calls, weights are laid out for steps of one token, in ``dtype`` itself and
-    not cast at each product; ``dtype`` "int8" or "int4" rounds them. Weights that are stored so are used so by
-    themselves.
-    Such a model can be neither trained nor saved. ``threads`` on a CPU are then chosen by the model's size, unless they
-    are given.
+    With ``sampling``, the settings of later calls, weights are laid out for decoding and stored in ``dtype`` instead of
+    being cast for each product; ``dtype`` "int8" or "int4" quantizes them. Weights that are already quantized are used
+    as they are. The loaded model can be neither trained nor saved. Unless ``threads`` is given, the number of CPU
+    threads then depends on the model's size.
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
     if base is not None:
@@ -222,13 +223,15 @@ def load(
     compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not folder.is_adapter(found), note)
     finish, narrow = None, torch.float32
     compiles = sampling is not None and sampling.compile == "on"
-    # Guesses are checked some at a time, by other kernels than a single position: in int8 their texts could differ.
+    # Speculative decoding checks several tokens at a time, with other kernels than for one position: in int8 the texts
+    # could differ.
     blocks = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
     if decodes or bits is not None:
         packed = decodes and (blocks or not compiles)
         finish, narrow = functools.partial(prepare, compute=compute, packed=packed, keep=blocks), compute.dtype
     count = breakdown(hf.load_config(folder.home(found))).trainable
-    devices.use_threads(compute, threads, count if decodes else None)  # first, since weights are laid out by them too
+    # The number of threads is set first, because the layout of the weights depends on it.
+    devices.use_threads(compute, threads, count if decodes else None)
     loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, bits=bits)
     if bits not in (None, stored):
         note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
@@ -238,10 +241,11 @@ def load(
 
 
 def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callable[[str], None]) -> Compute:
-    """Chooses bfloat16 for a model whose float32 weights the memory cannot hold, if the dtype is free and weights are
-    read in ``narrow`` ones at all. Raises `UserError` where the weights do not fit."""
+    """Chooses bfloat16 if float32 weights exceed memory, ``dtype`` is "auto" and the load is ``narrow``: weights are
+    stored in the compute dtype. Raises `UserError` if the weights do not fit."""
     parts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
-    parameters, exact = parts.trainable, 4 * parts.total_weights  # a tied embedding is laid out anew as the unembedding
+    # A tied embedding is laid out a second time, as the unembedding.
+    parameters, exact = parts.trainable, 4 * parts.total_weights
     if narrow and dtype == "auto" and exact > memory:
         note(f"float32 weights take {exact / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16")
         compute = replace(compute, dtype=torch.bfloat16)
@@ -256,8 +260,7 @@ def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callab
 
 
 def pick(device: str, dtype: str) -> Compute:
-    """Chooses the device and the dtype of the weights that are not rounded. Raises `UserError` for an unknown
-    dtype."""
+    """Chooses the device, and the dtype of weights that are not quantized. Raises `UserError` for an unknown dtype."""
     if dtype not in get_args(Dtype):
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
     return devices.pick(device, "auto" if dtype in quantized.BITS else dtype)
@@ -265,7 +268,7 @@ def pick(device: str, dtype: str) -> Compute:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of `bench`, with the model and machine that it was measured on."""
+    """The result of `bench`, with the model and machine that it ran on."""
 
     name: str
     parameters: int
@@ -286,7 +289,7 @@ def bench(
     compile: str = "off",
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """Measures how fast a model samples: ``target`` is a preset, with random weights, or what `load` takes."""
+    """Measures how fast a model samples. ``target`` is a preset, with random weights, or a model as for `load`."""
     from gpt.decoding.bench import measure
 
     config = config or BenchConfig()
@@ -326,9 +329,9 @@ def export(
     listen: "Listener" = lambda event: None,
     **settings: Any,
 ) -> "Exported":
-    """Writes a model, which `load` takes with its ``base``, to ``out``: a GGUF file where it ends in .gguf, else a
-    folder for publishing. ``settings`` are those of `ExportConfig`: ``dtype``, ``license``, ``samples``.
-    With ``eval``, a text as `train` takes it, the loss is measured before and after. ``listen`` hears the progress.
+    """Writes a model to ``out``: a GGUF file if the name ends in .gguf, otherwise a folder for publishing. ``model``
+    and ``base`` are as for `load`. ``settings`` are fields of `ExportConfig`: ``dtype``, ``license``, ``samples``. With
+    ``eval``, a text as for `train`, measures the loss before and after. ``listen`` is called with progress events.
     Raises `UserError`, `WorkError`, and `Interrupted` after a signal."""
     from gpt.exporting import gguf_tokenizer
     from gpt.exporting import run as exports
@@ -387,7 +390,7 @@ def _compared(
     built: Callable[[checkpoint.Parameters], LanguageModel],
     listen: "Listener",
 ) -> "Comparison":
-    """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
+    """Measures the loss on ``text`` with the original weights and with the ``stored`` ones."""
     from gpt.exporting.card import Comparison
     from gpt.exporting.provenance import joined, last_part
 
@@ -403,15 +406,16 @@ def _compared(
         for weights in (source.weights, stored):
             model = built(weights)
             found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
-            del model  # one at a time is in memory
+            del model  # Keeps only one model in memory at a time.
         name = "stdin" if text == "-" else last_part(text)
         name += ", the held-out part" if tokens.path == Path(text) else ""
         return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
 
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
-    """Trains on files, folders or corpora by name (none: ``pydocs``). ``settings`` are those of `TrainConfig`:
-    ``steps``, ``preset``, ``out`` … ``listen`` hears every event. Raises `UserError`, `WorkError`, `Interrupted`."""
+    """Trains on files, folders or named corpora (default: ``pydocs``). ``settings`` are fields of `TrainConfig`:
+    ``steps``, ``preset``, ``out`` … ``listen`` is called with every event. Raises `UserError`, `WorkError`,
+    `Interrupted`."""
     from gpt.training import run as runs
 
     config = from_dict(TrainConfig, settings, "train")
@@ -419,9 +423,9 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
 
 
 def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
-    """Resumes ``run`` exactly where it stopped; None: the newest unfinished run in ``runs/``. ``settings``: ``steps``
-    (more than before), ``device``, ``micro_batch``, ``keep``, and in one of several processes ``shard``, ``tensor``,
-    ``recompute``. Raises as `train` does."""
+    """Resumes ``run`` exactly where it stopped; None: the newest unfinished run in ``runs/``. ``settings`` can be
+    ``steps`` (more than before), ``device``, ``micro_batch`` and ``keep``; in a distributed run also ``shard``,
+    ``tensor`` and ``recompute``. Raises the same errors as `train`."""
     from gpt.training import run as runs
 
     return runs.resume(None if run is None else str(run), settings, (), listen)

@@ -1,7 +1,7 @@
-"""Every setting in one place: its name, type, default, bounds and line of help.
+"""Model shapes and training options, each with its type, default, bounds and help text.
 
-``GPTConfig`` is a model's shape; ``TrainConfig`` and others are a user's options (``SampleConfig`` lives in
-`gpt.sample_config`). The command line makes its options from these dataclasses, ``--config`` and ``--print-config``
+`GPTConfig` is a model's shape; `TrainConfig` and the others are user options (`SampleConfig` is in
+`gpt.sample_config`). The command line builds its options from these dataclasses; ``--config`` and ``--print-config``
 read and write them as TOML (`gpt.settings`). Nothing here imports torch.
 """
 
@@ -22,30 +22,30 @@ Mlp = Literal["gelu", "swiglu"]
 Biases = Literal["all", "qkv", "none"]
 Layout = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
-DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # a regular expression: one that was picked
+DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # A regular expression for the name of a chosen device.
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]
 
 USUAL_DECAY = 0.1  # GPT-3's weight decay
 MOST_THREADS = 4096
-# What a linear map of a block is for, by which adapters choose: `--lora-targets`; and words for several.
+# Roles of a block's linear maps, as ``--lora-targets`` selects them, and names for groups of roles.
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
-MOST_IDS = 2**24  # in a vocabulary
-WIDE = 512  # width from which the inside of a gated MLP is a multiple of 256, which GPUs like, and not of 64
+MOST_IDS = 2**24  # upper bound of a vocabulary size
+WIDE = 512  # From this width, a gated MLP's hidden width is a multiple of 256, which suits GPUs, instead of 64.
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's change of rotary frequencies for a longer context: those that turn fewer than ``low`` times in the
-    ``original`` one are divided by ``factor``, those that turn more than ``high`` times stay, and between them it is
-    interpolated."""
+    """Llama 3.1's scaling of RoPE frequencies for a longer context. Frequencies with fewer than ``low`` turns in the
+    ``original`` context are divided by ``factor``, those with more than ``high`` turns are unchanged, and those in
+    between are interpolated."""
 
     factor: float
     low: float
     high: float
-    original: int  # positions
+    original: int  # original context length in positions
 
     def __post_init__(self) -> None:
         for name, most in (("factor", 1e4), ("low", 1e4), ("high", 1e4), ("original", 2**24)):
@@ -58,37 +58,38 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a decoder, and what its blocks compute. Raises `UserError` for a shape that cannot be built.
+    """The shape of a decoder and the computation of its blocks. Raises `UserError` for a shape that cannot be built.
 
-    The defaults are GPT-2's. `ARCHITECTURES` has the properties of ``--arch``; `layout` says which family of
-    transformers computes the same. Bounds are far above GPT-3's 12,288 × 96: a number from a file beyond them is
-    damage or malice, not a model.
+    The defaults are GPT-2's; `ARCHITECTURES` has the properties of ``--arch``. Bounds are far above GPT-3's 12,288 ×
+    96: a larger number in a file means damage or malice.
     """
 
-    vocab_size: int = bounded(1, MOST_IDS)  # V: ids the model knows, end-of-text included
-    block_size: int = bounded(1, 2**24)  # T: the longest context, in tokens
-    n_layer: int = bounded(1, 2**14)  # blocks in the stack
-    n_head: int = bounded(1, 2**14)  # attention heads a block
+    vocab_size: int = bounded(1, MOST_IDS)  # V: vocabulary size, including end-of-text
+    block_size: int = bounded(1, 2**24)  # T: context length in tokens
+    n_layer: int = bounded(1, 2**14)  # number of blocks
+    n_head: int = bounded(1, 2**14)  # attention heads per block
     n_embd: int = bounded(1, 2**20)  # C: width of the residual stream
-    dropout: float = bounded(0, 0.99, 0.0)  # on embeddings, attention patterns and residual branches, in training only
-    positions: Positions = "learned"  # a trained table, the fixed sine/cosine table, or rotation of queries and keys
-    layer_norm_epsilon: float = bounded(1e-12, 1, 1e-5)  # added to the variance, or the mean square, in every norm
-    norm: Norm = "layernorm"  # or RMSNorm (Zhang and Sennrich 2019), which has no mean and no β
-    mlp: Mlp = "gelu"  # or SwiGLU (Shazeer 2020): one map's inside, gated by another's
-    n_inner: int | None = bounded(1, 2**22, None)  # width of the MLP's inside; None: 4 C, and with a gate about 8/3 C
-    biases: Biases = "all"  # of linear maps: all have one, those of queries, keys and values alone, or none
+    # dropout rate of embeddings, attention weights and residual branches in training
+    dropout: float = bounded(0, 0.99, 0.0)
+    positions: Positions = "learned"  # learned table, fixed sine/cosine table, or rotation of queries and keys (RoPE)
+    layer_norm_epsilon: float = bounded(1e-12, 1, 1e-5)  # added to the variance or the mean square in every norm
+    norm: Norm = "layernorm"  # LayerNorm, or RMSNorm (Zhang and Sennrich 2019) without mean and β
+    mlp: Mlp = "gelu"  # GELU, or SwiGLU with a gate (Shazeer 2020)
+    n_inner: int | None = bounded(1, 2**22, None)  # hidden width of the MLP; None: 4 C, or about 8/3 C with a gate
+    biases: Biases = "all"  # biases of linear maps: all, only queries, keys and values, or none
     n_kv_head: int | None = bounded(1, 2**14, None)  # key/value heads (grouped-query attention); None: n_head
     head_dim: int | None = bounded(1, 2**16, None)  # width of a head; None: n_embd / n_head
-    qk_norm: bool = False  # whether queries and keys are normalized (RMSNorm, with weights) before they meet
-    rope_base: float = bounded(1, 10**12, 10_000.0)  # of the frequencies of rotary positions
-    rope_scaling: RopeScaling | None = None  # of the same
-    window: int | None = bounded(1, 2**24, None)  # sliding window of some layers, in tokens; None: no such layers
-    window_layers: tuple[int, ...] | None = None  # those with a window, from 0; None: 1, 3, 5 … as in GPT-3
-    tied: bool = True  # whether the unembedding is the embedding
+    qk_norm: bool = False  # whether queries and keys are normalized before attention (RMSNorm with weights)
+    rope_base: float = bounded(1, 10**12, 10_000.0)  # base of the RoPE frequencies
+    rope_scaling: RopeScaling | None = None
+    window: int | None = bounded(1, 2**24, None)  # sliding window in tokens; None: full attention in all layers
+    window_layers: tuple[int, ...] | None = None  # layers with the window, counted from 0; None: 1, 3, 5 … as in GPT-3
+    tied: bool = True  # whether the LM head shares the embedding's weights
 
     def __post_init__(self) -> None:
         layers: Any = self.window_layers
-        object.__setattr__(self, "window_layers", tuple(layers) if isinstance(layers, list) else layers)  # from JSON
+        # JSON has lists, not tuples.
+        object.__setattr__(self, "window_layers", tuple(layers) if isinstance(layers, list) else layers)
         check_options(self)
         if self.head_dim is None and self.n_embd % self.n_head:
             raise UserError(
@@ -106,7 +107,7 @@ class GPTConfig:
         self._leave_out_defaults()
 
     def _leave_out_defaults(self) -> None:
-        """Sets what follows from the rest to None: a checkpoint's ``config.json`` says all of it, and gives an equal
+        """Sets fields that have their derived value to None, so that a ``config.json`` with every field gives an equal
         shape."""
         windowed = any(self.windows)
         usual = {
@@ -139,13 +140,13 @@ class GPTConfig:
 
     @classmethod
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
-        """The shape with the properties of an architecture, and further ones."""
+        """Returns a shape with the properties of an architecture, overridden by ``properties``."""
         return cls(*shape, **ARCHITECTURES[arch] | properties)
 
     @staticmethod
     def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Fields as an older version wrote them, in those of today. Raises `UserError`, which names ``where``, for a
-        model that this version does not compute."""
+        """Converts fields written by an older version. Raises `UserError` naming ``where`` for a model that is no
+        longer supported."""
         fields = dict(values)
         if fields.pop("arch", "gpt2") != "gpt2":
             raise UserError(f"{where} uses the old --arch modern, which is no longer supported", "train it again")
@@ -158,16 +159,16 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values in a block."""
+        """Key/value heads per block."""
         return self.n_kv_head or self.n_head
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP's inside."""
+        """Hidden width of the MLP."""
         return self.n_inner or self._usual_width()
 
     def _usual_width(self) -> int:
-        """With a gate there are three maps instead of two, each about 2/3 as large."""
+        """Returns the default MLP width. With a gate there are three maps instead of two, each about 2/3 as large."""
         if self.mlp == "gelu":
             return 4 * self.n_embd
         unit = 256 if self.n_embd >= WIDE else 64
@@ -175,14 +176,14 @@ class GPTConfig:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; None where it is dense."""
+        """The sliding window of each layer; None for full attention."""
         some = range(1, self.n_layer, 2) if self.window_layers is None else self.window_layers
         return tuple(self.window if layer in some else None for layer in range(self.n_layer))
 
     @property
     def layout(self) -> Layout:
-        """The family of transformers that computes the same, and whose names and ``config.json`` a checkpoint has;
-        ``gpt`` where there is none."""
+        """The Transformers family that computes the same model and gives a checkpoint its tensor names and
+        ``config.json``; ``gpt`` if no family does."""
         windowed, every = any(self.windows), all(self.windows)
         if (self.norm, self.mlp, self.biases, self.qk_norm) == ("layernorm", "gelu", "all", False):
             same = self.kv_heads == self.n_head and self.n_head * self.head_size == self.n_embd
@@ -195,18 +196,18 @@ class GPTConfig:
             case False, "qkv":
                 return "qwen2"
             case False, "none" if every or not windowed:
-                # A llama's heads share the width evenly, or transformers refuses it.
+                # Transformers rejects a llama whose width is not divisible by its number of heads.
                 return "mistral" if windowed or self.n_embd % self.n_head else "llama"
         return "gpt"
 
 
-# The properties of --arch, beside a shape; nothing else asks for the name.
+# The properties of each ``--arch``. Only this table depends on the name.
 ARCHITECTURES: dict[Arch, dict[str, Any]] = {
     "gpt2": {
         "positions": "learned", "norm": "layernorm", "layer_norm_epsilon": 1e-5, "mlp": "gelu", "biases": "all",
         "qk_norm": False,
     },
-    "modern": {  # Qwen3's
+    "modern": {  # Qwen3's properties
         "positions": "rotary", "norm": "rmsnorm", "layer_norm_epsilon": 1e-6, "mlp": "swiglu", "biases": "none",
         "qk_norm": True,
     },
@@ -215,10 +216,10 @@ ARCHITECTURES: dict[Arch, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A named shape, with the batch and learning rate that it is usually trained with."""
+    """A named shape with its usual batch size and learning rate."""
 
     model: GPTConfig
-    batch_tokens: int  # tokens a step
+    batch_tokens: int  # tokens per step
     lr: float  # peak learning rate of AdamW
     note: str = ""
 
@@ -236,7 +237,7 @@ _XL = "Table 2.1 of the GPT-3 paper gives 24 heads of 128 in a width of 2,048; 1
 _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128; 5,120 gives the paper's total"
 
 # GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate). The
-# paper of GPT-2 gives no batch and no rate for its sizes; they have those of the GPT-3 model nearest in size.
+# GPT-2 paper gives no batch and no learning rate, so its sizes have those of the nearest GPT-3 model.
 PRESETS: dict[str, Preset] = {
     "pico": _gpt2(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
     "nano": _gpt2(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
@@ -260,8 +261,8 @@ PRESETS: dict[str, Preset] = {
     "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "for tens of megabytes", n_kv_head=2),
     "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "for hundreds of megabytes, on a GPU", n_kv_head=4),
     "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "for gigabytes, on a GPU", n_kv_head=4),
-    # As their config.json says on the hub, from which the ids, and so the vocabularies, come too. Their batches and
-    # rates are those of the GPT-3 model nearest in size.
+    # Shapes and vocabulary sizes are from config.json on the Hub. Batches and learning rates are those of the nearest
+    # GPT-3 model.
     "smollm2-135m": _llama(
         30, 9, 576, 8192, 49_152, 524_288, 6e-4, n_kv_head=3, n_inner=1536, rope_base=100_000.0,
         layer_norm_epsilon=1e-5,
@@ -284,13 +285,13 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """The preset called ``name``; `UserError` with the nearest name where there is none."""
+    """Returns the preset called ``name``. Raises `UserError` suggesting the nearest name if there is none."""
     if name not in PRESETS:
         raise UserError(f'there is no preset "{name}"', did_you_mean(name, PRESETS))
     return PRESETS[name]
 
 
-# The panels in which options are listed, in this order.
+# Option panels, in the order of the help page.
 PANELS = (
     "Run", "Model", "Fine-tuning", "Text and tokens", "Reading TEXT", "Length and batch", "Optimizer",
     "Evaluation and checkpoints", "Text", "Sampling", "Beam search", "Weights", "Card", "Address", "Load",
@@ -320,13 +321,13 @@ class ReadConfig:
         check_options(self)
         try:
             codecs.lookup(self.encoding)
-        except (LookupError, ValueError):  # ValueError: a name that is no text, or has a zero byte
+        except (LookupError, ValueError):  # ValueError: the name is not text or has a zero byte.
             raise UserError(f'there is no encoding "{self.encoding}"', "utf-8, latin-1, cp1252, utf-16 …") from None
 
 
 @dataclass(frozen=True)
 class LearnConfig(ReadConfig):
-    """Options for learning a vocabulary from text."""
+    """Options for training a tokenizer on text."""
 
     vocab_size: int | None = _data(
         None, "Vocabulary size, special tokens included", shown="set by the size of the text", low=257, high=2**24
@@ -338,7 +339,8 @@ class LearnConfig(ReadConfig):
 
 @dataclass(frozen=True)
 class TextConfig(LearnConfig):
-    """Options for turning text into ids to train on and ids held out, shared by ``gpt tokenize`` and ``gpt train``."""
+    """Options for tokenizing text and splitting it into training and held-out parts, shared by ``gpt tokenize`` and
+    ``gpt train``."""
 
     tokenizer: str = _data(
         "auto",
@@ -514,7 +516,7 @@ class TrainConfig(TextConfig):
     compile: Compile = _machine("auto", "Compile steps; auto: on GPUs, and on a CPU for small models in long runs")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
+        object.__setattr__(self, "micro_batch", str(self.micro_batch))  # The value can be a number in TOML and Python.
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
@@ -535,7 +537,7 @@ class TrainConfig(TextConfig):
 
     @property
     def has_examples(self) -> bool:
-        """Whether it trains on pairs or conversations, which are rows of their own, and not on running text."""
+        """Whether training uses separate examples (pairs or conversations) instead of running text."""
         return self.pairs or self.chat
 
     def _check_adapters(self) -> None:
@@ -555,7 +557,7 @@ class TrainConfig(TextConfig):
                 raise UserError(f'lora-targets: there is no "{word}"', did_you_mean(word, words))
 
     def new_model(self, preset: GPTConfig, vocab_size: int, block_size: int) -> GPTConfig:
-        """The shape of a new model: the preset's, but for what was asked for."""
+        """Returns the shape of a new model: the preset's, overridden by the given options."""
         asked = {each.name: getattr(self, each.name, None) for each in fields(GPTConfig)}
         usual = {"dropout": 0.0, **(ARCHITECTURES[self.arch] if self.arch else {})}
         given = usual | {name: value for name, value in asked.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The device and dtype of a computation, chosen from what the machine can do, never from timings."""
+"""Chooses a computation's device and dtype from the machine's capabilities, never from timings."""
 
 import contextlib
 import ctypes
@@ -21,11 +21,12 @@ from gpt.errors import UserError, did_you_mean
 from gpt.peaks import cores, host_memory
 from gpt.words import counted
 
-# Parameters per thread when a step decodes one token. Measured on two cores, two threads against one: 1.11 times the
-# rate at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; 0.4 times at 0.9 M beside four other programs.
+# Parameters per thread when a step decodes one token. Measured on two cores, tokens per second of two threads relative
+# to one: 1.11 at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; 0.4 at 0.9 M while four other programs
+# ran.
 DECODED = 2_000_000
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT = 2**25  # the largest threshold that glibc takes
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+KEPT = 2**25  # the largest threshold that glibc accepts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,8 +51,8 @@ class Compute:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def memory(self) -> int:
-        """Returns this process's share of the device's total memory, in bytes. Free memory would make choices differ
-        between runs."""
+        """Returns this process's share of the device's total memory, in bytes. Choices based on free memory would
+        differ between runs."""
         return self._memory() // self.shared_by
 
     def _memory(self) -> int:
@@ -69,8 +70,8 @@ class Compute:
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Copies an array or nested lists to a device. A GPU fetches them from pinned memory, where they lie in one piece:
-    the host does not wait."""
+    """Copies an array or nested lists to a device. A GPU copies from contiguous pinned memory, so the host does not
+    wait."""
     tensor = torch.as_tensor(values)
     if device.type != "cuda":
         return tensor.to(device)
@@ -78,23 +79,25 @@ def upload(values: Any, device: torch.device) -> Tensor:
 
 
 class Download:
-    """Tensors of one device on their way to the host; from a GPU they travel as one, and the host does not wait.
+    """An asynchronous copy of tensors from one device to the host. A GPU sends them as one buffer, so the host does not
+    wait.
 
-    They are of float32, or of whole numbers below 2³¹. All are numbers of 32 bits on the way.
+    Tensors must be float32 or have integers below 2³¹; the buffer has 32-bit elements.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.arrived: torch.cuda.Event | None = None  # None: reading may wait for the device
+        self.arrived: torch.cuda.Event | None = None  # None: `read` blocks until the device is done
         self._tensors = tensors
         if tensors[0].device.type == "cuda":
             bits = [(each.float() if each.is_floating_point() else each.int()).flatten() for each in tensors]
             packed = torch.cat([each.view(torch.int32) for each in bits])
             self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=True).copy_(packed, non_blocking=True)
             self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.arrived.record(torch.cuda.current_stream(packed.device))  # another device may be the current one
+            # The tensors' device is not always the current one.
+            self.arrived.record(torch.cuda.current_stream(packed.device))
 
     def read(self, wait: Callable[[torch.cuda.Event], object] = lambda event: event.synchronize()) -> list[Any]:
-        """Returns each tensor as a number or as nested lists. ``wait`` returns once the device has come to an event."""
+        """Returns each tensor as a number or as nested lists. ``wait`` blocks until the device has reached an event."""
         if self.arrived is None:
             return [each.tolist() for each in self._tensors]
         wait(self.arrived)
@@ -106,7 +109,7 @@ class Download:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's generators: the host's, and a GPU's own."""
+    """Returns the states of torch's random generators on the host and on the GPU."""
     states = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -116,7 +119,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    """Sets the generators' states, of which another device's are left out. Raises TypeError or RuntimeError."""
+    """Sets the random generators' states, ignoring those of other devices. Raises TypeError or RuntimeError."""
     torch.set_rng_state(states["torch"].cpu())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
@@ -125,10 +128,10 @@ def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> Non
 
 
 def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -> Compute:
-    """Chooses the device and dtype. Raises `UserError` for one that this machine does not have.
+    """Chooses the device and dtype. Raises `UserError` if this machine does not have them.
 
-    On a CPU, ``auto`` trains in bfloat16 where the processor multiplies it natively, and otherwise computes in
-    float32: reading a model, exactness is worth more than speed.
+    On a CPU, ``auto`` trains in bfloat16 if the processor multiplies it natively. Otherwise it is float32: for
+    inference, exactness is worth more than speed.
     """
     where = _device(device)
     if dtype == "auto":
@@ -163,10 +166,10 @@ def _device(name: str) -> torch.device:
 
 
 def use_threads(compute: Compute, asked: int | None = None, decoding: int | None = None) -> None:
-    """Sets the number of threads on a CPU: ``asked``, else ``OMP_NUM_THREADS``, else torch's default,
-    and at most one per core that a container may use. For ``decoding`` with so many parameters the default is at most
-    one thread per `DECODED` parameters, since a step is too short for more. Starts to watch how threads wait
-    (`gpt.waiting`). Raises `UserError` for an impossible number."""
+    """Sets the number of threads on a CPU: ``asked``, or else ``OMP_NUM_THREADS``, or else torch's default, limited to
+    the cores that a container can use. For a model with ``decoding`` parameters, the default is also limited to one
+    thread per `DECODED` parameters, because steps are too short for more. Starts watching how threads wait
+    (`gpt.waiting`). Raises `UserError` for an invalid number."""
     if asked is not None and not 1 <= asked <= MOST_THREADS:
         raise UserError(f"threads is {asked:,}; it must be between 1 and {MOST_THREADS:,}")
     if compute.device.type != "cpu":
@@ -183,10 +186,10 @@ def use_threads(compute: Compute, asked: int | None = None, decoding: int | None
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what is freed, up to `KEPT` bytes at once, for the next tensor. Does nothing elsewhere.
+    """Makes glibc keep freed blocks of up to `KEPT` bytes for the next tensor. Does nothing on other platforms.
 
-    A training step frees its activations and the next one allocates as many. Given back to the system in between, they
-    cost a page fault per 4 KiB: 20,000 in a step of `micro`, a fifth of its time.
+    Each training step frees and reallocates the same activations. If glibc returned them to the system, each 4 KiB
+    would cost a page fault: 20,000 in a step of `micro`, a fifth of its time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -196,7 +199,7 @@ def keep_freed_memory() -> None:
 
 @functools.cache
 def _torch_threads() -> int:
-    """Returns torch's own default."""
+    """Returns torch's default number of threads."""
     return torch.get_num_threads()
 
 
@@ -208,7 +211,7 @@ def has_bfloat16_cores(device: torch.device) -> bool:
 def has_native_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 matrices in hardware (AMX or AVX512-BF16).
 
-    Without it bfloat16 is emulated, and slower than float32 (pytorch#86270).
+    Emulated bfloat16 is slower than float32 (pytorch#86270).
     """
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))

@@ -1,4 +1,4 @@
-"""The distribution: its name in the package index, its version, and how to install what is missing."""
+"""The distribution: its package name, its version, and the commands that install missing packages."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 NAME = "gpt-workshop"
 VERSION = "0.1.0"
-find_spec = PathFinder.find_spec  # without import hooks: setuptools' one warns when it is asked for pip
+find_spec = PathFinder.find_spec  # Bypasses import hooks: setuptools' hook prints a warning when it looks for pip.
 
 
 def install(package: str) -> str:
@@ -19,12 +19,12 @@ def install(package: str) -> str:
         return f"uv pip install --python {_quoted(sys.prefix)} {package}"
     if Path(shutil.which("pip") or "").parent == Path(sysconfig.get_path("scripts")):
         return f"pip install {package}"
-    return f"{_quoted(sys.executable)} -m pip install {package}"  # `pip` belongs to another environment.
+    return f"{_quoted(sys.executable)} -m pip install {package}"  # `pip` on the path belongs to another environment.
 
 
 def install_extra(extra: str) -> str:
     """Returns the command that installs an extra. The installed gpt already satisfies the requirement, wherever it came
-    from, so only the extra's packages are fetched."""
+    from, so only the extra's packages are downloaded."""
     return install(f'"{NAME}[{extra}]"')
 
 
@@ -34,13 +34,13 @@ def _quoted(path: str) -> str:
 
 def packages() -> dict[str, str]:
     """Returns the versions of the installed dependencies, including those of extras."""
-    from importlib.metadata import PackageNotFoundError, requires, version  # takes 20 ms
+    from importlib.metadata import PackageNotFoundError, requires, version  # This import takes 20 ms.
 
     found = {}
-    with contextlib.suppress(PackageNotFoundError):  # gpt itself, in a source tree that was never installed
+    with contextlib.suppress(PackageNotFoundError):  # A source tree that was never installed has no metadata.
         for requirement in requires(NAME) or []:
             name = re.split(r"[^\w.-]", requirement)[0]
             with contextlib.suppress(PackageNotFoundError):
-                found[name] = version(name) or "unknown"  # of damaged metadata
+                found[name] = version(name) or "unknown"  # Damaged metadata has no version.
     found.pop(NAME, None)
     return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""The loss over a whole text, in fixed windows and without randomness."""
+"""Measures the loss over whole texts, in fixed windows and without randomness."""
 
 import codecs
 import contextlib
@@ -19,15 +19,15 @@ from gpt.model.decoder import GPT
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
-WINDOW = 1024  # tokens at most, unless more are asked for: in a longer one attention takes most of the time
-TOKENS_AT_ONCE = 8192  # positions in a batch of windows …
-LOGITS_AT_ONCE = 2**26  # … and at most so many logits
-TEXT_AT_ONCE = 2**20  # ids that are decoded at once
+WINDOW = 1024  # Default limit of a window in tokens. Attention takes most of the time in longer ones.
+TOKENS_AT_ONCE = 8192  # maximum positions in a batch of windows
+LOGITS_AT_ONCE = 2**26  # maximum logits in memory
+TEXT_AT_ONCE = 2**20  # ids per call of the tokenizer's decoder
 
 
 @dataclass(frozen=True)
 class Window:
-    """At most ``block_size`` ids ``x`` and their next ids ``y``, of which the first ``skipped`` count in another
+    """Up to ``block_size`` ids ``x`` and their next ids ``y``. The first ``skipped`` targets are counted in another
     window."""
 
     document: int
@@ -39,7 +39,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A text's loss in every usual unit. ``tokens`` counts the predicted tokens: all but each document's first."""
+    """A text's loss in the usual units. ``tokens`` counts the predicted tokens: all except each document's first."""
 
     loss: float  # nats per token
     tokens: int
@@ -50,17 +50,17 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss per token."""
+        """e to the power of the loss per token."""
         return _exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
-        """The total loss in bits over the bytes of the text: comparable between tokenizers."""
+        """The total loss in bits, divided by the bytes of the text: comparable across tokenizers."""
         return losses.bits_per_byte(self.loss * self.tokens, self.bytes)
 
     @property
     def word_perplexity(self) -> float:
-        """e to the total loss per word, as white space separates words: comparable between tokenizers too."""
+        """e to the power of the total loss per whitespace-separated word: comparable across tokenizers."""
         return _exp(self.loss * self.tokens / self.words) if self.words else math.nan
 
 
@@ -69,7 +69,7 @@ def _exp(x: float) -> float:
 
 
 class Document(Protocol):
-    """The ids of a document, of which slices are taken: an array, or a `gpt.text.shards.TokenDocument`."""
+    """A document's ids, read by slices: an array or a `gpt.text.shards.TokenDocument`."""
 
     def __len__(self) -> int: ...
 
@@ -79,7 +79,7 @@ class Document(Protocol):
 
 
 class Documents(Protocol):
-    """Documents with their lengths at hand: a `gpt.text.shards.TokenDocuments`, or `Encoded`."""
+    """Documents with known lengths: `gpt.text.shards.TokenDocuments` or `Encoded`."""
 
     @property
     def lengths(self) -> Ids:
@@ -101,8 +101,8 @@ class Encoded(list[Ids]):
 
 
 def windows(documents: Iterable[Document], block_size: int, stride: int | None = None) -> Iterator[Window]:
-    """Yields windows that begin every ``stride`` ids of each document, by default one after the other. Every id but a
-    document's first counts exactly once. Raises `UserError` for a stride beyond the context."""
+    """Yields windows that start every ``stride`` ids of each document; by default they do not overlap. Every id except
+    a document's first counts exactly once. Raises `UserError` for a stride beyond the context."""
     stride = block_size if stride is None else stride
     if not 1 <= stride <= block_size:
         raise UserError(f"stride is {stride}; it must be from 1 to the window, {block_size} tokens")
@@ -114,7 +114,7 @@ def windows(documents: Iterable[Document], block_size: int, stride: int | None =
 
 
 def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[Window]:
-    """Returns at most ``wanted`` of the documents' windows, spread evenly over all of them."""
+    """Returns up to ``wanted`` windows, spread evenly over all documents."""
     counts = -(-np.maximum(documents.lengths - 1, 0) // block_size)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
@@ -131,8 +131,8 @@ def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[W
 def score_positions(
     model: GPT, some: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Returns ``score(logits, targets)``, a number per position, of windows that are padded to the longest, (n, T). The
-    logits of `LOGITS_AT_ONCE` exist at once; targets that do not count are `IGNORED`."""
+    """Pads windows to the longest and returns ``score(logits, targets)`` for each position, (n, T). Computes up to
+    `LOGITS_AT_ONCE` logits at a time. Targets that do not count are `IGNORED`."""
     length = max(len(window.x) for window in some)
     x = np.zeros((len(some), length), np.int64)
     y = np.full((len(some), length), losses.IGNORED, np.int64)
@@ -141,7 +141,7 @@ def score_positions(
         y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
     targets, at_once = upload(y.ravel(), compute.device), max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     with compute.autocast():
-        # Not model(x): where processes have parts of it, the trunk is what gathers them.
+        # When processes share the model, only the trunk gathers its shards; model(x) does not.
         stream = model.trunk(upload(x, compute.device)).flatten(0, 1)
         parts = zip(torch.split(stream, at_once), torch.split(targets, at_once), strict=True)
         scores = [score(model.unembed(part), aims) for part, aims in parts]
@@ -151,8 +151,8 @@ def score_positions(
 def each_window(
     model: GPT, some: Iterable[Window], compute: Compute
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Yields every window with the losses of its counted targets in nats, in order, computed in batches without
-    dropout. A GPU computes the next batch while one is read."""
+    """Yields every window, in order, with the losses of its counted targets in nats. Computes in batches, without
+    dropout; a GPU computes the next batch while the caller reads one."""
     before: tuple[list[Window], Download] | None = None
     with _evaluating(model):
         for batch in _batches(some):
@@ -165,15 +165,15 @@ def each_window(
 
 
 def _counted(batch: list[Window], losses_of: Download) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Yields the windows of a batch with the losses of their counted targets."""
+    """Yields a batch's windows with the losses of their counted targets."""
     for window, of_row in zip(batch, losses_of.read()[0], strict=True):
         own = slice(window.skipped, len(window.y))
         yield window, np.array(of_row[own])[window.y[own] != losses.IGNORED]
 
 
 def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[int, int]:
-    """Counts the windows that greedy decoding would reproduce exactly, since the likeliest id is the target wherever
-    one counts; and the windows that have targets that count."""
+    """Counts the windows that greedy decoding would reproduce exactly, because every counted target is the most likely
+    token, and the windows that have counted targets."""
     exact, count = 0, 0
     with _evaluating(model):
         for batch in _batches(some):
@@ -185,7 +185,7 @@ def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[i
 
 
 def _misses(logits: Tensor, targets: Tensor) -> Tensor:
-    """True where a target counts and the model's top id is another one."""
+    """True if a target counts and is not the model's most likely token."""
     return (logits.argmax(-1) != targets) & (targets != losses.IGNORED)
 
 
@@ -201,7 +201,7 @@ def _evaluating(model: GPT) -> Iterator[None]:
 
 
 def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
-    """Yields batches of windows, each padded to its longest, of up to `TOKENS_AT_ONCE` tokens."""
+    """Yields batches of windows with up to `TOKENS_AT_ONCE` tokens after padding."""
     batch: list[Window] = []
     longest = 0
     for window in all_windows:
@@ -215,7 +215,7 @@ def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 
 def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[float, int]:
-    """Returns the sum of the losses of all counted targets in nats, and their number."""
+    """Returns the sum of the losses of all counted targets, in nats, and the number of these targets."""
     total, count = 0.0, 0
     for _, of_window in each_window(model, some, compute):
         total += float(of_window.sum())
@@ -223,7 +223,7 @@ def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[fl
     return total, count
 
 
-# Called with each window, its losses, and how many tokens there are to score in all.
+# Called with each window, its losses, and the total number of tokens to score.
 OnWindow = Callable[[Window, npt.NDArray[np.float64], int], None]
 
 
@@ -236,10 +236,10 @@ def evaluate(
     on_window: OnWindow | None = None,
     block_size: int | None = None,
 ) -> Evaluation:
-    """Measures the loss over documents, each by itself, in windows of ``block_size`` tokens: by default the model's
-    context, or `WINDOW` of a longer one. ``on_window`` is called with each window's losses.
+    """Measures the loss over separate documents, in windows of ``block_size`` tokens: by default the model's context
+    length, but no more than `WINDOW`. ``on_window`` is called with each window's losses.
 
-    Raises `UserError` where no token can be predicted, and `NotANumber` for a loss that is NaN or infinite.
+    Raises `UserError` if there is no token to predict, and `NotANumber` if the loss is NaN or infinite.
     """
     context = model.config.block_size
     if block_size is not None and not 1 <= block_size <= context:
@@ -268,7 +268,7 @@ def evaluate(
 
 
 def count_text(tokenizer: Tokenizer, documents: Iterable[Document]) -> tuple[int, int]:
-    """Counts the documents' bytes in UTF-8, and their words as white space separates them."""
+    """Counts the documents' UTF-8 bytes and whitespace-separated words."""
     n_bytes = n_words = 0
     for ids in documents:
         decoder, inside = codecs.getincrementaldecoder("utf-8")("replace"), False

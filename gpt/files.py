@@ -1,6 +1,6 @@
-"""Files and folders, written whole or not at all: beside their place, synced, then renamed. Modes follow the umask.
+"""Atomic writes of files and folders: a temporary sibling is written, synced and renamed. Modes follow the umask.
 
-Also reading JSON that may be damaged, checksums, locks, and errors of the disk in words.
+Also reads JSON that can be damaged, computes checksums, takes locks, and turns disk errors into user errors.
 """
 
 import contextlib
@@ -24,24 +24,24 @@ from filelock import FileLock, Timeout
 
 from gpt.errors import UserError, WorkError, check_text
 
-JSON_LIMIT = 64 * 2**20  # bytes; no JSON file of ours is larger
-LINE_LIMIT = 2**20  # bytes of a JSON line
-LINES_LIMIT = 2**30  # bytes of a file of JSON lines
+JSON_LIMIT = 64 * 2**20  # bytes; gpt writes no larger JSON file
+LINE_LIMIT = 2**20  # bytes of a line of JSON
+LINES_LIMIT = 2**30  # bytes of a JSON-lines file
 LONGEST_NAME = 255  # bytes of a file name
-DEEPEST = 64  # levels of lists and objects in JSON
+DEEPEST = 64  # nesting levels of JSON
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 LOCK = ".lock"
-TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # prefixes of what is being written, and of what it replaces
+TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # name prefixes of unfinished files and of the targets they replace
 EXISTS_NOW = "another process has created it in the meantime, and nothing is overwritten"
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
-    """Yields a file that becomes ``path`` at the end, and is removed after an error. With the ``digest`` of what was
-    written it is read back from the disk first. Raises OSError: FileExistsError if it is to be ``new`` and there is one
-    by then."""
+    """Yields a file that becomes ``path`` at the end, and is deleted after an error. With the ``digest`` of the data,
+    the file is first read back from the disk. Raises OSError; if ``new``, FileExistsError when ``path`` exists by
+    then."""
     beside = path.parent / _temporary_name(path)
     try:
         with beside.open("wb") as file:
@@ -61,19 +61,19 @@ def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = Fa
 
 
 def _temporary_name(path: Path) -> str:
-    """Returns the name under which this process writes a new ``path``. A name may have 255 bytes, so only the end of a
-    long one is part of it."""
+    """Returns this process's temporary name for ``path``. It has only the end of a long name, because names are limited
+    to 255 bytes."""
     return f"{TEMPORARY}{os.getpid()}-{path.name[-50:]}"
 
 
 def write_file(path: Path, data: bytes) -> str:
-    """Writes ``data`` to ``path`` as `write_pieces` does."""
+    """Writes ``data`` to ``path`` like `write_pieces`."""
     return write_pieces(path, [data])
 
 
 def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
-    """Writes pieces one after the other to ``path``, whole or not at all, reads them back, and returns their sha256.
-    Raises OSError as `whole_file` does."""
+    """Writes consecutive pieces to ``path`` atomically, reads them back, and returns their sha256. Raises OSError like
+    `whole_file`."""
     digest = hashlib.sha256()
     with whole_file(path, digest, new) as file:
         for piece in pieces:
@@ -83,14 +83,14 @@ def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
 
 
 def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Returns ``do(name)`` for each file, computed in two threads: checksums and copies on one core are slower than a
-    disk. Raises the first error once both threads have stopped. The threads are daemons, so a second Ctrl-C does not
-    wait for them; and plain ones, since a pool of multiprocessing needs a semaphore in /dev/shm."""
+    """Returns ``do(name)`` for each file, computed in two threads: on one core, checksums and copies are slower than a
+    disk. Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and
+    unlike a multiprocessing pool they need no semaphore in /dev/shm."""
     names = list(names)
     left, done, errors = iter(names), dict[str, T](), list[BaseException]()
 
     def work() -> None:
-        for name in left:  # `next` on a list's iterator is atomic
+        for name in left:  # `next` on a list's iterator is atomic.
             try:
                 done[name] = do(name)
             except BaseException as error:
@@ -109,8 +109,8 @@ def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in a folder durable, where the system can: Windows cannot open folders, some network shares cannot
-    sync them, and some folders can be written and not read. Raises OSError where the disk fails."""
+    """Makes renames in a folder durable. Ignores systems that cannot: Windows does not open folders, some network
+    shares do not sync them, and some folders are writable but not readable. Raises OSError if the disk fails."""
     if sys.platform == "win32":
         return
     try:
@@ -127,15 +127,15 @@ def sync_folder(path: Path) -> None:
 
 
 def usable_name(name: str) -> str:
-    """Returns a name for a new folder that is like the name of a file: without bytes that are not UTF-8 and control
-    characters, and short enough for a number after it on every file system."""
+    """Turns a file's name into a name for a new folder: without control characters and bytes that are not UTF-8, and
+    short enough to append a number on every file system."""
     clean = "".join("_" if unicodedata.category(char) in ("Cc", "Cs") else char for char in name)
     return clean.encode()[:100].decode(errors="ignore")
 
 
 def make_folder(path: Path) -> None:
-    """Makes a new folder, and those above it that are missing, durably. Raises OSError: FileExistsError where there is
-    one already."""
+    """Creates a new folder and its missing parents durably. Raises OSError, and FileExistsError if the folder
+    exists."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True)
     for folder in missing:
@@ -143,14 +143,14 @@ def make_folder(path: Path) -> None:
 
 
 def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
-    """Opens a regular file of at most ``limit`` bytes, or a link to one. Does not wait for a FIFO or a device: the open
-    file itself is checked, so that nothing can take its place in between.
+    """Opens a regular file, or a link to one, of at most ``limit`` bytes. Does not block on a FIFO or a device. Checks
+    the open file itself, so nothing can replace it in between.
 
-    Raises `UserError` for anything else and for a name that no file can have, and OSError as `open` does.
+    Raises `UserError` for anything else and for an impossible file name, and OSError like `open`.
     """
     try:
         file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
-    except ValueError:  # a zero byte or half a surrogate pair
+    except ValueError:  # The name has a zero byte or half of a surrogate pair.
         raise UserError(f"{str(path)!r} cannot be the name of a file") from None
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
@@ -163,12 +163,12 @@ def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
 
 
 def _without_waiting(name: str, flags: int) -> int:
-    """Opens a file without waiting for the writer of a FIFO, where the system has FIFOs."""
+    """Opens a file without waiting for the writer of a FIFO, on systems that have FIFOs."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name that was read from a file can be a file name in a folder, on every system."""
+    """Whether a name from an untrusted file is a valid file name in a folder on every system."""
     fits = name.isprintable() and 0 < len(name.encode()) <= LONGEST_NAME
     return fits and name != ".." and Path(name).name == name
 
@@ -177,13 +177,13 @@ def read_regular(path: Path, limit: int) -> bytes:
     """Reads a regular file of at most ``limit`` bytes. Raises `UserError`."""
     with reading(path), open_regular(path, limit=limit) as file:
         data = file.read(limit + 1)
-    if len(data) > limit:  # it has grown
+    if len(data) > limit:  # The file has grown since it was opened.
         raise UserError(f"{path} has more than the limit of {limit:,} bytes")
     return data
 
 
 def read_lines(file: BufferedReader) -> Iterator[bytes]:
-    """Yields the lines of a file; of a line longer than `LINE_LIMIT` the first part, which is no JSON."""
+    """Yields the lines of a file. A line longer than `LINE_LIMIT` is truncated and thus not valid JSON."""
     while line := file.readline(LINE_LIMIT):
         yield line
         while len(line) == LINE_LIMIT and not line.endswith(b"\n"):
@@ -191,7 +191,7 @@ def read_lines(file: BufferedReader) -> Iterator[bytes]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file. Raises `UserError` for one that is missing, huge or damaged."""
+    """Reads a JSON object from a file. Raises `UserError` if it is missing, huge or damaged."""
     try:
         value = json.loads(read_regular(path, JSON_LIMIT))
     except (ValueError, RecursionError):
@@ -215,7 +215,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def to_json(values: Mapping[str, Any]) -> bytes:
-    """Returns JSON for people and programs: indented, UTF-8, with a newline at the end."""
+    """Returns readable JSON: indented UTF-8 with a final newline."""
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
@@ -231,8 +231,8 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """Turns an OSError from writing ``path``, or a place elsewhere that the error names, into a `WorkError`. ``kept``:
-    what is still whole, for the hint."""
+    """Turns an OSError from writing ``path``, or another place that the error names, into a `WorkError`. ``kept`` tells
+    the user which data is intact and becomes part of the hint."""
     try:
         yield
     except OSError as error:
@@ -250,8 +250,8 @@ def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
 
 
 def check_new(path: Path, hint: str) -> None:
-    """Raises `UserError` where something of that name exists, broken links too, or the name is not UTF-8; `WorkError`
-    where no folder can be made there. Call it before the work, not after."""
+    """Raises `UserError` if ``path`` exists, even as a broken link, or its name is not UTF-8, and `WorkError` if no
+    folder can be created there. Call it before the work, not after."""
     with disk_errors(path):
         check_text(f"the name {str(path)!r}", str(path), hint)
         if path.exists() or path.is_symlink():
@@ -262,13 +262,14 @@ def check_new(path: Path, hint: str) -> None:
 
 @contextlib.contextmanager
 def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
-    """Yields a folder that becomes ``target`` at the end, and is removed after an error. With ``replace``, an old
-    ``target`` is replaced once the new one is whole; `recover` undoes a crash between the two renames. Else raises
-    OSError if there is one by then."""
-    # `recover` knows a folder that is replaced by its name; another process may be making the same new folder.
+    """Yields a folder that becomes ``target`` at the end, and is deleted after an error. With ``replace``, it replaces
+    an existing ``target``, and `recover` undoes a crash between the two renames. Without ``replace``, raises OSError if
+    ``target`` exists by then."""
+    # `recover` finds a replacement by its name. A new folder needs a unique name, because another process can be making
+    # the same one.
     beside = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
     aside = target.parent / f"{ASIDE}{target.name}"
-    shutil.rmtree(beside, ignore_errors=True)  # left by a killed run
+    shutil.rmtree(beside, ignore_errors=True)  # A killed process can leave one behind.
     beside.mkdir()
     try:
         yield beside
@@ -293,7 +294,7 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def recover(parent: Path) -> None:
-    """Restores what `whole_folder` had set aside when it was killed, and removes what was not finished."""
+    """Restores targets that a killed `whole_folder` had set aside, and deletes unfinished files and folders."""
     for aside in parent.glob(f"{ASIDE}*"):
         target = parent / aside.name.removeprefix(ASIDE)
         if not target.exists():
@@ -307,7 +308,7 @@ def recover(parent: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, hint: str) -> Iterator[None]:
-    """Locks a folder for this process. Raises `UserError` where another process has the lock."""
+    """Locks a folder for this process. Raises `UserError` if another process has the lock."""
     lock = FileLock(folder / LOCK, timeout=0)
     with disk_errors(folder):
         try:
@@ -328,7 +329,7 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
 
 
 def file_sha256(path: Path, from_disk: bool = False) -> str:
-    """Returns the sha256 of a file, in hexadecimal; with ``from_disk``, without the system's cached pages of it."""
+    """Returns the sha256 of a file in hexadecimal. ``from_disk`` bypasses the system's page cache."""
     with open_regular(path) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -336,15 +337,15 @@ def file_sha256(path: Path, from_disk: bool = False) -> str:
 
 
 def cache_dir() -> Path:
-    """Returns the user's folder for downloads: ``GPT_CACHE_DIR``, or the one below the platform's folder for caches."""
+    """Returns the user's folder for downloads: ``GPT_CACHE_DIR`` or the platform's cache folder."""
     if os.environ.get("GPT_CACHE_DIR"):
         return Path(os.environ["GPT_CACHE_DIR"])
     return user_folder() / "cache" if sys.platform == "win32" else user_folder()
 
 
 def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
-    """Returns the user's folder for gpt's files of a kind: in the folder that the environment names, else in the home
-    folder. Raises what `in_home` raises."""
+    """Returns the user's gpt folder for caches or state, from the environment or in the home folder. Raises the same
+    errors as `in_home`."""
     if sys.platform == "win32":
         variable, below = "LOCALAPPDATA", "AppData/Local"
     elif kind == "state":
@@ -356,10 +357,10 @@ def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
 
 
 def in_home(below: str) -> Path:
-    """Returns a folder in the user's home, which may not exist yet. If it doesn't and cannot be made, as for the
-    arbitrary uid of a container, a private folder in the temporary directory replaces the home. Raises `UserError` if
-    another user has made that."""
-    with contextlib.suppress(RuntimeError):  # no HOME, and a uid without a name
+    """Returns a folder in the user's home, whether or not it exists. If it can be neither used nor created, for example
+    with the arbitrary uid of a container, returns a folder in a private temporary directory instead. Raises `UserError`
+    if another user owns that directory."""
+    with contextlib.suppress(RuntimeError):  # There is no HOME, and the uid has no name.
         folder = Path.home() / below
         nearest = next(each for each in (folder, *folder.absolute().parents) if os.access(each, os.F_OK))
         if nearest == folder or os.access(nearest, os.W_OK):
@@ -369,8 +370,8 @@ def in_home(below: str) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Makes a folder that only this user can read and write, or checks that it is one. Raises `UserError` for any
-    other, and OSError."""
+    """Creates a folder that only this user can read and write, or checks an existing one. Raises OSError, and
+    `UserError` if others can open it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):

@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop: the first asks for an orderly end, the second ends it at once."""
+"""Handles signals that ask a command to stop: the first asks for an orderly end, the second stops it immediately."""
 
 import signal
 import threading
@@ -17,20 +17,20 @@ SIGNALS: tuple[int, ...] = tuple(
 
 
 def heeded() -> tuple[int, ...]:
-    """Returns those of `SIGNALS` that this process was not started to ignore: nohup ignores SIGHUP, and a script's
-    ``&`` ignores SIGINT, which is meant for the program in the foreground."""
+    """Returns the `SIGNALS` that this process was not started to ignore. nohup ignores SIGHUP; a script's ``&`` ignores
+    SIGINT, which is meant for the foreground program."""
     return tuple(signum for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN)
 
 
 class Stopped(Exception):
-    """Work that may be left off was, since a signal came."""
+    """A signal stopped work that does not have to finish."""
 
 
 class StopSignal:
-    """While active, notes the first of the `heeded` signals in ``signum``; the second raises `Interrupted` wherever it
-    strikes, which nothing on disk minds. As long as ``at_once``, the first does.
+    """A context manager that records the first of the `heeded` signals in ``signum`` and raises `Interrupted` on the
+    second, at any point; files on disk stay intact. While ``at_once`` is set, the first signal raises too.
 
-    Outside the main thread, where Python takes no signals, nothing is changed.
+    Does nothing outside the main thread, which is the only one that receives signals in Python.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -49,7 +49,7 @@ class StopSignal:
             signal.signal(signum, handler)
 
     def watching(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until a signal comes. Raises `Stopped` then."""
+        """Yields the items until a signal arrives, then raises `Stopped`."""
         for item in items:
             if self.signum is not None:
                 raise Stopped
@@ -64,7 +64,7 @@ class StopSignal:
 
 
 def interruption(error: BaseException | None) -> Interrupted | None:
-    """The signal behind an error, which whatever it struck in may have put into words of its own."""
+    """Returns the `Interrupted` behind an error, if any: other code can have wrapped it in its own exception."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__cause__ or error.__context__
     return error
