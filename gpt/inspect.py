@@ -1,5 +1,5 @@
-"""Inspects a decoder, as plain arrays: attention patterns, the logit lens, what heads do, neighbours in the embedding,
-positions. Nothing here changes the model."""
+"""Inspects a decoder without changing it: attention patterns, logit lens, head scores, embedding neighbors, positions.
+Results are NumPy arrays."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Masks = dict[str, npt.NDArray[np.bool_]]
 
-# What a head can be seen to do: each names keys to which attention may go.
+# The kinds of keys that a head can attend to.
 KINDS = {
     "previous": "the token before",
     "first": "the first token",
@@ -30,27 +30,28 @@ KINDS = {
     "same": "an earlier copy of the same token",
     "matching": "what came after the same token earlier (induction)",
 }
-CLEAR = 0.25  # the lift from which on a head is said to do something
-PROBE_TOKENS = 50  # random ids, which come twice
-MOST_ROTATIONS = 2**17  # positions whose rotations are compared at most
+CLEAR = 0.25  # minimum lift for a clear kind of head
+PROBE_TOKENS = 50  # random ids in the probe, which repeats them once
+MOST_ROTATIONS = 2**17  # maximum positions whose rotations are compared
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Attention patterns, residual stream and logits of T ids. Rows of a pattern are queries, columns keys; each row
-    sums to one, and later keys have weight 0."""
+    """Attention patterns, residual stream and logits of T ids. A pattern's rows are queries and its columns keys. Each
+    row sums to one; keys after the query have weight 0."""
 
     ids: Ints  # (T)
     patterns: Floats  # (layers, H, T, T)
-    residual: Tensor  # (L + 1, T, C): the residual stream after the embedding and after each block
+    residual: Tensor  # (L + 1, T, C), after the embedding and after each block
     logits: Tensor  # (T, V)
 
 
 def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Trace:
-    """Runs the model over ids (T) and keeps what it computes. ``layers``: whose patterns to keep (all).
+    """Runs the model over ids (T) and keeps its activations. ``layers`` selects the layers whose patterns are kept
+    (all).
 
-    Patterns are the softmax of the queries and keys that the model attends with. Raises ValueError past the context,
-    and `NotANumber` for logits that are NaN or infinite.
+    Patterns are the softmax of the model's own queries and keys. Raises ValueError past the context, and `NotANumber`
+    for NaN or infinite logits.
     """
     kept = list(range(model.config.n_layer)) if layers is None else list(layers)
     idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
@@ -80,7 +81,7 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
 
 
 def _numbers(what: str, tensor: Tensor) -> Tensor:
-    """Returns the tensor. Raises `NotANumber` where not all of it is finite."""
+    """Returns the tensor. Raises `NotANumber` unless every element is finite."""
     wrong = tensor.numel() - int(tensor.isfinite().sum())
     if wrong:
         raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are NaN or infinite")
@@ -89,10 +90,11 @@ def _numbers(what: str, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Lens:
-    """The logit lens (nostalgebraist 2020): the likeliest next tokens when the last LayerNorm and the unembedding are
-    applied to the residual stream after the embedding (row 0) and after each block. The last row is the model's."""
+    """The logit lens (nostalgebraist 2020): the most likely next tokens if the final norm and the unembedding are
+    applied to the residual stream after the embedding (row 0) and after each block. The last row is the model's
+    prediction."""
 
-    ids: Ints  # (L + 1, T, K), likeliest first
+    ids: Ints  # (L + 1, T, K), most likely first
     probabilities: Floats  # (L + 1, T, K)
 
 
@@ -100,7 +102,7 @@ class Lens:
 def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
     """Applies the logit lens to the residual stream (L + 1, T, C)."""
     ids, probabilities = [], []
-    for x in residual:  # a layer at a time: logits are wide
+    for x in residual:  # Logits are wide, so one layer at a time.
         best = model.unembed(model.ln_f(x)).float().softmax(-1).topk(min(top, model.config.vocab_size), dim=-1)
         ids.append(best.indices.cpu().numpy())
         probabilities.append(best.values.cpu().numpy())
@@ -109,14 +111,14 @@ def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The share of attention that heads (layers, H) give to each kind of keys: the mean over all queries that have such
-    a key. ``chance`` is the share that uniform attention would give, in a windowed layer over its window. None where no
+    """The share of attention that each head (layers, H) gives to each kind of keys, averaged over all queries that have
+    such a key. ``chance`` is the share under uniform attention, limited to the window in a windowed layer. None if no
     query has such a key."""
 
     scores: dict[str, Floats | None]
     chance: dict[str, Floats | None]  # (layers)
-    entropy: Floats  # (layers, H), bits: the mean of a query's
-    distance: Floats  # (layers, H), tokens: how far back attention goes on average
+    entropy: Floats  # (layers, H), bits, averaged over queries
+    distance: Floats  # (layers, H), average distance from query to key in tokens
 
     def lift(self, kind: str) -> Floats | None:
         """Returns the score above chance: 0 for uniform attention, 1 for all attention."""
@@ -124,12 +126,14 @@ class HeadScores:
         if score is None or chance is None:
             return None
         even = chance[:, None]
-        lifted: Floats = ((score - even) / np.maximum(1 - even, 1e-9)).astype(np.float32)  # a window of 1 is all even
+        # With a window of 1, attention is always uniform.
+        lifted: Floats = ((score - even) / np.maximum(1 - even, 1e-9)).astype(np.float32)
         return lifted
 
 
 def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | None = None) -> HeadScores:
-    """Scores heads by their patterns (layers, H, T, T) over ids (T). ``windows``: each layer's; None: all are dense."""
+    """Scores heads by their patterns (layers, H, T, T) over ids (T). ``windows`` has each layer's sliding window; None:
+    full attention in all layers."""
     T = len(ids)
     reach = np.array([min(window or T, T) for window in windows or [None] * len(patterns)])[:, None, None]
     back = np.arange(T)[:, None] - np.arange(T)
@@ -149,8 +153,8 @@ def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | Non
 
 
 def _masks(ids: Ints) -> Masks:
-    """Returns for each kind which keys (columns) are of it for each query (rows). The first two queries see too few
-    keys to tell the kinds apart."""
+    """Returns a mask for each kind: the keys (columns) of that kind for each query (rows). The masks skip the first two
+    queries, which have too few keys to tell the kinds apart."""
     T = len(ids)
     query, key = np.arange(T)[:, None], np.arange(T)[None]
     before = (key < query) & (query >= 2)
@@ -167,7 +171,7 @@ def _masks(ids: Ints) -> Masks:
 
 
 def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
-    """Returns random ids that come twice, at most ``block_size``, always the same ones. Induction heads show on them
+    """Returns a fixed sequence of random ids repeated once, at most ``block_size`` long. It reveals induction heads
     (Olsson et al. 2022, "In-context Learning and Induction Heads")."""
     known = np.array(sorted(tokenizer.backend.pieces), np.int64)
     once = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
@@ -175,8 +179,8 @@ def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
 
 
 def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | None:
-    """Returns the kind of keys with the highest lift for a head, None where none is clear. Kinds that the prompt cannot
-    show are scored on the probe."""
+    """Returns the kind of keys with the highest lift for a head; None if no kind is clear. Kinds that do not occur in
+    the prompt are scored on the probe."""
     lifts = {}
     for kind in KINDS:
         lift = here.lift(kind)
@@ -189,28 +193,27 @@ def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | 
 
 @dataclass(frozen=True)
 class Look:
-    """A model's patterns, head scores and logit lens for a prompt. Arrays of heads have only the ``layers`` and
-    ``heads`` that were asked for, in this order."""
+    """A model's patterns, head scores and logit lens for a prompt. Per-head arrays contain only the selected ``layers``
+    and ``heads``, in this order."""
 
-    ids: Ints  # (T), the end of the prompt where it is longer than the context
-    dropped: int  # how many ids of its beginning did not fit
+    ids: Ints  # (T), the end of a prompt longer than the context
+    dropped: int  # number of ids cut off at the start
     layers: list[int]
     heads: list[int]
-    windows: list[int | None]  # of the layers
+    windows: list[int | None]  # of the selected layers
     patterns: Floats  # (len(layers), len(heads), T, T)
-    here: HeadScores  # over the prompt
-    probe: HeadScores  # over random tokens that come twice
+    here: HeadScores  # on the prompt
+    probe: HeadScores  # on the probe
     lens: Lens
-    logits: Floats  # (V), of what follows
+    logits: Floats  # (V), for the next token
 
 
 def look(
     model: GPT, ids: Sequence[int] | Ints, tokenizer: Tokenizer, layer: int | None = None, head: int | None = None
 ) -> Look:
-    """Inspects how a model reads ids, in every head or in one ``layer`` or ``head`` of each layer.
+    """Inspects how a model reads ids, in all heads, one ``layer``, or one ``head`` of each layer.
 
-    Raises `UserError` for a layer or head that the model has not, where there are no ids, and where the patterns would
-    not fit into memory.
+    Raises `UserError` if the layer or head does not exist, there are no ids, or the patterns would not fit in memory.
     """
     config = model.config
     layers, heads = _chosen("layer", layer, config.n_layer), _chosen("head", head, config.n_head)
@@ -253,15 +256,15 @@ def _chosen(what: str, number: int | None, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Word:
-    """A word and its ids. The direction of a word of several tokens is the mean of their directions."""
+    """A word and its ids. A word of several tokens is represented by their mean direction."""
 
-    text: str  # as it was encoded, with its leading space
+    text: str  # as encoded, with its leading space
     ids: list[int]
 
 
 @dataclass(frozen=True)
 class Near:
-    """A token and the cosine of its embedding with a vector."""
+    """A token and its embedding's cosine similarity to a vector."""
 
     id: int
     text: str
@@ -269,7 +272,7 @@ class Near:
 
 
 class Embeddings:
-    """The rows of the embedding at unit length."""
+    """The embedding's rows at unit length."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -278,11 +281,11 @@ class Embeddings:
         self.rows: Floats = table / np.maximum(norms, 1e-30)
         known = np.zeros(len(table), np.bool_)
         known[tokenizer.known] = True
-        self.usable = known & (norms[:, 0] > 0)  # ids without a token, and rows that never were, are near nothing
+        self.usable = known & (norms[:, 0] > 0)  # Ids without a token, and zero rows, are not neighbors of anything.
 
     def find(self, word: str) -> Word:
-        """Encodes a word as in running text: with a space before it, unless it has fewer tokens without, or begins with
-        white space itself. Raises `UserError` for an empty word."""
+        """Encodes a word as in running text: after a space, unless it starts with white space or has fewer tokens
+        without the space. Raises `UserError` for an empty word."""
         if not word.strip():
             raise UserError("a word is empty", "give a word that has letters")
         check_text("a word", word)
@@ -295,7 +298,8 @@ class Embeddings:
         return _unit(self.rows[word.ids].mean(axis=0))
 
     def nearest(self, vector: Floats, count: int, without: Sequence[int] = ()) -> list[Near]:
-        """Returns the ``count`` tokens of highest cosine with a vector (C), ``without`` some ids."""
+        """Returns the ``count`` tokens with the highest cosine similarity to a vector (C), skipping the ids in
+        ``without``."""
         cosines = np.where(self.usable, self.rows @ _unit(vector), -np.inf)
         cosines[list(without)] = -np.inf
         order = np.argsort(-cosines, kind="stable")[:count]
@@ -303,11 +307,12 @@ class Embeddings:
         return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in found]
 
     def neighbors(self, word: Word, count: int) -> list[Near]:
-        """Returns the tokens nearest to a word, without its own."""
+        """Returns the tokens nearest to a word, without its own tokens."""
         return self.nearest(self.vector(word), count, word.ids)
 
     def analogy(self, terms: Sequence[tuple[int, Word]], count: int) -> list[Near]:
-        """Returns the tokens nearest to a signed sum of words (3CosAdd, Mikolov et al. 2013), without their own."""
+        """Returns the tokens nearest to a signed sum of words (3CosAdd, Mikolov et al. 2013), without the words' own
+        tokens."""
         total: Floats = np.sum([sign * self.vector(word) for sign, word in terms], axis=0)
         return self.nearest(total, count, [id for _, word in terms for id in word.ids])
 
@@ -317,7 +322,7 @@ def _unit(vector: Floats) -> Floats:
 
 
 def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
-    """Parses ``king - man + woman`` into signs and words. Raises `UserError` where a sign or a word is missing."""
+    """Parses ``king - man + woman`` into signs and words. Raises `UserError` if a sign or a word is missing."""
     hint = "write it like: king - man + woman"
     parts = re.split(r"(?<!\S)([+-])(?!\S)", " ".join(words).strip())
     parts = parts if parts[0].strip() else parts[1:]
@@ -333,24 +338,24 @@ def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:
-    """Returns a token for display: escaped where it is no text or invisible, spaces as they are."""
+    """Returns a token for display: non-text and invisible characters are escaped, spaces are kept."""
     return visible(tokenizer.decode_bytes([id]))
 
 
 @dataclass(frozen=True)
 class Positions:
-    """A decoder's positions. ``similarity[d]`` is the mean cosine of the rows of positions d tokens apart; for rotary
-    positions the score of two equal vectors whose pairs of numbers have the same weight."""
+    """A decoder's position encoding. ``similarity[d]`` is the mean cosine similarity of rows d positions apart. For
+    RoPE it is the attention score of two equal vectors whose rotated pairs all have equal weight."""
 
     kind: str  # learned, sinusoidal or rotary
     block_size: int
-    table: Floats | None  # (block_size, C), added to the embedding; None for rotary positions
-    similarity: Floats  # (block_size); of rotary positions `MOST_ROTATIONS` at most
+    table: Floats | None  # (block_size, C), added to the embedding; None for RoPE
+    similarity: Floats  # (block_size); limited to `MOST_ROTATIONS` for RoPE
 
 
 @torch.inference_mode()
 def positions(model: GPT) -> Positions:
-    """Measures the table of positions, or the rotations."""
+    """Compares the rows of the position table, or the rotations."""
     table = model.position_table()
     if table is None:
         cosines, _ = rotary_table(min(model.config.block_size, MOST_ROTATIONS), model.config)
@@ -358,7 +363,7 @@ def positions(model: GPT) -> Positions:
     rows = _numbers("values of the position table", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
     size = len(unit)
-    # All pairs that are d apart at once: the correlation of each column with itself, by its spectrum.
+    # All pairs d positions apart are compared in one step: the power spectrum gives each column's autocorrelation.
     spectrum = torch.fft.rfft(unit.double(), n=2 * size, dim=0).abs().square().sum(dim=1)
     sums = torch.fft.irfft(spectrum, n=2 * size)[:size]
     similarity = sums / torch.arange(size, 0, -1)

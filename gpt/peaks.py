@@ -1,6 +1,6 @@
-"""Peak FLOP/s and memory of devices, from datasheets: MFU is a share of the former, a plan must fit into the latter.
+"""Peak FLOP/s and memory of devices, from datasheets, for MFU and for planning.
 
-Also the memory and cores of this machine that the process may use.
+Also the memory and cores that this process can use on this machine.
 """
 
 import math
@@ -17,27 +17,27 @@ PROC = Path("/proc/self")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of device that one can plan for."""
+    """A device type that training can be planned for."""
 
-    names: str  # CUDA's for it: a regular expression, matched whole
+    names: str  # A regular expression that matches CUDA's whole name for the device.
     memory: int  # bytes
     tflops: float = 0  # 0: unknown
-    bfloat16: bool = True  # whether its tensor cores have that
+    bfloat16: bool = True  # whether the tensor cores support bfloat16
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s of matrix products in ``dtype``; None where it is not known, as for float32, which may or may not be
-        computed as TF32."""
+        """Returns the FLOP/s of matrix products in ``dtype``. Returns None if unknown, as for float32, which can run as
+        TF32."""
         known = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
         return 1e12 * self.tflops if known and self.tflops else None
 
 
 _A100, _V100 = r"A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|A100 \d+GB PCIe", r"V100-SXM2-\d+GB.*"
-# The memory is the datasheets', in gigabytes of 10⁹ bytes; what CUDA says is there differs by up to 7 % either way.
-# TFLOP/s are of matrix products in float16 and bfloat16 with float32 sums, dense (datasheets also print twice that, for
-# matrices half of which is zeros). Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables at
-# the end of its papers "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". Each is also multiprocessors ×
-# operations a clock × boost clock, which a test computes. Names are matched whole: a part of a GPU (MIG) and a laptop's
-# GPU have the name of a larger one in theirs, and their peaks are not known.
+# Memory is the datasheets' figure in gigabytes of 10⁹ bytes; CUDA reports up to 7 % more or less. TFLOP/s are for dense
+# matrix products in float16 and bfloat16 with float32 sums. (Datasheets also print twice that, for matrices that are
+# half zeros.) Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables at the end of its papers
+# "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". A test computes each figure as multiprocessors ×
+# operations per clock × boost clock. Whole names are matched, because the names of laptop GPUs and of GPU partitions
+# (MIG) contain the name of a larger GPU, and their peaks are unknown.
 _GIGABYTES_AND_TFLOPS: dict[str, tuple[str, int, float]] = {
     "b200-180gb": (r"B200", 180, 2250),
     "gh200-96gb": (r"GH200 .*", 96, 989.4),
@@ -72,14 +72,14 @@ KINDS: dict[str, Kind] = {
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """FLOP/s of matrix products in ``dtype`` on the device of this name; None where it is not known."""
+    """Returns the FLOP/s of matrix products in ``dtype`` on the device with this name; None if unknown."""
     product = re.sub(r"^(NVIDIA|Tesla) ", "", name)
     kind = next((each for each in KINDS.values() if re.fullmatch(each.names, product)), None)
     return None if kind is None else kind.peak(dtype)
 
 
 def find_kind(name: str) -> Kind:
-    """The kind of that name; ``cpu`` is this machine. Raises `UserError` for one that is not known."""
+    """Returns the device type with this name; ``cpu`` is this machine. Raises `UserError` for an unknown one."""
     if name == "cpu":
         return Kind("cpu", host_memory())
     if name not in KINDS:
@@ -88,37 +88,39 @@ def find_kind(name: str) -> Kind:
 
 
 def host_memory() -> int:
-    """Returns the bytes of memory that this process may use, free or not: the machine's, or the limit of a cgroup, such
-    as a container's."""
+    """Returns the bytes of memory that this process can use, whether or not they are free: the machine's memory, or the
+    limit of a cgroup, for example of a container."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        physical = 8 * 2**30  # Windows has no sysconf; a common size
-    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # of versions 2, 2 and 1
+        physical = 8 * 2**30  # Windows has no sysconf, so assume a common size.
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup versions 2, 2 and 1
     limits = [numbers[0] for group in _cgroups("memory") for name in names if (numbers := _numbers(group / name))]
     return min([physical, *limits])
 
 
 def cores() -> int:
-    """Returns how many cores this process may use: those of its affinity, or the CPU quota of a cgroup, rounded up."""
+    """Returns the number of cores that this process can use: its CPU affinity, or the CPU quota of a cgroup, rounded
+    up."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups("cpu"):
-        quota = _numbers(group / "cpu.max")  # version 2: quota and period
+        quota = _numbers(group / "cpu.max")  # Version 2 has quota and period in one file.
         quota = quota or _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
-        if len(quota) == 2 and min(quota) > 0:  # -1 is no quota
+        if len(quota) == 2 and min(quota) > 0:  # A quota of -1 means no limit.
             count = min(count, math.ceil(quota[0] / quota[1]))
     return count
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's cgroups, and of their ancestors as far as they are mounted, in which Linux
-    shows the limits of ``controller``: ``memory`` or ``cpu``."""
+    """Yields the mounted folders of this process's cgroups and their ancestors, in which Linux shows the limits of
+    ``controller``: ``memory`` or ``cpu``."""
     try:
         own = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (PROC / "mountinfo").read_text().splitlines()]
-    except OSError:  # not Linux, or no /proc
+    except OSError:  # This is not Linux, or there is no /proc.
         return
-    paths = {name: path for _, names, path in own for name in names.split(",")}  # that of version 2 has no name
+    # The version 2 hierarchy has an empty name.
+    paths = {name: path for _, names, path in own for name in names.split(",")}
     for mount, system in mounts:
         root, place = mount.split()[3:5]
         kind, _, options = system.split(" ", 2)
@@ -130,7 +132,7 @@ def _cgroups(controller: str) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Returns the numbers in a file; none if there is no such file, or no limit, ``max``."""
+    """Returns the numbers in a file; none if the file is missing or contains ``max``, which means no limit."""
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Programs that torch's compiler makes for this processor, kept between commands.
+"""Caches programs that torch's compiler builds for this processor, across commands.
 
-A program is machine code. The folder that holds them must be the user's alone: whoever can write there can run code as
-the user.
+Programs are machine code, so only the user can have access to their folder: whoever writes there can run code as the
+user.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from gpt.files import file_sha256, private_folder, sync_folder, user_folder
 
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
-Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # with inputs as it was traced with
-KEPT = 50  # programs, of some 4 MB each
-SCRATCH = "making-"  # begins the names of folders where programs are compiled
+Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # a module and its example inputs
+KEPT = 50  # maximum number of cached programs, some 4 MB each
+SCRATCH = "making-"  # name prefix of folders for compilation
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
-    """Returns the program of a ``key``, which names code, shapes and dtypes, for this torch, processor and number of
-    threads. It is opened, or compiled from what ``trace`` returns with further ``options`` of Inductor, which ``note``
-    announces, and kept among the `KEPT` that were used last.
+    """Returns the program of ``key``, which identifies code, shapes and dtypes, for this torch, processor and number of
+    threads. Loads it from the cache, or compiles the graph that ``trace`` returns with extra Inductor ``options`` after
+    announcing it with ``note``. The cache keeps the `KEPT` programs that were used last.
 
-    Raises whatever the compiler or the disk raises, and `UserError` for a folder that is open to others.
+    Raises any error of the compiler or the disk, and `UserError` for a folder that others can open.
     """
     folder, name = own_folder(), digest(key)
     for path in folder.glob(f"{name}-*.pt2"):
@@ -43,9 +43,10 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
             note(f"{path} is damaged")
             path.unlink(missing_ok=True)
             continue
-        with contextlib.suppress(RuntimeError):  # a system with other libraries, which shares this home, compiled it
+        # A system with other libraries that shares this home folder can have compiled it.
+        with contextlib.suppress(RuntimeError):
             program = _opened(path)
-            with contextlib.suppress(OSError):  # of a folder that is read-only, or a file that was just deleted
+            with contextlib.suppress(OSError):  # The folder is read-only, or the file was just deleted.
                 os.utime(path)
             return program
     if shutil.which(compiler()) is None:
@@ -58,21 +59,21 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
         path = folder / f"{name}-{file_sha256(made)}.pt2"
         os.replace(made, path)
     sync_folder(folder)
-    with contextlib.suppress(OSError):  # another command deletes them too, or has one open
+    with contextlib.suppress(OSError):  # Another command is deleting the same files, or has one open.
         _tidy(folder)
     return _opened(path)
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a program has the sha256 in its name: torch would run a damaged one until it crashes."""
+    """Whether a program matches the sha256 in its name. torch would run a damaged one until it crashes."""
     try:
         return path.stem.endswith(f"-{file_sha256(path)}")
-    except (OSError, UserError):  # a bad sector, or no regular file
+    except (OSError, UserError):  # The file has a bad sector or is not a regular file.
         return False
 
 
 def _tidy(folder: Path) -> None:
-    """Deletes all programs but those that were used last, and what killed commands left."""
+    """Deletes the least recently used programs and the leftovers of killed commands."""
     for old in sorted(folder.glob("*.pt2"), key=lambda each: each.stat().st_mtime)[:-KEPT]:
         old.unlink()
     for left in folder.glob(f"{SCRATCH}*"):
@@ -81,25 +82,25 @@ def _tidy(folder: Path) -> None:
 
 
 def compiler() -> str:
-    """The name of the C++ compiler that Inductor calls."""
+    """Returns the name of the C++ compiler that Inductor calls."""
     return os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
 
 
 def compiles_unasked() -> bool:
-    """Whether programs are compiled without being asked for. Not on macOS, where the name of a compiler that is not
-    there opens a window that offers it."""
+    """Whether to compile without being asked. False on macOS, where calling a missing compiler opens an installation
+    dialog."""
     return sys.platform != "darwin" and shutil.which(compiler()) is not None
 
 
 def digest(key: object) -> str:
-    """The name of a program."""
+    """Returns the name of a program: a hash of its key, the processor and the torch version."""
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     machine = (sys.platform, platform.machine(), sorted(capabilities.items()), torch.get_num_threads())
     return hashlib.sha256(repr((torch.__version__, machine, _SETTINGS, key)).encode()).hexdigest()[:32]
 
 
-# Inductor's. The wrapper only calls kernels, which have a level of their own. Headers would be precompiled in the
-# system's temporary folder, 300 MB that others might have put there.
+# Inductor settings. The wrapper only calls kernels, which have their own optimization level. Precompiled headers would
+# go to the system's temporary folder: 300 MB that other users could have put there.
 _SETTINGS: Mapping[str, object] = {
     "aot_inductor.package": True,
     "aot_inductor.compile_wrapper_opt_level": "O0",
@@ -109,12 +110,12 @@ _SETTINGS: Mapping[str, object] = {
 
 
 def compile(graph: Graph, scratch: Path, options: Mapping[str, object] = {}) -> Path:
-    """Compiles a program in an empty folder, and returns its file."""
+    """Compiles a program in an empty folder and returns its file."""
     from torch._inductor.package.package import package_aoti
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     path = scratch / "program.pt2"
-    # The system's temporary folder, where Inductor caches code, may hold code that others put there.
+    # Inductor's default cache is in the system's temporary folder, where other users could plant code.
     with warnings.catch_warnings(), temporary_cache_dir(str(scratch)), torch.no_grad():
         warnings.simplefilter("ignore")
         files: Any = torch._inductor.aot_compile(graph[0], graph[1], options={**_SETTINGS, **options})
@@ -129,5 +130,5 @@ def _opened(path: Path) -> Program:
 
 
 def own_folder() -> Path:
-    """Makes the folder of programs, or checks that it is the user's alone."""
+    """Creates the folder of programs, or checks that only the user can access it."""
     return private_folder(user_folder() / "programs")

@@ -1,4 +1,4 @@
-"""The settings of ``gpt sample``; `gpt.settings` says how fields become options. Imports no torch."""
+"""The settings of ``gpt sample``; `gpt.settings` turns the fields into options. Imports no torch."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from gpt.settings import check_options, field_types, option, without_none
 _PANELS = ("Text", "Sampling", "Beam search", "Machine", "Output")
 _text, _filter, _beam, _machine, _output = (partial(option, panel=name) for name in _PANELS)
 MOST_BEAMS = 1024
-MOST_BIAS = 10**9  # either way; far beyond what logits differ by, and far within what a float holds
+MOST_BIAS = 10**9  # either sign; far beyond differences between logits, and far within float32
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
@@ -20,10 +20,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The choice of ids from logits, and the end of a text. Raises `UserError` for values without a meaning.
+    """How to choose tokens from logits and when to stop. Raises `UserError` for invalid values.
 
-    The filters act in this order: bias, repetition penalty, presence and frequency penalties, no-repeat n-gram and
-    least tokens, temperature, top-k, top-p, min-p. Beams are ranked after all up to the least tokens.
+    Filters apply in this order: bias, repetition penalty, presence and frequency penalties, no-repeat n-gram and
+    minimum tokens, temperature, top-k, top-p, min-p. Beams are ranked after the filters up to minimum tokens.
     """
 
     temperature: float = _filter(
@@ -63,7 +63,8 @@ class SampleConfig:
     early_stopping: Literal["off", "on", "never"] = _beam(
         "off", "Stop at B finished beams (on), when a better one is unlikely (off) or impossible (never)"
     )
-    n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MOST_BEAMS, hidden=True)  # as -N
+    # The command's flag is -N.
+    n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MOST_BEAMS, hidden=True)
     max_tokens: int = _text(200, "Maximum number of tokens to generate", flags=("-n",), level="basic", low=0)
     min_tokens: int = _text(0, "Suppress end-of-text for the first N tokens", low=0)
     stop: tuple[str, ...] = _text((), "Stop before this text; repeatable", metavar="TEXT", level="basic")
@@ -105,18 +106,18 @@ class SampleConfig:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn at random."""
+        """Whether tokens are sampled at random."""
         return not (self.greedy or self.beam or self.temperature == 0)
 
     @property
     def looks_back(self) -> bool:
-        """Whether a filter depends on the tokens before."""
+        """Whether a filter depends on previous tokens."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty not in (0, 1)
         return bool(penalties) or self.no_repeat_ngram > 0
 
     @property
     def constraint(self) -> tuple[str, Any] | None:
-        """The setting that constrains the text, and its value. Raises `UserError` for more than one."""
+        """The name and value of the setting that constrains the text. Raises `UserError` if several are set."""
         given = [(name, value) for name in ("choices", "regex", "json_schema") if (value := getattr(self, name))]
         if len(given) > 1:
             raise UserError(f"{given[0][0]} and {given[1][0]} both constrain the text", "give one of them")
@@ -124,12 +125,12 @@ class SampleConfig:
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """The settings by which the next token is chosen."""
+        """The settings that decide how the next token is chosen."""
         settings = [each.name for each in fields(self) if each.metadata["panel"] == _PANELS[1]]
         return (self.draws, self.min_tokens, *(getattr(self, name) for name in settings))
 
     def changed(self, name: str, word: str) -> "SampleConfig":
-        """Returns a copy in which ``name`` is read from a word, as on the command line. Raises `UserError`."""
+        """Returns a copy with the setting ``name`` parsed from a word, as on the command line. Raises `UserError`."""
         kinds = {key.replace("_", "-"): kind for key, kind in field_types(SampleConfig).items()}
         if name not in kinds:
             raise UserError(f'there is no setting "{name}"', did_you_mean(name, kinds))
@@ -145,7 +146,7 @@ class SampleConfig:
         return replace(self, **{name.replace("-", "_"): value})
 
     def biases(self) -> list[tuple[str, float]]:
-        """Returns the texts of tokens and the numbers that are added to their logits."""
+        """Returns the tokens' texts and the values added to their logits."""
         pairs = []
         for word in self.bias:
             token, equals, number = word.rpartition("=")

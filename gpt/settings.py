@@ -1,4 +1,4 @@
-"""Settings: dataclass fields that are also options, checked, and read and written as TOML."""
+"""Dataclass fields that are also command-line options: validation, TOML, and untrusted JSON."""
 
 import dataclasses
 import json
@@ -17,11 +17,11 @@ from gpt.errors import UserError, check_text, did_you_mean
 T = TypeVar("T")
 Level = Literal["basic", "more", "config"]
 MOST_TOML = 2**20  # bytes
-LARGEST = 3.4028234663852886e38  # of float32
+LARGEST = 3.4028234663852886e38  # the largest float32
 
 
 def without_none(kind: Any) -> Any:
-    """Returns ``kind`` for ``kind | None``, and any other type as it is."""
+    """Returns ``kind`` for ``kind | None``, and any other type unchanged."""
     kinds = [each for each in get_args(kind) if each is not type(None)]
     return kinds[0] if type(None) in get_args(kind) and len(kinds) == 1 else kind
 
@@ -38,11 +38,11 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def check_options(config: Any) -> None:
-    """Raises `UserError` for a field of the wrong type or out of bounds. A path becomes a string."""
+    """Raises `UserError` for a field of the wrong type or out of bounds. Converts a path to a string."""
     hints = field_types(type(config))
     for each in dataclasses.fields(config):
         name, value, kind = each.name, getattr(config, each.name), without_none(hints[each.name])
-        if "help" in each.metadata:  # an option
+        if "help" in each.metadata:  # Only options have help texts.
             name = name.replace("_", "-")
         if value is None and kind is not hints[each.name]:
             continue
@@ -53,7 +53,7 @@ def check_options(config: Any) -> None:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
-        if kind == tuple[str, ...]:  # a repeatable option
+        if kind == tuple[str, ...]:  # The option is repeatable.
             object.__setattr__(config, each.name, _texts(name, value))
             continue
         fits = (int, float) if kind is float else (get_origin(kind) or kind,)
@@ -96,9 +96,10 @@ def option(
     high: float = 2**53,
     hidden: bool = False,
 ) -> Any:
-    """Returns the field of a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown``, the
-    default in words, are for the help page; ``flags`` are additional ones. ``level`` says what lists the option:
-    ``--help`` (basic), ``--help-all`` (more), or only the reference (config); nothing lists a ``hidden`` one."""
+    """Returns a dataclass field for a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown``
+    (the default in words) are for the help page; ``flags`` are additional flags. ``level`` decides where the option is
+    listed: in ``--help`` (basic), in ``--help-all`` (more), or only in the reference (config). A ``hidden`` option is
+    never listed."""
     meta = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
         "high": high, "hidden": hidden,
@@ -107,12 +108,13 @@ def option(
 
 
 def bounded(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
-    """Returns the field of a number that is not an option, with its bounds."""
+    """Returns a dataclass field for a number with bounds that is not an option."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """``cls(**values)`` for a dataclass; an unknown key is a `UserError` with a suggestion, naming ``where``."""
+    """Returns ``cls(**values)`` for a dataclass. Raises `UserError` naming ``where`` for an unknown key, with a
+    suggestion."""
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -125,7 +127,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number that `checked` reads: ``Annotated[int, Within(0)]``."""
+    """Bounds of a number for `checked`: ``Annotated[int, Within(0)]``."""
 
     low: float
     high: float = 2**53
@@ -137,9 +139,10 @@ Amount = Annotated[float, Within(0)]
 
 
 def checked(cls: type[T], values: Any, where: str) -> T:
-    """A dataclass of numbers, words, lists and tables of these, and further dataclasses, from JSON that may be damaged:
-    every field of its type, every number finite, as float32 too, and within its bounds. A class may ``upgrade`` what
-    older versions wrote. Raises `UserError` naming ``where``."""
+    """Builds a dataclass from JSON that can be damaged. Fields are numbers, strings, nested dataclasses, or lists and
+    tables of these. Every field must have its type, and every number must be within its bounds and finite, also as
+    float32. A class can have an ``upgrade`` method that converts values written by older versions. Raises `UserError`
+    naming ``where``."""
     if not isinstance(values, dict):
         raise UserError(f"{where} is damaged: it is not a JSON object")
     upgrade = getattr(cls, "upgrade", None)
@@ -165,7 +168,7 @@ def checked(cls: type[T], values: Any, where: str) -> T:
 
 
 def _read(value: Any, kind: Any, where: str) -> Any:
-    """Returns a value with dataclasses in place of the tables in it."""
+    """Returns a value with its tables converted to dataclasses."""
     if not isinstance(value, (dict, list)):
         return value
     inner = without_none(kind)
@@ -193,20 +196,20 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict) and all(_fits(each, kinds[1]) for each in value.values())
     if dataclasses.is_dataclass(kind):
-        return isinstance(value, dict)  # `_read` looks at it
+        return isinstance(value, dict)  # `_read` checks its fields.
     return isinstance(value, kind) and (kind is bool or type(value) is not bool)
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Returns a flat table of strings, numbers and booleans as TOML, without ``None``, which TOML does not have."""
-    # A JSON string, number or boolean is a TOML one too (DEL apart, which json leaves bare).
+    """Returns a flat table of strings, numbers and booleans as TOML. Skips ``None``, which TOML does not have."""
+    # JSON strings, numbers and booleans are valid TOML, except DEL, which json does not escape.
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines).replace("\x7f", "\\u007F") + "\n"
 
 
 def parse_toml(data: bytes, where: str) -> dict[str, Any]:
-    """Reads the bytes of a TOML file. Raises `UserError` naming ``where`` if it is none."""
+    """Parses the bytes of a TOML file. Raises `UserError` naming ``where`` if they are not valid TOML."""
     try:
         return tomllib.loads(data.decode("utf-8-sig").replace("\r\n", "\n"))
-    except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8, numbers of many digits
+    except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8 and numbers with too many digits.
         raise UserError(f"{where} is not TOML: {error}", "gpt train --print-config prints an example") from None

@@ -1,10 +1,10 @@
 """Controls how torch's CPU threads wait for each other. Imports no torch.
 
-The threads of a computation meet after each part of it, thousands of times per second. GNU OpenMP, which torch uses on
-Linux, lets the first ones spin until the others arrive. That is fastest while each thread has a core of its own, and
-very slow otherwise: beside one busy program on two cores `nano` trained at a tenth of its speed. `watch` looks for
-threads that wait for a core. If there are idle cores, the system has put two threads on one core, and they are moved
-apart. If there are none, other programs use the cores, and for a while threads sleep instead of spinning.
+The threads of a computation synchronize thousands of times per second. GNU OpenMP, which torch uses on Linux, lets
+threads spin until the others arrive. That is fastest while each thread has its own core, and very slow otherwise: next
+to one busy program on two cores, `nano` trained at a tenth of its speed. `watch` looks for threads that wait for a
+core. If there are idle cores, the system has put two threads on one core, and `watch` moves them apart. If there are
+none, other programs use the cores, and for a while threads sleep instead of spinning.
 
 Results do not depend on how threads wait.
 """
@@ -19,15 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Read by GNU OpenMP when torch is imported. It spins as long as it does by default; but while there are more OpenMP
-# threads than cores, it does not spin at all, which is how spinning is turned off later (its manual, GOMP_SPINCOUNT).
+# GNU OpenMP reads these when torch is imported. They keep its default spin time. But with more OpenMP threads than
+# cores, it does not spin at all, which is how `Spinning` turns spinning off later (see GOMP_SPINCOUNT in its manual).
 POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "300000"}
-TASKS = Path("/proc/self/task")  # Linux alone says how long a thread waited for a core
+TASKS = Path("/proc/self/task")  # Only Linux reports how long a thread waited for a core.
 CPUS = Path("/proc/stat")
-PERIOD = 0.2  # seconds between two looks
-WAITING = 0.3  # of each second, all threads together. Beside one busy program on two cores: 0.4 to 0.8; alone: 0.05
-IDLE = 0.7  # of a core's time
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 8.0  # seconds without spinning, doubled while threads wait for cores after it too
+PERIOD = 0.2  # seconds between two samples of the counters
+# Threshold: waiting seconds per second, summed over threads. Measured on two cores: 0.4 to 0.8 next to one busy
+# program, 0.05 without it.
+WAITING = 0.3
+IDLE = 0.7  # share of a core's time
+# Seconds without spinning, doubled as long as threads still wait for cores afterwards.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 8.0
 
 
 def set_policy() -> None:
@@ -36,12 +39,12 @@ def set_policy() -> None:
         os.environ.update(POLICY)
 
 
-_watching = threading.Lock()  # held from the first `watch` on
+_watching = threading.Lock()  # locked by the first `watch`
 
 
 def watch() -> None:
-    """Starts a thread that watches this process's threads. Does nothing without GNU OpenMP (the OpenMP of macOS and
-    Windows yields cores by itself), where the user has set a wait policy, or where the system does not report how long
+    """Starts a thread that watches this process's threads. Does nothing if torch does not use GNU OpenMP (on macOS and
+    Windows, OpenMP yields cores by itself), the user has set a wait policy, or the system does not report how long
     threads waited for a core."""
     given = {name: os.environ[name] for name in POLICY if name in os.environ}
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -52,24 +55,24 @@ def watch() -> None:
 
 
 def end_threads() -> None:
-    """Ends the OpenMP threads of the calling thread before another thread computes. With both threads' there would be
-    more than cores, and GNU OpenMP would not spin: a server would decode at half its speed."""
+    """Ends the calling thread's OpenMP threads before another thread computes. With the OpenMP threads of both, there
+    would be more threads than cores and GNU OpenMP would not spin: a server would decode at half its speed."""
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(openmp, "GOMP_parallel") and hasattr(openmp, "omp_pause_resource_all"):
         assert openmp is not None
-        openmp.omp_pause_resource_all(1)  # omp_pause_soft: they start again when they are needed
+        openmp.omp_pause_resource_all(1)  # This is omp_pause_soft: the threads restart when needed.
 
 
 class Spinning:
-    """Turns spinning off and on again, by starting and ending idle threads: GNU OpenMP does not spin while there are
-    more threads than cores."""
+    """Turns spinning off and on by starting and ending idle threads: GNU OpenMP does not spin while there are more
+    threads than cores."""
 
     def __init__(self, openmp: Any) -> None:
         self.openmp = openmp
         self.idlers: tuple[threading.Thread, threading.Event] | None = None
 
     def off(self) -> None:
-        """Lets threads sleep while they wait, from their next wait on."""
+        """Lets threads sleep instead of spinning, from their next wait."""
         if self.idlers is None:
             over = threading.Event()
             thread = threading.Thread(target=self._idle, args=(over,), name="gpt-idlers", daemon=True)
@@ -85,14 +88,16 @@ class Spinning:
             self.idlers = None
 
     def _idle(self, over: threading.Event) -> None:
-        # A team belongs to the thread that asks for it, and ends with it. Its members do no more than this call.
+        # An OpenMP team belongs to the thread that starts it, and ends with that thread. Its members only make this
+        # call.
         self.openmp.GOMP_parallel(self.openmp.omp_get_level, None, len(os.sched_getaffinity(0)), 0)
         over.wait()
 
 
 @dataclass
 class CpuTimes:
-    """Seconds that each thread of this process waited for a core, and that each core was idle, as Linux counts them."""
+    """Seconds that each thread of this process waited for a core, and that each core was idle, from Linux's
+    counters."""
 
     at: float
     waited: dict[int, float]
@@ -103,7 +108,7 @@ class CpuTimes:
         """Reads the counters."""
         waited, tick = {}, os.sysconf("SC_CLK_TCK")
         for task in TASKS.glob("*/schedstat"):
-            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+            with contextlib.suppress(OSError, ValueError, IndexError):  # The thread has ended.
                 waited[int(task.parent.name)] = int(task.read_text().split()[1]) / 1e9
         idle = {}
         for name, *ticks in (line.split() for line in CPUS.read_text().splitlines()):
@@ -112,7 +117,7 @@ class CpuTimes:
         return cls(time.perf_counter(), waited, idle)
 
     def since(self, before: "CpuTimes") -> "CpuTimes":
-        """Returns the shares of the time since earlier counters."""
+        """Returns the changes since earlier counters, as shares of the elapsed time."""
         seconds = self.at - before.at
         return CpuTimes(
             seconds,
@@ -123,7 +128,7 @@ class CpuTimes:
 
 def _watch(spinning: Spinning) -> None:
     pause = FIRST_PAUSE
-    with contextlib.suppress(OSError):  # a system that stops telling is watched no longer
+    with contextlib.suppress(OSError):  # Watching ends if the system stops reporting.
         before = CpuTimes.now()
         while True:
             time.sleep(PERIOD)
@@ -140,13 +145,13 @@ def _watch(spinning: Spinning) -> None:
 
 
 def move_apart(share: CpuTimes) -> bool:
-    """Moves threads that wait for a core to idle cores, one each; the system may move them on from there. Returns
+    """Moves threads that wait for a core to idle cores, one thread per core; the system can move them again. Returns
     whether there were idle cores."""
     allowed = os.sched_getaffinity(0)
     idle = [cpu for cpu, part in share.idle.items() if part > IDLE and cpu in allowed]
     waiting = sorted(share.waited, key=lambda task: -share.waited[task])
     for task, cpu in zip(waiting, idle, strict=False):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # The thread has ended.
             anywhere = os.sched_getaffinity(task)
             os.sched_setaffinity(task, {cpu})
             os.sched_setaffinity(task, anywhere)

@@ -1,6 +1,6 @@
-"""Checkpoints of adapters alone, in PEFT's layout: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Reads and writes LoRA adapters in PEFT's layout: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-``gpt.json`` adds the checksums of the weights that ours belong to; PEFT's own folders have none.
+``gpt.json`` adds the checksums of the base model's weights; PEFT's own folders have none.
 """
 
 import math
@@ -22,8 +22,8 @@ from gpt.runs import tensors as files
 
 FILE = "adapter_model.safetensors"
 _MOST_RANK = 2**20
-_PREFIX = "base_model.model."  # before every name
-# What PEFT may say, and what of it leaves W + s · B A as it is; the first is what a missing key means.
+_PREFIX = "base_model.model."  # prefix of every module name
+# PEFT keys and the values that leave W + s · B A unchanged; the first value is the default of a missing key.
 _WITHOUT: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -37,9 +37,10 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
         ),
         (None, [], {}),
     ),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's weights
+    # Other values change the base model's weights.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
-# What decides nothing once adapters are trained.
+# Keys that have no effect after training.
 _READ = ("base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules", "fan_in_fan_out")
 _IDLE = (
     "task_type", "auto_mapping", "peft_version", "inference_mode", "exclude_modules", "lora_dropout",
@@ -50,8 +51,8 @@ _IDLE = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapters of a checkpoint. ``base`` is a folder, or ``hf:NAME@COMMIT``; ``sha256`` are the checksums of the
-    base's weights by file, where they are known."""
+    """The adapters of a checkpoint. ``base`` is a folder or ``hf:NAME@COMMIT``; ``sha256`` has the checksums of the
+    base's weight files, if known."""
 
     base: str
     rank: int
@@ -61,12 +62,12 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The scaling factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.by_root else self.rank)
 
     def find_base(self, path: Path) -> Path:
-        """Finds the folder of the weights that the adapter at ``path`` belongs to. Raises `UserError` where they are
-        gone or have changed."""
+        """Returns the folder of the adapter's base model; ``path`` is the adapter's folder. Raises `UserError` if the
+        weights are missing or have changed."""
         base = folder.base_folder(path)
         if self.sha256 and folder.weight_checksums(base) != self.sha256:
             raise UserError(f"{path} is an adapter for {self.base}, whose weights have changed", folder.BASE_HINT)
@@ -74,8 +75,8 @@ class Adapter:
 
 
 def read(path: Path) -> Adapter:
-    """Reads the description of adapters. Raises `UserError` where it is damaged, and for adapters that are more than a
-    product of two matrices beside linear maps of the blocks."""
+    """Reads an adapter's configuration. Raises `UserError` if it is damaged, or if the adapter is not plain LoRA on the
+    blocks' linear maps."""
     where = path / folder.ADAPTER
     values = read_json(where)
     for key, allowed in _WITHOUT.items():
@@ -100,7 +101,7 @@ def read(path: Path) -> Adapter:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a file of adapters: rows of one of ours."""
+    """A tensor in an adapter file: rows of a tensor with gpt's name."""
 
     ours: str
     shape: tuple[int, int]
@@ -109,7 +110,8 @@ class _Stored:
 
 
 def _stored(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _Stored]:
-    """The tensors of adapters for these roles by PEFT's names, in the model's order, those of one of ours in theirs."""
+    """Returns an adapter's tensors for these roles by their PEFT names, in the model's order. Tensors fused in gpt are
+    in PEFT's order."""
     first = {(each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()}
     shapes, found = lora.adapter_shapes(config, rank, roles), dict[str, _Stored]()
     for ours, matrices in lora.adapted(config, roles).items():
@@ -124,10 +126,10 @@ def _stored(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _St
 
 
 def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: files.Arrays) -> dict[str, Any]:
-    """The files of adapters by name: what describes them, and their arrays by PEFT's names."""
+    """Returns the files of an adapter by name: its configuration, and its arrays by their PEFT names."""
     stored = _stored(config, adapter.rank, roles)
     modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in stored]
-    # As in "attn.c_proj" and "mlp.c_proj".
+    # Keeps the last two parts, to tell "attn.c_proj" from "mlp.c_proj".
     targets = dict.fromkeys(".".join(module.split(".")[-2:]) for module in modules)
     where, _, revision = adapter.base.partition("@") if hub.is_remote(adapter.base) else (adapter.base, "", "")
     about = {
@@ -150,8 +152,8 @@ def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: fi
 
 
 def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Reads the tensors of the adapters at ``path``, by our names, in float32, and returns them with their roles. Names
-    and shapes are compared with the model's first. Raises `UserError` where some are missing."""
+    """Reads the adapter tensors at ``path`` in float32. Returns them by gpt's names, with their roles. First compares
+    names and shapes with the model's. Raises `UserError` if tensors are missing."""
     if not (path / FILE).is_file():
         pickled = any(path.glob("*.bin"))
         hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""

@@ -1,4 +1,4 @@
-"""Reads and writes checkpoint folders: weights and tokenizer in the layout of `gpt.runs.hf`, safetensors only."""
+"""Reads and writes checkpoint folders: weights as safetensors, and the tokenizer, in the layout of `gpt.runs.hf`."""
 
 import collections
 import functools
@@ -27,11 +27,12 @@ from gpt.text.tokenizer_files import has_own, read_own, read_template, read_tran
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_BYTES = 5_000_000_000  # of a file of weights; more are written as several with an index, as transformers does
-_PART = re.compile(r"h\.\d+|\w+")  # of a model: a block, or what is beside them
-Files = Mapping[str, bytes | tensors.Arrays]  # a checkpoint's, by name: bytes, or tensors to be written
+# Maximum bytes of a weight file. Larger models are sharded into files with an index, as in Transformers.
+MOST_BYTES = 5_000_000_000
+_PART = re.compile(r"h\.\d+|\w+")  # a block, or a module outside the blocks
+Files = Mapping[str, bytes | tensors.Arrays]  # a checkpoint's files by name: bytes, or tensors to write
 Parameters = dict[str, Callable[[], Tensor | Quantized]]
-Store = Callable[[GPTConfig, tensors.Arrays], Files]  # the files that hold weights
+Store = Callable[[GPTConfig, tensors.Arrays], Files]  # makes the weight files
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Checkpoint:
 
 
 class TokenizerFiles:
-    """The files of a tokenizer, made once and written into every checkpoint of a run."""
+    """A tokenizer's files, serialized once and written into every checkpoint of a run."""
 
     def __init__(self, tokenizer: Tokenizer, config: GPTConfig) -> None:
         self.tokenizer = tokenizer
@@ -51,8 +52,8 @@ class TokenizerFiles:
 
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
-    """Writes a model to the checkpoint ``target``, whole or not at all. ``meta`` goes into ``gpt.json``
-    beside the arch. Raises `WorkError`."""
+    """Writes a model to the checkpoint ``target`` atomically. ``meta`` becomes part of ``gpt.json``. Raises
+    `WorkError`."""
     with disk_errors(target, folder.KEPT):
         write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
 
@@ -65,8 +66,8 @@ def contents(
     store: Store | None = None,
     dtype: str = "float32",
 ) -> Files:
-    """The files of a checkpoint by name. ``weights`` are by our names, on the host: a model's in ``dtype``, or what
-    ``store`` makes the files of (`gpt.runs.adapter`)."""
+    """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names: a model's weights in
+    ``dtype``, or the input of ``store``, which makes the weight files (`gpt.runs.adapter`)."""
     of = tokenizer.tokenizer
     bos = of.eot if of.bos is None else of.bos
     eos = [of.eot, *sorted(of.more_ends)] if of.more_ends else of.eot
@@ -90,7 +91,7 @@ def contents(
 
 
 def in_files(arrays: tensors.Arrays) -> Files:
-    """Files of these tensors: one, or several of at most `MOST_BYTES` and an index."""
+    """Returns one weight file, or shards of at most `MOST_BYTES` with an index."""
     parts: list[dict[str, tensors.Array | tensors.Deferred]] = [{}]
     for name, array in arrays.items():
         if parts[-1] and tensors.nbytes(parts[-1]) + array.nbytes > MOST_BYTES:
@@ -107,7 +108,7 @@ def in_files(arrays: tensors.Arrays) -> Files:
 
 
 def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's arrays or tensors by the names that its layout has for them, as they are stored: views, or deferred."""
+    """Converts a model's arrays to the names and shapes of its layout, as views or deferred arrays."""
     found: dict[str, Any] = {}
     for name, together in _by_parameter(config):
         rows = [each.rows for each in together.values() if each.rows is not None]
@@ -123,8 +124,8 @@ def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Parameters:
-    """The parameters by our names, of the tensors that ``get`` returns by their names in the layout. One that is stored
-    by itself is a view of that tensor."""
+    """Returns loaders of the parameters by gpt's names. ``get`` returns a tensor by its name in the layout. A parameter
+    that is stored unfused is a view of its tensor."""
     return {name: partial(_joined, together, get) for name, together in _by_parameter(config)}
 
 
@@ -139,12 +140,13 @@ def _by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
-    """The tensors that a checkpoint stores beside the parameters: a fixed table of positions, if there is one."""
+    """Returns the tensors that a checkpoint stores in addition to the parameters: the sine table, if the positions are
+    fixed."""
     return {"wpe.weight": model.sine.detach()} if model.config.positions == "sinusoidal" else {}
 
 
 def write(target: Path, files: Files) -> None:
-    """Writes a checkpoint, synced and read back from the disk, whole or not at all. Raises OSError."""
+    """Writes a checkpoint atomically, syncs it and reads it back from the disk. Raises OSError."""
     with whole_folder(target, replace=True) as beside:
         sums = side_by_side(lambda name: write_one(beside / name, files[name]), sorted(files))
         folder.write_checksums(beside, sums)
@@ -164,19 +166,18 @@ def load(
     finish: Callable[[nn.Module], object] | None = None,
     bits: int | None = None,
 ) -> Checkpoint:
-    """Loads the checkpoint at ``path``, ours or transformers', which is checked before anything is allocated from it.
+    """Loads the checkpoint at ``path``, written by gpt or Transformers, and validates it before it allocates memory.
 
-    ``shape`` may differ from the checkpoint's own in dropout and by a shorter context, to which a table of positions is
-    cut. An adapter is merged into the weights that it belongs to. Weights are read straight into ``dtype``, with an
-    adapter into float32.
+    ``shape`` can differ from the checkpoint's in dropout and in a shorter context, to which a position table is cut. An
+    adapter is merged into its base model. Weights are read directly into ``dtype``, with an adapter into float32.
 
-    With ``mapped``, weights that are stored as they are needed stay in the file, and the model cannot be trained.
-    ``finish`` is given each block once it is read, and at last the model, to lay them out for decoding. Rounded
-    matrices are restored exactly. With ``bits`` the others are rounded, as in a folder of that many bits, for
-    ``finish`` to lay out.
+    With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish`` is
+    called with each block after it is read, and at the end with the model, to lay them out for decoding. Quantized
+    matrices are restored exactly. ``bits`` quantizes the other matrices as in a quantized checkpoint, for ``finish`` to
+    lay out.
 
-    Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
-    base is gone.
+    Raises `UserError` for damage (a checksum, a shape, a number), for an unsupported model, and for an adapter whose
+    base is missing.
     """
     if folder.is_adapter(path):
         config, said, base = _open_adapter(path)
@@ -194,16 +195,15 @@ def load(
 
 
 def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
-    """Reads the shape and the tokenizer of a checkpoint; its weights stay on the disk. Raises `UserError` as
-    `open_weights` does."""
+    """Reads the shape and tokenizer of a checkpoint, but no weights. Raises `UserError` like `open_weights`."""
     config, _ = open_weights(path)
     return config, load_tokenizer(path, config)
 
 
 def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
-    """The shape of a checkpoint, whose checksums are verified, and its parameters by our names, in the model's order.
-    Each is read when it is asked for; adapters are merged when the first one is. Raises `UserError` as `load` does, for
-    what can be seen without the weights."""
+    """Verifies a checkpoint's checksums and returns its shape and loaders of its parameters by gpt's names, in the
+    model's order. Each parameter is read when its loader is called; the first call merges an adapter. Raises
+    `UserError` like `load`, as far as it can without reading weights."""
     if not folder.is_adapter(path):
         return _stored_parameters(path, _describe(path))
     config, _, _ = _open_adapter(path)
@@ -217,16 +217,17 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
 
 
 def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
-    """The shape of an adapter's model, the adapter, and its base's folder, which has the shape if PEFT wrote it."""
+    """Returns the model's shape, the adapter and its base folder. A PEFT adapter has the base's shape."""
     config, found = _describe(path), adapter.read(path)
     base = found.find_base(path)
     return config if folder.home(path) == path else open_weights(base)[0], found, base
 
 
 def _describe(path: Path) -> GPTConfig:
-    """The shape of a checkpoint's model, as its ``config.json`` has it. Raises `UserError` for a damaged one, and for
-    one of another version."""
-    collections.deque(folder.lineage(path), maxlen=0)  # raises for adapters without an end, or without a base
+    """Returns the model's shape from ``config.json``. Raises `UserError` if the checkpoint is damaged or of another
+    version."""
+    # Raises if a base is missing or the chain of adapters does not end.
+    collections.deque(folder.lineage(path), maxlen=0)
     home = folder.home(path)
     with reading(home):
         ours = (home / folder.META).exists() or (home / folder.CHECKSUMS).exists()
@@ -238,9 +239,9 @@ def _describe(path: Path) -> GPTConfig:
 
 
 def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint, ours or one of transformers'. Adapters may have one of their own, or a chat
-    template alone, which goes with that of their base; one may also be put beside a tokenizer of ours. A folder without
-    a tokenizer and with 50,257 ids means GPT-2's. Raises `UserError` where a text could have no beginning or end."""
+    """Loads the tokenizer of a checkpoint, in gpt's or Transformers' format. An adapter can have its own tokenizer, or
+    only a chat template for its base's; a template next to a gpt tokenizer works too. Without a tokenizer, a vocabulary
+    of 50,257 means GPT-2's. Raises `UserError` if the tokenizer has no token to begin or end a text."""
     tokenizer, template = None, dict[str, bytes]()
     for each in folder.lineage(path):
         tokenizer = _own_tokenizer(each)
@@ -270,8 +271,8 @@ def _own_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The one file of weights, or else the parts that an index names. That is transformers' order: an index may be left
-    from an earlier save."""
+    """Returns the single weight file, or else the shards that an index names. Transformers has the same order, because
+    the index can be left over from an earlier save."""
     index = path / INDEX
     if (path / MODEL).exists():
         return [path / MODEL]
@@ -286,8 +287,8 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None]) -> None:
-    """Passes every parameter of the checkpoint at ``path`` to ``put``, one after the other, whole and on the host.
-    Raises `UserError` as `load` does."""
+    """Passes every parameter of the checkpoint at ``path`` to ``put``, one at a time, unsharded and on the host. Raises
+    `UserError` like `load`."""
     table = named_parameters(shape)
     for name, get in open_weights(path)[1].items():
         if table[name].trained:
@@ -296,10 +297,12 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
 
 
 def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parameters]:
-    """The parameters of a checkpoint by our names, in the model's order. Each is read when it is asked for, in the
-    dtype of the files: a view of a mapped file where it is stored by itself. Before any is read, names, shapes and
-    dtypes of all are compared with the configuration, which is returned too: untied if the files have an unembedding
-    of its own. Raises `UserError` if they differ."""
+    """Returns the model's shape and loaders of its parameters by gpt's names, in the model's order. Each parameter is
+    read when its loader is called, in the file's dtype; one that is stored unfused is a view of the mapped file.
+
+    First compares the names, shapes and dtypes of all tensors with the configuration. The returned shape is untied if
+    the files have a separate unembedding. Raises `UserError` if they differ.
+    """
     files = _weight_files(path)
     values = read_json(path / "config.json")
     bits = quantized.read_bits(values)
@@ -326,7 +329,8 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
         found = tensors.find(files, expected | optional, "config.json", ours=ours)
-        if config.tied and hf.UNEMBEDDING in found:  # safetensors' save_model writes it under this name alone
+        # safetensors' save_model writes a tied weight only under this name.
+        if config.tied and hf.UNEMBEDDING in found:
             found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
         tensors.check_all(files, expected, found)
     except UserError as error:
@@ -351,7 +355,7 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
 
 
 def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:
-    """Raises `UserError` for a shape that the files on disk are too small to hold, before memory is spent on it."""
+    """Raises `UserError` if the weight files are too small for the model's shape, before any memory is allocated."""
     size = sum(file.stat().st_size for file in files if file.exists())
     count = sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))
     least = count * (bits or 16) // 8
@@ -371,14 +375,14 @@ def build(
     finish: Callable[[nn.Module], object] | None = None,
     bits: int | None = None,
 ) -> GPT:
-    """Builds a model of ``stored`` weights, block by block, for evaluation. Nothing is initialized only to be
-    overwritten. The other arguments are those of `load`."""
+    """Builds a model from ``stored`` weights, block by block, for evaluation. Skips initialization, because all weights
+    are overwritten. The other arguments are as for `load`."""
     table = named_parameters(config)
     with torch.device("meta"):
         model = GPT(config)
 
     def fill(part: str, values: Mapping[str, Tensor | Quantized], keep: bool) -> None:
-        """Puts its values into a part of the model: rounded ones as they are where they are to be kept."""
+        """Puts values into a part of the model; quantized values stay quantized with ``keep``."""
         state: dict[str, Tensor] = {}
         for name, value in values.items():
             if isinstance(value, Quantized) and keep:
@@ -401,9 +405,9 @@ def build(
         if part == "wte" and finish is not None and config.tied:
             model.lm_head = _unembedding(model.wte, finish)
             value = rounded["wte.weight"]
-            own = isinstance(value, Tensor) and value.dtype != dtype  # a copy, and no part of the file
+            own = isinstance(value, Tensor) and value.dtype != dtype  # The tensor is a copy, not a view of the file.
             if model.lm_head is not None and value is values["wte.weight"] and not own:
-                # All of the mapping was read for the unembedding; of a new one only the rows that are looked up are.
+                # The unembedding read all of the mapping. A new mapping only reads the rows that are looked up.
                 fill(part, {name: stored[name]() for name in values}, keep=True)
         if finish is not None and part.startswith("h."):
             finish(model.get_submodule(part))
@@ -414,7 +418,7 @@ def build(
 
 
 def _put(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
-    """Puts a rounded matrix in the place of a module's weight."""
+    """Replaces a module's weight with a quantized matrix."""
     old = model.get_submodule(name)
     new = QuantizedLinear(matrix, old.bias) if isinstance(old, nn.Linear) else QuantizedEmbedding(matrix, dtype)
     model.set_submodule(name, new)
@@ -423,7 +427,7 @@ def _put(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
 def _unembedding(
     embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
 ) -> nn.Module | None:
-    """Lays out the embedding as a linear map by ``finish``; None where that leaves it as it is."""
+    """Lays out the embedding as a linear map with ``finish``; returns None if ``finish`` leaves it unchanged."""
     linear: nn.Module
     if isinstance(embedding, QuantizedEmbedding):
         linear = QuantizedLinear(embedding.weight, None)
@@ -437,7 +441,8 @@ def _unembedding(
 
 
 def _as_needed(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
-    """A tensor of a mapped file in this dtype, with its numbers in order: a copy unless it may stay ``mapped``."""
+    """Converts a tensor of a mapped file to a contiguous tensor in this dtype, copying it unless it can stay
+    ``mapped``."""
     if mapped:
         return tensor.to(dtype).contiguous()
     return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

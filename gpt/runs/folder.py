@@ -1,4 +1,4 @@
-"""Run folders and the checkpoints in them: names, checksums, index. Files and JSON only; torch is not imported."""
+"""Run folders and their checkpoints: names, checksums, index. Uses only files and JSON, and does not import torch."""
 
 import contextlib
 import hashlib
@@ -33,9 +33,10 @@ RUNS = "runs"
 METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
-ADAPTER = "adapter_config.json"  # of adapters, in PEFT's layout
-MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
-TRAINING = ("training.json", "training.safetensors")  # for resuming alone; older checkpoints lose it
+ADAPTER = "adapter_config.json"  # adapter configuration in PEFT's layout
+# Maximum length of a chain of adapters, which would not end if an adapter named itself as its base.
+MOST_ADAPTERS = 100
+TRAINING = ("training.json", "training.safetensors")  # needed only to resume; older checkpoints lose it
 KEPT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
     "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
@@ -65,15 +66,15 @@ def step_name(step: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a name is that of a checkpoint in a run."""
+    """Whether a name is a checkpoint's name in a run."""
     return _STEP.fullmatch(name) is not None
 
 
 def create_run(out: str) -> Path:
-    """Makes a run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten. Raises
-    `UserError` where none can be made, or the name is not UTF-8, which safetensors needs."""
+    """Creates a run folder at ``out``, or the first unused name of ``out-2``, ``out-3`` … without overwriting. Raises
+    `UserError` if no folder can be created, or the name is not UTF-8, which safetensors requires."""
     check_text(f"the name {out!r}", out, "choose another path with --out")
-    first = Path(out)  # without a slash at its end
+    first = Path(out)  # Path drops a trailing slash.
     for number in range(1, 10_000):
         path = first if number == 1 else first.with_name(f"{first.name}-{number}")
         try:
@@ -93,15 +94,15 @@ def _checksum_of(files: Mapping[str, str]) -> str:
 
 
 def write_checksums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
-    """Records the sha256 of every file in ``folder``, and of that record itself. ``sums`` are the checksums of what was
-    to be written, where they are known."""
+    """Records the sha256 of every file in ``folder``, and of this record. ``sums``, if known, are the checksums of the
+    data as intended."""
     if sums is None:
         sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _checksum_of(sums)}))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Reads what `write_checksums` recorded. Raises `UserError` where it is damaged, or names a file elsewhere."""
+    """Reads the record of `write_checksums`. Raises `UserError` if it is damaged or names a file outside the folder."""
     record = read_json(folder / CHECKSUMS) if _has(folder, CHECKSUMS) else {}
     sums = record.get("sha256")
     if not isinstance(sums, dict) or record.get("self") != _checksum_of(sums):
@@ -113,10 +114,10 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def verify_checksums(folder: Path, training: bool = False) -> None:
-    """Raises `UserError` unless every file that the checkpoint was saved with is there, whole and unchanged.
+    """Raises `UserError` unless every file that the checkpoint was saved with exists and is unchanged.
 
-    Training state (``training.*``) may be gone, since old checkpoints keep their weights only; where it is not asked
-    for, it is not read.
+    Training state (``training.*``) can be missing, because old checkpoints keep only their weights. Reads it only with
+    ``training``.
     """
     sums = read_checksums(folder)
     for name in sums:
@@ -131,13 +132,13 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
 
 
 def weight_checksums(folder: Path) -> dict[str, str]:
-    """The sha256 of each file of weights in a checkpoint, by name: they identify a model."""
+    """Returns the sha256 of each weight file in a checkpoint, by name. They identify a model."""
     return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
 
 
 def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> list[Entry]:
-    """The checkpoints on disk of a run, by step, each with the loss that it records. ``note`` is told of a loss that
-    cannot be read. Raises `UserError` if the run cannot be read."""
+    """Returns a run's checkpoints on disk, by step, each with its recorded loss. ``note`` is called for an unreadable
+    loss. Raises `UserError` if the run cannot be read."""
     entries = []
     with reading(run):
         inside = list(run.iterdir())
@@ -155,13 +156,13 @@ def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> l
 
 
 def best(entries: list[Entry]) -> Entry:
-    """The checkpoint with the lowest held-out loss; the newest where none was measured."""
+    """Returns the checkpoint with the lowest held-out loss; the newest if none was measured."""
     measured = [entry for entry in entries if entry.val_loss is not None]
     return min(measured, key=lambda entry: entry.val_loss or 0.0) if measured else entries[-1]
 
 
 def write_index(run: Path) -> None:
-    """Writes ``index.json`` from the folders of checkpoints, if there are any: the best, the latest, and all losses."""
+    """Writes ``index.json`` from the checkpoint folders, if there are any: the best, the latest, and all losses."""
     entries = checkpoints(run)
     if not entries:
         return
@@ -174,8 +175,8 @@ def write_index(run: Path) -> None:
 
 
 def prune(run: Path, keep: int, newest: int | None = None) -> None:
-    """Removes checkpoints that are neither the best nor among the ``keep`` newest, and the best one's training state
-    where it is not among these. Checkpoints after the step ``newest`` go too: the run was resumed from before them."""
+    """Deletes checkpoints except the best and the ``keep`` newest, and the best one's training state if it is not among
+    the newest. Also deletes checkpoints after the step ``newest``, because the run was resumed before them."""
     entries = checkpoints(run)
     if newest is not None:
         for entry in (entry for entry in entries if entry.step > newest):
@@ -190,7 +191,8 @@ def prune(run: Path, keep: int, newest: int | None = None) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    doomed = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")  # first: half a folder is never called step-N
+    # Rename first, so that no folder called step-N is ever incomplete.
+    doomed = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
     os.replace(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
@@ -201,34 +203,34 @@ def can_resume(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint, ours, transformers' or PEFT's. Raises `UserError` where it cannot be
+    """Whether a folder looks like a checkpoint of gpt, Transformers or PEFT. Raises `UserError` if it cannot be
     read."""
     return _has(path, "config.json") or is_adapter(path)
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a checkpoint contains only adapters. Raises `UserError` where it cannot be read."""
+    """Whether a checkpoint contains only adapters. Raises `UserError` if it cannot be read."""
     return _has(path, ADAPTER)
 
 
-_bases: dict[Path, str] = {}  # by the adapters on top of them, where the user named them
+_bases: dict[Path, str] = {}  # base models that the user named, by adapter folder
 
 
 def name_base(path: Path, base: str) -> None:
-    """Puts ``base``, as `find_checkpoint` takes it, in the place of the model that the files of the adapters at
-    ``path`` name. Raises `UserError` where there are no adapters."""
+    """Makes ``base``, a model as for `find_checkpoint`, replace the base model that the adapter files at ``path`` name.
+    Raises `UserError` if ``path`` is not an adapter."""
     if not is_adapter(path):
         raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
     named = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
-    with contextlib.suppress(UserError):  # files that name no base
+    with contextlib.suppress(UserError):  # The files name no base model.
         while not hub.is_remote(below := base_of(path)) and is_adapter(Path(below)):
             path = Path(below)
     _bases[path.absolute()] = named
 
 
 def base_of(path: Path) -> str:
-    """The model that the adapters at ``path`` belong to: a folder, or ``hf:NAME@REVISION``. Raises `UserError` where
-    that is not said."""
+    """Returns the base model of the adapter at ``path``: a folder or ``hf:NAME@REVISION``. Raises `UserError` if the
+    files do not name it."""
     if path.absolute() in _bases:
         return _bases[path.absolute()]
     values = read_json(path / ADAPTER)
@@ -241,7 +243,7 @@ def base_of(path: Path) -> str:
 
 
 def base_folder(path: Path) -> Path:
-    """The folder of the model that the adapters at ``path`` belong to. Raises `UserError` where it cannot be had."""
+    """Returns the folder of the base model of the adapter at ``path``. Raises `UserError` if it is unavailable."""
     base = base_of(path)
     if not hub.is_remote(base) and not is_checkpoint(Path(base)):
         raise UserError(f"{path} is an adapter for {base}, which does not exist", BASE_HINT)
@@ -255,8 +257,8 @@ def base_folder(path: Path) -> Path:
 
 
 def lineage(path: Path) -> Iterator[Path]:
-    """Yields the folder of a checkpoint and, of adapters, those of the models below them; one of the hub is fetched
-    when it is asked for. Raises `UserError` where the chain does not end."""
+    """Yields a checkpoint's folder, then the folder of each base model below it. Downloads a Hub model when its turn
+    comes. Raises `UserError` if the chain does not end."""
     here = path
     for _ in range(MOST_ADAPTERS):
         yield here
@@ -267,8 +269,8 @@ def lineage(path: Path) -> Iterator[Path]:
 
 
 def home(path: Path) -> Path:
-    """The folder that has the shape of a checkpoint: itself, or the base of a PEFT adapter. A ``config.json`` that
-    other programs leave in an adapter folder counts for nothing, as in PEFT."""
+    """Returns the folder with a checkpoint's shape: its own, or the base of a PEFT adapter. Ignores a ``config.json``
+    that other programs leave in an adapter folder, as PEFT does."""
     for here in lineage(path):
         if _has(here, META) or not is_adapter(here):
             break
@@ -276,7 +278,7 @@ def home(path: Path) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder looks like a run. Raises `UserError` where it cannot be read."""
+    """Whether a folder looks like a run. Raises `UserError` if it cannot be read."""
     return _has(path, RECORD)
 
 
@@ -286,22 +288,21 @@ def _has(path: Path, name: str) -> bool:
 
 
 def names_model(word: str) -> bool:
-    """Whether a word names a model, as `find_checkpoint` takes it, or a preset. Raises `UserError` for a path that
-    cannot be read."""
+    """Whether a word names a model for `find_checkpoint`, or a preset. Raises `UserError` for an unreadable path."""
     if hub.is_remote(word):
-        return "://" not in word  # hf:// is the address of a text
+        return "://" not in word  # hf:// is the address of a text, not of a model.
     with reading(Path(word)):
         exists = Path(word).exists()
     part = None if exists else _PART.fullmatch(word)
     path = Path(part[1] if part else word)
     if path.is_dir() and not is_run(path) and not is_adapter(path):
-        with contextlib.suppress(UserError):  # a folder of texts may have a config.json, too
+        with contextlib.suppress(UserError):  # A folder of texts can have a config.json too.
             return "model_type" in read_json(path / "config.json")
     return (word in PRESETS and not exists) or is_run(path) or is_checkpoint(path)
 
 
 def runs_in(runs: Path) -> list[Path]:
-    """The runs in a folder of runs, by name. Runs that cannot be read are somebody else's, and left out."""
+    """Returns the runs in a folder, by name. Skips unreadable runs, which belong to other users."""
     with reading(runs):
         inside = sorted(runs.iterdir()) if runs.is_dir() else []
     found = []
@@ -319,7 +320,7 @@ def check_run(path: Path) -> None:
 
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:
-    """Finds the run in ``runs/`` that started last and has a checkpoint. Raises `UserError` where there is none."""
+    """Returns the run in ``runs/`` that started last and has a checkpoint. Raises `UserError` if there is none."""
     started: list[tuple[str, Path]] = []
     for path in runs_in(runs):
         with contextlib.suppress(UserError):
@@ -334,9 +335,10 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Finds the checkpoint folder that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
-    folder of transformers, or ``hf:NAME`` of the hub, which is fetched; None is the best of the newest run. A damaged
-    ``latest`` falls back to the one before, of which ``note`` is told. Raises `UserError` where there is none."""
+    """Returns the checkpoint folder that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint,
+    a Transformers folder, or ``hf:NAME``, which is downloaded from the Hub; None: the best checkpoint of the newest
+    run. If ``latest`` is damaged, falls back to the checkpoint before it and calls ``note``. Raises `UserError` if
+    there is no checkpoint."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None
@@ -381,8 +383,8 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
 
 
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
-    """Finds the newest checkpoint whose checksums are right, with ``training`` of those that have training state.
-    ``note`` is told of each that is passed over. Raises `UserError` where none is left."""
+    """Returns the newest checkpoint with valid checksums; with ``training``, only of those with training state.
+    ``note`` is called for each checkpoint that is skipped. Raises `UserError` if no valid checkpoint is left."""
     why = "none can be resumed from" if training else "none is there"
     for entry in reversed(checkpoints(run)):
         path = run / entry.name
@@ -398,6 +400,6 @@ def newest_whole(run: Path, note: Callable[[str], None], training: bool = False)
 
 
 def known_runs() -> str:
-    """A hint: which runs there are."""
+    """Returns a hint that lists the runs."""
     names = [str(path) for path in runs_in(Path(RUNS))]
     return "runs here: " + ", ".join(names) if names else "train one: gpt train FILE"

@@ -1,7 +1,7 @@
-"""Layouts of checkpoints, as families of transformers have them: ``config.json``, and names and shapes of the weights.
+"""Checkpoint layouts of Transformers families: ``config.json``, and names and shapes of the weights.
 
-A checkpoint of ours is such a folder, and such a folder is a checkpoint to us; nothing is converted. A model that no
-family computes has GPT-2's names and says in ``config.json`` that it is no GPT-2.
+gpt's own checkpoints have the same layouts, so gpt and Transformers read each other's without conversion. A model that
+no family supports has GPT-2's tensor names and its own type in ``config.json``.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from gpt.runs import folder, quantized
 from gpt.settings import checked
 
 UNEMBEDDING = "lm_head.weight"
-OWN_TYPE = "gpt"  # of models that no family computes
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # that older versions saved
-_GPT2 = "transformer."  # before every name but the unembedding's, in what transformers saves today
+OWN_TYPE = "gpt"  # for models that no family supports
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # non-weight buffers that older versions saved
+_GPT2 = "transformer."  # Prefix of every name except the unembedding's in current Transformers files.
 _LLAMA = "model."
 _LLAMA_NAMES = {
     "wte": ("embed_tokens",),
@@ -37,16 +37,17 @@ _LLAMA_NAMES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint's files: a parameter, or some of its rows where several are fused into one."""
+    """A tensor in a checkpoint's files: a parameter, or some rows of a fused one."""
 
     ours: str
-    shape: Shape  # as it is stored
-    rows: slice | None = None  # of ours; None: all
+    shape: Shape  # shape in the file
+    rows: slice | None = None  # rows of gpt's parameter; None: all
     transposed: bool = False  # stored as (in, out)
 
 
 def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
-    """Every tensor of a checkpoint by its name in the files, in the model's order; fused rows in theirs."""
+    """Returns every tensor of a checkpoint by its name in the files, in the model's order; parts of fused parameters in
+    row order."""
     found: dict[str, Stored] = {}
     for name, p in named_parameters(config).items():
         if name == UNEMBEDDING:
@@ -65,8 +66,8 @@ def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
 
 
 def full_name(theirs: str, config: GPTConfig) -> str | None:
-    """A tensor's name with the prefix that files of a model without its unembedding leave out; None for a buffer that
-    carries no weight."""
+    """Returns a tensor's name with the prefix that files of a model without LM head leave out; None for a buffer that
+    is not a weight."""
     if theirs.endswith(_BUFFERS):
         return None
     prefix = _GPT2 if config.layout in (OWN_TYPE, "gpt2") else _LLAMA
@@ -74,25 +75,26 @@ def full_name(theirs: str, config: GPTConfig) -> str | None:
 
 
 def embedding_name(config: GPTConfig) -> str:
-    """The full name of the embedding."""
+    """Returns the full name of the embedding."""
     return f"{_GPT2}wte.weight" if config.layout in (OWN_TYPE, "gpt2") else f"{_LLAMA}embed_tokens.weight"
 
 
 def part_of(name: str) -> str:
-    """The part of a model that a tensor belongs to, by its full name: ``layers``, ``wte``, ``v_head`` …"""
+    """Returns the part of the model that a tensor belongs to, from its full name: ``layers``, ``wte``, ``v_head`` …"""
     return name.removeprefix(_GPT2).removeprefix(_LLAMA).partition(".")[0]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model that transformers computes as this decoder does."""
+    """A Transformers model type that computes the same as this decoder."""
 
-    architecture: str  # its class in transformers
-    names: Mapping[str, str]  # of a property's key in ``config.json``, by ours
-    properties: Mapping[str, Any]  # that all of its models have
-    # What missing keys mean; those of a shape are never missing.
+    architecture: str  # class in Transformers
+    names: Mapping[str, str]  # from gpt's property names to keys of ``config.json``
+    properties: Mapping[str, Any]  # the same for all models of the family
+    # Defaults of missing keys. The keys of a shape are never missing.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # What keys may say, since anything else gives other logits. The first is written, and what a missing key means.
+    # Accepted values of keys; others would change the logits. The first is written, and is the default of a missing
+    # key.
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -144,7 +146,7 @@ FAMILIES = {
         {**_SILU, "attention_bias": (False,)},
     ),
 }  # fmt: skip
-# Of other families, or of changes to these: what leaves the computation as it is.
+# Keys of other families and of variants, with the values that leave the computation unchanged.
 _WITHOUT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (None, 0)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_softcapping"), (None, 0)),
@@ -160,15 +162,15 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
 _QWENS = ("qwen2", "qwen3")
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10_000.0  # what these keys mean where they are missing
-# What a model that no family computes says. A setting that came later has a default where it isn't said.
+_WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10_000.0  # defaults of missing keys
+# Keys of a model that no family supports. Only the required ones have no default.
 _OWN = {each.name: each.name for each in fields(GPTConfig)} | {"block_size": "n_positions"}
 _OWN_REQUIRED = (*_REQUIRED, "layer_norm_epsilon", "positions", "dropout")
 
 
 def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str = "float32") -> dict[str, Any]:
-    """``config.json``, for the family of transformers that computes the same. A sine table is stored as ``wpe``, as a
-    learned one is. ``dtype``: of the weights, which may be int8 or int4."""
+    """Returns ``config.json`` for the Transformers family that computes the same model. A sine table is stored as
+    ``wpe``, like a learned one. ``dtype`` is the weights' dtype, including int8 and int4."""
     if bits := quantized.BITS.get(dtype):
         return {**to_hf_config(config, bos, eos), quantized.KEY: quantized.describe(bits)}
     if config.layout == OWN_TYPE:
@@ -196,7 +198,7 @@ def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str =
 
 
 def _say_rope(config: GPTConfig) -> dict[str, Any]:
-    """The rotary frequencies in the words of transformers 5, and in those of before, which others read."""
+    """Returns the RoPE frequencies as keys of Transformers 5 and of earlier versions, for other readers."""
     scaling = None
     if config.rope_scaling is not None:
         scaling = {
@@ -220,7 +222,7 @@ def _say_window(config: GPTConfig) -> dict[str, Any]:
         return {"sliding_window": window}
     if config.layout not in _QWENS:
         return {}
-    # Readers that know no layer_types have a window from a layer on, where that is what there is.
+    # Readers without support for layer_types use the window from max_window_layers up, if the layers allow that.
     first = next((at for at, each in enumerate(windows) if each), len(windows))
     return {
         "use_sliding_window": windowed,
@@ -231,8 +233,8 @@ def _say_window(config: GPTConfig) -> dict[str, Any]:
 
 
 def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """The shape in a ``config.json`` of transformers. Raises `UserError` for another kind of model, one that computes
-    what this decoder does not, or a number that is none."""
+    """Returns the model's shape from a Transformers ``config.json``. Raises `UserError` for another model type, an
+    unsupported computation, or an invalid number."""
     kind = values.get("model_type")
     if kind != OWN_TYPE and (not isinstance(kind, str) or kind not in FAMILIES):
         raise UserError(f"{where} describes a model of type {kind!r:.80}", f"supported: {', '.join(FAMILIES)}")
@@ -275,7 +277,7 @@ def _require(values: Mapping[str, Any], names: list[str]) -> None:
 
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary frequencies, of which there are two forms; a file may have both, where they say the same."""
+    """Reads the RoPE frequencies. They have two forms, and a file can contain both if they agree."""
     said = [{}] if not any(map(values.get, _ROPE_KEYS)) else [values[key] for key in _ROPE_KEYS if values.get(key)]
     found = [_read_rope_form(each, values) for each in said]
     if found[0] != found[-1]:
@@ -305,7 +307,7 @@ def _read_rope_form(said: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[Any, tuple[int, ...]]:
-    """The window, None for none, and the layers that have it."""
+    """Returns the sliding window, or None, and the layers that use it."""
     window, layers, types = values.get("sliding_window", _WINDOW), tuple(range(n_layer)), values.get("layer_types")
     if kind in _QWENS:
         if (used := values.get("use_sliding_window", False)) not in (True, False):
@@ -329,16 +331,17 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
 
 
 def load_config(path: Path) -> GPTConfig:
-    """The shape of the model in a checkpoint folder; `UserError` where it is of another kind. Opens no weights."""
+    """Returns the shape of the model in a checkpoint folder, without opening weights. Raises `UserError` for another
+    model type."""
     path = folder.home(path)
     config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
     if (
         config.layout == "gpt2" and (path / folder.META).exists()
-    ):  # GPT-2's layout has no word for a table that is fixed
+    ):  # GPT-2's config.json cannot describe a fixed position table.
         config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
     return config
 
 
 def load_bits(path: Path) -> int | None:
-    """The bits of a checkpoint's matrices where they are rounded."""
+    """Returns the bits of a checkpoint's matrices if they are quantized."""
     return quantized.read_bits(read_json(path / "config.json"))

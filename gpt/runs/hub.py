@@ -1,8 +1,8 @@
-"""Fetches models from the Hugging Face hub, or from the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
+"""Downloads models from the Hugging Face Hub, or from the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
 
-Only configuration, safetensors (weights or adapters), tokenizer and card are fetched, never pickles. Files lie in the
-cache that transformers uses too, one folder a commit; what is there is not fetched again, and is found without a
-network.
+Downloads only the configuration, safetensors (weights or adapters), tokenizer and model card, never pickles. Files go
+to Transformers' cache, which has one folder per commit. Files in the cache are not downloaded again and are available
+offline.
 """
 
 import os
@@ -13,26 +13,26 @@ from gpt.errors import UserError, WorkError, first_line
 from gpt.files import in_home
 
 PREFIX = "hf:"
-CONFIG = ["config.json", "adapter_config.json"]  # a model's, or that of adapters to one
+CONFIG = ["config.json", "adapter_config.json"]  # of a model and of an adapter
 FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "adapter_model.safetensors",
-    "gpt.json", "checksums.json", "tokenizer.tiktoken",  # of checkpoints of ours
-    "README.md",  # which has the license
+    "gpt.json", "checksums.json", "tokenizer.tiktoken",  # gpt's own checkpoint files
+    "README.md",  # has the license
 ]  # fmt: skip
 
 
 def is_remote(model: str | None) -> bool:
-    """Whether a model's name is one of the hub."""
+    """Whether a model's name is a Hub name."""
     return model is not None and model.startswith(PREFIX)
 
 
 def fetch(model: str, weights: bool = True) -> Path:
-    """The folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; else ``main``), fetched if
-    it is not there yet; without its ``weights`` and tokenizer if only the shape is wanted.
+    """Returns the folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; default: ``main``), and
+    downloads it if needed. Without ``weights``, downloads only the model's shape.
 
-    Raises `UserError` where the hub has no such model or does not give it, `WorkError` where it cannot be reached.
+    Raises `UserError` if the Hub does not have the model or denies access, and `WorkError` if it cannot be reached.
     """
     name, _, revision = model.removeprefix(PREFIX).partition("@")
     if not name or name.count("/") > 1:
@@ -50,8 +50,8 @@ def fetch(model: str, weights: bool = True) -> Path:
 def _snapshot(name: str, revision: str, files: list[str]) -> str:
     cache = in_home(".cache/huggingface")
     if str(cache) != os.path.expanduser("~/.cache/huggingface") and not os.environ.get("XDG_CACHE_HOME"):  # noqa: PTH111
-        os.environ.setdefault("HF_HOME", str(cache))  # the library would take a folder called "~", or fail
-    import huggingface_hub as hub  # here, since it takes a while to import
+        os.environ.setdefault("HF_HOME", str(cache))  # The library would use a folder called "~", or fail.
+    import huggingface_hub as hub  # Imported here, because it takes a while.
     from huggingface_hub import constants, errors
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -75,7 +75,7 @@ def _snapshot(name: str, revision: str, files: list[str]) -> str:
     except errors.RepositoryNotFoundError:
         hint = "check its name (OWNER/NAME); if it is private, log in: hf auth login"
         raise UserError(f"{place} has no model {name}", hint) from None
-    except Exception as error:  # of the connection, the server or the disk; there are many
+    except Exception as error:  # The connection, the server or the disk can raise many types of errors.
         raise WorkError(
             f"{what} is not in the cache and could not be downloaded from {place} ({_reason(error)})",
             "check the connection (HF_HUB_OFFLINE, HF_ENDPOINT), or give a local folder with its files",
@@ -83,7 +83,7 @@ def _snapshot(name: str, revision: str, files: list[str]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error's first cause."""
+    """Returns the first line of the error's root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

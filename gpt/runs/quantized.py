@@ -1,7 +1,7 @@
-"""The layout of checkpoints with rounded matrices: int8 by rows, or int4 in groups of 32.
+"""The layout of checkpoints with quantized matrices: int8 per row, or int4 in groups of 32.
 
-A matrix, (out, in), is a tensor of levels under our name and one of its scales. ``config.json`` has a
-``quantization_config`` without a ``quant_method``: transformers refuses such a folder instead of misreading it.
+A matrix, (out, in), is stored as a tensor of levels under gpt's name and a tensor of scales. ``config.json`` has a
+``quantization_config`` without a ``quant_method``, so Transformers rejects the folder instead of misreading it.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,27 +19,28 @@ from gpt.runs.tensors import HINT, Deferred
 
 KEY = "quantization_config"
 SCALES = ".scales"
-BITS = {"int8": 8, "int4": 4}  # by --dtype
+BITS = {"int8": 8, "int4": 4}  # by value of --dtype
 
 
 def describe(bits: int) -> dict[str, Any]:
-    """The entry of ``config.json`` for rounded matrices."""
+    """Returns the ``config.json`` entry for quantized matrices."""
     return {"format": "gpt", "bits": bits, "group_size": GROUP}
 
 
 def read_bits(values: Mapping[str, Any]) -> int | None:
-    """The bits of the matrices that `to_stored` has rounded, as a ``config.json`` says; None where it does not."""
+    """Returns the bits of matrices that `to_stored` has quantized, from ``config.json``; None if they are not
+    quantized."""
     return next((bits for bits in BITS.values() if values.get(KEY) == describe(bits)), None)
 
 
 def of_others(values: Mapping[str, Any]) -> str:
-    """What a ``config.json`` says of matrices that another program has rounded; empty where it says nothing."""
+    """Returns the ``config.json`` entry of a quantization by another program; empty if there is none."""
     said = [f"{key} is {values[key]!r:.120}" for key in (KEY, "compression_config") if values.get(key) is not None]
     return said[0] if said and read_bits(values) is None else ""
 
 
 def _bits_of(parameter: Parameter, bits: int) -> int | None:
-    """The bits in which a parameter is stored; None: it is not rounded. Embeddings have 8 at least."""
+    """Returns the bits that a parameter is stored with; None if it is not quantized. Embeddings have at least 8."""
     if parameter.kind in ("embedding", "unembedding"):
         return 8
     if parameter.kind != "linear":
@@ -48,7 +49,7 @@ def _bits_of(parameter: Parameter, bits: int) -> int | None:
 
 
 def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
-    """The shape and dtype of each tensor by its name in the files."""
+    """Returns the shape and dtype of each tensor by its name in the files."""
     found: dict[str, tuple[Shape, str]] = {}
     for name, p in named_parameters(config).items():
         match _bits_of(p, bits):
@@ -63,10 +64,11 @@ def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
 
 
 def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], Tensor | Quantized]]) -> dict[str, Any]:
-    """The tensors of the files. A matrix is rounded when its scales are written, which are before all levels."""
+    """Returns the tensors of the files. A matrix is quantized when its scales are written, which is before any
+    levels."""
     table = named_parameters(config)
 
-    held: dict[str, Quantized] = {}  # whose levels are still to be written
+    held: dict[str, Quantized] = {}  # matrices whose levels are not written yet
 
     def part(name: str) -> np.ndarray[Any, Any]:
         matrix = name.removesuffix(SCALES)
@@ -80,7 +82,7 @@ def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], T
 
 
 def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tensor | Quantized:
-    """A parameter as it is stored beside matrices of ``bits``. One that has as many bits already stays as it is."""
+    """Quantizes a parameter as in a checkpoint of ``bits``. A matrix that already has the right bits is unchanged."""
     kept = _bits_of(parameter, bits)
     if isinstance(value, Quantized) and value.bits == kept:
         return value
@@ -91,8 +93,8 @@ def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tenso
 def from_stored(
     config: GPTConfig, bits: int, get: Callable[[str], Tensor], where: str
 ) -> dict[str, Callable[[], Tensor | Quantized]]:
-    """The parameters by our names, each made when it is asked for, of the files' tensors, which ``get`` returns. Raises
-    `UserError` then for scales that are not finite."""
+    """Returns loaders of the parameters by gpt's names. ``get`` returns a tensor of the files. A loader raises
+    `UserError` if the scales are not finite."""
 
     def matrix(name: str) -> Quantized:
         found = Quantized(get(name), get(name + SCALES))

@@ -1,5 +1,5 @@
-"""The report of a run: its curves, settings and samples, and what the samples copy from the training text. Another
-program's curve, from a file, is a report of evaluations alone."""
+"""The report of a run: its curves, settings and samples, and the spans that samples copy from the training text.
+Another program's curve, read from a file, is a report with only evaluations."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")
-CURVE_LIMIT = 16 * 2**20  # bytes of another program's curve
+CURVE_LIMIT = 16 * 2**20  # bytes of another program's curve file
 Columns = dict[str, list[float | None]]
 
 
 @dataclass
 class History:
-    """The events of a run, without those that a rollback or a resume undid."""
+    """The events of a run, except those undone by a rollback or a resume."""
 
     steps: list[events.StepEvent] = field(default_factory=list)
     evals: list[events.EvalEvent] = field(default_factory=list)
@@ -33,10 +33,10 @@ class History:
     rollbacks: list[events.RollbackEvent] = field(default_factory=list)
     resumes: list[events.ResumeEvent] = field(default_factory=list)
     end: events.EndEvent | None = None
-    unread: int = 0  # lines that are no events: cut off, or of a later version
+    unread: int = 0  # lines that are not events: truncated, or written by a later version
 
     def add(self, event: events.Event) -> None:
-        """Adds the next event. One of a step that was there before means that the run had gone back."""
+        """Adds the next event. A repeated step means that the run went back."""
         match event:
             case events.StepEvent():
                 self._drop_after(event.step - 1)
@@ -78,7 +78,7 @@ def _cut(events: list[Any], step: int) -> None:
 
 
 def read_history(run: Path) -> History:
-    """Reads ``metrics.jsonl``. Raises `UserError` for a run without it, or with nothing in it."""
+    """Reads ``metrics.jsonl``. Raises `UserError` if the file is missing or has no steps."""
     path, history = run / folder.METRICS, History()
     if not path.exists():
         raise UserError(
@@ -101,35 +101,35 @@ class Copying:
 
     samples: list[Copied]
     texts: list[str]  # the longest span of each sample
-    compared: int  # tokens of the training text that were looked through
-    trained: int  # tokens of all of it
+    compared: int  # tokens of the training text that were compared
+    trained: int  # tokens of the whole training text
 
 
 @dataclass(frozen=True)
 class Report:
-    """A run as it is shown. ``copying`` is None where the tokens of the training text are gone, or were not kept, as
-    under ``--pairs``."""
+    """A run for display. ``copying`` is None if the tokens of the training text are gone or were not kept, as with
+    ``--pairs``."""
 
     path: Path
     record: RunRecord
     history: History
     copying: Copying | None
-    is_run: bool = True  # and not another program's curve
+    is_run: bool = True  # False for another program's curve
 
     @property
     def name(self) -> str:
-        """The run folder's name; of a curve the file's, without its suffix."""
+        """The run folder's name, or the curve file's name without suffix."""
         return self.path.resolve().name if self.is_run else self.path.stem
 
     @property
     def bits_per_nat(self) -> float | None:
-        """The bits per byte of held-out text that a loss of one nat per token stands for: the end tells both."""
+        """Bits per byte of held-out text for a loss of one nat per token, from the final evaluation, which has both."""
         end = self.history.end
         return finite(end.bits_per_byte / end.val_loss) if end and end.bits_per_byte and end.val_loss else None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The resolved settings as one flat table: text, shape, training and machine. Of a curve none are known."""
+        """The resolved settings as one flat table: text, shape, training and machine. Empty for a curve."""
         record = self.record
         if not self.is_run:
             return {}
@@ -150,8 +150,8 @@ class Report:
         }
 
     def columns(self, most: int | None = None) -> tuple[Columns, Columns]:
-        """Steps and evaluations as columns; with ``most``, at most so many steps, each the mean of as many in a row. A
-        number that is not finite, or not known, is None."""
+        """Returns steps and evaluations as columns, with steps averaged into at most ``most`` rows. Unknown and
+        non-finite numbers are None."""
         steps, evals = self.history.steps, [vars(each) for each in self.history.evals]
         if not self.is_run:
             evals = [{**each, "tokens": None} for each in evals]
@@ -159,8 +159,8 @@ class Report:
 
 
 def thinned(steps: Sequence[events.StepEvent], most: int | None) -> list[dict[str, Any]]:
-    """Averages steps into at most ``most`` rows: counts and times are a row's last, values the mean of its finite
-    ones."""
+    """Averages consecutive steps into at most ``most`` rows. Counts and times are those of a row's last step; other
+    values are means of the finite ones."""
     each = 1 if most is None else -(-len(steps) // most)
     rows = []
     for at in range(0, len(steps), max(1, each)):
@@ -185,15 +185,15 @@ def finite(value: float | None) -> float | None:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that are not the same in all runs, in order. Where none are known, none differ."""
+    """Returns the settings that differ between runs, in order. Ignores runs without known settings."""
     known = [each for each in settings if each]
     keys = dict.fromkeys(key for each in known for key in each)
     return [key for key in keys if any(each.get(key) != known[0].get(key) for each in known)]
 
 
 def find_run(word: str | None) -> Path:
-    """Finds a run folder, or the file of a curve; None is the newest run with a checkpoint. Raises `UserError` where
-    there is none."""
+    """Returns a run folder or a curve file; None: the newest run with a checkpoint. Raises `UserError` if there is
+    none."""
     path = folder.newest_run() if word is None else Path(word)
     if not path.is_file():
         folder.check_run(path)
@@ -201,10 +201,10 @@ def find_run(word: str | None) -> Path:
 
 
 def report(run: Path, each: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Reads a run, finished or not, or a curve. ``each`` is called with the tokens of the training text compared, and
-    their total.
+    """Reads a finished or unfinished run, or a curve. ``each`` is called with the tokens of the training text compared
+    so far and their total.
 
-    Raises `UserError` where it has no metrics or its ``run.json``, or the curve, is damaged.
+    Raises `UserError` if there are no metrics, or if ``run.json`` or the curve is damaged.
     """
     if run.is_file():
         return read_curve(run)
@@ -215,8 +215,8 @@ def report(run: Path, each: Callable[[int, int], None] = lambda done, total: Non
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A line of a curve's file: an evaluation by another program after ``seconds`` of training. ``val_loss`` is in nats
-    per token of its own tokenizer, ``bits_per_byte`` the same in bits per byte of text."""
+    """A line of a curve file: another program's evaluation after ``seconds`` of training. ``val_loss`` is in nats per
+    token of that program's tokenizer, ``bits_per_byte`` in bits per byte of text."""
 
     step: Count
     seconds: Amount
@@ -225,9 +225,10 @@ class CurvePoint:
 
 
 def read_curve(path: Path) -> Report:
-    """Reads another program's curve: a file of JSON lines, each a `CurvePoint`, steps rising and seconds not falling.
+    """Reads another program's curve: a file of JSON lines, each a `CurvePoint`, with increasing steps and seconds that
+    do not decrease.
 
-    Raises `UserError` for a file that is larger than `CURVE_LIMIT`, empty, or has another line, which it names.
+    Raises `UserError` if the file is larger than `CURVE_LIMIT` or empty, and for an invalid line, which it names.
     """
     points: list[CurvePoint] = []
     hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, optionally with "bits_per_byte"'
@@ -254,7 +255,8 @@ def read_curve(path: Path) -> Report:
 
 
 def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
-    """The tokens that the run was trained on: its own, or those of the folder that it names, if that is unchanged."""
+    """Returns the run's training tokens, from its own folder or from the token folder that it names, if that is
+    unchanged."""
     try:
         if is_token_folder(run / "tokens"):
             return TokenFolder(run / "tokens")
@@ -263,7 +265,7 @@ def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
         if path is None or not is_token_folder(path) or file_sha256(path / MANIFEST) != sources[0]["sha256"]:
             return None
         return TokenFolder(path)
-    except (UserError, OSError, KeyError, TypeError):  # gone, damaged or moved: the curves are there all the same
+    except (UserError, OSError, KeyError, TypeError):  # Without the tokens, the report still has curves.
         return None
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files, tensor by tensor; a file is checked before any tensor is read."""
+"""Reads and writes safetensors files, tensor by tensor. A file is validated before any tensor is read."""
 
 import contextlib
 import json
@@ -28,36 +28,38 @@ _CODES = {
 }  # fmt: skip
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 _LENGTH = struct.Struct("<Q")
-_ALIGNED = 8  # bytes to which the header is filled up
-# Of a header: a tensor takes about 100; other programs' may have metadata and masks besides.
+_ALIGNED = 8  # The header is padded to a multiple of this many bytes.
+# Maximum header bytes: a base and a share per tensor. A tensor takes about 100 bytes; other programs also store
+# metadata and masks.
 _HEADER_ROOM, _HEADER_EACH = 2**16, 2**10
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """An array that is gathered or computed when it is written, and freed after."""
+    """An array that is computed or gathered when it is written, and freed afterwards."""
 
     shape: tuple[int, ...]
-    get: Callable[[], Array]  # of BF16, which numpy does not have, its bits as uint16
-    code: str = "F32"  # its dtype in the file
+    get: Callable[[], Array]  # BF16, which numpy does not have, is returned as uint16 bits.
+    code: str = "F32"  # safetensors dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Bytes per element."""
         return _SIZES[self.code]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def T(self) -> "Deferred":  # noqa: N802
-        """Transposed."""
+        """The transposed array."""
         return Deferred(self.shape[::-1], lambda: self.get().T, self.code)
 
     def split(self, rows: Sequence[slice]) -> "list[Deferred]":
-        """Some of its rows each. It is gathered for the first of them that is written and freed after the last."""
+        """Returns one deferred array per slice of rows. The array is gathered when the first part is written, and freed
+        after the last."""
         held: list[Array] = []
 
         def get(some: slice) -> Array:
@@ -75,8 +77,8 @@ Arrays = Mapping[str, Array | Deferred]
 
 
 def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, piece by piece, as safetensors itself writes it. One tensor at a time is made
-    contiguous, so that no second copy of all of them is in memory."""
+    """Yields the bytes of a safetensors file, in the format of safetensors itself. Makes one tensor at a time
+    contiguous, so memory never contains a second copy of all tensors."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -93,20 +95,20 @@ def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
 
 
 def nbytes(tensors: Arrays) -> int:
-    """About the bytes of a file of these tensors."""
+    """Returns the approximate size in bytes of a file with these tensors."""
     return sum(array.nbytes for array in tensors.values()) + 128 * len(tensors)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A tensor in a file, by its name there."""
+    """A tensor in a file, with its name there."""
 
     file: Path
     name: str
 
     def mapped(self) -> Tensor:
-        """The tensor as it is stored, read from the disk where it is looked at. It has a mapping of its own, which ends
-        with it: what was read of a file is not kept in memory for the rest of it."""
+        """Returns the tensor as stored, memory-mapped. Each tensor has a separate mapping that is freed with it, so
+        data already read from a file does not stay in memory."""
         with _opened(self.file) as opened:
             tensor: Tensor = opened.get_tensor(self.name)
             return tensor
@@ -120,11 +122,13 @@ def find(
     ours: Callable[[str], str | None] = lambda name: name,
     dtypes: Sequence[str] | Mapping[str, str] = WEIGHTS,
 ) -> dict[str, Found]:
-    """Finds the tensors of some files, by the name that ``ours`` gives them (None: left out), and reads none.
+    """Finds the tensors in files without reading their data, and returns them by the name that ``ours`` maps them to
+    (None: ignored).
 
-    The names, shapes and dtypes of all are compared with the ``shapes`` that may be there, and the lengths of headers
-    with their number: nothing is allocated by a file's word alone. ``dtypes`` are those that all may have, or the one
-    of each by name. Raises `UserError`; ``where`` names the source of the shapes.
+    Validates every name, shape and dtype against ``shapes``, the allowed tensors, and the length of each header against
+    their number, so an untrusted file cannot cause large allocations. ``dtypes`` lists the dtypes allowed for all
+    tensors, or has the required dtype by name. Raises `UserError`; ``where`` is the source of the shapes in its
+    message.
     """
     found: dict[str, Found] = {}
     for file in files:
@@ -156,7 +160,7 @@ def check_all(files: Sequence[Path], expected: Iterable[str], found: Iterable[st
 
 
 def _check_header(file: Path, count: int) -> None:
-    """Raises `UserError` for a header that is longer than those of ``count`` tensors."""
+    """Raises `UserError` for a header that is too long for ``count`` tensors."""
     with reading(file), open_regular(file) as opened:
         start = opened.read(_LENGTH.size)
         size = os.fstat(opened.fileno()).st_size
