@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
 
 
 class Writing:
-    """A sample being generated. Iterate over it for pieces of text; ``sample`` is set at the end."""
+    """A sample being generated: an iterable of text pieces that sets ``sample`` at the end."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
@@ -83,8 +83,8 @@ class LanguageModel:
     def write(
         self, prompt: str | list[int] = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0
     ) -> Writing:
-        """Generates one sample, or the best beam, and returns it as an iterable of text pieces. The text depends only
-        on the prompt (text or token ids), the settings, ``seed`` and ``index``."""
+        """Generates one sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
+        result depends only on the arguments."""
         config = replace(config or SampleConfig(), n_best=1)
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [index]))
@@ -97,23 +97,23 @@ class LanguageModel:
         num: int = 1,
         done: Collection[tuple[int, int]] = (),
     ) -> Iterator[Piece]:
-        """Generates ``num`` samples of each prompt, or its beams, and yields their pieces text by text. Batching does
-        not change the samples. Skips samples in ``done``, given as (prompt, index). Raises `UserError` for settings
-        that the model does not support."""
+        """Generates ``num`` samples or beams of each prompt and yields their pieces, text by text. Batching does not
+        change the samples. Skips samples in ``done``, given as (prompt, index). Raises `UserError` for unsupported
+        settings."""
         config = config or SampleConfig()
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
-        """Returns ``num`` continuations of ``prompt``, or the best ``n_best`` with ``beam``. ``settings`` are fields of
+        """Returns ``num`` continuations of ``prompt``, or the ``n_best`` beams. ``settings`` are fields of
         `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for unknown ones."""
         config = from_dict(SampleConfig, settings, "generate")
         pieces = self.write_all([prompt], config, seed, num)
         return [piece.sample.text for piece in pieces if piece.sample is not None]
 
     def loss(self, text: str, stride: int | None = None) -> float:
-        """Returns the mean loss over ``text`` in nats per token, in the windows of `evaluate`. Raises `UserError` if
-        the text has fewer than two tokens."""
+        """Returns the mean loss over ``text`` in nats per token. Raises `UserError` for a text of fewer than two
+        tokens."""
         return self.evaluate([text], stride).loss
 
     def evaluate(
@@ -123,8 +123,8 @@ class LanguageModel:
         on_window: OnWindow | None = None,
         block_size: int | None = None,
     ) -> Evaluation:
-        """Measures the loss over documents, in windows of ``block_size`` tokens: by default the context length, but no
-        more than 1,024."""
+        """Measures the loss over documents, in windows of ``block_size`` tokens: by default the context length, up to
+        1,024."""
         documents = Encoded(self.tokenizer.document(text).astype(np.int64) for text in texts)
         return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
 
@@ -138,8 +138,8 @@ class LanguageModel:
         on_window: OnWindow | None = None,
         block_size: int | None = None,
     ) -> Evaluation:
-        """Measures the loss over files, folders or named corpora of any size, or over one ``side`` of a token folder,
-        which must have been made with this model's tokenizer."""
+        """Measures the loss over files, folders or named corpora of any size, or over one ``side`` of a token folder
+        made with this model's tokenizer."""
         config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
@@ -156,8 +156,8 @@ def _opened(
     listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple["TokenFolder", Documents]]:
-    """Yields a token folder and its documents: a temporary folder made from texts, or one side of an existing token
-    folder."""
+    """Yields a token folder and its documents: one side of an existing folder, or texts tokenized into a temporary
+    one."""
     from gpt.text.corpus import open_corpus
     from gpt.text.token_folder import TokenFolder
     from gpt.text.tokenize import tokenize
@@ -188,7 +188,7 @@ def _opened(
             finally:
                 stream.release()  # Windows cannot delete an open file.
     except Interrupted as stopped:
-        # Drops the message of `tokenize`, because its folder is already deleted.
+        # The message of `tokenize` names the folder, which is already deleted.
         raise Interrupted(stopped.signum) from None
 
 
@@ -203,14 +203,13 @@ def load(
     sampling: SampleConfig | None = None,
 ) -> LanguageModel:
     """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, or a
-    Transformers folder; None: the best checkpoint of the newest run. If the latest checkpoint is damaged, ``note`` gets
-    a message and the one before it is loaded. ``base`` replaces the base model that an adapter's files name. Raises
-    `UserError` if the model is missing or damaged.
+    Transformers folder; None: the newest run. Falls back from a damaged latest checkpoint to the one before it, and
+    calls ``note``. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing
+    or damaged.
 
-    With ``sampling``, the settings of later calls, weights are laid out for decoding and stored in ``dtype`` instead of
-    being cast for each product; ``dtype`` "int8" or "int4" quantizes them. Weights that are already quantized are used
-    as they are. The loaded model can be neither trained nor saved. Unless ``threads`` is given, the number of CPU
-    threads then depends on the model's size.
+    With ``sampling``, the settings of later calls, lays out the weights for decoding, in ``dtype``; "int8" and "int4"
+    quantize them, and quantized weights stay as they are. Such a model can be neither trained nor saved, and the
+    default number of ``threads`` depends on its size.
     """
     found = folder.find_checkpoint(None if path is None else str(path), note)
     if base is not None:
@@ -223,14 +222,13 @@ def load(
     compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not folder.is_adapter(found), note)
     finish, narrow = None, torch.float32
     compiles = sampling is not None and sampling.compile == "on"
-    # Speculative decoding checks several tokens at a time, with other kernels than for one position: in int8 the texts
-    # could differ.
+    # Speculative decoding checks several tokens at a time with other kernels, so in int8 the texts could differ.
     blocks = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
     if decodes or bits is not None:
         packed = decodes and (blocks or not compiles)
         finish, narrow = functools.partial(prepare, compute=compute, packed=packed, keep=blocks), compute.dtype
     count = breakdown(hf.load_config(folder.home(found))).trainable
-    # The number of threads is set first, because the layout of the weights depends on it.
+    # The layout of the weights depends on the number of threads.
     devices.use_threads(compute, threads, count if decodes else None)
     loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, bits=bits)
     if bits not in (None, stored):
@@ -241,10 +239,10 @@ def load(
 
 
 def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callable[[str], None]) -> Compute:
-    """Chooses bfloat16 if float32 weights exceed memory, ``dtype`` is "auto" and the load is ``narrow``: weights are
-    stored in the compute dtype. Raises `UserError` if the weights do not fit."""
+    """Chooses bfloat16 if float32 weights exceed memory, ``dtype`` is "auto" and weights are stored in the compute
+    dtype (``narrow``). Raises `UserError` if the weights do not fit."""
     parts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
-    # A tied embedding is laid out a second time, as the unembedding.
+    # A tied embedding is laid out again as the unembedding.
     parameters, exact = parts.trainable, 4 * parts.total_weights
     if narrow and dtype == "auto" and exact > memory:
         note(f"float32 weights take {exact / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16")
@@ -260,7 +258,7 @@ def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callab
 
 
 def pick(device: str, dtype: str) -> Compute:
-    """Chooses the device, and the dtype of weights that are not quantized. Raises `UserError` for an unknown dtype."""
+    """Chooses the device and the dtype of unquantized weights. Raises `UserError` for an unknown dtype."""
     if dtype not in get_args(Dtype):
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
     return devices.pick(device, "auto" if dtype in quantized.BITS else dtype)
@@ -268,7 +266,7 @@ def pick(device: str, dtype: str) -> Compute:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of `bench`, with the model and machine that it ran on."""
+    """The result of `bench`."""
 
     name: str
     parameters: int
@@ -289,7 +287,7 @@ def bench(
     compile: str = "off",
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """Measures how fast a model samples. ``target`` is a preset, with random weights, or a model as for `load`."""
+    """Measures how fast a model samples. ``target`` is a preset, with random weights, or a model as in `load`."""
     from gpt.decoding.bench import measure
 
     config = config or BenchConfig()
@@ -329,10 +327,10 @@ def export(
     listen: "Listener" = lambda event: None,
     **settings: Any,
 ) -> "Exported":
-    """Writes a model to ``out``: a GGUF file if the name ends in .gguf, otherwise a folder for publishing. ``model``
-    and ``base`` are as for `load`. ``settings`` are fields of `ExportConfig`: ``dtype``, ``license``, ``samples``. With
-    ``eval``, a text as for `train`, measures the loss before and after. ``listen`` is called with progress events.
-    Raises `UserError`, `WorkError`, and `Interrupted` after a signal."""
+    """Writes a model to ``out``: a GGUF file if it ends in .gguf, otherwise a folder for publishing. ``model`` and
+    ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`: ``dtype``, ``license``, ``samples``. ``eval``
+    is a text, as in `train`, whose loss is measured before and after. ``listen`` is called with progress events. Raises
+    `UserError`, `WorkError`, and `Interrupted` after a signal."""
     from gpt.exporting import gguf_tokenizer
     from gpt.exporting import run as exports
     from gpt.exporting.source import open_source
@@ -406,7 +404,7 @@ def _compared(
         for weights in (source.weights, stored):
             model = built(weights)
             found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
-            del model  # Keeps only one model in memory at a time.
+            del model  # One model in memory at a time.
         name = "stdin" if text == "-" else last_part(text)
         name += ", the held-out part" if tokens.path == Path(text) else ""
         return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
@@ -423,9 +421,9 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
 
 
 def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
-    """Resumes ``run`` exactly where it stopped; None: the newest unfinished run in ``runs/``. ``settings`` can be
-    ``steps`` (more than before), ``device``, ``micro_batch`` and ``keep``; in a distributed run also ``shard``,
-    ``tensor`` and ``recompute``. Raises the same errors as `train`."""
+    """Resumes ``run`` exactly where it stopped; None: the newest unfinished run in ``runs/``. ``settings``: ``steps``
+    (more than before), ``device``, ``micro_batch``, ``keep``; in a distributed run also ``shard``, ``tensor``,
+    ``recompute``. Raises the same errors as `train`."""
     from gpt.training import run as runs
 
     return runs.resume(None if run is None else str(run), settings, (), listen)

@@ -1,8 +1,7 @@
-"""Model shapes and training options, each with its type, default, bounds and help text.
+"""Model shapes and training options, with their types, defaults, bounds and help texts.
 
-`GPTConfig` is a model's shape; `TrainConfig` and the others are user options (`SampleConfig` is in
-`gpt.sample_config`). The command line builds its options from these dataclasses; ``--config`` and ``--print-config``
-read and write them as TOML (`gpt.settings`). Nothing here imports torch.
+The command line builds its options from these dataclasses; ``--config`` and ``--print-config`` read and write them as
+TOML (`gpt.settings`). Nothing here imports torch.
 """
 
 import codecs
@@ -22,30 +21,30 @@ Mlp = Literal["gelu", "swiglu"]
 Biases = Literal["all", "qkv", "none"]
 Layout = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
-DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # A regular expression for the name of a chosen device.
+DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # regular expression of a chosen device
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]
 
 USUAL_DECAY = 0.1  # GPT-3's weight decay
 MOST_THREADS = 4096
-# Roles of a block's linear maps, as ``--lora-targets`` selects them, and names for groups of roles.
+# Roles of linear maps in ``--lora-targets``, and names for groups of roles.
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
 MOST_IDS = 2**24  # upper bound of a vocabulary size
-WIDE = 512  # From this width, a gated MLP's hidden width is a multiple of 256, which suits GPUs, instead of 64.
+WIDE = 512  # From this width, a gated MLP's hidden width is a multiple of 256 instead of 64, which suits GPUs.
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's scaling of RoPE frequencies for a longer context. Frequencies with fewer than ``low`` turns in the
-    ``original`` context are divided by ``factor``, those with more than ``high`` turns are unchanged, and those in
-    between are interpolated."""
+    ``original`` context are divided by ``factor``, those with more than ``high`` turns stay, and the rest are
+    interpolated."""
 
     factor: float
     low: float
     high: float
-    original: int  # original context length in positions
+    original: int  # context length in positions
 
     def __post_init__(self) -> None:
         for name, most in (("factor", 1e4), ("low", 1e4), ("high", 1e4), ("original", 2**24)):
@@ -58,10 +57,9 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a decoder and the computation of its blocks. Raises `UserError` for a shape that cannot be built.
+    """A decoder's shape and properties; the defaults are GPT-2's. Raises `UserError` for a shape that cannot be built.
 
-    The defaults are GPT-2's; `ARCHITECTURES` has the properties of ``--arch``. Bounds are far above GPT-3's 12,288 ×
-    96: a larger number in a file means damage or malice.
+    Bounds are far above GPT-3's 12,288 × 96: a larger number in a file means damage or malice.
     """
 
     vocab_size: int = bounded(1, MOST_IDS)  # V: vocabulary size, including end-of-text
@@ -107,8 +105,7 @@ class GPTConfig:
         self._leave_out_defaults()
 
     def _leave_out_defaults(self) -> None:
-        """Sets fields that have their derived value to None, so that a ``config.json`` with every field gives an equal
-        shape."""
+        """Sets derived fields to None, so that a ``config.json`` with all fields gives an equal shape."""
         windowed = any(self.windows)
         usual = {
             "n_kv_head": self.n_head,
@@ -140,7 +137,7 @@ class GPTConfig:
 
     @classmethod
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
-        """Returns a shape with the properties of an architecture, overridden by ``properties``."""
+        """Returns a shape with an architecture's properties, overridden by ``properties``."""
         return cls(*shape, **ARCHITECTURES[arch] | properties)
 
     @staticmethod
@@ -168,7 +165,7 @@ class GPTConfig:
         return self.n_inner or self._usual_width()
 
     def _usual_width(self) -> int:
-        """Returns the default MLP width. With a gate there are three maps instead of two, each about 2/3 as large."""
+        """A gated MLP has three maps instead of two, each about 2/3 as large."""
         if self.mlp == "gelu":
             return 4 * self.n_embd
         unit = 256 if self.n_embd >= WIDE else 64
@@ -182,8 +179,8 @@ class GPTConfig:
 
     @property
     def layout(self) -> Layout:
-        """The Transformers family that computes the same model and gives a checkpoint its tensor names and
-        ``config.json``; ``gpt`` if no family does."""
+        """The Transformers family that computes the same model; ``gpt`` if none does. It decides a checkpoint's tensor
+        names and ``config.json``."""
         windowed, every = any(self.windows), all(self.windows)
         if (self.norm, self.mlp, self.biases, self.qk_norm) == ("layernorm", "gelu", "all", False):
             same = self.kv_heads == self.n_head and self.n_head * self.head_size == self.n_embd
@@ -196,12 +193,12 @@ class GPTConfig:
             case False, "qkv":
                 return "qwen2"
             case False, "none" if every or not windowed:
-                # Transformers rejects a llama whose width is not divisible by its number of heads.
+                # Transformers requires a llama's width to be divisible by its heads.
                 return "mistral" if windowed or self.n_embd % self.n_head else "llama"
         return "gpt"
 
 
-# The properties of each ``--arch``. Only this table depends on the name.
+# The properties of ``--arch``.
 ARCHITECTURES: dict[Arch, dict[str, Any]] = {
     "gpt2": {
         "positions": "learned", "norm": "layernorm", "layer_norm_epsilon": 1e-5, "mlp": "gelu", "biases": "all",
@@ -237,7 +234,7 @@ _XL = "Table 2.1 of the GPT-3 paper gives 24 heads of 128 in a width of 2,048; 1
 _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128; 5,120 gives the paper's total"
 
 # GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate). The
-# GPT-2 paper gives no batch and no learning rate, so its sizes have those of the nearest GPT-3 model.
+# GPT-2 paper gives no batch and learning rate; its sizes use those of the nearest GPT-3 model.
 PRESETS: dict[str, Preset] = {
     "pico": _gpt2(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
     "nano": _gpt2(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
@@ -261,8 +258,7 @@ PRESETS: dict[str, Preset] = {
     "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "for tens of megabytes", n_kv_head=2),
     "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "for hundreds of megabytes, on a GPU", n_kv_head=4),
     "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "for gigabytes, on a GPU", n_kv_head=4),
-    # Shapes and vocabulary sizes are from config.json on the Hub. Batches and learning rates are those of the nearest
-    # GPT-3 model.
+    # Shapes from config.json on the Hub; batch and learning rate of the nearest GPT-3 model.
     "smollm2-135m": _llama(
         30, 9, 576, 8192, 49_152, 524_288, 6e-4, n_kv_head=3, n_inner=1536, rope_base=100_000.0,
         layer_norm_epsilon=1e-5,
@@ -291,7 +287,7 @@ def find_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-# Option panels, in the order of the help page.
+# Option panels, in help order.
 PANELS = (
     "Run", "Model", "Fine-tuning", "Text and tokens", "Reading TEXT", "Length and batch", "Optimizer",
     "Evaluation and checkpoints", "Text", "Sampling", "Beam search", "Weights", "Card", "Address", "Load",
@@ -321,7 +317,7 @@ class ReadConfig:
         check_options(self)
         try:
             codecs.lookup(self.encoding)
-        except (LookupError, ValueError):  # ValueError: the name is not text or has a zero byte.
+        except (LookupError, ValueError):  # ValueError: the name is not text, or has a zero byte.
             raise UserError(f'there is no encoding "{self.encoding}"', "utf-8, latin-1, cp1252, utf-16 …") from None
 
 
@@ -339,8 +335,7 @@ class LearnConfig(ReadConfig):
 
 @dataclass(frozen=True)
 class TextConfig(LearnConfig):
-    """Options for tokenizing text and splitting it into training and held-out parts, shared by ``gpt tokenize`` and
-    ``gpt train``."""
+    """Options for tokenizing and splitting text, shared by ``gpt tokenize`` and ``gpt train``."""
 
     tokenizer: str = _data(
         "auto",
@@ -396,7 +391,7 @@ class TokenizeConfig(TextConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TextConfig):
-    """Options of ``gpt train``. ``None`` means: chosen from the text's size, the preset or the device."""
+    """Options of ``gpt train``. ``None``: chosen from the text's size, the preset or the device."""
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("steps", "epochs", "set the length of training"),
@@ -516,7 +511,7 @@ class TrainConfig(TextConfig):
     compile: Compile = _machine("auto", "Compile steps; auto: on GPUs, and on a CPU for small models in long runs")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "micro_batch", str(self.micro_batch))  # The value can be a number in TOML and Python.
+        object.__setattr__(self, "micro_batch", str(self.micro_batch))  # TOML and Python can pass a number.
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
@@ -537,7 +532,7 @@ class TrainConfig(TextConfig):
 
     @property
     def has_examples(self) -> bool:
-        """Whether training uses separate examples (pairs or conversations) instead of running text."""
+        """Whether it trains on separate examples (pairs or conversations) instead of running text."""
         return self.pairs or self.chat
 
     def _check_adapters(self) -> None:
@@ -557,7 +552,7 @@ class TrainConfig(TextConfig):
                 raise UserError(f'lora-targets: there is no "{word}"', did_you_mean(word, words))
 
     def new_model(self, preset: GPTConfig, vocab_size: int, block_size: int) -> GPTConfig:
-        """Returns the shape of a new model: the preset's, overridden by the given options."""
+        """Returns a new model's shape: the preset's, overridden by the given options."""
         asked = {each.name: getattr(self, each.name, None) for each in fields(GPTConfig)}
         usual = {"dropout": 0.0, **(ARCHITECTURES[self.arch] if self.arch else {})}
         given = usual | {name: value for name, value in asked.items() if value is not None}

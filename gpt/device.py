@@ -1,4 +1,4 @@
-"""Chooses a computation's device and dtype from the machine's capabilities, never from timings."""
+"""Chooses a device and dtype from the machine's capabilities, never from timings."""
 
 import contextlib
 import ctypes
@@ -21,11 +21,10 @@ from gpt.errors import UserError, did_you_mean
 from gpt.peaks import cores, host_memory
 from gpt.words import counted
 
-# Parameters per thread when a step decodes one token. Measured on two cores, tokens per second of two threads relative
-# to one: 1.11 at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; 0.4 at 0.9 M while four other programs
-# ran.
+# Parameters per thread when decoding one token. Measured throughput of two threads relative to one, on two cores: 1.11
+# at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; 0.4 at 0.9 M next to four other programs.
 DECODED = 2_000_000
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 KEPT = 2**25  # the largest threshold that glibc accepts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,8 +50,8 @@ class Compute:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def memory(self) -> int:
-        """Returns this process's share of the device's total memory, in bytes. Choices based on free memory would
-        differ between runs."""
+        """Returns this process's share of the device's total memory, in bytes. Choices based on free memory would vary
+        between runs."""
         return self._memory() // self.shared_by
 
     def _memory(self) -> int:
@@ -70,8 +69,7 @@ class Compute:
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Copies an array or nested lists to a device. A GPU copies from contiguous pinned memory, so the host does not
-    wait."""
+    """Copies an array or nested lists to a device. A GPU reads contiguous pinned memory, so the host does not wait."""
     tensor = torch.as_tensor(values)
     if device.type != "cuda":
         return tensor.to(device)
@@ -79,10 +77,9 @@ def upload(values: Any, device: torch.device) -> Tensor:
 
 
 class Download:
-    """An asynchronous copy of tensors from one device to the host. A GPU sends them as one buffer, so the host does not
-    wait.
+    """An asynchronous copy of tensors from one device to the host. A GPU sends them in one transfer of 32-bit elements.
 
-    Tensors must be float32 or have integers below 2³¹; the buffer has 32-bit elements.
+    Tensors are float32, or integers below 2³¹.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -93,7 +90,7 @@ class Download:
             packed = torch.cat([each.view(torch.int32) for each in bits])
             self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=True).copy_(packed, non_blocking=True)
             self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            # The tensors' device is not always the current one.
+            # The current device can be a different one.
             self.arrived.record(torch.cuda.current_stream(packed.device))
 
     def read(self, wait: Callable[[torch.cuda.Event], object] = lambda event: event.synchronize()) -> list[Any]:
@@ -130,8 +127,8 @@ def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> Non
 def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -> Compute:
     """Chooses the device and dtype. Raises `UserError` if this machine does not have them.
 
-    On a CPU, ``auto`` trains in bfloat16 if the processor multiplies it natively. Otherwise it is float32: for
-    inference, exactness is worth more than speed.
+    On a CPU, ``auto`` trains in bfloat16 if the processor multiplies it natively, and otherwise computes in float32:
+    for inference, exactness is worth more than speed.
     """
     where = _device(device)
     if dtype == "auto":
@@ -166,10 +163,9 @@ def _device(name: str) -> torch.device:
 
 
 def use_threads(compute: Compute, asked: int | None = None, decoding: int | None = None) -> None:
-    """Sets the number of threads on a CPU: ``asked``, or else ``OMP_NUM_THREADS``, or else torch's default, limited to
-    the cores that a container can use. For a model with ``decoding`` parameters, the default is also limited to one
-    thread per `DECODED` parameters, because steps are too short for more. Starts watching how threads wait
-    (`gpt.waiting`). Raises `UserError` for an invalid number."""
+    """Sets the number of CPU threads: ``asked``, else ``OMP_NUM_THREADS``, else torch's default, limited to the
+    available cores. With ``decoding`` parameters, the default is also limited to one thread per `DECODED` parameters,
+    because steps are too short for more. Starts `gpt.waiting`. Raises `UserError` for an invalid number."""
     if asked is not None and not 1 <= asked <= MOST_THREADS:
         raise UserError(f"threads is {asked:,}; it must be between 1 and {MOST_THREADS:,}")
     if compute.device.type != "cpu":
@@ -186,10 +182,10 @@ def use_threads(compute: Compute, asked: int | None = None, decoding: int | None
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks of up to `KEPT` bytes for the next tensor. Does nothing on other platforms.
+    """Makes glibc keep freed blocks of up to `KEPT` bytes for reuse. Does nothing on other platforms.
 
-    Each training step frees and reallocates the same activations. If glibc returned them to the system, each 4 KiB
-    would cost a page fault: 20,000 in a step of `micro`, a fifth of its time.
+    Each training step reallocates the same activations. If glibc returned them to the system, each 4 KiB would cost a
+    page fault: 20,000 in a step of `micro`, a fifth of its time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""The distribution: its package name, its version, and the commands that install missing packages."""
+"""The distribution's name and version, and commands that install missing packages."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 NAME = "gpt-workshop"
 VERSION = "0.1.0"
-find_spec = PathFinder.find_spec  # Bypasses import hooks: setuptools' hook prints a warning when it looks for pip.
+find_spec = PathFinder.find_spec  # Without import hooks: setuptools' hook warns about pip.
 
 
 def install(package: str) -> str:
@@ -19,12 +19,12 @@ def install(package: str) -> str:
         return f"uv pip install --python {_quoted(sys.prefix)} {package}"
     if Path(shutil.which("pip") or "").parent == Path(sysconfig.get_path("scripts")):
         return f"pip install {package}"
-    return f"{_quoted(sys.executable)} -m pip install {package}"  # `pip` on the path belongs to another environment.
+    return f"{_quoted(sys.executable)} -m pip install {package}"  # `pip` belongs to another environment.
 
 
 def install_extra(extra: str) -> str:
-    """Returns the command that installs an extra. The installed gpt already satisfies the requirement, wherever it came
-    from, so only the extra's packages are downloaded."""
+    """Returns the command that installs an extra. The installed gpt already satisfies the requirement, so only the
+    extra's packages are downloaded."""
     return install(f'"{NAME}[{extra}]"')
 
 
@@ -37,7 +37,7 @@ def packages() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, requires, version  # This import takes 20 ms.
 
     found = {}
-    with contextlib.suppress(PackageNotFoundError):  # A source tree that was never installed has no metadata.
+    with contextlib.suppress(PackageNotFoundError):  # A source tree has no metadata.
         for requirement in requires(NAME) or []:
             name = re.split(r"[^\w.-]", requirement)[0]
             with contextlib.suppress(PackageNotFoundError):

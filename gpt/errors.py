@@ -1,4 +1,4 @@
-"""Exceptions: user errors, failures of the work itself, and interruptions."""
+"""Exceptions for user errors, failed work and interruptions."""
 
 import errno
 import warnings
@@ -9,7 +9,7 @@ LONGEST = 5000  # maximum characters of a message; a path can have 4,096
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # torch on a CPU
     "not enough memory",  # torch on a CPU, on Windows
-    "could not create a primitive",  # oneDNN reports every failure with these messages.
+    "could not create a primitive",  # oneDNN's messages for every failure
     "could not create a memory",
     "could not execute a primitive",
     "std::bad_alloc",
@@ -20,9 +20,9 @@ _OUT_OF_MEMORY = (
 
 
 class UserError(Exception):
-    """An error that the user can fix: ``message`` is the problem, with numbers; ``hint`` is the next step.
+    """An error that the user can fix: ``message`` is the problem, ``hint`` the next step.
 
-    The command line prints each on its own line and exits with ``exit_code``.
+    The command line prints each on a line and exits with ``exit_code``.
     """
 
     exit_code = 2
@@ -34,26 +34,25 @@ class UserError(Exception):
 
 
 def shortened(text: str) -> str:
-    """Returns a text of at most `LONGEST` characters. A longer one, such as a name from a damaged file, loses its
-    middle."""
+    """Cuts the middle of a text longer than `LONGEST`, such as a name from a damaged file."""
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
 
 class WorkError(UserError):
-    """A failure despite valid input: a full disk, a loss that is NaN."""
+    """A failure despite valid input, such as a full disk or a NaN loss."""
 
     exit_code = 1
 
 
 class NotANumber(WorkError):
-    """A model computed NaN or infinity, because its weights are damaged or the dtype is too narrow."""
+    """A model computed NaN or infinity: its weights are damaged, or the dtype is too narrow."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "its weights are damaged or overflow: use another checkpoint, or --dtype float32")
 
 
 class PeerLost(WorkError):
-    """Another process of the run has ended and reports the reason itself."""
+    """Another process of the run has ended. It reports the reason itself."""
 
     exit_code = 75  # EX_TEMPFAIL tells a launcher that this process is not the cause.
 
@@ -63,7 +62,7 @@ class PeerLost(WorkError):
 
 class Interrupted(BaseException):
     """A signal ended the work in good order; ``message`` lists the saved data. Like KeyboardInterrupt, it is not an
-    Exception, so handlers for any error do not catch it."""
+    Exception, so handlers of any error do not catch it."""
 
     def __init__(self, signum: int, message: str = "interrupted") -> None:
         super().__init__(message)
@@ -72,48 +71,47 @@ class Interrupted(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """The shell's convention: 128 + the signal's number (130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP)."""
+        """128 + the signal's number, as in shells (130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP)."""
         return 128 + self.signum
 
 
 class ModelWarning(UserWarning):
-    """A warning about a model's files, which are used all the same."""
+    """A warning about a model's files."""
 
 
 def warn(text: str) -> None:
-    """Warns about a model's files. The command line prints a note."""
+    """Warns about a model's files; the command line prints a note."""
     warnings.warn(shortened(text), ModelWarning, stacklevel=2)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ``did you mean "x"?`` for the nearest known name, or else a list of the known names."""
+    """Returns ``did you mean "x"?`` for the nearest known name, or a list of the known names."""
     known = list(known)
     near = get_close_matches(name[:100].lower(), known, n=1, cutoff=0.5)
     return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or the name of its type if the message is empty."""
+    """Returns the first line of an error's message, or its type's name if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def device_failure(error: BaseException) -> str | None:
-    """Returns the first line of CUDA's message if the error means that the device can no longer be used in this
-    process, or else None."""
+    """Returns the first line of CUDA's message if a device has failed for the rest of the process, or else None."""
     message = str(error).strip()
     failed = isinstance(error, RuntimeError) and message.startswith("CUDA error") and not is_out_of_memory(error)
     return first_line(error) if failed else None
 
 
 def check_text(what: str, text: str, hint: str = "set your terminal to UTF-8") -> None:
-    """Raises `UserError` for command-line bytes that are not UTF-8, which Python decodes as lone surrogates."""
+    """Raises `UserError` for command-line bytes that are not UTF-8, which Python reads as lone surrogates."""
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise UserError(f"{what} is not UTF-8", hint)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory (OOM). Only Python and CUDA have a type for it; other messages contain one
-    of `_OUT_OF_MEMORY`."""
+    """Whether memory ran out (OOM). Only Python and CUDA have a type for it; other messages contain one of
+    `_OUT_OF_MEMORY`."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
@@ -122,5 +120,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_threads(error: BaseException) -> bool:
-    """Whether the system could not start another thread, because memory or the number of threads is limited."""
+    """Whether the system refused another thread: memory or the number of threads is limited."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

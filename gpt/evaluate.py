@@ -19,16 +19,15 @@ from gpt.model.decoder import GPT
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
-WINDOW = 1024  # Default limit of a window in tokens. Attention takes most of the time in longer ones.
+WINDOW = 1024  # default maximum; attention takes most of the time in longer windows
 TOKENS_AT_ONCE = 8192  # maximum positions in a batch of windows
 LOGITS_AT_ONCE = 2**26  # maximum logits in memory
-TEXT_AT_ONCE = 2**20  # ids per call of the tokenizer's decoder
+TEXT_AT_ONCE = 2**20  # ids decoded per call
 
 
 @dataclass(frozen=True)
 class Window:
-    """Up to ``block_size`` ids ``x`` and their next ids ``y``. The first ``skipped`` targets are counted in another
-    window."""
+    """Up to ``block_size`` ids ``x`` and their next ids ``y``. Another window counts the first ``skipped`` targets."""
 
     document: int
     start: int
@@ -69,13 +68,11 @@ def _exp(x: float) -> float:
 
 
 class Document(Protocol):
-    """A document's ids, read by slices: an array or a `gpt.text.shards.TokenDocument`."""
+    """A document's ids: an array or a `gpt.text.shards.TokenDocument`."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, part: slice, /) -> Ids:
-        """Returns a slice of the ids."""
-        ...
+    def __getitem__(self, part: slice, /) -> Ids: ...
 
 
 class Documents(Protocol):
@@ -131,8 +128,8 @@ def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[W
 def score_positions(
     model: GPT, some: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Pads windows to the longest and returns ``score(logits, targets)`` for each position, (n, T). Computes up to
-    `LOGITS_AT_ONCE` logits at a time. Targets that do not count are `IGNORED`."""
+    """Returns ``score(logits, targets)`` per position, (n, T), of windows padded to the longest. Keeps at most
+    `LOGITS_AT_ONCE` logits in memory. Uncounted targets are `IGNORED`."""
     length = max(len(window.x) for window in some)
     x = np.zeros((len(some), length), np.int64)
     y = np.full((len(some), length), losses.IGNORED, np.int64)
@@ -141,7 +138,7 @@ def score_positions(
         y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
     targets, at_once = upload(y.ravel(), compute.device), max(1, LOGITS_AT_ONCE // model.config.vocab_size)
     with compute.autocast():
-        # When processes share the model, only the trunk gathers its shards; model(x) does not.
+        # Only the trunk gathers sharded weights; model(x) does not.
         stream = model.trunk(upload(x, compute.device)).flatten(0, 1)
         parts = zip(torch.split(stream, at_once), torch.split(targets, at_once), strict=True)
         scores = [score(model.unembed(part), aims) for part, aims in parts]
@@ -151,8 +148,8 @@ def score_positions(
 def each_window(
     model: GPT, some: Iterable[Window], compute: Compute
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Yields every window, in order, with the losses of its counted targets in nats. Computes in batches, without
-    dropout; a GPU computes the next batch while the caller reads one."""
+    """Yields every window, in order, with the losses of its counted targets in nats, without dropout. A GPU computes
+    the next batch while the caller reads one."""
     before: tuple[list[Window], Download] | None = None
     with _evaluating(model):
         for batch in _batches(some):
@@ -165,15 +162,13 @@ def each_window(
 
 
 def _counted(batch: list[Window], losses_of: Download) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Yields a batch's windows with the losses of their counted targets."""
     for window, of_row in zip(batch, losses_of.read()[0], strict=True):
         own = slice(window.skipped, len(window.y))
         yield window, np.array(of_row[own])[window.y[own] != losses.IGNORED]
 
 
 def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[int, int]:
-    """Counts the windows that greedy decoding would reproduce exactly, because every counted target is the most likely
-    token, and the windows that have counted targets."""
+    """Counts the windows that greedy decoding would reproduce exactly, and all windows with counted targets."""
     exact, count = 0, 0
     with _evaluating(model):
         for batch in _batches(some):
@@ -185,13 +180,13 @@ def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[i
 
 
 def _misses(logits: Tensor, targets: Tensor) -> Tensor:
-    """True if a target counts and is not the model's most likely token."""
+    """True for counted targets that are not the most likely token."""
     return (logits.argmax(-1) != targets) & (targets != losses.IGNORED)
 
 
 @contextlib.contextmanager
 def _evaluating(model: GPT) -> Iterator[None]:
-    """Turns the model's dropout off within the context."""
+    """Turns dropout off."""
     training = model.training
     model.eval()
     try:
@@ -215,7 +210,7 @@ def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 
 def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[float, int]:
-    """Returns the sum of the losses of all counted targets, in nats, and the number of these targets."""
+    """Returns the sum of the losses of all counted targets, in nats, and their number."""
     total, count = 0.0, 0
     for _, of_window in each_window(model, some, compute):
         total += float(of_window.sum())
@@ -223,7 +218,7 @@ def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[fl
     return total, count
 
 
-# Called with each window, its losses, and the total number of tokens to score.
+# Called with a window, its losses, and the total number of tokens to score.
 OnWindow = Callable[[Window, npt.NDArray[np.float64], int], None]
 
 
@@ -236,8 +231,8 @@ def evaluate(
     on_window: OnWindow | None = None,
     block_size: int | None = None,
 ) -> Evaluation:
-    """Measures the loss over separate documents, in windows of ``block_size`` tokens: by default the model's context
-    length, but no more than `WINDOW`. ``on_window`` is called with each window's losses.
+    """Measures the loss over separate documents, in windows of ``block_size`` tokens: by default the context length, up
+    to `WINDOW`. ``on_window`` is called with each window's losses.
 
     Raises `UserError` if there is no token to predict, and `NotANumber` if the loss is NaN or infinite.
     """

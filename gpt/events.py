@@ -1,4 +1,4 @@
-"""Events of a run, with their JSON lines."""
+"""Events of a run and their JSON lines."""
 
 import dataclasses
 import json
@@ -25,9 +25,8 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step: loss in nats per token, gradient norm before clipping, and throughput in tokens per second,
-    measured over steps only. ``mfu`` is the share of the device's peak FLOP/s (`gpt.training.speed`); null if no peak
-    is known."""
+    """An optimizer step: loss in nats per token, gradient norm before clipping, throughput of steps only, and its share
+    of the device's peak (`gpt.training.speed`), null if unknown."""
 
     loss: float
     lr: float
@@ -60,8 +59,8 @@ class SaveEvent(Event):
 
 @dataclass(frozen=True)
 class RollbackEvent(Event):
-    """A rollback to ``step``, because the loss at ``failed_step`` exploded or was not finite. From here the learning
-    rate is ``rate_factor`` times the schedule's."""
+    """The run went back to ``step``, because the loss at ``failed_step`` exploded or was not finite. From here the
+    learning rate is multiplied by ``rate_factor``."""
 
     failed_step: int
     why: str
@@ -70,15 +69,15 @@ class RollbackEvent(Event):
 
 @dataclass(frozen=True)
 class ResumeEvent(Event):
-    """The run resumes from a checkpoint. Metrics of later steps are deleted, and these steps run again."""
+    """The run resumes from a checkpoint. Metrics of later steps are deleted."""
 
     checkpoint: str
 
 
 @dataclass(frozen=True)
 class AnswersEvent(Event):
-    """The number of pairs that the best checkpoint answers exactly with greedy decoding: ``exact`` of ``asked``, at
-    most 500, spread over all ``pairs`` that it trained on. The same for held-out pairs; null if there are none."""
+    """How many pairs the best checkpoint answers exactly with greedy decoding: ``exact`` of ``asked``, at most 500
+    spread over all ``pairs``. Held-out fields are null without held-out pairs."""
 
     exact: int
     asked: int
@@ -90,8 +89,8 @@ class AnswersEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. Also the best
-    checkpoint's loss over the whole held-out text; null without held-out text or after an interruption."""
+    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. Losses are the
+    best checkpoint's over the whole held-out text; null without it or after an interruption."""
 
     reason: str
     checkpoint: str | None
@@ -101,7 +100,7 @@ class EndEvent(Event):
 
 @dataclass(frozen=True)
 class Note:
-    """A message to the user about what the program read, chose or changed. Not written to the metrics."""
+    """A message to the user. Not written to the metrics."""
 
     text: str
     warning: bool = False
@@ -109,7 +108,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a long operation, in stored bytes or another unit. Not written to the metrics."""
+    """The progress of a long operation. Not written to the metrics."""
 
     what: str  # "fetched", "tokenized" …
     done: int
@@ -125,12 +124,11 @@ class Plan:
     batch_tokens: int
 
 
-_LOSSES = ("loss", "grad_norm", "val_loss")  # A null in the metrics means that the value is not finite.
+_LOSSES = ("loss", "grad_norm", "val_loss")  # null in JSON if not finite
 
 
 def to_json(event: Event) -> str:
-    """Returns an event as a line of ``metrics.jsonl``. A loss that is not finite becomes null, because JSON has no
-    NaN."""
+    """Returns a line of ``metrics.jsonl``. Losses that are not finite become null, because JSON has no NaN."""
     values: dict[str, Any] = {"event": event.kind}
     for key, value in dataclasses.asdict(event).items():
         finite = not isinstance(value, float) or value - value == 0
@@ -147,7 +145,7 @@ def from_json(line: str | bytes) -> Event:
         cls = next(each for each in Event.__subclasses__() if each.kind == kind)
         for value in values.values():
             if isinstance(value, str):
-                value.encode()  # Raises for half of a surrogate pair.
+                value.encode()  # Raises for a lone surrogate.
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, StopIteration):
         raise UserError(f"not an event: {line[:80]!r}") from None
     lost = [] if cls is EndEvent else [key for key in _LOSSES if key in values and values[key] is None]

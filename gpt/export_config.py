@@ -9,7 +9,7 @@ from gpt.settings import check_options, option
 FileType = Literal["f32", "f16", "q8_0", "q4_0"]
 FolderDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 ExportDtype = Literal[FileType, FolderDtype]
-# The Hub's license identifiers, from its documentation of model cards. It accepts no others.
+# All license identifiers of the Hub, from its documentation of model cards.
 _LICENSES = """
 afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
 bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0

@@ -1,6 +1,6 @@
-"""Atomic writes of files and folders: a temporary sibling is written, synced and renamed. Modes follow the umask.
+"""Writes files and folders atomically: to a temporary sibling that is synced, then renamed. Modes follow the umask.
 
-Also reads JSON that can be damaged, computes checksums, takes locks, and turns disk errors into user errors.
+Also reads untrusted JSON, computes checksums, takes locks and explains disk errors.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from filelock import FileLock, Timeout
 
 from gpt.errors import UserError, WorkError, check_text
 
-JSON_LIMIT = 64 * 2**20  # bytes; gpt writes no larger JSON file
-LINE_LIMIT = 2**20  # bytes of a line of JSON
+JSON_LIMIT = 64 * 2**20  # bytes; gpt writes no larger file
+LINE_LIMIT = 2**20  # bytes
 LINES_LIMIT = 2**30  # bytes of a JSON-lines file
-LONGEST_NAME = 255  # bytes of a file name
+LONGEST_NAME = 255  # bytes
 DEEPEST = 64  # nesting levels of JSON
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 LOCK = ".lock"
-TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # name prefixes of unfinished files and of the targets they replace
+TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # name prefixes of unfinished files and of replaced ones
 EXISTS_NOW = "another process has created it in the meantime, and nothing is overwritten"
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 @contextlib.contextmanager
 def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
     """Yields a file that becomes ``path`` at the end, and is deleted after an error. With the ``digest`` of the data,
-    the file is first read back from the disk. Raises OSError; if ``new``, FileExistsError when ``path`` exists by
+    reads it back from the disk first. Raises OSError; FileExistsError if ``path`` must be ``new`` and exists by
     then."""
     beside = path.parent / _temporary_name(path)
     try:
@@ -61,8 +61,7 @@ def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = Fa
 
 
 def _temporary_name(path: Path) -> str:
-    """Returns this process's temporary name for ``path``. It has only the end of a long name, because names are limited
-    to 255 bytes."""
+    """Keeps only the end of a long name, because names are limited to 255 bytes."""
     return f"{TEMPORARY}{os.getpid()}-{path.name[-50:]}"
 
 
@@ -72,7 +71,7 @@ def write_file(path: Path, data: bytes) -> str:
 
 
 def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
-    """Writes consecutive pieces to ``path`` atomically, reads them back, and returns their sha256. Raises OSError like
+    """Writes pieces to ``path`` atomically, reads them back, and returns their sha256. Raises OSError like
     `whole_file`."""
     digest = hashlib.sha256()
     with whole_file(path, digest, new) as file:
@@ -83,9 +82,9 @@ def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
 
 
 def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Returns ``do(name)`` for each file, computed in two threads: on one core, checksums and copies are slower than a
-    disk. Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and
-    unlike a multiprocessing pool they need no semaphore in /dev/shm."""
+    """Returns ``do(name)`` for each file, from two threads: on one core, checksums and copies are slower than a disk.
+    Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and unlike a
+    multiprocessing pool they need no semaphore in /dev/shm."""
     names = list(names)
     left, done, errors = iter(names), dict[str, T](), list[BaseException]()
 
@@ -109,8 +108,8 @@ def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in a folder durable. Ignores systems that cannot: Windows does not open folders, some network
-    shares do not sync them, and some folders are writable but not readable. Raises OSError if the disk fails."""
+    """Makes renames in a folder durable, if the system can: Windows cannot open folders, some network shares cannot
+    sync them, and some folders are not readable. Raises OSError if the disk fails."""
     if sys.platform == "win32":
         return
     try:
@@ -127,15 +126,14 @@ def sync_folder(path: Path) -> None:
 
 
 def usable_name(name: str) -> str:
-    """Turns a file's name into a name for a new folder: without control characters and bytes that are not UTF-8, and
-    short enough to append a number on every file system."""
+    """Turns a file name into a folder name: valid UTF-8 without control characters, and short enough to append a
+    number."""
     clean = "".join("_" if unicodedata.category(char) in ("Cc", "Cs") else char for char in name)
     return clean.encode()[:100].decode(errors="ignore")
 
 
 def make_folder(path: Path) -> None:
-    """Creates a new folder and its missing parents durably. Raises OSError, and FileExistsError if the folder
-    exists."""
+    """Creates a folder and its missing parents durably. Raises OSError; FileExistsError if the folder exists."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True)
     for folder in missing:
@@ -143,14 +141,14 @@ def make_folder(path: Path) -> None:
 
 
 def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
-    """Opens a regular file, or a link to one, of at most ``limit`` bytes. Does not block on a FIFO or a device. Checks
-    the open file itself, so nothing can replace it in between.
+    """Opens a regular file of at most ``limit`` bytes, without blocking on a FIFO or device. Checks the open file
+    itself, so nothing can replace it in between.
 
-    Raises `UserError` for anything else and for an impossible file name, and OSError like `open`.
+    Raises `UserError` for anything else and for an impossible name, and OSError like `open`.
     """
     try:
         file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
-    except ValueError:  # The name has a zero byte or half of a surrogate pair.
+    except ValueError:  # The name has a zero byte or a lone surrogate.
         raise UserError(f"{str(path)!r} cannot be the name of a file") from None
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
@@ -163,12 +161,12 @@ def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
 
 
 def _without_waiting(name: str, flags: int) -> int:
-    """Opens a file without waiting for the writer of a FIFO, on systems that have FIFOs."""
+    """Opens a file without waiting for a FIFO's writer."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name from an untrusted file is a valid file name in a folder on every system."""
+    """Whether a name from an untrusted file is valid in a folder on every system."""
     fits = name.isprintable() and 0 < len(name.encode()) <= LONGEST_NAME
     return fits and name != ".." and Path(name).name == name
 
@@ -177,13 +175,13 @@ def read_regular(path: Path, limit: int) -> bytes:
     """Reads a regular file of at most ``limit`` bytes. Raises `UserError`."""
     with reading(path), open_regular(path, limit=limit) as file:
         data = file.read(limit + 1)
-    if len(data) > limit:  # The file has grown since it was opened.
+    if len(data) > limit:  # The file has grown.
         raise UserError(f"{path} has more than the limit of {limit:,} bytes")
     return data
 
 
 def read_lines(file: BufferedReader) -> Iterator[bytes]:
-    """Yields the lines of a file. A line longer than `LINE_LIMIT` is truncated and thus not valid JSON."""
+    """Yields the lines of a file, truncated to `LINE_LIMIT` bytes, so a longer line is not valid JSON."""
     while line := file.readline(LINE_LIMIT):
         yield line
         while len(line) == LINE_LIMIT and not line.endswith(b"\n"):
@@ -215,7 +213,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def to_json(values: Mapping[str, Any]) -> bytes:
-    """Returns readable JSON: indented UTF-8 with a final newline."""
+    """Returns indented JSON with a final newline."""
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
@@ -231,8 +229,8 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """Turns an OSError from writing ``path``, or another place that the error names, into a `WorkError`. ``kept`` tells
-    the user which data is intact and becomes part of the hint."""
+    """Turns an OSError from writing ``path``, or a place that the error names, into a `WorkError`. ``kept`` adds to the
+    hint which data is intact."""
     try:
         yield
     except OSError as error:
@@ -250,8 +248,8 @@ def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
 
 
 def check_new(path: Path, hint: str) -> None:
-    """Raises `UserError` if ``path`` exists, even as a broken link, or its name is not UTF-8, and `WorkError` if no
-    folder can be created there. Call it before the work, not after."""
+    """Raises `UserError` if ``path`` exists, even as a broken link, or is not UTF-8, and `WorkError` if no folder can
+    be created there. Call it before the work."""
     with disk_errors(path):
         check_text(f"the name {str(path)!r}", str(path), hint)
         if path.exists() or path.is_symlink():
@@ -263,13 +261,13 @@ def check_new(path: Path, hint: str) -> None:
 @contextlib.contextmanager
 def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a folder that becomes ``target`` at the end, and is deleted after an error. With ``replace``, it replaces
-    an existing ``target``, and `recover` undoes a crash between the two renames. Without ``replace``, raises OSError if
-    ``target`` exists by then."""
-    # `recover` finds a replacement by its name. A new folder needs a unique name, because another process can be making
-    # the same one.
+    an existing ``target``, and `recover` undoes a crash between the two renames. Otherwise raises OSError if ``target``
+    exists by then."""
+    # `recover` finds a replacement by name. A new folder's name is unique, because two processes can create the same
+    # one.
     beside = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
     aside = target.parent / f"{ASIDE}{target.name}"
-    shutil.rmtree(beside, ignore_errors=True)  # A killed process can leave one behind.
+    shutil.rmtree(beside, ignore_errors=True)  # A killed process can leave it behind.
     beside.mkdir()
     try:
         yield beside
@@ -294,7 +292,7 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def recover(parent: Path) -> None:
-    """Restores targets that a killed `whole_folder` had set aside, and deletes unfinished files and folders."""
+    """Restores folders set aside by a killed `whole_folder`, and deletes unfinished files and folders."""
     for aside in parent.glob(f"{ASIDE}*"):
         target = parent / aside.name.removeprefix(ASIDE)
         if not target.exists():
@@ -329,7 +327,7 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
 
 
 def file_sha256(path: Path, from_disk: bool = False) -> str:
-    """Returns the sha256 of a file in hexadecimal. ``from_disk`` bypasses the system's page cache."""
+    """Returns a file's sha256 in hexadecimal. ``from_disk`` bypasses the page cache."""
     with open_regular(path) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -344,8 +342,7 @@ def cache_dir() -> Path:
 
 
 def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
-    """Returns the user's gpt folder for caches or state, from the environment or in the home folder. Raises the same
-    errors as `in_home`."""
+    """Returns the user's gpt folder for caches or state. Raises the same errors as `in_home`."""
     if sys.platform == "win32":
         variable, below = "LOCALAPPDATA", "AppData/Local"
     elif kind == "state":
@@ -357,10 +354,9 @@ def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
 
 
 def in_home(below: str) -> Path:
-    """Returns a folder in the user's home, whether or not it exists. If it can be neither used nor created, for example
-    with the arbitrary uid of a container, returns a folder in a private temporary directory instead. Raises `UserError`
-    if another user owns that directory."""
-    with contextlib.suppress(RuntimeError):  # There is no HOME, and the uid has no name.
+    """Returns a folder in the user's home. If it cannot be created there, for example with the arbitrary uid of a
+    container, returns one in a private temporary folder. Raises `UserError` if another user owns that folder."""
+    with contextlib.suppress(RuntimeError):  # no HOME, and a uid without a name
         folder = Path.home() / below
         nearest = next(each for each in (folder, *folder.absolute().parents) if os.access(each, os.F_OK))
         if nearest == folder or os.access(nearest, os.W_OK):
@@ -370,8 +366,8 @@ def in_home(below: str) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Creates a folder that only this user can read and write, or checks an existing one. Raises OSError, and
-    `UserError` if others can open it."""
+    """Creates or checks a folder that only this user can access. Raises OSError, and `UserError` if others can access
+    it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):

@@ -1,5 +1,5 @@
-"""Inspects a decoder without changing it: attention patterns, logit lens, head scores, embedding neighbors, positions.
-Results are NumPy arrays."""
+"""Inspects a decoder: attention patterns, logit lens, head scores, embedding neighbors, positions. Does not change the
+model."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Masks = dict[str, npt.NDArray[np.bool_]]
 
-# The kinds of keys that a head can attend to.
+# Kinds of keys that a head can attend to.
 KINDS = {
     "previous": "the token before",
     "first": "the first token",
@@ -30,15 +30,15 @@ KINDS = {
     "same": "an earlier copy of the same token",
     "matching": "what came after the same token earlier (induction)",
 }
-CLEAR = 0.25  # minimum lift for a clear kind of head
-PROBE_TOKENS = 50  # random ids in the probe, which repeats them once
-MOST_ROTATIONS = 2**17  # maximum positions whose rotations are compared
+CLEAR = 0.25  # minimum lift of a clear kind
+PROBE_TOKENS = 50  # random ids, which occur twice
+MOST_ROTATIONS = 2**17  # maximum positions to compare
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Attention patterns, residual stream and logits of T ids. A pattern's rows are queries and its columns keys. Each
-    row sums to one; keys after the query have weight 0."""
+    """Attention patterns, residual stream and logits of T ids. Patterns have a row per query and a column per key; rows
+    sum to one, with weight 0 for later keys."""
 
     ids: Ints  # (T)
     patterns: Floats  # (layers, H, T, T)
@@ -47,8 +47,7 @@ class Trace:
 
 
 def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Trace:
-    """Runs the model over ids (T) and keeps its activations. ``layers`` selects the layers whose patterns are kept
-    (all).
+    """Runs the model over ids (T) and returns its activations, with the patterns of ``layers`` (all).
 
     Patterns are the softmax of the model's own queries and keys. Raises ValueError past the context, and `NotANumber`
     for NaN or infinite logits.
@@ -81,7 +80,7 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
 
 
 def _numbers(what: str, tensor: Tensor) -> Tensor:
-    """Returns the tensor. Raises `NotANumber` unless every element is finite."""
+    """Raises `NotANumber` unless every element is finite."""
     wrong = tensor.numel() - int(tensor.isfinite().sum())
     if wrong:
         raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are NaN or infinite")
@@ -102,7 +101,7 @@ class Lens:
 def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
     """Applies the logit lens to the residual stream (L + 1, T, C)."""
     ids, probabilities = [], []
-    for x in residual:  # Logits are wide, so one layer at a time.
+    for x in residual:  # One layer at a time, because logits are wide.
         best = model.unembed(model.ln_f(x)).float().softmax(-1).topk(min(top, model.config.vocab_size), dim=-1)
         ids.append(best.indices.cpu().numpy())
         probabilities.append(best.values.cpu().numpy())
@@ -111,9 +110,9 @@ def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The share of attention that each head (layers, H) gives to each kind of keys, averaged over all queries that have
-    such a key. ``chance`` is the share under uniform attention, limited to the window in a windowed layer. None if no
-    query has such a key."""
+    """The share of attention that each head (layers, H) gives to each kind of keys, averaged over queries that have
+    such a key. ``chance`` is the share under uniform attention within the layer's window. None if no query has such a
+    key."""
 
     scores: dict[str, Floats | None]
     chance: dict[str, Floats | None]  # (layers)
@@ -121,19 +120,19 @@ class HeadScores:
     distance: Floats  # (layers, H), average distance from query to key in tokens
 
     def lift(self, kind: str) -> Floats | None:
-        """Returns the score above chance: 0 for uniform attention, 1 for all attention."""
+        """Returns the score above chance: 0 for uniform attention, 1 for full attention."""
         score, chance = self.scores[kind], self.chance[kind]
         if score is None or chance is None:
             return None
         even = chance[:, None]
-        # With a window of 1, attention is always uniform.
+        # A window of 1 is always uniform.
         lifted: Floats = ((score - even) / np.maximum(1 - even, 1e-9)).astype(np.float32)
         return lifted
 
 
 def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | None = None) -> HeadScores:
-    """Scores heads by their patterns (layers, H, T, T) over ids (T). ``windows`` has each layer's sliding window; None:
-    full attention in all layers."""
+    """Scores heads by their patterns (layers, H, T, T) over ids (T). ``windows``: each layer's sliding window; None:
+    full attention."""
     T = len(ids)
     reach = np.array([min(window or T, T) for window in windows or [None] * len(patterns)])[:, None, None]
     back = np.arange(T)[:, None] - np.arange(T)
@@ -153,8 +152,8 @@ def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | Non
 
 
 def _masks(ids: Ints) -> Masks:
-    """Returns a mask for each kind: the keys (columns) of that kind for each query (rows). The masks skip the first two
-    queries, which have too few keys to tell the kinds apart."""
+    """Returns, for each kind, which keys (columns) are of that kind for each query (rows). Skips the first two queries,
+    which have too few keys to tell the kinds apart."""
     T = len(ids)
     query, key = np.arange(T)[:, None], np.arange(T)[None]
     before = (key < query) & (query >= 2)
@@ -171,16 +170,16 @@ def _masks(ids: Ints) -> Masks:
 
 
 def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
-    """Returns a fixed sequence of random ids repeated once, at most ``block_size`` long. It reveals induction heads
-    (Olsson et al. 2022, "In-context Learning and Induction Heads")."""
+    """Returns fixed random ids, repeated once, at most ``block_size`` in total. They reveal induction heads (Olsson et
+    al. 2022, "In-context Learning and Induction Heads")."""
     known = np.array(sorted(tokenizer.backend.pieces), np.int64)
     once = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
     return np.tile(once, 2)[:block_size]
 
 
 def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | None:
-    """Returns the kind of keys with the highest lift for a head; None if no kind is clear. Kinds that do not occur in
-    the prompt are scored on the probe."""
+    """Returns a head's kind of keys with the highest lift; None if no kind is clear. Kinds that the prompt does not
+    contain are scored on the probe."""
     lifts = {}
     for kind in KINDS:
         lift = here.lift(kind)
@@ -193,11 +192,10 @@ def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | 
 
 @dataclass(frozen=True)
 class Look:
-    """A model's patterns, head scores and logit lens for a prompt. Per-head arrays contain only the selected ``layers``
-    and ``heads``, in this order."""
+    """A model's patterns, head scores and logit lens for a prompt, in the selected ``layers`` and ``heads``."""
 
-    ids: Ints  # (T), the end of a prompt longer than the context
-    dropped: int  # number of ids cut off at the start
+    ids: Ints  # (T), the end of a long prompt
+    dropped: int  # ids cut off at the start
     layers: list[int]
     heads: list[int]
     windows: list[int | None]  # of the selected layers
@@ -211,9 +209,9 @@ class Look:
 def look(
     model: GPT, ids: Sequence[int] | Ints, tokenizer: Tokenizer, layer: int | None = None, head: int | None = None
 ) -> Look:
-    """Inspects how a model reads ids, in all heads, one ``layer``, or one ``head`` of each layer.
+    """Inspects how a model reads ids, in all heads or in one ``layer`` or ``head``.
 
-    Raises `UserError` if the layer or head does not exist, there are no ids, or the patterns would not fit in memory.
+    Raises `UserError` if the layer or head does not exist, there are no ids, or the patterns do not fit in memory.
     """
     config = model.config
     layers, heads = _chosen("layer", layer, config.n_layer), _chosen("head", head, config.n_head)
@@ -256,7 +254,7 @@ def _chosen(what: str, number: int | None, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Word:
-    """A word and its ids. A word of several tokens is represented by their mean direction."""
+    """A word and its ids. Several tokens are represented by their mean direction."""
 
     text: str  # as encoded, with its leading space
     ids: list[int]
@@ -264,7 +262,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Near:
-    """A token and its embedding's cosine similarity to a vector."""
+    """A token and its cosine similarity to a vector."""
 
     id: int
     text: str
@@ -281,11 +279,11 @@ class Embeddings:
         self.rows: Floats = table / np.maximum(norms, 1e-30)
         known = np.zeros(len(table), np.bool_)
         known[tokenizer.known] = True
-        self.usable = known & (norms[:, 0] > 0)  # Ids without a token, and zero rows, are not neighbors of anything.
+        self.usable = known & (norms[:, 0] > 0)  # Unused ids and zero rows have no neighbors.
 
     def find(self, word: str) -> Word:
         """Encodes a word as in running text: after a space, unless it starts with white space or has fewer tokens
-        without the space. Raises `UserError` for an empty word."""
+        without one. Raises `UserError` for an empty word."""
         if not word.strip():
             raise UserError("a word is empty", "give a word that has letters")
         check_text("a word", word)
@@ -298,7 +296,7 @@ class Embeddings:
         return _unit(self.rows[word.ids].mean(axis=0))
 
     def nearest(self, vector: Floats, count: int, without: Sequence[int] = ()) -> list[Near]:
-        """Returns the ``count`` tokens with the highest cosine similarity to a vector (C), skipping the ids in
+        """Returns the ``count`` tokens with the highest cosine similarity to a vector (C), except the ids in
         ``without``."""
         cosines = np.where(self.usable, self.rows @ _unit(vector), -np.inf)
         cosines[list(without)] = -np.inf
@@ -307,12 +305,11 @@ class Embeddings:
         return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in found]
 
     def neighbors(self, word: Word, count: int) -> list[Near]:
-        """Returns the tokens nearest to a word, without its own tokens."""
+        """Returns the tokens nearest to a word, except its own."""
         return self.nearest(self.vector(word), count, word.ids)
 
     def analogy(self, terms: Sequence[tuple[int, Word]], count: int) -> list[Near]:
-        """Returns the tokens nearest to a signed sum of words (3CosAdd, Mikolov et al. 2013), without the words' own
-        tokens."""
+        """Returns the tokens nearest to a signed sum of words (3CosAdd, Mikolov et al. 2013), except the words' own."""
         total: Floats = np.sum([sign * self.vector(word) for sign, word in terms], axis=0)
         return self.nearest(total, count, [id for _, word in terms for id in word.ids])
 
@@ -338,19 +335,19 @@ def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:
-    """Returns a token for display: non-text and invisible characters are escaped, spaces are kept."""
+    """Returns a token for display, with non-text and invisible characters escaped."""
     return visible(tokenizer.decode_bytes([id]))
 
 
 @dataclass(frozen=True)
 class Positions:
-    """A decoder's position encoding. ``similarity[d]`` is the mean cosine similarity of rows d positions apart. For
-    RoPE it is the attention score of two equal vectors whose rotated pairs all have equal weight."""
+    """A decoder's position encoding. ``similarity[d]`` is the mean cosine similarity of rows d positions apart; for
+    RoPE, the attention score of two equal vectors with equally weighted pairs."""
 
     kind: str  # learned, sinusoidal or rotary
     block_size: int
-    table: Floats | None  # (block_size, C), added to the embedding; None for RoPE
-    similarity: Floats  # (block_size); limited to `MOST_ROTATIONS` for RoPE
+    table: Floats | None  # (block_size, C); None for RoPE
+    similarity: Floats  # (block_size); for RoPE, up to `MOST_ROTATIONS`
 
 
 @torch.inference_mode()
@@ -363,7 +360,7 @@ def positions(model: GPT) -> Positions:
     rows = _numbers("values of the position table", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
     size = len(unit)
-    # All pairs d positions apart are compared in one step: the power spectrum gives each column's autocorrelation.
+    # The power spectrum gives each column's autocorrelation, which compares all pairs d positions apart in one step.
     spectrum = torch.fft.rfft(unit.double(), n=2 * size, dim=0).abs().square().sum(dim=1)
     sums = torch.fft.irfft(spectrum, n=2 * size)[:size]
     similarity = sums / torch.arange(size, 0, -1)

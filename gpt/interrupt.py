@@ -1,4 +1,4 @@
-"""Handles signals that ask a command to stop: the first asks for an orderly end, the second stops it immediately."""
+"""Handles signals that ask a command to stop: the first requests an orderly end, the second stops it immediately."""
 
 import signal
 import threading
@@ -10,14 +10,14 @@ from gpt.errors import Interrupted
 
 T = TypeVar("T")
 
-# Ctrl-C, `kill`, and a terminal or an ssh connection that closes. Windows has no SIGHUP.
+# Ctrl-C, `kill`, and a closed terminal or ssh connection. Windows has no SIGHUP.
 SIGNALS: tuple[int, ...] = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
 
 def heeded() -> tuple[int, ...]:
-    """Returns the `SIGNALS` that this process was not started to ignore. nohup ignores SIGHUP; a script's ``&`` ignores
+    """Returns the signals that this process was not started to ignore. nohup ignores SIGHUP; a script's ``&`` ignores
     SIGINT, which is meant for the foreground program."""
     return tuple(signum for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN)
 
@@ -27,10 +27,10 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """A context manager that records the first of the `heeded` signals in ``signum`` and raises `Interrupted` on the
-    second, at any point; files on disk stay intact. While ``at_once`` is set, the first signal raises too.
+    """Records the first of the `heeded` signals in ``signum``, and raises `Interrupted` on the second, at any point;
+    files on disk stay intact. While ``at_once`` is set, the first one raises.
 
-    Does nothing outside the main thread, which is the only one that receives signals in Python.
+    Does nothing outside the main thread, because Python handles signals only there.
     """
 
     def __init__(self, at_once: bool = False) -> None:
@@ -64,7 +64,7 @@ class StopSignal:
 
 
 def interruption(error: BaseException | None) -> Interrupted | None:
-    """Returns the `Interrupted` behind an error, if any: other code can have wrapped it in its own exception."""
+    """Returns the `Interrupted` behind an error, if any, because other code can wrap it in its own exception."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__cause__ or error.__context__
     return error

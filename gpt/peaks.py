@@ -1,7 +1,4 @@
-"""Peak FLOP/s and memory of devices, from datasheets, for MFU and for planning.
-
-Also the memory and cores that this process can use on this machine.
-"""
+"""Peak FLOP/s and memory of devices, from datasheets, and the memory and cores that this process can use."""
 
 import math
 import os
@@ -17,27 +14,27 @@ PROC = Path("/proc/self")
 
 @dataclass(frozen=True)
 class Kind:
-    """A device type that training can be planned for."""
+    """A device type to plan for."""
 
-    names: str  # A regular expression that matches CUDA's whole name for the device.
+    names: str  # regular expression that matches CUDA's full name
     memory: int  # bytes
     tflops: float = 0  # 0: unknown
-    bfloat16: bool = True  # whether the tensor cores support bfloat16
+    bfloat16: bool = True  # whether tensor cores support it
 
     def peak(self, dtype: str) -> float | None:
-        """Returns the FLOP/s of matrix products in ``dtype``. Returns None if unknown, as for float32, which can run as
+        """Returns the FLOP/s of matrix products in ``dtype``; None if unknown, as for float32, which can run as
         TF32."""
         known = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
         return 1e12 * self.tflops if known and self.tflops else None
 
 
 _A100, _V100 = r"A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|A100 \d+GB PCIe", r"V100-SXM2-\d+GB.*"
-# Memory is the datasheets' figure in gigabytes of 10⁹ bytes; CUDA reports up to 7 % more or less. TFLOP/s are for dense
-# matrix products in float16 and bfloat16 with float32 sums. (Datasheets also print twice that, for matrices that are
-# half zeros.) Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables at the end of its papers
-# "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". A test computes each figure as multiprocessors ×
-# operations per clock × boost clock. Whole names are matched, because the names of laptop GPUs and of GPU partitions
-# (MIG) contain the name of a larger GPU, and their peaks are unknown.
+# Memory is the datasheets', in gigabytes of 10⁹ bytes; CUDA reports up to 7 % more or less. TFLOP/s are for dense
+# matrix products in float16 and bfloat16 with float32 sums (datasheets also print twice that, for matrices that are
+# half zeros). Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables at the end of its papers
+# "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". A test computes them as multiprocessors × operations per
+# clock × boost clock. Names match in full, because the names of laptop GPUs and partitions (MIG) contain a larger GPU's
+# name, and their peaks are unknown.
 _GIGABYTES_AND_TFLOPS: dict[str, tuple[str, int, float]] = {
     "b200-180gb": (r"B200", 180, 2250),
     "gh200-96gb": (r"GH200 .*", 96, 989.4),
@@ -72,14 +69,14 @@ KINDS: dict[str, Kind] = {
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """Returns the FLOP/s of matrix products in ``dtype`` on the device with this name; None if unknown."""
+    """Returns the FLOP/s of matrix products in ``dtype`` on a device, by its name; None if unknown."""
     product = re.sub(r"^(NVIDIA|Tesla) ", "", name)
     kind = next((each for each in KINDS.values() if re.fullmatch(each.names, product)), None)
     return None if kind is None else kind.peak(dtype)
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the device type with this name; ``cpu`` is this machine. Raises `UserError` for an unknown one."""
+    """Returns the device type by its name; ``cpu`` is this machine. Raises `UserError` for an unknown name."""
     if name == "cpu":
         return Kind("cpu", host_memory())
     if name not in KINDS:
@@ -88,38 +85,37 @@ def find_kind(name: str) -> Kind:
 
 
 def host_memory() -> int:
-    """Returns the bytes of memory that this process can use, whether or not they are free: the machine's memory, or the
-    limit of a cgroup, for example of a container."""
+    """Returns the bytes of memory that this process can use, free or not: the machine's, or the limit of a cgroup such
+    as a container."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        physical = 8 * 2**30  # Windows has no sysconf, so assume a common size.
+        physical = 8 * 2**30  # Windows has no sysconf; a common size.
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup versions 2, 2 and 1
     limits = [numbers[0] for group in _cgroups("memory") for name in names if (numbers := _numbers(group / name))]
     return min([physical, *limits])
 
 
 def cores() -> int:
-    """Returns the number of cores that this process can use: its CPU affinity, or the CPU quota of a cgroup, rounded
-    up."""
+    """Returns the number of cores that this process can use: its affinity, or the CPU quota of a cgroup, rounded up."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups("cpu"):
-        quota = _numbers(group / "cpu.max")  # Version 2 has quota and period in one file.
+        quota = _numbers(group / "cpu.max")  # Version 2 has both in one file.
         quota = quota or _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
-        if len(quota) == 2 and min(quota) > 0:  # A quota of -1 means no limit.
+        if len(quota) == 2 and min(quota) > 0:  # -1 means no quota.
             count = min(count, math.ceil(quota[0] / quota[1]))
     return count
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """Yields the mounted folders of this process's cgroups and their ancestors, in which Linux shows the limits of
+    """Yields the mounted folders of this process's cgroups and their ancestors, which have the limits of
     ``controller``: ``memory`` or ``cpu``."""
     try:
         own = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (PROC / "mountinfo").read_text().splitlines()]
-    except OSError:  # This is not Linux, or there is no /proc.
+    except OSError:  # not Linux, or no /proc
         return
-    # The version 2 hierarchy has an empty name.
+    # Version 2 has an empty name.
     paths = {name: path for _, names, path in own for name in names.split(",")}
     for mount, system in mounts:
         root, place = mount.split()[3:5]
@@ -132,7 +128,7 @@ def _cgroups(controller: str) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Returns the numbers in a file; none if the file is missing or contains ``max``, which means no limit."""
+    """Returns the numbers in a file; none if it is missing or contains ``max`` (no limit)."""
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):

@@ -1,7 +1,6 @@
-"""Caches programs that torch's compiler builds for this processor, across commands.
+"""Caches programs that torch's compiler builds for this processor.
 
-Programs are machine code, so only the user can have access to their folder: whoever writes there can run code as the
-user.
+Only the user can have access to the folder: whoever writes machine code there can run it as the user.
 """
 
 import contextlib
@@ -26,16 +25,16 @@ from gpt.files import file_sha256, private_folder, sync_folder, user_folder
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
 Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # a module and its example inputs
-KEPT = 50  # maximum number of cached programs, some 4 MB each
-SCRATCH = "making-"  # name prefix of folders for compilation
+KEPT = 50  # maximum number, some 4 MB each
+SCRATCH = "making-"  # name prefix of compilation folders
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
     """Returns the program of ``key``, which identifies code, shapes and dtypes, for this torch, processor and number of
-    threads. Loads it from the cache, or compiles the graph that ``trace`` returns with extra Inductor ``options`` after
-    announcing it with ``note``. The cache keeps the `KEPT` programs that were used last.
+    threads. Loads it from the cache, or compiles the graph from ``trace`` with extra Inductor ``options`` and announces
+    that with ``note``. The cache keeps the `KEPT` last used programs.
 
-    Raises any error of the compiler or the disk, and `UserError` for a folder that others can open.
+    Raises any error of the compiler or the disk, and `UserError` for a folder that others can access.
     """
     folder, name = own_folder(), digest(key)
     for path in folder.glob(f"{name}-*.pt2"):
@@ -43,7 +42,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
             note(f"{path} is damaged")
             path.unlink(missing_ok=True)
             continue
-        # A system with other libraries that shares this home folder can have compiled it.
+        # It was compiled on another system that shares this home folder.
         with contextlib.suppress(RuntimeError):
             program = _opened(path)
             with contextlib.suppress(OSError):  # The folder is read-only, or the file was just deleted.
@@ -59,7 +58,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
         path = folder / f"{name}-{file_sha256(made)}.pt2"
         os.replace(made, path)
     sync_folder(folder)
-    with contextlib.suppress(OSError):  # Another command is deleting the same files, or has one open.
+    with contextlib.suppress(OSError):  # Another command is tidying too, or has a file open.
         _tidy(folder)
     return _opened(path)
 
@@ -68,7 +67,7 @@ def _is_whole(path: Path) -> bool:
     """Whether a program matches the sha256 in its name. torch would run a damaged one until it crashes."""
     try:
         return path.stem.endswith(f"-{file_sha256(path)}")
-    except (OSError, UserError):  # The file has a bad sector or is not a regular file.
+    except (OSError, UserError):  # The file is on a bad sector, or is not regular.
         return False
 
 
@@ -87,20 +86,19 @@ def compiler() -> str:
 
 
 def compiles_unasked() -> bool:
-    """Whether to compile without being asked. False on macOS, where calling a missing compiler opens an installation
-    dialog."""
+    """Whether to compile by default. Not on macOS, where calling a missing compiler opens an installation dialog."""
     return sys.platform != "darwin" and shutil.which(compiler()) is not None
 
 
 def digest(key: object) -> str:
-    """Returns the name of a program: a hash of its key, the processor and the torch version."""
+    """Returns a program's name: a hash of the key, the processor and the torch version."""
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     machine = (sys.platform, platform.machine(), sorted(capabilities.items()), torch.get_num_threads())
     return hashlib.sha256(repr((torch.__version__, machine, _SETTINGS, key)).encode()).hexdigest()[:32]
 
 
 # Inductor settings. The wrapper only calls kernels, which have their own optimization level. Precompiled headers would
-# go to the system's temporary folder: 300 MB that other users could have put there.
+# take 300 MB in the system's temporary folder, where other users could plant them.
 _SETTINGS: Mapping[str, object] = {
     "aot_inductor.package": True,
     "aot_inductor.compile_wrapper_opt_level": "O0",
@@ -130,5 +128,5 @@ def _opened(path: Path) -> Program:
 
 
 def own_folder() -> Path:
-    """Creates the folder of programs, or checks that only the user can access it."""
+    """Creates or checks the folder of programs."""
     return private_folder(user_folder() / "programs")

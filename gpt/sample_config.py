@@ -1,4 +1,4 @@
-"""The settings of ``gpt sample``; `gpt.settings` turns the fields into options. Imports no torch."""
+"""The settings of ``gpt sample``. Imports no torch."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from gpt.settings import check_options, field_types, option, without_none
 _PANELS = ("Text", "Sampling", "Beam search", "Machine", "Output")
 _text, _filter, _beam, _machine, _output = (partial(option, panel=name) for name in _PANELS)
 MOST_BEAMS = 1024
-MOST_BIAS = 10**9  # either sign; far beyond differences between logits, and far within float32
+MOST_BIAS = 10**9  # far above differences between logits, and far below overflow
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
@@ -20,7 +20,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """How to choose tokens from logits and when to stop. Raises `UserError` for invalid values.
+    """How to choose tokens and when to stop. Raises `UserError` for invalid values.
 
     Filters apply in this order: bias, repetition penalty, presence and frequency penalties, no-repeat n-gram and
     minimum tokens, temperature, top-k, top-p, min-p. Beams are ranked after the filters up to minimum tokens.
@@ -125,12 +125,12 @@ class SampleConfig:
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """The settings that decide how the next token is chosen."""
+        """The settings that choose the next token."""
         settings = [each.name for each in fields(self) if each.metadata["panel"] == _PANELS[1]]
         return (self.draws, self.min_tokens, *(getattr(self, name) for name in settings))
 
     def changed(self, name: str, word: str) -> "SampleConfig":
-        """Returns a copy with the setting ``name`` parsed from a word, as on the command line. Raises `UserError`."""
+        """Returns a copy with ``name`` parsed from a command-line word. Raises `UserError`."""
         kinds = {key.replace("_", "-"): kind for key, kind in field_types(SampleConfig).items()}
         if name not in kinds:
             raise UserError(f'there is no setting "{name}"', did_you_mean(name, kinds))

@@ -1,4 +1,4 @@
-"""Dataclass fields that are also command-line options: validation, TOML, and untrusted JSON."""
+"""Dataclass fields that are also options: validation, TOML, and untrusted JSON."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def check_options(config: Any) -> None:
     hints = field_types(type(config))
     for each in dataclasses.fields(config):
         name, value, kind = each.name, getattr(config, each.name), without_none(hints[each.name])
-        if "help" in each.metadata:  # Only options have help texts.
+        if "help" in each.metadata:  # Only options have help.
             name = name.replace("_", "-")
         if value is None and kind is not hints[each.name]:
             continue
@@ -53,7 +53,7 @@ def check_options(config: Any) -> None:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
-        if kind == tuple[str, ...]:  # The option is repeatable.
+        if kind == tuple[str, ...]:  # a repeatable option
             object.__setattr__(config, each.name, _texts(name, value))
             continue
         fits = (int, float) if kind is float else (get_origin(kind) or kind,)
@@ -96,10 +96,9 @@ def option(
     high: float = 2**53,
     hidden: bool = False,
 ) -> Any:
-    """Returns a dataclass field for a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown``
-    (the default in words) are for the help page; ``flags`` are additional flags. ``level`` decides where the option is
-    listed: in ``--help`` (basic), in ``--help-all`` (more), or only in the reference (config). A ``hidden`` option is
-    never listed."""
+    """Returns a field for a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown`` (the default
+    in words) are for the help page; ``flags`` are additional. ``level`` is where the option is listed: ``--help``
+    (basic), ``--help-all`` (more), or only the reference (config); nothing lists a ``hidden`` one."""
     meta = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
         "high": high, "hidden": hidden,
@@ -108,13 +107,12 @@ def option(
 
 
 def bounded(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
-    """Returns a dataclass field for a number with bounds that is not an option."""
+    """Returns a field for a bounded number that is not an option."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Returns ``cls(**values)`` for a dataclass. Raises `UserError` naming ``where`` for an unknown key, with a
-    suggestion."""
+    """Returns ``cls(**values)``. Raises `UserError` naming ``where`` for an unknown key, with a suggestion."""
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -139,10 +137,9 @@ Amount = Annotated[float, Within(0)]
 
 
 def checked(cls: type[T], values: Any, where: str) -> T:
-    """Builds a dataclass from JSON that can be damaged. Fields are numbers, strings, nested dataclasses, or lists and
-    tables of these. Every field must have its type, and every number must be within its bounds and finite, also as
-    float32. A class can have an ``upgrade`` method that converts values written by older versions. Raises `UserError`
-    naming ``where``."""
+    """Builds a dataclass from untrusted JSON. Fields are numbers, strings, nested dataclasses, or lists and tables of
+    these. Checks types, bounds, and that numbers are finite, also as float32. A class's ``upgrade`` converts values of
+    older versions. Raises `UserError` naming ``where``."""
     if not isinstance(values, dict):
         raise UserError(f"{where} is damaged: it is not a JSON object")
     upgrade = getattr(cls, "upgrade", None)
@@ -168,7 +165,7 @@ def checked(cls: type[T], values: Any, where: str) -> T:
 
 
 def _read(value: Any, kind: Any, where: str) -> Any:
-    """Returns a value with its tables converted to dataclasses."""
+    """Converts the tables in a value to dataclasses."""
     if not isinstance(value, (dict, list)):
         return value
     inner = without_none(kind)
@@ -201,14 +198,14 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Returns a flat table of strings, numbers and booleans as TOML. Skips ``None``, which TOML does not have."""
-    # JSON strings, numbers and booleans are valid TOML, except DEL, which json does not escape.
+    """Returns a flat table as TOML, without ``None``, which TOML does not have."""
+    # JSON strings, numbers and booleans are valid TOML, except for DEL, which json leaves unescaped.
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines).replace("\x7f", "\\u007F") + "\n"
 
 
 def parse_toml(data: bytes, where: str) -> dict[str, Any]:
-    """Parses the bytes of a TOML file. Raises `UserError` naming ``where`` if they are not valid TOML."""
+    """Parses TOML. Raises `UserError` naming ``where``."""
     try:
         return tomllib.loads(data.decode("utf-8-sig").replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8 and numbers with too many digits.

@@ -1,10 +1,10 @@
 """Controls how torch's CPU threads wait for each other. Imports no torch.
 
-The threads of a computation synchronize thousands of times per second. GNU OpenMP, which torch uses on Linux, lets
-threads spin until the others arrive. That is fastest while each thread has its own core, and very slow otherwise: next
-to one busy program on two cores, `nano` trained at a tenth of its speed. `watch` looks for threads that wait for a
-core. If there are idle cores, the system has put two threads on one core, and `watch` moves them apart. If there are
-none, other programs use the cores, and for a while threads sleep instead of spinning.
+Threads synchronize thousands of times per second. GNU OpenMP, which torch uses on Linux, lets them spin until the last
+one arrives. That is fastest if each thread has a core, and very slow otherwise: next to one busy program on two cores,
+`nano` trained at a tenth of its speed. `watch` looks for threads that wait for a core. If a core is idle, the system
+has put two threads on one core, and `watch` moves them apart. If none is idle, other programs need the cores, and
+threads sleep for a while instead of spinning.
 
 Results do not depend on how threads wait.
 """
@@ -19,17 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# GNU OpenMP reads these when torch is imported. They keep its default spin time. But with more OpenMP threads than
-# cores, it does not spin at all, which is how `Spinning` turns spinning off later (see GOMP_SPINCOUNT in its manual).
+# GNU OpenMP reads these when torch is imported. The spin time is its default, but with more OpenMP threads than cores
+# it does not spin at all, which is how `Spinning` turns spinning off (see GOMP_SPINCOUNT in its manual).
 POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "300000"}
-TASKS = Path("/proc/self/task")  # Only Linux reports how long a thread waited for a core.
+TASKS = Path("/proc/self/task")  # Only Linux reports how long a thread waited.
 CPUS = Path("/proc/stat")
-PERIOD = 0.2  # seconds between two samples of the counters
-# Threshold: waiting seconds per second, summed over threads. Measured on two cores: 0.4 to 0.8 next to one busy
-# program, 0.05 without it.
+PERIOD = 0.2  # seconds between samples
+# Total seconds that threads wait per second. Next to one busy program on two cores: 0.4 to 0.8; without it: 0.05.
 WAITING = 0.3
 IDLE = 0.7  # share of a core's time
-# Seconds without spinning, doubled as long as threads still wait for cores afterwards.
+# Seconds without spinning, doubled while threads still wait afterwards.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 8.0
 
 
@@ -43,9 +42,9 @@ _watching = threading.Lock()  # locked by the first `watch`
 
 
 def watch() -> None:
-    """Starts a thread that watches this process's threads. Does nothing if torch does not use GNU OpenMP (on macOS and
-    Windows, OpenMP yields cores by itself), the user has set a wait policy, or the system does not report how long
-    threads waited for a core."""
+    """Starts a thread that watches this process's threads. Does nothing without GNU OpenMP (on macOS and Windows,
+    OpenMP yields cores by itself), if the user has set a wait policy, or if the system does not report waiting
+    times."""
     given = {name: os.environ[name] for name in POLICY if name in os.environ}
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
     if given not in ({}, POLICY) or not hasattr(openmp, "GOMP_parallel") or not next(TASKS.glob("*/schedstat"), None):
@@ -55,24 +54,24 @@ def watch() -> None:
 
 
 def end_threads() -> None:
-    """Ends the calling thread's OpenMP threads before another thread computes. With the OpenMP threads of both, there
-    would be more threads than cores and GNU OpenMP would not spin: a server would decode at half its speed."""
+    """Ends the calling thread's OpenMP threads before another thread computes. Otherwise there would be more threads
+    than cores, and without spinning a server would decode at half its speed."""
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(openmp, "GOMP_parallel") and hasattr(openmp, "omp_pause_resource_all"):
         assert openmp is not None
-        openmp.omp_pause_resource_all(1)  # This is omp_pause_soft: the threads restart when needed.
+        openmp.omp_pause_resource_all(1)  # omp_pause_soft: the threads restart when needed
 
 
 class Spinning:
-    """Turns spinning off and on by starting and ending idle threads: GNU OpenMP does not spin while there are more
-    threads than cores."""
+    """Turns spinning off and on by starting and ending idle threads: GNU OpenMP does not spin with more threads than
+    cores."""
 
     def __init__(self, openmp: Any) -> None:
         self.openmp = openmp
         self.idlers: tuple[threading.Thread, threading.Event] | None = None
 
     def off(self) -> None:
-        """Lets threads sleep instead of spinning, from their next wait."""
+        """Lets threads sleep in their next wait."""
         if self.idlers is None:
             over = threading.Event()
             thread = threading.Thread(target=self._idle, args=(over,), name="gpt-idlers", daemon=True)
@@ -88,16 +87,14 @@ class Spinning:
             self.idlers = None
 
     def _idle(self, over: threading.Event) -> None:
-        # An OpenMP team belongs to the thread that starts it, and ends with that thread. Its members only make this
-        # call.
+        # A team ends with the thread that starts it. Its members only make this call.
         self.openmp.GOMP_parallel(self.openmp.omp_get_level, None, len(os.sched_getaffinity(0)), 0)
         over.wait()
 
 
 @dataclass
 class CpuTimes:
-    """Seconds that each thread of this process waited for a core, and that each core was idle, from Linux's
-    counters."""
+    """Seconds that each thread of this process waited for a core, and that each core was idle."""
 
     at: float
     waited: dict[int, float]
@@ -117,7 +114,7 @@ class CpuTimes:
         return cls(time.perf_counter(), waited, idle)
 
     def since(self, before: "CpuTimes") -> "CpuTimes":
-        """Returns the changes since earlier counters, as shares of the elapsed time."""
+        """Returns the changes since earlier counters, per second."""
         seconds = self.at - before.at
         return CpuTimes(
             seconds,
@@ -128,7 +125,7 @@ class CpuTimes:
 
 def _watch(spinning: Spinning) -> None:
     pause = FIRST_PAUSE
-    with contextlib.suppress(OSError):  # Watching ends if the system stops reporting.
+    with contextlib.suppress(OSError):  # The system has stopped reporting.
         before = CpuTimes.now()
         while True:
             time.sleep(PERIOD)
@@ -145,8 +142,8 @@ def _watch(spinning: Spinning) -> None:
 
 
 def move_apart(share: CpuTimes) -> bool:
-    """Moves threads that wait for a core to idle cores, one thread per core; the system can move them again. Returns
-    whether there were idle cores."""
+    """Moves threads that wait for a core to idle cores, one each; the system can move them again. Returns whether there
+    were idle cores."""
     allowed = os.sched_getaffinity(0)
     idle = [cpu for cpu, part in share.idle.items() if part > IDLE and cpu in allowed]
     waiting = sorted(share.waited, key=lambda task: -share.waited[task])

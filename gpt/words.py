@@ -6,12 +6,12 @@ from typing import Any
 
 
 def counted(n: int, one: str, many: str = "") -> str:
-    """Returns ``1 step`` or ``2,000 steps``; ``many`` is the plural if it is not ``one`` with an s."""
+    """Returns ``1 step`` or ``2,000 steps``; ``many`` is an irregular plural."""
     return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def as_json(values: Any, ascii: bool = False) -> str:
-    """Returns JSON on one line. NaN and infinity become null, because JSON does not have them."""
+    """Returns JSON on one line, with null for NaN and infinity."""
     try:
         return json.dumps(values, ensure_ascii=ascii, allow_nan=False)
     except ValueError:

@@ -22,8 +22,8 @@ from gpt.runs import tensors as files
 
 FILE = "adapter_model.safetensors"
 _MOST_RANK = 2**20
-_PREFIX = "base_model.model."  # prefix of every module name
-# PEFT keys and the values that leave W + s · B A unchanged; the first value is the default of a missing key.
+_PREFIX = "base_model.model."  # prefix of module names
+# PEFT keys with the values that leave W + s · B A unchanged. The first value is the default.
 _WITHOUT: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -51,14 +51,14 @@ _IDLE = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapters of a checkpoint. ``base`` is a folder or ``hf:NAME@COMMIT``; ``sha256`` has the checksums of the
-    base's weight files, if known."""
+    """A checkpoint's LoRA adapter. ``base`` is a folder or ``hf:NAME@COMMIT``; ``sha256`` has the checksums of its
+    weight files, if known."""
 
     base: str
     rank: int
     alpha: float
     sha256: dict[str, str]
-    by_root: bool = False  # whether B A is scaled by α/√R, as in rsLoRA (Kalajdzievski 2023)
+    by_root: bool = False  # scales B A by α/√R, as in rsLoRA (Kalajdzievski 2023)
 
     @property
     def scale(self) -> float:
@@ -66,8 +66,8 @@ class Adapter:
         return self.alpha / (math.sqrt(self.rank) if self.by_root else self.rank)
 
     def find_base(self, path: Path) -> Path:
-        """Returns the folder of the adapter's base model; ``path`` is the adapter's folder. Raises `UserError` if the
-        weights are missing or have changed."""
+        """Returns the base model's folder; ``path`` is the adapter's. Raises `UserError` if the weights are missing or
+        have changed."""
         base = folder.base_folder(path)
         if self.sha256 and folder.weight_checksums(base) != self.sha256:
             raise UserError(f"{path} is an adapter for {self.base}, whose weights have changed", folder.BASE_HINT)
@@ -75,8 +75,8 @@ class Adapter:
 
 
 def read(path: Path) -> Adapter:
-    """Reads an adapter's configuration. Raises `UserError` if it is damaged, or if the adapter is not plain LoRA on the
-    blocks' linear maps."""
+    """Reads an adapter's configuration. Raises `UserError` if it is damaged or not plain LoRA on the blocks' linear
+    maps."""
     where = path / folder.ADAPTER
     values = read_json(where)
     for key, allowed in _WITHOUT.items():
@@ -101,7 +101,7 @@ def read(path: Path) -> Adapter:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in an adapter file: rows of a tensor with gpt's name."""
+    """A tensor in an adapter file: rows of a gpt tensor."""
 
     ours: str
     shape: tuple[int, int]
@@ -110,8 +110,8 @@ class _Stored:
 
 
 def _stored(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _Stored]:
-    """Returns an adapter's tensors for these roles by their PEFT names, in the model's order. Tensors fused in gpt are
-    in PEFT's order."""
+    """Returns the tensors for these roles by their PEFT names, in the model's order; fused ones are split in PEFT's
+    order."""
     first = {(each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()}
     shapes, found = lora.adapter_shapes(config, rank, roles), dict[str, _Stored]()
     for ours, matrices in lora.adapted(config, roles).items():
@@ -126,10 +126,10 @@ def _stored(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _St
 
 
 def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: files.Arrays) -> dict[str, Any]:
-    """Returns the files of an adapter by name: its configuration, and its arrays by their PEFT names."""
+    """Returns an adapter's files by name: its configuration, and its arrays by their PEFT names."""
     stored = _stored(config, adapter.rank, roles)
     modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in stored]
-    # Keeps the last two parts, to tell "attn.c_proj" from "mlp.c_proj".
+    # The last two parts tell "attn.c_proj" from "mlp.c_proj".
     targets = dict.fromkeys(".".join(module.split(".")[-2:]) for module in modules)
     where, _, revision = adapter.base.partition("@") if hub.is_remote(adapter.base) else (adapter.base, "", "")
     about = {
@@ -152,8 +152,8 @@ def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: fi
 
 
 def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Reads the adapter tensors at ``path`` in float32. Returns them by gpt's names, with their roles. First compares
-    names and shapes with the model's. Raises `UserError` if tensors are missing."""
+    """Reads an adapter's tensors in float32 by gpt's names, and their roles. Validates names and shapes first. Raises
+    `UserError` if tensors are missing."""
     if not (path / FILE).is_file():
         pickled = any(path.glob("*.bin"))
         hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""

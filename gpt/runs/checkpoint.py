@@ -27,12 +27,12 @@ from gpt.text.tokenizer_files import has_own, read_own, read_template, read_tran
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Maximum bytes of a weight file. Larger models are sharded into files with an index, as in Transformers.
+# Larger weights are sharded into files of at most this many bytes, with an index, as in Transformers.
 MOST_BYTES = 5_000_000_000
-_PART = re.compile(r"h\.\d+|\w+")  # a block, or a module outside the blocks
-Files = Mapping[str, bytes | tensors.Arrays]  # a checkpoint's files by name: bytes, or tensors to write
+_PART = re.compile(r"h\.\d+|\w+")  # a block, or another top-level module
+Files = Mapping[str, bytes | tensors.Arrays]  # by name: a file's bytes, or its tensors
 Parameters = dict[str, Callable[[], Tensor | Quantized]]
-Store = Callable[[GPTConfig, tensors.Arrays], Files]  # makes the weight files
+Store = Callable[[GPTConfig, tensors.Arrays], Files]  # makes weight files
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Checkpoint:
 
 
 class TokenizerFiles:
-    """A tokenizer's files, serialized once and written into every checkpoint of a run."""
+    """A tokenizer's files, serialized once for all checkpoints of a run."""
 
     def __init__(self, tokenizer: Tokenizer, config: GPTConfig) -> None:
         self.tokenizer = tokenizer
@@ -52,8 +52,7 @@ class TokenizerFiles:
 
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
-    """Writes a model to the checkpoint ``target`` atomically. ``meta`` becomes part of ``gpt.json``. Raises
-    `WorkError`."""
+    """Writes a model to the checkpoint ``target`` atomically. ``meta`` is added to ``gpt.json``. Raises `WorkError`."""
     with disk_errors(target, folder.KEPT):
         write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
 
@@ -66,8 +65,8 @@ def contents(
     store: Store | None = None,
     dtype: str = "float32",
 ) -> Files:
-    """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names: a model's weights in
-    ``dtype``, or the input of ``store``, which makes the weight files (`gpt.runs.adapter`)."""
+    """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names: a model's in ``dtype``,
+    or the input of ``store``, which makes the weight files."""
     of = tokenizer.tokenizer
     bos = of.eot if of.bos is None else of.bos
     eos = [of.eot, *sorted(of.more_ends)] if of.more_ends else of.eot
@@ -108,7 +107,7 @@ def in_files(arrays: tensors.Arrays) -> Files:
 
 
 def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a model's arrays to the names and shapes of its layout, as views or deferred arrays."""
+    """Converts a model's arrays to its layout's names and shapes, as views or deferred arrays."""
     found: dict[str, Any] = {}
     for name, together in _by_parameter(config):
         rows = [each.rows for each in together.values() if each.rows is not None]
@@ -124,8 +123,8 @@ def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Parameters:
-    """Returns loaders of the parameters by gpt's names. ``get`` returns a tensor by its name in the layout. A parameter
-    that is stored unfused is a view of its tensor."""
+    """Returns loaders of the parameters by gpt's names. ``get`` returns a tensor by its name in the layout. Unfused
+    parameters are views of their tensors."""
     return {name: partial(_joined, together, get) for name, together in _by_parameter(config)}
 
 
@@ -140,13 +139,12 @@ def _by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
-    """Returns the tensors that a checkpoint stores in addition to the parameters: the sine table, if the positions are
-    fixed."""
+    """Returns the tensors that are stored in addition to parameters: the sine table, if there is one."""
     return {"wpe.weight": model.sine.detach()} if model.config.positions == "sinusoidal" else {}
 
 
 def write(target: Path, files: Files) -> None:
-    """Writes a checkpoint atomically, syncs it and reads it back from the disk. Raises OSError."""
+    """Writes a checkpoint atomically and reads it back from the disk. Raises OSError."""
     with whole_folder(target, replace=True) as beside:
         sums = side_by_side(lambda name: write_one(beside / name, files[name]), sorted(files))
         folder.write_checksums(beside, sums)
@@ -166,18 +164,16 @@ def load(
     finish: Callable[[nn.Module], object] | None = None,
     bits: int | None = None,
 ) -> Checkpoint:
-    """Loads the checkpoint at ``path``, written by gpt or Transformers, and validates it before it allocates memory.
+    """Loads the checkpoint at ``path``, written by gpt or Transformers, and validates it before allocating memory.
 
-    ``shape`` can differ from the checkpoint's in dropout and in a shorter context, to which a position table is cut. An
-    adapter is merged into its base model. Weights are read directly into ``dtype``, with an adapter into float32.
+    ``shape`` can differ from the checkpoint's in dropout and in a shorter context, to which a position table is cut.
+    Weights are read directly into ``dtype``; an adapter is merged into its base model in float32.
 
     With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish`` is
-    called with each block after it is read, and at the end with the model, to lay them out for decoding. Quantized
-    matrices are restored exactly. ``bits`` quantizes the other matrices as in a quantized checkpoint, for ``finish`` to
-    lay out.
+    called with each block after it is read, and then with the model, to lay them out for decoding. Quantized matrices
+    are restored exactly. ``bits`` quantizes the others as in a quantized checkpoint, for ``finish`` to lay out.
 
-    Raises `UserError` for damage (a checksum, a shape, a number), for an unsupported model, and for an adapter whose
-    base is missing.
+    Raises `UserError` for damage (a checksum, a shape, a number), an unsupported model, or a missing base.
     """
     if folder.is_adapter(path):
         config, said, base = _open_adapter(path)
@@ -195,15 +191,15 @@ def load(
 
 
 def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
-    """Reads the shape and tokenizer of a checkpoint, but no weights. Raises `UserError` like `open_weights`."""
+    """Reads a checkpoint's shape and tokenizer, without weights. Raises `UserError` like `open_weights`."""
     config, _ = open_weights(path)
     return config, load_tokenizer(path, config)
 
 
 def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
     """Verifies a checkpoint's checksums and returns its shape and loaders of its parameters by gpt's names, in the
-    model's order. Each parameter is read when its loader is called; the first call merges an adapter. Raises
-    `UserError` like `load`, as far as it can without reading weights."""
+    model's order. A loader reads its parameter when called; the first call merges an adapter. Raises `UserError` like
+    `load`, as far as it can without reading weights."""
     if not folder.is_adapter(path):
         return _stored_parameters(path, _describe(path))
     config, _, _ = _open_adapter(path)
@@ -217,16 +213,15 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
 
 
 def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
-    """Returns the model's shape, the adapter and its base folder. A PEFT adapter has the base's shape."""
+    """Returns the model's shape, which is the base's for a PEFT adapter, the adapter, and its base folder."""
     config, found = _describe(path), adapter.read(path)
     base = found.find_base(path)
     return config if folder.home(path) == path else open_weights(base)[0], found, base
 
 
 def _describe(path: Path) -> GPTConfig:
-    """Returns the model's shape from ``config.json``. Raises `UserError` if the checkpoint is damaged or of another
-    version."""
-    # Raises if a base is missing or the chain of adapters does not end.
+    """Returns the model's shape. Raises `UserError` if the checkpoint is damaged or of another version."""
+    # Raises for a missing base or an endless chain of adapters.
     collections.deque(folder.lineage(path), maxlen=0)
     home = folder.home(path)
     with reading(home):
@@ -239,9 +234,9 @@ def _describe(path: Path) -> GPTConfig:
 
 
 def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint, in gpt's or Transformers' format. An adapter can have its own tokenizer, or
-    only a chat template for its base's; a template next to a gpt tokenizer works too. Without a tokenizer, a vocabulary
-    of 50,257 means GPT-2's. Raises `UserError` if the tokenizer has no token to begin or end a text."""
+    """Loads a checkpoint's tokenizer, in gpt's or Transformers' format. An adapter can have its own, or a chat template
+    for its base's; a template also works next to a gpt tokenizer. A folder without tokenizer and with 50,257 ids has
+    GPT-2's. Raises `UserError` if the tokenizer has no token to begin or end a text."""
     tokenizer, template = None, dict[str, bytes]()
     for each in folder.lineage(path):
         tokenizer = _own_tokenizer(each)
@@ -271,8 +266,8 @@ def _own_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Returns the single weight file, or else the shards that an index names. Transformers has the same order, because
-    the index can be left over from an earlier save."""
+    """Returns the single weight file, or else an index's shards. Transformers has the same order, because the index can
+    be a leftover of an earlier save."""
     index = path / INDEX
     if (path / MODEL).exists():
         return [path / MODEL]
@@ -287,8 +282,8 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None]) -> None:
-    """Passes every parameter of the checkpoint at ``path`` to ``put``, one at a time, unsharded and on the host. Raises
-    `UserError` like `load`."""
+    """Passes every parameter of a checkpoint to ``put``, one at a time, unsharded and on the host. Raises `UserError`
+    like `load`."""
     table = named_parameters(shape)
     for name, get in open_weights(path)[1].items():
         if table[name].trained:
@@ -297,11 +292,11 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
 
 
 def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parameters]:
-    """Returns the model's shape and loaders of its parameters by gpt's names, in the model's order. Each parameter is
-    read when its loader is called, in the file's dtype; one that is stored unfused is a view of the mapped file.
+    """Returns the model's shape and loaders of its parameters by gpt's names, in the model's order and the file's
+    dtype. Unfused parameters are views of the mapped file.
 
-    First compares the names, shapes and dtypes of all tensors with the configuration. The returned shape is untied if
-    the files have a separate unembedding. Raises `UserError` if they differ.
+    First validates the names, shapes and dtypes of all tensors. The returned shape is untied if the files have a
+    separate unembedding. Raises `UserError`.
     """
     files = _weight_files(path)
     values = read_json(path / "config.json")
@@ -329,7 +324,7 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
         found = tensors.find(files, expected | optional, "config.json", ours=ours)
-        # safetensors' save_model writes a tied weight only under this name.
+        # safetensors' save_model writes tied weights only under this name.
         if config.tied and hf.UNEMBEDDING in found:
             found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
         tensors.check_all(files, expected, found)
@@ -355,7 +350,7 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
 
 
 def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:
-    """Raises `UserError` if the weight files are too small for the model's shape, before any memory is allocated."""
+    """Raises `UserError` if the weight files are too small for the shape, before any memory is allocated."""
     size = sum(file.stat().st_size for file in files if file.exists())
     count = sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))
     least = count * (bits or 16) // 8
@@ -375,14 +370,14 @@ def build(
     finish: Callable[[nn.Module], object] | None = None,
     bits: int | None = None,
 ) -> GPT:
-    """Builds a model from ``stored`` weights, block by block, for evaluation. Skips initialization, because all weights
-    are overwritten. The other arguments are as for `load`."""
+    """Builds a model from ``stored`` weights, block by block and without initialization, for evaluation. The other
+    arguments are as in `load`."""
     table = named_parameters(config)
     with torch.device("meta"):
         model = GPT(config)
 
     def fill(part: str, values: Mapping[str, Tensor | Quantized], keep: bool) -> None:
-        """Puts values into a part of the model; quantized values stay quantized with ``keep``."""
+        """Assigns values to a part of the model; with ``keep``, quantized ones stay quantized."""
         state: dict[str, Tensor] = {}
         for name, value in values.items():
             if isinstance(value, Quantized) and keep:
@@ -405,9 +400,9 @@ def build(
         if part == "wte" and finish is not None and config.tied:
             model.lm_head = _unembedding(model.wte, finish)
             value = rounded["wte.weight"]
-            own = isinstance(value, Tensor) and value.dtype != dtype  # The tensor is a copy, not a view of the file.
+            own = isinstance(value, Tensor) and value.dtype != dtype  # a copy, not a view of the file
             if model.lm_head is not None and value is values["wte.weight"] and not own:
-                # The unembedding read all of the mapping. A new mapping only reads the rows that are looked up.
+                # The unembedding read the whole mapping. A new mapping only reads the rows that are looked up.
                 fill(part, {name: stored[name]() for name in values}, keep=True)
         if finish is not None and part.startswith("h."):
             finish(model.get_submodule(part))
@@ -427,7 +422,7 @@ def _put(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
 def _unembedding(
     embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
 ) -> nn.Module | None:
-    """Lays out the embedding as a linear map with ``finish``; returns None if ``finish`` leaves it unchanged."""
+    """Lays out the embedding as a linear map with ``finish``; None if that changes nothing."""
     linear: nn.Module
     if isinstance(embedding, QuantizedEmbedding):
         linear = QuantizedLinear(embedding.weight, None)
@@ -441,8 +436,7 @@ def _unembedding(
 
 
 def _as_needed(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
-    """Converts a tensor of a mapped file to a contiguous tensor in this dtype, copying it unless it can stay
-    ``mapped``."""
+    """Converts a mapped tensor to a contiguous one in this dtype, copied unless it can stay ``mapped``."""
     if mapped:
         return tensor.to(dtype).contiguous()
     return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

@@ -12,28 +12,28 @@ from gpt.text.shards import TokenStream
 Int64s = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
-N = 8  # Minimum length of a span in tokens; shorter ones are common phrases.
+N = 8  # minimum tokens of a span; shorter ones are common phrases
 AT_ONCE = 2**18  # ids of the training text per pass
-MOST = 10**8  # Maximum ids of the training text to search, which bounds the time to seconds.
-_BASE = np.uint64(0x9E3779B97F4A7C15)  # Odd, so multiplication modulo 2⁶⁴ is invertible.
-_END, _OUTSIDE = -1, -2  # Separators that equal no id, after each text and after the training text.
+MOST = 10**8  # maximum ids of the training text, which limits the search to seconds
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # Multiplying by an odd number modulo 2⁶⁴ is invertible.
+_END, _OUTSIDE = -1, -2  # separators that equal no id, after each text and after the training text
 
 
 @dataclass(frozen=True)
 class Copied:
     """The spans of a text that occur in the training text."""
 
-    longest: int  # tokens of the longest copied span; 0 if it is shorter than `N`
-    start: int  # start of that span in the text, in tokens
+    longest: int  # tokens of the longest span; 0 below `N`
+    start: int  # where it starts in the text, in tokens
     spans: int  # number of `N`-token spans in the text
-    share: float | None  # share of these spans that occur in the training text; None without spans
+    share: float | None  # share of these in the training text; None without spans
 
 
 def find_copies(
     texts: Sequence[Sequence[int]], training: TokenStream, each: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Copied]:
-    """Searches the first `MOST` ids of a training text for spans of texts, given as ids. ``each`` is called with the
-    ids searched so far and their total."""
+    """Searches the first `MOST` ids of a training text for spans of texts (their ids). ``each`` is called with the ids
+    searched so far and their total."""
     parts = [np.append(np.asarray(text, np.int64), _END) for text in texts]
     joined = np.concatenate([*parts, np.full(N, _END)])
     wanted = _hashes(joined)  # A span across a separator matches nothing.
@@ -52,7 +52,7 @@ def find_copies(
 
 
 def _hashes(ids: Int64s) -> Hashes:
-    """Returns a hash of every `N` consecutive ids: a polynomial modulo 2⁶⁴."""
+    """Returns the polynomial hash of every `N` consecutive ids, modulo 2⁶⁴."""
     found = np.zeros(len(ids) - N + 1, np.uint64)
     for at in range(N):
         found = found * _BASE + ids[at : len(ids) - N + 1 + at].astype(np.uint64)
@@ -62,8 +62,7 @@ def _hashes(ids: Int64s) -> Hashes:
 def _mark(
     piece: Int64s, joined: Int64s, wanted: Hashes, order: Int64s, longest: Int64s, seen: npt.NDArray[np.bool_]
 ) -> None:
-    """Finds spans of the piece in ``joined``. Marks their starting positions in ``seen`` and records their lengths in
-    ``longest``."""
+    """Finds spans of ``piece`` in ``joined``. Marks their starts in ``seen`` and their lengths in ``longest``."""
     there = _hashes(piece)
     first, last = np.searchsorted(wanted, there, "left"), np.searchsorted(wanted, there, "right")
     found = np.flatnonzero(last > first)
@@ -73,7 +72,7 @@ def _mark(
     place = order[np.repeat(first[found], counts) + nth]
     length = np.zeros(len(at), np.int64)
     alive = np.arange(len(at))
-    while len(alive):  # Hashes can collide, so compare the ids themselves.
+    while len(alive):  # Hashes can collide, so compare ids.
         alive = alive[piece[at[alive] + length[alive]] == joined[place[alive] + length[alive]]]
         length[alive] += 1
     enough = length >= N

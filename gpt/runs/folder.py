@@ -1,4 +1,4 @@
-"""Run folders and their checkpoints: names, checksums, index. Uses only files and JSON, and does not import torch."""
+"""Run folders and their checkpoints: names, checksums, index. Does not import torch."""
 
 import contextlib
 import hashlib
@@ -33,10 +33,10 @@ RUNS = "runs"
 METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
-ADAPTER = "adapter_config.json"  # adapter configuration in PEFT's layout
-# Maximum length of a chain of adapters, which would not end if an adapter named itself as its base.
+ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
+# An adapter that names itself as its base would never end.
 MOST_ADAPTERS = 100
-TRAINING = ("training.json", "training.safetensors")  # needed only to resume; older checkpoints lose it
+TRAINING = ("training.json", "training.safetensors")  # only for resuming; older checkpoints lose it
 KEPT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
     "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
@@ -66,15 +66,15 @@ def step_name(step: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a name is a checkpoint's name in a run."""
+    """Whether a name is that of a run's checkpoint."""
     return _STEP.fullmatch(name) is not None
 
 
 def create_run(out: str) -> Path:
-    """Creates a run folder at ``out``, or the first unused name of ``out-2``, ``out-3`` … without overwriting. Raises
-    `UserError` if no folder can be created, or the name is not UTF-8, which safetensors requires."""
+    """Creates a run folder at ``out``, or the first unused of ``out-2``, ``out-3`` …, without overwriting. Raises
+    `UserError` if that fails, or the name is not UTF-8, which safetensors requires."""
     check_text(f"the name {out!r}", out, "choose another path with --out")
-    first = Path(out)  # Path drops a trailing slash.
+    first = Path(out)  # Drops a trailing slash.
     for number in range(1, 10_000):
         path = first if number == 1 else first.with_name(f"{first.name}-{number}")
         try:
@@ -94,15 +94,15 @@ def _checksum_of(files: Mapping[str, str]) -> str:
 
 
 def write_checksums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
-    """Records the sha256 of every file in ``folder``, and of this record. ``sums``, if known, are the checksums of the
-    data as intended."""
+    """Records the sha256 of every file in ``folder``, and of the record. ``sums``: the checksums of the data that was
+    to be written, if known."""
     if sums is None:
         sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _checksum_of(sums)}))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Reads the record of `write_checksums`. Raises `UserError` if it is damaged or names a file outside the folder."""
+    """Reads recorded checksums. Raises `UserError` if the record is damaged or names a file outside the folder."""
     record = read_json(folder / CHECKSUMS) if _has(folder, CHECKSUMS) else {}
     sums = record.get("sha256")
     if not isinstance(sums, dict) or record.get("self") != _checksum_of(sums):
@@ -114,10 +114,10 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def verify_checksums(folder: Path, training: bool = False) -> None:
-    """Raises `UserError` unless every file that the checkpoint was saved with exists and is unchanged.
+    """Raises `UserError` unless all files of the checkpoint exist and are unchanged.
 
-    Training state (``training.*``) can be missing, because old checkpoints keep only their weights. Reads it only with
-    ``training``.
+    Training state (``training.*``) is read only with ``training``, and can be missing, because old checkpoints keep
+    only their weights.
     """
     sums = read_checksums(folder)
     for name in sums:
@@ -132,13 +132,13 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
 
 
 def weight_checksums(folder: Path) -> dict[str, str]:
-    """Returns the sha256 of each weight file in a checkpoint, by name. They identify a model."""
+    """Returns the sha256 of each weight file by name. They identify a model."""
     return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
 
 
 def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> list[Entry]:
-    """Returns a run's checkpoints on disk, by step, each with its recorded loss. ``note`` is called for an unreadable
-    loss. Raises `UserError` if the run cannot be read."""
+    """Returns a run's checkpoints by step, with their recorded losses. ``note`` is called for an unreadable loss.
+    Raises `UserError` if the run cannot be read."""
     entries = []
     with reading(run):
         inside = list(run.iterdir())
@@ -156,13 +156,13 @@ def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> l
 
 
 def best(entries: list[Entry]) -> Entry:
-    """Returns the checkpoint with the lowest held-out loss; the newest if none was measured."""
+    """Returns the checkpoint with the lowest held-out loss, or the newest if none was measured."""
     measured = [entry for entry in entries if entry.val_loss is not None]
     return min(measured, key=lambda entry: entry.val_loss or 0.0) if measured else entries[-1]
 
 
 def write_index(run: Path) -> None:
-    """Writes ``index.json`` from the checkpoint folders, if there are any: the best, the latest, and all losses."""
+    """Writes ``index.json`` from the checkpoint folders: the best, the latest, and all losses."""
     entries = checkpoints(run)
     if not entries:
         return
@@ -175,8 +175,8 @@ def write_index(run: Path) -> None:
 
 
 def prune(run: Path, keep: int, newest: int | None = None) -> None:
-    """Deletes checkpoints except the best and the ``keep`` newest, and the best one's training state if it is not among
-    the newest. Also deletes checkpoints after the step ``newest``, because the run was resumed before them."""
+    """Deletes all checkpoints except the best and the ``keep`` newest, and the best one's training state if it is
+    older. Also deletes checkpoints after the step ``newest``, from which the run was resumed."""
     entries = checkpoints(run)
     if newest is not None:
         for entry in (entry for entry in entries if entry.step > newest):
@@ -191,7 +191,7 @@ def prune(run: Path, keep: int, newest: int | None = None) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    # Rename first, so that no folder called step-N is ever incomplete.
+    # Rename first, so that a folder called step-N is never incomplete.
     doomed = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
     os.replace(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -203,22 +203,21 @@ def can_resume(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint of gpt, Transformers or PEFT. Raises `UserError` if it cannot be
-    read."""
+    """Whether a folder looks like a checkpoint of gpt, Transformers or PEFT. Raises `UserError` if unreadable."""
     return _has(path, "config.json") or is_adapter(path)
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a checkpoint contains only adapters. Raises `UserError` if it cannot be read."""
+    """Whether a checkpoint contains only adapters. Raises `UserError` if unreadable."""
     return _has(path, ADAPTER)
 
 
-_bases: dict[Path, str] = {}  # base models that the user named, by adapter folder
+_bases: dict[Path, str] = {}  # base models given by the user, by adapter folder
 
 
 def name_base(path: Path, base: str) -> None:
-    """Makes ``base``, a model as for `find_checkpoint`, replace the base model that the adapter files at ``path`` name.
-    Raises `UserError` if ``path`` is not an adapter."""
+    """Replaces the base model that an adapter's files name with ``base``, as in `find_checkpoint`. Raises `UserError`
+    if ``path`` is not an adapter."""
     if not is_adapter(path):
         raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
     named = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
@@ -229,8 +228,8 @@ def name_base(path: Path, base: str) -> None:
 
 
 def base_of(path: Path) -> str:
-    """Returns the base model of the adapter at ``path``: a folder or ``hf:NAME@REVISION``. Raises `UserError` if the
-    files do not name it."""
+    """Returns the base model of the adapter at ``path``: a folder or ``hf:NAME@REVISION``. Raises `UserError` if its
+    files name none."""
     if path.absolute() in _bases:
         return _bases[path.absolute()]
     values = read_json(path / ADAPTER)
@@ -243,7 +242,7 @@ def base_of(path: Path) -> str:
 
 
 def base_folder(path: Path) -> Path:
-    """Returns the folder of the base model of the adapter at ``path``. Raises `UserError` if it is unavailable."""
+    """Returns the folder of an adapter's base model. Raises `UserError` if it is unavailable."""
     base = base_of(path)
     if not hub.is_remote(base) and not is_checkpoint(Path(base)):
         raise UserError(f"{path} is an adapter for {base}, which does not exist", BASE_HINT)
@@ -257,8 +256,8 @@ def base_folder(path: Path) -> Path:
 
 
 def lineage(path: Path) -> Iterator[Path]:
-    """Yields a checkpoint's folder, then the folder of each base model below it. Downloads a Hub model when its turn
-    comes. Raises `UserError` if the chain does not end."""
+    """Yields a checkpoint's folder and the folders of the base models below it, downloading from the Hub on demand.
+    Raises `UserError` if the chain does not end."""
     here = path
     for _ in range(MOST_ADAPTERS):
         yield here
@@ -269,8 +268,8 @@ def lineage(path: Path) -> Iterator[Path]:
 
 
 def home(path: Path) -> Path:
-    """Returns the folder with a checkpoint's shape: its own, or the base of a PEFT adapter. Ignores a ``config.json``
-    that other programs leave in an adapter folder, as PEFT does."""
+    """Returns the folder with a checkpoint's shape: its own, or the base of a PEFT adapter. Like PEFT, ignores a
+    ``config.json`` that other programs leave in an adapter folder."""
     for here in lineage(path):
         if _has(here, META) or not is_adapter(here):
             break
@@ -278,7 +277,7 @@ def home(path: Path) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder looks like a run. Raises `UserError` if it cannot be read."""
+    """Whether a folder looks like a run. Raises `UserError` if unreadable."""
     return _has(path, RECORD)
 
 
@@ -290,19 +289,19 @@ def _has(path: Path, name: str) -> bool:
 def names_model(word: str) -> bool:
     """Whether a word names a model for `find_checkpoint`, or a preset. Raises `UserError` for an unreadable path."""
     if hub.is_remote(word):
-        return "://" not in word  # hf:// is the address of a text, not of a model.
+        return "://" not in word  # hf:// is the address of a text.
     with reading(Path(word)):
         exists = Path(word).exists()
     part = None if exists else _PART.fullmatch(word)
     path = Path(part[1] if part else word)
     if path.is_dir() and not is_run(path) and not is_adapter(path):
-        with contextlib.suppress(UserError):  # A folder of texts can have a config.json too.
+        with contextlib.suppress(UserError):  # A folder of texts can contain a config.json too.
             return "model_type" in read_json(path / "config.json")
     return (word in PRESETS and not exists) or is_run(path) or is_checkpoint(path)
 
 
 def runs_in(runs: Path) -> list[Path]:
-    """Returns the runs in a folder, by name. Skips unreadable runs, which belong to other users."""
+    """Returns the runs in a folder, by name, without unreadable ones."""
     with reading(runs):
         inside = sorted(runs.iterdir()) if runs.is_dir() else []
     found = []
@@ -313,7 +312,7 @@ def runs_in(runs: Path) -> list[Path]:
 
 
 def check_run(path: Path) -> None:
-    """Raises `UserError` for a path that is not a run folder."""
+    """Raises `UserError` unless a path is a run folder."""
     if not is_run(path):
         missing = f"{path} is not a run: it has no {RECORD}" if path.exists() else f"there is no run {path}"
         raise UserError(missing, known_runs())
@@ -336,9 +335,8 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
     """Returns the checkpoint folder that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint,
-    a Transformers folder, or ``hf:NAME``, which is downloaded from the Hub; None: the best checkpoint of the newest
-    run. If ``latest`` is damaged, falls back to the checkpoint before it and calls ``note``. Raises `UserError` if
-    there is no checkpoint."""
+    a Transformers folder, or ``hf:NAME``, which is downloaded; None: the best of the newest run. A damaged ``latest``
+    falls back to the checkpoint before it, and ``note`` is called. Raises `UserError` if there is none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None
@@ -383,8 +381,8 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
 
 
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
-    """Returns the newest checkpoint with valid checksums; with ``training``, only of those with training state.
-    ``note`` is called for each checkpoint that is skipped. Raises `UserError` if no valid checkpoint is left."""
+    """Returns the newest intact checkpoint, with ``training`` only one with training state. ``note`` is called for each
+    checkpoint that is skipped. Raises `UserError` if none is intact."""
     why = "none can be resumed from" if training else "none is there"
     for entry in reversed(checkpoints(run)):
         path = run / entry.name

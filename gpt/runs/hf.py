@@ -1,7 +1,7 @@
 """Checkpoint layouts of Transformers families: ``config.json``, and names and shapes of the weights.
 
-gpt's own checkpoints have the same layouts, so gpt and Transformers read each other's without conversion. A model that
-no family supports has GPT-2's tensor names and its own type in ``config.json``.
+gpt and Transformers read each other's checkpoints without conversion. A model that no family supports has GPT-2's
+tensor names and its own type.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from gpt.runs import folder, quantized
 from gpt.settings import checked
 
 UNEMBEDDING = "lm_head.weight"
-OWN_TYPE = "gpt"  # for models that no family supports
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # non-weight buffers that older versions saved
-_GPT2 = "transformer."  # Prefix of every name except the unembedding's in current Transformers files.
+OWN_TYPE = "gpt"  # type of models that no family supports
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers that older versions saved
+_GPT2 = "transformer."  # prefix of all names except the unembedding's in current files
 _LLAMA = "model."
 _LLAMA_NAMES = {
     "wte": ("embed_tokens",),
@@ -37,17 +37,16 @@ _LLAMA_NAMES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a checkpoint's files: a parameter, or some rows of a fused one."""
+    """A tensor in a checkpoint's files: a parameter, or rows of a fused one."""
 
     ours: str
-    shape: Shape  # shape in the file
-    rows: slice | None = None  # rows of gpt's parameter; None: all
+    shape: Shape  # in the file
+    rows: slice | None = None  # of gpt's parameter; None: all
     transposed: bool = False  # stored as (in, out)
 
 
 def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
-    """Returns every tensor of a checkpoint by its name in the files, in the model's order; parts of fused parameters in
-    row order."""
+    """Returns every tensor by its name in the files, in the model's order; parts of fused parameters by row."""
     found: dict[str, Stored] = {}
     for name, p in named_parameters(config).items():
         if name == UNEMBEDDING:
@@ -66,8 +65,7 @@ def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
 
 
 def full_name(theirs: str, config: GPTConfig) -> str | None:
-    """Returns a tensor's name with the prefix that files of a model without LM head leave out; None for a buffer that
-    is not a weight."""
+    """Adds the prefix that files of a model without LM head leave out; None for a buffer that is not a weight."""
     if theirs.endswith(_BUFFERS):
         return None
     prefix = _GPT2 if config.layout in (OWN_TYPE, "gpt2") else _LLAMA
@@ -80,7 +78,7 @@ def embedding_name(config: GPTConfig) -> str:
 
 
 def part_of(name: str) -> str:
-    """Returns the part of the model that a tensor belongs to, from its full name: ``layers``, ``wte``, ``v_head`` …"""
+    """Returns the part of the model that a tensor belongs to, by its full name: ``layers``, ``wte``, ``v_head`` …"""
     return name.removeprefix(_GPT2).removeprefix(_LLAMA).partition(".")[0]
 
 
@@ -89,12 +87,11 @@ class Family:
     """A Transformers model type that computes the same as this decoder."""
 
     architecture: str  # class in Transformers
-    names: Mapping[str, str]  # from gpt's property names to keys of ``config.json``
-    properties: Mapping[str, Any]  # the same for all models of the family
-    # Defaults of missing keys. The keys of a shape are never missing.
+    names: Mapping[str, str]  # keys of ``config.json`` by property
+    properties: Mapping[str, Any]  # of all models in the family
+    # Defaults of missing keys; shape keys are never missing.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Accepted values of keys; others would change the logits. The first is written, and is the default of a missing
-    # key.
+    # Accepted values of keys; others would change the logits. The first is written, and is the default.
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -146,7 +143,7 @@ FAMILIES = {
         {**_SILU, "attention_bias": (False,)},
     ),
 }  # fmt: skip
-# Keys of other families and of variants, with the values that leave the computation unchanged.
+# Keys of other families and variants, with values that leave the computation unchanged.
 _WITHOUT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (None, 0)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_softcapping"), (None, 0)),
@@ -163,14 +160,14 @@ _QWENS = ("qwen2", "qwen3")
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10_000.0  # defaults of missing keys
-# Keys of a model that no family supports. Only the required ones have no default.
+# Keys of a model that no family supports. Keys added later have defaults.
 _OWN = {each.name: each.name for each in fields(GPTConfig)} | {"block_size": "n_positions"}
 _OWN_REQUIRED = (*_REQUIRED, "layer_norm_epsilon", "positions", "dropout")
 
 
 def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str = "float32") -> dict[str, Any]:
     """Returns ``config.json`` for the Transformers family that computes the same model. A sine table is stored as
-    ``wpe``, like a learned one. ``dtype`` is the weights' dtype, including int8 and int4."""
+    ``wpe``, like a learned one. ``dtype`` can be int8 or int4."""
     if bits := quantized.BITS.get(dtype):
         return {**to_hf_config(config, bos, eos), quantized.KEY: quantized.describe(bits)}
     if config.layout == OWN_TYPE:
@@ -198,7 +195,7 @@ def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str =
 
 
 def _say_rope(config: GPTConfig) -> dict[str, Any]:
-    """Returns the RoPE frequencies as keys of Transformers 5 and of earlier versions, for other readers."""
+    """Returns the RoPE frequencies in the keys of Transformers 5 and in the older ones that other readers use."""
     scaling = None
     if config.rope_scaling is not None:
         scaling = {
@@ -222,7 +219,7 @@ def _say_window(config: GPTConfig) -> dict[str, Any]:
         return {"sliding_window": window}
     if config.layout not in _QWENS:
         return {}
-    # Readers without support for layer_types use the window from max_window_layers up, if the layers allow that.
+    # Readers without support for layer_types use the window from max_window_layers up.
     first = next((at for at, each in enumerate(windows) if each), len(windows))
     return {
         "use_sliding_window": windowed,
@@ -233,8 +230,8 @@ def _say_window(config: GPTConfig) -> dict[str, Any]:
 
 
 def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """Returns the model's shape from a Transformers ``config.json``. Raises `UserError` for another model type, an
-    unsupported computation, or an invalid number."""
+    """Returns the shape in a Transformers ``config.json``. Raises `UserError` for another model type, an unsupported
+    computation, or an invalid number."""
     kind = values.get("model_type")
     if kind != OWN_TYPE and (not isinstance(kind, str) or kind not in FAMILIES):
         raise UserError(f"{where} describes a model of type {kind!r:.80}", f"supported: {', '.join(FAMILIES)}")
@@ -277,7 +274,7 @@ def _require(values: Mapping[str, Any], names: list[str]) -> None:
 
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the RoPE frequencies. They have two forms, and a file can contain both if they agree."""
+    """Reads the RoPE frequencies, in either of two forms, or in both if they agree."""
     said = [{}] if not any(map(values.get, _ROPE_KEYS)) else [values[key] for key in _ROPE_KEYS if values.get(key)]
     found = [_read_rope_form(each, values) for each in said]
     if found[0] != found[-1]:
@@ -307,7 +304,7 @@ def _read_rope_form(said: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[Any, tuple[int, ...]]:
-    """Returns the sliding window, or None, and the layers that use it."""
+    """Returns the sliding window, or None, and its layers."""
     window, layers, types = values.get("sliding_window", _WINDOW), tuple(range(n_layer)), values.get("layer_types")
     if kind in _QWENS:
         if (used := values.get("use_sliding_window", False)) not in (True, False):
@@ -331,17 +328,16 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
 
 
 def load_config(path: Path) -> GPTConfig:
-    """Returns the shape of the model in a checkpoint folder, without opening weights. Raises `UserError` for another
-    model type."""
+    """Returns the model's shape in a checkpoint folder, without opening weights. Raises `UserError` for another model
+    type."""
     path = folder.home(path)
     config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
-    if (
-        config.layout == "gpt2" and (path / folder.META).exists()
-    ):  # GPT-2's config.json cannot describe a fixed position table.
+    # GPT-2's config.json cannot describe a fixed position table.
+    if config.layout == "gpt2" and (path / folder.META).exists():
         config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
     return config
 
 
 def load_bits(path: Path) -> int | None:
-    """Returns the bits of a checkpoint's matrices if they are quantized."""
+    """Returns the bits of a checkpoint's matrices if quantized."""
     return quantized.read_bits(read_json(path / "config.json"))

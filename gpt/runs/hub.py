@@ -1,8 +1,7 @@
-"""Downloads models from the Hugging Face Hub, or from the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
+"""Downloads models from the Hugging Face Hub or the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
 
-Downloads only the configuration, safetensors (weights or adapters), tokenizer and model card, never pickles. Files go
-to Transformers' cache, which has one folder per commit. Files in the cache are not downloaded again and are available
-offline.
+Downloads configuration, safetensors, tokenizer and model card, never pickles, into Transformers' cache, which has one
+folder per commit. Cached files are not downloaded again and work offline.
 """
 
 import os
@@ -29,10 +28,10 @@ def is_remote(model: str | None) -> bool:
 
 
 def fetch(model: str, weights: bool = True) -> Path:
-    """Returns the folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; default: ``main``), and
-    downloads it if needed. Without ``weights``, downloads only the model's shape.
+    """Returns the folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; default: ``main``),
+    downloading it if needed. Without ``weights``, downloads only the model's shape.
 
-    Raises `UserError` if the Hub does not have the model or denies access, and `WorkError` if it cannot be reached.
+    Raises `UserError` if the Hub does not have or give the model, and `WorkError` if it cannot be reached.
     """
     name, _, revision = model.removeprefix(PREFIX).partition("@")
     if not name or name.count("/") > 1:
@@ -51,7 +50,7 @@ def _snapshot(name: str, revision: str, files: list[str]) -> str:
     cache = in_home(".cache/huggingface")
     if str(cache) != os.path.expanduser("~/.cache/huggingface") and not os.environ.get("XDG_CACHE_HOME"):  # noqa: PTH111
         os.environ.setdefault("HF_HOME", str(cache))  # The library would use a folder called "~", or fail.
-    import huggingface_hub as hub  # Imported here, because it takes a while.
+    import huggingface_hub as hub  # a slow import
     from huggingface_hub import constants, errors
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -75,7 +74,7 @@ def _snapshot(name: str, revision: str, files: list[str]) -> str:
     except errors.RepositoryNotFoundError:
         hint = "check its name (OWNER/NAME); if it is private, log in: hf auth login"
         raise UserError(f"{place} has no model {name}", hint) from None
-    except Exception as error:  # The connection, the server or the disk can raise many types of errors.
+    except Exception as error:  # The connection, the server and the disk raise many types of errors.
         raise WorkError(
             f"{what} is not in the cache and could not be downloaded from {place} ({_reason(error)})",
             "check the connection (HF_HUB_OFFLINE, HF_ENDPOINT), or give a local folder with its files",

@@ -1,7 +1,7 @@
 """The layout of checkpoints with quantized matrices: int8 per row, or int4 in groups of 32.
 
-A matrix, (out, in), is stored as a tensor of levels under gpt's name and a tensor of scales. ``config.json`` has a
-``quantization_config`` without a ``quant_method``, so Transformers rejects the folder instead of misreading it.
+A matrix (out, in) has a tensor of levels, under gpt's name, and one of scales. The ``quantization_config`` has no
+``quant_method``, so Transformers rejects the folder instead of misreading it.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from gpt.runs.tensors import HINT, Deferred
 
 KEY = "quantization_config"
 SCALES = ".scales"
-BITS = {"int8": 8, "int4": 4}  # by value of --dtype
+BITS = {"int8": 8, "int4": 4}  # by --dtype
 
 
 def describe(bits: int) -> dict[str, Any]:
@@ -28,19 +28,18 @@ def describe(bits: int) -> dict[str, Any]:
 
 
 def read_bits(values: Mapping[str, Any]) -> int | None:
-    """Returns the bits of matrices that `to_stored` has quantized, from ``config.json``; None if they are not
-    quantized."""
+    """Returns the bits of quantized matrices from ``config.json``; None if they are not quantized by `to_stored`."""
     return next((bits for bits in BITS.values() if values.get(KEY) == describe(bits)), None)
 
 
 def of_others(values: Mapping[str, Any]) -> str:
-    """Returns the ``config.json`` entry of a quantization by another program; empty if there is none."""
+    """Returns the ``config.json`` entry of another program's quantization; empty if there is none."""
     said = [f"{key} is {values[key]!r:.120}" for key in (KEY, "compression_config") if values.get(key) is not None]
     return said[0] if said and read_bits(values) is None else ""
 
 
 def _bits_of(parameter: Parameter, bits: int) -> int | None:
-    """Returns the bits that a parameter is stored with; None if it is not quantized. Embeddings have at least 8."""
+    """Returns the bits of a stored parameter; None if it is not quantized. Embeddings have at least 8."""
     if parameter.kind in ("embedding", "unembedding"):
         return 8
     if parameter.kind != "linear":
@@ -49,7 +48,7 @@ def _bits_of(parameter: Parameter, bits: int) -> int | None:
 
 
 def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
-    """Returns the shape and dtype of each tensor by its name in the files."""
+    """Returns each tensor's shape and dtype by its name in the files."""
     found: dict[str, tuple[Shape, str]] = {}
     for name, p in named_parameters(config).items():
         match _bits_of(p, bits):
@@ -64,11 +63,10 @@ def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
 
 
 def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], Tensor | Quantized]]) -> dict[str, Any]:
-    """Returns the tensors of the files. A matrix is quantized when its scales are written, which is before any
-    levels."""
+    """Returns the files' tensors. A matrix is quantized when its scales are written; all scales precede the levels."""
     table = named_parameters(config)
 
-    held: dict[str, Quantized] = {}  # matrices whose levels are not written yet
+    held: dict[str, Quantized] = {}  # levels still to be written
 
     def part(name: str) -> np.ndarray[Any, Any]:
         matrix = name.removesuffix(SCALES)
@@ -82,7 +80,7 @@ def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], T
 
 
 def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tensor | Quantized:
-    """Quantizes a parameter as in a checkpoint of ``bits``. A matrix that already has the right bits is unchanged."""
+    """Quantizes a parameter for a checkpoint of ``bits``. A matrix that already has the right bits is unchanged."""
     kept = _bits_of(parameter, bits)
     if isinstance(value, Quantized) and value.bits == kept:
         return value

@@ -20,7 +20,7 @@ Table = dict[str, Scalar]
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that a run computes on, with everything that affects rounding."""
+    """The device that a run computes on, as far as it affects rounding."""
 
     device: str
     dtype: str
@@ -52,8 +52,7 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The model that a run was fine-tuned from: as the user named it, its folder, and the checksums of its weight
-    files."""
+    """The model that a run was fine-tuned from: the user's name for it, its folder, and its weight files' checksums."""
 
     model: str
     path: str
@@ -62,7 +61,7 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A resumption of the run: when, from which step, and the given options."""
+    """A resumption of the run: when, from which step, with which options."""
 
     at: str
     step: Count
@@ -71,16 +70,16 @@ class Resumed:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of ``run.json``. A member is None if it is not known yet or an older version did not write it."""
+    """The content of ``run.json``. None: not known yet, or not written by an older version."""
 
     format: int | None = None
-    started: str = ""  # sorts chronologically as text
+    started: str = ""  # sorts by time
     texts: list[str] | None = None
     settings: Table | None = None  # a `TrainConfig`
     size: str | None = None  # the preset, if it was derived from the minutes
-    resolved: dict[str, Scalar | Table] | None = None  # a `Recipe`, set before the first step
+    resolved: dict[str, Scalar | Table] | None = None  # a `Recipe`; None before the first step
     compute: Machine | None = None
-    versions: dict[str, str] | None = None  # versions of the software
+    versions: dict[str, str] | None = None  # of the software
     tokenizer: TokenizerRecord | None = None
     tokens: TokenCounts | None = None
     sources: list[Table] | None = None  # the texts read, with their checksums

@@ -1,5 +1,5 @@
-"""The report of a run: its curves, settings and samples, and the spans that samples copy from the training text.
-Another program's curve, read from a file, is a report with only evaluations."""
+"""The report of a run: its curves, settings and samples, and what the samples copy from the training text. Another
+program's curve is a report with only evaluations."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")
-CURVE_LIMIT = 16 * 2**20  # bytes of another program's curve file
+CURVE_LIMIT = 16 * 2**20  # bytes of a curve file
 Columns = dict[str, list[float | None]]
 
 
 @dataclass
 class History:
-    """The events of a run, except those undone by a rollback or a resume."""
+    """The events of a run, except those that a rollback or resume undid."""
 
     steps: list[events.StepEvent] = field(default_factory=list)
     evals: list[events.EvalEvent] = field(default_factory=list)
@@ -33,7 +33,7 @@ class History:
     rollbacks: list[events.RollbackEvent] = field(default_factory=list)
     resumes: list[events.ResumeEvent] = field(default_factory=list)
     end: events.EndEvent | None = None
-    unread: int = 0  # lines that are not events: truncated, or written by a later version
+    unread: int = 0  # lines that are not events: truncated, or of a later version
 
     def add(self, event: events.Event) -> None:
         """Adds the next event. A repeated step means that the run went back."""
@@ -72,13 +72,13 @@ class History:
 
 
 def _cut(events: list[Any], step: int) -> None:
-    """Removes the events after a step from the end of a list."""
+    """Removes the events after a step from a list."""
     while events and events[-1].step > step:
         events.pop()
 
 
 def read_history(run: Path) -> History:
-    """Reads ``metrics.jsonl``. Raises `UserError` if the file is missing or has no steps."""
+    """Reads ``metrics.jsonl``. Raises `UserError` if it is missing or has no steps."""
     path, history = run / folder.METRICS, History()
     if not path.exists():
         raise UserError(
@@ -97,18 +97,17 @@ def read_history(run: Path) -> History:
 
 @dataclass(frozen=True)
 class Copying:
-    """The spans that each sample shares with the training text, and how much of that text was compared."""
+    """The spans that each sample shares with the training text."""
 
     samples: list[Copied]
     texts: list[str]  # the longest span of each sample
-    compared: int  # tokens of the training text that were compared
-    trained: int  # tokens of the whole training text
+    compared: int  # training tokens compared
+    trained: int  # training tokens in total
 
 
 @dataclass(frozen=True)
 class Report:
-    """A run for display. ``copying`` is None if the tokens of the training text are gone or were not kept, as with
-    ``--pairs``."""
+    """A run for display. ``copying`` is None if the training tokens are gone or were not kept, as with ``--pairs``."""
 
     path: Path
     record: RunRecord
@@ -123,7 +122,7 @@ class Report:
 
     @property
     def bits_per_nat(self) -> float | None:
-        """Bits per byte of held-out text for a loss of one nat per token, from the final evaluation, which has both."""
+        """Bits per byte of held-out text for a loss of one nat per token, from the final evaluation."""
         end = self.history.end
         return finite(end.bits_per_byte / end.val_loss) if end and end.bits_per_byte and end.val_loss else None
 
@@ -150,7 +149,7 @@ class Report:
         }
 
     def columns(self, most: int | None = None) -> tuple[Columns, Columns]:
-        """Returns steps and evaluations as columns, with steps averaged into at most ``most`` rows. Unknown and
+        """Returns steps and evaluations as columns; steps are averaged into at most ``most`` rows. Unknown and
         non-finite numbers are None."""
         steps, evals = self.history.steps, [vars(each) for each in self.history.evals]
         if not self.is_run:
@@ -159,8 +158,8 @@ class Report:
 
 
 def thinned(steps: Sequence[events.StepEvent], most: int | None) -> list[dict[str, Any]]:
-    """Averages consecutive steps into at most ``most`` rows. Counts and times are those of a row's last step; other
-    values are means of the finite ones."""
+    """Averages consecutive steps into at most ``most`` rows. Counts and times are a row's last, other values the mean
+    of its finite ones."""
     each = 1 if most is None else -(-len(steps) // most)
     rows = []
     for at in range(0, len(steps), max(1, each)):
@@ -201,8 +200,8 @@ def find_run(word: str | None) -> Path:
 
 
 def report(run: Path, each: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Reads a finished or unfinished run, or a curve. ``each`` is called with the tokens of the training text compared
-    so far and their total.
+    """Reads a run, finished or not, or a curve. ``each`` is called with the training tokens compared so far and their
+    total.
 
     Raises `UserError` if there are no metrics, or if ``run.json`` or the curve is damaged.
     """
@@ -216,7 +215,7 @@ def report(run: Path, each: Callable[[int, int], None] = lambda done, total: Non
 @dataclass(frozen=True)
 class CurvePoint:
     """A line of a curve file: another program's evaluation after ``seconds`` of training. ``val_loss`` is in nats per
-    token of that program's tokenizer, ``bits_per_byte`` in bits per byte of text."""
+    token of that program's tokenizer."""
 
     step: Count
     seconds: Amount
@@ -225,10 +224,9 @@ class CurvePoint:
 
 
 def read_curve(path: Path) -> Report:
-    """Reads another program's curve: a file of JSON lines, each a `CurvePoint`, with increasing steps and seconds that
-    do not decrease.
+    """Reads another program's curve: JSON lines, each a `CurvePoint`, with increasing steps and non-decreasing seconds.
 
-    Raises `UserError` if the file is larger than `CURVE_LIMIT` or empty, and for an invalid line, which it names.
+    Raises `UserError` if the file is empty or larger than `CURVE_LIMIT`, or naming an invalid line.
     """
     points: list[CurvePoint] = []
     hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, optionally with "bits_per_byte"'
@@ -255,8 +253,7 @@ def read_curve(path: Path) -> Report:
 
 
 def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
-    """Returns the run's training tokens, from its own folder or from the token folder that it names, if that is
-    unchanged."""
+    """Returns the run's training tokens, from its own folder or from the unchanged token folder that it names."""
     try:
         if is_token_folder(run / "tokens"):
             return TokenFolder(run / "tokens")
@@ -265,7 +262,7 @@ def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
         if path is None or not is_token_folder(path) or file_sha256(path / MANIFEST) != sources[0]["sha256"]:
             return None
         return TokenFolder(path)
-    except (UserError, OSError, KeyError, TypeError):  # Without the tokens, the report still has curves.
+    except (UserError, OSError, KeyError, TypeError):  # The report still has curves.
         return None
 
 

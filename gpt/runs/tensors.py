@@ -28,18 +28,17 @@ _CODES = {
 }  # fmt: skip
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 _LENGTH = struct.Struct("<Q")
-_ALIGNED = 8  # The header is padded to a multiple of this many bytes.
-# Maximum header bytes: a base and a share per tensor. A tensor takes about 100 bytes; other programs also store
-# metadata and masks.
+_ALIGNED = 8  # bytes to which the header is padded
+# Maximum header bytes: a base, and a share per tensor. A tensor takes about 100; other programs add metadata and masks.
 _HEADER_ROOM, _HEADER_EACH = 2**16, 2**10
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """An array that is computed or gathered when it is written, and freed afterwards."""
+    """An array that is computed or gathered when it is written, then freed."""
 
     shape: tuple[int, ...]
-    get: Callable[[], Array]  # BF16, which numpy does not have, is returned as uint16 bits.
+    get: Callable[[], Array]  # uint16 bits of BF16, which numpy does not have
     code: str = "F32"  # safetensors dtype
 
     @property
@@ -58,8 +57,8 @@ class Deferred:
         return Deferred(self.shape[::-1], lambda: self.get().T, self.code)
 
     def split(self, rows: Sequence[slice]) -> "list[Deferred]":
-        """Returns one deferred array per slice of rows. The array is gathered when the first part is written, and freed
-        after the last."""
+        """Returns one deferred array per slice of rows. The first that is written gathers the array, the last frees
+        it."""
         held: list[Array] = []
 
         def get(some: slice) -> Array:
@@ -77,8 +76,8 @@ Arrays = Mapping[str, Array | Deferred]
 
 
 def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a safetensors file, in the format of safetensors itself. Makes one tensor at a time
-    contiguous, so memory never contains a second copy of all tensors."""
+    """Yields the bytes of a safetensors file, as safetensors itself writes them. Makes one tensor at a time contiguous,
+    so memory never has a second copy of all."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -95,20 +94,20 @@ def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
 
 
 def nbytes(tensors: Arrays) -> int:
-    """Returns the approximate size in bytes of a file with these tensors."""
+    """Returns the approximate file size of these tensors in bytes."""
     return sum(array.nbytes for array in tensors.values()) + 128 * len(tensors)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A tensor in a file, with its name there."""
+    """A tensor in a file, by its name there."""
 
     file: Path
     name: str
 
     def mapped(self) -> Tensor:
-        """Returns the tensor as stored, memory-mapped. Each tensor has a separate mapping that is freed with it, so
-        data already read from a file does not stay in memory."""
+        """Returns the tensor as stored, memory-mapped. Its mapping is freed with it, so data already read does not stay
+        in memory."""
         with _opened(self.file) as opened:
             tensor: Tensor = opened.get_tensor(self.name)
             return tensor
@@ -122,13 +121,11 @@ def find(
     ours: Callable[[str], str | None] = lambda name: name,
     dtypes: Sequence[str] | Mapping[str, str] = WEIGHTS,
 ) -> dict[str, Found]:
-    """Finds the tensors in files without reading their data, and returns them by the name that ``ours`` maps them to
-    (None: ignored).
+    """Finds tensors in files without reading their data. ``ours`` maps their names (None: ignored).
 
-    Validates every name, shape and dtype against ``shapes``, the allowed tensors, and the length of each header against
-    their number, so an untrusted file cannot cause large allocations. ``dtypes`` lists the dtypes allowed for all
-    tensors, or has the required dtype by name. Raises `UserError`; ``where`` is the source of the shapes in its
-    message.
+    Validates names, shapes and dtypes against the allowed ``shapes``, and header lengths against their number, so an
+    untrusted file cannot cause large allocations. ``dtypes`` are allowed for all tensors, or given by name. Raises
+    `UserError` with ``where``, the source of the shapes.
     """
     found: dict[str, Found] = {}
     for file in files:
@@ -160,7 +157,7 @@ def check_all(files: Sequence[Path], expected: Iterable[str], found: Iterable[st
 
 
 def _check_header(file: Path, count: int) -> None:
-    """Raises `UserError` for a header that is too long for ``count`` tensors."""
+    """Raises `UserError` for a header too long for ``count`` tensors."""
     with reading(file), open_regular(file) as opened:
         start = opened.read(_LENGTH.size)
         size = os.fstat(opened.fileno()).st_size
