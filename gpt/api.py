@@ -143,12 +143,12 @@ class LanguageModel:
         config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
-        with _opened(texts, self.tokenizer, config, side, listen, self.note) as (_, documents):
+        with _open_documents(texts, self.tokenizer, config, side, listen, self.note) as (_, documents):
             return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
 
 
 @contextlib.contextmanager
-def _opened(
+def _open_documents(
     texts: Sequence[str],
     tokenizer: Tokenizer,
     config: ReadConfig,
@@ -165,9 +165,9 @@ def _opened(
 
     path = tokenized(texts)
     if path is not None:
-        for each in fields(ReadConfig):
-            if getattr(config, each.name) != each.default:
-                note(f"{path} is already tokenized: --{each.name.replace('_', '-')} has no effect")
+        for field in fields(ReadConfig):
+            if getattr(config, field.name) != field.default:
+                note(f"{path} is already tokenized: --{field.name.replace('_', '-')} has no effect")
         folder = TokenFolder(path)
         if not folder.read_for(tokenizer):
             raise UserError(
@@ -180,16 +180,16 @@ def _opened(
         note(f"{texts[0]} is not a token folder: all of it is measured, and --split has no effect")
     corpus = open_corpus(texts, TextConfig(**vars(config), val_fraction=0))
     try:
-        with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as place:
-            folder = tokenize(corpus, tokenizer, Path(place) / "tokens", listen=listen)
+        with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as scratch:
+            folder = tokenize(corpus, tokenizer, Path(scratch) / "tokens", listen=listen)
             stream = folder.stream("train")
             try:
                 yield folder, stream.documents
             finally:
                 stream.release()  # Windows cannot delete an open file.
-    except Interrupted as stopped:
+    except Interrupted as interruption:
         # The message of `tokenize` names the folder, which is already deleted.
-        raise Interrupted(stopped.signum) from None
+        raise Interrupted(interruption.signum) from None
 
 
 def load(
@@ -211,47 +211,51 @@ def load(
     quantize them, and quantized weights stay as they are. Such a model can be neither trained nor saved, and the
     default number of ``threads`` depends on its size.
     """
-    found = folder.find_checkpoint(None if path is None else str(path), note)
+    model_path = folder.find_checkpoint(None if path is None else str(path), note)
     if base is not None:
-        folder.name_base(found, str(base))
-    stored = None if folder.is_adapter(found) else hf.load_bits(found)
+        folder.name_base(model_path, str(base))
+    stored_bits = None if folder.is_adapter(model_path) else hf.load_bits(model_path)
     if sampling is not None and dtype == "auto":
-        dtype = next((name for name, each in quantized.BITS.items() if each == stored), dtype)
+        dtype = next((name for name, width in quantized.BITS.items() if width == stored_bits), dtype)
     compute = pick(device, dtype)
-    bits, decodes = quantized.BITS.get(dtype), sampling is not None
-    compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not folder.is_adapter(found), note)
-    finish, narrow = None, torch.float32
+    bits, for_decoding = quantized.BITS.get(dtype), sampling is not None
+    compute = _fit_dtype(
+        model_path, compute, dtype, (for_decoding or bits is not None) and not folder.is_adapter(model_path), note
+    )
+    finish, weight_dtype = None, torch.float32
     compiles = sampling is not None and sampling.compile == "on"
     # Speculative decoding checks several tokens at a time with other kernels, so in int8 the texts could differ.
-    blocks = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
-    if decodes or bits is not None:
-        packed = decodes and (blocks or not compiles)
-        finish, narrow = functools.partial(prepare, compute=compute, packed=packed, keep=blocks), compute.dtype
-    count = breakdown(hf.load_config(folder.home(found))).trainable
+    is_native = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
+    if for_decoding or bits is not None:
+        packed = for_decoding and (is_native or not compiles)
+        finish, weight_dtype = functools.partial(prepare, compute=compute, packed=packed, keep=is_native), compute.dtype
+    parameters = breakdown(hf.load_config(folder.home(model_path))).trainable
     # The layout of the weights depends on the number of threads.
-    devices.use_threads(compute, threads, count if decodes else None)
-    loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, bits=bits)
-    if bits not in (None, stored):
+    devices.use_threads(compute, threads, parameters if for_decoding else None)
+    loaded = checkpoint.load(model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, bits=bits)
+    if bits not in (None, stored_bits):
         note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
-    if blocks:
+    if is_native:
         native.use(loaded.model, note)
-    return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
+    return LanguageModel(loaded.model, loaded.tokenizer, compute, model_path, note)
 
 
-def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callable[[str], None]) -> Compute:
-    """Chooses bfloat16 if float32 weights exceed memory, ``dtype`` is "auto" and weights are stored in the compute
-    dtype (``narrow``). Raises `UserError` if the weights do not fit."""
-    parts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
+def _fit_dtype(path: Path, compute: Compute, dtype: str, casts: bool, note: Callable[[str], None]) -> Compute:
+    """Chooses bfloat16 if float32 weights exceed memory, ``dtype`` is "auto" and weights are cast to it
+    (``casts``). Raises `UserError` if the weights do not fit."""
+    counts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
     # A tied embedding is laid out again as the unembedding.
-    parameters, exact = parts.trainable, 4 * parts.total_weights
-    if narrow and dtype == "auto" and exact > memory:
-        note(f"float32 weights take {exact / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16")
+    parameters, full_size = counts.trainable, 4 * counts.total_weights
+    if casts and dtype == "auto" and full_size > memory:
+        note(
+            f"float32 weights take {full_size / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16"
+        )
         compute = replace(compute, dtype=torch.bfloat16)
-    rounds = dtype == "int8" or (dtype == "int4" and Int4Linear.runs_on(compute.device))
-    size = 4 if not narrow else 1 if rounds else compute.dtype.itemsize
-    if size * parameters > memory:
+    quantizes = dtype == "int8" or (dtype == "int4" and Int4Linear.runs_on(compute.device))
+    width = 4 if not casts else 1 if quantizes else compute.dtype.itemsize
+    if width * parameters > memory:
         raise UserError(
-            f"the weights of {path} take {size * parameters / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available",
+            f"the weights of {path} take {width * parameters / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available",
             "use --dtype bfloat16, int8 or int4, or a smaller model",
         )
     return compute
@@ -299,9 +303,9 @@ def bench(
         devices.use_threads(compute, threads, breakdown(model.config).trainable)
         if dtype in quantized.BITS:
             round_matrices(model, quantized.BITS[dtype], compute.dtype)
-        blocks = compile == "on" and native.fits(compute)
-        prepare(model, compute, packed=blocks or compile != "on", keep=blocks)
-        if blocks:
+        is_native = compile == "on" and native.fits(compute)
+        prepare(model, compute, packed=is_native or compile != "on", keep=is_native)
+        if is_native:
             native.use(model, note)
         name = target
     else:
@@ -310,10 +314,10 @@ def bench(
     config = config.fitted(model.config.block_size)
     step = compiled(model, compute, note) if compile == "on" else None
     speed = measure(model, compute, config, step)
-    count = breakdown(model.config).trainable
-    where = compute.describe().removesuffix(f", {compute.dtype_name}")
-    compiles = step is not None or native.is_used(model)
-    return Measured(name, count, where, dtype_name(model, compute), compiles, config, speed)
+    parameters = breakdown(model.config).trainable
+    device_name = compute.describe().removesuffix(f", {compute.dtype_name}")
+    is_compiled = step is not None or native.is_used(model)
+    return Measured(name, parameters, device_name, dtype_name(model, compute), is_compiled, config, speed)
 
 
 def export(
@@ -335,28 +339,28 @@ def export(
     from gpt.exporting import run as exports
     from gpt.exporting.source import open_source
 
-    started = time.monotonic()
+    start_time = time.monotonic()
     config = from_dict(ExportConfig, settings, "export")
     target = exports.find_target(str(out), config)
-    words = None if model is None else str(model)
-    path = folder.find_checkpoint(words, note)
+    model_name = None if model is None else str(model)
+    path = folder.find_checkpoint(model_name, note)
     if base is not None:
         folder.name_base(path, str(base))
-    source = open_source(path, words or "")
+    source = open_source(path, model_name or "")
     exports.check(source, target)
     for difference in gguf_tokenizer.differences(source.tokenizer) if target.is_file else []:
         note(difference)
-    compute, stored = devices.pick(device, "float32"), exports.stored(source, target)
+    compute, stored_weights = devices.pick(device, "float32"), exports.stored(source, target)
 
-    def built(weights: checkpoint.Parameters) -> LanguageModel:
-        whole = checkpoint.build(source.config, weights, compute.device, torch.float32)
-        return LanguageModel(whole, source.tokenizer, compute, path, note)
+    def build_model(weights: checkpoint.Parameters) -> LanguageModel:
+        decoder = checkpoint.build(source.config, weights, compute.device, torch.float32)
+        return LanguageModel(decoder, source.tokenizer, compute, path, note)
 
     with exports.whole_or_nothing(target):
-        compared = None if eval is None else _compared(eval, source, stored, built, listen)
-        texts = _samples(built(stored), config.samples, listen) if config.samples else []
-        told = lambda done, total: listen(events.Progress("written", done, total))
-        tensors, size = exports.write(source, target, compared, texts, told)
+        comparison = None if eval is None else _compare(eval, source, stored_weights, build_model, listen)
+        texts = _generate_samples(build_model(stored_weights), config.samples, listen) if config.samples else []
+        on_written = lambda done, total: listen(events.Progress("written", done, total))
+        tensors, size = exports.write(source, target, comparison, texts, on_written)
     return exports.Exported(
         target.out,
         "gguf" if target.is_file else "folder",
@@ -365,49 +369,49 @@ def export(
         size,
         tensors,
         source.config.vocab_size,
-        compared.before.loss if compared else None,
-        compared.after.loss if compared else None,
-        time.monotonic() - started,
+        comparison.before.loss if comparison else None,
+        comparison.after.loss if comparison else None,
+        time.monotonic() - start_time,
         source.tokenizer.chat_template is not None,
     )
 
 
-def _samples(model: LanguageModel, num: int, listen: "Listener") -> list[str]:
-    found: list[str] = []
+def _generate_samples(model: LanguageModel, num: int, listen: "Listener") -> list[str]:
+    samples: list[str] = []
     for piece in model.write_all([""], num=num):
         if piece.sample is not None:
-            found.append(piece.sample.text)
-            listen(events.Progress("sampled", len(found), num, "texts"))
-    return found
+            samples.append(piece.sample.text)
+            listen(events.Progress("sampled", len(samples), num, "texts"))
+    return samples
 
 
-def _compared(
+def _compare(
     text: str,
     source: "SourceModel",
-    stored: checkpoint.Parameters,
-    built: Callable[[checkpoint.Parameters], LanguageModel],
+    stored_weights: checkpoint.Parameters,
+    build_model: Callable[[checkpoint.Parameters], LanguageModel],
     listen: "Listener",
 ) -> "Comparison":
-    """Measures the loss on ``text`` with the original weights and with the ``stored`` ones."""
+    """Measures the loss on ``text`` with the original and the stored weights."""
     from gpt.exporting.card import Comparison
     from gpt.exporting.provenance import joined, last_part
 
-    found: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
     done = 0
 
-    def each(window: object, losses: Sized, total: int) -> None:
+    def on_window(window: object, losses: Sized, total: int) -> None:
         nonlocal done
         done += len(losses)
         listen(events.Progress("scored", done, 2 * total, "tokens"))
 
-    with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
-        for weights in (source.weights, stored):
-            model = built(weights)
-            found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
+    with _open_documents([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
+        for weights in (source.weights, stored_weights):
+            model = build_model(weights)
+            evaluations.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, on_window))
             del model  # One model in memory at a time.
         name = "stdin" if text == "-" else last_part(text)
         name += ", the held-out part" if tokens.path == Path(text) else ""
-        return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
+        return Comparison(joined(name, list(map(asdict, tokens.sources()))), *evaluations)
 
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":

@@ -27,10 +27,10 @@ class BenchConfig:
     def fitted(self, block_size: int) -> "BenchConfig":
         """Returns a copy whose token counts fit in the context. Raises `UserError` if the requested counts do not."""
         prompt = self.prompt_tokens or max(1, min(_PROMPT, block_size // 4))
-        new = self.new_tokens or max(1, min(_NEW, block_size - prompt))
-        if prompt + new > block_size:
+        generated = self.new_tokens or max(1, min(_NEW, block_size - prompt))
+        if prompt + generated > block_size:
             raise UserError(
-                f"{prompt} + {new} tokens do not fit in the context of {block_size:,}",
+                f"{prompt} + {generated} tokens do not fit in the context of {block_size:,}",
                 "leave out --prompt-tokens or --new-tokens to use what fits",
             )
-        return replace(self, prompt_tokens=prompt, new_tokens=new)
+        return replace(self, prompt_tokens=prompt, new_tokens=generated)

@@ -32,7 +32,7 @@ MOST_THREADS = 4096
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
 MOST_IDS = 2**24  # upper bound of a vocabulary size
-WIDE = 512  # From this width, a gated MLP's hidden width is a multiple of 256 instead of 64, which suits GPUs.
+WIDE_MODEL = 512  # From this width, a gated MLP's hidden width is a multiple of 256 instead of 64, which suits GPUs.
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class RopeScaling:
     original: int  # context length in positions
 
     def __post_init__(self) -> None:
-        for name, most in (("factor", 1e4), ("low", 1e4), ("high", 1e4), ("original", 2**24)):
+        for name, maximum in (("factor", 1e4), ("low", 1e4), ("high", 1e4), ("original", 2**24)):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 1 <= value <= most:
-                raise UserError(f"rope_scaling: {name} is {value!r}; it must be between 1 and {most:g}")
+            if type(value) not in (int, float) or not 1 <= value <= maximum:
+                raise UserError(f"rope_scaling: {name} is {value!r}; it must be between 1 and {maximum:g}")
         if self.low >= self.high:
             raise UserError(f"rope_scaling: low is {self.low:g} and high is {self.high:g}; high must be greater")
 
@@ -106,21 +106,21 @@ class GPTConfig:
 
     def _leave_out_defaults(self) -> None:
         """Sets derived fields to None, so that a ``config.json`` with all fields gives an equal shape."""
-        windowed = any(self.windows)
-        usual = {
+        has_windows = any(self.windows)
+        derived = {
             "n_kv_head": self.n_head,
             "head_dim": self.n_embd / self.n_head,
-            "n_inner": self._usual_width(),
-            "window": None if windowed else self.window,
-            "window_layers": tuple(range(1, self.n_layer, 2)) if windowed else self.window_layers,
+            "n_inner": self._default_mlp_width(),
+            "window": None if has_windows else self.window,
+            "window_layers": tuple(range(1, self.n_layer, 2)) if has_windows else self.window_layers,
         }
-        for name, value in usual.items():
+        for name, value in derived.items():
             if getattr(self, name) == value:
                 object.__setattr__(self, name, None)
 
     def _check_positions(self) -> None:
-        paired = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
-        what, width = paired.get(self.positions, ("", 0))
+        paired_widths = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
+        what, width = paired_widths.get(self.positions, ("", 0))
         if width % 2:
             raise UserError(f"{self.positions} positions need an even {what}, not {width}", "dimensions are paired")
         if self.norm == "rmsnorm" and self.positions != "rotary":
@@ -131,8 +131,8 @@ class GPTConfig:
 
     def _check_window(self) -> None:
         layers = self.window_layers
-        listed = all(type(at) is int and 0 <= at < self.n_layer for at in layers or ())
-        if layers is not None and (self.window is None or not listed):
+        valid = all(type(layer) is int and 0 <= layer < self.n_layer for layer in layers or ())
+        if layers is not None and (self.window is None or not valid):
             raise UserError(f"window_layers is {layers!r:.80}; with a window, list layers below {self.n_layer}")
 
     @classmethod
@@ -144,10 +144,10 @@ class GPTConfig:
     def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Converts fields written by an older version. Raises `UserError` naming ``where`` for a model that is no
         longer supported."""
-        fields = dict(values)
-        if fields.pop("arch", "gpt2") != "gpt2":
+        upgraded = dict(values)
+        if upgraded.pop("arch", "gpt2") != "gpt2":
             raise UserError(f"{where} uses the old --arch modern, which is no longer supported", "train it again")
-        return fields
+        return upgraded
 
     @property
     def head_size(self) -> int:
@@ -162,29 +162,29 @@ class GPTConfig:
     @property
     def mlp_width(self) -> int:
         """Hidden width of the MLP."""
-        return self.n_inner or self._usual_width()
+        return self.n_inner or self._default_mlp_width()
 
-    def _usual_width(self) -> int:
+    def _default_mlp_width(self) -> int:
         """A gated MLP has three maps instead of two, each about 2/3 as large."""
         if self.mlp == "gelu":
             return 4 * self.n_embd
-        unit = 256 if self.n_embd >= WIDE else 64
+        unit = 256 if self.n_embd >= WIDE_MODEL else 64
         return max(1, round(8 * self.n_embd / 3 / unit)) * unit
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None for full attention."""
-        some = range(1, self.n_layer, 2) if self.window_layers is None else self.window_layers
-        return tuple(self.window if layer in some else None for layer in range(self.n_layer))
+        windowed_layers = range(1, self.n_layer, 2) if self.window_layers is None else self.window_layers
+        return tuple(self.window if layer in windowed_layers else None for layer in range(self.n_layer))
 
     @property
     def layout(self) -> Layout:
         """The Transformers family that computes the same model; ``gpt`` if none does. It decides a checkpoint's tensor
         names and ``config.json``."""
-        windowed, every = any(self.windows), all(self.windows)
+        any_window, all_windows = any(self.windows), all(self.windows)
         if (self.norm, self.mlp, self.biases, self.qk_norm) == ("layernorm", "gelu", "all", False):
-            same = self.kv_heads == self.n_head and self.n_head * self.head_size == self.n_embd
-            return "gpt2" if same and self.positions != "rotary" and not windowed else "gpt"
+            standard_heads = self.kv_heads == self.n_head and self.n_head * self.head_size == self.n_embd
+            return "gpt2" if standard_heads and self.positions != "rotary" and not any_window else "gpt"
         if (self.norm, self.mlp) != ("rmsnorm", "swiglu"):
             return "gpt"
         match self.qk_norm, self.biases:
@@ -192,9 +192,9 @@ class GPTConfig:
                 return "qwen3"
             case False, "qkv":
                 return "qwen2"
-            case False, "none" if every or not windowed:
+            case False, "none" if all_windows or not any_window:
                 # Transformers requires a llama's width to be divisible by its heads.
-                return "mistral" if windowed or self.n_embd % self.n_head else "llama"
+                return "mistral" if any_window or self.n_embd % self.n_head else "llama"
         return "gpt"
 
 
@@ -222,9 +222,9 @@ class Preset:
 
 
 def _preset(
-    arch: Arch, L: int, H: int, C: int, T: int, V: int, batch_tokens: int, lr: float, note: str = "", **more: Any
+    arch: Arch, L: int, H: int, C: int, T: int, V: int, batch_tokens: int, lr: float, note: str = "", **properties: Any
 ) -> Preset:
-    return Preset(GPTConfig.of(arch, V, T, L, H, C, **more), batch_tokens, lr, note)
+    return Preset(GPTConfig.of(arch, V, T, L, H, C, **properties), batch_tokens, lr, note)
 
 
 _gpt2, _modern = partial(_preset, "gpt2"), partial(_preset, "modern")
@@ -382,8 +382,8 @@ class TokenizeConfig(TextConfig):
         """The part, counted from 1, and the number of parts."""
         if self.part is None:
             return None
-        if words := re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", self.part):
-            i, n = int(words[1]), int(words[2])
+        if match := re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", self.part):
+            i, n = int(match[1]), int(match[2])
             if 1 <= i <= n <= 100_000:
                 return i, n
         raise UserError(f'part is "{self.part}"; it must be I/N, from 1/N to N/N', "the second of four: --part 2/4")
@@ -515,10 +515,10 @@ class TrainConfig(TextConfig):
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
-        for one, other, what in self.EXCLUSIVE:
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                names = f"--{one} and --{other}".replace("_", "-")
-                raise UserError(f"{names} both {what}", "give one of them")
+        for first, second, purpose in self.EXCLUSIVE:
+            if getattr(self, first) is not None and getattr(self, second) is not None:
+                names = f"--{first} and --{second}".replace("_", "-")
+                raise UserError(f"{names} both {purpose}", "give one of them")
         if self.arch == "modern" and self.positions not in (None, "rotary"):
             raise UserError(f"--positions {self.positions} contradicts --arch modern", "it uses rotary positions")
         if self.pairs and self.chat:
@@ -546,14 +546,14 @@ class TrainConfig(TextConfig):
         for name in ("merge_lora", "lora_alpha", "lora_targets"):
             if self.lora_rank is None and getattr(self, name) not in (None, False):
                 raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "a common value is 8: --lora-rank 8")
-        words = (*LORA_GROUPS, *LORA_ROLES)
-        for word in ("all" if self.lora_targets is None else self.lora_targets).split(","):
-            if word not in words:
-                raise UserError(f'lora-targets: there is no "{word}"', did_you_mean(word, words))
+        known_targets = (*LORA_GROUPS, *LORA_ROLES)
+        for target in ("all" if self.lora_targets is None else self.lora_targets).split(","):
+            if target not in known_targets:
+                raise UserError(f'lora-targets: there is no "{target}"', did_you_mean(target, known_targets))
 
     def new_model(self, preset: GPTConfig, vocab_size: int, block_size: int) -> GPTConfig:
         """Returns a new model's shape: the preset's, overridden by the given options."""
-        asked = {each.name: getattr(self, each.name, None) for each in fields(GPTConfig)}
-        usual = {"dropout": 0.0, **(ARCHITECTURES[self.arch] if self.arch else {})}
-        given = usual | {name: value for name, value in asked.items() if value is not None}
-        return replace(preset, **given | {"vocab_size": vocab_size, "block_size": block_size})
+        options = {field.name: getattr(self, field.name, None) for field in fields(GPTConfig)}
+        defaults = {"dropout": 0.0, **(ARCHITECTURES[self.arch] if self.arch else {})}
+        overrides = defaults | {name: value for name, value in options.items() if value is not None}
+        return replace(preset, **overrides | {"vocab_size": vocab_size, "block_size": block_size})

@@ -25,7 +25,7 @@ from gpt.words import counted
 # at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; 0.4 at 0.9 M next to four other programs.
 DECODED = 2_000_000
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
-KEPT = 2**25  # the largest threshold that glibc accepts
+MAX_KEPT_BYTES = 2**25  # the largest threshold that glibc accepts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,8 +63,8 @@ class Compute:
         """Returns a description such as ``cpu, 2 threads, bfloat16``."""
         if self.device.type == "cuda":
             return f"{torch.cuda.get_device_name(self.device)}, {self.dtype_name}"
-        n = torch.get_num_threads()
-        threads = f", {counted(n, 'thread')}" if self.device.type == "cpu" else ""
+        count = torch.get_num_threads()
+        threads = f", {counted(count, 'thread')}" if self.device.type == "cpu" else ""
         return f"{self.device.type}{threads}, {self.dtype_name}"
 
 
@@ -86,8 +86,8 @@ class Download:
         self.arrived: torch.cuda.Event | None = None  # None: `read` blocks until the device is done
         self._tensors = tensors
         if tensors[0].device.type == "cuda":
-            bits = [(each.float() if each.is_floating_point() else each.int()).flatten() for each in tensors]
-            packed = torch.cat([each.view(torch.int32) for each in bits])
+            bits = [(tensor.float() if tensor.is_floating_point() else tensor.int()).flatten() for tensor in tensors]
+            packed = torch.cat([tensor.view(torch.int32) for tensor in bits])
             self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=True).copy_(packed, non_blocking=True)
             self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             # The current device can be a different one.
@@ -96,12 +96,12 @@ class Download:
     def read(self, wait: Callable[[torch.cuda.Event], object] = lambda event: event.synchronize()) -> list[Any]:
         """Returns each tensor as a number or as nested lists. ``wait`` blocks until the device has reached an event."""
         if self.arrived is None:
-            return [each.tolist() for each in self._tensors]
+            return [tensor.tolist() for tensor in self._tensors]
         wait(self.arrived)
-        parts = torch.split(self._host, [each.numel() for each in self._tensors])
+        parts = torch.split(self._host, [tensor.numel() for tensor in self._tensors])
         return [
-            (part.view(torch.float32) if each.is_floating_point() else part).view(each.shape).tolist()
-            for part, each in zip(parts, self._tensors, strict=True)
+            (part.view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape).tolist()
+            for part, tensor in zip(parts, self._tensors, strict=True)
         ]
 
 
@@ -130,35 +130,35 @@ def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -
     On a CPU, ``auto`` trains in bfloat16 if the processor multiplies it natively, and otherwise computes in float32:
     for inference, exactness is worth more than speed.
     """
-    where = _device(device)
+    chosen = _device(device)
     if dtype == "auto":
-        if where.type == "cuda":
-            native = has_bfloat16_cores(where)
+        if chosen.type == "cuda":
+            use_bfloat16 = has_bfloat16_cores(chosen)
         else:
-            native = where.type == "cpu" and training and has_native_bfloat16()
-        return Compute(where, torch.bfloat16 if native else torch.float32)
+            use_bfloat16 = chosen.type == "cpu" and training and has_native_bfloat16()
+        return Compute(chosen, torch.bfloat16 if use_bfloat16 else torch.float32)
     if dtype not in DTYPES:
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
-    if dtype == "float16" and where.type == "cpu":
+    if dtype == "float16" and chosen.type == "cpu":
         raise UserError(
             "float16 is slow on a CPU" + (", and overflows in training" if training else ""),
             "use bfloat16 or float32 on the CPU",
         )
-    if dtype == "bfloat16" and where.type == "mps" and _mac_release() < 14:
+    if dtype == "bfloat16" and chosen.type == "mps" and _macos_version() < 14:
         raise UserError("bfloat16 on MPS needs macOS 14", "use --dtype float32")
-    return Compute(where, DTYPES[dtype])
+    return Compute(chosen, DTYPES[dtype])
 
 
 def _device(name: str) -> torch.device:
-    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        return torch.device(next(kind for kind in has if has[kind]))
+        return torch.device(next(kind for kind in available if available[kind]))
     match = re.fullmatch(DEVICE, name)
     if match is None:
         raise UserError(f'there is no device "{name}"', did_you_mean(name, get_args(Device)))
-    if not has[match[1]] or (match[2] and match[1] == "cuda" and int(match[2][1:]) >= torch.cuda.device_count()):
-        present = ", ".join(kind for kind in has if has[kind])
-        raise UserError(f'this machine (or this build of torch) has no device "{name}"', f"available: {present}")
+    if not available[match[1]] or (match[2] and match[1] == "cuda" and int(match[2][1:]) >= torch.cuda.device_count()):
+        names = ", ".join(kind for kind in available if available[kind])
+        raise UserError(f'this machine (or this build of torch) has no device "{name}"', f"available: {names}")
     return torch.device(name)
 
 
@@ -182,7 +182,7 @@ def use_threads(compute: Compute, asked: int | None = None, decoding: int | None
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks of up to `KEPT` bytes for reuse. Does nothing on other platforms.
+    """Makes glibc keep freed blocks of up to `MAX_KEPT_BYTES` bytes for reuse. Does nothing on other platforms.
 
     Each training step reallocates the same activations. If glibc returned them to the system, each 4 KiB would cost a
     page fault: 20,000 in a step of `micro`, a fifth of its time.
@@ -190,7 +190,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_MMAP_THRESHOLD, KEPT)
+        mallopt(M_MMAP_THRESHOLD, MAX_KEPT_BYTES)
 
 
 @functools.cache
@@ -213,5 +213,5 @@ def has_native_bfloat16() -> bool:
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
 
 
-def _mac_release() -> int:
+def _macos_version() -> int:
     return int(platform.mac_ver()[0].split(".")[0] or 0)

@@ -36,11 +36,11 @@ def packages() -> dict[str, str]:
     """Returns the versions of the installed dependencies, including those of extras."""
     from importlib.metadata import PackageNotFoundError, requires, version  # This import takes 20 ms.
 
-    found = {}
+    versions = {}
     with contextlib.suppress(PackageNotFoundError):  # A source tree has no metadata.
         for requirement in requires(NAME) or []:
             name = re.split(r"[^\w.-]", requirement)[0]
             with contextlib.suppress(PackageNotFoundError):
-                found[name] = version(name) or "unknown"  # Damaged metadata has no version.
-    found.pop(NAME, None)
-    return dict(sorted(found.items()))
+                versions[name] = version(name) or "unknown"  # Damaged metadata has no version.
+    versions.pop(NAME, None)
+    return dict(sorted(versions.items()))

@@ -87,8 +87,8 @@ def warn(text: str) -> None:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ``did you mean "x"?`` for the nearest known name, or a list of the known names."""
     known = list(known)
-    near = get_close_matches(name[:100].lower(), known, n=1, cutoff=0.5)
-    return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
+    matches = get_close_matches(name[:100].lower(), known, n=1, cutoff=0.5)
+    return f'did you mean "{matches[0]}"?' if matches else "known: " + ", ".join(known)
 
 
 def first_line(error: BaseException) -> str:
@@ -99,8 +99,8 @@ def first_line(error: BaseException) -> str:
 def device_failure(error: BaseException) -> str | None:
     """Returns the first line of CUDA's message if a device has failed for the rest of the process, or else None."""
     message = str(error).strip()
-    failed = isinstance(error, RuntimeError) and message.startswith("CUDA error") and not is_out_of_memory(error)
-    return first_line(error) if failed else None
+    is_failure = isinstance(error, RuntimeError) and message.startswith("CUDA error") and not is_out_of_memory(error)
+    return first_line(error) if is_failure else None
 
 
 def check_text(what: str, text: str, hint: str = "set your terminal to UTF-8") -> None:
@@ -116,7 +116,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return not isinstance(error, UserError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    return not isinstance(error, UserError) and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)
 
 
 def is_out_of_threads(error: BaseException) -> bool:

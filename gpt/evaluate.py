@@ -21,8 +21,8 @@ from gpt.text.tokenizer import Tokenizer
 Ids = npt.NDArray[np.int64]
 WINDOW = 1024  # default maximum; attention takes most of the time in longer windows
 TOKENS_AT_ONCE = 8192  # maximum positions in a batch of windows
-LOGITS_AT_ONCE = 2**26  # maximum logits in memory
-TEXT_AT_ONCE = 2**20  # ids decoded per call
+MAX_LOGITS = 2**26  # maximum logits in memory
+DECODE_CHUNK = 2**20  # ids decoded per call
 
 
 @dataclass(frozen=True)
@@ -103,79 +103,79 @@ def windows(documents: Iterable[Document], block_size: int, stride: int | None =
     stride = block_size if stride is None else stride
     if not 1 <= stride <= block_size:
         raise UserError(f"stride is {stride}; it must be from 1 to the window, {block_size} tokens")
-    for number, ids in enumerate(documents):
+    for document, ids in enumerate(documents):
         for start in range(0, max(1, len(ids) - 1 - (block_size - stride)), stride):
             part = ids[start : start + block_size + 1]
             if len(part) > 1:
-                yield Window(number, start, part[:-1], part[1:], block_size - stride if start else 0)
+                yield Window(document, start, part[:-1], part[1:], block_size - stride if start else 0)
 
 
-def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[Window]:
-    """Returns up to ``wanted`` windows, spread evenly over all documents."""
+def spread_windows(documents: Documents, block_size: int, count: int) -> list[Window]:
+    """Returns up to ``count`` windows, spread evenly over all documents."""
     counts = -(-np.maximum(documents.lengths - 1, 0) // block_size)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    some = []
-    for number in dict.fromkeys(i * total // wanted for i in range(wanted)) if total > wanted else range(total):
-        document = int(np.searchsorted(ends, number, "right"))
-        start = (number - int(ends[document] - counts[document])) * block_size
+    selected = []
+    for index in dict.fromkeys(i * total // count for i in range(count)) if total > count else range(total):
+        document = int(np.searchsorted(ends, index, "right"))
+        start = (index - int(ends[document] - counts[document])) * block_size
         ids = documents[document][start : start + block_size + 1]
-        some.append(Window(document, start, ids[:-1], ids[1:], 0))
-    return some
+        selected.append(Window(document, start, ids[:-1], ids[1:], 0))
+    return selected
 
 
 @torch.inference_mode()
 def score_positions(
-    model: GPT, some: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
+    model: GPT, batch: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Returns ``score(logits, targets)`` per position, (n, T), of windows padded to the longest. Keeps at most
-    `LOGITS_AT_ONCE` logits in memory. Uncounted targets are `IGNORED`."""
-    length = max(len(window.x) for window in some)
-    x = np.zeros((len(some), length), np.int64)
-    y = np.full((len(some), length), losses.IGNORED, np.int64)
-    for row, window in enumerate(some):
+    `MAX_LOGITS` logits in memory. Uncounted targets are `IGNORED`."""
+    length = max(len(window.x) for window in batch)
+    x = np.zeros((len(batch), length), np.int64)
+    y = np.full((len(batch), length), losses.IGNORED, np.int64)
+    for row, window in enumerate(batch):
         x[row, : len(window.x)] = window.x
         y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
-    targets, at_once = upload(y.ravel(), compute.device), max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    targets, chunk = upload(y.ravel(), compute.device), max(1, MAX_LOGITS // model.config.vocab_size)
     with compute.autocast():
         # Only the trunk gathers sharded weights; model(x) does not.
         stream = model.trunk(upload(x, compute.device)).flatten(0, 1)
-        parts = zip(torch.split(stream, at_once), torch.split(targets, at_once), strict=True)
-        scores = [score(model.unembed(part), aims) for part, aims in parts]
+        parts = zip(torch.split(stream, chunk), torch.split(targets, chunk), strict=True)
+        scores = [score(model.unembed(part), part_targets) for part, part_targets in parts]
     return torch.cat(scores).view(x.shape)
 
 
-def each_window(
-    model: GPT, some: Iterable[Window], compute: Compute
+def score_windows(
+    model: GPT, all_windows: Iterable[Window], compute: Compute
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
     """Yields every window, in order, with the losses of its counted targets in nats, without dropout. A GPU computes
     the next batch while the caller reads one."""
-    before: tuple[list[Window], Download] | None = None
-    with _evaluating(model):
-        for batch in _batches(some):
-            now = batch, Download(score_positions(model, batch, compute, losses.token_losses))
-            if before is not None:
-                yield from _counted(*before)
-            before = now
-        if before is not None:
-            yield from _counted(*before)
+    pending: tuple[list[Window], Download] | None = None
+    with _eval_mode(model):
+        for batch in _batches(all_windows):
+            current = batch, Download(score_positions(model, batch, compute, losses.token_losses))
+            if pending is not None:
+                yield from _counted_losses(*pending)
+            pending = current
+        if pending is not None:
+            yield from _counted_losses(*pending)
 
 
-def _counted(batch: list[Window], losses_of: Download) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    for window, of_row in zip(batch, losses_of.read()[0], strict=True):
-        own = slice(window.skipped, len(window.y))
-        yield window, np.array(of_row[own])[window.y[own] != losses.IGNORED]
+def _counted_losses(batch: list[Window], download: Download) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
+    for window, row_losses in zip(batch, download.read()[0], strict=True):
+        counted = slice(window.skipped, len(window.y))
+        yield window, np.array(row_losses[counted])[window.y[counted] != losses.IGNORED]
 
 
-def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[int, int]:
+def count_exact(model: GPT, all_windows: Iterable[Window], compute: Compute) -> tuple[int, int]:
     """Counts the windows that greedy decoding would reproduce exactly, and all windows with counted targets."""
     exact, count = 0, 0
-    with _evaluating(model):
-        for batch in _batches(some):
-            asked = torch.tensor([bool((window.y[window.skipped :] != losses.IGNORED).any()) for window in batch])
-            wrong = score_positions(model, batch, compute, _misses).any(-1).cpu()
-            exact += int((asked & ~wrong).sum())
-            count += int(asked.sum())
+    with _eval_mode(model):
+        for batch in _batches(all_windows):
+            has_targets = torch.tensor([bool((window.y[window.skipped :] != losses.IGNORED).any()) for window in batch])
+            has_miss = score_positions(model, batch, compute, _misses).any(-1).cpu()
+            exact += int((has_targets & ~has_miss).sum())
+            count += int(has_targets.sum())
     return exact, count
 
 
@@ -185,7 +185,7 @@ def _misses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _evaluating(model: GPT) -> Iterator[None]:
+def _eval_mode(model: GPT) -> Iterator[None]:
     """Turns dropout off."""
     training = model.training
     model.eval()
@@ -209,12 +209,12 @@ def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
         yield batch
 
 
-def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[float, int]:
+def total_loss(model: GPT, all_windows: Iterable[Window], compute: Compute) -> tuple[float, int]:
     """Returns the sum of the losses of all counted targets, in nats, and their number."""
     total, count = 0.0, 0
-    for _, of_window in each_window(model, some, compute):
-        total += float(of_window.sum())
-        count += len(of_window)
+    for _, window_losses in score_windows(model, all_windows, compute):
+        total += float(window_losses.sum())
+        count += len(window_losses)
     return total, count
 
 
@@ -243,14 +243,14 @@ def evaluate(
     count = int(np.maximum(documents.lengths - 1, 0).sum())
     if not count:
         raise UserError("the text has fewer than two tokens: there is nothing to predict", "give a longer text")
-    total, wrong = 0.0, 0
-    for window, of_window in each_window(model, windows(documents, block_size, stride), compute):
-        total += float(of_window.sum())
-        wrong += int(np.count_nonzero(~np.isfinite(of_window)))
+    total, non_finite = 0.0, 0
+    for window, window_losses in score_windows(model, windows(documents, block_size, stride), compute):
+        total += float(window_losses.sum())
+        non_finite += int(np.count_nonzero(~np.isfinite(window_losses)))
         if on_window is not None:
-            on_window(window, of_window, count)
-    if wrong:
-        raise NotANumber(f"the loss is {total / count}: it is not finite for {wrong:,} of {count:,} tokens")
+            on_window(window, window_losses, count)
+    if non_finite:
+        raise NotANumber(f"the loss is {total / count}: it is not finite for {non_finite:,} of {count:,} tokens")
     n_bytes, n_words = count_text(tokenizer, documents)
     return Evaluation(
         loss=total / count,
@@ -266,12 +266,12 @@ def count_text(tokenizer: Tokenizer, documents: Iterable[Document]) -> tuple[int
     """Counts the documents' UTF-8 bytes and whitespace-separated words."""
     n_bytes = n_words = 0
     for ids in documents:
-        decoder, inside = codecs.getincrementaldecoder("utf-8")("replace"), False
-        for start in range(0, len(ids), TEXT_AT_ONCE):
-            part = ids[start : start + TEXT_AT_ONCE].tolist()
+        decoder, in_word = codecs.getincrementaldecoder("utf-8")("replace"), False
+        for start in range(0, len(ids), DECODE_CHUNK):
+            part = ids[start : start + DECODE_CHUNK].tolist()
             data = tokenizer.decode_bytes(part) if start else tokenizer.document_bytes(part)
             n_bytes += len(data)
-            text = decoder.decode(data, final=start + TEXT_AT_ONCE >= len(ids))
-            n_words += len(text.split()) - (inside and bool(text) and not text[0].isspace())
-            inside = not text[-1].isspace() if text else inside
+            text = decoder.decode(data, final=start + DECODE_CHUNK >= len(ids))
+            n_words += len(text.split()) - (in_word and bool(text) and not text[0].isspace())
+            in_word = not text[-1].isspace() if text else in_word
     return n_bytes, n_words

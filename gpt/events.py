@@ -131,8 +131,8 @@ def to_json(event: Event) -> str:
     """Returns a line of ``metrics.jsonl``. Losses that are not finite become null, because JSON has no NaN."""
     values: dict[str, Any] = {"event": event.kind}
     for key, value in dataclasses.asdict(event).items():
-        finite = not isinstance(value, float) or value - value == 0
-        values[key] = value if finite else None
+        is_finite = not isinstance(value, float) or value - value == 0
+        values[key] = value if is_finite else None
     return json.dumps(values, ensure_ascii=False)
 
 
@@ -142,16 +142,16 @@ def from_json(line: str | bytes) -> Event:
     try:
         values = json.loads(line)
         kind = values.pop("event")
-        cls = next(each for each in Event.__subclasses__() if each.kind == kind)
+        cls = next(event_type for event_type in Event.__subclasses__() if event_type.kind == kind)
         for value in values.values():
             if isinstance(value, str):
                 value.encode()  # Raises for a lone surrogate.
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, StopIteration):
         raise UserError(f"not an event: {line[:80]!r}") from None
-    lost = [] if cls is EndEvent else [key for key in _LOSSES if key in values and values[key] is None]
-    event = checked(cls, values | dict.fromkeys(lost, 0.0), "metrics")
-    nothing: dict[str, Any] = dict.fromkeys(lost, math.nan)
-    return dataclasses.replace(event, **nothing)
+    null_keys = [] if cls is EndEvent else [key for key in _LOSSES if key in values and values[key] is None]
+    event = checked(cls, values | dict.fromkeys(null_keys, 0.0), "metrics")
+    nans: dict[str, Any] = dict.fromkeys(null_keys, math.nan)
+    return dataclasses.replace(event, **nans)
 
 
 def format_seconds(seconds: float) -> str:

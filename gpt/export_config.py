@@ -48,6 +48,6 @@ class ExportConfig:
             return
         object.__setattr__(self, "license", self.license.lower())  # SPDX spells it Apache-2.0.
         if self.license not in LICENSES:
-            near = did_you_mean(self.license, LICENSES)
-            hint = near if near.startswith("did") else 'give "other", and add its name to the card by hand'
+            suggestion = did_you_mean(self.license, LICENSES)
+            hint = suggestion if suggestion.startswith("did") else 'give "other", and add its name to the card by hand'
             raise UserError(f'the Hugging Face Hub has no license "{self.license}"', hint)

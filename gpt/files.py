@@ -27,13 +27,13 @@ from gpt.errors import UserError, WorkError, check_text
 JSON_LIMIT = 64 * 2**20  # bytes; gpt writes no larger file
 LINE_LIMIT = 2**20  # bytes
 LINES_LIMIT = 2**30  # bytes of a JSON-lines file
-LONGEST_NAME = 255  # bytes
+MAX_NAME_BYTES = 255  # bytes
 DEEPEST = 64  # nesting levels of JSON
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 LOCK = ".lock"
-TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # name prefixes of unfinished files and of replaced ones
-EXISTS_NOW = "another process has created it in the meantime, and nothing is overwritten"
+TEMPORARY, BACKUP = ".tmp-", ".tmp-was-"  # name prefixes of unfinished files and of replaced ones
+EXISTS_MESSAGE = "another process has created it in the meantime, and nothing is overwritten"
 T = TypeVar("T")
 
 
@@ -42,21 +42,21 @@ def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = Fa
     """Yields a file that becomes ``path`` at the end, and is deleted after an error. With the ``digest`` of the data,
     reads it back from the disk first. Raises OSError; FileExistsError if ``path`` must be ``new`` and exists by
     then."""
-    beside = path.parent / _temporary_name(path)
+    temporary = path.parent / _temporary_name(path)
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if digest is not None and file_sha256(beside, from_disk=True) != digest.hexdigest():
+        if digest is not None and file_sha256(temporary, from_disk=True) != digest.hexdigest():
             raise OSError(errno.EIO, "what was written does not read back the same", str(path))
         if new and os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(path))
-        os.replace(beside, path)
+            raise FileExistsError(errno.EEXIST, EXISTS_MESSAGE, str(path))
+        os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -81,17 +81,17 @@ def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
     return digest.hexdigest()
 
 
-def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+def side_by_side(task: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
     """Returns ``do(name)`` for each file, from two threads: on one core, checksums and copies are slower than a disk.
     Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and unlike a
     multiprocessing pool they need no semaphore in /dev/shm."""
     names = list(names)
-    left, done, errors = iter(names), dict[str, T](), list[BaseException]()
+    remaining, results, errors = iter(names), dict[str, T](), list[BaseException]()
 
     def work() -> None:
-        for name in left:  # `next` on a list's iterator is atomic.
+        for name in remaining:  # `next` on a list's iterator is atomic.
             try:
-                done[name] = do(name)
+                results[name] = task(name)
             except BaseException as error:
                 errors.append(error)
             if errors:
@@ -104,7 +104,7 @@ def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
         thread.join()
     if errors:
         raise errors[0]
-    return {name: done[name] for name in names}
+    return {name: results[name] for name in names}
 
 
 def sync_folder(path: Path) -> None:
@@ -147,7 +147,7 @@ def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
     Raises `UserError` for anything else and for an impossible name, and OSError like `open`.
     """
     try:
-        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+        file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115
     except ValueError:  # The name has a zero byte or a lone surrogate.
         raise UserError(f"{str(path)!r} cannot be the name of a file") from None
     status = os.fstat(file.fileno())
@@ -160,14 +160,14 @@ def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
     return file
 
 
-def _without_waiting(name: str, flags: int) -> int:
+def _open_nonblocking(name: str, flags: int) -> int:
     """Opens a file without waiting for a FIFO's writer."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def is_file_name(name: str) -> bool:
     """Whether a name from an untrusted file is valid in a folder on every system."""
-    fits = name.isprintable() and 0 < len(name.encode()) <= LONGEST_NAME
+    fits = name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
     return fits and name != ".." and Path(name).name == name
 
 
@@ -205,8 +205,8 @@ def _is_flat(value: Any) -> bool:
     """Whether lists and objects are nested at most `DEEPEST` deep."""
     level, kinds = [value], {dict, list}
     for _ in range(DEEPEST):
-        inside = chain.from_iterable(outer.values() if type(outer) is dict else outer for outer in level)
-        level = [each for each in inside if type(each) in kinds]
+        children = chain.from_iterable(outer.values() if type(outer) is dict else outer for outer in level)
+        level = [child for child in children if type(child) in kinds]
         if not level:
             return True
     return False
@@ -223,8 +223,8 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        said = f"cannot read {error.filename or path}: {error.strerror or error}"
-        raise UserError(said, "check its permissions" if isinstance(error, PermissionError) else "") from None
+        message = f"cannot read {error.filename or path}: {error.strerror or error}"
+        raise UserError(message, "check its permissions" if isinstance(error, PermissionError) else "") from None
 
 
 @contextlib.contextmanager
@@ -234,17 +234,17 @@ def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint, free, place = "choose another path with --out", "", path
+        hint, free_note, named_path = "choose another path with --out", "", path
         if error.filename is not None:
-            failed = Path(os.fsdecode(error.filename))
-            place = path if path.absolute().parent in failed.absolute().parents else failed
+            failed_path = Path(os.fsdecode(error.filename))
+            named_path = path if path.absolute().parent in failed_path.absolute().parents else failed_path
         if error.errno in FULL:
             hint = f"free up space, or {hint}"
             with contextlib.suppress(OSError):
-                space = shutil.disk_usage(place if place.exists() else place.parent).free
-                free = f"; {space / 1e6:,.0f} MB are free there"
-        said = f"cannot write {place}: {error.strerror or error}{free}"
-        raise WorkError(said, f"{hint}; {kept}" if kept else hint) from None
+                free_bytes = shutil.disk_usage(named_path if named_path.exists() else named_path.parent).free
+                free_note = f"; {free_bytes / 1e6:,.0f} MB are free there"
+        message = f"cannot write {named_path}: {error.strerror or error}{free_note}"
+        raise WorkError(message, f"{hint}; {kept}" if kept else hint) from None
 
 
 def check_new(path: Path, hint: str) -> None:
@@ -254,8 +254,8 @@ def check_new(path: Path, hint: str) -> None:
         check_text(f"the name {str(path)!r}", str(path), hint)
         if path.exists() or path.is_symlink():
             raise UserError(f"{path} already exists; nothing is overwritten", hint)
-        nearest = next(folder for folder in path.absolute().parents if folder.exists())
-        tempfile.TemporaryDirectory(prefix=".tmp-", dir=nearest).cleanup()
+        existing_parent = next(folder for folder in path.absolute().parents if folder.exists())
+        tempfile.TemporaryDirectory(prefix=".tmp-", dir=existing_parent).cleanup()
 
 
 @contextlib.contextmanager
@@ -265,43 +265,43 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     exists by then."""
     # `recover` finds a replacement by name. A new folder's name is unique, because two processes can create the same
     # one.
-    beside = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
-    aside = target.parent / f"{ASIDE}{target.name}"
-    shutil.rmtree(beside, ignore_errors=True)  # A killed process can leave it behind.
-    beside.mkdir()
+    temporary = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
+    backup = target.parent / f"{BACKUP}{target.name}"
+    shutil.rmtree(temporary, ignore_errors=True)  # A killed process can leave it behind.
+    temporary.mkdir()
     try:
-        yield beside
-        sync_folder(beside)
+        yield temporary
+        sync_folder(temporary)
         if replace and target.exists():
-            os.replace(target, aside)
+            os.replace(target, backup)
         elif not replace and (target.exists() or target.is_symlink()):
-            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(target))
+            raise FileExistsError(errno.EEXIST, EXISTS_MESSAGE, str(target))
         try:
-            os.replace(beside, target)
+            os.replace(temporary, target)
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
-            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(target)) from None
+            raise FileExistsError(errno.EEXIST, EXISTS_MESSAGE, str(target)) from None
         sync_folder(target.parent)
     except BaseException:
-        if aside.exists() and not target.exists():
-            os.replace(aside, target)
-        shutil.rmtree(beside, ignore_errors=True)
+        if backup.exists() and not target.exists():
+            os.replace(backup, target)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)
 
 
 def recover(parent: Path) -> None:
     """Restores folders set aside by a killed `whole_folder`, and deletes unfinished files and folders."""
-    for aside in parent.glob(f"{ASIDE}*"):
-        target = parent / aside.name.removeprefix(ASIDE)
+    for backup in parent.glob(f"{BACKUP}*"):
+        target = parent / backup.name.removeprefix(BACKUP)
         if not target.exists():
-            os.replace(aside, target)
-    for left in parent.glob(f"{TEMPORARY}*"):
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
+            os.replace(backup, target)
+    for leftover in parent.glob(f"{TEMPORARY}*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
         else:
-            left.unlink(missing_ok=True)
+            leftover.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -314,7 +314,7 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
         except Timeout:
             raise UserError(f"another process is writing {folder}", hint) from None
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in LOCKS_UNSUPPORTED:
                 raise
             raise UserError(
                 f"{folder} is on a file system without locks, so two processes could write there at once",
@@ -344,35 +344,35 @@ def cache_dir() -> Path:
 def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
     """Returns the user's gpt folder for caches or state. Raises the same errors as `in_home`."""
     if sys.platform == "win32":
-        variable, below = "LOCALAPPDATA", "AppData/Local"
+        variable, subfolder = "LOCALAPPDATA", "AppData/Local"
     elif kind == "state":
-        variable, below = "XDG_STATE_HOME", ".local/state"
+        variable, subfolder = "XDG_STATE_HOME", ".local/state"
     else:
-        variable, below = "XDG_CACHE_HOME", "Library/Caches" if sys.platform == "darwin" else ".cache"
-    named = os.environ.get(variable)
-    return Path(named) / "gpt" if named else in_home(f"{below}/gpt")
+        variable, subfolder = "XDG_CACHE_HOME", "Library/Caches" if sys.platform == "darwin" else ".cache"
+    parent = os.environ.get(variable)
+    return Path(parent) / "gpt" if parent else in_home(f"{subfolder}/gpt")
 
 
-def in_home(below: str) -> Path:
+def in_home(subfolder: str) -> Path:
     """Returns a folder in the user's home. If it cannot be created there, for example with the arbitrary uid of a
     container, returns one in a private temporary folder. Raises `UserError` if another user owns that folder."""
     with contextlib.suppress(RuntimeError):  # no HOME, and a uid without a name
-        folder = Path.home() / below
-        nearest = next(each for each in (folder, *folder.absolute().parents) if os.access(each, os.F_OK))
-        if nearest == folder or os.access(nearest, os.W_OK):
+        folder = Path.home() / subfolder
+        existing = next(parent for parent in (folder, *folder.absolute().parents) if os.access(parent, os.F_OK))
+        if existing == folder or os.access(existing, os.W_OK):
             return folder
     owner = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
-    return private_folder(Path(tempfile.gettempdir()) / f"gpt{owner}") / below
+    return private_folder(Path(tempfile.gettempdir()) / f"gpt{owner}") / subfolder
 
 
 def private_folder(folder: Path) -> Path:
     """Creates or checks a folder that only this user can access. Raises OSError, and `UserError` if others can access
     it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise UserError(f"{folder} is not a folder", "remove it")
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o077):
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o077):
         raise UserError(
             f"{folder} is open to other users, who could put files there", f"chmod 700 {folder}, or remove it"
         )

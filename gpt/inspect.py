@@ -30,7 +30,7 @@ KINDS = {
     "same": "an earlier copy of the same token",
     "matching": "what came after the same token earlier (induction)",
 }
-CLEAR = 0.25  # minimum lift of a clear kind
+MIN_LIFT = 0.25  # minimum lift of a clear kind
 PROBE_TOKENS = 50  # random ids, which occur twice
 MOST_ROTATIONS = 2**17  # maximum positions to compare
 
@@ -52,38 +52,38 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
     Patterns are the softmax of the model's own queries and keys. Raises ValueError past the context, and `NotANumber`
     for NaN or infinite logits.
     """
-    kept = list(range(model.config.n_layer)) if layers is None else list(layers)
+    selected = list(range(model.config.n_layer)) if layers is None else list(layers)
     idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
     patterns: dict[int, Tensor] = {}
     residual: list[Tensor] = []
 
-    def attends(module: Attention, args: tuple[Any, ...]) -> None:
+    def record_pattern(module: Attention, args: tuple[Any, ...]) -> None:
         x, layer, rope = args[:3]
-        if layer in kept:
+        if layer in selected:
             patterns[layer] = module.pattern(x, rope)[0].cpu()
 
-    def passes(module: Any, args: tuple[Any, ...]) -> None:
+    def record_residual(module: Any, args: tuple[Any, ...]) -> None:
         residual.append(args[0][0])
 
-    hooks = [block.attn.register_forward_pre_hook(attends) for block in model.h]  # type: ignore[union-attr]
-    hooks += [module.register_forward_pre_hook(passes) for module in (*model.h, model.ln_f)]
+    hooks = [block.attn.register_forward_pre_hook(record_pattern) for block in model.h]  # type: ignore[union-attr]
+    hooks += [module.register_forward_pre_hook(record_residual) for module in (*model.h, model.ln_f)]
     training = model.training
     try:
         with torch.inference_mode():
-            logits = _numbers("logits", model.eval()(idx)[0].float())
+            logits = _check_finite("logits", model.eval()(idx)[0].float())
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    stacked = torch.stack([patterns[layer] for layer in kept]).numpy()
+    stacked = torch.stack([patterns[layer] for layer in selected]).numpy()
     return Trace(idx[0].cpu().numpy(), stacked, torch.stack(residual).float(), logits)
 
 
-def _numbers(what: str, tensor: Tensor) -> Tensor:
+def _check_finite(what: str, tensor: Tensor) -> Tensor:
     """Raises `NotANumber` unless every element is finite."""
-    wrong = tensor.numel() - int(tensor.isfinite().sum())
-    if wrong:
-        raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are NaN or infinite")
+    invalid = tensor.numel() - int(tensor.isfinite().sum())
+    if invalid:
+        raise NotANumber(f"{invalid:,} of {tensor.numel():,} {what} of the model are NaN or infinite")
     return tensor
 
 
@@ -124,9 +124,9 @@ class HeadScores:
         score, chance = self.scores[kind], self.chance[kind]
         if score is None or chance is None:
             return None
-        even = chance[:, None]
+        uniform = chance[:, None]
         # A window of 1 is always uniform.
-        lifted: Floats = ((score - even) / np.maximum(1 - even, 1e-9)).astype(np.float32)
+        lifted: Floats = ((score - uniform) / np.maximum(1 - uniform, 1e-9)).astype(np.float32)
         return lifted
 
 
@@ -134,21 +134,21 @@ def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | Non
     """Scores heads by their patterns (layers, H, T, T) over ids (T). ``windows``: each layer's sliding window; None:
     full attention."""
     T = len(ids)
-    reach = np.array([min(window or T, T) for window in windows or [None] * len(patterns)])[:, None, None]
-    back = np.arange(T)[:, None] - np.arange(T)
-    seen = (back >= 0) & (back < reach)  # (layers, T, T)
+    window_sizes = np.array([min(window or T, T) for window in windows or [None] * len(patterns)])[:, None, None]
+    distance = np.arange(T)[:, None] - np.arange(T)
+    attended = (distance >= 0) & (distance < window_sizes)  # (layers, T, T)
     scores: dict[str, Floats | None] = {}
     chance: dict[str, Floats | None] = {}
     for kind, mask in _masks(ids).items():
-        having = mask.any(axis=1)
+        has_key = mask.any(axis=1)
         scores[kind] = chance[kind] = None
-        if having.any():
-            scores[kind] = (patterns * mask).sum(axis=-1)[..., having].mean(axis=-1)
-            even = (mask & seen).sum(axis=-1) / seen.sum(axis=-1)
-            chance[kind] = even[:, having].mean(axis=-1)
+        if has_key.any():
+            scores[kind] = (patterns * mask).sum(axis=-1)[..., has_key].mean(axis=-1)
+            uniform = (mask & attended).sum(axis=-1) / attended.sum(axis=-1)
+            chance[kind] = uniform[:, has_key].mean(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = np.where(patterns > 0, -patterns * np.log2(patterns), 0).sum(axis=-1)
-    return HeadScores(scores, chance, bits.mean(axis=-1), (patterns * back).sum(axis=-1).mean(axis=-1))
+    return HeadScores(scores, chance, bits.mean(axis=-1), (patterns * distance).sum(axis=-1).mean(axis=-1))
 
 
 def _masks(ids: Ints) -> Masks:
@@ -156,16 +156,16 @@ def _masks(ids: Ints) -> Masks:
     which have too few keys to tell the kinds apart."""
     T = len(ids)
     query, key = np.arange(T)[:, None], np.arange(T)[None]
-    before = (key < query) & (query >= 2)
+    earlier = (key < query) & (query >= 2)
     equal = ids[:, None] == ids[None]
     after_equal = np.zeros((T, T), np.bool_)
     after_equal[:, 1:] = equal[:, :-1]
     return {
-        "previous": before & (key == query - 1),
-        "first": before & (key == 0),
+        "previous": earlier & (key == query - 1),
+        "first": earlier & (key == 0),
         "itself": (key == query) & (query >= 2),
-        "same": before & equal,
-        "matching": before & after_equal,
+        "same": earlier & equal,
+        "matching": earlier & after_equal,
     }
 
 
@@ -173,8 +173,8 @@ def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
     """Returns fixed random ids, repeated once, at most ``block_size`` in total. They reveal induction heads (Olsson et
     al. 2022, "In-context Learning and Induction Heads")."""
     known = np.array(sorted(tokenizer.backend.pieces), np.int64)
-    once = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
-    return np.tile(once, 2)[:block_size]
+    sample = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
+    return np.tile(sample, 2)[:block_size]
 
 
 def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | None:
@@ -187,7 +187,7 @@ def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | 
         if lift is not None:
             lifts[kind] = float(lift[layer, head])
     best = max(lifts, key=lambda kind: lifts[kind], default=None)
-    return best if best is not None and lifts[best] >= CLEAR else None
+    return best if best is not None and lifts[best] >= MIN_LIFT else None
 
 
 @dataclass(frozen=True)
@@ -214,37 +214,37 @@ def look(
     Raises `UserError` if the layer or head does not exist, there are no ids, or the patterns do not fit in memory.
     """
     config = model.config
-    layers, heads = _chosen("layer", layer, config.n_layer), _chosen("head", head, config.n_head)
-    whole = np.asarray(ids, np.int64)
-    if not len(whole):
+    layers, heads = _select("layer", layer, config.n_layer), _select("head", head, config.n_head)
+    prompt_ids = np.asarray(ids, np.int64)
+    if not len(prompt_ids):
         raise UserError("there is no prompt to look at", 'give one: gpt inspect attention "Once upon a time"')
-    kept = whole[-config.block_size :]
-    windows = [config.windows[at] for at in layers]
-    needed = 4 * len(layers) * config.n_head * len(kept) ** 2
-    if needed > host_memory():
+    context_ids = prompt_ids[-config.block_size :]
+    windows = [config.windows[index] for index in layers]
+    pattern_bytes = 4 * len(layers) * config.n_head * len(context_ids) ** 2
+    if pattern_bytes > host_memory():
         raise UserError(
-            f"the patterns of {len(kept):,} tokens take {needed / 1e9:,.1f} GB, but only "
+            f"the patterns of {len(context_ids):,} tokens take {pattern_bytes / 1e9:,.1f} GB, but only "
             f"{host_memory() / 1e9:,.1f} GB are available",
             "use a shorter prompt, or one --layer",
         )
-    seen = trace(model, kept, layers)
-    patterns = seen.patterns[:, heads]
+    activations = trace(model, context_ids, layers)
+    patterns = activations.patterns[:, heads]
     probe = trace(model, probe_ids(tokenizer, config.block_size), layers)
     return Look(
-        ids=kept,
-        dropped=len(whole) - len(kept),
+        ids=context_ids,
+        dropped=len(prompt_ids) - len(context_ids),
         layers=layers,
         heads=heads,
         windows=windows,
         patterns=patterns,
-        here=head_scores(patterns, kept, windows),
+        here=head_scores(patterns, context_ids, windows),
         probe=head_scores(probe.patterns[:, heads], probe.ids, windows),
-        lens=lens(model, seen.residual),
-        logits=seen.logits[-1].cpu().numpy(),
+        lens=lens(model, activations.residual),
+        logits=activations.logits[-1].cpu().numpy(),
     )
 
 
-def _chosen(what: str, number: int | None, count: int) -> list[int]:
+def _select(what: str, number: int | None, count: int) -> list[int]:
     if number is None:
         return list(range(count))
     if not 0 <= number < count:
@@ -274,7 +274,7 @@ class Embeddings:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        table = _numbers("values of the embedding", model.wte.weight.detach().float()).cpu().numpy()
+        table = _check_finite("values of the embedding", model.wte.weight.detach().float()).cpu().numpy()
         norms = np.linalg.norm(table, axis=1, keepdims=True)
         self.rows: Floats = table / np.maximum(norms, 1e-30)
         known = np.zeros(len(table), np.bool_)
@@ -288,8 +288,8 @@ class Embeddings:
             raise UserError("a word is empty", "give a word that has letters")
         check_text("a word", word)
         forms = [word] if word[0].isspace() else [" " + word, word]
-        found = [Word(form, self.tokenizer.encode(form, continues=True).tolist()) for form in forms]
-        return min(found, key=lambda each: len(each.ids))
+        candidates = [Word(form, self.tokenizer.encode(form, continues=True).tolist()) for form in forms]
+        return min(candidates, key=lambda candidate: len(candidate.ids))
 
     def vector(self, word: Word) -> Floats:
         """Returns the word's direction (C) at unit length."""
@@ -301,8 +301,8 @@ class Embeddings:
         cosines = np.where(self.usable, self.rows @ _unit(vector), -np.inf)
         cosines[list(without)] = -np.inf
         order = np.argsort(-cosines, kind="stable")[:count]
-        found = [int(id) for id in order if np.isfinite(cosines[id])]
-        return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in found]
+        nearest_ids = [int(id) for id in order if np.isfinite(cosines[id])]
+        return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in nearest_ids]
 
     def neighbors(self, word: Word, count: int) -> list[Near]:
         """Returns the tokens nearest to a word, except its own."""
@@ -357,7 +357,7 @@ def positions(model: GPT) -> Positions:
     if table is None:
         cosines, _ = rotary_table(min(model.config.block_size, MOST_ROTATIONS), model.config)
         return Positions(model.config.positions, model.config.block_size, None, cosines.mean(dim=-1).numpy())
-    rows = _numbers("values of the position table", table.detach().float()).cpu()
+    rows = _check_finite("values of the position table", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
     size = len(unit)
     # The power spectrum gives each column's autocorrelation, which compares all pairs d positions apart in one step.

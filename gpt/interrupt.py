@@ -36,16 +36,16 @@ class StopSignal:
     def __init__(self, at_once: bool = False) -> None:
         self.signum: int | None = None
         self.at_once = at_once
-        self._before: dict[int, signal._HANDLER] = {}
+        self._previous_handlers: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for signum in heeded():
-                self._before[signum] = signal.signal(signum, self._note)
+                self._previous_handlers[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
+        for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
 
     def watching(self, items: Iterable[T]) -> Iterator[T]:
@@ -55,11 +55,11 @@ class StopSignal:
                 raise Stopped
             yield item
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        first, self.signum = self.signum, signum
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        previous, self.signum = self.signum, signum
         if self.at_once:
             raise Interrupted(signum)
-        if first is not None:
+        if previous is not None:
             raise Interrupted(signum, "interrupted twice: stopped at once; earlier checkpoints are intact")
 
 

@@ -24,8 +24,8 @@ class Kind:
     def peak(self, dtype: str) -> float | None:
         """Returns the FLOP/s of matrix products in ``dtype``; None if unknown, as for float32, which can run as
         TF32."""
-        known = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
-        return 1e12 * self.tflops if known and self.tflops else None
+        is_known = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
+        return 1e12 * self.tflops if is_known and self.tflops else None
 
 
 _A100, _V100 = r"A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|A100 \d+GB PCIe", r"V100-SXM2-\d+GB.*"
@@ -35,7 +35,7 @@ _A100, _V100 = r"A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|A100 \d+GB PCIe", r"V100-SXM2-\
 # "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". A test computes them as multiprocessors × operations per
 # clock × boost clock. Names match in full, because the names of laptop GPUs and partitions (MIG) contain a larger GPU's
 # name, and their peaks are unknown.
-_GIGABYTES_AND_TFLOPS: dict[str, tuple[str, int, float]] = {
+_SPECIFICATIONS: dict[str, tuple[str, int, float]] = {
     "b200-180gb": (r"B200", 180, 2250),
     "gh200-96gb": (r"GH200 .*", 96, 989.4),
     "h200-141gb": (r"H200", 141, 989.4),
@@ -64,14 +64,14 @@ _GIGABYTES_AND_TFLOPS: dict[str, tuple[str, int, float]] = {
 }
 KINDS: dict[str, Kind] = {
     name: Kind(names, gigabytes * 10**9, tflops, not name.startswith(("v100", "t4")))
-    for name, (names, gigabytes, tflops) in _GIGABYTES_AND_TFLOPS.items()
+    for name, (names, gigabytes, tflops) in _SPECIFICATIONS.items()
 }
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
     """Returns the FLOP/s of matrix products in ``dtype`` on a device, by its name; None if unknown."""
     product = re.sub(r"^(NVIDIA|Tesla) ", "", name)
-    kind = next((each for each in KINDS.values() if re.fullmatch(each.names, product)), None)
+    kind = next((candidate for candidate in KINDS.values() if re.fullmatch(candidate.names, product)), None)
     return None if kind is None else kind.peak(dtype)
 
 
@@ -111,20 +111,20 @@ def _cgroups(controller: str) -> Iterator[Path]:
     """Yields the mounted folders of this process's cgroups and their ancestors, which have the limits of
     ``controller``: ``memory`` or ``cpu``."""
     try:
-        own = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
+        memberships = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (PROC / "mountinfo").read_text().splitlines()]
     except OSError:  # not Linux, or no /proc
         return
     # Version 2 has an empty name.
-    paths = {name: path for _, names, path in own for name in names.split(",")}
+    paths = {name: path for _, names, path in memberships for name in names.split(",")}
     for mount, system in mounts:
-        root, place = mount.split()[3:5]
-        kind, _, options = system.split(" ", 2)
-        name = "" if kind == "cgroup2" else controller if kind == "cgroup" else None
+        root, mount_point = mount.split()[3:5]
+        fs_type, _, options = system.split(" ", 2)
+        name = "" if fs_type == "cgroup2" else controller if fs_type == "cgroup" else None
         if name in paths and name in ("", *options.split(",")):
-            below = Path(paths[name])
-            below = below.relative_to(root) if below.is_relative_to(root) else Path()
-            yield from (Path(place, each) for each in (below, *below.parents) if ".." not in each.parts)
+            relative = Path(paths[name])
+            relative = relative.relative_to(root) if relative.is_relative_to(root) else Path()
+            yield from (Path(mount_point, group) for group in (relative, *relative.parents) if ".." not in group.parts)
 
 
 def _numbers(path: Path) -> list[int]:

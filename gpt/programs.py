@@ -25,20 +25,20 @@ from gpt.files import file_sha256, private_folder, sync_folder, user_folder
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
 Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # a module and its example inputs
-KEPT = 50  # maximum number, some 4 MB each
+MAX_PROGRAMS = 50  # maximum number, some 4 MB each
 SCRATCH = "making-"  # name prefix of compilation folders
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
     """Returns the program of ``key``, which identifies code, shapes and dtypes, for this torch, processor and number of
     threads. Loads it from the cache, or compiles the graph from ``trace`` with extra Inductor ``options`` and announces
-    that with ``note``. The cache keeps the `KEPT` last used programs.
+    that with ``note``. The cache keeps the `MAX_PROGRAMS` last used programs.
 
     Raises any error of the compiler or the disk, and `UserError` for a folder that others can access.
     """
     folder, name = own_folder(), digest(key)
     for path in folder.glob(f"{name}-*.pt2"):
-        if not _is_whole(path):
+        if not _is_intact(path):
             note(f"{path} is damaged")
             path.unlink(missing_ok=True)
             continue
@@ -52,18 +52,18 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
         raise OSError(f"there is no {compiler()}, a C++ compiler")
     note(f"compiling {what} for this CPU and model shape: about 20 seconds, once")
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
-        made = compile(trace(), Path(scratch), options)
-        with made.open("rb+") as file:
+        built = compile(trace(), Path(scratch), options)
+        with built.open("rb+") as file:
             os.fsync(file.fileno())
-        path = folder / f"{name}-{file_sha256(made)}.pt2"
-        os.replace(made, path)
+        path = folder / f"{name}-{file_sha256(built)}.pt2"
+        os.replace(built, path)
     sync_folder(folder)
     with contextlib.suppress(OSError):  # Another command is tidying too, or has a file open.
         _tidy(folder)
     return _opened(path)
 
 
-def _is_whole(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     """Whether a program matches the sha256 in its name. torch would run a damaged one until it crashes."""
     try:
         return path.stem.endswith(f"-{file_sha256(path)}")
@@ -73,11 +73,11 @@ def _is_whole(path: Path) -> bool:
 
 def _tidy(folder: Path) -> None:
     """Deletes the least recently used programs and the leftovers of killed commands."""
-    for old in sorted(folder.glob("*.pt2"), key=lambda each: each.stat().st_mtime)[:-KEPT]:
-        old.unlink()
-    for left in folder.glob(f"{SCRATCH}*"):
-        if time.time() - left.stat().st_mtime > 24 * 3600:
-            shutil.rmtree(left, ignore_errors=True)
+    for program in sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-MAX_PROGRAMS]:
+        program.unlink()
+    for leftover in folder.glob(f"{SCRATCH}*"):
+        if time.time() - leftover.stat().st_mtime > 24 * 3600:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def compiler() -> str:

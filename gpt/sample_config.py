@@ -11,8 +11,8 @@ from gpt.settings import check_options, field_types, option, without_none
 
 _PANELS = ("Text", "Sampling", "Beam search", "Machine", "Output")
 _text, _filter, _beam, _machine, _output = (partial(option, panel=name) for name in _PANELS)
-MOST_BEAMS = 1024
-MOST_BIAS = 10**9  # far above differences between logits, and far below overflow
+MAX_BEAMS = 1024
+MAX_BIAS = 10**9  # far above differences between logits, and far below overflow
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
@@ -45,18 +45,18 @@ class SampleConfig:
         0.0, "Above 1: make tokens of the prompt and the text so far less likely", shown="off", low=0
     )
     presence_penalty: float = _filter(
-        0.0, "Subtract X from the logit of each token generated so far", shown="off", low=-MOST_BIAS, high=MOST_BIAS
+        0.0, "Subtract X from the logit of each token generated so far", shown="off", low=-MAX_BIAS, high=MAX_BIAS
     )
     frequency_penalty: float = _filter(
-        0.0, "Subtract X from a token's logit for each time it was generated", shown="off", low=-MOST_BIAS,
-        high=MOST_BIAS,
+        0.0, "Subtract X from a token's logit for each time it was generated", shown="off", low=-MAX_BIAS,
+        high=MAX_BIAS,
     )  # fmt: skip
     no_repeat_ngram: int = _filter(
         0, "Never repeat a sequence of N tokens, including those of the prompt", shown="off", low=0
     )
     bias: tuple[str, ...] = _filter((), "Add X to the logit of a token; repeatable", metavar="TOKEN=X")
     greedy: bool = _filter(False, "Always pick the most likely token")
-    beam: int = _beam(0, "Beam search with B beams; 1 is greedy", metavar="B", shown="off", low=0, high=MOST_BEAMS)
+    beam: int = _beam(0, "Beam search with B beams; 1 is greedy", metavar="B", shown="off", low=0, high=MAX_BEAMS)
     length_penalty: float = _beam(
         1.0, "Rank beams by log-probability divided by length to the power of X", low=-100, high=100
     )
@@ -64,7 +64,7 @@ class SampleConfig:
         "off", "Stop at B finished beams (on), when a better one is unlikely (off) or impossible (never)"
     )
     # The command's flag is -N.
-    n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MOST_BEAMS, hidden=True)
+    n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MAX_BEAMS, hidden=True)
     max_tokens: int = _text(200, "Maximum number of tokens to generate", flags=("-n",), level="basic", low=0)
     min_tokens: int = _text(0, "Suppress end-of-text for the first N tokens", low=0)
     stop: tuple[str, ...] = _text((), "Stop before this text; repeatable", metavar="TEXT", level="basic")
@@ -118,23 +118,23 @@ class SampleConfig:
     @property
     def constraint(self) -> tuple[str, Any] | None:
         """The name and value of the setting that constrains the text. Raises `UserError` if several are set."""
-        given = [(name, value) for name in ("choices", "regex", "json_schema") if (value := getattr(self, name))]
-        if len(given) > 1:
-            raise UserError(f"{given[0][0]} and {given[1][0]} both constrain the text", "give one of them")
-        return given[0] if given else None
+        constraints = [(name, value) for name in ("choices", "regex", "json_schema") if (value := getattr(self, name))]
+        if len(constraints) > 1:
+            raise UserError(f"{constraints[0][0]} and {constraints[1][0]} both constrain the text", "give one of them")
+        return constraints[0] if constraints else None
 
     @property
     def choice(self) -> tuple[Any, ...]:
         """The settings that choose the next token."""
-        settings = [each.name for each in fields(self) if each.metadata["panel"] == _PANELS[1]]
-        return (self.draws, self.min_tokens, *(getattr(self, name) for name in settings))
+        names = [field.name for field in fields(self) if field.metadata["panel"] == _PANELS[1]]
+        return (self.draws, self.min_tokens, *(getattr(self, name) for name in names))
 
     def changed(self, name: str, word: str) -> "SampleConfig":
         """Returns a copy with ``name`` parsed from a command-line word. Raises `UserError`."""
-        kinds = {key.replace("_", "-"): kind for key, kind in field_types(SampleConfig).items()}
-        if name not in kinds:
-            raise UserError(f'there is no setting "{name}"', did_you_mean(name, kinds))
-        kind = without_none(kinds[name])
+        types = {key.replace("_", "-"): kind for key, kind in field_types(SampleConfig).items()}
+        if name not in types:
+            raise UserError(f'there is no setting "{name}"', did_you_mean(name, types))
+        kind = without_none(types[name])
         value: Any = word
         if kind is bool:
             value = {"on": True, "off": False, "true": True, "false": False}.get(word.lower(), word)
@@ -149,14 +149,14 @@ class SampleConfig:
         """Returns the tokens' texts and the values added to their logits."""
         pairs = []
         for word in self.bias:
-            token, equals, number = word.rpartition("=")
+            token, separator, number = word.rpartition("=")
             try:
                 value = float(number)
             except ValueError:
                 value = math.nan
-            if not (token and equals and abs(value) <= MOST_BIAS):
+            if not (token and separator and abs(value) <= MAX_BIAS):
                 raise UserError(
-                    f'bias is "{word}"; it must be TOKEN=NUMBER, from {-MOST_BIAS:,} to {MOST_BIAS:,}',
+                    f'bias is "{word}"; it must be TOKEN=NUMBER, from {-MAX_BIAS:,} to {MAX_BIAS:,}',
                     "such as --bias ' the=-2.5'",
                 )
             pairs.append((token, value))

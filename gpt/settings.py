@@ -40,29 +40,29 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 def check_options(config: Any) -> None:
     """Raises `UserError` for a field of the wrong type or out of bounds. Converts a path to a string."""
     hints = field_types(type(config))
-    for each in dataclasses.fields(config):
-        name, value, kind = each.name, getattr(config, each.name), without_none(hints[each.name])
-        if "help" in each.metadata:  # Only options have help.
+    for entry in dataclasses.fields(config):
+        name, value, kind = entry.name, getattr(config, entry.name), without_none(hints[entry.name])
+        if "help" in entry.metadata:  # Only options have help.
             name = name.replace("_", "-")
-        if value is None and kind is not hints[each.name]:
+        if value is None and kind is not hints[entry.name]:
             continue
         if kind is str and isinstance(value, PurePath):
             value = str(value)
-            object.__setattr__(config, each.name, value)
+            object.__setattr__(config, entry.name, value)
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
         if kind == tuple[str, ...]:  # a repeatable option
-            object.__setattr__(config, each.name, _texts(name, value))
+            object.__setattr__(config, entry.name, _check_strings(name, value))
             continue
-        fits = (int, float) if kind is float else (get_origin(kind) or kind,)
-        if type(value) not in fits:
+        allowed_types = (int, float) if kind is float else (get_origin(kind) or kind,)
+        if type(value) not in allowed_types:
             raise UserError(f"{name} is {reprlib.repr(value)}; it must be of type {kind.__name__}")
-        _check_bounds(name, value, each.metadata.get("low"), each.metadata.get("high"))
+        _check_bounds(name, value, entry.metadata.get("low"), entry.metadata.get("high"))
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
+def _check_strings(name: str, value: Any) -> tuple[str, ...]:
     """Returns the values of a repeatable option."""
     words = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(word, str) and word for word in words):
@@ -99,11 +99,11 @@ def option(
     """Returns a field for a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown`` (the default
     in words) are for the help page; ``flags`` are additional. ``level`` is where the option is listed: ``--help``
     (basic), ``--help-all`` (more), or only the reference (config); nothing lists a ``hidden`` one."""
-    meta = {
+    metadata = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
         "high": high, "hidden": hidden,
     }  # fmt: skip
-    return field(default=default, metadata=meta)
+    return field(default=default, metadata=metadata)
 
 
 def bounded(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
@@ -146,25 +146,25 @@ def checked(cls: type[T], values: Any, where: str) -> T:
     if upgrade is not None:
         values = upgrade(values, where)
     hints = field_types(cls)
-    found = {}
+    arguments = {}
     for key, value in values.items():
         if key not in hints:
             raise UserError(f"{where} is damaged: it has a key {key[:40]!r}")
-        if not _fits(value, hints[key]):
+        if not _has_type(value, hints[key]):
             raise UserError(f"{where} is damaged: {key} is {reprlib.repr(value)}")
-        found[key] = _read(value, hints[key], where)
+        arguments[key] = _convert(value, hints[key], where)
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if each.name not in found and each.default is each.default_factory is dataclasses.MISSING:
+        if each.name not in arguments and each.default is each.default_factory is dataclasses.MISSING:
             raise UserError(f"{where} is damaged: it has no {each.name}")
     try:
-        return from_dict(cls, found, where)
+        return from_dict(cls, arguments, where)
     except UserError as error:
         if error.message.startswith(where):
             raise
         raise UserError(f"{where} is damaged: {error.message}", error.hint) from None
 
 
-def _read(value: Any, kind: Any, where: str) -> Any:
+def _convert(value: Any, kind: Any, where: str) -> Any:
     """Converts the tables in a value to dataclasses."""
     if not isinstance(value, (dict, list)):
         return value
@@ -172,28 +172,28 @@ def _read(value: Any, kind: Any, where: str) -> Any:
     if dataclasses.is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
         return checked(inner, value, where)
     if get_origin(inner) in (list, tuple) and isinstance(value, list):
-        return get_origin(inner)(_read(each, get_args(inner)[0], where) for each in value)
+        return get_origin(inner)(_convert(each, get_args(inner)[0], where) for each in value)
     return value
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _has_type(value: Any, kind: Any) -> bool:
     if kind is float:
         return type(value) in (int, float) and abs(value) <= LARGEST
     if kind is int:
         return type(value) is int and abs(value) < 2**63
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _fits(value, kinds[0]) and kinds[1].low <= value <= kinds[1].high
+        return _has_type(value, kinds[0]) and kinds[1].low <= value <= kinds[1].high
     if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in kinds)
+        return any(_has_type(value, each) for each in kinds)
     if origin is Literal:
         return value in kinds
     if origin in (list, tuple):
-        return isinstance(value, (list, tuple)) and all(_fits(each, kinds[0]) for each in value)
+        return isinstance(value, (list, tuple)) and all(_has_type(each, kinds[0]) for each in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(each, kinds[1]) for each in value.values())
+        return isinstance(value, dict) and all(_has_type(each, kinds[1]) for each in value.values())
     if dataclasses.is_dataclass(kind):
-        return isinstance(value, dict)  # `_read` checks its fields.
+        return isinstance(value, dict)  # `_convert` checks its fields.
     return isinstance(value, kind) and (kind is bool or type(value) is not bool)
 
 

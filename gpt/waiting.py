@@ -26,10 +26,10 @@ TASKS = Path("/proc/self/task")  # Only Linux reports how long a thread waited.
 CPUS = Path("/proc/stat")
 PERIOD = 0.2  # seconds between samples
 # Total seconds that threads wait per second. Next to one busy program on two cores: 0.4 to 0.8; without it: 0.05.
-WAITING = 0.3
-IDLE = 0.7  # share of a core's time
+MIN_WAITING = 0.3
+MIN_IDLE = 0.7  # share of a core's time
 # Seconds without spinning, doubled while threads still wait afterwards.
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 8.0
+FIRST_PAUSE, MAX_PAUSE = 1.0, 8.0
 
 
 def set_policy() -> None:
@@ -45,9 +45,9 @@ def watch() -> None:
     """Starts a thread that watches this process's threads. Does nothing without GNU OpenMP (on macOS and Windows,
     OpenMP yields cores by itself), if the user has set a wait policy, or if the system does not report waiting
     times."""
-    given = {name: os.environ[name] for name in POLICY if name in os.environ}
+    policy = {name: os.environ[name] for name in POLICY if name in os.environ}
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if given not in ({}, POLICY) or not hasattr(openmp, "GOMP_parallel") or not next(TASKS.glob("*/schedstat"), None):
+    if policy not in ({}, POLICY) or not hasattr(openmp, "GOMP_parallel") or not next(TASKS.glob("*/schedstat"), None):
         return
     if _watching.acquire(blocking=False):
         threading.Thread(target=_watch, args=(Spinning(openmp),), name="gpt-waiting", daemon=True).start()
@@ -73,23 +73,23 @@ class Spinning:
     def off(self) -> None:
         """Lets threads sleep in their next wait."""
         if self.idlers is None:
-            over = threading.Event()
-            thread = threading.Thread(target=self._idle, args=(over,), name="gpt-idlers", daemon=True)
+            done = threading.Event()
+            thread = threading.Thread(target=self._idle, args=(done,), name="gpt-idlers", daemon=True)
             thread.start()
-            self.idlers = thread, over
+            self.idlers = thread, done
 
     def on(self) -> None:
         """Lets threads spin again."""
         if self.idlers is not None:
-            thread, over = self.idlers
-            over.set()
+            thread, done = self.idlers
+            done.set()
             thread.join()
             self.idlers = None
 
-    def _idle(self, over: threading.Event) -> None:
+    def _idle(self, done: threading.Event) -> None:
         # A team ends with the thread that starts it. Its members only make this call.
         self.openmp.GOMP_parallel(self.openmp.omp_get_level, None, len(os.sched_getaffinity(0)), 0)
-        over.wait()
+        done.wait()
 
 
 @dataclass
@@ -129,27 +129,27 @@ def _watch(spinning: Spinning) -> None:
         before = CpuTimes.now()
         while True:
             time.sleep(PERIOD)
-            look = CpuTimes.now()
-            share, before = look.since(before), look
-            if sum(share.waited.values()) < WAITING:
+            now = CpuTimes.now()
+            shares, before = now.since(before), now
+            if sum(shares.waited.values()) < MIN_WAITING:
                 pause = FIRST_PAUSE
-            elif not move_apart(share):
+            elif not move_apart(shares):
                 spinning.off()
                 time.sleep(pause)
                 spinning.on()
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, MAX_PAUSE)
                 before = CpuTimes.now()
 
 
-def move_apart(share: CpuTimes) -> bool:
+def move_apart(shares: CpuTimes) -> bool:
     """Moves threads that wait for a core to idle cores, one each; the system can move them again. Returns whether there
     were idle cores."""
     allowed = os.sched_getaffinity(0)
-    idle = [cpu for cpu, part in share.idle.items() if part > IDLE and cpu in allowed]
-    waiting = sorted(share.waited, key=lambda task: -share.waited[task])
+    idle = [cpu for cpu, idle_share in shares.idle.items() if idle_share > MIN_IDLE and cpu in allowed]
+    waiting = sorted(shares.waited, key=lambda task: -shares.waited[task])
     for task, cpu in zip(waiting, idle, strict=False):
         with contextlib.suppress(OSError):  # The thread has ended.
-            anywhere = os.sched_getaffinity(task)
+            previous = os.sched_getaffinity(task)
             os.sched_setaffinity(task, {cpu})
-            os.sched_setaffinity(task, anywhere)
+            os.sched_setaffinity(task, previous)
     return bool(idle)

@@ -5,9 +5,9 @@ import math
 from typing import Any
 
 
-def counted(n: int, one: str, many: str = "") -> str:
-    """Returns ``1 step`` or ``2,000 steps``; ``many`` is an irregular plural."""
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
+def counted(n: int, singular: str, plural: str = "") -> str:
+    """Returns ``1 step`` or ``2,000 steps``; ``plural`` is an irregular plural."""
+    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 
 def as_json(values: Any, ascii: bool = False) -> str:
@@ -22,5 +22,5 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -21,10 +21,10 @@ from gpt.runs import folder, hf, hub
 from gpt.runs import tensors as files
 
 FILE = "adapter_model.safetensors"
-_MOST_RANK = 2**20
+_MAX_RANK = 2**20
 _PREFIX = "base_model.model."  # prefix of module names
 # PEFT keys with the values that leave W + s · B A unchanged. The first value is the default.
-_WITHOUT: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "ensure_weight_tying"), (False, None)),
@@ -41,8 +41,16 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
 # Keys that have no effect after training.
-_READ = ("base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules", "fan_in_fan_out")
-_IDLE = (
+_USED_KEYS = (
+    "base_model_name_or_path",
+    "revision",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "fan_in_fan_out",
+)
+_IGNORED_KEYS = (
     "task_type", "auto_mapping", "peft_version", "inference_mode", "exclude_modules", "lora_dropout",
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
     "qalora_group_size", "runtime_config",
@@ -77,30 +85,32 @@ class Adapter:
 def read(path: Path) -> Adapter:
     """Reads an adapter's configuration. Raises `UserError` if it is damaged or not plain LoRA on the blocks' linear
     maps."""
-    where = path / folder.ADAPTER
-    values = read_json(where)
-    for key, allowed in _WITHOUT.items():
+    config_path = path / folder.ADAPTER
+    values = read_json(config_path)
+    for key, allowed in _NEUTRAL_VALUES.items():
         if values.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{where}: {key} is {values[key]!r:.80}; only adapters with {allowed[0]!r} are supported")
-    for key in values.keys() - {*_WITHOUT, *_READ, *_IDLE}:
+            raise UserError(
+                f"{config_path}: {key} is {values[key]!r:.80}; only adapters with {allowed[0]!r} are supported"
+            )
+    for key in values.keys() - {*_NEUTRAL_VALUES, *_USED_KEYS, *_IGNORED_KEYS}:
         if values[key]:
-            raise UserError(f"{where}: {key:.80} is {values[key]!r:.80}, which is not supported")
+            raise UserError(f"{config_path}: {key:.80} is {values[key]!r:.80}, which is not supported")
     rank: Any = values.get("r")
     alpha: Any = values.get("lora_alpha")
     by_root = values.get("use_rslora", False)
-    if type(rank) is not int or not 1 <= rank <= _MOST_RANK:
-        raise UserError(f"{where} is damaged: the adapter has rank {rank!r:.80}")
+    if type(rank) is not int or not 1 <= rank <= _MAX_RANK:
+        raise UserError(f"{config_path} is damaged: the adapter has rank {rank!r:.80}")
     if type(alpha) not in (int, float) or not 0 <= alpha <= 1e12 or type(by_root) is not bool:
-        raise UserError(f"{where} is damaged: the adapter has scale {alpha!r:.80}")
+        raise UserError(f"{config_path} is damaged: the adapter has scale {alpha!r:.80}")
     meta = read_json(path / folder.META).get("adapter") if (path / folder.META).is_file() else {}
-    sums = meta.get("sha256", {}) if isinstance(meta, dict) else None
-    if not isinstance(sums, dict):
+    checksums = meta.get("sha256", {}) if isinstance(meta, dict) else None
+    if not isinstance(checksums, dict):
         raise UserError(f"{path / folder.META} does not name the base model of its adapter")
-    return Adapter(folder.base_of(path), rank, float(alpha), sums, by_root)
+    return Adapter(folder.base_of(path), rank, float(alpha), checksums, by_root)
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _AdapterTensor:
     """A tensor in an adapter file: rows of a gpt tensor."""
 
     ours: str
@@ -109,33 +119,35 @@ class _Stored:
     roles: tuple[str, ...]
 
 
-def _stored(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _Stored]:
+def _adapter_tensors(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _AdapterTensor]:
     """Returns the tensors for these roles by their PEFT names, in the model's order; fused ones are split in PEFT's
     order."""
-    first = {(each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()}
-    shapes, found = lora.adapter_shapes(config, rank, roles), dict[str, _Stored]()
+    modules = {
+        (each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()
+    }
+    shapes, entries = lora.adapter_shapes(config, rank, roles), dict[str, _AdapterTensor]()
     for ours, matrices in lora.adapted(config, roles).items():
         for kind in "ab":
             end, name = 0, f"{ours}.{kind}"
             for each in matrices:
                 rows = rank if kind == "a" else each.rows
-                place = _Stored(name, (rows, shapes[name][1]), slice(end, end := end + rows), each.roles)
-                module = first[f"{ours}.weight", each.start].removesuffix(".weight")
-                found[f"{_PREFIX}{module}.lora_{kind.upper()}.weight"] = place
-    return found
+                entry = _AdapterTensor(name, (rows, shapes[name][1]), slice(end, end := end + rows), each.roles)
+                module = modules[f"{ours}.weight", each.start].removesuffix(".weight")
+                entries[f"{_PREFIX}{module}.lora_{kind.upper()}.weight"] = entry
+    return entries
 
 
 def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: files.Arrays) -> dict[str, Any]:
     """Returns an adapter's files by name: its configuration, and its arrays by their PEFT names."""
-    stored = _stored(config, adapter.rank, roles)
-    modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in stored]
+    table = _adapter_tensors(config, adapter.rank, roles)
+    modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in table]
     # The last two parts tell "attn.c_proj" from "mlp.c_proj".
     targets = dict.fromkeys(".".join(module.split(".")[-2:]) for module in modules)
-    where, _, revision = adapter.base.partition("@") if hub.is_remote(adapter.base) else (adapter.base, "", "")
-    about = {
+    base, _, revision = adapter.base.partition("@") if hub.is_remote(adapter.base) else (adapter.base, "", "")
+    description = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": where.removeprefix(hub.PREFIX),
+        "base_model_name_or_path": base.removeprefix(hub.PREFIX),
         "revision": revision or None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
@@ -146,8 +158,8 @@ def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: fi
         "inference_mode": True,
     }
     return {
-        folder.ADAPTER: to_json(about),
-        FILE: {name: np.asarray(ours[each.ours])[each.rows] for name, each in stored.items()},
+        folder.ADAPTER: to_json(description),
+        FILE: {name: np.asarray(ours[each.ours])[each.rows] for name, each in table.items()},
     }
 
 
@@ -158,16 +170,16 @@ def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor]
         pickled = any(path.glob("*.bin"))
         hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""
         raise UserError(f"{path} has no {FILE}", hint)
-    possible = _stored(config, rank, LORA_ROLES)
-    shapes = {name: each.shape for name, each in possible.items()}
+    candidates = _adapter_tensors(config, rank, LORA_ROLES)
+    shapes = {name: each.shape for name, each in candidates.items()}
     found = files.find([path / FILE], shapes, "an adapter to its base")
-    roles = {role for name in found for role in possible[name].roles}
-    ordered = tuple(role for role in LORA_ROLES if role in roles)
-    stored = _stored(config, rank, ordered)
-    missing = [name for name in stored if name not in found]
-    if missing or not stored:
+    roles = {role for name in found for role in candidates[name].roles}
+    ordered_roles = tuple(role for role in LORA_ROLES if role in roles)
+    expected = _adapter_tensors(config, rank, ordered_roles)
+    missing = [name for name in expected if name not in found]
+    if missing or not expected:
         raise UserError(f"{path / FILE} is damaged: the tensor {(missing or ['of any adapter'])[0]} is missing")
-    joined: dict[str, list[Tensor]] = {}
-    for name, each in stored.items():
-        joined.setdefault(each.ours, []).append(found[name].mapped().float())
-    return {name: torch.cat(some) for name, some in joined.items()}, ordered
+    parts: dict[str, list[Tensor]] = {}
+    for name, each in expected.items():
+        parts.setdefault(each.ours, []).append(found[name].mapped().float())
+    return {name: torch.cat(pieces) for name, pieces in parts.items()}, ordered_roles

@@ -67,13 +67,13 @@ def contents(
 ) -> Files:
     """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names: a model's in ``dtype``,
     or the input of ``store``, which makes the weight files."""
-    of = tokenizer.tokenizer
-    bos = of.eot if of.bos is None else of.bos
-    eos = [of.eot, *sorted(of.more_ends)] if of.more_ends else of.eot
-    own = {
+    inner = tokenizer.tokenizer
+    bos = inner.eot if inner.bos is None else inner.bos
+    eos = [inner.eot, *sorted(inner.more_ends)] if inner.more_ends else inner.eot
+    metadata = {
         "format": FORMAT,
         "positions": config.positions,
-        "tokenizer": describe(of),
+        "tokenizer": describe(inner),
         **meta,
     }
     arrays = {
@@ -84,7 +84,7 @@ def contents(
         **tokenizer.files,
         "config.json": to_json(hf.to_hf_config(config, bos, eos, dtype)),
         "generation_config.json": to_json({"bos_token_id": bos, "eos_token_id": eos}),
-        folder.META: to_json(own),
+        folder.META: to_json(metadata),
         **(store(config, arrays) if store else in_files(to_stored(config, arrays))),
     }
 
@@ -106,36 +106,36 @@ def in_files(arrays: tensors.Arrays) -> Files:
     return {**files, INDEX: to_json(index)}
 
 
-def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
+def to_stored(config: GPTConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Converts a model's arrays to its layout's names and shapes, as views or deferred arrays."""
-    found: dict[str, Any] = {}
-    for name, together in _by_parameter(config):
-        rows = [each.rows for each in together.values() if each.rows is not None]
+    arrays: dict[str, Any] = {}
+    for name, group in _group_by_parameter(config):
+        rows = [each.rows for each in group.values() if each.rows is not None]
         if not rows:
-            parts = [ours[name]]
-        elif isinstance(ours[name], tensors.Deferred):
-            parts = ours[name].split(rows)
+            parts = [weights[name]]
+        elif isinstance(weights[name], tensors.Deferred):
+            parts = weights[name].split(rows)
         else:
-            parts = [ours[name][each] for each in rows]
-        for (theirs, stored), part in zip(together.items(), parts, strict=True):
-            found[theirs] = part.T if stored.transposed else part
-    return found
+            parts = [weights[name][each] for each in rows]
+        for (stored_name, stored), part in zip(group.items(), parts, strict=True):
+            arrays[stored_name] = part.T if stored.transposed else part
+    return arrays
 
 
 def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Parameters:
     """Returns loaders of the parameters by gpt's names. ``get`` returns a tensor by its name in the layout. Unfused
     parameters are views of their tensors."""
-    return {name: partial(_joined, together, get) for name, together in _by_parameter(config)}
+    return {name: partial(_concatenate, group, get) for name, group in _group_by_parameter(config)}
 
 
-def _joined(together: Mapping[str, hf.Stored], get: Callable[[str], Tensor]) -> Tensor:
-    parts = [get(theirs).t() if stored.transposed else get(theirs) for theirs, stored in together.items()]
+def _concatenate(group: Mapping[str, hf.Stored], get: Callable[[str], Tensor]) -> Tensor:
+    parts = [get(stored_name).t() if stored.transposed else get(stored_name) for stored_name, stored in group.items()]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]]]:
-    for name, some in itertools.groupby(hf.stored_tensors(config).items(), key=lambda item: item[1].ours):
-        yield name, dict(some)
+def _group_by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]]]:
+    for name, items in itertools.groupby(hf.stored_tensors(config).items(), key=lambda item: item[1].ours):
+        yield name, dict(items)
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
@@ -145,9 +145,9 @@ def fixed(model: GPT) -> dict[str, Tensor]:
 
 def write(target: Path, files: Files) -> None:
     """Writes a checkpoint atomically and reads it back from the disk. Raises OSError."""
-    with whole_folder(target, replace=True) as beside:
-        sums = side_by_side(lambda name: write_one(beside / name, files[name]), sorted(files))
-        folder.write_checksums(beside, sums)
+    with whole_folder(target, replace=True) as temporary:
+        checksums = side_by_side(lambda name: write_one(temporary / name, files[name]), sorted(files))
+        folder.write_checksums(temporary, checksums)
 
 
 def write_one(path: Path, data: bytes | tensors.Arrays) -> str:
@@ -176,10 +176,10 @@ def load(
     Raises `UserError` for damage (a checksum, a shape, a number), an unsupported model, or a missing base.
     """
     if folder.is_adapter(path):
-        config, said, base = _open_adapter(path)
+        config, loaded_adapter, base = _open_adapter(path)
         model = load(base, device, shape or config).model
-        added, roles = adapter.tensors(path, config, said.rank)
-        lora.merge(model, added, said.scale, roles)
+        lora_tensors, roles = adapter.tensors(path, config, loaded_adapter.rank)
+        lora.merge(model, lora_tensors, loaded_adapter.scale, roles)
         if bits is not None:
             round_matrices(model, bits, dtype)
         if finish is not None:
@@ -201,7 +201,7 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
     model's order. A loader reads its parameter when called; the first call merges an adapter. Raises `UserError` like
     `load`, as far as it can without reading weights."""
     if not folder.is_adapter(path):
-        return _stored_parameters(path, _describe(path))
+        return _stored_parameters(path, _read_shape(path))
     config, _, _ = _open_adapter(path)
 
     @functools.cache
@@ -214,22 +214,22 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
 
 def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
     """Returns the model's shape, which is the base's for a PEFT adapter, the adapter, and its base folder."""
-    config, found = _describe(path), adapter.read(path)
-    base = found.find_base(path)
-    return config if folder.home(path) == path else open_weights(base)[0], found, base
+    config, loaded_adapter = _read_shape(path), adapter.read(path)
+    base = loaded_adapter.find_base(path)
+    return config if folder.home(path) == path else open_weights(base)[0], loaded_adapter, base
 
 
-def _describe(path: Path) -> GPTConfig:
+def _read_shape(path: Path) -> GPTConfig:
     """Returns the model's shape. Raises `UserError` if the checkpoint is damaged or of another version."""
     # Raises for a missing base or an endless chain of adapters.
     collections.deque(folder.lineage(path), maxlen=0)
     home = folder.home(path)
     with reading(home):
-        ours = (home / folder.META).exists() or (home / folder.CHECKSUMS).exists()
-    if ours:
+        is_gpt = (home / folder.META).exists() or (home / folder.CHECKSUMS).exists()
+    if is_gpt:
         folder.verify_checksums(home)
-        if (found := read_json(home / folder.META).get("format")) != FORMAT:
-            raise UserError(f"{home} has format {found!r}; this program reads format {FORMAT}", "update gpt")
+        if (version := read_json(home / folder.META).get("format")) != FORMAT:
+            raise UserError(f"{home} has format {version!r}; this program reads format {FORMAT}", "update gpt")
     return hf.load_config(home)
 
 
@@ -238,10 +238,10 @@ def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
     for its base's; a template also works next to a gpt tokenizer. A folder without tokenizer and with 50,257 ids has
     GPT-2's. Raises `UserError` if the tokenizer has no token to begin or end a text."""
     tokenizer, template = None, dict[str, bytes]()
-    for each in folder.lineage(path):
-        tokenizer = _own_tokenizer(each)
+    for folder_path in folder.lineage(path):
+        tokenizer = _own_tokenizer(folder_path)
         if tokenizer is None or tokenizer.chat_template is None:
-            template = template or read_template(each)
+            template = template or read_template(folder_path)
         if tokenizer is not None:
             break
     if tokenizer is None and config.vocab_size == GPT2_VOCAB:
@@ -303,21 +303,21 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
     bits = quantized.read_bits(values)
     if bits is not None:
         _check_size(files, config, bits)
-        places = quantized.layout(config, bits)
-        shapes = {name: shape for name, (shape, _) in places.items()}
-        found = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in places.items()})
+        table = quantized.layout(config, bits)
+        shapes = {name: shape for name, (shape, _) in table.items()}
+        found = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in table.items()})
         tensors.check_all(files, shapes, found)
         return config, quantized.from_stored(config, bits, lambda name: found[name].mapped(), str(path))
-    beside: list[str] = []
+    ignored: list[str] = []
 
     def ours(theirs: str) -> str | None:
         name = hf.full_name(theirs, config)
         if name is None or hf.part_of(name) in parts:
             return name
-        beside.append(theirs)
+        ignored.append(theirs)
         return None
 
-    rounded = quantized.of_others(values)
+    quantization = quantized.find_foreign(values)
     try:
         _check_size(files, config, None)
         expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
@@ -329,21 +329,21 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
             found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
         tensors.check_all(files, expected, found)
     except UserError as error:
-        if not rounded:
+        if not quantization:
             raise
         raise UserError(
-            f"{path}: {rounded}, and gpt only loads weights that gpt export has quantized ({error.message})",
+            f"{path}: {quantization}, and gpt only loads weights that gpt export has quantized ({error.message})",
             "use the model in 16 or 32 bits",
         ) from None
-    if rounded:
-        warn(f"{path}: {rounded}, but its weights are not quantized: they are used as they are")
-    if beside:
-        more = f" and {len(beside) - 1:,} more" if len(beside) > 1 else ""
-        warn(f"{path}: the tensor {beside[0]:.80}{more} is not part of the decoder and is ignored")
+    if quantization:
+        warn(f"{path}: {quantization}, but its weights are not quantized: they are used as they are")
+    if ignored:
+        more = f" and {len(ignored) - 1:,} more" if len(ignored) > 1 else ""
+        warn(f"{path}: the tensor {ignored[0]:.80}{more} is not part of the decoder and is ignored")
     if config.tied and hf.UNEMBEDDING in found:
-        both = [found[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
-        wide = torch.promote_types(both[0].dtype, both[1].dtype)
-        if not torch.equal(both[0].to(wide), both[1].to(wide)):
+        pair = [found[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
+        common_dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
+        if not torch.equal(pair[0].to(common_dtype), pair[1].to(common_dtype)):
             warn(f"{path}: {hf.UNEMBEDDING} differs from the embedding, although config.json ties them: it is used")
             config = replace(config, tied=False)
     return config, from_stored(config, lambda theirs: found[theirs].mapped())
@@ -353,10 +353,10 @@ def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:
     """Raises `UserError` if the weight files are too small for the shape, before any memory is allocated."""
     size = sum(file.stat().st_size for file in files if file.exists())
     count = sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))
-    least = count * (bits or 16) // 8
-    if size < least:
+    min_bytes = count * (bits or 16) // 8
+    if size < min_bytes:
         raise UserError(
-            f"{files[0].parent}: the weights have {size:,} bytes; config.json requires at least {least:,}",
+            f"{files[0].parent}: the weights have {size:,} bytes; config.json requires at least {min_bytes:,}",
             "copy it again",
         )
 
@@ -381,10 +381,10 @@ def build(
         state: dict[str, Tensor] = {}
         for name, value in values.items():
             if isinstance(value, Quantized) and keep:
-                _put(model, name.removesuffix(".weight"), value.to(device), dtype)
+                _put_quantized(model, name.removesuffix(".weight"), value.to(device), dtype)
                 continue
             tensor = whole(value)[: config.block_size] if part == "wpe" else whole(value)
-            state[name.removeprefix(part + ".")] = _as_needed(tensor, dtype, mapped)
+            state[name.removeprefix(part + ".")] = _convert(tensor, dtype, mapped)
         if part == "wpe" and config.positions == "sinusoidal":
             model.register_buffer("sine", state["weight"], persistent=False)
         else:
@@ -393,15 +393,15 @@ def build(
 
     for part, names in itertools.groupby(stored, key=lambda name: _PART.match(name)[0]):  # type: ignore[index]
         values = {name: stored[name]() for name in names}
-        rounded = values
+        new_values = values
         if bits is not None:
-            rounded = {name: quantized.rounded(table[name], value, bits) for name, value in values.items()}
-        fill(part, rounded, keep=bits is not None or (part == "wte" and finish is not None and not config.tied))
+            new_values = {name: quantized.rounded(table[name], value, bits) for name, value in values.items()}
+        fill(part, new_values, keep=bits is not None or (part == "wte" and finish is not None and not config.tied))
         if part == "wte" and finish is not None and config.tied:
-            model.lm_head = _unembedding(model.wte, finish)
-            value = rounded["wte.weight"]
-            own = isinstance(value, Tensor) and value.dtype != dtype  # a copy, not a view of the file
-            if model.lm_head is not None and value is values["wte.weight"] and not own:
+            model.lm_head = _lay_out_unembedding(model.wte, finish)
+            value = new_values["wte.weight"]
+            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # not a view of the file
+            if model.lm_head is not None and value is values["wte.weight"] and not is_copy:
                 # The unembedding read the whole mapping. A new mapping only reads the rows that are looked up.
                 fill(part, {name: stored[name]() for name in values}, keep=True)
         if finish is not None and part.startswith("h."):
@@ -412,14 +412,14 @@ def build(
     return model
 
 
-def _put(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
+def _put_quantized(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
     """Replaces a module's weight with a quantized matrix."""
     old = model.get_submodule(name)
     new = QuantizedLinear(matrix, old.bias) if isinstance(old, nn.Linear) else QuantizedEmbedding(matrix, dtype)
     model.set_submodule(name, new)
 
 
-def _unembedding(
+def _lay_out_unembedding(
     embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
 ) -> nn.Module | None:
     """Lays out the embedding as a linear map with ``finish``; None if that changes nothing."""
@@ -430,12 +430,12 @@ def _unembedding(
         vocab, width = embedding.weight.shape
         linear = Linear(width, vocab, bias=False, device="meta")
         linear.weight = embedding.weight
-    holder = nn.Sequential(linear)
-    finish(holder)
-    return None if holder[0] is linear else holder[0]
+    container = nn.Sequential(linear)
+    finish(container)
+    return None if container[0] is linear else container[0]
 
 
-def _as_needed(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
+def _convert(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
     """Converts a mapped tensor to a contiguous one in this dtype, copied unless it can stay ``mapped``."""
     if mapped:
         return tensor.to(dtype).contiguous()

@@ -35,7 +35,7 @@ CHECKSUMS = "checksums.json"
 META = "gpt.json"
 ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
 # An adapter that names itself as its base would never end.
-MOST_ADAPTERS = 100
+MAX_ADAPTERS = 100
 TRAINING = ("training.json", "training.safetensors")  # only for resuming; older checkpoints lose it
 KEPT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
@@ -93,24 +93,24 @@ def _checksum_of(files: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def write_checksums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
-    """Records the sha256 of every file in ``folder``, and of the record. ``sums``: the checksums of the data that was
+def write_checksums(folder: Path, checksums: Mapping[str, str] | None = None) -> None:
+    """Records the sha256 of every file in ``folder``, and of the record. ``checksums`` are those of the data that was
     to be written, if known."""
-    if sums is None:
-        sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
-    write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _checksum_of(sums)}))
+    if checksums is None:
+        checksums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
+    write_file(folder / CHECKSUMS, to_json({"sha256": checksums, "self": _checksum_of(checksums)}))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
     """Reads recorded checksums. Raises `UserError` if the record is damaged or names a file outside the folder."""
-    record = read_json(folder / CHECKSUMS) if _has(folder, CHECKSUMS) else {}
-    sums = record.get("sha256")
-    if not isinstance(sums, dict) or record.get("self") != _checksum_of(sums):
+    record = read_json(folder / CHECKSUMS) if _has_file(folder, CHECKSUMS) else {}
+    checksums = record.get("sha256")
+    if not isinstance(checksums, dict) or record.get("self") != _checksum_of(checksums):
         raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
-    for name in sums:
+    for name in checksums:
         if not is_file_name(name):
             raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name[:80]!r}", HINT)
-    return sums
+    return checksums
 
 
 def verify_checksums(folder: Path, training: bool = False) -> None:
@@ -119,15 +119,15 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
     Training state (``training.*``) is read only with ``training``, and can be missing, because old checkpoints keep
     only their weights.
     """
-    sums = read_checksums(folder)
-    for name in sums:
+    recorded = read_checksums(folder)
+    for name in recorded:
         if name not in TRAINING and not (folder / name).is_file():
             raise UserError(f"{folder} is damaged: {name} is missing", HINT)
-    wanted = [name for name in sums if name not in TRAINING or (training and (folder / name).is_file())]
+    names = [name for name in recorded if name not in TRAINING or (training and (folder / name).is_file())]
     with reading(folder):
-        found = side_by_side(lambda name: file_sha256(folder / name), wanted)
-    for name in wanted:
-        if found[name] != sums[name]:
+        actual = side_by_side(lambda name: file_sha256(folder / name), names)
+    for name in names:
+        if actual[name] != recorded[name]:
             raise UserError(f"{folder / name} is damaged: its sha256 has changed since it was saved", HINT)
 
 
@@ -141,8 +141,8 @@ def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> l
     Raises `UserError` if the run cannot be read."""
     entries = []
     with reading(run):
-        inside = list(run.iterdir())
-    for path in inside:
+        children = list(run.iterdir())
+    for path in children:
         match = _STEP.fullmatch(path.name)
         if match and path.is_dir():
             loss: Any = None
@@ -150,8 +150,8 @@ def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> l
                 loss = read_json(path / META).get("val_loss")
             except UserError as error:
                 note(f"{error.message}: using the best of the other checkpoints")
-            number = type(loss) in (int, float) and abs(loss) <= LARGEST
-            entries.append(Entry(int(match[1]), float(loss) if number else None))
+            is_number = type(loss) in (int, float) and abs(loss) <= LARGEST
+            entries.append(Entry(int(match[1]), float(loss) if is_number else None))
     return sorted(entries, key=lambda entry: entry.step)
 
 
@@ -192,24 +192,24 @@ def prune(run: Path, keep: int, newest: int | None = None) -> None:
 
 def _remove(checkpoint: Path) -> None:
     # Rename first, so that a folder called step-N is never incomplete.
-    doomed = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
-    os.replace(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    temporary = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
+    os.replace(checkpoint, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def can_resume(path: Path) -> bool:
     """Whether a checkpoint has training state."""
-    return all(_has(path, name) for name in TRAINING)
+    return all(_has_file(path, name) for name in TRAINING)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like a checkpoint of gpt, Transformers or PEFT. Raises `UserError` if unreadable."""
-    return _has(path, "config.json") or is_adapter(path)
+    return _has_file(path, "config.json") or is_adapter(path)
 
 
 def is_adapter(path: Path) -> bool:
     """Whether a checkpoint contains only adapters. Raises `UserError` if unreadable."""
-    return _has(path, ADAPTER)
+    return _has_file(path, ADAPTER)
 
 
 _bases: dict[Path, str] = {}  # base models given by the user, by adapter folder
@@ -220,11 +220,11 @@ def name_base(path: Path, base: str) -> None:
     if ``path`` is not an adapter."""
     if not is_adapter(path):
         raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
-    named = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
+    base_path = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
     with contextlib.suppress(UserError):  # The files name no base model.
-        while not hub.is_remote(below := base_of(path)) and is_adapter(Path(below)):
-            path = Path(below)
-    _bases[path.absolute()] = named
+        while not hub.is_remote(next_base := base_of(path)) and is_adapter(Path(next_base)):
+            path = Path(next_base)
+    _bases[path.absolute()] = base_path
 
 
 def base_of(path: Path) -> str:
@@ -258,30 +258,30 @@ def base_folder(path: Path) -> Path:
 def lineage(path: Path) -> Iterator[Path]:
     """Yields a checkpoint's folder and the folders of the base models below it, downloading from the Hub on demand.
     Raises `UserError` if the chain does not end."""
-    here = path
-    for _ in range(MOST_ADAPTERS):
-        yield here
-        if not is_adapter(here):
+    current = path
+    for _ in range(MAX_ADAPTERS):
+        yield current
+        if not is_adapter(current):
             return
-        here = base_folder(here)
-    raise UserError(f"{path} is in a chain of more than {MOST_ADAPTERS} adapters", "merge some of them")
+        current = base_folder(current)
+    raise UserError(f"{path} is in a chain of more than {MAX_ADAPTERS} adapters", "merge some of them")
 
 
 def home(path: Path) -> Path:
     """Returns the folder with a checkpoint's shape: its own, or the base of a PEFT adapter. Like PEFT, ignores a
     ``config.json`` that other programs leave in an adapter folder."""
-    for here in lineage(path):
-        if _has(here, META) or not is_adapter(here):
+    for current in lineage(path):
+        if _has_file(current, META) or not is_adapter(current):
             break
-    return here
+    return current
 
 
 def is_run(path: Path) -> bool:
     """Whether a folder looks like a run. Raises `UserError` if unreadable."""
-    return _has(path, RECORD)
+    return _has_file(path, RECORD)
 
 
-def _has(path: Path, name: str) -> bool:
+def _has_file(path: Path, name: str) -> bool:
     with reading(path):
         return (path / name).is_file()
 
@@ -292,8 +292,8 @@ def names_model(word: str) -> bool:
         return "://" not in word  # hf:// is the address of a text.
     with reading(Path(word)):
         exists = Path(word).exists()
-    part = None if exists else _PART.fullmatch(word)
-    path = Path(part[1] if part else word)
+    match = None if exists else _PART.fullmatch(word)
+    path = Path(match[1] if match else word)
     if path.is_dir() and not is_run(path) and not is_adapter(path):
         with contextlib.suppress(UserError):  # A folder of texts can contain a config.json too.
             return "model_type" in read_json(path / "config.json")
@@ -303,12 +303,12 @@ def names_model(word: str) -> bool:
 def runs_in(runs: Path) -> list[Path]:
     """Returns the runs in a folder, by name, without unreadable ones."""
     with reading(runs):
-        inside = sorted(runs.iterdir()) if runs.is_dir() else []
-    found = []
-    for path in inside:
+        children = sorted(runs.iterdir()) if runs.is_dir() else []
+    readable = []
+    for path in children:
         with contextlib.suppress(UserError):
-            found += [path] if is_run(path) else []
-    return found
+            readable += [path] if is_run(path) else []
+    return readable
 
 
 def check_run(path: Path) -> None:
@@ -320,17 +320,17 @@ def check_run(path: Path) -> None:
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:
     """Returns the run in ``runs/`` that started last and has a checkpoint. Raises `UserError` if there is none."""
-    started: list[tuple[str, Path]] = []
+    candidates: list[tuple[str, Path]] = []
     for path in runs_in(runs):
         with contextlib.suppress(UserError):
             if checkpoints(path):
-                started.append((RunRecord.read(path).started, path))
-    if not started:
+                candidates.append((RunRecord.read(path).started, path))
+    if not candidates:
         raise UserError(
             f"there is no run with a checkpoint in {runs}{os.sep}",
             "train one: gpt train FILE; or choose one with --model",
         )
-    return max(started)[1]
+    return max(candidates)[1]
 
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
@@ -341,8 +341,8 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None
     with reading(Path(model or RUNS)):
-        part = match and not Path(match[0]).exists()
-    if match and part:
+        names_part = match and not Path(match[0]).exists()
+    if match and names_part:
         return _of_run(Path(match[1]), match[2], note)
     path = Path(model) if model else newest_run()
     if is_run(path):
@@ -383,7 +383,7 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
     """Returns the newest intact checkpoint, with ``training`` only one with training state. ``note`` is called for each
     checkpoint that is skipped. Raises `UserError` if none is intact."""
-    why = "none can be resumed from" if training else "none is there"
+    reason = "none can be resumed from" if training else "none is there"
     for entry in reversed(checkpoints(run)):
         path = run / entry.name
         if training and not can_resume(path):
@@ -392,9 +392,9 @@ def newest_whole(run: Path, note: Callable[[str], None], training: bool = False)
             verify_checksums(path, training)
             return path
         except UserError as error:
-            why = error.message
-            note(f"{why}: using the checkpoint before it")
-    raise UserError(f"the run {run} has no intact checkpoint: {why}", HINT)
+            reason = error.message
+            note(f"{reason}: using the checkpoint before it")
+    raise UserError(f"the run {run} has no intact checkpoint: {reason}", HINT)
 
 
 def known_runs() -> str:

@@ -56,27 +56,27 @@ def _snapshot(name: str, revision: str, files: list[str]) -> str:
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    what = f"{name}@{revision}" if revision != "main" else name
-    place = constants.ENDPOINT
+    full_name = f"{name}@{revision}" if revision != "main" else name
+    endpoint = constants.ENDPOINT
     try:
-        found: str = hub.snapshot_download(name, revision=revision, allow_patterns=files)
-        return found
+        path: str = hub.snapshot_download(name, revision=revision, allow_patterns=files)
+        return path
     except errors.HFValidationError:
         hint = "hf:OWNER/NAME, such as hf:openai-community/gpt2"
-        raise UserError(f'"hf:{what}" is not a Hugging Face Hub model', hint) from None
+        raise UserError(f'"hf:{full_name}" is not a Hugging Face Hub model', hint) from None
     except errors.GatedRepoError:
-        hint = f"request access at {place}/{name}, then log in: hf auth login"
-        raise UserError(f"{what} is gated: its owners must grant you access", hint) from None
+        hint = f"request access at {endpoint}/{name}, then log in: hf auth login"
+        raise UserError(f"{full_name} is gated: its owners must grant you access", hint) from None
     except errors.RevisionNotFoundError:
         raise UserError(
             f'{name} has no revision "{revision}"', "give a branch, a tag or a commit; the default is main"
         ) from None
     except errors.RepositoryNotFoundError:
         hint = "check its name (OWNER/NAME); if it is private, log in: hf auth login"
-        raise UserError(f"{place} has no model {name}", hint) from None
+        raise UserError(f"{endpoint} has no model {name}", hint) from None
     except Exception as error:  # The connection, the server and the disk raise many types of errors.
         raise WorkError(
-            f"{what} is not in the cache and could not be downloaded from {place} ({_reason(error)})",
+            f"{full_name} is not in the cache and could not be downloaded from {endpoint} ({_reason(error)})",
             "check the connection (HF_HUB_OFFLINE, HF_ENDPOINT), or give a local folder with its files",
         ) from None
 

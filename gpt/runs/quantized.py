@@ -32,10 +32,10 @@ def read_bits(values: Mapping[str, Any]) -> int | None:
     return next((bits for bits in BITS.values() if values.get(KEY) == describe(bits)), None)
 
 
-def of_others(values: Mapping[str, Any]) -> str:
+def find_foreign(values: Mapping[str, Any]) -> str:
     """Returns the ``config.json`` entry of another program's quantization; empty if there is none."""
-    said = [f"{key} is {values[key]!r:.120}" for key in (KEY, "compression_config") if values.get(key) is not None]
-    return said[0] if said and read_bits(values) is None else ""
+    entries = [f"{key} is {values[key]!r:.120}" for key in (KEY, "compression_config") if values.get(key) is not None]
+    return entries[0] if entries and read_bits(values) is None else ""
 
 
 def _bits_of(parameter: Parameter, bits: int) -> int | None:
@@ -49,43 +49,43 @@ def _bits_of(parameter: Parameter, bits: int) -> int | None:
 
 def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
     """Returns each tensor's shape and dtype by its name in the files."""
-    found: dict[str, tuple[Shape, str]] = {}
+    tensors: dict[str, tuple[Shape, str]] = {}
     for name, p in named_parameters(config).items():
         match _bits_of(p, bits):
             case 8:
-                found |= {name: (p.shape, "I8"), name + SCALES: (p.shape[:1], "F32")}
+                tensors |= {name: (p.shape, "I8"), name + SCALES: (p.shape[:1], "F32")}
             case 4:
                 rows, columns = p.shape
-                found |= {name: ((rows, columns // 2), "U8"), name + SCALES: ((rows, columns // GROUP), "F16")}
+                tensors |= {name: ((rows, columns // 2), "U8"), name + SCALES: ((rows, columns // GROUP), "F16")}
             case _:
-                found[name] = (p.shape, "F32")
-    return found
+                tensors[name] = (p.shape, "F32")
+    return tensors
 
 
 def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], Tensor | Quantized]]) -> dict[str, Any]:
     """Returns the files' tensors. A matrix is quantized when its scales are written; all scales precede the levels."""
     table = named_parameters(config)
 
-    held: dict[str, Quantized] = {}  # levels still to be written
+    pending: dict[str, Quantized] = {}  # levels still to be written
 
-    def part(name: str) -> np.ndarray[Any, Any]:
+    def compute(name: str) -> np.ndarray[Any, Any]:
         matrix = name.removesuffix(SCALES)
-        value = held.pop(matrix, None) or rounded(table[matrix], weights[matrix](), bits)
+        value = pending.pop(matrix, None) or rounded(table[matrix], weights[matrix](), bits)
         if isinstance(value, Quantized) and name.endswith(SCALES):
-            held[matrix] = value
+            pending[matrix] = value
             return value.scales.numpy()
         return (value.levels if isinstance(value, Quantized) else value).numpy()
 
-    return {name: Deferred(shape, partial(part, name), code) for name, (shape, code) in layout(config, bits).items()}
+    return {name: Deferred(shape, partial(compute, name), code) for name, (shape, code) in layout(config, bits).items()}
 
 
 def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tensor | Quantized:
     """Quantizes a parameter for a checkpoint of ``bits``. A matrix that already has the right bits is unchanged."""
-    kept = _bits_of(parameter, bits)
-    if isinstance(value, Quantized) and value.bits == kept:
+    stored_bits = _bits_of(parameter, bits)
+    if isinstance(value, Quantized) and value.bits == stored_bits:
         return value
     exact = whole(value)
-    return exact.float() if kept is None else round_matrix(exact, kept)
+    return exact.float() if stored_bits is None else round_matrix(exact, stored_bits)
 
 
 def from_stored(
@@ -95,10 +95,10 @@ def from_stored(
     `UserError` if the scales are not finite."""
 
     def matrix(name: str) -> Quantized:
-        found = Quantized(get(name), get(name + SCALES))
-        if not found.scales.isfinite().all():
+        quantized_matrix = Quantized(get(name), get(name + SCALES))
+        if not quantized_matrix.scales.isfinite().all():
             raise UserError(f"{where} is damaged: the scales of {name} are not all finite", HINT)
-        return found
+        return quantized_matrix
 
     return {
         name: partial(get if _bits_of(p, bits) is None else matrix, name)

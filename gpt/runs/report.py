@@ -43,7 +43,7 @@ class History:
                 self.steps.append(event)
             case events.EvalEvent():
                 self._drop_after(event.step)
-                _cut(self.evals, event.step - 1)
+                _remove_after(self.evals, event.step - 1)
                 self.evals.append(event)
             case events.SampleEvent():
                 self.samples.append(event)
@@ -59,9 +59,9 @@ class History:
     def _drop_after(self, step: int) -> None:
         """Drops the events after a step."""
         if self.steps and self.steps[-1].step > step:
-            _cut(self.steps, step)
-            _cut(self.evals, step)
-            _cut(self.samples, step)
+            _remove_after(self.steps, step)
+            _remove_after(self.evals, step)
+            _remove_after(self.samples, step)
         self.end = None
 
     @property
@@ -71,7 +71,7 @@ class History:
         return min(measured, key=lambda each: each.val_loss, default=None)
 
 
-def _cut(events: list[Any], step: int) -> None:
+def _remove_after(events: list[Any], step: int) -> None:
     """Removes the events after a step from a list."""
     while events and events[-1].step > step:
         events.pop()
@@ -148,24 +148,24 @@ class Report:
             "started": record.started or None,
         }
 
-    def columns(self, most: int | None = None) -> tuple[Columns, Columns]:
-        """Returns steps and evaluations as columns; steps are averaged into at most ``most`` rows. Unknown and
+    def columns(self, max_rows: int | None = None) -> tuple[Columns, Columns]:
+        """Returns steps and evaluations as columns; steps are averaged into at most ``max_rows`` rows. Unknown and
         non-finite numbers are None."""
-        steps, evals = self.history.steps, [vars(each) for each in self.history.evals]
+        steps, evals = self.history.steps, [vars(evaluation) for evaluation in self.history.evals]
         if not self.is_run:
-            evals = [{**each, "tokens": None} for each in evals]
-        return _columns(thinned(steps, most), STEP_KEYS), _columns(evals, EVAL_KEYS)
+            evals = [{**evaluation, "tokens": None} for evaluation in evals]
+        return _columns(thinned(steps, max_rows), STEP_KEYS), _columns(evals, EVAL_KEYS)
 
 
-def thinned(steps: Sequence[events.StepEvent], most: int | None) -> list[dict[str, Any]]:
-    """Averages consecutive steps into at most ``most`` rows. Counts and times are a row's last, other values the mean
-    of its finite ones."""
-    each = 1 if most is None else -(-len(steps) // most)
+def thinned(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dict[str, Any]]:
+    """Averages consecutive steps into at most ``max_rows`` rows. Counts and times are a row's last, other values the
+    mean of its finite ones."""
+    size = 1 if max_rows is None else -(-len(steps) // max_rows)
     rows = []
-    for at in range(0, len(steps), max(1, each)):
-        some = [vars(step) for step in steps[at : at + each]]
-        means = {key: _mean([row.get(key) for row in some]) for key in STEP_KEYS[3:]}
-        rows.append({key: some[-1][key] for key in STEP_KEYS[:3]} | means)
+    for start in range(0, len(steps), max(1, size)):
+        group = [vars(step) for step in steps[start : start + size]]
+        means = {key: _mean([row.get(key) for row in group]) for key in STEP_KEYS[3:]}
+        rows.append({key: group[-1][key] for key in STEP_KEYS[:3]} | means)
     return rows
 
 
@@ -199,9 +199,9 @@ def find_run(word: str | None) -> Path:
     return path
 
 
-def report(run: Path, each: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Reads a run, finished or not, or a curve. ``each`` is called with the training tokens compared so far and their
-    total.
+def report(run: Path, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+    """Reads a run, finished or not, or a curve. ``on_progress`` is called with the training tokens compared so far and
+    their total.
 
     Raises `UserError` if there are no metrics, or if ``run.json`` or the curve is damaged.
     """
@@ -209,7 +209,7 @@ def report(run: Path, each: Callable[[int, int], None] = lambda done, total: Non
         return read_curve(run)
     record, history = RunRecord.read(run), read_history(run)
     tokens = _training_tokens(run, record)
-    return Report(run, record, history, None if tokens is None else _copying(history, tokens, each))
+    return Report(run, record, history, None if tokens is None else _copying(history, tokens, on_progress))
 
 
 @dataclass(frozen=True)
@@ -244,9 +244,11 @@ def read_curve(path: Path) -> Report:
             points.append(point)
     if not points:
         raise UserError(f"the curve {path} is empty", hint)
-    evals = [events.EvalEvent(each.step, 0, each.seconds, each.val_loss, False) for each in points]
-    last, best = points[-1], min(points, key=lambda each: each.val_loss)
-    ratio = next((each.bits_per_byte / each.val_loss for each in points if each.bits_per_byte and each.val_loss), None)
+    evals = [events.EvalEvent(entry.step, 0, entry.seconds, entry.val_loss, False) for entry in points]
+    last, best = points[-1], min(points, key=lambda entry: entry.val_loss)
+    ratio = next(
+        (entry.bits_per_byte / entry.val_loss for entry in points if entry.bits_per_byte and entry.val_loss), None
+    )
     bits = best.bits_per_byte or (ratio and finite(best.val_loss * ratio))
     end = events.EndEvent(last.step, 0, last.seconds, "another program", None, best.val_loss, bits)
     return Report(path, RunRecord(), History(evals=evals, end=end), None, is_run=False)
@@ -266,11 +268,12 @@ def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
         return None
 
 
-def _copying(history: History, tokens: TokenFolder, each: Callable[[int, int], None]) -> Copying:
+def _copying(history: History, tokens: TokenFolder, on_progress: Callable[[int, int], None]) -> Copying:
     tokenizer, stream = tokens.tokenizer, tokens.stream("train")
     ids = [tokenizer.encode(sample.text).tolist() for sample in history.samples]
-    found = find_copies(ids, stream, each) if ids else []
+    copies = find_copies(ids, stream, on_progress) if ids else []
     texts = [
-        tokenizer.decode(whole[one.start : one.start + one.longest]) for whole, one in zip(ids, found, strict=True)
+        tokenizer.decode(sample_ids[copy.start : copy.start + copy.longest])
+        for sample_ids, copy in zip(ids, copies, strict=True)
     ]
-    return Copying(found, texts, min(len(stream), MOST), len(stream))
+    return Copying(copies, texts, min(len(stream), MOST), len(stream))

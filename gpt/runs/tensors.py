@@ -28,9 +28,9 @@ _CODES = {
 }  # fmt: skip
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 _LENGTH = struct.Struct("<Q")
-_ALIGNED = 8  # bytes to which the header is padded
+_ALIGNMENT = 8  # bytes to which the header is padded
 # Maximum header bytes: a base, and a share per tensor. A tensor takes about 100; other programs add metadata and masks.
-_HEADER_ROOM, _HEADER_EACH = 2**16, 2**10
+_HEADER_BASE, _HEADER_PER_TENSOR = 2**16, 2**10
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Deferred:
     def split(self, rows: Sequence[slice]) -> "list[Deferred]":
         """Returns one deferred array per slice of rows. The first that is written gathers the array, the last frees
         it."""
-        held: list[Array] = []
+        references: list[Array] = []
 
-        def get(some: slice) -> Array:
-            if not held:
-                held.extend([self.get()] * len(rows))
-            return held.pop()[some]
+        def get(part: slice) -> Array:
+            if not references:
+                references.extend([self.get()] * len(rows))
+            return references.pop()[part]
 
-        return [Deferred((some.stop - some.start, *self.shape[1:]), partial(get, some), self.code) for some in rows]
+        return [Deferred((part.stop - part.start, *self.shape[1:]), partial(get, part), self.code) for part in rows]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return self.get()
@@ -87,7 +87,7 @@ def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
         code = array.code if isinstance(array, Deferred) else _CODES[array.dtype.name]
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNED)
+    text += b" " * (-len(text) % _ALIGNMENT)
     yield _LENGTH.pack(len(text)) + text
     for _, array in ordered:
         yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -108,8 +108,8 @@ class Found:
     def mapped(self) -> Tensor:
         """Returns the tensor as stored, memory-mapped. Its mapping is freed with it, so data already read does not stay
         in memory."""
-        with _opened(self.file) as opened:
-            tensor: Tensor = opened.get_tensor(self.name)
+        with _open(self.file) as handle:
+            tensor: Tensor = handle.get_tensor(self.name)
             return tensor
 
 
@@ -130,21 +130,21 @@ def find(
     found: dict[str, Found] = {}
     for file in files:
         _check_header(file, len(shapes))
-        with _opened(file) as opened:
-            for theirs in opened.keys():  # noqa: SIM118
-                name = ours(theirs)
+        with _open(file) as handle:
+            for stored_name in handle.keys():  # noqa: SIM118
+                name = ours(stored_name)
                 if name is None:
                     continue
-                tensor = opened.get_slice(theirs)
+                tensor = handle.get_slice(stored_name)
                 shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
                 if name not in shapes:
-                    raise UserError(f"{file} has a tensor {theirs[:80]} that {where} does not expect")
+                    raise UserError(f"{file} has a tensor {stored_name[:80]} that {where} does not expect")
                 if shape != shapes[name]:
-                    raise UserError(f"{file}: {theirs} has the shape {shape}; {where} expects {shapes[name]}")
+                    raise UserError(f"{file}: {stored_name} has the shape {shape}; {where} expects {shapes[name]}")
                 allowed = [dtypes[name]] if isinstance(dtypes, Mapping) else dtypes
                 if dtype not in allowed:
-                    raise UserError(f"{file}: {theirs} is {dtype}; {', '.join(allowed)} can be read")
-                found[name] = Found(file, theirs)
+                    raise UserError(f"{file}: {stored_name} is {dtype}; {', '.join(allowed)} can be read")
+                found[name] = Found(file, stored_name)
     return found
 
 
@@ -162,15 +162,15 @@ def _check_header(file: Path, count: int) -> None:
         start = opened.read(_LENGTH.size)
         size = os.fstat(opened.fileno()).st_size
     length = _LENGTH.unpack(start)[0] if len(start) == _LENGTH.size else size
-    if length > min(size - _LENGTH.size, _HEADER_ROOM + _HEADER_EACH * count):
+    if length > min(size - _LENGTH.size, _HEADER_BASE + _HEADER_PER_TENSOR * count):
         raise UserError(f"{file} is damaged or not a safetensors file: its header has {length:,} bytes", HINT)
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open(file: Path) -> Iterator[Any]:
     check_text(f"the path {str(file)!r}", str(file), "rename the folder: safetensors only opens UTF-8 names")
     try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
+        with safe_open(file, framework="pt") as handle:
+            yield handle
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is damaged or not a safetensors file: {error}", HINT) from None
