@@ -25,14 +25,14 @@ from gpt.files import file_sha256, private_folder, sync_folder, user_folder
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
 Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # a module and its example inputs
-MAX_PROGRAMS = 50  # maximum number, some 4 MB each
+KEPT = 50  # maximum number, some 4 MB each
 SCRATCH = "making-"  # name prefix of compilation folders
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
     """Returns the program of ``key``, which identifies code, shapes and dtypes, for this torch, processor and number of
     threads. Loads it from the cache, or compiles the graph from ``trace`` with extra Inductor ``options`` and announces
-    that with ``note``. The cache keeps the `MAX_PROGRAMS` last used programs.
+    that with ``note``. The cache keeps the `KEPT` last used programs.
 
     Raises any error of the compiler or the disk, and `UserError` for a folder that others can access.
     """
@@ -73,7 +73,7 @@ def _is_intact(path: Path) -> bool:
 
 def _tidy(folder: Path) -> None:
     """Deletes the least recently used programs and the leftovers of killed commands."""
-    for program in sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-MAX_PROGRAMS]:
+    for program in sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
         program.unlink()
     for leftover in folder.glob(f"{SCRATCH}*"):
         if time.time() - leftover.stat().st_mtime > 24 * 3600:
