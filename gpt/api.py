@@ -156,8 +156,8 @@ def _open_documents(
     listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple["TokenFolder", Documents]]:
-    """Yields a token folder and its documents: one side of an existing folder, or texts tokenized into a temporary
-    one."""
+    """Yields a token folder and its documents: one side of an existing folder, or a temporary folder of tokenized
+    texts."""
     from gpt.text.corpus import open_corpus
     from gpt.text.token_folder import TokenFolder
     from gpt.text.tokenize import tokenize
@@ -203,12 +203,12 @@ def load(
     sampling: SampleConfig | None = None,
 ) -> LanguageModel:
     """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, or a
-    Transformers folder; None: the newest run. Falls back from a damaged latest checkpoint to the one before it, and
-    calls ``note``. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing
-    or damaged.
+    Transformers folder; None: the newest run. If the latest checkpoint is damaged, calls ``note`` and loads the
+    previous one. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing or
+    damaged.
 
-    With ``sampling``, the settings of later calls, lays out the weights for decoding, in ``dtype``; "int8" and "int4"
-    quantize them, and quantized weights stay as they are. Such a model can be neither trained nor saved, and the
+    ``sampling`` has the settings of later calls: the weights are then laid out for decoding, in ``dtype``. "int8" and
+    "int4" quantize them; quantized checkpoints stay as they are. Such a model can be neither trained nor saved, and the
     default number of ``threads`` depends on its size.
     """
     model_path = folder.find_checkpoint(None if path is None else str(path), note)

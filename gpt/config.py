@@ -21,7 +21,7 @@ Mlp = Literal["gelu", "swiglu"]
 Biases = Literal["all", "qkv", "none"]
 Layout = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
-DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # regular expression of a chosen device
+DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # regular expression for a device's name
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]
@@ -32,7 +32,8 @@ MOST_THREADS = 4096
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
 MOST_IDS = 2**24  # upper bound of a vocabulary size
-WIDE_MODEL = 512  # From this width, a gated MLP's hidden width is a multiple of 256 instead of 64, which suits GPUs.
+# At this width and above, a gated MLP's hidden width is a multiple of 256 instead of 64, which suits GPUs.
+WIDE_MODEL = 512
 
 
 @dataclass(frozen=True)

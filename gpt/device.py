@@ -164,8 +164,9 @@ def _device(name: str) -> torch.device:
 
 def use_threads(compute: Compute, asked: int | None = None, decoding: int | None = None) -> None:
     """Sets the number of CPU threads: ``asked``, else ``OMP_NUM_THREADS``, else torch's default, limited to the
-    available cores. With ``decoding`` parameters, the default is also limited to one thread per `DECODED` parameters,
-    because steps are too short for more. Starts `gpt.waiting`. Raises `UserError` for an invalid number."""
+    available cores. ``decoding`` is the number of parameters of a model that decodes: the default is then also limited
+    to one thread per `DECODED` parameters, because steps are too short for more. Starts `gpt.waiting`. Raises
+    `UserError` for an invalid number."""
     if asked is not None and not 1 <= asked <= MOST_THREADS:
         raise UserError(f"threads is {asked:,}; it must be between 1 and {MOST_THREADS:,}")
     if compute.device.type != "cpu":
@@ -182,7 +183,7 @@ def use_threads(compute: Compute, asked: int | None = None, decoding: int | None
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks of up to `MAX_KEPT_BYTES` bytes for reuse. Does nothing on other platforms.
+    """Makes glibc keep freed blocks of up to `MAX_KEPT_BYTES` for reuse. Does nothing on other platforms.
 
     Each training step reallocates the same activations. If glibc returned them to the system, each 4 KiB would cost a
     page fault: 20,000 in a step of `micro`, a fifth of its time.

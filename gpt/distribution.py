@@ -10,7 +10,7 @@ from pathlib import Path
 
 NAME = "gpt-workshop"
 VERSION = "0.1.0"
-find_spec = PathFinder.find_spec  # Without import hooks: setuptools' hook warns about pip.
+find_spec = PathFinder.find_spec  # Bypasses import hooks, because setuptools' hook warns about pip.
 
 
 def install(package: str) -> str:

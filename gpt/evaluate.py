@@ -19,7 +19,7 @@ from gpt.model.decoder import GPT
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
-WINDOW = 1024  # default maximum; attention takes most of the time in longer windows
+WINDOW = 1024  # default maximum in tokens; attention takes most of the time in longer windows
 TOKENS_AT_ONCE = 8192  # maximum positions in a batch of windows
 MAX_LOGITS = 2**26  # maximum logits in memory
 DECODE_CHUNK = 2**20  # ids decoded per call
@@ -128,7 +128,7 @@ def spread_windows(documents: Documents, block_size: int, count: int) -> list[Wi
 def score_positions(
     model: GPT, batch: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Returns ``score(logits, targets)`` per position, (n, T), of windows padded to the longest. Keeps at most
+    """Pads windows to the longest and returns ``score(logits, targets)`` of each position, (n, T). Keeps at most
     `MAX_LOGITS` logits in memory. Uncounted targets are `IGNORED`."""
     length = max(len(window.x) for window in batch)
     x = np.zeros((len(batch), length), np.int64)

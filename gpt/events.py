@@ -25,8 +25,8 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step: loss in nats per token, gradient norm before clipping, throughput of steps only, and its share
-    of the device's peak (`gpt.training.speed`), null if unknown."""
+    """An optimizer step: loss in nats per token, gradient norm before clipping, throughput without evaluations, and its
+    share of the device's peak (`gpt.training.speed`), null if unknown."""
 
     loss: float
     lr: float
@@ -90,7 +90,7 @@ class AnswersEvent(Event):
 @dataclass(frozen=True)
 class EndEvent(Event):
     """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. Losses are the
-    best checkpoint's over the whole held-out text; null without it or after an interruption."""
+    best checkpoint's over the whole held-out text; null without held-out text or after an interruption."""
 
     reason: str
     checkpoint: str | None

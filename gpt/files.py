@@ -39,9 +39,8 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
-    """Yields a file that becomes ``path`` at the end, and is deleted after an error. With the ``digest`` of the data,
-    reads it back from the disk first. Raises OSError; FileExistsError if ``path`` must be ``new`` and exists by
-    then."""
+    """Yields a file that becomes ``path`` at the end, and is deleted after an error. With a ``digest`` of the data,
+    first verifies the file on disk. Raises OSError (FileExistsError if ``new`` and ``path`` exists by then)."""
     temporary = path.parent / _temporary_name(path)
     try:
         with temporary.open("wb") as file:
@@ -82,7 +81,7 @@ def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
 
 
 def side_by_side(task: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Returns ``do(name)`` for each file, from two threads: on one core, checksums and copies are slower than a disk.
+    """Returns ``task(name)`` for each file, from two threads: on one core, checksums and copies are slower than a disk.
     Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and unlike a
     multiprocessing pool they need no semaphore in /dev/shm."""
     names = list(names)
@@ -133,7 +132,7 @@ def usable_name(name: str) -> str:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder and its missing parents durably. Raises OSError; FileExistsError if the folder exists."""
+    """Creates a folder and its missing parents durably. Raises OSError (FileExistsError if the folder exists)."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True)
     for folder in missing:
@@ -264,7 +263,7 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     an existing ``target``, and `recover` undoes a crash between the two renames. Otherwise raises OSError if ``target``
     exists by then."""
     # `recover` finds a replacement by name. A new folder's name is unique, because two processes can create the same
-    # one.
+    # folder.
     temporary = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
     backup = target.parent / f"{BACKUP}{target.name}"
     shutil.rmtree(temporary, ignore_errors=True)  # A killed process can leave it behind.

@@ -342,7 +342,7 @@ def token_text(tokenizer: Tokenizer, id: int) -> str:
 @dataclass(frozen=True)
 class Positions:
     """A decoder's position encoding. ``similarity[d]`` is the mean cosine similarity of rows d positions apart; for
-    RoPE, the attention score of two equal vectors with equally weighted pairs."""
+    RoPE, the attention score of two equal vectors that weight all frequencies equally."""
 
     kind: str  # learned, sinusoidal or rotary
     block_size: int
@@ -352,7 +352,7 @@ class Positions:
 
 @torch.inference_mode()
 def positions(model: GPT) -> Positions:
-    """Compares the rows of the position table, or the rotations."""
+    """Compares positions by the rows of the position table, or by their RoPE rotations."""
     table = model.position_table()
     if table is None:
         cosines, _ = rotary_table(min(model.config.block_size, MOST_ROTATIONS), model.config)

@@ -28,7 +28,7 @@ class Stopped(Exception):
 
 class StopSignal:
     """Records the first of the `heeded` signals in ``signum``, and raises `Interrupted` on the second, at any point;
-    files on disk stay intact. While ``at_once`` is set, the first one raises.
+    files on disk stay intact. While ``at_once`` is set, the first signal raises.
 
     Does nothing outside the main thread, because Python handles signals only there.
     """

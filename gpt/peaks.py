@@ -69,14 +69,14 @@ KINDS: dict[str, Kind] = {
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """Returns the FLOP/s of matrix products in ``dtype`` on a device, by its name; None if unknown."""
+    """Returns the FLOP/s of matrix products in ``dtype`` on the device with this name; None if unknown."""
     product = re.sub(r"^(NVIDIA|Tesla) ", "", name)
     kind = next((candidate for candidate in KINDS.values() if re.fullmatch(candidate.names, product)), None)
     return None if kind is None else kind.peak(dtype)
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the device type by its name; ``cpu`` is this machine. Raises `UserError` for an unknown name."""
+    """Returns the device type with this name; ``cpu`` is this machine. Raises `UserError` for an unknown name."""
     if name == "cpu":
         return Kind("cpu", host_memory())
     if name not in KINDS:
@@ -90,7 +90,7 @@ def host_memory() -> int:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        physical = 8 * 2**30  # Windows has no sysconf; a common size.
+        physical = 8 * 2**30  # Windows has no sysconf: assume a common size.
     names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup versions 2, 2 and 1
     limits = [numbers[0] for group in _cgroups("memory") for name in names if (numbers := _numbers(group / name))]
     return min([physical, *limits])
@@ -100,7 +100,7 @@ def cores() -> int:
     """Returns the number of cores that this process can use: its affinity, or the CPU quota of a cgroup, rounded up."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups("cpu"):
-        quota = _numbers(group / "cpu.max")  # Version 2 has both in one file.
+        quota = _numbers(group / "cpu.max")  # Version 2 has quota and period in one file.
         quota = quota or _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
         if len(quota) == 2 and min(quota) > 0:  # -1 means no quota.
             count = min(count, math.ceil(quota[0] / quota[1]))

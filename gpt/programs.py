@@ -1,6 +1,6 @@
 """Caches programs that torch's compiler builds for this processor.
 
-Only the user can have access to the folder: whoever writes machine code there can run it as the user.
+The folder must be accessible only to the user: whoever writes machine code there can run it as the user.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ SCRATCH = "making-"  # name prefix of compilation folders
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
     """Returns the program of ``key``, which identifies code, shapes and dtypes, for this torch, processor and number of
     threads. Loads it from the cache, or compiles the graph from ``trace`` with extra Inductor ``options`` and announces
-    that with ``note``. The cache keeps the `KEPT` last used programs.
+    that with ``note``. The cache keeps the `KEPT` most recently used programs.
 
     Raises any error of the compiler or the disk, and `UserError` for a folder that others can access.
     """
@@ -67,7 +67,7 @@ def _is_intact(path: Path) -> bool:
     """Whether a program matches the sha256 in its name. torch would run a damaged one until it crashes."""
     try:
         return path.stem.endswith(f"-{file_sha256(path)}")
-    except (OSError, UserError):  # The file is on a bad sector, or is not regular.
+    except (OSError, UserError):  # a bad sector, or not a regular file
         return False
 
 

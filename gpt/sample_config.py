@@ -63,7 +63,7 @@ class SampleConfig:
     early_stopping: Literal["off", "on", "never"] = _beam(
         "off", "Stop at B finished beams (on), when a better one is unlikely (off) or impossible (never)"
     )
-    # The command's flag is -N.
+    # Hidden, because the command line has -N.
     n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MAX_BEAMS, hidden=True)
     max_tokens: int = _text(200, "Maximum number of tokens to generate", flags=("-n",), level="basic", low=0)
     min_tokens: int = _text(0, "Suppress end-of-text for the first N tokens", low=0)
@@ -125,7 +125,7 @@ class SampleConfig:
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """The settings that choose the next token."""
+        """The settings that determine the next token."""
         names = [field.name for field in fields(self) if field.metadata["panel"] == _PANELS[1]]
         return (self.draws, self.min_tokens, *(getattr(self, name) for name in names))
 

@@ -25,7 +25,8 @@ POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "300000"}
 TASKS = Path("/proc/self/task")  # Only Linux reports how long a thread waited.
 CPUS = Path("/proc/stat")
 PERIOD = 0.2  # seconds between samples
-# Total seconds that threads wait per second. Next to one busy program on two cores: 0.4 to 0.8; without it: 0.05.
+# Threshold in seconds of waiting per second, over all threads. Next to one busy program on two cores it is 0.4 to 0.8;
+# without it, 0.05.
 MIN_WAITING = 0.3
 MIN_IDLE = 0.7  # share of a core's time
 # Seconds without spinning, doubled while threads still wait afterwards.

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def counted(n: int, singular: str, plural: str = "") -> str:
-    """Returns ``1 step`` or ``2,000 steps``; ``plural`` is an irregular plural."""
+    """Returns ``1 step`` or ``2,000 steps``; ``plural`` is for irregular plurals."""
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 

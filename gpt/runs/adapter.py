@@ -40,7 +40,6 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # Other values change the base model's weights.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
-# Keys that have no effect after training.
 _USED_KEYS = (
     "base_model_name_or_path",
     "revision",
@@ -50,6 +49,7 @@ _USED_KEYS = (
     "target_modules",
     "fan_in_fan_out",
 )
+# Keys that have no effect after training.
 _IGNORED_KEYS = (
     "task_type", "auto_mapping", "peft_version", "inference_mode", "exclude_modules", "lora_dropout",
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
@@ -120,7 +120,7 @@ class _AdapterTensor:
 
 
 def _adapter_tensors(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _AdapterTensor]:
-    """Returns the tensors for these roles by their PEFT names, in the model's order; fused ones are split in PEFT's
+    """Returns the tensors for these roles by their PEFT names, in the model's order; fused tensors are split in PEFT's
     order."""
     modules = {
         (each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()

@@ -213,7 +213,7 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
 
 
 def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
-    """Returns the model's shape, which is the base's for a PEFT adapter, the adapter, and its base folder."""
+    """Returns the model's shape (the base's, for a PEFT adapter), the adapter, and its base folder."""
     config, loaded_adapter = _read_shape(path), adapter.read(path)
     base = loaded_adapter.find_base(path)
     return config if folder.home(path) == path else open_weights(base)[0], loaded_adapter, base
@@ -234,9 +234,10 @@ def _read_shape(path: Path) -> GPTConfig:
 
 
 def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
-    """Loads a checkpoint's tokenizer, in gpt's or Transformers' format. An adapter can have its own, or a chat template
-    for its base's; a template also works next to a gpt tokenizer. A folder without tokenizer and with 50,257 ids has
-    GPT-2's. Raises `UserError` if the tokenizer has no token to begin or end a text."""
+    """Loads a checkpoint's tokenizer, in gpt's or Transformers' format. An adapter can have its own tokenizer, or only
+    a chat template for its base's tokenizer; a template can also accompany a gpt tokenizer. A folder without a
+    tokenizer has GPT-2's if its vocabulary is 50,257. Raises `UserError` if the tokenizer has no token to begin or end
+    a text."""
     tokenizer, template = None, dict[str, bytes]()
     for folder_path in folder.lineage(path):
         tokenizer = _own_tokenizer(folder_path)
@@ -266,8 +267,8 @@ def _own_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Returns the single weight file, or else an index's shards. Transformers has the same order, because the index can
-    be a leftover of an earlier save."""
+    """Returns the single weight file, or the shards that an index names. Like Transformers, prefers the single file,
+    because an index can be left over from an earlier save."""
     index = path / INDEX
     if (path / MODEL).exists():
         return [path / MODEL]
@@ -377,7 +378,7 @@ def build(
         model = GPT(config)
 
     def fill(part: str, values: Mapping[str, Tensor | Quantized], keep: bool) -> None:
-        """Assigns values to a part of the model; with ``keep``, quantized ones stay quantized."""
+        """Assigns values to a part of the model; with ``keep``, quantized values stay quantized."""
         state: dict[str, Tensor] = {}
         for name, value in values.items():
             if isinstance(value, Quantized) and keep:
@@ -422,7 +423,7 @@ def _put_quantized(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype)
 def _lay_out_unembedding(
     embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
 ) -> nn.Module | None:
-    """Lays out the embedding as a linear map with ``finish``; None if that changes nothing."""
+    """Lays out the embedding as a linear map with ``finish``; returns None if that changes nothing."""
     linear: nn.Module
     if isinstance(embedding, QuantizedEmbedding):
         linear = QuantizedLinear(embedding.weight, None)
@@ -436,7 +437,7 @@ def _lay_out_unembedding(
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
-    """Converts a mapped tensor to a contiguous one in this dtype, copied unless it can stay ``mapped``."""
+    """Returns a mapped tensor in this dtype, contiguous, and copied unless it can stay ``mapped``."""
     if mapped:
         return tensor.to(dtype).contiguous()
     return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

@@ -12,11 +12,11 @@ from gpt.text.shards import TokenStream
 Int64s = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
-N = 8  # minimum tokens of a span; shorter ones are common phrases
+N = 8  # minimum span in tokens; shorter spans are common phrases
 AT_ONCE = 2**18  # ids of the training text per pass
 MOST = 10**8  # maximum ids of the training text, which limits the search to seconds
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # Multiplying by an odd number modulo 2⁶⁴ is invertible.
-_END, _OUTSIDE = -1, -2  # separators that equal no id, after each text and after the training text
+_END, _OUTSIDE = -1, -2  # separators that equal no id: after each text, and after the training text
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Copied:
     """The spans of a text that occur in the training text."""
 
     longest: int  # tokens of the longest span; 0 below `N`
-    start: int  # where it starts in the text, in tokens
+    start: int  # start of that span in the text, in tokens
     spans: int  # number of `N`-token spans in the text
     share: float | None  # share of these in the training text; None without spans
 

@@ -34,9 +34,9 @@ METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
 ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
-# An adapter that names itself as its base would never end.
+# Bounds a chain of adapters, which is endless if an adapter names itself as its base.
 MAX_ADAPTERS = 100
-TRAINING = ("training.json", "training.safetensors")  # only for resuming; older checkpoints lose it
+TRAINING = ("training.json", "training.safetensors")  # needed only for resuming; older checkpoints do not keep them
 KEPT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
     "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
@@ -66,7 +66,7 @@ def step_name(step: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a name is that of a run's checkpoint."""
+    """Whether a name has the form of a checkpoint's name."""
     return _STEP.fullmatch(name) is not None
 
 
@@ -94,8 +94,8 @@ def _checksum_of(files: Mapping[str, str]) -> str:
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, str] | None = None) -> None:
-    """Records the sha256 of every file in ``folder``, and of the record. ``checksums`` are those of the data that was
-    to be written, if known."""
+    """Records the sha256 of every file in ``folder``, and of the record. ``checksums``, if given, come from the data
+    that was written."""
     if checksums is None:
         checksums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     write_file(folder / CHECKSUMS, to_json({"sha256": checksums, "self": _checksum_of(checksums)}))
@@ -176,7 +176,7 @@ def write_index(run: Path) -> None:
 
 def prune(run: Path, keep: int, newest: int | None = None) -> None:
     """Deletes all checkpoints except the best and the ``keep`` newest, and the best one's training state if it is
-    older. Also deletes checkpoints after the step ``newest``, from which the run was resumed."""
+    older. Also deletes checkpoints after the step ``newest``, because the run resumed before them."""
     entries = checkpoints(run)
     if newest is not None:
         for entry in (entry for entry in entries if entry.step > newest):
@@ -381,8 +381,8 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
 
 
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
-    """Returns the newest intact checkpoint, with ``training`` only one with training state. ``note`` is called for each
-    checkpoint that is skipped. Raises `UserError` if none is intact."""
+    """Returns the newest intact checkpoint; with ``training``, the newest that has training state. ``note`` is called
+    for each checkpoint that is skipped. Raises `UserError` if none is intact."""
     reason = "none can be resumed from" if training else "none is there"
     for entry in reversed(checkpoints(run)):
         path = run / entry.name

@@ -41,12 +41,12 @@ class Stored:
 
     ours: str
     shape: Shape  # in the file
-    rows: slice | None = None  # of gpt's parameter; None: all
+    rows: slice | None = None  # rows of gpt's parameter; None: all
     transposed: bool = False  # stored as (in, out)
 
 
 def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
-    """Returns every tensor by its name in the files, in the model's order; parts of fused parameters by row."""
+    """Returns every tensor by its name in the files, in the model's order; parts of fused parameters in row order."""
     tensors: dict[str, Stored] = {}
     for name, p in named_parameters(config).items():
         if name == UNEMBEDDING:
@@ -65,7 +65,8 @@ def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
 
 
 def full_name(theirs: str, config: GPTConfig) -> str | None:
-    """Adds the prefix that files of a model without LM head leave out; None for a buffer that is not a weight."""
+    """Returns a tensor's full name: files of a model without LM head leave out a prefix. None for a buffer that is not
+    a weight."""
     if theirs.endswith(_BUFFERS):
         return None
     prefix = _GPT2 if config.layout in (OWN_TYPE, "gpt2") else _LLAMA
@@ -195,7 +196,7 @@ def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str =
 
 
 def _write_rope(config: GPTConfig) -> dict[str, Any]:
-    """Returns the RoPE frequencies in the keys of Transformers 5 and in the older ones that other readers use."""
+    """Returns the RoPE frequencies in the keys of Transformers 5, and in the older keys that other programs read."""
     scaling = None
     if config.rope_scaling is not None:
         scaling = {
@@ -341,5 +342,5 @@ def load_config(path: Path) -> GPTConfig:
 
 
 def load_bits(path: Path) -> int | None:
-    """Returns the bits of a checkpoint's matrices if quantized."""
+    """Returns the bits of a checkpoint's quantized matrices, or None."""
     return quantized.read_bits(read_json(path / "config.json"))

@@ -12,7 +12,7 @@ from gpt.errors import UserError, WorkError, first_line
 from gpt.files import in_home
 
 PREFIX = "hf:"
-CONFIG = ["config.json", "adapter_config.json"]  # of a model and of an adapter
+CONFIG = ["config.json", "adapter_config.json"]  # for a model and an adapter
 FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -31,7 +31,7 @@ def fetch(model: str, weights: bool = True) -> Path:
     """Returns the folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; default: ``main``),
     downloading it if needed. Without ``weights``, downloads only the model's shape.
 
-    Raises `UserError` if the Hub does not have or give the model, and `WorkError` if it cannot be reached.
+    Raises `UserError` if the Hub has no such model or denies access, and `WorkError` if it cannot be reached.
     """
     name, _, revision = model.removeprefix(PREFIX).partition("@")
     if not name or name.count("/") > 1:

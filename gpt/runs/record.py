@@ -70,16 +70,16 @@ class Resumed:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of ``run.json``. None: not known yet, or not written by an older version."""
+    """The content of ``run.json``. A member is None if it is not known yet, or if an older version did not write it."""
 
     format: int | None = None
-    started: str = ""  # sorts by time
+    started: str = ""  # in a format that sorts by time
     texts: list[str] | None = None
     settings: Table | None = None  # a `TrainConfig`
     size: str | None = None  # the preset, if it was derived from the minutes
     resolved: dict[str, Scalar | Table] | None = None  # a `Recipe`; None before the first step
     compute: Machine | None = None
-    versions: dict[str, str] | None = None  # of the software
+    versions: dict[str, str] | None = None  # software versions
     tokenizer: TokenizerRecord | None = None
     tokens: TokenCounts | None = None
     sources: list[Table] | None = None  # the texts read, with their checksums

@@ -226,7 +226,7 @@ class CurvePoint:
 def read_curve(path: Path) -> Report:
     """Reads another program's curve: JSON lines, each a `CurvePoint`, with increasing steps and non-decreasing seconds.
 
-    Raises `UserError` if the file is empty or larger than `CURVE_LIMIT`, or naming an invalid line.
+    Raises `UserError` if the file is empty or larger than `CURVE_LIMIT`, and for an invalid line, by its number.
     """
     points: list[CurvePoint] = []
     hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, optionally with "bits_per_byte"'

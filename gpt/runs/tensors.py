@@ -29,7 +29,8 @@ _CODES = {
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # bytes to which the header is padded
-# Maximum header bytes: a base, and a share per tensor. A tensor takes about 100; other programs add metadata and masks.
+# Maximum header bytes: a fixed part plus a part per tensor. A tensor takes about 100 bytes; other programs add metadata
+# and masks.
 _HEADER_BASE, _HEADER_PER_TENSOR = 2**16, 2**10
 
 
@@ -77,7 +78,7 @@ Arrays = Mapping[str, Array | Deferred]
 
 def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a safetensors file, as safetensors itself writes them. Makes one tensor at a time contiguous,
-    so memory never has a second copy of all."""
+    so there is never a second copy of all tensors in memory."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -121,11 +122,11 @@ def find(
     ours: Callable[[str], str | None] = lambda name: name,
     dtypes: Sequence[str] | Mapping[str, str] = WEIGHTS,
 ) -> dict[str, Found]:
-    """Finds tensors in files without reading their data. ``ours`` maps their names (None: ignored).
+    """Finds tensors in files without reading their data. ``ours`` maps their names to gpt's (None: ignored).
 
     Validates names, shapes and dtypes against the allowed ``shapes``, and header lengths against their number, so an
-    untrusted file cannot cause large allocations. ``dtypes`` are allowed for all tensors, or given by name. Raises
-    `UserError` with ``where``, the source of the shapes.
+    untrusted file cannot cause large allocations. ``dtypes`` lists the allowed dtypes, or has each tensor's dtype by
+    name. Raises `UserError` naming ``where``, the source of the shapes.
     """
     found: dict[str, Found] = {}
     for file in files:
