@@ -97,9 +97,8 @@ class LanguageModel:
         num: int = 1,
         done: Collection[tuple[int, int]] = (),
     ) -> Iterator[Piece]:
-        """Generates ``num`` samples or beams of each prompt and yields their pieces, text by text. Batching does not
-        change the samples. Skips samples in ``done``, given as (prompt, index). Raises `UserError` for unsupported
-        settings."""
+        """Yields the pieces of ``num`` samples or beams of each prompt, text by text. Batching does not change the
+        samples. Skips samples in ``done``, given as (prompt, index). Raises `UserError` for unsupported settings."""
         config = config or SampleConfig()
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)

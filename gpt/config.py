@@ -282,7 +282,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """Returns the preset called ``name``. Raises `UserError` suggesting the nearest name if there is none."""
+    """Returns the preset ``name``. Raises `UserError` with the nearest name if there is none."""
     if name not in PRESETS:
         raise UserError(f'there is no preset "{name}"', did_you_mean(name, PRESETS))
     return PRESETS[name]
@@ -533,7 +533,7 @@ class TrainConfig(TextConfig):
 
     @property
     def has_examples(self) -> bool:
-        """Whether it trains on separate examples (pairs or conversations) instead of running text."""
+        """Whether it trains on pairs or conversations instead of running text."""
         return self.pairs or self.chat
 
     def _check_adapters(self) -> None:

@@ -62,7 +62,7 @@ class PeerLost(WorkError):
 
 class Interrupted(BaseException):
     """A signal ended the work in good order; ``message`` lists the saved data. Like KeyboardInterrupt, it is not an
-    Exception, so handlers of any error do not catch it."""
+    Exception, so general handlers do not catch it."""
 
     def __init__(self, signum: int, message: str = "interrupted") -> None:
         super().__init__(message)
@@ -104,7 +104,7 @@ def device_failure(error: BaseException) -> str | None:
 
 
 def check_text(what: str, text: str, hint: str = "set your terminal to UTF-8") -> None:
-    """Raises `UserError` for command-line bytes that are not UTF-8, which Python reads as lone surrogates."""
+    """Raises `UserError` for command-line bytes that are not UTF-8 (lone surrogates in Python)."""
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise UserError(f"{what} is not UTF-8", hint)
 

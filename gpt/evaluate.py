@@ -49,17 +49,17 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e to the power of the loss per token."""
+        """exp of the loss per token."""
         return _exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
-        """The total loss in bits, divided by the bytes of the text: comparable across tokenizers."""
+        """Total loss in bits per byte of text: comparable across tokenizers."""
         return losses.bits_per_byte(self.loss * self.tokens, self.bytes)
 
     @property
     def word_perplexity(self) -> float:
-        """e to the power of the total loss per whitespace-separated word: comparable across tokenizers."""
+        """exp of the total loss per whitespace-separated word: comparable across tokenizers."""
         return _exp(self.loss * self.tokens / self.words) if self.words else math.nan
 
 
@@ -80,7 +80,7 @@ class Documents(Protocol):
 
     @property
     def lengths(self) -> Ids:
-        """The number of ids of each document."""
+        """Ids per document."""
         ...
 
     def __iter__(self) -> Iterator[Document]: ...
@@ -93,7 +93,7 @@ class Encoded(list[Ids]):
 
     @property
     def lengths(self) -> Ids:
-        """The number of ids of each document."""
+        """Ids per document."""
         return np.array([len(ids) for ids in self], np.int64)
 
 
@@ -186,7 +186,6 @@ def _misses(logits: Tensor, targets: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _eval_mode(model: GPT) -> Iterator[None]:
-    """Turns dropout off."""
     training = model.training
     model.eval()
     try:
@@ -210,7 +209,7 @@ def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 
 def total_loss(model: GPT, all_windows: Iterable[Window], compute: Compute) -> tuple[float, int]:
-    """Returns the sum of the losses of all counted targets, in nats, and their number."""
+    """Returns the sum of the losses of all counted targets in nats, and their number."""
     total, count = 0.0, 0
     for _, window_losses in score_windows(model, all_windows, compute):
         total += float(window_losses.sum())
@@ -263,7 +262,7 @@ def evaluate(
 
 
 def count_text(tokenizer: Tokenizer, documents: Iterable[Document]) -> tuple[int, int]:
-    """Counts the documents' UTF-8 bytes and whitespace-separated words."""
+    """Counts UTF-8 bytes and whitespace-separated words."""
     n_bytes = n_words = 0
     for ids in documents:
         decoder, in_word = codecs.getincrementaldecoder("utf-8")("replace"), False

@@ -65,7 +65,7 @@ def _temporary_name(path: Path) -> str:
 
 
 def write_file(path: Path, data: bytes) -> str:
-    """Writes ``data`` to ``path`` like `write_pieces`."""
+    """Writes ``data`` like `write_pieces`."""
     return write_pieces(path, [data])
 
 
@@ -160,7 +160,6 @@ def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
 
 
 def _open_nonblocking(name: str, flags: int) -> int:
-    """Opens a file without waiting for a FIFO's writer."""
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
@@ -305,7 +304,7 @@ def recover(parent: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, hint: str) -> Iterator[None]:
-    """Locks a folder for this process. Raises `UserError` if another process has the lock."""
+    """Locks a folder. Raises `UserError` if another process has the lock."""
     lock = FileLock(folder / LOCK, timeout=0)
     with disk_errors(folder):
         try:
@@ -326,7 +325,7 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
 
 
 def file_sha256(path: Path, from_disk: bool = False) -> str:
-    """Returns a file's sha256 in hexadecimal. ``from_disk`` bypasses the page cache."""
+    """Returns a file's sha256 in hexadecimal; ``from_disk`` bypasses the page cache."""
     with open_regular(path) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -192,7 +192,7 @@ def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | 
 
 @dataclass(frozen=True)
 class Look:
-    """A model's patterns, head scores and logit lens for a prompt, in the selected ``layers`` and ``heads``."""
+    """Patterns, head scores and logit lens for a prompt, in the selected ``layers`` and ``heads``."""
 
     ids: Ints  # (T), the end of a long prompt
     dropped: int  # ids cut off at the start
@@ -209,10 +209,8 @@ class Look:
 def look(
     model: GPT, ids: Sequence[int] | Ints, tokenizer: Tokenizer, layer: int | None = None, head: int | None = None
 ) -> Look:
-    """Inspects how a model reads ids, in all heads or in one ``layer`` or ``head``.
-
-    Raises `UserError` if the layer or head does not exist, there are no ids, or the patterns do not fit in memory.
-    """
+    """Inspects how a model reads ids, in all heads or in one ``layer`` or ``head``. Raises `UserError` if these do not
+    exist, there are no ids, or the patterns do not fit in memory."""
     config = model.config
     layers, heads = _select("layer", layer, config.n_layer), _select("head", head, config.n_head)
     prompt_ids = np.asarray(ids, np.int64)

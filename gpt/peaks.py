@@ -85,8 +85,7 @@ def find_kind(name: str) -> Kind:
 
 
 def host_memory() -> int:
-    """Returns the bytes of memory that this process can use, free or not: the machine's, or the limit of a cgroup such
-    as a container."""
+    """Returns the memory available to this process in bytes, free or not: the machine's, or the limit of its cgroup."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
@@ -97,7 +96,7 @@ def host_memory() -> int:
 
 
 def cores() -> int:
-    """Returns the number of cores that this process can use: its affinity, or the CPU quota of a cgroup, rounded up."""
+    """Returns the number of cores available to this process: its affinity, or its cgroup's CPU quota, rounded up."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups("cpu"):
         quota = _numbers(group / "cpu.max")  # Version 2 has quota and period in one file.
@@ -108,8 +107,8 @@ def cores() -> int:
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """Yields the mounted folders of this process's cgroups and their ancestors, which have the limits of
-    ``controller``: ``memory`` or ``cpu``."""
+    """Yields the mounted folders of this process's cgroups and their ancestors, with the limits of ``controller``:
+    ``memory`` or ``cpu``."""
     try:
         memberships = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (PROC / "mountinfo").read_text().splitlines()]

@@ -64,7 +64,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a program matches the sha256 in its name. torch would run a damaged one until it crashes."""
+    """Whether a program matches the sha256 in its name. A damaged one could crash the process."""
     try:
         return path.stem.endswith(f"-{file_sha256(path)}")
     except (OSError, UserError):  # a bad sector, or not a regular file

@@ -63,7 +63,6 @@ def check_options(config: Any) -> None:
 
 
 def _check_strings(name: str, value: Any) -> tuple[str, ...]:
-    """Returns the values of a repeatable option."""
     words = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(word, str) and word for word in words):
         raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be one or more strings")
@@ -97,8 +96,8 @@ def option(
     hidden: bool = False,
 ) -> Any:
     """Returns a field for a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown`` (the default
-    in words) are for the help page; ``flags`` are additional. ``level`` is where the option is listed: ``--help``
-    (basic), ``--help-all`` (more), or only the reference (config); nothing lists a ``hidden`` one."""
+    in words) are for the help page. ``level`` is where the option is listed: ``--help`` (basic), ``--help-all`` (more),
+    or only the reference (config)."""
     metadata = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
         "high": high, "hidden": hidden,

@@ -44,7 +44,7 @@ _watching = threading.Lock()  # locked by the first `watch`
 
 def watch() -> None:
     """Starts a thread that watches this process's threads. Does nothing without GNU OpenMP (on macOS and Windows,
-    OpenMP yields cores by itself), if the user has set a wait policy, or if the system does not report waiting
+    OpenMP yields cores by itself), with a wait policy set by the user, or if the system does not report waiting
     times."""
     policy = {name: os.environ[name] for name in POLICY if name in os.environ}
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -64,8 +64,7 @@ def end_threads() -> None:
 
 
 class Spinning:
-    """Turns spinning off and on by starting and ending idle threads: GNU OpenMP does not spin with more threads than
-    cores."""
+    """Turns spinning off and on with idle threads: GNU OpenMP does not spin with more threads than cores."""
 
     def __init__(self, openmp: Any) -> None:
         self.openmp = openmp
@@ -95,7 +94,7 @@ class Spinning:
 
 @dataclass
 class CpuTimes:
-    """Seconds that each thread of this process waited for a core, and that each core was idle."""
+    """Waiting seconds of each thread of this process, and idle seconds of each core."""
 
     at: float
     waited: dict[int, float]

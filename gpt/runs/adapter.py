@@ -40,15 +40,9 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # Other values change the base model's weights.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
-_USED_KEYS = (
-    "base_model_name_or_path",
-    "revision",
-    "r",
-    "lora_alpha",
-    "use_rslora",
-    "target_modules",
-    "fan_in_fan_out",
-)
+_READ_KEYS = (
+    "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules", "fan_in_fan_out",
+)  # fmt: skip
 # Keys that have no effect after training.
 _IGNORED_KEYS = (
     "task_type", "auto_mapping", "peft_version", "inference_mode", "exclude_modules", "lora_dropout",
@@ -92,7 +86,7 @@ def read(path: Path) -> Adapter:
             raise UserError(
                 f"{config_path}: {key} is {values[key]!r:.80}; only adapters with {allowed[0]!r} are supported"
             )
-    for key in values.keys() - {*_NEUTRAL_VALUES, *_USED_KEYS, *_IGNORED_KEYS}:
+    for key in values.keys() - {*_NEUTRAL_VALUES, *_READ_KEYS, *_IGNORED_KEYS}:
         if values[key]:
             raise UserError(f"{config_path}: {key:.80} is {values[key]!r:.80}, which is not supported")
     rank: Any = values.get("r")

@@ -151,7 +151,7 @@ def write(target: Path, files: Files) -> None:
 
 
 def write_one(path: Path, data: bytes | tensors.Arrays) -> str:
-    """Writes a file of a checkpoint and returns its sha256. Raises OSError."""
+    """Writes a checkpoint file and returns its sha256. Raises OSError."""
     return write_pieces(path, [data] if isinstance(data, bytes) else tensors.pieces(data))
 
 
@@ -351,7 +351,7 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
 
 
 def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:
-    """Raises `UserError` if the weight files are too small for the shape, before any memory is allocated."""
+    """Raises `UserError` if the weight files are too small for the shape, before allocating memory."""
     size = sum(file.stat().st_size for file in files if file.exists())
     count = sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))
     min_bytes = count * (bits or 16) // 8
@@ -414,7 +414,6 @@ def build(
 
 
 def _put_quantized(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
-    """Replaces a module's weight with a quantized matrix."""
     old = model.get_submodule(name)
     new = QuantizedLinear(matrix, old.bias) if isinstance(old, nn.Linear) else QuantizedEmbedding(matrix, dtype)
     model.set_submodule(name, new)

@@ -287,7 +287,7 @@ def _has_file(path: Path, name: str) -> bool:
 
 
 def names_model(word: str) -> bool:
-    """Whether a word names a model for `find_checkpoint`, or a preset. Raises `UserError` for an unreadable path."""
+    """Whether a word names a preset or a model for `find_checkpoint`. Raises `UserError` for an unreadable path."""
     if hub.is_remote(word):
         return "://" not in word  # hf:// is the address of a text.
     with reading(Path(word)):
@@ -319,7 +319,7 @@ def check_run(path: Path) -> None:
 
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:
-    """Returns the run in ``runs/`` that started last and has a checkpoint. Raises `UserError` if there is none."""
+    """Returns the run that started last and has a checkpoint. Raises `UserError` if there is none."""
     candidates: list[tuple[str, Path]] = []
     for path in runs_in(runs):
         with contextlib.suppress(UserError):
@@ -335,8 +335,8 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
     """Returns the checkpoint folder that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint,
-    a Transformers folder, or ``hf:NAME``, which is downloaded; None: the best of the newest run. A damaged ``latest``
-    falls back to the checkpoint before it, and ``note`` is called. Raises `UserError` if there is none."""
+    a Transformers folder, or ``hf:NAME``, which is downloaded; None: the best of the newest run. If ``latest`` is
+    damaged, calls ``note`` and uses the previous one. Raises `UserError` if there is none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None

@@ -79,7 +79,7 @@ def embedding_name(config: GPTConfig) -> str:
 
 
 def part_of(name: str) -> str:
-    """Returns the part of the model that a tensor belongs to, by its full name: ``layers``, ``wte``, ``v_head`` …"""
+    """Returns a tensor's part of the model, from its full name: ``layers``, ``wte``, ``v_head`` …"""
     return name.removeprefix(_GPT2).removeprefix(_LLAMA).partition(".")[0]
 
 
@@ -331,8 +331,7 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
 
 
 def load_config(path: Path) -> GPTConfig:
-    """Returns the model's shape in a checkpoint folder, without opening weights. Raises `UserError` for another model
-    type."""
+    """Returns a checkpoint's shape without opening weights. Raises `UserError` for another model type."""
     path = folder.home(path)
     config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
     # GPT-2's config.json cannot describe a fixed position table.

@@ -1,7 +1,7 @@
 """Downloads models from the Hugging Face Hub or the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
 
-Downloads configuration, safetensors, tokenizer and model card, never pickles, into Transformers' cache, which has one
-folder per commit. Cached files are not downloaded again and work offline.
+Downloads configuration, safetensors, tokenizer and model card, never pickles. Uses Transformers' cache, which has one
+folder per commit and works offline.
 """
 
 import os

@@ -57,7 +57,6 @@ class History:
                 self.end = event
 
     def _drop_after(self, step: int) -> None:
-        """Drops the events after a step."""
         if self.steps and self.steps[-1].step > step:
             _remove_after(self.steps, step)
             _remove_after(self.evals, step)
@@ -72,7 +71,6 @@ class History:
 
 
 def _remove_after(events: list[Any], step: int) -> None:
-    """Removes the events after a step from a list."""
     while events and events[-1].step > step:
         events.pop()
 
@@ -117,12 +115,12 @@ class Report:
 
     @property
     def name(self) -> str:
-        """The run folder's name, or the curve file's name without suffix."""
+        """The run folder's name, or the curve file's without suffix."""
         return self.path.resolve().name if self.is_run else self.path.stem
 
     @property
     def bits_per_nat(self) -> float | None:
-        """Bits per byte of held-out text for a loss of one nat per token, from the final evaluation."""
+        """Bits per byte for a held-out loss of one nat per token, from the final evaluation."""
         end = self.history.end
         return finite(end.bits_per_byte / end.val_loss) if end and end.bits_per_byte and end.val_loss else None
 

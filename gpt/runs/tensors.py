@@ -150,7 +150,7 @@ def find(
 
 
 def check_all(files: Sequence[Path], expected: Iterable[str], found: Iterable[str]) -> None:
-    """Raises `UserError` unless every ``expected`` tensor was ``found`` in the files."""
+    """Raises `UserError` unless every ``expected`` tensor was ``found``."""
     missing = sorted(set(expected) - set(found))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
