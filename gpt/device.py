@@ -162,23 +162,23 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def use_threads(compute: Compute, asked: int | None = None, decoding: int | None = None) -> None:
-    """Sets the number of CPU threads: ``asked``, else ``OMP_NUM_THREADS``, else torch's default, limited to the
-    available cores. ``decoding`` is the number of parameters of a model that decodes: the default is then also limited
-    to one thread per `DECODED` parameters, because steps are too short for more. Starts `gpt.waiting`. Raises
-    `UserError` for an invalid number."""
-    if asked is not None and not 1 <= asked <= MOST_THREADS:
-        raise UserError(f"threads is {asked:,}; it must be between 1 and {MOST_THREADS:,}")
+def use_threads(compute: Compute, requested: int | None = None, parameters: int | None = None) -> None:
+    """Sets the number of CPU threads: ``requested``, else ``OMP_NUM_THREADS``, else torch's default, limited to the
+    available cores. For decoding with a model of ``parameters``, the default is also limited to one thread per
+    `DECODED` parameters, because steps are too short for more. Starts `gpt.waiting`. Raises `UserError` for an invalid
+    number."""
+    if requested is not None and not 1 <= requested <= MOST_THREADS:
+        raise UserError(f"threads is {requested:,}; it must be between 1 and {MOST_THREADS:,}")
     if compute.device.type != "cpu":
         return
-    if asked is None and not os.environ.get("OMP_NUM_THREADS"):
-        if decoding is not None:
-            asked = min(_torch_threads(), cores(), math.ceil(decoding / DECODED))
+    if requested is None and not os.environ.get("OMP_NUM_THREADS"):
+        if parameters is not None:
+            requested = min(_torch_threads(), cores(), math.ceil(parameters / DECODED))
         elif cores() < torch.get_num_threads():
-            asked = cores()
-    if asked is not None:
+            requested = cores()
+    if requested is not None:
         _torch_threads()
-        torch.set_num_threads(asked)
+        torch.set_num_threads(requested)
     waiting.watch()
 
 

@@ -29,11 +29,11 @@ class UserError(Exception):
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
-        self.message = shortened(message)
-        self.hint = shortened(hint)
+        self.message = shorten(message)
+        self.hint = shorten(hint)
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """Cuts the middle of a text longer than `LONGEST`, such as a name from a damaged file."""
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
@@ -81,7 +81,7 @@ class ModelWarning(UserWarning):
 
 def warn(text: str) -> None:
     """Warns about a model's files; the command line prints a note."""
-    warnings.warn(shortened(text), ModelWarning, stacklevel=2)
+    warnings.warn(shorten(text), ModelWarning, stacklevel=2)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -163,8 +163,8 @@ def score_windows(
 
 def _counted_losses(batch: list[Window], download: Download) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
     for window, row_losses in zip(batch, download.read()[0], strict=True):
-        counted = slice(window.skipped, len(window.y))
-        yield window, np.array(row_losses[counted])[window.y[counted] != losses.IGNORED]
+        target_slice = slice(window.skipped, len(window.y))
+        yield window, np.array(row_losses[target_slice])[window.y[target_slice] != losses.IGNORED]
 
 
 def count_exact(model: GPT, all_windows: Iterable[Window], compute: Compute) -> tuple[int, int]:

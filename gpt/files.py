@@ -226,9 +226,9 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """Turns an OSError from writing ``path``, or a place that the error names, into a `WorkError`. ``kept`` adds to the
-    hint which data is intact."""
+def disk_errors(path: Path, intact: str = "") -> Iterator[None]:
+    """Turns an OSError from writing ``path``, or a place that the error names, into a `WorkError`. ``intact`` adds to
+    the hint which data is unharmed."""
     try:
         yield
     except OSError as error:
@@ -242,7 +242,7 @@ def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
                 free_bytes = shutil.disk_usage(named_path if named_path.exists() else named_path.parent).free
                 free_note = f"; {free_bytes / 1e6:,.0f} MB are free there"
         message = f"cannot write {named_path}: {error.strerror or error}{free_note}"
-        raise WorkError(message, f"{hint}; {kept}" if kept else hint) from None
+        raise WorkError(message, f"{hint}; {intact}" if intact else hint) from None
 
 
 def check_new(path: Path, hint: str) -> None:
