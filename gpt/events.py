@@ -77,7 +77,7 @@ class ResumeEvent(Event):
 @dataclass(frozen=True)
 class AnswersEvent(Event):
     """How many pairs the best checkpoint answers exactly with greedy decoding: ``exact`` of ``asked``, at most 500
-    spread over all ``pairs``. Held-out fields are null without held-out pairs."""
+    spread over all ``pairs`` of the training text. Held-out fields are null without held-out pairs."""
 
     exact: int
     asked: int
