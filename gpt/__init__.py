@@ -1,6 +1,6 @@
 """Train and use your own GPT: ``gpt.train("book.txt")``, ``gpt.load("runs/book").generate("Once upon")``.
 
-The names below are loaded when they are first used, so that ``import gpt`` imports no torch.
+Public names are imported on first use, so ``import gpt`` does not import torch.
 """
 
 from importlib import import_module
@@ -21,7 +21,7 @@ __all__ = [
     "GPT", "GPTConfig", "Interrupted", "LanguageModel", "SampleConfig", "Tokenizer", "TrainConfig", "UserError",
     "WorkError", "export", "load", "resume", "train",
 ]  # fmt: skip
-_HOMES = {
+_MODULES = {
     "GPT": "model.decoder", "GPTConfig": "config", "Interrupted": "errors", "SampleConfig": "sample_config",
     "Tokenizer": "text.tokenizer", "TrainConfig": "config", "UserError": "errors", "WorkError": "errors",
 }  # fmt: skip
@@ -30,7 +30,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'gpt' has no attribute {name!r}")
-    return getattr(import_module(f"gpt.{_HOMES.get(name, 'api')}"), name)
+    return getattr(import_module(f"gpt.{_MODULES.get(name, 'api')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The library's front door: `load` a model, generate and evaluate texts with it; `train` one."""
+"""The public Python API: `load` a model, generate and evaluate text with it, or `train` one."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ from gpt.settings import from_dict
 from gpt.text.shards import SIDES, Side
 from gpt.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # imported where they are needed: sampling starts without them
+if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
     from gpt.decoding.bench import DecodingSpeed
     from gpt.exporting.card import Comparison
     from gpt.exporting.run import Exported
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # imported where they are needed: sampling starts without the
 
 
 class Writing:
-    """A sample that is being generated: iterate over it for pieces of text; ``sample`` is set at the end."""
+    """A sample being generated: an iterable of text pieces that sets ``sample`` at the end."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
@@ -63,7 +63,7 @@ class Writing:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A decoder with its tokenizer, on a device."""
+    """A model and its tokenizer, on a device."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -73,7 +73,7 @@ class LanguageModel:
 
     @functools.cached_property
     def contexts(self) -> ContextPool:
-        """The caches in which it generates, kept from call to call."""
+        """KV caches, reused across calls."""
         return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
 
     @functools.cached_property
@@ -83,8 +83,8 @@ class LanguageModel:
     def write(
         self, prompt: str | list[int] = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0
     ) -> Writing:
-        """Returns a sample, or the best text of a search, to iterate over while it is generated. It depends on the
-        prompt, a text or its ids, the settings, ``seed`` and ``index`` alone."""
+        """Generates one sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
+        result depends only on the arguments."""
         config = replace(config or SampleConfig(), n_best=1)
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [index]))
@@ -97,23 +97,22 @@ class LanguageModel:
         num: int = 1,
         done: Collection[tuple[int, int]] = (),
     ) -> Iterator[Piece]:
-        """Yields ``num`` samples of each prompt, or its beams, in pieces, one text after the other. They are computed
-        side by side and are the same as one by one. Samples in ``done`` (prompt, index) are left out. Raises
-        `UserError` for settings that the model cannot follow."""
+        """Yields the pieces of ``num`` samples or beams of each prompt, text by text. Batching does not change the
+        samples. Skips samples in ``done``, given as (prompt, index). Raises `UserError` for unsupported settings."""
         config = config or SampleConfig()
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
-        """Returns ``num`` continuations of ``prompt``, without it; with ``beam`` the ``n_best`` of them. ``settings``
-        are those of `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for others."""
+        """Returns ``num`` continuations of ``prompt``, or the ``n_best`` beams. ``settings`` are fields of
+        `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for unknown ones."""
         config = from_dict(SampleConfig, settings, "generate")
         pieces = self.write_all([prompt], config, seed, num)
         return [piece.sample.text for piece in pieces if piece.sample is not None]
 
     def loss(self, text: str, stride: int | None = None) -> float:
-        """Returns the mean loss over ``text`` in nats per token, in the windows of `evaluate`. Raises `UserError` for a
-        text of fewer than two tokens."""
+        """Returns the mean loss over ``text`` in nats per token. Raises `UserError` for a text of fewer than two
+        tokens."""
         return self.evaluate([text], stride).loss
 
     def evaluate(
@@ -123,8 +122,8 @@ class LanguageModel:
         on_window: OnWindow | None = None,
         block_size: int | None = None,
     ) -> Evaluation:
-        """Measures the loss over documents in every usual unit, in windows of ``block_size`` tokens: by default the
-        context, or 1,024 of a longer one."""
+        """Measures the loss over documents, in windows of ``block_size`` tokens: by default the context length, up to
+        1,024."""
         documents = Encoded(self.tokenizer.document(text).astype(np.int64) for text in texts)
         return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
 
@@ -138,17 +137,17 @@ class LanguageModel:
         on_window: OnWindow | None = None,
         block_size: int | None = None,
     ) -> Evaluation:
-        """Measures the loss over files, folders or corpora by name, of any size; or over one ``side`` of a token
-        folder, which must have been made with this model's tokenizer."""
+        """Measures the loss over files, folders or named corpora of any size, or over one ``side`` of a token folder
+        made with this model's tokenizer."""
         config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
-        with _opened(texts, self.tokenizer, config, side, listen, self.note) as (_, documents):
+        with _open_documents(texts, self.tokenizer, config, side, listen, self.note) as (_, documents):
             return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
 
 
 @contextlib.contextmanager
-def _opened(
+def _open_documents(
     texts: Sequence[str],
     tokenizer: Tokenizer,
     config: ReadConfig,
@@ -156,7 +155,8 @@ def _opened(
     listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple["TokenFolder", Documents]]:
-    """Yields the ids of texts, or of one side of a token folder, with the folder that they are in."""
+    """Yields a token folder and its documents: one side of an existing folder, or a temporary folder of tokenized
+    texts."""
     from gpt.text.corpus import open_corpus
     from gpt.text.token_folder import TokenFolder
     from gpt.text.tokenize import tokenize
@@ -164,9 +164,9 @@ def _opened(
 
     path = tokenized(texts)
     if path is not None:
-        for each in fields(ReadConfig):
-            if getattr(config, each.name) != each.default:
-                note(f"{path} is already tokenized: --{each.name.replace('_', '-')} has no effect")
+        for field in fields(ReadConfig):
+            if getattr(config, field.name) != field.default:
+                note(f"{path} is already tokenized: --{field.name.replace('_', '-')} has no effect")
         folder = TokenFolder(path)
         if not folder.read_for(tokenizer):
             raise UserError(
@@ -179,15 +179,16 @@ def _opened(
         note(f"{texts[0]} is not a token folder: all of it is measured, and --split has no effect")
     corpus = open_corpus(texts, TextConfig(**vars(config), val_fraction=0))
     try:
-        with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as place:
-            folder = tokenize(corpus, tokenizer, Path(place) / "tokens", listen=listen)
+        with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as scratch:
+            folder = tokenize(corpus, tokenizer, Path(scratch) / "tokens", listen=listen)
             stream = folder.stream("train")
             try:
                 yield folder, stream.documents
             finally:
-                stream.release()  # an open file could not be removed on Windows
-    except Interrupted as stopped:
-        raise Interrupted(stopped.signum) from None  # without what `tokenize` says of the folder, which is gone
+                stream.release()  # Windows cannot delete an open file.
+    except Interrupted as interruption:
+        # The message of `tokenize` names the folder, which is already deleted.
+        raise Interrupted(interruption.signum) from None
 
 
 def load(
@@ -200,64 +201,67 @@ def load(
     note: Callable[[str], None] = lambda text: None,
     sampling: SampleConfig | None = None,
 ) -> LanguageModel:
-    """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, a
-    folder of transformers; None: the newest run's best. Raises `UserError` where there is none, or it is damaged. If
-    the latest checkpoint is damaged, ``note`` says so and the one before is loaded. ``base`` is the model that an
-    adapter belongs to, where its files name another one.
+    """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, or a
+    Transformers folder; None: the newest run. If the latest checkpoint is damaged, calls ``note`` and loads the
+    previous one. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing or
+    damaged.
 
-    With the ``sampling`` settings of later calls, weights are laid out for steps of one token, in ``dtype`` itself and
-    not cast at each product; ``dtype`` "int8" or "int4" rounds them. Weights that are stored so are used so by
-    themselves.
-    Such a model can be neither trained nor saved. ``threads`` on a CPU are then chosen by the model's size, unless they
-    are given.
+    ``sampling`` has the settings of later calls: the weights are then laid out for decoding, in ``dtype``. "int8" and
+    "int4" quantize them; quantized checkpoints stay as they are. Such a model can be neither trained nor saved, and the
+    default number of ``threads`` depends on its size.
     """
-    found = folder.find_checkpoint(None if path is None else str(path), note)
+    model_path = folder.find_checkpoint(None if path is None else str(path), note)
     if base is not None:
-        folder.name_base(found, str(base))
-    stored = None if folder.is_adapter(found) else hf.load_bits(found)
+        folder.name_base(model_path, str(base))
+    stored_bits = None if folder.is_adapter(model_path) else hf.load_bits(model_path)
     if sampling is not None and dtype == "auto":
-        dtype = next((name for name, each in quantized.BITS.items() if each == stored), dtype)
+        dtype = next((name for name, width in quantized.BITS.items() if width == stored_bits), dtype)
     compute = pick(device, dtype)
-    bits, decodes = quantized.BITS.get(dtype), sampling is not None
-    compute = _fitted(found, compute, dtype, (decodes or bits is not None) and not folder.is_adapter(found), note)
-    finish, narrow = None, torch.float32
+    bits, for_decoding = quantized.BITS.get(dtype), sampling is not None
+    compute = _fit_dtype(
+        model_path, compute, dtype, (for_decoding or bits is not None) and not folder.is_adapter(model_path), note
+    )
+    finish, weight_dtype = None, torch.float32
     compiles = sampling is not None and sampling.compile == "on"
-    # Guesses are checked some at a time, by other kernels than a single position: in int8 their texts could differ.
-    blocks = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
-    if decodes or bits is not None:
-        packed = decodes and (blocks or not compiles)
-        finish, narrow = functools.partial(prepare, compute=compute, packed=packed, keep=blocks), compute.dtype
-    count = breakdown(hf.load_config(folder.home(found))).trainable
-    devices.use_threads(compute, threads, count if decodes else None)  # first, since weights are laid out by them too
-    loaded = checkpoint.load(found, compute.device, dtype=narrow, mapped=True, finish=finish, bits=bits)
-    if bits not in (None, stored):
+    # Speculative decoding checks several tokens at a time with other kernels, so in int8 the texts could differ.
+    is_native = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
+    if for_decoding or bits is not None:
+        packed = for_decoding and (is_native or not compiles)
+        finish, weight_dtype = functools.partial(prepare, compute=compute, packed=packed, keep=is_native), compute.dtype
+    parameters = breakdown(hf.load_config(folder.home(model_path))).trainable
+    # The layout of the weights depends on the number of threads.
+    devices.use_threads(compute, threads, parameters if for_decoding else None)
+    loaded = checkpoint.load(model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, bits=bits)
+    if bits not in (None, stored_bits):
         note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
-    if blocks:
+    if is_native:
         native.use(loaded.model, note)
-    return LanguageModel(loaded.model, loaded.tokenizer, compute, found, note)
+    return LanguageModel(loaded.model, loaded.tokenizer, compute, model_path, note)
 
 
-def _fitted(path: Path, compute: Compute, dtype: str, narrow: bool, note: Callable[[str], None]) -> Compute:
-    """Chooses bfloat16 for a model whose float32 weights the memory cannot hold, if the dtype is free and weights are
-    read in ``narrow`` ones at all. Raises `UserError` where the weights do not fit."""
-    parts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
-    parameters, exact = parts.trainable, 4 * parts.total_weights  # a tied embedding is laid out anew as the unembedding
-    if narrow and dtype == "auto" and exact > memory:
-        note(f"float32 weights take {exact / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16")
+def _fit_dtype(path: Path, compute: Compute, dtype: str, casts: bool, note: Callable[[str], None]) -> Compute:
+    """Chooses bfloat16 if float32 weights exceed memory, ``dtype`` is "auto" and weights are cast to it
+    (``casts``). Raises `UserError` if the weights do not fit."""
+    counts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
+    # A tied embedding is laid out again as the unembedding.
+    parameters, full_size = counts.trainable, 4 * counts.total_weights
+    if casts and dtype == "auto" and full_size > memory:
+        note(
+            f"float32 weights take {full_size / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16"
+        )
         compute = replace(compute, dtype=torch.bfloat16)
-    rounds = dtype == "int8" or (dtype == "int4" and Int4Linear.runs_on(compute.device))
-    size = 4 if not narrow else 1 if rounds else compute.dtype.itemsize
-    if size * parameters > memory:
+    quantizes = dtype == "int8" or (dtype == "int4" and Int4Linear.runs_on(compute.device))
+    width = 4 if not casts else 1 if quantizes else compute.dtype.itemsize
+    if width * parameters > memory:
         raise UserError(
-            f"the weights of {path} take {size * parameters / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available",
+            f"the weights of {path} take {width * parameters / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available",
             "use --dtype bfloat16, int8 or int4, or a smaller model",
         )
     return compute
 
 
 def pick(device: str, dtype: str) -> Compute:
-    """Chooses the device and the dtype of the weights that are not rounded. Raises `UserError` for an unknown
-    dtype."""
+    """Chooses the device and the dtype of unquantized weights. Raises `UserError` for an unknown dtype."""
     if dtype not in get_args(Dtype):
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
     return devices.pick(device, "auto" if dtype in quantized.BITS else dtype)
@@ -265,7 +269,7 @@ def pick(device: str, dtype: str) -> Compute:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of `bench`, with the model and machine that it was measured on."""
+    """The result of `bench`."""
 
     name: str
     parameters: int
@@ -286,7 +290,7 @@ def bench(
     compile: str = "off",
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """Measures how fast a model samples: ``target`` is a preset, with random weights, or what `load` takes."""
+    """Measures how fast a model samples. ``target`` is a preset, with random weights, or a model as in `load`."""
     from gpt.decoding.bench import measure
 
     config = config or BenchConfig()
@@ -298,9 +302,9 @@ def bench(
         devices.use_threads(compute, threads, breakdown(model.config).trainable)
         if dtype in quantized.BITS:
             round_matrices(model, quantized.BITS[dtype], compute.dtype)
-        blocks = compile == "on" and native.fits(compute)
-        prepare(model, compute, packed=blocks or compile != "on", keep=blocks)
-        if blocks:
+        is_native = compile == "on" and native.fits(compute)
+        prepare(model, compute, packed=is_native or compile != "on", keep=is_native)
+        if is_native:
             native.use(model, note)
         name = target
     else:
@@ -309,10 +313,10 @@ def bench(
     config = config.fitted(model.config.block_size)
     step = compiled(model, compute, note) if compile == "on" else None
     speed = measure(model, compute, config, step)
-    count = breakdown(model.config).trainable
-    where = compute.describe().removesuffix(f", {compute.dtype_name}")
-    compiles = step is not None or native.is_used(model)
-    return Measured(name, count, where, dtype_name(model, compute), compiles, config, speed)
+    parameters = breakdown(model.config).trainable
+    device_name = compute.describe().removesuffix(f", {compute.dtype_name}")
+    is_compiled = step is not None or native.is_used(model)
+    return Measured(name, parameters, device_name, dtype_name(model, compute), is_compiled, config, speed)
 
 
 def export(
@@ -326,36 +330,36 @@ def export(
     listen: "Listener" = lambda event: None,
     **settings: Any,
 ) -> "Exported":
-    """Writes a model, which `load` takes with its ``base``, to ``out``: a GGUF file where it ends in .gguf, else a
-    folder for publishing. ``settings`` are those of `ExportConfig`: ``dtype``, ``license``, ``samples``.
-    With ``eval``, a text as `train` takes it, the loss is measured before and after. ``listen`` hears the progress.
-    Raises `UserError`, `WorkError`, and `Interrupted` after a signal."""
+    """Writes a model to ``out``: a GGUF file if it ends in .gguf, otherwise a folder for publishing. ``model`` and
+    ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`: ``dtype``, ``license``, ``samples``. ``eval``
+    is a text, as in `train`, whose loss is measured before and after. ``listen`` is called with progress events. Raises
+    `UserError`, `WorkError`, and `Interrupted` after a signal."""
     from gpt.exporting import gguf_tokenizer
     from gpt.exporting import run as exports
     from gpt.exporting.source import open_source
 
-    started = time.monotonic()
+    start_time = time.monotonic()
     config = from_dict(ExportConfig, settings, "export")
     target = exports.find_target(str(out), config)
-    words = None if model is None else str(model)
-    path = folder.find_checkpoint(words, note)
+    model_name = None if model is None else str(model)
+    path = folder.find_checkpoint(model_name, note)
     if base is not None:
         folder.name_base(path, str(base))
-    source = open_source(path, words or "")
+    source = open_source(path, model_name or "")
     exports.check(source, target)
     for difference in gguf_tokenizer.differences(source.tokenizer) if target.is_file else []:
         note(difference)
-    compute, stored = devices.pick(device, "float32"), exports.stored(source, target)
+    compute, stored_weights = devices.pick(device, "float32"), exports.stored(source, target)
 
-    def built(weights: checkpoint.Parameters) -> LanguageModel:
-        whole = checkpoint.build(source.config, weights, compute.device, torch.float32)
-        return LanguageModel(whole, source.tokenizer, compute, path, note)
+    def build_model(weights: checkpoint.Parameters) -> LanguageModel:
+        decoder = checkpoint.build(source.config, weights, compute.device, torch.float32)
+        return LanguageModel(decoder, source.tokenizer, compute, path, note)
 
     with exports.whole_or_nothing(target):
-        compared = None if eval is None else _compared(eval, source, stored, built, listen)
-        texts = _samples(built(stored), config.samples, listen) if config.samples else []
-        told = lambda done, total: listen(events.Progress("written", done, total))
-        tensors, size = exports.write(source, target, compared, texts, told)
+        comparison = None if eval is None else _compare(eval, source, stored_weights, build_model, listen)
+        texts = _generate_samples(build_model(stored_weights), config.samples, listen) if config.samples else []
+        on_written = lambda done, total: listen(events.Progress("written", done, total))
+        tensors, size = exports.write(source, target, comparison, texts, on_written)
     return exports.Exported(
         target.out,
         "gguf" if target.is_file else "folder",
@@ -364,54 +368,55 @@ def export(
         size,
         tensors,
         source.config.vocab_size,
-        compared.before.loss if compared else None,
-        compared.after.loss if compared else None,
-        time.monotonic() - started,
+        comparison.before.loss if comparison else None,
+        comparison.after.loss if comparison else None,
+        time.monotonic() - start_time,
         source.tokenizer.chat_template is not None,
     )
 
 
-def _samples(model: LanguageModel, num: int, listen: "Listener") -> list[str]:
-    found: list[str] = []
+def _generate_samples(model: LanguageModel, num: int, listen: "Listener") -> list[str]:
+    samples: list[str] = []
     for piece in model.write_all([""], num=num):
         if piece.sample is not None:
-            found.append(piece.sample.text)
-            listen(events.Progress("sampled", len(found), num, "texts"))
-    return found
+            samples.append(piece.sample.text)
+            listen(events.Progress("sampled", len(samples), num, "texts"))
+    return samples
 
 
-def _compared(
+def _compare(
     text: str,
     source: "SourceModel",
-    stored: checkpoint.Parameters,
-    built: Callable[[checkpoint.Parameters], LanguageModel],
+    stored_weights: checkpoint.Parameters,
+    build_model: Callable[[checkpoint.Parameters], LanguageModel],
     listen: "Listener",
 ) -> "Comparison":
-    """Measures the loss on ``text`` with the weights as they are and as they are ``stored``."""
+    """Measures the loss on ``text`` with the original and the stored weights."""
     from gpt.exporting.card import Comparison
     from gpt.exporting.provenance import joined, last_part
 
-    found: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
     done = 0
 
-    def each(window: object, losses: Sized, total: int) -> None:
+    def on_window(window: object, losses: Sized, total: int) -> None:
         nonlocal done
         done += len(losses)
         listen(events.Progress("scored", done, 2 * total, "tokens"))
 
-    with _opened([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
-        for weights in (source.weights, stored):
-            model = built(weights)
-            found.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, each))
-            del model  # one at a time is in memory
+    with _open_documents([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
+        for weights in (source.weights, stored_weights):
+            model = build_model(weights)
+            evaluations.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, on_window))
+            del model  # One model in memory at a time.
         name = "stdin" if text == "-" else last_part(text)
         name += ", the held-out part" if tokens.path == Path(text) else ""
-        return Comparison(joined(name, list(map(asdict, tokens.sources()))), *found)
+        return Comparison(joined(name, list(map(asdict, tokens.sources()))), *evaluations)
 
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
-    """Trains on files, folders or corpora by name (none: ``pydocs``). ``settings`` are those of `TrainConfig`:
-    ``steps``, ``preset``, ``out`` … ``listen`` hears every event. Raises `UserError`, `WorkError`, `Interrupted`."""
+    """Trains on files, folders or named corpora (default: ``pydocs``). ``settings`` are fields of `TrainConfig`:
+    ``steps``, ``preset``, ``out`` … ``listen`` is called with every event. Raises `UserError`, `WorkError`,
+    `Interrupted`."""
     from gpt.training import run as runs
 
     config = from_dict(TrainConfig, settings, "train")
@@ -420,8 +425,8 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
 
 def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
     """Resumes ``run`` exactly where it stopped; None: the newest unfinished run in ``runs/``. ``settings``: ``steps``
-    (more than before), ``device``, ``micro_batch``, ``keep``, and in one of several processes ``shard``, ``tensor``,
-    ``recompute``. Raises as `train` does."""
+    (more than before), ``device``, ``micro_batch``, ``keep``; in a distributed run also ``shard``, ``tensor``,
+    ``recompute``. Raises the same errors as `train`."""
     from gpt.training import run as runs
 
     return runs.resume(None if run is None else str(run), settings, (), listen)

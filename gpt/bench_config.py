@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from gpt.errors import UserError
 from gpt.settings import check_options, option
 
-_PROMPT, _NEW = 32, 128  # tokens, where a context has room for them
+_PROMPT, _NEW = 32, 128  # Default lengths in tokens, reduced to fit the context.
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """The settings of ``gpt bench``. Raises `UserError` for values without a meaning."""
+    """The settings of ``gpt bench``. Raises `UserError` for invalid values."""
 
     prompt_tokens: int | None = option(
         None, "Prompt length in tokens", panel="Text", shown="32, or a quarter of the context", low=1
@@ -25,13 +25,12 @@ class BenchConfig:
         check_options(self)
 
     def fitted(self, block_size: int) -> "BenchConfig":
-        """Returns a copy with token counts that fit into the context. Raises `UserError` where those asked for do
-        not."""
+        """Returns a copy whose token counts fit in the context. Raises `UserError` if the requested counts do not."""
         prompt = self.prompt_tokens or max(1, min(_PROMPT, block_size // 4))
-        new = self.new_tokens or max(1, min(_NEW, block_size - prompt))
-        if prompt + new > block_size:
+        generated = self.new_tokens or max(1, min(_NEW, block_size - prompt))
+        if prompt + generated > block_size:
             raise UserError(
-                f"{prompt} + {new} tokens do not fit in the context of {block_size:,}",
+                f"{prompt} + {generated} tokens do not fit in the context of {block_size:,}",
                 "leave out --prompt-tokens or --new-tokens to use what fits",
             )
-        return replace(self, prompt_tokens=prompt, new_tokens=new)
+        return replace(self, prompt_tokens=prompt, new_tokens=generated)

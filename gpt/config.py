@@ -1,8 +1,7 @@
-"""Every setting in one place: its name, type, default, bounds and line of help.
+"""Model shapes and training options, with their types, defaults, bounds and help texts.
 
-``GPTConfig`` is a model's shape; ``TrainConfig`` and others are a user's options (``SampleConfig`` lives in
-`gpt.sample_config`). The command line makes its options from these dataclasses, ``--config`` and ``--print-config``
-read and write them as TOML (`gpt.settings`). Nothing here imports torch.
+The command line builds its options from these dataclasses; ``--config`` and ``--print-config`` read and write them as
+TOML (`gpt.settings`). Nothing here imports torch.
 """
 
 import codecs
@@ -22,73 +21,74 @@ Mlp = Literal["gelu", "swiglu"]
 Biases = Literal["all", "qkv", "none"]
 Layout = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
-DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # a regular expression: one that was picked
+DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # regular expression for a device's name
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]
 
 USUAL_DECAY = 0.1  # GPT-3's weight decay
 MOST_THREADS = 4096
-# What a linear map of a block is for, by which adapters choose: `--lora-targets`; and words for several.
+# Roles of linear maps in ``--lora-targets``, and names for groups of roles.
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
-MOST_IDS = 2**24  # in a vocabulary
-WIDE = 512  # width from which the inside of a gated MLP is a multiple of 256, which GPUs like, and not of 64
+MOST_IDS = 2**24  # upper bound of a vocabulary size
+# At this width and above, a gated MLP's hidden width is a multiple of 256 instead of 64, which suits GPUs.
+WIDE_MODEL = 512
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's change of rotary frequencies for a longer context: those that turn fewer than ``low`` times in the
-    ``original`` one are divided by ``factor``, those that turn more than ``high`` times stay, and between them it is
+    """Llama 3.1's scaling of RoPE frequencies for a longer context. Frequencies with fewer than ``low`` turns in the
+    ``original`` context are divided by ``factor``, those with more than ``high`` turns stay, and the rest are
     interpolated."""
 
     factor: float
     low: float
     high: float
-    original: int  # positions
+    original: int  # context length in positions
 
     def __post_init__(self) -> None:
-        for name, most in (("factor", 1e4), ("low", 1e4), ("high", 1e4), ("original", 2**24)):
+        for name, maximum in (("factor", 1e4), ("low", 1e4), ("high", 1e4), ("original", 2**24)):
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 1 <= value <= most:
-                raise UserError(f"rope_scaling: {name} is {value!r}; it must be between 1 and {most:g}")
+            if type(value) not in (int, float) or not 1 <= value <= maximum:
+                raise UserError(f"rope_scaling: {name} is {value!r}; it must be between 1 and {maximum:g}")
         if self.low >= self.high:
             raise UserError(f"rope_scaling: low is {self.low:g} and high is {self.high:g}; high must be greater")
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a decoder, and what its blocks compute. Raises `UserError` for a shape that cannot be built.
+    """A decoder's shape and properties; the defaults are GPT-2's. Raises `UserError` for a shape that cannot be built.
 
-    The defaults are GPT-2's. `ARCHITECTURES` has the properties of ``--arch``; `layout` says which family of
-    transformers computes the same. Bounds are far above GPT-3's 12,288 × 96: a number from a file beyond them is
-    damage or malice, not a model.
+    Bounds are far above GPT-3's 12,288 × 96: a larger number in a file means damage or malice.
     """
 
-    vocab_size: int = bounded(1, MOST_IDS)  # V: ids the model knows, end-of-text included
-    block_size: int = bounded(1, 2**24)  # T: the longest context, in tokens
-    n_layer: int = bounded(1, 2**14)  # blocks in the stack
-    n_head: int = bounded(1, 2**14)  # attention heads a block
+    vocab_size: int = bounded(1, MOST_IDS)  # V: vocabulary size, including end-of-text
+    block_size: int = bounded(1, 2**24)  # T: context length in tokens
+    n_layer: int = bounded(1, 2**14)  # number of blocks
+    n_head: int = bounded(1, 2**14)  # attention heads per block
     n_embd: int = bounded(1, 2**20)  # C: width of the residual stream
-    dropout: float = bounded(0, 0.99, 0.0)  # on embeddings, attention patterns and residual branches, in training only
-    positions: Positions = "learned"  # a trained table, the fixed sine/cosine table, or rotation of queries and keys
-    layer_norm_epsilon: float = bounded(1e-12, 1, 1e-5)  # added to the variance, or the mean square, in every norm
-    norm: Norm = "layernorm"  # or RMSNorm (Zhang and Sennrich 2019), which has no mean and no β
-    mlp: Mlp = "gelu"  # or SwiGLU (Shazeer 2020): one map's inside, gated by another's
-    n_inner: int | None = bounded(1, 2**22, None)  # width of the MLP's inside; None: 4 C, and with a gate about 8/3 C
-    biases: Biases = "all"  # of linear maps: all have one, those of queries, keys and values alone, or none
+    # dropout rate of embeddings, attention weights and residual branches in training
+    dropout: float = bounded(0, 0.99, 0.0)
+    positions: Positions = "learned"  # learned table, fixed sine/cosine table, or rotation of queries and keys (RoPE)
+    layer_norm_epsilon: float = bounded(1e-12, 1, 1e-5)  # added to the variance or the mean square in every norm
+    norm: Norm = "layernorm"  # LayerNorm, or RMSNorm (Zhang and Sennrich 2019) without mean and β
+    mlp: Mlp = "gelu"  # GELU, or SwiGLU with a gate (Shazeer 2020)
+    n_inner: int | None = bounded(1, 2**22, None)  # hidden width of the MLP; None: 4 C, or about 8/3 C with a gate
+    biases: Biases = "all"  # biases of linear maps: all, only queries, keys and values, or none
     n_kv_head: int | None = bounded(1, 2**14, None)  # key/value heads (grouped-query attention); None: n_head
     head_dim: int | None = bounded(1, 2**16, None)  # width of a head; None: n_embd / n_head
-    qk_norm: bool = False  # whether queries and keys are normalized (RMSNorm, with weights) before they meet
-    rope_base: float = bounded(1, 10**12, 10_000.0)  # of the frequencies of rotary positions
-    rope_scaling: RopeScaling | None = None  # of the same
-    window: int | None = bounded(1, 2**24, None)  # sliding window of some layers, in tokens; None: no such layers
-    window_layers: tuple[int, ...] | None = None  # those with a window, from 0; None: 1, 3, 5 … as in GPT-3
-    tied: bool = True  # whether the unembedding is the embedding
+    qk_norm: bool = False  # whether queries and keys are normalized before attention (RMSNorm with weights)
+    rope_base: float = bounded(1, 10**12, 10_000.0)  # base of the RoPE frequencies
+    rope_scaling: RopeScaling | None = None
+    window: int | None = bounded(1, 2**24, None)  # sliding window in tokens; None: full attention in all layers
+    window_layers: tuple[int, ...] | None = None  # layers with the window, counted from 0; None: 1, 3, 5 … as in GPT-3
+    tied: bool = True  # whether the LM head shares the embedding's weights
 
     def __post_init__(self) -> None:
         layers: Any = self.window_layers
-        object.__setattr__(self, "window_layers", tuple(layers) if isinstance(layers, list) else layers)  # from JSON
+        # JSON has lists, not tuples.
+        object.__setattr__(self, "window_layers", tuple(layers) if isinstance(layers, list) else layers)
         check_options(self)
         if self.head_dim is None and self.n_embd % self.n_head:
             raise UserError(
@@ -106,23 +106,22 @@ class GPTConfig:
         self._leave_out_defaults()
 
     def _leave_out_defaults(self) -> None:
-        """Sets what follows from the rest to None: a checkpoint's ``config.json`` says all of it, and gives an equal
-        shape."""
-        windowed = any(self.windows)
-        usual = {
+        """Sets derived fields to None, so that a ``config.json`` with all fields gives an equal shape."""
+        has_windows = any(self.windows)
+        derived = {
             "n_kv_head": self.n_head,
             "head_dim": self.n_embd / self.n_head,
-            "n_inner": self._usual_width(),
-            "window": None if windowed else self.window,
-            "window_layers": tuple(range(1, self.n_layer, 2)) if windowed else self.window_layers,
+            "n_inner": self._default_mlp_width(),
+            "window": None if has_windows else self.window,
+            "window_layers": tuple(range(1, self.n_layer, 2)) if has_windows else self.window_layers,
         }
-        for name, value in usual.items():
+        for name, value in derived.items():
             if getattr(self, name) == value:
                 object.__setattr__(self, name, None)
 
     def _check_positions(self) -> None:
-        paired = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
-        what, width = paired.get(self.positions, ("", 0))
+        paired_widths = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
+        what, width = paired_widths.get(self.positions, ("", 0))
         if width % 2:
             raise UserError(f"{self.positions} positions need an even {what}, not {width}", "dimensions are paired")
         if self.norm == "rmsnorm" and self.positions != "rotary":
@@ -133,23 +132,23 @@ class GPTConfig:
 
     def _check_window(self) -> None:
         layers = self.window_layers
-        listed = all(type(at) is int and 0 <= at < self.n_layer for at in layers or ())
-        if layers is not None and (self.window is None or not listed):
+        valid = all(type(layer) is int and 0 <= layer < self.n_layer for layer in layers or ())
+        if layers is not None and (self.window is None or not valid):
             raise UserError(f"window_layers is {layers!r:.80}; with a window, list layers below {self.n_layer}")
 
     @classmethod
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
-        """The shape with the properties of an architecture, and further ones."""
+        """Returns a shape with an architecture's properties, overridden by ``properties``."""
         return cls(*shape, **ARCHITECTURES[arch] | properties)
 
     @staticmethod
     def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Fields as an older version wrote them, in those of today. Raises `UserError`, which names ``where``, for a
-        model that this version does not compute."""
-        fields = dict(values)
-        if fields.pop("arch", "gpt2") != "gpt2":
+        """Converts fields written by an older version. Raises `UserError` naming ``where`` for a model that is no
+        longer supported."""
+        upgraded = dict(values)
+        if upgraded.pop("arch", "gpt2") != "gpt2":
             raise UserError(f"{where} uses the old --arch modern, which is no longer supported", "train it again")
-        return fields
+        return upgraded
 
     @property
     def head_size(self) -> int:
@@ -158,35 +157,35 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values in a block."""
+        """Key/value heads per block."""
         return self.n_kv_head or self.n_head
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLP's inside."""
-        return self.n_inner or self._usual_width()
+        """Hidden width of the MLP."""
+        return self.n_inner or self._default_mlp_width()
 
-    def _usual_width(self) -> int:
-        """With a gate there are three maps instead of two, each about 2/3 as large."""
+    def _default_mlp_width(self) -> int:
+        """A gated MLP has three maps instead of two, each about 2/3 as large."""
         if self.mlp == "gelu":
             return 4 * self.n_embd
-        unit = 256 if self.n_embd >= WIDE else 64
+        unit = 256 if self.n_embd >= WIDE_MODEL else 64
         return max(1, round(8 * self.n_embd / 3 / unit)) * unit
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; None where it is dense."""
-        some = range(1, self.n_layer, 2) if self.window_layers is None else self.window_layers
-        return tuple(self.window if layer in some else None for layer in range(self.n_layer))
+        """The sliding window of each layer; None for full attention."""
+        windowed_layers = range(1, self.n_layer, 2) if self.window_layers is None else self.window_layers
+        return tuple(self.window if layer in windowed_layers else None for layer in range(self.n_layer))
 
     @property
     def layout(self) -> Layout:
-        """The family of transformers that computes the same, and whose names and ``config.json`` a checkpoint has;
-        ``gpt`` where there is none."""
-        windowed, every = any(self.windows), all(self.windows)
+        """The Transformers family that computes the same model; ``gpt`` if none does. It decides a checkpoint's tensor
+        names and ``config.json``."""
+        any_window, all_windows = any(self.windows), all(self.windows)
         if (self.norm, self.mlp, self.biases, self.qk_norm) == ("layernorm", "gelu", "all", False):
-            same = self.kv_heads == self.n_head and self.n_head * self.head_size == self.n_embd
-            return "gpt2" if same and self.positions != "rotary" and not windowed else "gpt"
+            standard_heads = self.kv_heads == self.n_head and self.n_head * self.head_size == self.n_embd
+            return "gpt2" if standard_heads and self.positions != "rotary" and not any_window else "gpt"
         if (self.norm, self.mlp) != ("rmsnorm", "swiglu"):
             return "gpt"
         match self.qk_norm, self.biases:
@@ -194,19 +193,19 @@ class GPTConfig:
                 return "qwen3"
             case False, "qkv":
                 return "qwen2"
-            case False, "none" if every or not windowed:
-                # A llama's heads share the width evenly, or transformers refuses it.
-                return "mistral" if windowed or self.n_embd % self.n_head else "llama"
+            case False, "none" if all_windows or not any_window:
+                # Transformers requires a llama's width to be divisible by its heads.
+                return "mistral" if any_window or self.n_embd % self.n_head else "llama"
         return "gpt"
 
 
-# The properties of --arch, beside a shape; nothing else asks for the name.
+# The properties of ``--arch``.
 ARCHITECTURES: dict[Arch, dict[str, Any]] = {
     "gpt2": {
         "positions": "learned", "norm": "layernorm", "layer_norm_epsilon": 1e-5, "mlp": "gelu", "biases": "all",
         "qk_norm": False,
     },
-    "modern": {  # Qwen3's
+    "modern": {  # Qwen3's properties
         "positions": "rotary", "norm": "rmsnorm", "layer_norm_epsilon": 1e-6, "mlp": "swiglu", "biases": "none",
         "qk_norm": True,
     },
@@ -215,18 +214,18 @@ ARCHITECTURES: dict[Arch, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A named shape, with the batch and learning rate that it is usually trained with."""
+    """A named shape with its usual batch size and learning rate."""
 
     model: GPTConfig
-    batch_tokens: int  # tokens a step
+    batch_tokens: int  # tokens per step
     lr: float  # peak learning rate of AdamW
     note: str = ""
 
 
 def _preset(
-    arch: Arch, L: int, H: int, C: int, T: int, V: int, batch_tokens: int, lr: float, note: str = "", **more: Any
+    arch: Arch, L: int, H: int, C: int, T: int, V: int, batch_tokens: int, lr: float, note: str = "", **properties: Any
 ) -> Preset:
-    return Preset(GPTConfig.of(arch, V, T, L, H, C, **more), batch_tokens, lr, note)
+    return Preset(GPTConfig.of(arch, V, T, L, H, C, **properties), batch_tokens, lr, note)
 
 
 _gpt2, _modern = partial(_preset, "gpt2"), partial(_preset, "modern")
@@ -236,7 +235,7 @@ _XL = "Table 2.1 of the GPT-3 paper gives 24 heads of 128 in a width of 2,048; 1
 _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128; 5,120 gives the paper's total"
 
 # GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate). The
-# paper of GPT-2 gives no batch and no rate for its sizes; they have those of the GPT-3 model nearest in size.
+# GPT-2 paper gives no batch and learning rate; its sizes use those of the nearest GPT-3 model.
 PRESETS: dict[str, Preset] = {
     "pico": _gpt2(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
     "nano": _gpt2(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
@@ -260,8 +259,7 @@ PRESETS: dict[str, Preset] = {
     "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "for tens of megabytes", n_kv_head=2),
     "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "for hundreds of megabytes, on a GPU", n_kv_head=4),
     "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "for gigabytes, on a GPU", n_kv_head=4),
-    # As their config.json says on the hub, from which the ids, and so the vocabularies, come too. Their batches and
-    # rates are those of the GPT-3 model nearest in size.
+    # Shapes from config.json on the Hub; batch and learning rate of the nearest GPT-3 model.
     "smollm2-135m": _llama(
         30, 9, 576, 8192, 49_152, 524_288, 6e-4, n_kv_head=3, n_inner=1536, rope_base=100_000.0,
         layer_norm_epsilon=1e-5,
@@ -284,13 +282,13 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """The preset called ``name``; `UserError` with the nearest name where there is none."""
+    """Returns the preset ``name``. Raises `UserError` with the nearest name if there is none."""
     if name not in PRESETS:
         raise UserError(f'there is no preset "{name}"', did_you_mean(name, PRESETS))
     return PRESETS[name]
 
 
-# The panels in which options are listed, in this order.
+# Option panels, in help order.
 PANELS = (
     "Run", "Model", "Fine-tuning", "Text and tokens", "Reading TEXT", "Length and batch", "Optimizer",
     "Evaluation and checkpoints", "Text", "Sampling", "Beam search", "Weights", "Card", "Address", "Load",
@@ -320,13 +318,13 @@ class ReadConfig:
         check_options(self)
         try:
             codecs.lookup(self.encoding)
-        except (LookupError, ValueError):  # ValueError: a name that is no text, or has a zero byte
+        except (LookupError, ValueError):  # ValueError: the name is not text, or has a zero byte.
             raise UserError(f'there is no encoding "{self.encoding}"', "utf-8, latin-1, cp1252, utf-16 …") from None
 
 
 @dataclass(frozen=True)
 class LearnConfig(ReadConfig):
-    """Options for learning a vocabulary from text."""
+    """Options for training a tokenizer on text."""
 
     vocab_size: int | None = _data(
         None, "Vocabulary size, special tokens included", shown="set by the size of the text", low=257, high=2**24
@@ -338,7 +336,7 @@ class LearnConfig(ReadConfig):
 
 @dataclass(frozen=True)
 class TextConfig(LearnConfig):
-    """Options for turning text into ids to train on and ids held out, shared by ``gpt tokenize`` and ``gpt train``."""
+    """Options for tokenizing and splitting text, shared by ``gpt tokenize`` and ``gpt train``."""
 
     tokenizer: str = _data(
         "auto",
@@ -385,8 +383,8 @@ class TokenizeConfig(TextConfig):
         """The part, counted from 1, and the number of parts."""
         if self.part is None:
             return None
-        if words := re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", self.part):
-            i, n = int(words[1]), int(words[2])
+        if match := re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", self.part):
+            i, n = int(match[1]), int(match[2])
             if 1 <= i <= n <= 100_000:
                 return i, n
         raise UserError(f'part is "{self.part}"; it must be I/N, from 1/N to N/N', "the second of four: --part 2/4")
@@ -394,7 +392,7 @@ class TokenizeConfig(TextConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TextConfig):
-    """Options of ``gpt train``. ``None`` means: chosen from the text's size, the preset or the device."""
+    """Options of ``gpt train``. ``None``: chosen from the text's size, the preset or the device."""
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("steps", "epochs", "set the length of training"),
@@ -514,14 +512,14 @@ class TrainConfig(TextConfig):
     compile: Compile = _machine("auto", "Compile steps; auto: on GPUs, and on a CPU for small models in long runs")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "micro_batch", str(self.micro_batch))  # a number in TOML and from Python
+        object.__setattr__(self, "micro_batch", str(self.micro_batch))  # TOML and Python can pass a number.
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
-        for one, other, what in self.EXCLUSIVE:
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                names = f"--{one} and --{other}".replace("_", "-")
-                raise UserError(f"{names} both {what}", "give one of them")
+        for first, second, purpose in self.EXCLUSIVE:
+            if getattr(self, first) is not None and getattr(self, second) is not None:
+                names = f"--{first} and --{second}".replace("_", "-")
+                raise UserError(f"{names} both {purpose}", "give one of them")
         if self.arch == "modern" and self.positions not in (None, "rotary"):
             raise UserError(f"--positions {self.positions} contradicts --arch modern", "it uses rotary positions")
         if self.pairs and self.chat:
@@ -535,7 +533,7 @@ class TrainConfig(TextConfig):
 
     @property
     def has_examples(self) -> bool:
-        """Whether it trains on pairs or conversations, which are rows of their own, and not on running text."""
+        """Whether it trains on pairs or conversations instead of running text."""
         return self.pairs or self.chat
 
     def _check_adapters(self) -> None:
@@ -549,14 +547,14 @@ class TrainConfig(TextConfig):
         for name in ("merge_lora", "lora_alpha", "lora_targets"):
             if self.lora_rank is None and getattr(self, name) not in (None, False):
                 raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "a common value is 8: --lora-rank 8")
-        words = (*LORA_GROUPS, *LORA_ROLES)
-        for word in ("all" if self.lora_targets is None else self.lora_targets).split(","):
-            if word not in words:
-                raise UserError(f'lora-targets: there is no "{word}"', did_you_mean(word, words))
+        known_targets = (*LORA_GROUPS, *LORA_ROLES)
+        for target in ("all" if self.lora_targets is None else self.lora_targets).split(","):
+            if target not in known_targets:
+                raise UserError(f'lora-targets: there is no "{target}"', did_you_mean(target, known_targets))
 
     def new_model(self, preset: GPTConfig, vocab_size: int, block_size: int) -> GPTConfig:
-        """The shape of a new model: the preset's, but for what was asked for."""
-        asked = {each.name: getattr(self, each.name, None) for each in fields(GPTConfig)}
-        usual = {"dropout": 0.0, **(ARCHITECTURES[self.arch] if self.arch else {})}
-        given = usual | {name: value for name, value in asked.items() if value is not None}
-        return replace(preset, **given | {"vocab_size": vocab_size, "block_size": block_size})
+        """Returns a new model's shape: the preset's, overridden by the given options."""
+        options = {field.name: getattr(self, field.name, None) for field in fields(GPTConfig)}
+        defaults = {"dropout": 0.0, **(ARCHITECTURES[self.arch] if self.arch else {})}
+        overrides = defaults | {name: value for name, value in options.items() if value is not None}
+        return replace(preset, **overrides | {"vocab_size": vocab_size, "block_size": block_size})

@@ -1,4 +1,4 @@
-"""The device and dtype of a computation, chosen from what the machine can do, never from timings."""
+"""Chooses a device and dtype from the machine's capabilities, never from timings."""
 
 import contextlib
 import ctypes
@@ -21,11 +21,11 @@ from gpt.errors import UserError, did_you_mean
 from gpt.peaks import cores, host_memory
 from gpt.words import counted
 
-# Parameters per thread when a step decodes one token. Measured on two cores, two threads against one: 1.11 times the
-# rate at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; 0.4 times at 0.9 M beside four other programs.
+# Parameters per thread when decoding one token. Measured throughput of two threads relative to one, on two cores: 1.11
+# at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; 0.4 at 0.9 M next to four other programs.
 DECODED = 2_000_000
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT = 2**25  # the largest threshold that glibc takes
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
+MAX_KEPT_BYTES = 2**25  # the largest threshold that glibc accepts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,7 +50,7 @@ class Compute:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def memory(self) -> int:
-        """Returns this process's share of the device's total memory, in bytes. Free memory would make choices differ
+        """Returns this process's share of the device's total memory, in bytes. Choices based on free memory would vary
         between runs."""
         return self._memory() // self.shared_by
 
@@ -63,14 +63,13 @@ class Compute:
         """Returns a description such as ``cpu, 2 threads, bfloat16``."""
         if self.device.type == "cuda":
             return f"{torch.cuda.get_device_name(self.device)}, {self.dtype_name}"
-        n = torch.get_num_threads()
-        threads = f", {counted(n, 'thread')}" if self.device.type == "cpu" else ""
+        count = torch.get_num_threads()
+        threads = f", {counted(count, 'thread')}" if self.device.type == "cpu" else ""
         return f"{self.device.type}{threads}, {self.dtype_name}"
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Copies an array or nested lists to a device. A GPU fetches them from pinned memory, where they lie in one piece:
-    the host does not wait."""
+    """Copies an array or nested lists to a device. A GPU reads contiguous pinned memory, so the host does not wait."""
     tensor = torch.as_tensor(values)
     if device.type != "cuda":
         return tensor.to(device)
@@ -78,35 +77,36 @@ def upload(values: Any, device: torch.device) -> Tensor:
 
 
 class Download:
-    """Tensors of one device on their way to the host; from a GPU they travel as one, and the host does not wait.
+    """An asynchronous copy of tensors from one device to the host. A GPU sends them in one transfer of 32-bit elements.
 
-    They are of float32, or of whole numbers below 2³¹. All are numbers of 32 bits on the way.
+    Tensors are float32, or integers below 2³¹.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.arrived: torch.cuda.Event | None = None  # None: reading may wait for the device
+        self.arrived: torch.cuda.Event | None = None  # None: `read` blocks until the device is done
         self._tensors = tensors
         if tensors[0].device.type == "cuda":
-            bits = [(each.float() if each.is_floating_point() else each.int()).flatten() for each in tensors]
-            packed = torch.cat([each.view(torch.int32) for each in bits])
+            bits = [(tensor.float() if tensor.is_floating_point() else tensor.int()).flatten() for tensor in tensors]
+            packed = torch.cat([tensor.view(torch.int32) for tensor in bits])
             self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=True).copy_(packed, non_blocking=True)
             self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.arrived.record(torch.cuda.current_stream(packed.device))  # another device may be the current one
+            # The current device can be a different one.
+            self.arrived.record(torch.cuda.current_stream(packed.device))
 
     def read(self, wait: Callable[[torch.cuda.Event], object] = lambda event: event.synchronize()) -> list[Any]:
-        """Returns each tensor as a number or as nested lists. ``wait`` returns once the device has come to an event."""
+        """Returns each tensor as a number or as nested lists. ``wait`` blocks until the device has reached an event."""
         if self.arrived is None:
-            return [each.tolist() for each in self._tensors]
+            return [tensor.tolist() for tensor in self._tensors]
         wait(self.arrived)
-        parts = torch.split(self._host, [each.numel() for each in self._tensors])
+        parts = torch.split(self._host, [tensor.numel() for tensor in self._tensors])
         return [
-            (part.view(torch.float32) if each.is_floating_point() else part).view(each.shape).tolist()
-            for part, each in zip(parts, self._tensors, strict=True)
+            (part.view(torch.float32) if tensor.is_floating_point() else part).view(tensor.shape).tolist()
+            for part, tensor in zip(parts, self._tensors, strict=True)
         ]
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's generators: the host's, and a GPU's own."""
+    """Returns the states of torch's random generators on the host and on the GPU."""
     states = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -116,7 +116,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    """Sets the generators' states, of which another device's are left out. Raises TypeError or RuntimeError."""
+    """Sets the random generators' states, ignoring those of other devices. Raises TypeError or RuntimeError."""
     torch.set_rng_state(states["torch"].cpu())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
@@ -125,78 +125,78 @@ def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> Non
 
 
 def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -> Compute:
-    """Chooses the device and dtype. Raises `UserError` for one that this machine does not have.
+    """Chooses the device and dtype. Raises `UserError` if this machine does not have them.
 
-    On a CPU, ``auto`` trains in bfloat16 where the processor multiplies it natively, and otherwise computes in
-    float32: reading a model, exactness is worth more than speed.
+    On a CPU, ``auto`` trains in bfloat16 if the processor multiplies it natively, and otherwise computes in float32:
+    for inference, exactness is worth more than speed.
     """
-    where = _device(device)
+    chosen = _device(device)
     if dtype == "auto":
-        if where.type == "cuda":
-            native = has_bfloat16_cores(where)
+        if chosen.type == "cuda":
+            use_bfloat16 = has_bfloat16_cores(chosen)
         else:
-            native = where.type == "cpu" and training and has_native_bfloat16()
-        return Compute(where, torch.bfloat16 if native else torch.float32)
+            use_bfloat16 = chosen.type == "cpu" and training and has_native_bfloat16()
+        return Compute(chosen, torch.bfloat16 if use_bfloat16 else torch.float32)
     if dtype not in DTYPES:
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
-    if dtype == "float16" and where.type == "cpu":
+    if dtype == "float16" and chosen.type == "cpu":
         raise UserError(
             "float16 is slow on a CPU" + (", and overflows in training" if training else ""),
             "use bfloat16 or float32 on the CPU",
         )
-    if dtype == "bfloat16" and where.type == "mps" and _mac_release() < 14:
+    if dtype == "bfloat16" and chosen.type == "mps" and _macos_version() < 14:
         raise UserError("bfloat16 on MPS needs macOS 14", "use --dtype float32")
-    return Compute(where, DTYPES[dtype])
+    return Compute(chosen, DTYPES[dtype])
 
 
 def _device(name: str) -> torch.device:
-    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        return torch.device(next(kind for kind in has if has[kind]))
+        return torch.device(next(kind for kind in available if available[kind]))
     match = re.fullmatch(DEVICE, name)
     if match is None:
         raise UserError(f'there is no device "{name}"', did_you_mean(name, get_args(Device)))
-    if not has[match[1]] or (match[2] and match[1] == "cuda" and int(match[2][1:]) >= torch.cuda.device_count()):
-        present = ", ".join(kind for kind in has if has[kind])
-        raise UserError(f'this machine (or this build of torch) has no device "{name}"', f"available: {present}")
+    if not available[match[1]] or (match[2] and match[1] == "cuda" and int(match[2][1:]) >= torch.cuda.device_count()):
+        names = ", ".join(kind for kind in available if available[kind])
+        raise UserError(f'this machine (or this build of torch) has no device "{name}"', f"available: {names}")
     return torch.device(name)
 
 
-def use_threads(compute: Compute, asked: int | None = None, decoding: int | None = None) -> None:
-    """Sets the number of threads on a CPU: ``asked``, else ``OMP_NUM_THREADS``, else torch's default,
-    and at most one per core that a container may use. For ``decoding`` with so many parameters the default is at most
-    one thread per `DECODED` parameters, since a step is too short for more. Starts to watch how threads wait
-    (`gpt.waiting`). Raises `UserError` for an impossible number."""
-    if asked is not None and not 1 <= asked <= MOST_THREADS:
-        raise UserError(f"threads is {asked:,}; it must be between 1 and {MOST_THREADS:,}")
+def use_threads(compute: Compute, requested: int | None = None, parameters: int | None = None) -> None:
+    """Sets the number of CPU threads: ``requested``, else ``OMP_NUM_THREADS``, else torch's default, limited to the
+    available cores. For decoding with a model of ``parameters``, the default is also limited to one thread per
+    `DECODED` parameters, because steps are too short for more. Starts `gpt.waiting`. Raises `UserError` for an invalid
+    number."""
+    if requested is not None and not 1 <= requested <= MOST_THREADS:
+        raise UserError(f"threads is {requested:,}; it must be between 1 and {MOST_THREADS:,}")
     if compute.device.type != "cpu":
         return
-    if asked is None and not os.environ.get("OMP_NUM_THREADS"):
-        if decoding is not None:
-            asked = min(_torch_threads(), cores(), math.ceil(decoding / DECODED))
+    if requested is None and not os.environ.get("OMP_NUM_THREADS"):
+        if parameters is not None:
+            requested = min(_torch_threads(), cores(), math.ceil(parameters / DECODED))
         elif cores() < torch.get_num_threads():
-            asked = cores()
-    if asked is not None:
+            requested = cores()
+    if requested is not None:
         _torch_threads()
-        torch.set_num_threads(asked)
+        torch.set_num_threads(requested)
     waiting.watch()
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what is freed, up to `KEPT` bytes at once, for the next tensor. Does nothing elsewhere.
+    """Makes glibc keep freed blocks of up to `MAX_KEPT_BYTES` for reuse. Does nothing on other platforms.
 
-    A training step frees its activations and the next one allocates as many. Given back to the system in between, they
-    cost a page fault per 4 KiB: 20,000 in a step of `micro`, a fifth of its time.
+    Each training step reallocates the same activations. If glibc returned them to the system, each 4 KiB would cost a
+    page fault: 20,000 in a step of `micro`, a fifth of its time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(M_MMAP_THRESHOLD, KEPT)
+        mallopt(M_MMAP_THRESHOLD, MAX_KEPT_BYTES)
 
 
 @functools.cache
 def _torch_threads() -> int:
-    """Returns torch's own default."""
+    """Returns torch's default number of threads."""
     return torch.get_num_threads()
 
 
@@ -208,11 +208,11 @@ def has_bfloat16_cores(device: torch.device) -> bool:
 def has_native_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 matrices in hardware (AMX or AVX512-BF16).
 
-    Without it bfloat16 is emulated, and slower than float32 (pytorch#86270).
+    Emulated bfloat16 is slower than float32 (pytorch#86270).
     """
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
 
 
-def _mac_release() -> int:
+def _macos_version() -> int:
     return int(platform.mac_ver()[0].split(".")[0] or 0)

@@ -1,4 +1,4 @@
-"""The distribution: its name in the package index, its version, and how to install what is missing."""
+"""The distribution's name and version, and commands that install missing packages."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 NAME = "gpt-workshop"
 VERSION = "0.1.0"
-find_spec = PathFinder.find_spec  # without import hooks: setuptools' one warns when it is asked for pip
+find_spec = PathFinder.find_spec  # Bypasses import hooks, because setuptools' hook warns about pip.
 
 
 def install(package: str) -> str:
@@ -23,8 +23,8 @@ def install(package: str) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """Returns the command that installs an extra. The installed gpt already satisfies the requirement, wherever it came
-    from, so only the extra's packages are fetched."""
+    """Returns the command that installs an extra. The installed gpt already satisfies the requirement, so only the
+    extra's packages are downloaded."""
     return install(f'"{NAME}[{extra}]"')
 
 
@@ -34,13 +34,13 @@ def _quoted(path: str) -> str:
 
 def packages() -> dict[str, str]:
     """Returns the versions of the installed dependencies, including those of extras."""
-    from importlib.metadata import PackageNotFoundError, requires, version  # takes 20 ms
+    from importlib.metadata import PackageNotFoundError, requires, version  # This import takes 20 ms.
 
-    found = {}
-    with contextlib.suppress(PackageNotFoundError):  # gpt itself, in a source tree that was never installed
+    versions = {}
+    with contextlib.suppress(PackageNotFoundError):  # A source tree has no metadata.
         for requirement in requires(NAME) or []:
             name = re.split(r"[^\w.-]", requirement)[0]
             with contextlib.suppress(PackageNotFoundError):
-                found[name] = version(name) or "unknown"  # of damaged metadata
-    found.pop(NAME, None)
-    return dict(sorted(found.items()))
+                versions[name] = version(name) or "unknown"  # Damaged metadata has no version.
+    versions.pop(NAME, None)
+    return dict(sorted(versions.items()))

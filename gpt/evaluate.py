@@ -1,4 +1,4 @@
-"""The loss over a whole text, in fixed windows and without randomness."""
+"""Measures the loss over whole texts, in fixed windows and without randomness."""
 
 import codecs
 import contextlib
@@ -19,16 +19,15 @@ from gpt.model.decoder import GPT
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
-WINDOW = 1024  # tokens at most, unless more are asked for: in a longer one attention takes most of the time
-TOKENS_AT_ONCE = 8192  # positions in a batch of windows …
-LOGITS_AT_ONCE = 2**26  # … and at most so many logits
-TEXT_AT_ONCE = 2**20  # ids that are decoded at once
+WINDOW = 1024  # default maximum in tokens; attention takes most of the time in longer windows
+TOKENS_AT_ONCE = 8192  # maximum positions in a batch of windows
+MAX_LOGITS = 2**26  # maximum logits in memory
+DECODE_CHUNK = 2**20  # ids decoded per call
 
 
 @dataclass(frozen=True)
 class Window:
-    """At most ``block_size`` ids ``x`` and their next ids ``y``, of which the first ``skipped`` count in another
-    window."""
+    """Up to ``block_size`` ids ``x`` and their next ids ``y``. Another window counts the first ``skipped`` targets."""
 
     document: int
     start: int
@@ -39,7 +38,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A text's loss in every usual unit. ``tokens`` counts the predicted tokens: all but each document's first."""
+    """A text's loss in the usual units. ``tokens`` counts the predicted tokens: all except each document's first."""
 
     loss: float  # nats per token
     tokens: int
@@ -50,17 +49,17 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss per token."""
+        """exp of the loss per token."""
         return _exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
-        """The total loss in bits over the bytes of the text: comparable between tokenizers."""
+        """Total loss in bits per byte of text: comparable across tokenizers."""
         return losses.bits_per_byte(self.loss * self.tokens, self.bytes)
 
     @property
     def word_perplexity(self) -> float:
-        """e to the total loss per word, as white space separates words: comparable between tokenizers too."""
+        """exp of the total loss per whitespace-separated word: comparable across tokenizers."""
         return _exp(self.loss * self.tokens / self.words) if self.words else math.nan
 
 
@@ -69,21 +68,19 @@ def _exp(x: float) -> float:
 
 
 class Document(Protocol):
-    """The ids of a document, of which slices are taken: an array, or a `gpt.text.shards.TokenDocument`."""
+    """A document's ids: an array or a `gpt.text.shards.TokenDocument`."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, part: slice, /) -> Ids:
-        """Returns a slice of the ids."""
-        ...
+    def __getitem__(self, part: slice, /) -> Ids: ...
 
 
 class Documents(Protocol):
-    """Documents with their lengths at hand: a `gpt.text.shards.TokenDocuments`, or `Encoded`."""
+    """Documents with known lengths: `gpt.text.shards.TokenDocuments` or `Encoded`."""
 
     @property
     def lengths(self) -> Ids:
-        """The number of ids of each document."""
+        """Ids per document."""
         ...
 
     def __iter__(self) -> Iterator[Document]: ...
@@ -96,102 +93,99 @@ class Encoded(list[Ids]):
 
     @property
     def lengths(self) -> Ids:
-        """The number of ids of each document."""
+        """Ids per document."""
         return np.array([len(ids) for ids in self], np.int64)
 
 
 def windows(documents: Iterable[Document], block_size: int, stride: int | None = None) -> Iterator[Window]:
-    """Yields windows that begin every ``stride`` ids of each document, by default one after the other. Every id but a
-    document's first counts exactly once. Raises `UserError` for a stride beyond the context."""
+    """Yields windows that start every ``stride`` ids of each document; by default they do not overlap. Every id except
+    a document's first counts exactly once. Raises `UserError` for a stride beyond the context."""
     stride = block_size if stride is None else stride
     if not 1 <= stride <= block_size:
         raise UserError(f"stride is {stride}; it must be from 1 to the window, {block_size} tokens")
-    for number, ids in enumerate(documents):
+    for document, ids in enumerate(documents):
         for start in range(0, max(1, len(ids) - 1 - (block_size - stride)), stride):
             part = ids[start : start + block_size + 1]
             if len(part) > 1:
-                yield Window(number, start, part[:-1], part[1:], block_size - stride if start else 0)
+                yield Window(document, start, part[:-1], part[1:], block_size - stride if start else 0)
 
 
-def spread_windows(documents: Documents, block_size: int, wanted: int) -> list[Window]:
-    """Returns at most ``wanted`` of the documents' windows, spread evenly over all of them."""
+def spread_windows(documents: Documents, block_size: int, count: int) -> list[Window]:
+    """Returns up to ``count`` windows, spread evenly over all documents."""
     counts = -(-np.maximum(documents.lengths - 1, 0) // block_size)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    some = []
-    for number in dict.fromkeys(i * total // wanted for i in range(wanted)) if total > wanted else range(total):
-        document = int(np.searchsorted(ends, number, "right"))
-        start = (number - int(ends[document] - counts[document])) * block_size
+    selected = []
+    for index in dict.fromkeys(i * total // count for i in range(count)) if total > count else range(total):
+        document = int(np.searchsorted(ends, index, "right"))
+        start = (index - int(ends[document] - counts[document])) * block_size
         ids = documents[document][start : start + block_size + 1]
-        some.append(Window(document, start, ids[:-1], ids[1:], 0))
-    return some
+        selected.append(Window(document, start, ids[:-1], ids[1:], 0))
+    return selected
 
 
 @torch.inference_mode()
 def score_positions(
-    model: GPT, some: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
+    model: GPT, batch: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Returns ``score(logits, targets)``, a number per position, of windows that are padded to the longest, (n, T). The
-    logits of `LOGITS_AT_ONCE` exist at once; targets that do not count are `IGNORED`."""
-    length = max(len(window.x) for window in some)
-    x = np.zeros((len(some), length), np.int64)
-    y = np.full((len(some), length), losses.IGNORED, np.int64)
-    for row, window in enumerate(some):
+    """Pads windows to the longest and returns ``score(logits, targets)`` of each position, (n, T). Keeps at most
+    `MAX_LOGITS` logits in memory. Uncounted targets are `IGNORED`."""
+    length = max(len(window.x) for window in batch)
+    x = np.zeros((len(batch), length), np.int64)
+    y = np.full((len(batch), length), losses.IGNORED, np.int64)
+    for row, window in enumerate(batch):
         x[row, : len(window.x)] = window.x
         y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
-    targets, at_once = upload(y.ravel(), compute.device), max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    targets, chunk = upload(y.ravel(), compute.device), max(1, MAX_LOGITS // model.config.vocab_size)
     with compute.autocast():
-        # Not model(x): where processes have parts of it, the trunk is what gathers them.
+        # Only the trunk gathers sharded weights; model(x) does not.
         stream = model.trunk(upload(x, compute.device)).flatten(0, 1)
-        parts = zip(torch.split(stream, at_once), torch.split(targets, at_once), strict=True)
-        scores = [score(model.unembed(part), aims) for part, aims in parts]
+        parts = zip(torch.split(stream, chunk), torch.split(targets, chunk), strict=True)
+        scores = [score(model.unembed(part), part_targets) for part, part_targets in parts]
     return torch.cat(scores).view(x.shape)
 
 
-def each_window(
-    model: GPT, some: Iterable[Window], compute: Compute
+def score_windows(
+    model: GPT, all_windows: Iterable[Window], compute: Compute
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Yields every window with the losses of its counted targets in nats, in order, computed in batches without
-    dropout. A GPU computes the next batch while one is read."""
-    before: tuple[list[Window], Download] | None = None
-    with _evaluating(model):
-        for batch in _batches(some):
-            now = batch, Download(score_positions(model, batch, compute, losses.token_losses))
-            if before is not None:
-                yield from _counted(*before)
-            before = now
-        if before is not None:
-            yield from _counted(*before)
+    """Yields every window, in order, with the losses of its counted targets in nats, without dropout. A GPU computes
+    the next batch while the caller reads one."""
+    pending: tuple[list[Window], Download] | None = None
+    with _eval_mode(model):
+        for batch in _batches(all_windows):
+            current = batch, Download(score_positions(model, batch, compute, losses.token_losses))
+            if pending is not None:
+                yield from _counted_losses(*pending)
+            pending = current
+        if pending is not None:
+            yield from _counted_losses(*pending)
 
 
-def _counted(batch: list[Window], losses_of: Download) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Yields the windows of a batch with the losses of their counted targets."""
-    for window, of_row in zip(batch, losses_of.read()[0], strict=True):
-        own = slice(window.skipped, len(window.y))
-        yield window, np.array(of_row[own])[window.y[own] != losses.IGNORED]
+def _counted_losses(batch: list[Window], download: Download) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
+    for window, row_losses in zip(batch, download.read()[0], strict=True):
+        target_slice = slice(window.skipped, len(window.y))
+        yield window, np.array(row_losses[target_slice])[window.y[target_slice] != losses.IGNORED]
 
 
-def count_exact(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[int, int]:
-    """Counts the windows that greedy decoding would reproduce exactly, since the likeliest id is the target wherever
-    one counts; and the windows that have targets that count."""
+def count_exact(model: GPT, all_windows: Iterable[Window], compute: Compute) -> tuple[int, int]:
+    """Counts the windows that greedy decoding would reproduce exactly, and all windows with counted targets."""
     exact, count = 0, 0
-    with _evaluating(model):
-        for batch in _batches(some):
-            asked = torch.tensor([bool((window.y[window.skipped :] != losses.IGNORED).any()) for window in batch])
-            wrong = score_positions(model, batch, compute, _misses).any(-1).cpu()
-            exact += int((asked & ~wrong).sum())
-            count += int(asked.sum())
+    with _eval_mode(model):
+        for batch in _batches(all_windows):
+            has_targets = torch.tensor([bool((window.y[window.skipped :] != losses.IGNORED).any()) for window in batch])
+            has_miss = score_positions(model, batch, compute, _misses).any(-1).cpu()
+            exact += int((has_targets & ~has_miss).sum())
+            count += int(has_targets.sum())
     return exact, count
 
 
 def _misses(logits: Tensor, targets: Tensor) -> Tensor:
-    """True where a target counts and the model's top id is another one."""
+    """True for counted targets that are not the most likely token."""
     return (logits.argmax(-1) != targets) & (targets != losses.IGNORED)
 
 
 @contextlib.contextmanager
-def _evaluating(model: GPT) -> Iterator[None]:
-    """Turns the model's dropout off within the context."""
+def _eval_mode(model: GPT) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
@@ -201,7 +195,7 @@ def _evaluating(model: GPT) -> Iterator[None]:
 
 
 def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
-    """Yields batches of windows, each padded to its longest, of up to `TOKENS_AT_ONCE` tokens."""
+    """Yields batches of windows with up to `TOKENS_AT_ONCE` tokens after padding."""
     batch: list[Window] = []
     longest = 0
     for window in all_windows:
@@ -214,16 +208,16 @@ def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
         yield batch
 
 
-def total_loss(model: GPT, some: Iterable[Window], compute: Compute) -> tuple[float, int]:
+def total_loss(model: GPT, all_windows: Iterable[Window], compute: Compute) -> tuple[float, int]:
     """Returns the sum of the losses of all counted targets in nats, and their number."""
     total, count = 0.0, 0
-    for _, of_window in each_window(model, some, compute):
-        total += float(of_window.sum())
-        count += len(of_window)
+    for _, window_losses in score_windows(model, all_windows, compute):
+        total += float(window_losses.sum())
+        count += len(window_losses)
     return total, count
 
 
-# Called with each window, its losses, and how many tokens there are to score in all.
+# Called with a window, its losses, and the total number of tokens to score.
 OnWindow = Callable[[Window, npt.NDArray[np.float64], int], None]
 
 
@@ -236,10 +230,10 @@ def evaluate(
     on_window: OnWindow | None = None,
     block_size: int | None = None,
 ) -> Evaluation:
-    """Measures the loss over documents, each by itself, in windows of ``block_size`` tokens: by default the model's
-    context, or `WINDOW` of a longer one. ``on_window`` is called with each window's losses.
+    """Measures the loss over separate documents, in windows of ``block_size`` tokens: by default the context length, up
+    to `WINDOW`. ``on_window`` is called with each window's losses.
 
-    Raises `UserError` where no token can be predicted, and `NotANumber` for a loss that is NaN or infinite.
+    Raises `UserError` if there is no token to predict, and `NotANumber` if the loss is NaN or infinite.
     """
     context = model.config.block_size
     if block_size is not None and not 1 <= block_size <= context:
@@ -248,14 +242,14 @@ def evaluate(
     count = int(np.maximum(documents.lengths - 1, 0).sum())
     if not count:
         raise UserError("the text has fewer than two tokens: there is nothing to predict", "give a longer text")
-    total, wrong = 0.0, 0
-    for window, of_window in each_window(model, windows(documents, block_size, stride), compute):
-        total += float(of_window.sum())
-        wrong += int(np.count_nonzero(~np.isfinite(of_window)))
+    total, non_finite = 0.0, 0
+    for window, window_losses in score_windows(model, windows(documents, block_size, stride), compute):
+        total += float(window_losses.sum())
+        non_finite += int(np.count_nonzero(~np.isfinite(window_losses)))
         if on_window is not None:
-            on_window(window, of_window, count)
-    if wrong:
-        raise NotANumber(f"the loss is {total / count}: it is not finite for {wrong:,} of {count:,} tokens")
+            on_window(window, window_losses, count)
+    if non_finite:
+        raise NotANumber(f"the loss is {total / count}: it is not finite for {non_finite:,} of {count:,} tokens")
     n_bytes, n_words = count_text(tokenizer, documents)
     return Evaluation(
         loss=total / count,
@@ -268,15 +262,15 @@ def evaluate(
 
 
 def count_text(tokenizer: Tokenizer, documents: Iterable[Document]) -> tuple[int, int]:
-    """Counts the documents' bytes in UTF-8, and their words as white space separates them."""
+    """Counts UTF-8 bytes and whitespace-separated words."""
     n_bytes = n_words = 0
     for ids in documents:
-        decoder, inside = codecs.getincrementaldecoder("utf-8")("replace"), False
-        for start in range(0, len(ids), TEXT_AT_ONCE):
-            part = ids[start : start + TEXT_AT_ONCE].tolist()
+        decoder, in_word = codecs.getincrementaldecoder("utf-8")("replace"), False
+        for start in range(0, len(ids), DECODE_CHUNK):
+            part = ids[start : start + DECODE_CHUNK].tolist()
             data = tokenizer.decode_bytes(part) if start else tokenizer.document_bytes(part)
             n_bytes += len(data)
-            text = decoder.decode(data, final=start + TEXT_AT_ONCE >= len(ids))
-            n_words += len(text.split()) - (inside and bool(text) and not text[0].isspace())
-            inside = not text[-1].isspace() if text else inside
+            text = decoder.decode(data, final=start + DECODE_CHUNK >= len(ids))
+            n_words += len(text.split()) - (in_word and bool(text) and not text[0].isspace())
+            in_word = not text[-1].isspace() if text else in_word
     return n_bytes, n_words

@@ -1,4 +1,4 @@
-"""The events of a run: typed, a line of JSON each, and the arithmetic of rates and time left."""
+"""Events of a run and their JSON lines."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from gpt.settings import Amount, Count, checked
 
 @dataclass(frozen=True)
 class Event:
-    """The fields of every event: the steps done, tokens seen and seconds since the start of the command."""
+    """Fields of every event: steps done, tokens seen, and seconds since the command started."""
 
     kind: ClassVar[str]  # step, eval, sample …
     step: Count
@@ -25,8 +25,8 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step: loss in nats per token, gradient norm before clipping, tokens per second of steps only, and
-    their share of the device's peak (`gpt.training.speed`), null if no peak is known."""
+    """An optimizer step: loss in nats per token, gradient norm before clipping, throughput without evaluations, and its
+    share of the device's peak (`gpt.training.speed`), null if unknown."""
 
     loss: float
     lr: float
@@ -37,7 +37,7 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class EvalEvent(Event):
-    """An evaluation on held-out text, nats per token; ``best``: the lowest so far."""
+    """An evaluation on held-out text, in nats per token. ``best``: the lowest loss so far."""
 
     val_loss: float
     best: bool
@@ -45,22 +45,22 @@ class EvalEvent(Event):
 
 @dataclass(frozen=True)
 class SampleEvent(Event):
-    """A few lines sampled from the model as it stands."""
+    """A few lines sampled from the current model."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class SaveEvent(Event):
-    """A checkpoint that is whole on disk; ``checkpoint`` is its folder's name in the run folder."""
+    """A checkpoint that is complete on disk. ``checkpoint`` is its folder's name in the run folder."""
 
     checkpoint: str
 
 
 @dataclass(frozen=True)
 class RollbackEvent(Event):
-    """The run went back to ``step``, since at ``failed_step`` its loss was no number or had exploded; from here on the
-    rate is ``rate_factor`` times the schedule's."""
+    """The run went back to ``step``, because the loss at ``failed_step`` exploded or was not finite. From here the
+    learning rate is multiplied by ``rate_factor``."""
 
     failed_step: int
     why: str
@@ -69,16 +69,15 @@ class RollbackEvent(Event):
 
 @dataclass(frozen=True)
 class ResumeEvent(Event):
-    """The run resumes from a checkpoint; what it had done after that is cut from the metrics, and done again."""
+    """The run resumes from a checkpoint. Metrics of later steps are deleted."""
 
     checkpoint: str
 
 
 @dataclass(frozen=True)
 class AnswersEvent(Event):
-    """The number of pairs that the best checkpoint answers exactly, decoding greedily: ``exact`` of the ``asked``,
-    which are at most 500, spread over all ``pairs`` that were trained on; and of those held out, null where none
-    are."""
+    """How many pairs the best checkpoint answers exactly with greedy decoding: ``exact`` of ``asked``, at most 500
+    spread over all ``pairs`` of the training text. Held-out fields are null without held-out pairs."""
 
     exact: int
     asked: int
@@ -90,8 +89,8 @@ class AnswersEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """The end of a run and why: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``; the best checkpoint's
-    loss over the whole held-out text, null where nothing was held out or the run was cut off."""
+    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. Losses are the
+    best checkpoint's over the whole held-out text; null without held-out text or after an interruption."""
 
     reason: str
     checkpoint: str | None
@@ -101,7 +100,7 @@ class EndEvent(Event):
 
 @dataclass(frozen=True)
 class Note:
-    """A line for whoever watches: what was read, chosen or changed. Not written to the metrics."""
+    """A message to the user. Not written to the metrics."""
 
     text: str
     warning: bool = False
@@ -109,8 +108,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a long piece of work, in bytes as they are stored, or in another unit. Not written to the
-    metrics."""
+    """The progress of a long operation. Not written to the metrics."""
 
     what: str  # "fetched", "tokenized" …
     done: int
@@ -126,34 +124,34 @@ class Plan:
     batch_tokens: int
 
 
-_LOSSES = ("loss", "grad_norm", "val_loss")  # null where they are no finite number
+_LOSSES = ("loss", "grad_norm", "val_loss")  # null in JSON if not finite
 
 
 def to_json(event: Event) -> str:
-    """One line of ``metrics.jsonl``. A loss that is no finite number becomes null: JSON has no NaN."""
+    """Returns a line of ``metrics.jsonl``. Losses that are not finite become null, because JSON has no NaN."""
     values: dict[str, Any] = {"event": event.kind}
     for key, value in dataclasses.asdict(event).items():
-        finite = not isinstance(value, float) or value - value == 0
-        values[key] = value if finite else None
+        is_finite = not isinstance(value, float) or value - value == 0
+        values[key] = value if is_finite else None
     return json.dumps(values, ensure_ascii=False)
 
 
 def from_json(line: str | bytes) -> Event:
-    """The event that `to_json` wrote; `UserError` where the line is none: every field is of its type, numbers are
-    finite and texts can be printed."""
+    """Parses a line that `to_json` wrote. Raises `UserError` unless every field has its type, numbers are finite and
+    texts are printable."""
     try:
         values = json.loads(line)
         kind = values.pop("event")
-        cls = next(each for each in Event.__subclasses__() if each.kind == kind)
+        cls = next(event_type for event_type in Event.__subclasses__() if event_type.kind == kind)
         for value in values.values():
             if isinstance(value, str):
-                value.encode()  # no half of a surrogate pair
+                value.encode()  # Raises for a lone surrogate.
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, StopIteration):
         raise UserError(f"not an event: {line[:80]!r}") from None
-    lost = [] if cls is EndEvent else [key for key in _LOSSES if key in values and values[key] is None]
-    event = checked(cls, values | dict.fromkeys(lost, 0.0), "metrics")
-    nothing: dict[str, Any] = dict.fromkeys(lost, math.nan)
-    return dataclasses.replace(event, **nothing)
+    null_keys = [] if cls is EndEvent else [key for key in _LOSSES if key in values and values[key] is None]
+    event = checked(cls, values | dict.fromkeys(null_keys, 0.0), "metrics")
+    nans: dict[str, Any] = dict.fromkeys(null_keys, math.nan)
+    return dataclasses.replace(event, **nans)
 
 
 def format_seconds(seconds: float) -> str:

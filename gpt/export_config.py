@@ -9,7 +9,7 @@ from gpt.settings import check_options, option
 FileType = Literal["f32", "f16", "q8_0", "q4_0"]
 FolderDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 ExportDtype = Literal[FileType, FolderDtype]
-# The hub's identifiers of licenses (its documentation of model cards); it takes no others.
+# All license identifiers of the Hub, from its documentation of model cards.
 _LICENSES = """
 afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
 bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
@@ -25,7 +25,7 @@ LICENSES = sorted(_LICENSES.split())
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """The settings of ``gpt export``. Raises `UserError` for values without a meaning."""
+    """The settings of ``gpt export``. Raises `UserError` for invalid values."""
 
     dtype: ExportDtype | None = option(
         None, "Type of the weights: f32, f16, q8_0 or q4_0 in a GGUF file, others in a folder", panel="Weights",
@@ -46,8 +46,8 @@ class ExportConfig:
         object.__setattr__(self, "dtype", self.dtype or self.type)
         if self.license is None:
             return
-        object.__setattr__(self, "license", self.license.lower())  # as in Apache-2.0, SPDX's spelling
+        object.__setattr__(self, "license", self.license.lower())  # SPDX spells it Apache-2.0.
         if self.license not in LICENSES:
-            near = did_you_mean(self.license, LICENSES)
-            hint = near if near.startswith("did") else 'give "other", and add its name to the card by hand'
+            suggestion = did_you_mean(self.license, LICENSES)
+            hint = suggestion if suggestion.startswith("did") else 'give "other", and add its name to the card by hand'
             raise UserError(f'the Hugging Face Hub has no license "{self.license}"', hint)

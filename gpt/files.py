@@ -1,6 +1,6 @@
-"""Files and folders, written whole or not at all: beside their place, synced, then renamed. Modes follow the umask.
+"""Writes files and folders atomically: to a temporary sibling that is synced, then renamed. Modes follow the umask.
 
-Also reading JSON that may be damaged, checksums, locks, and errors of the disk in words.
+Also reads untrusted JSON, computes checksums, takes locks and explains disk errors.
 """
 
 import contextlib
@@ -24,56 +24,54 @@ from filelock import FileLock, Timeout
 
 from gpt.errors import UserError, WorkError, check_text
 
-JSON_LIMIT = 64 * 2**20  # bytes; no JSON file of ours is larger
-LINE_LIMIT = 2**20  # bytes of a JSON line
-LINES_LIMIT = 2**30  # bytes of a file of JSON lines
-LONGEST_NAME = 255  # bytes of a file name
-DEEPEST = 64  # levels of lists and objects in JSON
+JSON_LIMIT = 64 * 2**20  # bytes; gpt writes no larger file
+LINE_LIMIT = 2**20  # bytes
+LINES_LIMIT = 2**30  # bytes of a JSON-lines file
+MAX_NAME_BYTES = 255  # bytes
+DEEPEST = 64  # nesting levels of JSON
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 LOCK = ".lock"
-TEMPORARY, ASIDE = ".tmp-", ".tmp-was-"  # prefixes of what is being written, and of what it replaces
-EXISTS_NOW = "another process has created it in the meantime, and nothing is overwritten"
+TEMPORARY, BACKUP = ".tmp-", ".tmp-was-"  # name prefixes of unfinished files and of replaced ones
+EXISTS_MESSAGE = "another process has created it in the meantime, and nothing is overwritten"
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
-    """Yields a file that becomes ``path`` at the end, and is removed after an error. With the ``digest`` of what was
-    written it is read back from the disk first. Raises OSError: FileExistsError if it is to be ``new`` and there is one
-    by then."""
-    beside = path.parent / _temporary_name(path)
+    """Yields a file that becomes ``path`` at the end, and is deleted after an error. With a ``digest`` of the data,
+    first verifies the file on disk. Raises OSError (FileExistsError if ``new`` and ``path`` exists by then)."""
+    temporary = path.parent / _temporary_name(path)
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if digest is not None and file_sha256(beside, from_disk=True) != digest.hexdigest():
+        if digest is not None and file_sha256(temporary, from_disk=True) != digest.hexdigest():
             raise OSError(errno.EIO, "what was written does not read back the same", str(path))
         if new and os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(path))
-        os.replace(beside, path)
+            raise FileExistsError(errno.EEXIST, EXISTS_MESSAGE, str(path))
+        os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 
 def _temporary_name(path: Path) -> str:
-    """Returns the name under which this process writes a new ``path``. A name may have 255 bytes, so only the end of a
-    long one is part of it."""
+    """Keeps only the end of a long name, because names are limited to 255 bytes."""
     return f"{TEMPORARY}{os.getpid()}-{path.name[-50:]}"
 
 
 def write_file(path: Path, data: bytes) -> str:
-    """Writes ``data`` to ``path`` as `write_pieces` does."""
+    """Writes ``data`` like `write_pieces`."""
     return write_pieces(path, [data])
 
 
 def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
-    """Writes pieces one after the other to ``path``, whole or not at all, reads them back, and returns their sha256.
-    Raises OSError as `whole_file` does."""
+    """Writes pieces to ``path`` atomically, reads them back, and returns their sha256. Raises OSError like
+    `whole_file`."""
     digest = hashlib.sha256()
     with whole_file(path, digest, new) as file:
         for piece in pieces:
@@ -82,17 +80,17 @@ def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
     return digest.hexdigest()
 
 
-def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Returns ``do(name)`` for each file, computed in two threads: checksums and copies on one core are slower than a
-    disk. Raises the first error once both threads have stopped. The threads are daemons, so a second Ctrl-C does not
-    wait for them; and plain ones, since a pool of multiprocessing needs a semaphore in /dev/shm."""
+def side_by_side(task: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+    """Returns ``task(name)`` for each file, from two threads: on one core, checksums and copies are slower than a disk.
+    Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and unlike a
+    multiprocessing pool they need no semaphore in /dev/shm."""
     names = list(names)
-    left, done, errors = iter(names), dict[str, T](), list[BaseException]()
+    remaining, results, errors = iter(names), dict[str, T](), list[BaseException]()
 
     def work() -> None:
-        for name in left:  # `next` on a list's iterator is atomic
+        for name in remaining:  # `next` on a list's iterator is atomic.
             try:
-                done[name] = do(name)
+                results[name] = task(name)
             except BaseException as error:
                 errors.append(error)
             if errors:
@@ -105,12 +103,12 @@ def side_by_side(do: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
         thread.join()
     if errors:
         raise errors[0]
-    return {name: done[name] for name in names}
+    return {name: results[name] for name in names}
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in a folder durable, where the system can: Windows cannot open folders, some network shares cannot
-    sync them, and some folders can be written and not read. Raises OSError where the disk fails."""
+    """Makes renames in a folder durable, if the system can: Windows cannot open folders, some network shares cannot
+    sync them, and some folders are not readable. Raises OSError if the disk fails."""
     if sys.platform == "win32":
         return
     try:
@@ -127,15 +125,14 @@ def sync_folder(path: Path) -> None:
 
 
 def usable_name(name: str) -> str:
-    """Returns a name for a new folder that is like the name of a file: without bytes that are not UTF-8 and control
-    characters, and short enough for a number after it on every file system."""
+    """Turns a file name into a folder name: valid UTF-8 without control characters, and short enough to append a
+    number."""
     clean = "".join("_" if unicodedata.category(char) in ("Cc", "Cs") else char for char in name)
     return clean.encode()[:100].decode(errors="ignore")
 
 
 def make_folder(path: Path) -> None:
-    """Makes a new folder, and those above it that are missing, durably. Raises OSError: FileExistsError where there is
-    one already."""
+    """Creates a folder and its missing parents durably. Raises OSError (FileExistsError if the folder exists)."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True)
     for folder in missing:
@@ -143,14 +140,14 @@ def make_folder(path: Path) -> None:
 
 
 def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
-    """Opens a regular file of at most ``limit`` bytes, or a link to one. Does not wait for a FIFO or a device: the open
-    file itself is checked, so that nothing can take its place in between.
+    """Opens a regular file of at most ``limit`` bytes, without blocking on a FIFO or device. Checks the open file
+    itself, so nothing can replace it in between.
 
-    Raises `UserError` for anything else and for a name that no file can have, and OSError as `open` does.
+    Raises `UserError` for anything else and for an impossible name, and OSError like `open`.
     """
     try:
-        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
-    except ValueError:  # a zero byte or half a surrogate pair
+        file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115
+    except ValueError:  # The name has a zero byte or a lone surrogate.
         raise UserError(f"{str(path)!r} cannot be the name of a file") from None
     status = os.fstat(file.fileno())
     if not stat.S_ISREG(status.st_mode):
@@ -162,14 +159,13 @@ def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
     return file
 
 
-def _without_waiting(name: str, flags: int) -> int:
-    """Opens a file without waiting for the writer of a FIFO, where the system has FIFOs."""
+def _open_nonblocking(name: str, flags: int) -> int:
     return os.open(name, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name that was read from a file can be a file name in a folder, on every system."""
-    fits = name.isprintable() and 0 < len(name.encode()) <= LONGEST_NAME
+    """Whether a name from an untrusted file is valid in a folder on every system."""
+    fits = name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
     return fits and name != ".." and Path(name).name == name
 
 
@@ -177,13 +173,13 @@ def read_regular(path: Path, limit: int) -> bytes:
     """Reads a regular file of at most ``limit`` bytes. Raises `UserError`."""
     with reading(path), open_regular(path, limit=limit) as file:
         data = file.read(limit + 1)
-    if len(data) > limit:  # it has grown
+    if len(data) > limit:  # The file has grown.
         raise UserError(f"{path} has more than the limit of {limit:,} bytes")
     return data
 
 
 def read_lines(file: BufferedReader) -> Iterator[bytes]:
-    """Yields the lines of a file; of a line longer than `LINE_LIMIT` the first part, which is no JSON."""
+    """Yields the lines of a file, truncated to `LINE_LIMIT` bytes, so a longer line is not valid JSON."""
     while line := file.readline(LINE_LIMIT):
         yield line
         while len(line) == LINE_LIMIT and not line.endswith(b"\n"):
@@ -191,7 +187,7 @@ def read_lines(file: BufferedReader) -> Iterator[bytes]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file. Raises `UserError` for one that is missing, huge or damaged."""
+    """Reads a JSON object from a file. Raises `UserError` if it is missing, huge or damaged."""
     try:
         value = json.loads(read_regular(path, JSON_LIMIT))
     except (ValueError, RecursionError):
@@ -207,15 +203,15 @@ def _is_flat(value: Any) -> bool:
     """Whether lists and objects are nested at most `DEEPEST` deep."""
     level, kinds = [value], {dict, list}
     for _ in range(DEEPEST):
-        inside = chain.from_iterable(outer.values() if type(outer) is dict else outer for outer in level)
-        level = [each for each in inside if type(each) in kinds]
+        children = chain.from_iterable(outer.values() if type(outer) is dict else outer for outer in level)
+        level = [child for child in children if type(child) in kinds]
         if not level:
             return True
     return False
 
 
 def to_json(values: Mapping[str, Any]) -> bytes:
-    """Returns JSON for people and programs: indented, UTF-8, with a newline at the end."""
+    """Returns indented JSON with a final newline."""
     return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
@@ -225,89 +221,90 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        said = f"cannot read {error.filename or path}: {error.strerror or error}"
-        raise UserError(said, "check its permissions" if isinstance(error, PermissionError) else "") from None
+        message = f"cannot read {error.filename or path}: {error.strerror or error}"
+        raise UserError(message, "check its permissions" if isinstance(error, PermissionError) else "") from None
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """Turns an OSError from writing ``path``, or a place elsewhere that the error names, into a `WorkError`. ``kept``:
-    what is still whole, for the hint."""
+def disk_errors(path: Path, intact: str = "") -> Iterator[None]:
+    """Turns an OSError from writing ``path``, or a place that the error names, into a `WorkError`. ``intact`` adds to
+    the hint which data is unharmed."""
     try:
         yield
     except OSError as error:
-        hint, free, place = "choose another path with --out", "", path
+        hint, free_note, named_path = "choose another path with --out", "", path
         if error.filename is not None:
-            failed = Path(os.fsdecode(error.filename))
-            place = path if path.absolute().parent in failed.absolute().parents else failed
+            failed_path = Path(os.fsdecode(error.filename))
+            named_path = path if path.absolute().parent in failed_path.absolute().parents else failed_path
         if error.errno in FULL:
             hint = f"free up space, or {hint}"
             with contextlib.suppress(OSError):
-                space = shutil.disk_usage(place if place.exists() else place.parent).free
-                free = f"; {space / 1e6:,.0f} MB are free there"
-        said = f"cannot write {place}: {error.strerror or error}{free}"
-        raise WorkError(said, f"{hint}; {kept}" if kept else hint) from None
+                free_bytes = shutil.disk_usage(named_path if named_path.exists() else named_path.parent).free
+                free_note = f"; {free_bytes / 1e6:,.0f} MB are free there"
+        message = f"cannot write {named_path}: {error.strerror or error}{free_note}"
+        raise WorkError(message, f"{hint}; {intact}" if intact else hint) from None
 
 
 def check_new(path: Path, hint: str) -> None:
-    """Raises `UserError` where something of that name exists, broken links too, or the name is not UTF-8; `WorkError`
-    where no folder can be made there. Call it before the work, not after."""
+    """Raises `UserError` if ``path`` exists, even as a broken link, or is not UTF-8, and `WorkError` if no folder can
+    be created there. Call it before the work."""
     with disk_errors(path):
         check_text(f"the name {str(path)!r}", str(path), hint)
         if path.exists() or path.is_symlink():
             raise UserError(f"{path} already exists; nothing is overwritten", hint)
-        nearest = next(folder for folder in path.absolute().parents if folder.exists())
-        tempfile.TemporaryDirectory(prefix=".tmp-", dir=nearest).cleanup()
+        existing_parent = next(folder for folder in path.absolute().parents if folder.exists())
+        tempfile.TemporaryDirectory(prefix=".tmp-", dir=existing_parent).cleanup()
 
 
 @contextlib.contextmanager
 def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
-    """Yields a folder that becomes ``target`` at the end, and is removed after an error. With ``replace``, an old
-    ``target`` is replaced once the new one is whole; `recover` undoes a crash between the two renames. Else raises
-    OSError if there is one by then."""
-    # `recover` knows a folder that is replaced by its name; another process may be making the same new folder.
-    beside = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
-    aside = target.parent / f"{ASIDE}{target.name}"
-    shutil.rmtree(beside, ignore_errors=True)  # left by a killed run
-    beside.mkdir()
+    """Yields a folder that becomes ``target`` at the end, and is deleted after an error. With ``replace``, it replaces
+    an existing ``target``, and `recover` undoes a crash between the two renames. Otherwise raises OSError if ``target``
+    exists by then."""
+    # `recover` finds a replacement by name. A new folder's name is unique, because two processes can create the same
+    # folder.
+    temporary = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
+    backup = target.parent / f"{BACKUP}{target.name}"
+    shutil.rmtree(temporary, ignore_errors=True)  # A killed process can leave it behind.
+    temporary.mkdir()
     try:
-        yield beside
-        sync_folder(beside)
+        yield temporary
+        sync_folder(temporary)
         if replace and target.exists():
-            os.replace(target, aside)
+            os.replace(target, backup)
         elif not replace and (target.exists() or target.is_symlink()):
-            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(target))
+            raise FileExistsError(errno.EEXIST, EXISTS_MESSAGE, str(target))
         try:
-            os.replace(beside, target)
+            os.replace(temporary, target)
         except OSError as error:
             if error.errno != errno.ENOTEMPTY:
                 raise
-            raise FileExistsError(errno.EEXIST, EXISTS_NOW, str(target)) from None
+            raise FileExistsError(errno.EEXIST, EXISTS_MESSAGE, str(target)) from None
         sync_folder(target.parent)
     except BaseException:
-        if aside.exists() and not target.exists():
-            os.replace(aside, target)
-        shutil.rmtree(beside, ignore_errors=True)
+        if backup.exists() and not target.exists():
+            os.replace(backup, target)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(backup, ignore_errors=True)
 
 
 def recover(parent: Path) -> None:
-    """Restores what `whole_folder` had set aside when it was killed, and removes what was not finished."""
-    for aside in parent.glob(f"{ASIDE}*"):
-        target = parent / aside.name.removeprefix(ASIDE)
+    """Restores folders set aside by a killed `whole_folder`, and deletes unfinished files and folders."""
+    for backup in parent.glob(f"{BACKUP}*"):
+        target = parent / backup.name.removeprefix(BACKUP)
         if not target.exists():
-            os.replace(aside, target)
-    for left in parent.glob(f"{TEMPORARY}*"):
-        if left.is_dir() and not left.is_symlink():
-            shutil.rmtree(left, ignore_errors=True)
+            os.replace(backup, target)
+    for leftover in parent.glob(f"{TEMPORARY}*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
         else:
-            left.unlink(missing_ok=True)
+            leftover.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def locked(folder: Path, hint: str) -> Iterator[None]:
-    """Locks a folder for this process. Raises `UserError` where another process has the lock."""
+    """Locks a folder. Raises `UserError` if another process has the lock."""
     lock = FileLock(folder / LOCK, timeout=0)
     with disk_errors(folder):
         try:
@@ -315,7 +312,7 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
         except Timeout:
             raise UserError(f"another process is writing {folder}", hint) from None
         except OSError as error:
-            if error.errno not in NO_LOCKS:
+            if error.errno not in LOCKS_UNSUPPORTED:
                 raise
             raise UserError(
                 f"{folder} is on a file system without locks, so two processes could write there at once",
@@ -328,7 +325,7 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
 
 
 def file_sha256(path: Path, from_disk: bool = False) -> str:
-    """Returns the sha256 of a file, in hexadecimal; with ``from_disk``, without the system's cached pages of it."""
+    """Returns a file's sha256 in hexadecimal; ``from_disk`` bypasses the page cache."""
     with open_regular(path) as file:
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -336,46 +333,44 @@ def file_sha256(path: Path, from_disk: bool = False) -> str:
 
 
 def cache_dir() -> Path:
-    """Returns the user's folder for downloads: ``GPT_CACHE_DIR``, or the one below the platform's folder for caches."""
+    """Returns the user's folder for downloads: ``GPT_CACHE_DIR`` or the platform's cache folder."""
     if os.environ.get("GPT_CACHE_DIR"):
         return Path(os.environ["GPT_CACHE_DIR"])
     return user_folder() / "cache" if sys.platform == "win32" else user_folder()
 
 
 def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
-    """Returns the user's folder for gpt's files of a kind: in the folder that the environment names, else in the home
-    folder. Raises what `in_home` raises."""
+    """Returns the user's gpt folder for caches or state. Raises the same errors as `in_home`."""
     if sys.platform == "win32":
-        variable, below = "LOCALAPPDATA", "AppData/Local"
+        variable, subfolder = "LOCALAPPDATA", "AppData/Local"
     elif kind == "state":
-        variable, below = "XDG_STATE_HOME", ".local/state"
+        variable, subfolder = "XDG_STATE_HOME", ".local/state"
     else:
-        variable, below = "XDG_CACHE_HOME", "Library/Caches" if sys.platform == "darwin" else ".cache"
-    named = os.environ.get(variable)
-    return Path(named) / "gpt" if named else in_home(f"{below}/gpt")
+        variable, subfolder = "XDG_CACHE_HOME", "Library/Caches" if sys.platform == "darwin" else ".cache"
+    parent = os.environ.get(variable)
+    return Path(parent) / "gpt" if parent else in_home(f"{subfolder}/gpt")
 
 
-def in_home(below: str) -> Path:
-    """Returns a folder in the user's home, which may not exist yet. If it doesn't and cannot be made, as for the
-    arbitrary uid of a container, a private folder in the temporary directory replaces the home. Raises `UserError` if
-    another user has made that."""
+def in_home(subfolder: str) -> Path:
+    """Returns a folder in the user's home. If it cannot be created there, for example with the arbitrary uid of a
+    container, returns one in a private temporary folder. Raises `UserError` if another user owns that folder."""
     with contextlib.suppress(RuntimeError):  # no HOME, and a uid without a name
-        folder = Path.home() / below
-        nearest = next(each for each in (folder, *folder.absolute().parents) if os.access(each, os.F_OK))
-        if nearest == folder or os.access(nearest, os.W_OK):
+        folder = Path.home() / subfolder
+        existing = next(parent for parent in (folder, *folder.absolute().parents) if os.access(parent, os.F_OK))
+        if existing == folder or os.access(existing, os.W_OK):
             return folder
     owner = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
-    return private_folder(Path(tempfile.gettempdir()) / f"gpt{owner}") / below
+    return private_folder(Path(tempfile.gettempdir()) / f"gpt{owner}") / subfolder
 
 
 def private_folder(folder: Path) -> Path:
-    """Makes a folder that only this user can read and write, or checks that it is one. Raises `UserError` for any
-    other, and OSError."""
+    """Creates or checks a folder that only this user can access. Raises OSError, and `UserError` if others can access
+    it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise UserError(f"{folder} is not a folder", "remove it")
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o077):
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o077):
         raise UserError(
             f"{folder} is open to other users, who could put files there", f"chmod 700 {folder}, or remove it"
         )

@@ -1,5 +1,5 @@
-"""Inspects a decoder, as plain arrays: attention patterns, the logit lens, what heads do, neighbours in the embedding,
-positions. Nothing here changes the model."""
+"""Inspects a decoder: attention patterns, logit lens, head scores, embedding neighbors, positions. Does not change the
+model."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Masks = dict[str, npt.NDArray[np.bool_]]
 
-# What a head can be seen to do: each names keys to which attention may go.
+# Kinds of keys that a head can attend to.
 KINDS = {
     "previous": "the token before",
     "first": "the first token",
@@ -30,69 +30,70 @@ KINDS = {
     "same": "an earlier copy of the same token",
     "matching": "what came after the same token earlier (induction)",
 }
-CLEAR = 0.25  # the lift from which on a head is said to do something
-PROBE_TOKENS = 50  # random ids, which come twice
-MOST_ROTATIONS = 2**17  # positions whose rotations are compared at most
+MIN_LIFT = 0.25  # minimum lift of a clear kind
+PROBE_TOKENS = 50  # random ids, which occur twice
+MOST_ROTATIONS = 2**17  # maximum positions to compare
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Attention patterns, residual stream and logits of T ids. Rows of a pattern are queries, columns keys; each row
-    sums to one, and later keys have weight 0."""
+    """Attention patterns, residual stream and logits of T ids. Patterns have a row per query and a column per key; rows
+    sum to one, with weight 0 for later keys."""
 
     ids: Ints  # (T)
     patterns: Floats  # (layers, H, T, T)
-    residual: Tensor  # (L + 1, T, C): the residual stream after the embedding and after each block
+    residual: Tensor  # (L + 1, T, C), after the embedding and after each block
     logits: Tensor  # (T, V)
 
 
 def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Trace:
-    """Runs the model over ids (T) and keeps what it computes. ``layers``: whose patterns to keep (all).
+    """Runs the model over ids (T) and returns its activations, with the patterns of ``layers`` (all).
 
-    Patterns are the softmax of the queries and keys that the model attends with. Raises ValueError past the context,
-    and `NotANumber` for logits that are NaN or infinite.
+    Patterns are the softmax of the model's own queries and keys. Raises ValueError past the context, and `NotANumber`
+    for NaN or infinite logits.
     """
-    kept = list(range(model.config.n_layer)) if layers is None else list(layers)
+    selected = list(range(model.config.n_layer)) if layers is None else list(layers)
     idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
     patterns: dict[int, Tensor] = {}
     residual: list[Tensor] = []
 
-    def attends(module: Attention, args: tuple[Any, ...]) -> None:
+    def record_pattern(module: Attention, args: tuple[Any, ...]) -> None:
         x, layer, rope = args[:3]
-        if layer in kept:
+        if layer in selected:
             patterns[layer] = module.pattern(x, rope)[0].cpu()
 
-    def passes(module: Any, args: tuple[Any, ...]) -> None:
+    def record_residual(module: Any, args: tuple[Any, ...]) -> None:
         residual.append(args[0][0])
 
-    hooks = [block.attn.register_forward_pre_hook(attends) for block in model.h]  # type: ignore[union-attr]
-    hooks += [module.register_forward_pre_hook(passes) for module in (*model.h, model.ln_f)]
+    hooks = [block.attn.register_forward_pre_hook(record_pattern) for block in model.h]  # type: ignore[union-attr]
+    hooks += [module.register_forward_pre_hook(record_residual) for module in (*model.h, model.ln_f)]
     training = model.training
     try:
         with torch.inference_mode():
-            logits = _numbers("logits", model.eval()(idx)[0].float())
+            logits = _check_finite("logits", model.eval()(idx)[0].float())
     finally:
         model.train(training)
         for hook in hooks:
             hook.remove()
-    stacked = torch.stack([patterns[layer] for layer in kept]).numpy()
+    stacked = torch.stack([patterns[layer] for layer in selected]).numpy()
     return Trace(idx[0].cpu().numpy(), stacked, torch.stack(residual).float(), logits)
 
 
-def _numbers(what: str, tensor: Tensor) -> Tensor:
-    """Returns the tensor. Raises `NotANumber` where not all of it is finite."""
-    wrong = tensor.numel() - int(tensor.isfinite().sum())
-    if wrong:
-        raise NotANumber(f"{wrong:,} of {tensor.numel():,} {what} of the model are NaN or infinite")
+def _check_finite(what: str, tensor: Tensor) -> Tensor:
+    """Raises `NotANumber` unless every element is finite."""
+    invalid = tensor.numel() - int(tensor.isfinite().sum())
+    if invalid:
+        raise NotANumber(f"{invalid:,} of {tensor.numel():,} {what} of the model are NaN or infinite")
     return tensor
 
 
 @dataclass(frozen=True)
 class Lens:
-    """The logit lens (nostalgebraist 2020): the likeliest next tokens when the last LayerNorm and the unembedding are
-    applied to the residual stream after the embedding (row 0) and after each block. The last row is the model's."""
+    """The logit lens (nostalgebraist 2020): the most likely next tokens if the final norm and the unembedding are
+    applied to the residual stream after the embedding (row 0) and after each block. The last row is the model's
+    prediction."""
 
-    ids: Ints  # (L + 1, T, K), likeliest first
+    ids: Ints  # (L + 1, T, K), most likely first
     probabilities: Floats  # (L + 1, T, K)
 
 
@@ -100,7 +101,7 @@ class Lens:
 def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
     """Applies the logit lens to the residual stream (L + 1, T, C)."""
     ids, probabilities = [], []
-    for x in residual:  # a layer at a time: logits are wide
+    for x in residual:  # One layer at a time, because logits are wide.
         best = model.unembed(model.ln_f(x)).float().softmax(-1).topk(min(top, model.config.vocab_size), dim=-1)
         ids.append(best.indices.cpu().numpy())
         probabilities.append(best.values.cpu().numpy())
@@ -109,74 +110,76 @@ def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The share of attention that heads (layers, H) give to each kind of keys: the mean over all queries that have such
-    a key. ``chance`` is the share that uniform attention would give, in a windowed layer over its window. None where no
-    query has such a key."""
+    """The share of attention that each head (layers, H) gives to each kind of keys, averaged over queries that have
+    such a key. ``chance`` is the share under uniform attention within the layer's window. None if no query has such a
+    key."""
 
     scores: dict[str, Floats | None]
     chance: dict[str, Floats | None]  # (layers)
-    entropy: Floats  # (layers, H), bits: the mean of a query's
-    distance: Floats  # (layers, H), tokens: how far back attention goes on average
+    entropy: Floats  # (layers, H), bits, averaged over queries
+    distance: Floats  # (layers, H), average distance from query to key in tokens
 
     def lift(self, kind: str) -> Floats | None:
-        """Returns the score above chance: 0 for uniform attention, 1 for all attention."""
+        """Returns the score above chance: 0 for uniform attention, 1 for full attention."""
         score, chance = self.scores[kind], self.chance[kind]
         if score is None or chance is None:
             return None
-        even = chance[:, None]
-        lifted: Floats = ((score - even) / np.maximum(1 - even, 1e-9)).astype(np.float32)  # a window of 1 is all even
+        uniform = chance[:, None]
+        # A window of 1 is always uniform.
+        lifted: Floats = ((score - uniform) / np.maximum(1 - uniform, 1e-9)).astype(np.float32)
         return lifted
 
 
 def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | None = None) -> HeadScores:
-    """Scores heads by their patterns (layers, H, T, T) over ids (T). ``windows``: each layer's; None: all are dense."""
+    """Scores heads by their patterns (layers, H, T, T) over ids (T). ``windows``: each layer's sliding window; None:
+    full attention."""
     T = len(ids)
-    reach = np.array([min(window or T, T) for window in windows or [None] * len(patterns)])[:, None, None]
-    back = np.arange(T)[:, None] - np.arange(T)
-    seen = (back >= 0) & (back < reach)  # (layers, T, T)
+    window_sizes = np.array([min(window or T, T) for window in windows or [None] * len(patterns)])[:, None, None]
+    distance = np.arange(T)[:, None] - np.arange(T)
+    attended = (distance >= 0) & (distance < window_sizes)  # (layers, T, T)
     scores: dict[str, Floats | None] = {}
     chance: dict[str, Floats | None] = {}
     for kind, mask in _masks(ids).items():
-        having = mask.any(axis=1)
+        has_key = mask.any(axis=1)
         scores[kind] = chance[kind] = None
-        if having.any():
-            scores[kind] = (patterns * mask).sum(axis=-1)[..., having].mean(axis=-1)
-            even = (mask & seen).sum(axis=-1) / seen.sum(axis=-1)
-            chance[kind] = even[:, having].mean(axis=-1)
+        if has_key.any():
+            scores[kind] = (patterns * mask).sum(axis=-1)[..., has_key].mean(axis=-1)
+            uniform = (mask & attended).sum(axis=-1) / attended.sum(axis=-1)
+            chance[kind] = uniform[:, has_key].mean(axis=-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         bits = np.where(patterns > 0, -patterns * np.log2(patterns), 0).sum(axis=-1)
-    return HeadScores(scores, chance, bits.mean(axis=-1), (patterns * back).sum(axis=-1).mean(axis=-1))
+    return HeadScores(scores, chance, bits.mean(axis=-1), (patterns * distance).sum(axis=-1).mean(axis=-1))
 
 
 def _masks(ids: Ints) -> Masks:
-    """Returns for each kind which keys (columns) are of it for each query (rows). The first two queries see too few
-    keys to tell the kinds apart."""
+    """Returns, for each kind, which keys (columns) are of that kind for each query (rows). Skips the first two queries,
+    which have too few keys to tell the kinds apart."""
     T = len(ids)
     query, key = np.arange(T)[:, None], np.arange(T)[None]
-    before = (key < query) & (query >= 2)
+    earlier = (key < query) & (query >= 2)
     equal = ids[:, None] == ids[None]
     after_equal = np.zeros((T, T), np.bool_)
     after_equal[:, 1:] = equal[:, :-1]
     return {
-        "previous": before & (key == query - 1),
-        "first": before & (key == 0),
+        "previous": earlier & (key == query - 1),
+        "first": earlier & (key == 0),
         "itself": (key == query) & (query >= 2),
-        "same": before & equal,
-        "matching": before & after_equal,
+        "same": earlier & equal,
+        "matching": earlier & after_equal,
     }
 
 
 def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
-    """Returns random ids that come twice, at most ``block_size``, always the same ones. Induction heads show on them
-    (Olsson et al. 2022, "In-context Learning and Induction Heads")."""
+    """Returns fixed random ids, repeated once, at most ``block_size`` in total. They reveal induction heads (Olsson et
+    al. 2022, "In-context Learning and Induction Heads")."""
     known = np.array(sorted(tokenizer.backend.pieces), np.int64)
-    once = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
-    return np.tile(once, 2)[:block_size]
+    sample = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
+    return np.tile(sample, 2)[:block_size]
 
 
 def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | None:
-    """Returns the kind of keys with the highest lift for a head, None where none is clear. Kinds that the prompt cannot
-    show are scored on the probe."""
+    """Returns a head's kind of keys with the highest lift; None if no kind is clear. Kinds that the prompt does not
+    contain are scored on the probe."""
     lifts = {}
     for kind in KINDS:
         lift = here.lift(kind)
@@ -184,66 +187,62 @@ def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | 
         if lift is not None:
             lifts[kind] = float(lift[layer, head])
     best = max(lifts, key=lambda kind: lifts[kind], default=None)
-    return best if best is not None and lifts[best] >= CLEAR else None
+    return best if best is not None and lifts[best] >= MIN_LIFT else None
 
 
 @dataclass(frozen=True)
 class Look:
-    """A model's patterns, head scores and logit lens for a prompt. Arrays of heads have only the ``layers`` and
-    ``heads`` that were asked for, in this order."""
+    """Patterns, head scores and logit lens for a prompt, in the selected ``layers`` and ``heads``."""
 
-    ids: Ints  # (T), the end of the prompt where it is longer than the context
-    dropped: int  # how many ids of its beginning did not fit
+    ids: Ints  # (T), the end of a long prompt
+    dropped: int  # ids cut off at the start
     layers: list[int]
     heads: list[int]
-    windows: list[int | None]  # of the layers
+    windows: list[int | None]  # of the selected layers
     patterns: Floats  # (len(layers), len(heads), T, T)
-    here: HeadScores  # over the prompt
-    probe: HeadScores  # over random tokens that come twice
+    here: HeadScores  # on the prompt
+    probe: HeadScores  # on the probe
     lens: Lens
-    logits: Floats  # (V), of what follows
+    logits: Floats  # (V), for the next token
 
 
 def look(
     model: GPT, ids: Sequence[int] | Ints, tokenizer: Tokenizer, layer: int | None = None, head: int | None = None
 ) -> Look:
-    """Inspects how a model reads ids, in every head or in one ``layer`` or ``head`` of each layer.
-
-    Raises `UserError` for a layer or head that the model has not, where there are no ids, and where the patterns would
-    not fit into memory.
-    """
+    """Inspects how a model reads ids, in all heads or in one ``layer`` or ``head``. Raises `UserError` if these do not
+    exist, there are no ids, or the patterns do not fit in memory."""
     config = model.config
-    layers, heads = _chosen("layer", layer, config.n_layer), _chosen("head", head, config.n_head)
-    whole = np.asarray(ids, np.int64)
-    if not len(whole):
+    layers, heads = _select("layer", layer, config.n_layer), _select("head", head, config.n_head)
+    prompt_ids = np.asarray(ids, np.int64)
+    if not len(prompt_ids):
         raise UserError("there is no prompt to look at", 'give one: gpt inspect attention "Once upon a time"')
-    kept = whole[-config.block_size :]
-    windows = [config.windows[at] for at in layers]
-    needed = 4 * len(layers) * config.n_head * len(kept) ** 2
-    if needed > host_memory():
+    context_ids = prompt_ids[-config.block_size :]
+    windows = [config.windows[index] for index in layers]
+    pattern_bytes = 4 * len(layers) * config.n_head * len(context_ids) ** 2
+    if pattern_bytes > host_memory():
         raise UserError(
-            f"the patterns of {len(kept):,} tokens take {needed / 1e9:,.1f} GB, but only "
+            f"the patterns of {len(context_ids):,} tokens take {pattern_bytes / 1e9:,.1f} GB, but only "
             f"{host_memory() / 1e9:,.1f} GB are available",
             "use a shorter prompt, or one --layer",
         )
-    seen = trace(model, kept, layers)
-    patterns = seen.patterns[:, heads]
+    activations = trace(model, context_ids, layers)
+    patterns = activations.patterns[:, heads]
     probe = trace(model, probe_ids(tokenizer, config.block_size), layers)
     return Look(
-        ids=kept,
-        dropped=len(whole) - len(kept),
+        ids=context_ids,
+        dropped=len(prompt_ids) - len(context_ids),
         layers=layers,
         heads=heads,
         windows=windows,
         patterns=patterns,
-        here=head_scores(patterns, kept, windows),
+        here=head_scores(patterns, context_ids, windows),
         probe=head_scores(probe.patterns[:, heads], probe.ids, windows),
-        lens=lens(model, seen.residual),
-        logits=seen.logits[-1].cpu().numpy(),
+        lens=lens(model, activations.residual),
+        logits=activations.logits[-1].cpu().numpy(),
     )
 
 
-def _chosen(what: str, number: int | None, count: int) -> list[int]:
+def _select(what: str, number: int | None, count: int) -> list[int]:
     if number is None:
         return list(range(count))
     if not 0 <= number < count:
@@ -253,15 +252,15 @@ def _chosen(what: str, number: int | None, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Word:
-    """A word and its ids. The direction of a word of several tokens is the mean of their directions."""
+    """A word and its ids. Several tokens are represented by their mean direction."""
 
-    text: str  # as it was encoded, with its leading space
+    text: str  # as encoded, with its leading space
     ids: list[int]
 
 
 @dataclass(frozen=True)
 class Near:
-    """A token and the cosine of its embedding with a vector."""
+    """A token and its cosine similarity to a vector."""
 
     id: int
     text: str
@@ -269,45 +268,46 @@ class Near:
 
 
 class Embeddings:
-    """The rows of the embedding at unit length."""
+    """The embedding's rows at unit length."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        table = _numbers("values of the embedding", model.wte.weight.detach().float()).cpu().numpy()
+        table = _check_finite("values of the embedding", model.wte.weight.detach().float()).cpu().numpy()
         norms = np.linalg.norm(table, axis=1, keepdims=True)
         self.rows: Floats = table / np.maximum(norms, 1e-30)
         known = np.zeros(len(table), np.bool_)
         known[tokenizer.known] = True
-        self.usable = known & (norms[:, 0] > 0)  # ids without a token, and rows that never were, are near nothing
+        self.usable = known & (norms[:, 0] > 0)  # Unused ids and zero rows have no neighbors.
 
     def find(self, word: str) -> Word:
-        """Encodes a word as in running text: with a space before it, unless it has fewer tokens without, or begins with
-        white space itself. Raises `UserError` for an empty word."""
+        """Encodes a word as in running text: after a space, unless it starts with white space or has fewer tokens
+        without one. Raises `UserError` for an empty word."""
         if not word.strip():
             raise UserError("a word is empty", "give a word that has letters")
         check_text("a word", word)
         forms = [word] if word[0].isspace() else [" " + word, word]
-        found = [Word(form, self.tokenizer.encode(form, continues=True).tolist()) for form in forms]
-        return min(found, key=lambda each: len(each.ids))
+        candidates = [Word(form, self.tokenizer.encode(form, continues=True).tolist()) for form in forms]
+        return min(candidates, key=lambda candidate: len(candidate.ids))
 
     def vector(self, word: Word) -> Floats:
         """Returns the word's direction (C) at unit length."""
         return _unit(self.rows[word.ids].mean(axis=0))
 
     def nearest(self, vector: Floats, count: int, without: Sequence[int] = ()) -> list[Near]:
-        """Returns the ``count`` tokens of highest cosine with a vector (C), ``without`` some ids."""
+        """Returns the ``count`` tokens with the highest cosine similarity to a vector (C), except the ids in
+        ``without``."""
         cosines = np.where(self.usable, self.rows @ _unit(vector), -np.inf)
         cosines[list(without)] = -np.inf
         order = np.argsort(-cosines, kind="stable")[:count]
-        found = [int(id) for id in order if np.isfinite(cosines[id])]
-        return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in found]
+        nearest_ids = [int(id) for id in order if np.isfinite(cosines[id])]
+        return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in nearest_ids]
 
     def neighbors(self, word: Word, count: int) -> list[Near]:
-        """Returns the tokens nearest to a word, without its own."""
+        """Returns the tokens nearest to a word, except its own."""
         return self.nearest(self.vector(word), count, word.ids)
 
     def analogy(self, terms: Sequence[tuple[int, Word]], count: int) -> list[Near]:
-        """Returns the tokens nearest to a signed sum of words (3CosAdd, Mikolov et al. 2013), without their own."""
+        """Returns the tokens nearest to a signed sum of words (3CosAdd, Mikolov et al. 2013), except the words' own."""
         total: Floats = np.sum([sign * self.vector(word) for sign, word in terms], axis=0)
         return self.nearest(total, count, [id for _, word in terms for id in word.ids])
 
@@ -317,7 +317,7 @@ def _unit(vector: Floats) -> Floats:
 
 
 def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
-    """Parses ``king - man + woman`` into signs and words. Raises `UserError` where a sign or a word is missing."""
+    """Parses ``king - man + woman`` into signs and words. Raises `UserError` if a sign or a word is missing."""
     hint = "write it like: king - man + woman"
     parts = re.split(r"(?<!\S)([+-])(?!\S)", " ".join(words).strip())
     parts = parts if parts[0].strip() else parts[1:]
@@ -333,32 +333,32 @@ def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:
-    """Returns a token for display: escaped where it is no text or invisible, spaces as they are."""
+    """Returns a token for display, with non-text and invisible characters escaped."""
     return visible(tokenizer.decode_bytes([id]))
 
 
 @dataclass(frozen=True)
 class Positions:
-    """A decoder's positions. ``similarity[d]`` is the mean cosine of the rows of positions d tokens apart; for rotary
-    positions the score of two equal vectors whose pairs of numbers have the same weight."""
+    """A decoder's position encoding. ``similarity[d]`` is the mean cosine similarity of rows d positions apart; for
+    RoPE, the attention score of two equal vectors that weight all frequencies equally."""
 
     kind: str  # learned, sinusoidal or rotary
     block_size: int
-    table: Floats | None  # (block_size, C), added to the embedding; None for rotary positions
-    similarity: Floats  # (block_size); of rotary positions `MOST_ROTATIONS` at most
+    table: Floats | None  # (block_size, C); None for RoPE
+    similarity: Floats  # (block_size); for RoPE, up to `MOST_ROTATIONS`
 
 
 @torch.inference_mode()
 def positions(model: GPT) -> Positions:
-    """Measures the table of positions, or the rotations."""
+    """Compares positions by the rows of the position table, or by their RoPE rotations."""
     table = model.position_table()
     if table is None:
         cosines, _ = rotary_table(min(model.config.block_size, MOST_ROTATIONS), model.config)
         return Positions(model.config.positions, model.config.block_size, None, cosines.mean(dim=-1).numpy())
-    rows = _numbers("values of the position table", table.detach().float()).cpu()
+    rows = _check_finite("values of the position table", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
     size = len(unit)
-    # All pairs that are d apart at once: the correlation of each column with itself, by its spectrum.
+    # The power spectrum gives each column's autocorrelation, which compares all pairs d positions apart in one step.
     spectrum = torch.fft.rfft(unit.double(), n=2 * size, dim=0).abs().square().sum(dim=1)
     sums = torch.fft.irfft(spectrum, n=2 * size)[:size]
     similarity = sums / torch.arange(size, 0, -1)

@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop: the first asks for an orderly end, the second ends it at once."""
+"""Handles signals that ask a command to stop: the first requests an orderly end, the second stops it immediately."""
 
 import signal
 import threading
@@ -10,61 +10,61 @@ from gpt.errors import Interrupted
 
 T = TypeVar("T")
 
-# Ctrl-C, `kill`, and a terminal or an ssh connection that closes. Windows has no SIGHUP.
+# Ctrl-C, `kill`, and a closed terminal or ssh connection. Windows has no SIGHUP.
 SIGNALS: tuple[int, ...] = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
 
 def heeded() -> tuple[int, ...]:
-    """Returns those of `SIGNALS` that this process was not started to ignore: nohup ignores SIGHUP, and a script's
-    ``&`` ignores SIGINT, which is meant for the program in the foreground."""
+    """Returns the signals that this process was not started to ignore. nohup ignores SIGHUP; a script's ``&`` ignores
+    SIGINT, which is meant for the foreground program."""
     return tuple(signum for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN)
 
 
 class Stopped(Exception):
-    """Work that may be left off was, since a signal came."""
+    """A signal stopped work that does not have to finish."""
 
 
 class StopSignal:
-    """While active, notes the first of the `heeded` signals in ``signum``; the second raises `Interrupted` wherever it
-    strikes, which nothing on disk minds. As long as ``at_once``, the first does.
+    """Records the first of the `heeded` signals in ``signum``, and raises `Interrupted` on the second, at any point;
+    files on disk stay intact. While ``at_once`` is set, the first signal raises.
 
-    Outside the main thread, where Python takes no signals, nothing is changed.
+    Does nothing outside the main thread, because Python handles signals only there.
     """
 
     def __init__(self, at_once: bool = False) -> None:
         self.signum: int | None = None
         self.at_once = at_once
-        self._before: dict[int, signal._HANDLER] = {}
+        self._previous_handlers: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for signum in heeded():
-                self._before[signum] = signal.signal(signum, self._note)
+                self._previous_handlers[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
+        for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
 
     def watching(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until a signal comes. Raises `Stopped` then."""
+        """Yields the items until a signal arrives, then raises `Stopped`."""
         for item in items:
             if self.signum is not None:
                 raise Stopped
             yield item
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        first, self.signum = self.signum, signum
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        previous, self.signum = self.signum, signum
         if self.at_once:
             raise Interrupted(signum)
-        if first is not None:
+        if previous is not None:
             raise Interrupted(signum, "interrupted twice: stopped at once; earlier checkpoints are intact")
 
 
 def interruption(error: BaseException | None) -> Interrupted | None:
-    """The signal behind an error, which whatever it struck in may have put into words of its own."""
+    """Returns the `Interrupted` behind an error, if any, because other code can wrap it in its own exception."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__cause__ or error.__context__
     return error

@@ -1,7 +1,4 @@
-"""Peak FLOP/s and memory of devices, from datasheets: MFU is a share of the former, a plan must fit into the latter.
-
-Also the memory and cores of this machine that the process may use.
-"""
+"""Peak FLOP/s and memory of devices, from datasheets, and the memory and cores that this process can use."""
 
 import math
 import os
@@ -17,28 +14,28 @@ PROC = Path("/proc/self")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of device that one can plan for."""
+    """A device type to plan for."""
 
-    names: str  # CUDA's for it: a regular expression, matched whole
+    names: str  # regular expression that matches CUDA's full name
     memory: int  # bytes
     tflops: float = 0  # 0: unknown
-    bfloat16: bool = True  # whether its tensor cores have that
+    bfloat16: bool = True  # whether tensor cores support it
 
     def peak(self, dtype: str) -> float | None:
-        """FLOP/s of matrix products in ``dtype``; None where it is not known, as for float32, which may or may not be
-        computed as TF32."""
-        known = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
-        return 1e12 * self.tflops if known and self.tflops else None
+        """Returns the FLOP/s of matrix products in ``dtype``; None if unknown, as for float32, which can run as
+        TF32."""
+        is_known = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
+        return 1e12 * self.tflops if is_known and self.tflops else None
 
 
 _A100, _V100 = r"A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|A100 \d+GB PCIe", r"V100-SXM2-\d+GB.*"
-# The memory is the datasheets', in gigabytes of 10⁹ bytes; what CUDA says is there differs by up to 7 % either way.
-# TFLOP/s are of matrix products in float16 and bfloat16 with float32 sums, dense (datasheets also print twice that, for
-# matrices half of which is zeros). Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables at
-# the end of its papers "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". Each is also multiprocessors ×
-# operations a clock × boost clock, which a test computes. Names are matched whole: a part of a GPU (MIG) and a laptop's
-# GPU have the name of a larger one in theirs, and their peaks are not known.
-_GIGABYTES_AND_TFLOPS: dict[str, tuple[str, int, float]] = {
+# Memory is the datasheets', in gigabytes of 10⁹ bytes; CUDA reports up to 7 % more or less. TFLOP/s are for dense
+# matrix products in float16 and bfloat16 with float32 sums (datasheets also print twice that, for matrices that are
+# half zeros). Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables at the end of its papers
+# "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". A test computes them as multiprocessors × operations per
+# clock × boost clock. Names match in full, because the names of laptop GPUs and partitions (MIG) contain a larger GPU's
+# name, and their peaks are unknown.
+_SPECIFICATIONS: dict[str, tuple[str, int, float]] = {
     "b200-180gb": (r"B200", 180, 2250),
     "gh200-96gb": (r"GH200 .*", 96, 989.4),
     "h200-141gb": (r"H200", 141, 989.4),
@@ -67,19 +64,19 @@ _GIGABYTES_AND_TFLOPS: dict[str, tuple[str, int, float]] = {
 }
 KINDS: dict[str, Kind] = {
     name: Kind(names, gigabytes * 10**9, tflops, not name.startswith(("v100", "t4")))
-    for name, (names, gigabytes, tflops) in _GIGABYTES_AND_TFLOPS.items()
+    for name, (names, gigabytes, tflops) in _SPECIFICATIONS.items()
 }
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """FLOP/s of matrix products in ``dtype`` on the device of this name; None where it is not known."""
+    """Returns the FLOP/s of matrix products in ``dtype`` on the device with this name; None if unknown."""
     product = re.sub(r"^(NVIDIA|Tesla) ", "", name)
-    kind = next((each for each in KINDS.values() if re.fullmatch(each.names, product)), None)
+    kind = next((candidate for candidate in KINDS.values() if re.fullmatch(candidate.names, product)), None)
     return None if kind is None else kind.peak(dtype)
 
 
 def find_kind(name: str) -> Kind:
-    """The kind of that name; ``cpu`` is this machine. Raises `UserError` for one that is not known."""
+    """Returns the device type with this name; ``cpu`` is this machine. Raises `UserError` for an unknown name."""
     if name == "cpu":
         return Kind("cpu", host_memory())
     if name not in KINDS:
@@ -88,49 +85,49 @@ def find_kind(name: str) -> Kind:
 
 
 def host_memory() -> int:
-    """Returns the bytes of memory that this process may use, free or not: the machine's, or the limit of a cgroup, such
-    as a container's."""
+    """Returns the memory available to this process in bytes, free or not: the machine's, or the limit of its cgroup."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        physical = 8 * 2**30  # Windows has no sysconf; a common size
-    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # of versions 2, 2 and 1
+        physical = 8 * 2**30  # Windows has no sysconf: assume a common size.
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup versions 2, 2 and 1
     limits = [numbers[0] for group in _cgroups("memory") for name in names if (numbers := _numbers(group / name))]
     return min([physical, *limits])
 
 
 def cores() -> int:
-    """Returns how many cores this process may use: those of its affinity, or the CPU quota of a cgroup, rounded up."""
+    """Returns the number of cores available to this process: its affinity, or its cgroup's CPU quota, rounded up."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups("cpu"):
-        quota = _numbers(group / "cpu.max")  # version 2: quota and period
+        quota = _numbers(group / "cpu.max")  # Version 2 has quota and period in one file.
         quota = quota or _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
-        if len(quota) == 2 and min(quota) > 0:  # -1 is no quota
+        if len(quota) == 2 and min(quota) > 0:  # -1 means no quota.
             count = min(count, math.ceil(quota[0] / quota[1]))
     return count
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's cgroups, and of their ancestors as far as they are mounted, in which Linux
-    shows the limits of ``controller``: ``memory`` or ``cpu``."""
+    """Yields the mounted folders of this process's cgroups and their ancestors, with the limits of ``controller``:
+    ``memory`` or ``cpu``."""
     try:
-        own = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
+        memberships = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (PROC / "mountinfo").read_text().splitlines()]
     except OSError:  # not Linux, or no /proc
         return
-    paths = {name: path for _, names, path in own for name in names.split(",")}  # that of version 2 has no name
+    # Version 2 has an empty name.
+    paths = {name: path for _, names, path in memberships for name in names.split(",")}
     for mount, system in mounts:
-        root, place = mount.split()[3:5]
-        kind, _, options = system.split(" ", 2)
-        name = "" if kind == "cgroup2" else controller if kind == "cgroup" else None
+        root, mount_point = mount.split()[3:5]
+        fs_type, _, options = system.split(" ", 2)
+        name = "" if fs_type == "cgroup2" else controller if fs_type == "cgroup" else None
         if name in paths and name in ("", *options.split(",")):
-            below = Path(paths[name])
-            below = below.relative_to(root) if below.is_relative_to(root) else Path()
-            yield from (Path(place, each) for each in (below, *below.parents) if ".." not in each.parts)
+            relative = Path(paths[name])
+            relative = relative.relative_to(root) if relative.is_relative_to(root) else Path()
+            yield from (Path(mount_point, group) for group in (relative, *relative.parents) if ".." not in group.parts)
 
 
 def _numbers(path: Path) -> list[int]:
-    """Returns the numbers in a file; none if there is no such file, or no limit, ``max``."""
+    """Returns the numbers in a file; none if it is missing or contains ``max`` (no limit)."""
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Options of ``gpt params`` beside the shape: the cost of training and sampling. Imports no torch."""
+"""Options of ``gpt params`` for the cost of training and sampling. Imports no torch."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ _devices, _step = (partial(option, panel=name) for name in _PANELS)
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Options of ``gpt params``. Raises `UserError` for values that mean nothing."""
+    """Options of ``gpt params``, except the model's shape. Raises `UserError` for invalid values."""
 
     kind: str = _devices(
         "h100-80gb", "Device type, such as rtx-4090-24gb, or cpu (this machine)", metavar="NAME", level="basic"

@@ -1,7 +1,6 @@
-"""Programs that torch's compiler makes for this processor, kept between commands.
+"""Caches programs that torch's compiler builds for this processor.
 
-A program is machine code. The folder that holds them must be the user's alone: whoever can write there can run code as
-the user.
+The folder must be accessible only to the user: whoever writes machine code there can run it as the user.
 """
 
 import contextlib
@@ -25,81 +24,81 @@ from gpt.files import file_sha256, private_folder, sync_folder, user_folder
 
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
-Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # with inputs as it was traced with
-KEPT = 50  # programs, of some 4 MB each
-SCRATCH = "making-"  # begins the names of folders where programs are compiled
+Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # a module and its example inputs
+KEPT = 50  # maximum number, some 4 MB each
+SCRATCH = "making-"  # name prefix of compilation folders
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
-    """Returns the program of a ``key``, which names code, shapes and dtypes, for this torch, processor and number of
-    threads. It is opened, or compiled from what ``trace`` returns with further ``options`` of Inductor, which ``note``
-    announces, and kept among the `KEPT` that were used last.
+    """Returns the program of ``key``, which identifies code, shapes and dtypes, for this torch, processor and number of
+    threads. Loads it from the cache, or compiles the graph from ``trace`` with extra Inductor ``options`` and announces
+    that with ``note``. The cache keeps the `KEPT` most recently used programs.
 
-    Raises whatever the compiler or the disk raises, and `UserError` for a folder that is open to others.
+    Raises any error of the compiler or the disk, and `UserError` for a folder that others can access.
     """
     folder, name = own_folder(), digest(key)
     for path in folder.glob(f"{name}-*.pt2"):
-        if not _is_whole(path):
+        if not _is_intact(path):
             note(f"{path} is damaged")
             path.unlink(missing_ok=True)
             continue
-        with contextlib.suppress(RuntimeError):  # a system with other libraries, which shares this home, compiled it
+        # It was compiled on another system that shares this home folder.
+        with contextlib.suppress(RuntimeError):
             program = _opened(path)
-            with contextlib.suppress(OSError):  # of a folder that is read-only, or a file that was just deleted
+            with contextlib.suppress(OSError):  # The folder is read-only, or the file was just deleted.
                 os.utime(path)
             return program
     if shutil.which(compiler()) is None:
         raise OSError(f"there is no {compiler()}, a C++ compiler")
     note(f"compiling {what} for this CPU and model shape: about 20 seconds, once")
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
-        made = compile(trace(), Path(scratch), options)
-        with made.open("rb+") as file:
+        built = compile(trace(), Path(scratch), options)
+        with built.open("rb+") as file:
             os.fsync(file.fileno())
-        path = folder / f"{name}-{file_sha256(made)}.pt2"
-        os.replace(made, path)
+        path = folder / f"{name}-{file_sha256(built)}.pt2"
+        os.replace(built, path)
     sync_folder(folder)
-    with contextlib.suppress(OSError):  # another command deletes them too, or has one open
+    with contextlib.suppress(OSError):  # Another command is tidying too, or has a file open.
         _tidy(folder)
     return _opened(path)
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a program has the sha256 in its name: torch would run a damaged one until it crashes."""
+def _is_intact(path: Path) -> bool:
+    """Whether a program matches the sha256 in its name. A damaged one could crash the process."""
     try:
         return path.stem.endswith(f"-{file_sha256(path)}")
-    except (OSError, UserError):  # a bad sector, or no regular file
+    except (OSError, UserError):  # a bad sector, or not a regular file
         return False
 
 
 def _tidy(folder: Path) -> None:
-    """Deletes all programs but those that were used last, and what killed commands left."""
-    for old in sorted(folder.glob("*.pt2"), key=lambda each: each.stat().st_mtime)[:-KEPT]:
-        old.unlink()
-    for left in folder.glob(f"{SCRATCH}*"):
-        if time.time() - left.stat().st_mtime > 24 * 3600:
-            shutil.rmtree(left, ignore_errors=True)
+    """Deletes the least recently used programs and the leftovers of killed commands."""
+    for program in sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        program.unlink()
+    for leftover in folder.glob(f"{SCRATCH}*"):
+        if time.time() - leftover.stat().st_mtime > 24 * 3600:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def compiler() -> str:
-    """The name of the C++ compiler that Inductor calls."""
+    """Returns the name of the C++ compiler that Inductor calls."""
     return os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
 
 
 def compiles_unasked() -> bool:
-    """Whether programs are compiled without being asked for. Not on macOS, where the name of a compiler that is not
-    there opens a window that offers it."""
+    """Whether to compile by default. Not on macOS, where calling a missing compiler opens an installation dialog."""
     return sys.platform != "darwin" and shutil.which(compiler()) is not None
 
 
 def digest(key: object) -> str:
-    """The name of a program."""
+    """Returns a program's name: a hash of the key, the processor and the torch version."""
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     machine = (sys.platform, platform.machine(), sorted(capabilities.items()), torch.get_num_threads())
     return hashlib.sha256(repr((torch.__version__, machine, _SETTINGS, key)).encode()).hexdigest()[:32]
 
 
-# Inductor's. The wrapper only calls kernels, which have a level of their own. Headers would be precompiled in the
-# system's temporary folder, 300 MB that others might have put there.
+# Inductor settings. The wrapper only calls kernels, which have their own optimization level. Precompiled headers would
+# take 300 MB in the system's temporary folder, where other users could plant them.
 _SETTINGS: Mapping[str, object] = {
     "aot_inductor.package": True,
     "aot_inductor.compile_wrapper_opt_level": "O0",
@@ -109,12 +108,12 @@ _SETTINGS: Mapping[str, object] = {
 
 
 def compile(graph: Graph, scratch: Path, options: Mapping[str, object] = {}) -> Path:
-    """Compiles a program in an empty folder, and returns its file."""
+    """Compiles a program in an empty folder and returns its file."""
     from torch._inductor.package.package import package_aoti
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     path = scratch / "program.pt2"
-    # The system's temporary folder, where Inductor caches code, may hold code that others put there.
+    # Inductor's default cache is in the system's temporary folder, where other users could plant code.
     with warnings.catch_warnings(), temporary_cache_dir(str(scratch)), torch.no_grad():
         warnings.simplefilter("ignore")
         files: Any = torch._inductor.aot_compile(graph[0], graph[1], options={**_SETTINGS, **options})
@@ -129,5 +128,5 @@ def _opened(path: Path) -> Program:
 
 
 def own_folder() -> Path:
-    """Makes the folder of programs, or checks that it is the user's alone."""
+    """Creates or checks the folder of programs."""
     return private_folder(user_folder() / "programs")

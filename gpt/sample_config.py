@@ -1,4 +1,4 @@
-"""The settings of ``gpt sample``; `gpt.settings` says how fields become options. Imports no torch."""
+"""The settings of ``gpt sample``. Imports no torch."""
 
 import contextlib
 import math
@@ -11,8 +11,8 @@ from gpt.settings import check_options, field_types, option, without_none
 
 _PANELS = ("Text", "Sampling", "Beam search", "Machine", "Output")
 _text, _filter, _beam, _machine, _output = (partial(option, panel=name) for name in _PANELS)
-MOST_BEAMS = 1024
-MOST_BIAS = 10**9  # either way; far beyond what logits differ by, and far within what a float holds
+MAX_BEAMS = 1024
+MAX_BIAS = 10**9  # far above differences between logits, and far below overflow
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
@@ -20,10 +20,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The choice of ids from logits, and the end of a text. Raises `UserError` for values without a meaning.
+    """How to choose tokens and when to stop. Raises `UserError` for invalid values.
 
-    The filters act in this order: bias, repetition penalty, presence and frequency penalties, no-repeat n-gram and
-    least tokens, temperature, top-k, top-p, min-p. Beams are ranked after all up to the least tokens.
+    Filters apply in this order: bias, repetition penalty, presence and frequency penalties, no-repeat n-gram and
+    minimum tokens, temperature, top-k, top-p, min-p. Beams are ranked after the filters up to minimum tokens.
     """
 
     temperature: float = _filter(
@@ -45,25 +45,26 @@ class SampleConfig:
         0.0, "Above 1: make tokens of the prompt and the text so far less likely", shown="off", low=0
     )
     presence_penalty: float = _filter(
-        0.0, "Subtract X from the logit of each token generated so far", shown="off", low=-MOST_BIAS, high=MOST_BIAS
+        0.0, "Subtract X from the logit of each token generated so far", shown="off", low=-MAX_BIAS, high=MAX_BIAS
     )
     frequency_penalty: float = _filter(
-        0.0, "Subtract X from a token's logit for each time it was generated", shown="off", low=-MOST_BIAS,
-        high=MOST_BIAS,
+        0.0, "Subtract X from a token's logit for each time it was generated", shown="off", low=-MAX_BIAS,
+        high=MAX_BIAS,
     )  # fmt: skip
     no_repeat_ngram: int = _filter(
         0, "Never repeat a sequence of N tokens, including those of the prompt", shown="off", low=0
     )
     bias: tuple[str, ...] = _filter((), "Add X to the logit of a token; repeatable", metavar="TOKEN=X")
     greedy: bool = _filter(False, "Always pick the most likely token")
-    beam: int = _beam(0, "Beam search with B beams; 1 is greedy", metavar="B", shown="off", low=0, high=MOST_BEAMS)
+    beam: int = _beam(0, "Beam search with B beams; 1 is greedy", metavar="B", shown="off", low=0, high=MAX_BEAMS)
     length_penalty: float = _beam(
         1.0, "Rank beams by log-probability divided by length to the power of X", low=-100, high=100
     )
     early_stopping: Literal["off", "on", "never"] = _beam(
         "off", "Stop at B finished beams (on), when a better one is unlikely (off) or impossible (never)"
     )
-    n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MOST_BEAMS, hidden=True)  # as -N
+    # Hidden, because the command line has -N.
+    n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MAX_BEAMS, hidden=True)
     max_tokens: int = _text(200, "Maximum number of tokens to generate", flags=("-n",), level="basic", low=0)
     min_tokens: int = _text(0, "Suppress end-of-text for the first N tokens", low=0)
     stop: tuple[str, ...] = _text((), "Stop before this text; repeatable", metavar="TEXT", level="basic")
@@ -105,35 +106,35 @@ class SampleConfig:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn at random."""
+        """Whether tokens are sampled at random."""
         return not (self.greedy or self.beam or self.temperature == 0)
 
     @property
     def looks_back(self) -> bool:
-        """Whether a filter depends on the tokens before."""
+        """Whether a filter depends on previous tokens."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty not in (0, 1)
         return bool(penalties) or self.no_repeat_ngram > 0
 
     @property
     def constraint(self) -> tuple[str, Any] | None:
-        """The setting that constrains the text, and its value. Raises `UserError` for more than one."""
-        given = [(name, value) for name in ("choices", "regex", "json_schema") if (value := getattr(self, name))]
-        if len(given) > 1:
-            raise UserError(f"{given[0][0]} and {given[1][0]} both constrain the text", "give one of them")
-        return given[0] if given else None
+        """The name and value of the setting that constrains the text. Raises `UserError` if several are set."""
+        constraints = [(name, value) for name in ("choices", "regex", "json_schema") if (value := getattr(self, name))]
+        if len(constraints) > 1:
+            raise UserError(f"{constraints[0][0]} and {constraints[1][0]} both constrain the text", "give one of them")
+        return constraints[0] if constraints else None
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """The settings by which the next token is chosen."""
-        settings = [each.name for each in fields(self) if each.metadata["panel"] == _PANELS[1]]
-        return (self.draws, self.min_tokens, *(getattr(self, name) for name in settings))
+        """The settings that determine the next token."""
+        names = [field.name for field in fields(self) if field.metadata["panel"] == _PANELS[1]]
+        return (self.draws, self.min_tokens, *(getattr(self, name) for name in names))
 
     def changed(self, name: str, word: str) -> "SampleConfig":
-        """Returns a copy in which ``name`` is read from a word, as on the command line. Raises `UserError`."""
-        kinds = {key.replace("_", "-"): kind for key, kind in field_types(SampleConfig).items()}
-        if name not in kinds:
-            raise UserError(f'there is no setting "{name}"', did_you_mean(name, kinds))
-        kind = without_none(kinds[name])
+        """Returns a copy with ``name`` parsed from a command-line word. Raises `UserError`."""
+        types = {key.replace("_", "-"): kind for key, kind in field_types(SampleConfig).items()}
+        if name not in types:
+            raise UserError(f'there is no setting "{name}"', did_you_mean(name, types))
+        kind = without_none(types[name])
         value: Any = word
         if kind is bool:
             value = {"on": True, "off": False, "true": True, "false": False}.get(word.lower(), word)
@@ -145,17 +146,17 @@ class SampleConfig:
         return replace(self, **{name.replace("-", "_"): value})
 
     def biases(self) -> list[tuple[str, float]]:
-        """Returns the texts of tokens and the numbers that are added to their logits."""
+        """Returns the tokens' texts and the values added to their logits."""
         pairs = []
         for word in self.bias:
-            token, equals, number = word.rpartition("=")
+            token, separator, number = word.rpartition("=")
             try:
                 value = float(number)
             except ValueError:
                 value = math.nan
-            if not (token and equals and abs(value) <= MOST_BIAS):
+            if not (token and separator and abs(value) <= MAX_BIAS):
                 raise UserError(
-                    f'bias is "{word}"; it must be TOKEN=NUMBER, from {-MOST_BIAS:,} to {MOST_BIAS:,}',
+                    f'bias is "{word}"; it must be TOKEN=NUMBER, from {-MAX_BIAS:,} to {MAX_BIAS:,}',
                     "such as --bias ' the=-2.5'",
                 )
             pairs.append((token, value))

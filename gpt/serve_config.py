@@ -14,7 +14,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """The settings of ``gpt serve``. Raises `UserError` for values without a meaning."""
+    """The settings of ``gpt serve``. Raises `UserError` for invalid values."""
 
     host: str = _address(
         "127.0.0.1", "Address to listen on; a key is required unless it is local", metavar="ADDRESS", level="basic"

@@ -1,4 +1,4 @@
-"""Settings: dataclass fields that are also options, checked, and read and written as TOML."""
+"""Dataclass fields that are also options: validation, TOML, and untrusted JSON."""
 
 import dataclasses
 import json
@@ -17,11 +17,11 @@ from gpt.errors import UserError, check_text, did_you_mean
 T = TypeVar("T")
 Level = Literal["basic", "more", "config"]
 MOST_TOML = 2**20  # bytes
-LARGEST = 3.4028234663852886e38  # of float32
+LARGEST = 3.4028234663852886e38  # the largest float32
 
 
 def without_none(kind: Any) -> Any:
-    """Returns ``kind`` for ``kind | None``, and any other type as it is."""
+    """Returns ``kind`` for ``kind | None``, and any other type unchanged."""
     kinds = [each for each in get_args(kind) if each is not type(None)]
     return kinds[0] if type(None) in get_args(kind) and len(kinds) == 1 else kind
 
@@ -38,32 +38,31 @@ def field_types(cls: type[Any]) -> dict[str, Any]:
 
 
 def check_options(config: Any) -> None:
-    """Raises `UserError` for a field of the wrong type or out of bounds. A path becomes a string."""
+    """Raises `UserError` for a field of the wrong type or out of bounds. Converts a path to a string."""
     hints = field_types(type(config))
-    for each in dataclasses.fields(config):
-        name, value, kind = each.name, getattr(config, each.name), without_none(hints[each.name])
-        if "help" in each.metadata:  # an option
+    for entry in dataclasses.fields(config):
+        name, value, kind = entry.name, getattr(config, entry.name), without_none(hints[entry.name])
+        if "help" in entry.metadata:  # Only options have help.
             name = name.replace("_", "-")
-        if value is None and kind is not hints[each.name]:
+        if value is None and kind is not hints[entry.name]:
             continue
         if kind is str and isinstance(value, PurePath):
             value = str(value)
-            object.__setattr__(config, each.name, value)
+            object.__setattr__(config, entry.name, value)
         if get_origin(kind) is Literal:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
         if kind == tuple[str, ...]:  # a repeatable option
-            object.__setattr__(config, each.name, _texts(name, value))
+            object.__setattr__(config, entry.name, _check_strings(name, value))
             continue
-        fits = (int, float) if kind is float else (get_origin(kind) or kind,)
-        if type(value) not in fits:
+        allowed_types = (int, float) if kind is float else (get_origin(kind) or kind,)
+        if type(value) not in allowed_types:
             raise UserError(f"{name} is {reprlib.repr(value)}; it must be of type {kind.__name__}")
-        _check_bounds(name, value, each.metadata.get("low"), each.metadata.get("high"))
+        _check_bounds(name, value, entry.metadata.get("low"), entry.metadata.get("high"))
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Returns the values of a repeatable option."""
+def _check_strings(name: str, value: Any) -> tuple[str, ...]:
     words = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(word, str) and word for word in words):
         raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be one or more strings")
@@ -96,23 +95,23 @@ def option(
     high: float = 2**53,
     hidden: bool = False,
 ) -> Any:
-    """Returns the field of a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown``, the
-    default in words, are for the help page; ``flags`` are additional ones. ``level`` says what lists the option:
-    ``--help`` (basic), ``--help-all`` (more), or only the reference (config); nothing lists a ``hidden`` one."""
-    meta = {
+    """Returns a field for a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown`` (the default
+    in words) are for the help page. ``level`` is where the option is listed: ``--help`` (basic), ``--help-all`` (more),
+    or only the reference (config)."""
+    metadata = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
         "high": high, "hidden": hidden,
     }  # fmt: skip
-    return field(default=default, metadata=meta)
+    return field(default=default, metadata=metadata)
 
 
 def bounded(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
-    """Returns the field of a number that is not an option, with its bounds."""
+    """Returns a field for a bounded number that is not an option."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """``cls(**values)`` for a dataclass; an unknown key is a `UserError` with a suggestion, naming ``where``."""
+    """Returns ``cls(**values)``. Raises `UserError` naming ``where`` for an unknown key, with a suggestion."""
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -125,7 +124,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number that `checked` reads: ``Annotated[int, Within(0)]``."""
+    """Bounds of a number for `checked`: ``Annotated[int, Within(0)]``."""
 
     low: float
     high: float = 2**53
@@ -137,76 +136,76 @@ Amount = Annotated[float, Within(0)]
 
 
 def checked(cls: type[T], values: Any, where: str) -> T:
-    """A dataclass of numbers, words, lists and tables of these, and further dataclasses, from JSON that may be damaged:
-    every field of its type, every number finite, as float32 too, and within its bounds. A class may ``upgrade`` what
-    older versions wrote. Raises `UserError` naming ``where``."""
+    """Builds a dataclass from untrusted JSON. Fields are numbers, strings, nested dataclasses, or lists and tables of
+    these. Checks types, bounds, and that numbers are finite, also as float32. A class's ``upgrade`` converts values of
+    older versions. Raises `UserError` naming ``where``."""
     if not isinstance(values, dict):
         raise UserError(f"{where} is damaged: it is not a JSON object")
     upgrade = getattr(cls, "upgrade", None)
     if upgrade is not None:
         values = upgrade(values, where)
     hints = field_types(cls)
-    found = {}
+    arguments = {}
     for key, value in values.items():
         if key not in hints:
             raise UserError(f"{where} is damaged: it has a key {key[:40]!r}")
-        if not _fits(value, hints[key]):
+        if not _has_type(value, hints[key]):
             raise UserError(f"{where} is damaged: {key} is {reprlib.repr(value)}")
-        found[key] = _read(value, hints[key], where)
+        arguments[key] = _convert(value, hints[key], where)
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if each.name not in found and each.default is each.default_factory is dataclasses.MISSING:
+        if each.name not in arguments and each.default is each.default_factory is dataclasses.MISSING:
             raise UserError(f"{where} is damaged: it has no {each.name}")
     try:
-        return from_dict(cls, found, where)
+        return from_dict(cls, arguments, where)
     except UserError as error:
         if error.message.startswith(where):
             raise
         raise UserError(f"{where} is damaged: {error.message}", error.hint) from None
 
 
-def _read(value: Any, kind: Any, where: str) -> Any:
-    """Returns a value with dataclasses in place of the tables in it."""
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    """Converts the tables in a value to dataclasses."""
     if not isinstance(value, (dict, list)):
         return value
     inner = without_none(kind)
     if dataclasses.is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
         return checked(inner, value, where)
     if get_origin(inner) in (list, tuple) and isinstance(value, list):
-        return get_origin(inner)(_read(each, get_args(inner)[0], where) for each in value)
+        return get_origin(inner)(_convert(each, get_args(inner)[0], where) for each in value)
     return value
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _has_type(value: Any, kind: Any) -> bool:
     if kind is float:
         return type(value) in (int, float) and abs(value) <= LARGEST
     if kind is int:
         return type(value) is int and abs(value) < 2**63
     origin, kinds = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _fits(value, kinds[0]) and kinds[1].low <= value <= kinds[1].high
+        return _has_type(value, kinds[0]) and kinds[1].low <= value <= kinds[1].high
     if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in kinds)
+        return any(_has_type(value, each) for each in kinds)
     if origin is Literal:
         return value in kinds
     if origin in (list, tuple):
-        return isinstance(value, (list, tuple)) and all(_fits(each, kinds[0]) for each in value)
+        return isinstance(value, (list, tuple)) and all(_has_type(each, kinds[0]) for each in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(each, kinds[1]) for each in value.values())
+        return isinstance(value, dict) and all(_has_type(each, kinds[1]) for each in value.values())
     if dataclasses.is_dataclass(kind):
-        return isinstance(value, dict)  # `_read` looks at it
+        return isinstance(value, dict)  # `_convert` checks its fields.
     return isinstance(value, kind) and (kind is bool or type(value) is not bool)
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Returns a flat table of strings, numbers and booleans as TOML, without ``None``, which TOML does not have."""
-    # A JSON string, number or boolean is a TOML one too (DEL apart, which json leaves bare).
+    """Returns a flat table as TOML, without ``None``, which TOML does not have."""
+    # JSON strings, numbers and booleans are valid TOML, except for DEL, which json leaves unescaped.
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines).replace("\x7f", "\\u007F") + "\n"
 
 
 def parse_toml(data: bytes, where: str) -> dict[str, Any]:
-    """Reads the bytes of a TOML file. Raises `UserError` naming ``where`` if it is none."""
+    """Parses TOML. Raises `UserError` naming ``where``."""
     try:
         return tomllib.loads(data.decode("utf-8-sig").replace("\r\n", "\n"))
-    except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8, numbers of many digits
+    except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8 and numbers with too many digits.
         raise UserError(f"{where} is not TOML: {error}", "gpt train --print-config prints an example") from None

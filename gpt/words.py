@@ -1,17 +1,17 @@
-"""Numbers as text, for people and for programs."""
+"""Formats numbers as text, for people and for programs."""
 
 import json
 import math
 from typing import Any
 
 
-def counted(n: int, one: str, many: str = "") -> str:
-    """Returns ``1 step``, ``2,000 steps``; ``many`` is the plural if it is not ``one`` with an s."""
-    return f"{n:,} {one if n == 1 else many or one + 's'}"
+def counted(n: int, singular: str, plural: str = "") -> str:
+    """Returns ``1 step`` or ``2,000 steps``; ``plural`` is for irregular plurals."""
+    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 
 def as_json(values: Any, ascii: bool = False) -> str:
-    """Returns JSON on one line. NaN and infinity, which JSON does not have, become null."""
+    """Returns JSON on one line, with null for NaN and infinity."""
     try:
         return json.dumps(values, ensure_ascii=ascii, allow_nan=False)
     except ValueError:
@@ -22,5 +22,5 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

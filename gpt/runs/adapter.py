@@ -1,6 +1,6 @@
-"""Checkpoints of adapters alone, in PEFT's layout: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Reads and writes LoRA adapters in PEFT's layout: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-``gpt.json`` adds the checksums of the weights that ours belong to; PEFT's own folders have none.
+``gpt.json`` adds the checksums of the base model's weights; PEFT's own folders have none.
 """
 
 import math
@@ -21,10 +21,10 @@ from gpt.runs import folder, hf, hub
 from gpt.runs import tensors as files
 
 FILE = "adapter_model.safetensors"
-_MOST_RANK = 2**20
-_PREFIX = "base_model.model."  # before every name
-# What PEFT may say, and what of it leaves W + s · B A as it is; the first is what a missing key means.
-_WITHOUT: dict[str, tuple[Any, ...]] = {
+_MAX_RANK = 2**20
+_PREFIX = "base_model.model."  # prefix of module names
+# PEFT keys with the values that leave W + s · B A unchanged. The first value is the default.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "ensure_weight_tying"), (False, None)),
@@ -37,11 +37,14 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
         ),
         (None, [], {}),
     ),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's weights
+    # Other values change the base model's weights.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
-# What decides nothing once adapters are trained.
-_READ = ("base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules", "fan_in_fan_out")
-_IDLE = (
+_READ_KEYS = (
+    "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules", "fan_in_fan_out",
+)  # fmt: skip
+# Keys that have no effect after training.
+_IGNORED_KEYS = (
     "task_type", "auto_mapping", "peft_version", "inference_mode", "exclude_modules", "lora_dropout",
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config",
     "qalora_group_size", "runtime_config",
@@ -50,23 +53,23 @@ _IDLE = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapters of a checkpoint. ``base`` is a folder, or ``hf:NAME@COMMIT``; ``sha256`` are the checksums of the
-    base's weights by file, where they are known."""
+    """A checkpoint's LoRA adapter. ``base`` is a folder or ``hf:NAME@COMMIT``; ``sha256`` has the checksums of its
+    weight files, if known."""
 
     base: str
     rank: int
     alpha: float
     sha256: dict[str, str]
-    by_root: bool = False  # whether B A is scaled by α/√R, as in rsLoRA (Kalajdzievski 2023)
+    by_root: bool = False  # scales B A by α/√R, as in rsLoRA (Kalajdzievski 2023)
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The scaling factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.by_root else self.rank)
 
     def find_base(self, path: Path) -> Path:
-        """Finds the folder of the weights that the adapter at ``path`` belongs to. Raises `UserError` where they are
-        gone or have changed."""
+        """Returns the base model's folder; ``path`` is the adapter's. Raises `UserError` if the weights are missing or
+        have changed."""
         base = folder.base_folder(path)
         if self.sha256 and folder.weight_checksums(base) != self.sha256:
             raise UserError(f"{path} is an adapter for {self.base}, whose weights have changed", folder.BASE_HINT)
@@ -74,33 +77,35 @@ class Adapter:
 
 
 def read(path: Path) -> Adapter:
-    """Reads the description of adapters. Raises `UserError` where it is damaged, and for adapters that are more than a
-    product of two matrices beside linear maps of the blocks."""
-    where = path / folder.ADAPTER
-    values = read_json(where)
-    for key, allowed in _WITHOUT.items():
+    """Reads an adapter's configuration. Raises `UserError` if it is damaged or not plain LoRA on the blocks' linear
+    maps."""
+    config_path = path / folder.ADAPTER
+    values = read_json(config_path)
+    for key, allowed in _NEUTRAL_VALUES.items():
         if values.get(key, allowed[0]) not in allowed:
-            raise UserError(f"{where}: {key} is {values[key]!r:.80}; only adapters with {allowed[0]!r} are supported")
-    for key in values.keys() - {*_WITHOUT, *_READ, *_IDLE}:
+            raise UserError(
+                f"{config_path}: {key} is {values[key]!r:.80}; only adapters with {allowed[0]!r} are supported"
+            )
+    for key in values.keys() - {*_NEUTRAL_VALUES, *_READ_KEYS, *_IGNORED_KEYS}:
         if values[key]:
-            raise UserError(f"{where}: {key:.80} is {values[key]!r:.80}, which is not supported")
+            raise UserError(f"{config_path}: {key:.80} is {values[key]!r:.80}, which is not supported")
     rank: Any = values.get("r")
     alpha: Any = values.get("lora_alpha")
     by_root = values.get("use_rslora", False)
-    if type(rank) is not int or not 1 <= rank <= _MOST_RANK:
-        raise UserError(f"{where} is damaged: the adapter has rank {rank!r:.80}")
+    if type(rank) is not int or not 1 <= rank <= _MAX_RANK:
+        raise UserError(f"{config_path} is damaged: the adapter has rank {rank!r:.80}")
     if type(alpha) not in (int, float) or not 0 <= alpha <= 1e12 or type(by_root) is not bool:
-        raise UserError(f"{where} is damaged: the adapter has scale {alpha!r:.80}")
+        raise UserError(f"{config_path} is damaged: the adapter has scale {alpha!r:.80}")
     meta = read_json(path / folder.META).get("adapter") if (path / folder.META).is_file() else {}
-    sums = meta.get("sha256", {}) if isinstance(meta, dict) else None
-    if not isinstance(sums, dict):
+    checksums = meta.get("sha256", {}) if isinstance(meta, dict) else None
+    if not isinstance(checksums, dict):
         raise UserError(f"{path / folder.META} does not name the base model of its adapter")
-    return Adapter(folder.base_of(path), rank, float(alpha), sums, by_root)
+    return Adapter(folder.base_of(path), rank, float(alpha), checksums, by_root)
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A tensor of a file of adapters: rows of one of ours."""
+class _AdapterTensor:
+    """A tensor in an adapter file: rows of a gpt tensor."""
 
     ours: str
     shape: tuple[int, int]
@@ -108,32 +113,35 @@ class _Stored:
     roles: tuple[str, ...]
 
 
-def _stored(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _Stored]:
-    """The tensors of adapters for these roles by PEFT's names, in the model's order, those of one of ours in theirs."""
-    first = {(each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()}
-    shapes, found = lora.adapter_shapes(config, rank, roles), dict[str, _Stored]()
+def _adapter_tensors(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _AdapterTensor]:
+    """Returns the tensors for these roles by their PEFT names, in the model's order; fused tensors are split in PEFT's
+    order."""
+    modules = {
+        (each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()
+    }
+    shapes, entries = lora.adapter_shapes(config, rank, roles), dict[str, _AdapterTensor]()
     for ours, matrices in lora.adapted(config, roles).items():
         for kind in "ab":
             end, name = 0, f"{ours}.{kind}"
             for each in matrices:
                 rows = rank if kind == "a" else each.rows
-                place = _Stored(name, (rows, shapes[name][1]), slice(end, end := end + rows), each.roles)
-                module = first[f"{ours}.weight", each.start].removesuffix(".weight")
-                found[f"{_PREFIX}{module}.lora_{kind.upper()}.weight"] = place
-    return found
+                entry = _AdapterTensor(name, (rows, shapes[name][1]), slice(end, end := end + rows), each.roles)
+                module = modules[f"{ours}.weight", each.start].removesuffix(".weight")
+                entries[f"{_PREFIX}{module}.lora_{kind.upper()}.weight"] = entry
+    return entries
 
 
 def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: files.Arrays) -> dict[str, Any]:
-    """The files of adapters by name: what describes them, and their arrays by PEFT's names."""
-    stored = _stored(config, adapter.rank, roles)
-    modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in stored]
-    # As in "attn.c_proj" and "mlp.c_proj".
+    """Returns an adapter's files by name: its configuration, and its arrays by their PEFT names."""
+    table = _adapter_tensors(config, adapter.rank, roles)
+    modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in table]
+    # The last two parts tell "attn.c_proj" from "mlp.c_proj".
     targets = dict.fromkeys(".".join(module.split(".")[-2:]) for module in modules)
-    where, _, revision = adapter.base.partition("@") if hub.is_remote(adapter.base) else (adapter.base, "", "")
-    about = {
+    base, _, revision = adapter.base.partition("@") if hub.is_remote(adapter.base) else (adapter.base, "", "")
+    description = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": where.removeprefix(hub.PREFIX),
+        "base_model_name_or_path": base.removeprefix(hub.PREFIX),
         "revision": revision or None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
@@ -144,28 +152,28 @@ def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: fi
         "inference_mode": True,
     }
     return {
-        folder.ADAPTER: to_json(about),
-        FILE: {name: np.asarray(ours[each.ours])[each.rows] for name, each in stored.items()},
+        folder.ADAPTER: to_json(description),
+        FILE: {name: np.asarray(ours[each.ours])[each.rows] for name, each in table.items()},
     }
 
 
 def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Reads the tensors of the adapters at ``path``, by our names, in float32, and returns them with their roles. Names
-    and shapes are compared with the model's first. Raises `UserError` where some are missing."""
+    """Reads an adapter's tensors in float32 by gpt's names, and their roles. Validates names and shapes first. Raises
+    `UserError` if tensors are missing."""
     if not (path / FILE).is_file():
         pickled = any(path.glob("*.bin"))
         hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""
         raise UserError(f"{path} has no {FILE}", hint)
-    possible = _stored(config, rank, LORA_ROLES)
-    shapes = {name: each.shape for name, each in possible.items()}
+    candidates = _adapter_tensors(config, rank, LORA_ROLES)
+    shapes = {name: each.shape for name, each in candidates.items()}
     found = files.find([path / FILE], shapes, "an adapter to its base")
-    roles = {role for name in found for role in possible[name].roles}
-    ordered = tuple(role for role in LORA_ROLES if role in roles)
-    stored = _stored(config, rank, ordered)
-    missing = [name for name in stored if name not in found]
-    if missing or not stored:
+    roles = {role for name in found for role in candidates[name].roles}
+    ordered_roles = tuple(role for role in LORA_ROLES if role in roles)
+    expected = _adapter_tensors(config, rank, ordered_roles)
+    missing = [name for name in expected if name not in found]
+    if missing or not expected:
         raise UserError(f"{path / FILE} is damaged: the tensor {(missing or ['of any adapter'])[0]} is missing")
-    joined: dict[str, list[Tensor]] = {}
-    for name, each in stored.items():
-        joined.setdefault(each.ours, []).append(found[name].mapped().float())
-    return {name: torch.cat(some) for name, some in joined.items()}, ordered
+    parts: dict[str, list[Tensor]] = {}
+    for name, each in expected.items():
+        parts.setdefault(each.ours, []).append(found[name].mapped().float())
+    return {name: torch.cat(pieces) for name, pieces in parts.items()}, ordered_roles

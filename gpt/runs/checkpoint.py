@@ -1,4 +1,4 @@
-"""Reads and writes checkpoint folders: weights and tokenizer in the layout of `gpt.runs.hf`, safetensors only."""
+"""Reads and writes checkpoint folders: weights as safetensors, and the tokenizer, in the layout of `gpt.runs.hf`."""
 
 import collections
 import functools
@@ -27,11 +27,12 @@ from gpt.text.tokenizer_files import has_own, read_own, read_template, read_tran
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_BYTES = 5_000_000_000  # of a file of weights; more are written as several with an index, as transformers does
-_PART = re.compile(r"h\.\d+|\w+")  # of a model: a block, or what is beside them
-Files = Mapping[str, bytes | tensors.Arrays]  # a checkpoint's, by name: bytes, or tensors to be written
+# Larger weights are sharded into files of at most this many bytes, with an index, as in Transformers.
+MOST_BYTES = 5_000_000_000
+_PART = re.compile(r"h\.\d+|\w+")  # a block, or another top-level module
+Files = Mapping[str, bytes | tensors.Arrays]  # by name: a file's bytes, or its tensors
 Parameters = dict[str, Callable[[], Tensor | Quantized]]
-Store = Callable[[GPTConfig, tensors.Arrays], Files]  # the files that hold weights
+Store = Callable[[GPTConfig, tensors.Arrays], Files]  # makes weight files
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Checkpoint:
 
 
 class TokenizerFiles:
-    """The files of a tokenizer, made once and written into every checkpoint of a run."""
+    """A tokenizer's files, serialized once for all checkpoints of a run."""
 
     def __init__(self, tokenizer: Tokenizer, config: GPTConfig) -> None:
         self.tokenizer = tokenizer
@@ -51,8 +52,7 @@ class TokenizerFiles:
 
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
-    """Writes a model to the checkpoint ``target``, whole or not at all. ``meta`` goes into ``gpt.json``
-    beside the arch. Raises `WorkError`."""
+    """Writes a model to the checkpoint ``target`` atomically. ``meta`` is added to ``gpt.json``. Raises `WorkError`."""
     with disk_errors(target, folder.KEPT):
         write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
 
@@ -65,15 +65,15 @@ def contents(
     store: Store | None = None,
     dtype: str = "float32",
 ) -> Files:
-    """The files of a checkpoint by name. ``weights`` are by our names, on the host: a model's in ``dtype``, or what
-    ``store`` makes the files of (`gpt.runs.adapter`)."""
-    of = tokenizer.tokenizer
-    bos = of.eot if of.bos is None else of.bos
-    eos = [of.eot, *sorted(of.more_ends)] if of.more_ends else of.eot
-    own = {
+    """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names: a model's in ``dtype``,
+    or the input of ``store``, which makes the weight files."""
+    inner = tokenizer.tokenizer
+    bos = inner.eot if inner.bos is None else inner.bos
+    eos = [inner.eot, *sorted(inner.more_ends)] if inner.more_ends else inner.eot
+    metadata = {
         "format": FORMAT,
         "positions": config.positions,
-        "tokenizer": describe(of),
+        "tokenizer": describe(inner),
         **meta,
     }
     arrays = {
@@ -84,13 +84,13 @@ def contents(
         **tokenizer.files,
         "config.json": to_json(hf.to_hf_config(config, bos, eos, dtype)),
         "generation_config.json": to_json({"bos_token_id": bos, "eos_token_id": eos}),
-        folder.META: to_json(own),
+        folder.META: to_json(metadata),
         **(store(config, arrays) if store else in_files(to_stored(config, arrays))),
     }
 
 
 def in_files(arrays: tensors.Arrays) -> Files:
-    """Files of these tensors: one, or several of at most `MOST_BYTES` and an index."""
+    """Returns one weight file, or shards of at most `MOST_BYTES` with an index."""
     parts: list[dict[str, tensors.Array | tensors.Deferred]] = [{}]
     for name, array in arrays.items():
         if parts[-1] and tensors.nbytes(parts[-1]) + array.nbytes > MOST_BYTES:
@@ -106,52 +106,52 @@ def in_files(arrays: tensors.Arrays) -> Files:
     return {**files, INDEX: to_json(index)}
 
 
-def to_stored(config: GPTConfig, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's arrays or tensors by the names that its layout has for them, as they are stored: views, or deferred."""
-    found: dict[str, Any] = {}
-    for name, together in _by_parameter(config):
-        rows = [each.rows for each in together.values() if each.rows is not None]
+def to_stored(config: GPTConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts a model's arrays to its layout's names and shapes, as views or deferred arrays."""
+    arrays: dict[str, Any] = {}
+    for name, group in _group_by_parameter(config):
+        rows = [each.rows for each in group.values() if each.rows is not None]
         if not rows:
-            parts = [ours[name]]
-        elif isinstance(ours[name], tensors.Deferred):
-            parts = ours[name].split(rows)
+            parts = [weights[name]]
+        elif isinstance(weights[name], tensors.Deferred):
+            parts = weights[name].split(rows)
         else:
-            parts = [ours[name][each] for each in rows]
-        for (theirs, stored), part in zip(together.items(), parts, strict=True):
-            found[theirs] = part.T if stored.transposed else part
-    return found
+            parts = [weights[name][each] for each in rows]
+        for (stored_name, stored), part in zip(group.items(), parts, strict=True):
+            arrays[stored_name] = part.T if stored.transposed else part
+    return arrays
 
 
 def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Parameters:
-    """The parameters by our names, of the tensors that ``get`` returns by their names in the layout. One that is stored
-    by itself is a view of that tensor."""
-    return {name: partial(_joined, together, get) for name, together in _by_parameter(config)}
+    """Returns loaders of the parameters by gpt's names. ``get`` returns a tensor by its name in the layout. Unfused
+    parameters are views of their tensors."""
+    return {name: partial(_concatenate, group, get) for name, group in _group_by_parameter(config)}
 
 
-def _joined(together: Mapping[str, hf.Stored], get: Callable[[str], Tensor]) -> Tensor:
-    parts = [get(theirs).t() if stored.transposed else get(theirs) for theirs, stored in together.items()]
+def _concatenate(group: Mapping[str, hf.Stored], get: Callable[[str], Tensor]) -> Tensor:
+    parts = [get(stored_name).t() if stored.transposed else get(stored_name) for stored_name, stored in group.items()]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]]]:
-    for name, some in itertools.groupby(hf.stored_tensors(config).items(), key=lambda item: item[1].ours):
-        yield name, dict(some)
+def _group_by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]]]:
+    for name, items in itertools.groupby(hf.stored_tensors(config).items(), key=lambda item: item[1].ours):
+        yield name, dict(items)
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
-    """The tensors that a checkpoint stores beside the parameters: a fixed table of positions, if there is one."""
+    """Returns the tensors that are stored in addition to parameters: the sine table, if there is one."""
     return {"wpe.weight": model.sine.detach()} if model.config.positions == "sinusoidal" else {}
 
 
 def write(target: Path, files: Files) -> None:
-    """Writes a checkpoint, synced and read back from the disk, whole or not at all. Raises OSError."""
-    with whole_folder(target, replace=True) as beside:
-        sums = side_by_side(lambda name: write_one(beside / name, files[name]), sorted(files))
-        folder.write_checksums(beside, sums)
+    """Writes a checkpoint atomically and reads it back from the disk. Raises OSError."""
+    with whole_folder(target, replace=True) as temporary:
+        checksums = side_by_side(lambda name: write_one(temporary / name, files[name]), sorted(files))
+        folder.write_checksums(temporary, checksums)
 
 
 def write_one(path: Path, data: bytes | tensors.Arrays) -> str:
-    """Writes a file of a checkpoint and returns its sha256. Raises OSError."""
+    """Writes a checkpoint file and returns its sha256. Raises OSError."""
     return write_pieces(path, [data] if isinstance(data, bytes) else tensors.pieces(data))
 
 
@@ -164,25 +164,22 @@ def load(
     finish: Callable[[nn.Module], object] | None = None,
     bits: int | None = None,
 ) -> Checkpoint:
-    """Loads the checkpoint at ``path``, ours or transformers', which is checked before anything is allocated from it.
+    """Loads the checkpoint at ``path``, written by gpt or Transformers, and validates it before allocating memory.
 
-    ``shape`` may differ from the checkpoint's own in dropout and by a shorter context, to which a table of positions is
-    cut. An adapter is merged into the weights that it belongs to. Weights are read straight into ``dtype``, with an
-    adapter into float32.
+    ``shape`` can differ from the checkpoint's in dropout and in a shorter context, to which a position table is cut.
+    Weights are read directly into ``dtype``; an adapter is merged into its base model in float32.
 
-    With ``mapped``, weights that are stored as they are needed stay in the file, and the model cannot be trained.
-    ``finish`` is given each block once it is read, and at last the model, to lay them out for decoding. Rounded
-    matrices are restored exactly. With ``bits`` the others are rounded, as in a folder of that many bits, for
-    ``finish`` to lay out.
+    With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish`` is
+    called with each block after it is read, and then with the model, to lay them out for decoding. Quantized matrices
+    are restored exactly. ``bits`` quantizes the others as in a quantized checkpoint, for ``finish`` to lay out.
 
-    Raises `UserError` for damage (a checksum, a shape, a number), for a model of another kind, and for an adapter whose
-    base is gone.
+    Raises `UserError` for damage (a checksum, a shape, a number), an unsupported model, or a missing base.
     """
     if folder.is_adapter(path):
-        config, said, base = _open_adapter(path)
+        config, loaded_adapter, base = _open_adapter(path)
         model = load(base, device, shape or config).model
-        added, roles = adapter.tensors(path, config, said.rank)
-        lora.merge(model, added, said.scale, roles)
+        lora_tensors, roles = adapter.tensors(path, config, loaded_adapter.rank)
+        lora.merge(model, lora_tensors, loaded_adapter.scale, roles)
         if bits is not None:
             round_matrices(model, bits, dtype)
         if finish is not None:
@@ -194,18 +191,17 @@ def load(
 
 
 def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
-    """Reads the shape and the tokenizer of a checkpoint; its weights stay on the disk. Raises `UserError` as
-    `open_weights` does."""
+    """Reads a checkpoint's shape and tokenizer, without weights. Raises `UserError` like `open_weights`."""
     config, _ = open_weights(path)
     return config, load_tokenizer(path, config)
 
 
 def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
-    """The shape of a checkpoint, whose checksums are verified, and its parameters by our names, in the model's order.
-    Each is read when it is asked for; adapters are merged when the first one is. Raises `UserError` as `load` does, for
-    what can be seen without the weights."""
+    """Verifies a checkpoint's checksums and returns its shape and loaders of its parameters by gpt's names, in the
+    model's order. A loader reads its parameter when called; the first call merges an adapter. Raises `UserError` like
+    `load`, as far as it can without reading weights."""
     if not folder.is_adapter(path):
-        return _stored_parameters(path, _describe(path))
+        return _stored_parameters(path, _read_shape(path))
     config, _, _ = _open_adapter(path)
 
     @functools.cache
@@ -217,35 +213,36 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
 
 
 def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
-    """The shape of an adapter's model, the adapter, and its base's folder, which has the shape if PEFT wrote it."""
-    config, found = _describe(path), adapter.read(path)
-    base = found.find_base(path)
-    return config if folder.home(path) == path else open_weights(base)[0], found, base
+    """Returns the model's shape (the base's, for a PEFT adapter), the adapter, and its base folder."""
+    config, loaded_adapter = _read_shape(path), adapter.read(path)
+    base = loaded_adapter.find_base(path)
+    return config if folder.home(path) == path else open_weights(base)[0], loaded_adapter, base
 
 
-def _describe(path: Path) -> GPTConfig:
-    """The shape of a checkpoint's model, as its ``config.json`` has it. Raises `UserError` for a damaged one, and for
-    one of another version."""
-    collections.deque(folder.lineage(path), maxlen=0)  # raises for adapters without an end, or without a base
+def _read_shape(path: Path) -> GPTConfig:
+    """Returns the model's shape. Raises `UserError` if the checkpoint is damaged or of another version."""
+    # Raises for a missing base or an endless chain of adapters.
+    collections.deque(folder.lineage(path), maxlen=0)
     home = folder.home(path)
     with reading(home):
-        ours = (home / folder.META).exists() or (home / folder.CHECKSUMS).exists()
-    if ours:
+        is_gpt = (home / folder.META).exists() or (home / folder.CHECKSUMS).exists()
+    if is_gpt:
         folder.verify_checksums(home)
-        if (found := read_json(home / folder.META).get("format")) != FORMAT:
-            raise UserError(f"{home} has format {found!r}; this program reads format {FORMAT}", "update gpt")
+        if (version := read_json(home / folder.META).get("format")) != FORMAT:
+            raise UserError(f"{home} has format {version!r}; this program reads format {FORMAT}", "update gpt")
     return hf.load_config(home)
 
 
 def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
-    """Loads the tokenizer of a checkpoint, ours or one of transformers'. Adapters may have one of their own, or a chat
-    template alone, which goes with that of their base; one may also be put beside a tokenizer of ours. A folder without
-    a tokenizer and with 50,257 ids means GPT-2's. Raises `UserError` where a text could have no beginning or end."""
+    """Loads a checkpoint's tokenizer, in gpt's or Transformers' format. An adapter can have its own tokenizer, or only
+    a chat template for its base's tokenizer; a template can also accompany a gpt tokenizer. A folder without a
+    tokenizer has GPT-2's if its vocabulary is 50,257. Raises `UserError` if the tokenizer has no token to begin or end
+    a text."""
     tokenizer, template = None, dict[str, bytes]()
-    for each in folder.lineage(path):
-        tokenizer = _own_tokenizer(each)
+    for folder_path in folder.lineage(path):
+        tokenizer = _own_tokenizer(folder_path)
         if tokenizer is None or tokenizer.chat_template is None:
-            template = template or read_template(each)
+            template = template or read_template(folder_path)
         if tokenizer is not None:
             break
     if tokenizer is None and config.vocab_size == GPT2_VOCAB:
@@ -270,8 +267,8 @@ def _own_tokenizer(path: Path) -> Tokenizer | None:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The one file of weights, or else the parts that an index names. That is transformers' order: an index may be left
-    from an earlier save."""
+    """Returns the single weight file, or the shards that an index names. Like Transformers, prefers the single file,
+    because an index can be left over from an earlier save."""
     index = path / INDEX
     if (path / MODEL).exists():
         return [path / MODEL]
@@ -286,8 +283,8 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None]) -> None:
-    """Passes every parameter of the checkpoint at ``path`` to ``put``, one after the other, whole and on the host.
-    Raises `UserError` as `load` does."""
+    """Passes every parameter of a checkpoint to ``put``, one at a time, unsharded and on the host. Raises `UserError`
+    like `load`."""
     table = named_parameters(shape)
     for name, get in open_weights(path)[1].items():
         if table[name].trained:
@@ -296,68 +293,71 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
 
 
 def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parameters]:
-    """The parameters of a checkpoint by our names, in the model's order. Each is read when it is asked for, in the
-    dtype of the files: a view of a mapped file where it is stored by itself. Before any is read, names, shapes and
-    dtypes of all are compared with the configuration, which is returned too: untied if the files have an unembedding
-    of its own. Raises `UserError` if they differ."""
+    """Returns the model's shape and loaders of its parameters by gpt's names, in the model's order and the file's
+    dtype. Unfused parameters are views of the mapped file.
+
+    First validates the names, shapes and dtypes of all tensors. The returned shape is untied if the files have a
+    separate unembedding. Raises `UserError`.
+    """
     files = _weight_files(path)
     values = read_json(path / "config.json")
     bits = quantized.read_bits(values)
     if bits is not None:
         _check_size(files, config, bits)
-        places = quantized.layout(config, bits)
-        shapes = {name: shape for name, (shape, _) in places.items()}
-        found = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in places.items()})
+        table = quantized.layout(config, bits)
+        shapes = {name: shape for name, (shape, _) in table.items()}
+        found = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in table.items()})
         tensors.check_all(files, shapes, found)
         return config, quantized.from_stored(config, bits, lambda name: found[name].mapped(), str(path))
-    beside: list[str] = []
+    ignored: list[str] = []
 
     def ours(theirs: str) -> str | None:
         name = hf.full_name(theirs, config)
         if name is None or hf.part_of(name) in parts:
             return name
-        beside.append(theirs)
+        ignored.append(theirs)
         return None
 
-    rounded = quantized.of_others(values)
+    quantization = quantized.find_foreign(values)
     try:
         _check_size(files, config, None)
         expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
         parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
         found = tensors.find(files, expected | optional, "config.json", ours=ours)
-        if config.tied and hf.UNEMBEDDING in found:  # safetensors' save_model writes it under this name alone
+        # safetensors' save_model writes tied weights only under this name.
+        if config.tied and hf.UNEMBEDDING in found:
             found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
         tensors.check_all(files, expected, found)
     except UserError as error:
-        if not rounded:
+        if not quantization:
             raise
         raise UserError(
-            f"{path}: {rounded}, and gpt only loads weights that gpt export has quantized ({error.message})",
+            f"{path}: {quantization}, and gpt only loads weights that gpt export has quantized ({error.message})",
             "use the model in 16 or 32 bits",
         ) from None
-    if rounded:
-        warn(f"{path}: {rounded}, but its weights are not quantized: they are used as they are")
-    if beside:
-        more = f" and {len(beside) - 1:,} more" if len(beside) > 1 else ""
-        warn(f"{path}: the tensor {beside[0]:.80}{more} is not part of the decoder and is ignored")
+    if quantization:
+        warn(f"{path}: {quantization}, but its weights are not quantized: they are used as they are")
+    if ignored:
+        more = f" and {len(ignored) - 1:,} more" if len(ignored) > 1 else ""
+        warn(f"{path}: the tensor {ignored[0]:.80}{more} is not part of the decoder and is ignored")
     if config.tied and hf.UNEMBEDDING in found:
-        both = [found[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
-        wide = torch.promote_types(both[0].dtype, both[1].dtype)
-        if not torch.equal(both[0].to(wide), both[1].to(wide)):
+        pair = [found[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
+        common_dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
+        if not torch.equal(pair[0].to(common_dtype), pair[1].to(common_dtype)):
             warn(f"{path}: {hf.UNEMBEDDING} differs from the embedding, although config.json ties them: it is used")
             config = replace(config, tied=False)
     return config, from_stored(config, lambda theirs: found[theirs].mapped())
 
 
 def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:
-    """Raises `UserError` for a shape that the files on disk are too small to hold, before memory is spent on it."""
+    """Raises `UserError` if the weight files are too small for the shape, before allocating memory."""
     size = sum(file.stat().st_size for file in files if file.exists())
     count = sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))
-    least = count * (bits or 16) // 8
-    if size < least:
+    min_bytes = count * (bits or 16) // 8
+    if size < min_bytes:
         raise UserError(
-            f"{files[0].parent}: the weights have {size:,} bytes; config.json requires at least {least:,}",
+            f"{files[0].parent}: the weights have {size:,} bytes; config.json requires at least {min_bytes:,}",
             "copy it again",
         )
 
@@ -371,21 +371,21 @@ def build(
     finish: Callable[[nn.Module], object] | None = None,
     bits: int | None = None,
 ) -> GPT:
-    """Builds a model of ``stored`` weights, block by block, for evaluation. Nothing is initialized only to be
-    overwritten. The other arguments are those of `load`."""
+    """Builds a model from ``stored`` weights, block by block and without initialization, for evaluation. The other
+    arguments are as in `load`."""
     table = named_parameters(config)
     with torch.device("meta"):
         model = GPT(config)
 
     def fill(part: str, values: Mapping[str, Tensor | Quantized], keep: bool) -> None:
-        """Puts its values into a part of the model: rounded ones as they are where they are to be kept."""
+        """Assigns values to a part of the model; with ``keep``, quantized values stay quantized."""
         state: dict[str, Tensor] = {}
         for name, value in values.items():
             if isinstance(value, Quantized) and keep:
-                _put(model, name.removesuffix(".weight"), value.to(device), dtype)
+                _put_quantized(model, name.removesuffix(".weight"), value.to(device), dtype)
                 continue
             tensor = whole(value)[: config.block_size] if part == "wpe" else whole(value)
-            state[name.removeprefix(part + ".")] = _as_needed(tensor, dtype, mapped)
+            state[name.removeprefix(part + ".")] = _convert(tensor, dtype, mapped)
         if part == "wpe" and config.positions == "sinusoidal":
             model.register_buffer("sine", state["weight"], persistent=False)
         else:
@@ -394,16 +394,16 @@ def build(
 
     for part, names in itertools.groupby(stored, key=lambda name: _PART.match(name)[0]):  # type: ignore[index]
         values = {name: stored[name]() for name in names}
-        rounded = values
+        new_values = values
         if bits is not None:
-            rounded = {name: quantized.rounded(table[name], value, bits) for name, value in values.items()}
-        fill(part, rounded, keep=bits is not None or (part == "wte" and finish is not None and not config.tied))
+            new_values = {name: quantized.rounded(table[name], value, bits) for name, value in values.items()}
+        fill(part, new_values, keep=bits is not None or (part == "wte" and finish is not None and not config.tied))
         if part == "wte" and finish is not None and config.tied:
-            model.lm_head = _unembedding(model.wte, finish)
-            value = rounded["wte.weight"]
-            own = isinstance(value, Tensor) and value.dtype != dtype  # a copy, and no part of the file
-            if model.lm_head is not None and value is values["wte.weight"] and not own:
-                # All of the mapping was read for the unembedding; of a new one only the rows that are looked up are.
+            model.lm_head = _lay_out_unembedding(model.wte, finish)
+            value = new_values["wte.weight"]
+            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # not a view of the file
+            if model.lm_head is not None and value is values["wte.weight"] and not is_copy:
+                # The unembedding read the whole mapping. A new mapping only reads the rows that are looked up.
                 fill(part, {name: stored[name]() for name in values}, keep=True)
         if finish is not None and part.startswith("h."):
             finish(model.get_submodule(part))
@@ -413,17 +413,16 @@ def build(
     return model
 
 
-def _put(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
-    """Puts a rounded matrix in the place of a module's weight."""
+def _put_quantized(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
     old = model.get_submodule(name)
     new = QuantizedLinear(matrix, old.bias) if isinstance(old, nn.Linear) else QuantizedEmbedding(matrix, dtype)
     model.set_submodule(name, new)
 
 
-def _unembedding(
+def _lay_out_unembedding(
     embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
 ) -> nn.Module | None:
-    """Lays out the embedding as a linear map by ``finish``; None where that leaves it as it is."""
+    """Lays out the embedding as a linear map with ``finish``; returns None if that changes nothing."""
     linear: nn.Module
     if isinstance(embedding, QuantizedEmbedding):
         linear = QuantizedLinear(embedding.weight, None)
@@ -431,13 +430,13 @@ def _unembedding(
         vocab, width = embedding.weight.shape
         linear = Linear(width, vocab, bias=False, device="meta")
         linear.weight = embedding.weight
-    holder = nn.Sequential(linear)
-    finish(holder)
-    return None if holder[0] is linear else holder[0]
+    container = nn.Sequential(linear)
+    finish(container)
+    return None if container[0] is linear else container[0]
 
 
-def _as_needed(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
-    """A tensor of a mapped file in this dtype, with its numbers in order: a copy unless it may stay ``mapped``."""
+def _convert(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
+    """Returns a mapped tensor in this dtype, contiguous, and copied unless it can stay ``mapped``."""
     if mapped:
         return tensor.to(dtype).contiguous()
     return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

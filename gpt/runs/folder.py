@@ -1,4 +1,4 @@
-"""Run folders and the checkpoints in them: names, checksums, index. Files and JSON only; torch is not imported."""
+"""Run folders and their checkpoints: names, checksums, index. Does not import torch."""
 
 import contextlib
 import hashlib
@@ -33,9 +33,10 @@ RUNS = "runs"
 METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
-ADAPTER = "adapter_config.json"  # of adapters, in PEFT's layout
-MOST_ADAPTERS = 100  # on top of each other; one that names itself as its base would never end
-TRAINING = ("training.json", "training.safetensors")  # for resuming alone; older checkpoints lose it
+ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
+# Bounds a chain of adapters, which is endless if an adapter names itself as its base.
+MAX_ADAPTERS = 100
+TRAINING = ("training.json", "training.safetensors")  # needed only for resuming; older checkpoints do not keep them
 KEPT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
     "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
@@ -65,15 +66,15 @@ def step_name(step: int) -> str:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a name is that of a checkpoint in a run."""
+    """Whether a name has the form of a checkpoint's name."""
     return _STEP.fullmatch(name) is not None
 
 
 def create_run(out: str) -> Path:
-    """Makes a run folder at ``out``, or at the first free of ``out-2``, ``out-3`` … Nothing is overwritten. Raises
-    `UserError` where none can be made, or the name is not UTF-8, which safetensors needs."""
+    """Creates a run folder at ``out``, or the first unused of ``out-2``, ``out-3`` …, without overwriting. Raises
+    `UserError` if that fails, or the name is not UTF-8, which safetensors requires."""
     check_text(f"the name {out!r}", out, "choose another path with --out")
-    first = Path(out)  # without a slash at its end
+    first = Path(out)  # Drops a trailing slash.
     for number in range(1, 10_000):
         path = first if number == 1 else first.with_name(f"{first.name}-{number}")
         try:
@@ -92,56 +93,56 @@ def _checksum_of(files: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def write_checksums(folder: Path, sums: Mapping[str, str] | None = None) -> None:
-    """Records the sha256 of every file in ``folder``, and of that record itself. ``sums`` are the checksums of what was
-    to be written, where they are known."""
-    if sums is None:
-        sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
-    write_file(folder / CHECKSUMS, to_json({"sha256": sums, "self": _checksum_of(sums)}))
+def write_checksums(folder: Path, checksums: Mapping[str, str] | None = None) -> None:
+    """Records the sha256 of every file in ``folder``, and of the record. ``checksums``, if given, come from the data
+    that was written."""
+    if checksums is None:
+        checksums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
+    write_file(folder / CHECKSUMS, to_json({"sha256": checksums, "self": _checksum_of(checksums)}))
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Reads what `write_checksums` recorded. Raises `UserError` where it is damaged, or names a file elsewhere."""
-    record = read_json(folder / CHECKSUMS) if _has(folder, CHECKSUMS) else {}
-    sums = record.get("sha256")
-    if not isinstance(sums, dict) or record.get("self") != _checksum_of(sums):
+    """Reads recorded checksums. Raises `UserError` if the record is damaged or names a file outside the folder."""
+    record = read_json(folder / CHECKSUMS) if _has_file(folder, CHECKSUMS) else {}
+    checksums = record.get("sha256")
+    if not isinstance(checksums, dict) or record.get("self") != _checksum_of(checksums):
         raise UserError(f"{folder} is damaged: it has no valid {CHECKSUMS}", HINT)
-    for name in sums:
+    for name in checksums:
         if not is_file_name(name):
             raise UserError(f"{folder / CHECKSUMS} names a file outside its folder: {name[:80]!r}", HINT)
-    return sums
+    return checksums
 
 
 def verify_checksums(folder: Path, training: bool = False) -> None:
-    """Raises `UserError` unless every file that the checkpoint was saved with is there, whole and unchanged.
+    """Raises `UserError` unless all files of the checkpoint exist and are unchanged.
 
-    Training state (``training.*``) may be gone, since old checkpoints keep their weights only; where it is not asked
-    for, it is not read.
+    Training state (``training.*``) is read only with ``training``, and can be missing, because old checkpoints keep
+    only their weights.
     """
-    sums = read_checksums(folder)
-    for name in sums:
+    recorded = read_checksums(folder)
+    for name in recorded:
         if name not in TRAINING and not (folder / name).is_file():
             raise UserError(f"{folder} is damaged: {name} is missing", HINT)
-    wanted = [name for name in sums if name not in TRAINING or (training and (folder / name).is_file())]
+    names = [name for name in recorded if name not in TRAINING or (training and (folder / name).is_file())]
     with reading(folder):
-        found = side_by_side(lambda name: file_sha256(folder / name), wanted)
-    for name in wanted:
-        if found[name] != sums[name]:
+        actual = side_by_side(lambda name: file_sha256(folder / name), names)
+    for name in names:
+        if actual[name] != recorded[name]:
             raise UserError(f"{folder / name} is damaged: its sha256 has changed since it was saved", HINT)
 
 
 def weight_checksums(folder: Path) -> dict[str, str]:
-    """The sha256 of each file of weights in a checkpoint, by name: they identify a model."""
+    """Returns the sha256 of each weight file by name. They identify a model."""
     return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
 
 
 def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> list[Entry]:
-    """The checkpoints on disk of a run, by step, each with the loss that it records. ``note`` is told of a loss that
-    cannot be read. Raises `UserError` if the run cannot be read."""
+    """Returns a run's checkpoints by step, with their recorded losses. ``note`` is called for an unreadable loss.
+    Raises `UserError` if the run cannot be read."""
     entries = []
     with reading(run):
-        inside = list(run.iterdir())
-    for path in inside:
+        children = list(run.iterdir())
+    for path in children:
         match = _STEP.fullmatch(path.name)
         if match and path.is_dir():
             loss: Any = None
@@ -149,19 +150,19 @@ def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> l
                 loss = read_json(path / META).get("val_loss")
             except UserError as error:
                 note(f"{error.message}: using the best of the other checkpoints")
-            number = type(loss) in (int, float) and abs(loss) <= LARGEST
-            entries.append(Entry(int(match[1]), float(loss) if number else None))
+            is_number = type(loss) in (int, float) and abs(loss) <= LARGEST
+            entries.append(Entry(int(match[1]), float(loss) if is_number else None))
     return sorted(entries, key=lambda entry: entry.step)
 
 
 def best(entries: list[Entry]) -> Entry:
-    """The checkpoint with the lowest held-out loss; the newest where none was measured."""
+    """Returns the checkpoint with the lowest held-out loss, or the newest if none was measured."""
     measured = [entry for entry in entries if entry.val_loss is not None]
     return min(measured, key=lambda entry: entry.val_loss or 0.0) if measured else entries[-1]
 
 
 def write_index(run: Path) -> None:
-    """Writes ``index.json`` from the folders of checkpoints, if there are any: the best, the latest, and all losses."""
+    """Writes ``index.json`` from the checkpoint folders: the best, the latest, and all losses."""
     entries = checkpoints(run)
     if not entries:
         return
@@ -174,8 +175,8 @@ def write_index(run: Path) -> None:
 
 
 def prune(run: Path, keep: int, newest: int | None = None) -> None:
-    """Removes checkpoints that are neither the best nor among the ``keep`` newest, and the best one's training state
-    where it is not among these. Checkpoints after the step ``newest`` go too: the run was resumed from before them."""
+    """Deletes all checkpoints except the best and the ``keep`` newest, and the best one's training state if it is
+    older. Also deletes checkpoints after the step ``newest``, because the run resumed before them."""
     entries = checkpoints(run)
     if newest is not None:
         for entry in (entry for entry in entries if entry.step > newest):
@@ -190,45 +191,45 @@ def prune(run: Path, keep: int, newest: int | None = None) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    doomed = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")  # first: half a folder is never called step-N
-    os.replace(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    # Rename first, so that a folder called step-N is never incomplete.
+    temporary = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
+    os.replace(checkpoint, temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def can_resume(path: Path) -> bool:
     """Whether a checkpoint has training state."""
-    return all(_has(path, name) for name in TRAINING)
+    return all(_has_file(path, name) for name in TRAINING)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint, ours, transformers' or PEFT's. Raises `UserError` where it cannot be
-    read."""
-    return _has(path, "config.json") or is_adapter(path)
+    """Whether a folder looks like a checkpoint of gpt, Transformers or PEFT. Raises `UserError` if unreadable."""
+    return _has_file(path, "config.json") or is_adapter(path)
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a checkpoint contains only adapters. Raises `UserError` where it cannot be read."""
-    return _has(path, ADAPTER)
+    """Whether a checkpoint contains only adapters. Raises `UserError` if unreadable."""
+    return _has_file(path, ADAPTER)
 
 
-_bases: dict[Path, str] = {}  # by the adapters on top of them, where the user named them
+_bases: dict[Path, str] = {}  # base models given by the user, by adapter folder
 
 
 def name_base(path: Path, base: str) -> None:
-    """Puts ``base``, as `find_checkpoint` takes it, in the place of the model that the files of the adapters at
-    ``path`` name. Raises `UserError` where there are no adapters."""
+    """Replaces the base model that an adapter's files name with ``base``, as in `find_checkpoint`. Raises `UserError`
+    if ``path`` is not an adapter."""
     if not is_adapter(path):
         raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
-    named = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
-    with contextlib.suppress(UserError):  # files that name no base
-        while not hub.is_remote(below := base_of(path)) and is_adapter(Path(below)):
-            path = Path(below)
-    _bases[path.absolute()] = named
+    base_path = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
+    with contextlib.suppress(UserError):  # The files name no base model.
+        while not hub.is_remote(next_base := base_of(path)) and is_adapter(Path(next_base)):
+            path = Path(next_base)
+    _bases[path.absolute()] = base_path
 
 
 def base_of(path: Path) -> str:
-    """The model that the adapters at ``path`` belong to: a folder, or ``hf:NAME@REVISION``. Raises `UserError` where
-    that is not said."""
+    """Returns the base model of the adapter at ``path``: a folder or ``hf:NAME@REVISION``. Raises `UserError` if its
+    files name none."""
     if path.absolute() in _bases:
         return _bases[path.absolute()]
     values = read_json(path / ADAPTER)
@@ -241,7 +242,7 @@ def base_of(path: Path) -> str:
 
 
 def base_folder(path: Path) -> Path:
-    """The folder of the model that the adapters at ``path`` belong to. Raises `UserError` where it cannot be had."""
+    """Returns the folder of an adapter's base model. Raises `UserError` if it is unavailable."""
     base = base_of(path)
     if not hub.is_remote(base) and not is_checkpoint(Path(base)):
         raise UserError(f"{path} is an adapter for {base}, which does not exist", BASE_HINT)
@@ -255,94 +256,93 @@ def base_folder(path: Path) -> Path:
 
 
 def lineage(path: Path) -> Iterator[Path]:
-    """Yields the folder of a checkpoint and, of adapters, those of the models below them; one of the hub is fetched
-    when it is asked for. Raises `UserError` where the chain does not end."""
-    here = path
-    for _ in range(MOST_ADAPTERS):
-        yield here
-        if not is_adapter(here):
+    """Yields a checkpoint's folder and the folders of the base models below it, downloading from the Hub on demand.
+    Raises `UserError` if the chain does not end."""
+    current = path
+    for _ in range(MAX_ADAPTERS):
+        yield current
+        if not is_adapter(current):
             return
-        here = base_folder(here)
-    raise UserError(f"{path} is in a chain of more than {MOST_ADAPTERS} adapters", "merge some of them")
+        current = base_folder(current)
+    raise UserError(f"{path} is in a chain of more than {MAX_ADAPTERS} adapters", "merge some of them")
 
 
 def home(path: Path) -> Path:
-    """The folder that has the shape of a checkpoint: itself, or the base of a PEFT adapter. A ``config.json`` that
-    other programs leave in an adapter folder counts for nothing, as in PEFT."""
-    for here in lineage(path):
-        if _has(here, META) or not is_adapter(here):
+    """Returns the folder with a checkpoint's shape: its own, or the base of a PEFT adapter. Like PEFT, ignores a
+    ``config.json`` that other programs leave in an adapter folder."""
+    for current in lineage(path):
+        if _has_file(current, META) or not is_adapter(current):
             break
-    return here
+    return current
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder looks like a run. Raises `UserError` where it cannot be read."""
-    return _has(path, RECORD)
+    """Whether a folder looks like a run. Raises `UserError` if unreadable."""
+    return _has_file(path, RECORD)
 
 
-def _has(path: Path, name: str) -> bool:
+def _has_file(path: Path, name: str) -> bool:
     with reading(path):
         return (path / name).is_file()
 
 
 def names_model(word: str) -> bool:
-    """Whether a word names a model, as `find_checkpoint` takes it, or a preset. Raises `UserError` for a path that
-    cannot be read."""
+    """Whether a word names a preset or a model for `find_checkpoint`. Raises `UserError` for an unreadable path."""
     if hub.is_remote(word):
-        return "://" not in word  # hf:// is the address of a text
+        return "://" not in word  # hf:// is the address of a text.
     with reading(Path(word)):
         exists = Path(word).exists()
-    part = None if exists else _PART.fullmatch(word)
-    path = Path(part[1] if part else word)
+    match = None if exists else _PART.fullmatch(word)
+    path = Path(match[1] if match else word)
     if path.is_dir() and not is_run(path) and not is_adapter(path):
-        with contextlib.suppress(UserError):  # a folder of texts may have a config.json, too
+        with contextlib.suppress(UserError):  # A folder of texts can contain a config.json too.
             return "model_type" in read_json(path / "config.json")
     return (word in PRESETS and not exists) or is_run(path) or is_checkpoint(path)
 
 
 def runs_in(runs: Path) -> list[Path]:
-    """The runs in a folder of runs, by name. Runs that cannot be read are somebody else's, and left out."""
+    """Returns the runs in a folder, by name, without unreadable ones."""
     with reading(runs):
-        inside = sorted(runs.iterdir()) if runs.is_dir() else []
-    found = []
-    for path in inside:
+        children = sorted(runs.iterdir()) if runs.is_dir() else []
+    readable = []
+    for path in children:
         with contextlib.suppress(UserError):
-            found += [path] if is_run(path) else []
-    return found
+            readable += [path] if is_run(path) else []
+    return readable
 
 
 def check_run(path: Path) -> None:
-    """Raises `UserError` for a path that is not a run folder."""
+    """Raises `UserError` unless a path is a run folder."""
     if not is_run(path):
         missing = f"{path} is not a run: it has no {RECORD}" if path.exists() else f"there is no run {path}"
         raise UserError(missing, known_runs())
 
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:
-    """Finds the run in ``runs/`` that started last and has a checkpoint. Raises `UserError` where there is none."""
-    started: list[tuple[str, Path]] = []
+    """Returns the run that started last and has a checkpoint. Raises `UserError` if there is none."""
+    candidates: list[tuple[str, Path]] = []
     for path in runs_in(runs):
         with contextlib.suppress(UserError):
             if checkpoints(path):
-                started.append((RunRecord.read(path).started, path))
-    if not started:
+                candidates.append((RunRecord.read(path).started, path))
+    if not candidates:
         raise UserError(
             f"there is no run with a checkpoint in {runs}{os.sep}",
             "train one: gpt train FILE; or choose one with --model",
         )
-    return max(started)[1]
+    return max(candidates)[1]
 
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Finds the checkpoint folder that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
-    folder of transformers, or ``hf:NAME`` of the hub, which is fetched; None is the best of the newest run. A damaged
-    ``latest`` falls back to the one before, of which ``note`` is told. Raises `UserError` where there is none."""
+    """Returns the checkpoint folder that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint,
+    a Transformers folder, or ``hf:NAME``, which is downloaded; None: the best of the newest run. If ``latest`` is
+    damaged, calls ``note`` and uses the previous one. Raises `UserError` if there is none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
     match = _PART.fullmatch(model) if model else None
     with reading(Path(model or RUNS)):
-        part = match and not Path(match[0]).exists()
-    if match and part:
+        names_part = match and not Path(match[0]).exists()
+    if match and names_part:
         return _of_run(Path(match[1]), match[2], note)
     path = Path(model) if model else newest_run()
     if is_run(path):
@@ -381,9 +381,9 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
 
 
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
-    """Finds the newest checkpoint whose checksums are right, with ``training`` of those that have training state.
-    ``note`` is told of each that is passed over. Raises `UserError` where none is left."""
-    why = "none can be resumed from" if training else "none is there"
+    """Returns the newest intact checkpoint; with ``training``, the newest that has training state. ``note`` is called
+    for each checkpoint that is skipped. Raises `UserError` if none is intact."""
+    reason = "none can be resumed from" if training else "none is there"
     for entry in reversed(checkpoints(run)):
         path = run / entry.name
         if training and not can_resume(path):
@@ -392,12 +392,12 @@ def newest_whole(run: Path, note: Callable[[str], None], training: bool = False)
             verify_checksums(path, training)
             return path
         except UserError as error:
-            why = error.message
-            note(f"{why}: using the checkpoint before it")
-    raise UserError(f"the run {run} has no intact checkpoint: {why}", HINT)
+            reason = error.message
+            note(f"{reason}: using the checkpoint before it")
+    raise UserError(f"the run {run} has no intact checkpoint: {reason}", HINT)
 
 
 def known_runs() -> str:
-    """A hint: which runs there are."""
+    """Returns a hint that lists the runs."""
     names = [str(path) for path in runs_in(Path(RUNS))]
     return "runs here: " + ", ".join(names) if names else "train one: gpt train FILE"

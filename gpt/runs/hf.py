@@ -1,7 +1,7 @@
-"""Layouts of checkpoints, as families of transformers have them: ``config.json``, and names and shapes of the weights.
+"""Checkpoint layouts of Transformers families: ``config.json``, and names and shapes of the weights.
 
-A checkpoint of ours is such a folder, and such a folder is a checkpoint to us; nothing is converted. A model that no
-family computes has GPT-2's names and says in ``config.json`` that it is no GPT-2.
+gpt and Transformers read each other's checkpoints without conversion. A model that no family supports has GPT-2's
+tensor names and its own type.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from gpt.runs import folder, quantized
 from gpt.settings import checked
 
 UNEMBEDDING = "lm_head.weight"
-OWN_TYPE = "gpt"  # of models that no family computes
-_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # that older versions saved
-_GPT2 = "transformer."  # before every name but the unembedding's, in what transformers saves today
+OWN_TYPE = "gpt"  # type of models that no family supports
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers that older versions saved
+_GPT2 = "transformer."  # prefix of all names except the unembedding's in current files
 _LLAMA = "model."
 _LLAMA_NAMES = {
     "wte": ("embed_tokens",),
@@ -37,36 +37,36 @@ _LLAMA_NAMES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint's files: a parameter, or some of its rows where several are fused into one."""
+    """A tensor in a checkpoint's files: a parameter, or rows of a fused one."""
 
     ours: str
-    shape: Shape  # as it is stored
-    rows: slice | None = None  # of ours; None: all
+    shape: Shape  # in the file
+    rows: slice | None = None  # rows of gpt's parameter; None: all
     transposed: bool = False  # stored as (in, out)
 
 
 def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
-    """Every tensor of a checkpoint by its name in the files, in the model's order; fused rows in theirs."""
-    found: dict[str, Stored] = {}
+    """Returns every tensor by its name in the files, in the model's order; parts of fused parameters in row order."""
+    tensors: dict[str, Stored] = {}
     for name, p in named_parameters(config).items():
         if name == UNEMBEDDING:
-            found[name] = Stored(name, p.shape)
+            tensors[name] = Stored(name, p.shape)
         elif config.layout in (OWN_TYPE, "gpt2"):
-            found[_GPT2 + name] = Stored(name, p.shape[:: -1 if p.is_matrix else 1], transposed=p.is_matrix)
+            tensors[_GPT2 + name] = Stored(name, p.shape[:: -1 if p.is_matrix else 1], transposed=p.is_matrix)
         else:
             module, _, kind = p.name.rpartition(".")
-            theirs = _LLAMA_NAMES[module]
+            stored_modules = _LLAMA_NAMES[module]
             prefix = _LLAMA + name.removesuffix(p.name).replace("h.", "layers.")
             end = 0
-            for each, rows in zip(theirs, p.fused or p.shape[:1], strict=True):
+            for stored_module, rows in zip(stored_modules, p.fused or p.shape[:1], strict=True):
                 part = slice(end, end := end + rows) if p.fused else None
-                found[f"{prefix}{each}.{kind}"] = Stored(name, (rows, *p.shape[1:]), part)
-    return found
+                tensors[f"{prefix}{stored_module}.{kind}"] = Stored(name, (rows, *p.shape[1:]), part)
+    return tensors
 
 
 def full_name(theirs: str, config: GPTConfig) -> str | None:
-    """A tensor's name with the prefix that files of a model without its unembedding leave out; None for a buffer that
-    carries no weight."""
+    """Returns a tensor's full name: files of a model without LM head leave out a prefix. None for a buffer that is not
+    a weight."""
     if theirs.endswith(_BUFFERS):
         return None
     prefix = _GPT2 if config.layout in (OWN_TYPE, "gpt2") else _LLAMA
@@ -74,25 +74,25 @@ def full_name(theirs: str, config: GPTConfig) -> str | None:
 
 
 def embedding_name(config: GPTConfig) -> str:
-    """The full name of the embedding."""
+    """Returns the full name of the embedding."""
     return f"{_GPT2}wte.weight" if config.layout in (OWN_TYPE, "gpt2") else f"{_LLAMA}embed_tokens.weight"
 
 
 def part_of(name: str) -> str:
-    """The part of a model that a tensor belongs to, by its full name: ``layers``, ``wte``, ``v_head`` …"""
+    """Returns a tensor's part of the model, from its full name: ``layers``, ``wte``, ``v_head`` …"""
     return name.removeprefix(_GPT2).removeprefix(_LLAMA).partition(".")[0]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model that transformers computes as this decoder does."""
+    """A Transformers model type that computes the same as this decoder."""
 
-    architecture: str  # its class in transformers
-    names: Mapping[str, str]  # of a property's key in ``config.json``, by ours
-    properties: Mapping[str, Any]  # that all of its models have
-    # What missing keys mean; those of a shape are never missing.
+    architecture: str  # class in Transformers
+    names: Mapping[str, str]  # keys of ``config.json`` by property
+    properties: Mapping[str, Any]  # of all models in the family
+    # Defaults of missing keys; shape keys are never missing.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # What keys may say, since anything else gives other logits. The first is written, and what a missing key means.
+    # Accepted values of keys; others would change the logits. The first is written, and is the default.
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -110,7 +110,7 @@ _SHAPE = {
     "tied": "tie_word_embeddings",
 }
 _REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-_SAME = {"rms_norm_eps": 1e-6, "attention_dropout": 0.0, "tie_word_embeddings": False}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "attention_dropout": 0.0, "tie_word_embeddings": False}
 _QWEN3 = ARCHITECTURES["modern"]
 _LLAMA_PROPERTIES = {**_QWEN3, "qk_norm": False}
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -128,24 +128,24 @@ FAMILIES = {
         },
     ),
     "llama": Family(
-        "LlamaForCausalLM", _SHAPE, _LLAMA_PROPERTIES, {**_SAME, "num_key_value_heads": None, "head_dim": None},
+        "LlamaForCausalLM", _SHAPE, _LLAMA_PROPERTIES, {**_DEFAULTS, "num_key_value_heads": None, "head_dim": None},
         {**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
     ),
     "mistral": Family(
-        "MistralForCausalLM", _SHAPE, _LLAMA_PROPERTIES, {**_SAME, "num_key_value_heads": 8, "head_dim": None},
+        "MistralForCausalLM", _SHAPE, _LLAMA_PROPERTIES, {**_DEFAULTS, "num_key_value_heads": 8, "head_dim": None},
         _SILU,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM", _SHAPE, {**_LLAMA_PROPERTIES, "biases": "qkv"},
-        {**_SAME, "num_key_value_heads": 32, "head_dim": None}, _SILU,
+        {**_DEFAULTS, "num_key_value_heads": 32, "head_dim": None}, _SILU,
     ),
     "qwen3": Family(
-        "Qwen3ForCausalLM", _SHAPE, _QWEN3, {**_SAME, "num_key_value_heads": 32, "head_dim": 128},
+        "Qwen3ForCausalLM", _SHAPE, _QWEN3, {**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
         {**_SILU, "attention_bias": (False,)},
     ),
 }  # fmt: skip
-# Of other families, or of changes to these: what leaves the computation as it is.
-_WITHOUT: dict[str, tuple[Any, ...]] = {
+# Keys of other families and variants, with values that leave the computation unchanged.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (None, 0)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_softcapping"), (None, 0)),
     **dict.fromkeys(("residual_multiplier", "embedding_multiplier", "logits_scaling", "logit_scale"), (None, 1)),
@@ -160,28 +160,28 @@ _WITHOUT: dict[str, tuple[Any, ...]] = {
 _QWENS = ("qwen2", "qwen3")
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10_000.0  # what these keys mean where they are missing
-# What a model that no family computes says. A setting that came later has a default where it isn't said.
-_OWN = {each.name: each.name for each in fields(GPTConfig)} | {"block_size": "n_positions"}
+_WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10_000.0  # defaults of missing keys
+# Keys of a model that no family supports. Keys added later have defaults.
+_OWN_KEYS = {each.name: each.name for each in fields(GPTConfig)} | {"block_size": "n_positions"}
 _OWN_REQUIRED = (*_REQUIRED, "layer_norm_epsilon", "positions", "dropout")
 
 
 def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str = "float32") -> dict[str, Any]:
-    """``config.json``, for the family of transformers that computes the same. A sine table is stored as ``wpe``, as a
-    learned one is. ``dtype``: of the weights, which may be int8 or int4."""
+    """Returns ``config.json`` for the Transformers family that computes the same model. A sine table is stored as
+    ``wpe``, like a learned one. ``dtype`` can be int8 or int4."""
     if bits := quantized.BITS.get(dtype):
         return {**to_hf_config(config, bos, eos), quantized.KEY: quantized.describe(bits)}
     if config.layout == OWN_TYPE:
-        own = {_OWN[name]: value for name, value in asdict(config).items()}
-        return {"architectures": ["GPT"], "model_type": OWN_TYPE, **own, "dtype": dtype}
+        own_values = {_OWN_KEYS[name]: value for name, value in asdict(config).items()}
+        return {"architectures": ["GPT"], "model_type": OWN_TYPE, **own_values, "dtype": dtype}
     family = FAMILIES[config.layout]
-    values = {theirs: getattr(config, ours) for ours, theirs in family.names.items()}
+    values = {config_key: getattr(config, field_name) for field_name, config_key in family.names.items()}
     if config.layout == "gpt2":
         values |= {"attn_pdrop": config.dropout, "embd_pdrop": config.dropout}
     else:
         values |= {
             "intermediate_size": config.mlp_width, "num_key_value_heads": config.kv_heads,
-            "head_dim": config.head_size, **_say_rope(config), **_say_window(config),
+            "head_dim": config.head_size, **_write_rope(config), **_write_window(config),
         }  # fmt: skip
     return {
         "architectures": [family.architecture],
@@ -195,8 +195,8 @@ def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str =
     }
 
 
-def _say_rope(config: GPTConfig) -> dict[str, Any]:
-    """The rotary frequencies in the words of transformers 5, and in those of before, which others read."""
+def _write_rope(config: GPTConfig) -> dict[str, Any]:
+    """Returns the RoPE frequencies in the keys of Transformers 5, and in the older keys that other programs read."""
     scaling = None
     if config.rope_scaling is not None:
         scaling = {
@@ -213,26 +213,26 @@ def _say_rope(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _say_window(config: GPTConfig) -> dict[str, Any]:
-    windows, windowed = config.windows, any(config.windows)
-    window = config.window if windowed else None
+def _write_window(config: GPTConfig) -> dict[str, Any]:
+    windows, has_windows = config.windows, any(config.windows)
+    window = config.window if has_windows else None
     if config.layout == "mistral":
         return {"sliding_window": window}
     if config.layout not in _QWENS:
         return {}
-    # Readers that know no layer_types have a window from a layer on, where that is what there is.
-    first = next((at for at, each in enumerate(windows) if each), len(windows))
+    # Readers without support for layer_types use the window from max_window_layers up.
+    first_windowed = next((layer for layer, each in enumerate(windows) if each), len(windows))
     return {
-        "use_sliding_window": windowed,
+        "use_sliding_window": has_windows,
         "sliding_window": window,
-        "max_window_layers": first if all(windows[first:]) else len(windows),
+        "max_window_layers": first_windowed if all(windows[first_windowed:]) else len(windows),
         "layer_types": [_SLIDING if each else _FULL for each in windows],
     }
 
 
 def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
-    """The shape in a ``config.json`` of transformers. Raises `UserError` for another kind of model, one that computes
-    what this decoder does not, or a number that is none."""
+    """Returns the shape in a Transformers ``config.json``. Raises `UserError` for another model type, an unsupported
+    computation, or an invalid number."""
     kind = values.get("model_type")
     if kind != OWN_TYPE and (not isinstance(kind, str) or kind not in FAMILIES):
         raise UserError(f"{where} describes a model of type {kind!r:.80}", f"supported: {', '.join(FAMILIES)}")
@@ -245,75 +245,77 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
 
 
 def _from_family(kind: str, family: Family, values: Mapping[str, Any]) -> GPTConfig:
-    for key, allowed in (_WITHOUT | dict(family.fixed)).items():
+    for key, allowed in (_NEUTRAL_VALUES | dict(family.fixed)).items():
         if values.get(key, allowed[0]) not in allowed:
             raise UserError(f"{key} is {values[key]!r:.80}; this decoder supports only {allowed[0]!r}")
     if kind == "gpt2" and "n_positions" not in values:
         values = {**values, **({"n_positions": values["n_ctx"]} if "n_ctx" in values else {})}
     values = {**family.defaults, **values}
-    _require(values, [theirs for theirs in family.names.values() if theirs not in family.defaults])
-    found = {ours: values[theirs] for ours, theirs in family.names.items() if theirs in values}
+    _require(values, [config_key for config_key in family.names.values() if config_key not in family.defaults])
+    settings = {
+        field_name: values[config_key] for field_name, config_key in family.names.items() if config_key in values
+    }
     if kind == "gpt2":
-        return GPTConfig(**{**family.properties, **found})
-    config = GPTConfig(**{**family.properties, **found, **_read_rope(values)})
+        return GPTConfig(**{**family.properties, **settings})
+    config = GPTConfig(**{**family.properties, **settings, **_read_rope(values)})
     window, layers = _read_window(kind, values, config.n_layer)
     return replace(config, window=window, window_layers=layers if window else None)
 
 
 def _from_own_config(values: Mapping[str, Any]) -> GPTConfig:
-    _require(values, [_OWN[name] for name in _OWN_REQUIRED])
-    found = {ours: values[theirs] for ours, theirs in _OWN.items() if theirs in values}
-    if isinstance(found.get("rope_scaling"), dict):
-        found["rope_scaling"] = checked(RopeScaling, found["rope_scaling"], "rope_scaling")
-    return GPTConfig(**found)
+    _require(values, [_OWN_KEYS[name] for name in _OWN_REQUIRED])
+    settings = {field_name: values[config_key] for field_name, config_key in _OWN_KEYS.items() if config_key in values}
+    if isinstance(settings.get("rope_scaling"), dict):
+        settings["rope_scaling"] = checked(RopeScaling, settings["rope_scaling"], "rope_scaling")
+    return GPTConfig(**settings)
 
 
-def _require(values: Mapping[str, Any], names: list[str]) -> None:
-    missing = [name for name in names if name not in values]
+def _require(values: Mapping[str, Any], keys: list[str]) -> None:
+    missing = [key for key in keys if key not in values]
     if missing:
         raise UserError(f"it has no {', '.join(missing)}")
 
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary frequencies, of which there are two forms; a file may have both, where they say the same."""
-    said = [{}] if not any(map(values.get, _ROPE_KEYS)) else [values[key] for key in _ROPE_KEYS if values.get(key)]
-    found = [_read_rope_form(each, values) for each in said]
-    if found[0] != found[-1]:
+    """Reads the RoPE frequencies, in either of two forms, or in both if they agree."""
+    forms = [{}] if not any(map(values.get, _ROPE_KEYS)) else [values[key] for key in _ROPE_KEYS if values.get(key)]
+    results = [_read_rope_form(form, values) for form in forms]
+    if results[0] != results[-1]:
         raise UserError("rope_scaling and rope_parameters contradict each other")
-    return found[0]
+    return results[0]
 
 
-def _read_rope_form(said: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(said, dict) or any(isinstance(each, dict) for each in said.values()):
-        raise UserError(f"rope_parameters is {said!r:.80}; this decoder supports only one set for all layers")
-    kind = said.get("rope_type", said.get("type", "default"))
-    bases = [each["rope_theta"] for each in (said, values) if each.get("rope_theta") is not None]
-    if kind not in ("default", "llama3"):
-        raise UserError(f"rope_type is {kind!r:.80}; this decoder supports only default and llama3")
-    if said.get("partial_rotary_factor", 1) not in _WITHOUT["partial_rotary_factor"]:
-        raise UserError(f"partial_rotary_factor is {said['partial_rotary_factor']!r:.80}; the only one supported is 1")
+def _read_rope_form(form: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(form, dict) or any(isinstance(table, dict) for table in form.values()):
+        raise UserError(f"rope_parameters is {form!r:.80}; this decoder supports only one set for all layers")
+    rope_type = form.get("rope_type", form.get("type", "default"))
+    bases = [table["rope_theta"] for table in (form, values) if table.get("rope_theta") is not None]
+    if rope_type not in ("default", "llama3"):
+        raise UserError(f"rope_type is {rope_type!r:.80}; this decoder supports only default and llama3")
+    if form.get("partial_rotary_factor", 1) not in _NEUTRAL_VALUES["partial_rotary_factor"]:
+        raise UserError(f"partial_rotary_factor is {form['partial_rotary_factor']!r:.80}; the only one supported is 1")
     if len(bases) == 2 and bases[0] != bases[1]:
         raise UserError(f"rope_theta is both {bases[0]!r:.80} and {bases[1]!r:.80}")
     base = bases[0] if bases else _ROPE_THETA
-    if kind == "default":
+    if rope_type == "default":
         return {"rope_base": base}
-    _require(said, ["factor", "low_freq_factor", "high_freq_factor"])
-    original = "original_max_position_embeddings"
-    length = values.get(original, said.get(original, values["max_position_embeddings"]))
-    scaling = RopeScaling(said["factor"], said["low_freq_factor"], said["high_freq_factor"], length)
+    _require(form, ["factor", "low_freq_factor", "high_freq_factor"])
+    length_key = "original_max_position_embeddings"
+    length = values.get(length_key, form.get(length_key, values["max_position_embeddings"]))
+    scaling = RopeScaling(form["factor"], form["low_freq_factor"], form["high_freq_factor"], length)
     return {"rope_base": base, "rope_scaling": scaling}
 
 
 def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[Any, tuple[int, ...]]:
-    """The window, None for none, and the layers that have it."""
+    """Returns the sliding window, or None, and its layers."""
     window, layers, types = values.get("sliding_window", _WINDOW), tuple(range(n_layer)), values.get("layer_types")
     if kind in _QWENS:
-        if (used := values.get("use_sliding_window", False)) not in (True, False):
-            raise UserError(f"use_sliding_window is {used!r:.80}; it must be true or false")
+        if (is_used := values.get("use_sliding_window", False)) not in (True, False):
+            raise UserError(f"use_sliding_window is {is_used!r:.80}; it must be true or false")
         first = values.get("max_window_layers", _MAX_WINDOW_LAYERS)
         if type(first) is not int or first < 0:
             raise UserError(f"max_window_layers is {first!r:.80}; it must be a whole number")
-        window, layers = window if used else None, layers[first:]
+        window, layers = window if is_used else None, layers[first:]
     elif kind == "llama":
         window = values.get("sliding_window")
         if window is not None:
@@ -322,23 +324,22 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
         return window, layers
     if not isinstance(types, list) or len(types) != n_layer or any(each not in (_FULL, _SLIDING) for each in types):
         raise UserError(f"layer_types is {types!r:.80}; it must name {_FULL} or {_SLIDING} for each layer")
-    windowed = tuple(at for at, each in enumerate(types) if each == _SLIDING)
+    windowed = tuple(layer for layer, each in enumerate(types) if each == _SLIDING)
     if (windowed and window is None) or (kind == "mistral" and window is not None and windowed != layers):
         raise UserError("layer_types and sliding_window contradict each other")
     return window, windowed
 
 
 def load_config(path: Path) -> GPTConfig:
-    """The shape of the model in a checkpoint folder; `UserError` where it is of another kind. Opens no weights."""
+    """Returns a checkpoint's shape without opening weights. Raises `UserError` for another model type."""
     path = folder.home(path)
     config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
-    if (
-        config.layout == "gpt2" and (path / folder.META).exists()
-    ):  # GPT-2's layout has no word for a table that is fixed
+    # GPT-2's config.json cannot describe a fixed position table.
+    if config.layout == "gpt2" and (path / folder.META).exists():
         config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
     return config
 
 
 def load_bits(path: Path) -> int | None:
-    """The bits of a checkpoint's matrices where they are rounded."""
+    """Returns the bits of a checkpoint's quantized matrices, or None."""
     return quantized.read_bits(read_json(path / "config.json"))

@@ -1,8 +1,7 @@
-"""Fetches models from the Hugging Face hub, or from the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
+"""Downloads models from the Hugging Face Hub or the server in ``HF_ENDPOINT``: ``hf:NAME`` → a checkpoint folder.
 
-Only configuration, safetensors (weights or adapters), tokenizer and card are fetched, never pickles. Files lie in the
-cache that transformers uses too, one folder a commit; what is there is not fetched again, and is found without a
-network.
+Downloads configuration, safetensors, tokenizer and model card, never pickles. Uses Transformers' cache, which has one
+folder per commit and works offline.
 """
 
 import os
@@ -13,26 +12,26 @@ from gpt.errors import UserError, WorkError, first_line
 from gpt.files import in_home
 
 PREFIX = "hf:"
-CONFIG = ["config.json", "adapter_config.json"]  # a model's, or that of adapters to one
+CONFIG = ["config.json", "adapter_config.json"]  # for a model and an adapter
 FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "adapter_model.safetensors",
-    "gpt.json", "checksums.json", "tokenizer.tiktoken",  # of checkpoints of ours
-    "README.md",  # which has the license
+    "gpt.json", "checksums.json", "tokenizer.tiktoken",  # gpt's own checkpoint files
+    "README.md",  # has the license
 ]  # fmt: skip
 
 
 def is_remote(model: str | None) -> bool:
-    """Whether a model's name is one of the hub."""
+    """Whether a model's name is a Hub name."""
     return model is not None and model.startswith(PREFIX)
 
 
 def fetch(model: str, weights: bool = True) -> Path:
-    """The folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; else ``main``), fetched if
-    it is not there yet; without its ``weights`` and tokenizer if only the shape is wanted.
+    """Returns the folder of ``hf:NAME`` or ``hf:NAME@REVISION`` (a branch, a tag or a commit; default: ``main``),
+    downloading it if needed. Without ``weights``, downloads only the model's shape.
 
-    Raises `UserError` where the hub has no such model or does not give it, `WorkError` where it cannot be reached.
+    Raises `UserError` if the Hub has no such model or denies access, and `WorkError` if it cannot be reached.
     """
     name, _, revision = model.removeprefix(PREFIX).partition("@")
     if not name or name.count("/") > 1:
@@ -50,40 +49,40 @@ def fetch(model: str, weights: bool = True) -> Path:
 def _snapshot(name: str, revision: str, files: list[str]) -> str:
     cache = in_home(".cache/huggingface")
     if str(cache) != os.path.expanduser("~/.cache/huggingface") and not os.environ.get("XDG_CACHE_HOME"):  # noqa: PTH111
-        os.environ.setdefault("HF_HOME", str(cache))  # the library would take a folder called "~", or fail
-    import huggingface_hub as hub  # here, since it takes a while to import
+        os.environ.setdefault("HF_HOME", str(cache))  # The library would use a folder called "~", or fail.
+    import huggingface_hub as hub  # a slow import
     from huggingface_hub import constants, errors
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    what = f"{name}@{revision}" if revision != "main" else name
-    place = constants.ENDPOINT
+    full_name = f"{name}@{revision}" if revision != "main" else name
+    endpoint = constants.ENDPOINT
     try:
-        found: str = hub.snapshot_download(name, revision=revision, allow_patterns=files)
-        return found
+        path: str = hub.snapshot_download(name, revision=revision, allow_patterns=files)
+        return path
     except errors.HFValidationError:
         hint = "hf:OWNER/NAME, such as hf:openai-community/gpt2"
-        raise UserError(f'"hf:{what}" is not a Hugging Face Hub model', hint) from None
+        raise UserError(f'"hf:{full_name}" is not a Hugging Face Hub model', hint) from None
     except errors.GatedRepoError:
-        hint = f"request access at {place}/{name}, then log in: hf auth login"
-        raise UserError(f"{what} is gated: its owners must grant you access", hint) from None
+        hint = f"request access at {endpoint}/{name}, then log in: hf auth login"
+        raise UserError(f"{full_name} is gated: its owners must grant you access", hint) from None
     except errors.RevisionNotFoundError:
         raise UserError(
             f'{name} has no revision "{revision}"', "give a branch, a tag or a commit; the default is main"
         ) from None
     except errors.RepositoryNotFoundError:
         hint = "check its name (OWNER/NAME); if it is private, log in: hf auth login"
-        raise UserError(f"{place} has no model {name}", hint) from None
-    except Exception as error:  # of the connection, the server or the disk; there are many
+        raise UserError(f"{endpoint} has no model {name}", hint) from None
+    except Exception as error:  # The connection, the server and the disk raise many types of errors.
         raise WorkError(
-            f"{what} is not in the cache and could not be downloaded from {place} ({_reason(error)})",
+            f"{full_name} is not in the cache and could not be downloaded from {endpoint} ({_reason(error)})",
             "check the connection (HF_HUB_OFFLINE, HF_ENDPOINT), or give a local folder with its files",
         ) from None
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error's first cause."""
+    """Returns the first line of the error's root cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)

@@ -1,4 +1,4 @@
-"""``run.json``: a run's settings as given and as resolved, its machine, and how it ended."""
+"""``run.json``: a run's given and resolved settings, its machine, and its result."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ Table = dict[str, Scalar]
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that a run computes on, as far as it decides rounding."""
+    """The device that a run computes on, as far as it affects rounding."""
 
     device: str
     dtype: str
@@ -44,7 +44,7 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens on each side of the text."""
+    """The number of training and held-out tokens."""
 
     train: Count
     held_out: Count
@@ -52,7 +52,7 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The model that a run was fine-tuned from: the user's words, its folder, and its weights' checksums by file."""
+    """The model that a run was fine-tuned from: the user's name for it, its folder, and its weight files' checksums."""
 
     model: str
     path: str
@@ -61,7 +61,7 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class Resumed:
-    """One time that the run was resumed: when, from which step, and what was given."""
+    """A resumption of the run: when, from which step, with which options."""
 
     at: str
     step: Count
@@ -70,28 +70,28 @@ class Resumed:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The object of ``run.json``. A member that is not known yet, or that an older version did not write, is None."""
+    """The content of ``run.json``. A member is None if it is not known yet, or if an older version did not write it."""
 
     format: int | None = None
-    started: str = ""  # so that text sorts as time does
+    started: str = ""  # in a format that sorts by time
     texts: list[str] | None = None
     settings: Table | None = None  # a `TrainConfig`
-    size: str | None = None  # the preset, where it was chosen from the minutes
-    resolved: dict[str, Scalar | Table] | None = None  # a `Recipe`, from the first step on
+    size: str | None = None  # the preset, if it was derived from the minutes
+    resolved: dict[str, Scalar | Table] | None = None  # a `Recipe`; None before the first step
     compute: Machine | None = None
-    versions: dict[str, str] | None = None  # of what computes
+    versions: dict[str, str] | None = None  # software versions
     tokenizer: TokenizerRecord | None = None
     tokens: TokenCounts | None = None
-    sources: list[Table] | None = None  # what was read, each with its sum
+    sources: list[Table] | None = None  # the texts read, with their checksums
     init: StartRecord | None = None
     resumed: list[Resumed] = field(default_factory=list)
-    ended: str | None = None  # why
+    ended: str | None = None  # the reason
     result: dict[str, Scalar | Table] | None = None  # a `Result`
-    others: dict[str, Any] = field(default_factory=dict)  # members that this version does not know
+    others: dict[str, Any] = field(default_factory=dict)  # members unknown to this version
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str) -> "RunRecord":
-        """The record in the object of a ``run.json``. Raises `UserError` naming ``where``."""
+        """Builds the record from a ``run.json`` object. Raises `UserError` naming ``where``."""
         known = {each.name for each in dataclasses.fields(cls)} - {"others"}
         others = {key: value for key, value in values.items() if key not in known}
         record = checked(cls, {key: value for key, value in values.items() if key in known}, where)
@@ -99,11 +99,11 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: Path) -> "RunRecord":
-        """The record of a run. Raises `UserError` where it is damaged."""
+        """Reads a run's record. Raises `UserError` if it is damaged."""
         return cls.of(read_json(run / RECORD), str(run / RECORD))
 
     def members(self) -> dict[str, Any]:
-        """The object that ``run.json`` holds."""
+        """Returns the object to write to ``run.json``."""
         values = dataclasses.asdict(self)
         others: dict[str, Any] = values.pop("others")
         if not self.resumed:
@@ -111,5 +111,5 @@ class RunRecord:
         return {key: value for key, value in values.items() if value is not None} | others
 
     def write(self, run: Path) -> None:
-        """Writes ``run.json``, whole or not at all. Raises OSError."""
+        """Writes ``run.json`` atomically. Raises OSError."""
         write_file(run / RECORD, to_json(self.members()))

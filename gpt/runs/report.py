@@ -1,5 +1,5 @@
 """The report of a run: its curves, settings and samples, and what the samples copy from the training text. Another
-program's curve, from a file, is a report of evaluations alone."""
+program's curve is a report with only evaluations."""
 
 import json
 import math
@@ -19,13 +19,13 @@ from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")
-CURVE_LIMIT = 16 * 2**20  # bytes of another program's curve
+CURVE_LIMIT = 16 * 2**20  # bytes of a curve file
 Columns = dict[str, list[float | None]]
 
 
 @dataclass
 class History:
-    """The events of a run, without those that a rollback or a resume undid."""
+    """The events of a run, except those that a rollback or resume undid."""
 
     steps: list[events.StepEvent] = field(default_factory=list)
     evals: list[events.EvalEvent] = field(default_factory=list)
@@ -33,17 +33,17 @@ class History:
     rollbacks: list[events.RollbackEvent] = field(default_factory=list)
     resumes: list[events.ResumeEvent] = field(default_factory=list)
     end: events.EndEvent | None = None
-    unread: int = 0  # lines that are no events: cut off, or of a later version
+    unread: int = 0  # lines that are not events: truncated, or of a later version
 
     def add(self, event: events.Event) -> None:
-        """Adds the next event. One of a step that was there before means that the run had gone back."""
+        """Adds the next event. A repeated step means that the run went back."""
         match event:
             case events.StepEvent():
                 self._drop_after(event.step - 1)
                 self.steps.append(event)
             case events.EvalEvent():
                 self._drop_after(event.step)
-                _cut(self.evals, event.step - 1)
+                _remove_after(self.evals, event.step - 1)
                 self.evals.append(event)
             case events.SampleEvent():
                 self.samples.append(event)
@@ -57,11 +57,10 @@ class History:
                 self.end = event
 
     def _drop_after(self, step: int) -> None:
-        """Drops the events after a step."""
         if self.steps and self.steps[-1].step > step:
-            _cut(self.steps, step)
-            _cut(self.evals, step)
-            _cut(self.samples, step)
+            _remove_after(self.steps, step)
+            _remove_after(self.evals, step)
+            _remove_after(self.samples, step)
         self.end = None
 
     @property
@@ -71,14 +70,13 @@ class History:
         return min(measured, key=lambda each: each.val_loss, default=None)
 
 
-def _cut(events: list[Any], step: int) -> None:
-    """Removes the events after a step from the end of a list."""
+def _remove_after(events: list[Any], step: int) -> None:
     while events and events[-1].step > step:
         events.pop()
 
 
 def read_history(run: Path) -> History:
-    """Reads ``metrics.jsonl``. Raises `UserError` for a run without it, or with nothing in it."""
+    """Reads ``metrics.jsonl``. Raises `UserError` if it is missing or has no steps."""
     path, history = run / folder.METRICS, History()
     if not path.exists():
         raise UserError(
@@ -97,39 +95,38 @@ def read_history(run: Path) -> History:
 
 @dataclass(frozen=True)
 class Copying:
-    """The spans that each sample shares with the training text, and how much of that text was compared."""
+    """The spans that each sample shares with the training text."""
 
     samples: list[Copied]
     texts: list[str]  # the longest span of each sample
-    compared: int  # tokens of the training text that were looked through
-    trained: int  # tokens of all of it
+    compared: int  # training tokens compared
+    trained: int  # training tokens in total
 
 
 @dataclass(frozen=True)
 class Report:
-    """A run as it is shown. ``copying`` is None where the tokens of the training text are gone, or were not kept, as
-    under ``--pairs``."""
+    """A run for display. ``copying`` is None if the training tokens are gone or were not kept, as with ``--pairs``."""
 
     path: Path
     record: RunRecord
     history: History
     copying: Copying | None
-    is_run: bool = True  # and not another program's curve
+    is_run: bool = True  # False for another program's curve
 
     @property
     def name(self) -> str:
-        """The run folder's name; of a curve the file's, without its suffix."""
+        """The run folder's name, or the curve file's without suffix."""
         return self.path.resolve().name if self.is_run else self.path.stem
 
     @property
     def bits_per_nat(self) -> float | None:
-        """The bits per byte of held-out text that a loss of one nat per token stands for: the end tells both."""
+        """Bits per byte for a held-out loss of one nat per token, from the final evaluation."""
         end = self.history.end
         return finite(end.bits_per_byte / end.val_loss) if end and end.bits_per_byte and end.val_loss else None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The resolved settings as one flat table: text, shape, training and machine. Of a curve none are known."""
+        """The resolved settings as one flat table: text, shape, training and machine. Empty for a curve."""
         record = self.record
         if not self.is_run:
             return {}
@@ -149,24 +146,24 @@ class Report:
             "started": record.started or None,
         }
 
-    def columns(self, most: int | None = None) -> tuple[Columns, Columns]:
-        """Steps and evaluations as columns; with ``most``, at most so many steps, each the mean of as many in a row. A
-        number that is not finite, or not known, is None."""
-        steps, evals = self.history.steps, [vars(each) for each in self.history.evals]
+    def columns(self, max_rows: int | None = None) -> tuple[Columns, Columns]:
+        """Returns steps and evaluations as columns; steps are averaged into at most ``max_rows`` rows. Unknown and
+        non-finite numbers are None."""
+        steps, evals = self.history.steps, [vars(evaluation) for evaluation in self.history.evals]
         if not self.is_run:
-            evals = [{**each, "tokens": None} for each in evals]
-        return _columns(thinned(steps, most), STEP_KEYS), _columns(evals, EVAL_KEYS)
+            evals = [{**evaluation, "tokens": None} for evaluation in evals]
+        return _columns(thinned(steps, max_rows), STEP_KEYS), _columns(evals, EVAL_KEYS)
 
 
-def thinned(steps: Sequence[events.StepEvent], most: int | None) -> list[dict[str, Any]]:
-    """Averages steps into at most ``most`` rows: counts and times are a row's last, values the mean of its finite
-    ones."""
-    each = 1 if most is None else -(-len(steps) // most)
+def thinned(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dict[str, Any]]:
+    """Averages consecutive steps into at most ``max_rows`` rows. Counts and times are a row's last, other values the
+    mean of its finite ones."""
+    size = 1 if max_rows is None else -(-len(steps) // max_rows)
     rows = []
-    for at in range(0, len(steps), max(1, each)):
-        some = [vars(step) for step in steps[at : at + each]]
-        means = {key: _mean([row.get(key) for row in some]) for key in STEP_KEYS[3:]}
-        rows.append({key: some[-1][key] for key in STEP_KEYS[:3]} | means)
+    for start in range(0, len(steps), max(1, size)):
+        group = [vars(step) for step in steps[start : start + size]]
+        means = {key: _mean([row.get(key) for row in group]) for key in STEP_KEYS[3:]}
+        rows.append({key: group[-1][key] for key in STEP_KEYS[:3]} | means)
     return rows
 
 
@@ -185,38 +182,38 @@ def finite(value: float | None) -> float | None:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that are not the same in all runs, in order. Where none are known, none differ."""
+    """Returns the settings that differ between runs, in order. Ignores runs without known settings."""
     known = [each for each in settings if each]
     keys = dict.fromkeys(key for each in known for key in each)
     return [key for key in keys if any(each.get(key) != known[0].get(key) for each in known)]
 
 
 def find_run(word: str | None) -> Path:
-    """Finds a run folder, or the file of a curve; None is the newest run with a checkpoint. Raises `UserError` where
-    there is none."""
+    """Returns a run folder or a curve file; None: the newest run with a checkpoint. Raises `UserError` if there is
+    none."""
     path = folder.newest_run() if word is None else Path(word)
     if not path.is_file():
         folder.check_run(path)
     return path
 
 
-def report(run: Path, each: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Reads a run, finished or not, or a curve. ``each`` is called with the tokens of the training text compared, and
+def report(run: Path, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
+    """Reads a run, finished or not, or a curve. ``on_progress`` is called with the training tokens compared so far and
     their total.
 
-    Raises `UserError` where it has no metrics or its ``run.json``, or the curve, is damaged.
+    Raises `UserError` if there are no metrics, or if ``run.json`` or the curve is damaged.
     """
     if run.is_file():
         return read_curve(run)
     record, history = RunRecord.read(run), read_history(run)
     tokens = _training_tokens(run, record)
-    return Report(run, record, history, None if tokens is None else _copying(history, tokens, each))
+    return Report(run, record, history, None if tokens is None else _copying(history, tokens, on_progress))
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A line of a curve's file: an evaluation by another program after ``seconds`` of training. ``val_loss`` is in nats
-    per token of its own tokenizer, ``bits_per_byte`` the same in bits per byte of text."""
+    """A line of a curve file: another program's evaluation after ``seconds`` of training. ``val_loss`` is in nats per
+    token of that program's tokenizer."""
 
     step: Count
     seconds: Amount
@@ -225,9 +222,9 @@ class CurvePoint:
 
 
 def read_curve(path: Path) -> Report:
-    """Reads another program's curve: a file of JSON lines, each a `CurvePoint`, steps rising and seconds not falling.
+    """Reads another program's curve: JSON lines, each a `CurvePoint`, with increasing steps and non-decreasing seconds.
 
-    Raises `UserError` for a file that is larger than `CURVE_LIMIT`, empty, or has another line, which it names.
+    Raises `UserError` if the file is empty or larger than `CURVE_LIMIT`, and for an invalid line, by its number.
     """
     points: list[CurvePoint] = []
     hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, optionally with "bits_per_byte"'
@@ -245,16 +242,18 @@ def read_curve(path: Path) -> Report:
             points.append(point)
     if not points:
         raise UserError(f"the curve {path} is empty", hint)
-    evals = [events.EvalEvent(each.step, 0, each.seconds, each.val_loss, False) for each in points]
-    last, best = points[-1], min(points, key=lambda each: each.val_loss)
-    ratio = next((each.bits_per_byte / each.val_loss for each in points if each.bits_per_byte and each.val_loss), None)
+    evals = [events.EvalEvent(entry.step, 0, entry.seconds, entry.val_loss, False) for entry in points]
+    last, best = points[-1], min(points, key=lambda entry: entry.val_loss)
+    ratio = next(
+        (entry.bits_per_byte / entry.val_loss for entry in points if entry.bits_per_byte and entry.val_loss), None
+    )
     bits = best.bits_per_byte or (ratio and finite(best.val_loss * ratio))
     end = events.EndEvent(last.step, 0, last.seconds, "another program", None, best.val_loss, bits)
     return Report(path, RunRecord(), History(evals=evals, end=end), None, is_run=False)
 
 
 def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
-    """The tokens that the run was trained on: its own, or those of the folder that it names, if that is unchanged."""
+    """Returns the run's training tokens, from its own folder or from the unchanged token folder that it names."""
     try:
         if is_token_folder(run / "tokens"):
             return TokenFolder(run / "tokens")
@@ -263,15 +262,16 @@ def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
         if path is None or not is_token_folder(path) or file_sha256(path / MANIFEST) != sources[0]["sha256"]:
             return None
         return TokenFolder(path)
-    except (UserError, OSError, KeyError, TypeError):  # gone, damaged or moved: the curves are there all the same
+    except (UserError, OSError, KeyError, TypeError):  # The report still has curves.
         return None
 
 
-def _copying(history: History, tokens: TokenFolder, each: Callable[[int, int], None]) -> Copying:
+def _copying(history: History, tokens: TokenFolder, on_progress: Callable[[int, int], None]) -> Copying:
     tokenizer, stream = tokens.tokenizer, tokens.stream("train")
     ids = [tokenizer.encode(sample.text).tolist() for sample in history.samples]
-    found = find_copies(ids, stream, each) if ids else []
+    copies = find_copies(ids, stream, on_progress) if ids else []
     texts = [
-        tokenizer.decode(whole[one.start : one.start + one.longest]) for whole, one in zip(ids, found, strict=True)
+        tokenizer.decode(sample_ids[copy.start : copy.start + copy.longest])
+        for sample_ids, copy in zip(ids, copies, strict=True)
     ]
-    return Copying(found, texts, min(len(stream), MOST), len(stream))
+    return Copying(copies, texts, min(len(stream), MOST), len(stream))
