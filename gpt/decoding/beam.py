@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpt.decoding.constraint import Constraint
-from gpt.decoding.logits import EXCLUDED, Token, no_logits, scores, tokens
+from gpt.decoding.logits import EXCLUDED, Token, nan_error, score_tokens, to_tokens
 from gpt.device import Download, upload
 from gpt.sample_config import SampleConfig
 
@@ -84,12 +84,12 @@ class Search:
         sums = adjusted + upload([[hypothesis.total] for hypothesis in self.live], adjusted.device)
         best = sums.topk(min(count, sums.size(-1)), dim=-1)
         top = self.config.logprobs or 0
-        *token_scores, totals = Download(*scores(best.indices, logprobs, top), best.values).read()
+        *token_scores, totals = Download(*score_tokens(best.indices, logprobs, top), best.values).read()
         if not all(row[0] > EXCLUDED for row in totals):  # `topk` sorts NaN first.
-            raise no_logits()
+            raise nan_error()
         candidates = [
             (total, parent, token)
-            for parent, row in enumerate(zip(totals, tokens(token_scores, [top] * len(totals)), strict=True))
+            for parent, row in enumerate(zip(totals, to_tokens(token_scores, [top] * len(totals)), strict=True))
             for total, token in zip(*row, strict=True)
             if total > EXCLUDED
         ]

@@ -115,7 +115,7 @@ class Context:
         self, slots: Sequence[Slot], filters: Filters | None = None, keys: Sequence[int] = (), top: int = 0
     ) -> list[Tensor]:
         """Computes the next position of some slots in a compiled step, from the ids in `last`. With filters, updates
-        `last` and returns the `scores` of the next ids; without, returns logits (n, V).
+        `last` and returns the `score_tokens` of the next ids; without, returns logits (n, V).
 
         The step computes all slots, to keep its shapes fixed. Idle slots write to the column after their last."""
         assert self.compiled is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt.decoding.constraint import Constraint, masked
 from gpt.decoding.context import Context
-from gpt.decoding.logits import Filters, as_int64, no_logits, scores, step_key, tokens
+from gpt.decoding.logits import Filters, as_int64, nan_error, score_tokens, step_key, to_tokens
 from gpt.decoding.sequence import RequestState
 from gpt.device import Download, upload
 from gpt.errors import UserError
@@ -49,7 +49,7 @@ def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
         done += len(group)
     ids = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
     top = max(state.request.config.logprobs or 0 for state, _ in places)
-    return Draw(places, ids, Download(*scores(ids, logits, top)))
+    return Draw(places, ids, Download(*score_tokens(ids, logits, top)))
 
 
 def adjust(
@@ -67,12 +67,12 @@ def adjust(
 def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
     """Reads tokens from the device and appends them to their requests, up to the first wrong guess."""
     top = [state.request.config.logprobs or 0 for state, _ in batch.places]
-    for (state, t), [token] in zip(batch.places, tokens(batch.scores.read(), top), strict=True):
+    for (state, t), [token] in zip(batch.places, to_tokens(batch.scores.read(), top), strict=True):
         [slot], guesses = state.live_slots, state.guesses
         if t and (state.done or len(slot.text) != slot.computed - len(guesses) + t or slot.text[-1] != guesses[t - 1]):
             continue
         if math.isnan(token.logprob or 0.0):
-            fail(state, no_logits(), context)
+            fail(state, nan_error(), context)
         elif not state.done:  # Otherwise it ended with the previous token, or was cancelled.
             state.take(token, ends)
     for state, _ in batch.places:
@@ -119,10 +119,10 @@ def echo(state: RequestState, x: Tensor, context: Context) -> None:
     for start in range(0, len(ids), POSITIONS_AT_ONCE):
         chunk = ids[start : start + POSITIONS_AT_ONCE]
         logits = context.logits(x[start : start + len(chunk)])
-        token_scores = Download(*scores(upload([[id] for id in chunk], x.device), logits, top)).read()
-        state.prompt += [token for [token] in tokens(token_scores, [top] * len(chunk))]
+        token_scores = Download(*score_tokens(upload([[id] for id in chunk], x.device), logits, top)).read()
+        state.prompt += [token for [token] in to_tokens(token_scores, [top] * len(chunk))]
     if any(math.isnan(token.logprob or 0.0) for token in state.prompt):
-        fail(state, no_logits(), context)
+        fail(state, nan_error(), context)
 
 
 def fail(state: RequestState, error: UserError, context: Context) -> None:

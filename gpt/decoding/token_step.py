@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt.decoding import native
-from gpt.decoding.logits import Filters, scores
+from gpt.decoding.logits import Filters, score_tokens
 from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear
 from gpt.device import Compute
 from gpt.errors import first_line, is_out_of_memory
@@ -28,7 +28,7 @@ def next_tokens(
     model: GPT, cache: KVCache, ids: Tensor, numbers: Tensor, vocab_size: int, filters: Filters | None, top: int
 ) -> list[Tensor]:
     """Appends ids (rows, 1) to each row of a cache. Chooses the next ids by ``filters``, puts them in the place of
-    ``ids``, and returns their `scores` with the ``top`` likeliest; without filters, returns logits (rows, V).
+    ``ids``, and returns their `score_tokens` with the ``top`` likeliest; without filters, returns logits (rows, V).
 
     ``numbers``, (2, rows) on the device: the position of each id, and each row's key for its random numbers. Shapes and
     the addresses of cache, ids and numbers are the same in every step, as a CUDA graph wants.
@@ -41,7 +41,7 @@ def next_tokens(
         return [logits]
     chosen = filters.choose(logits, keys[:, None])[:, None]
     ids.copy_(chosen)
-    return scores(chosen, logits, top)
+    return score_tokens(chosen, logits, top)
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
