@@ -36,7 +36,7 @@ class Hypothesis:
 
 
 class Search:
-    """A beam search for one prompt, with at most ``config.beam`` live and ``config.beam`` ended hypotheses."""
+    """A beam search for one prompt. ``config.beam`` limits both the live and the ended hypotheses."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Search:
             self.ended = [Hypothesis((), 0.0, 0.0, "length")]
 
     def advance(self, logprobs: Tensor, adjusted: Tensor) -> list[int]:
-        """Extends the live hypotheses by a token, ranked by ``adjusted`` log-probabilities (live, V). ``logprobs``
-        (live, V) are the model's own. Returns the parent index of each hypothesis that is now live. Raises `UserError`
-        if a hypothesis has no continuation."""
+        """Extends the live hypotheses by a token and returns the parent index of each new live hypothesis. Ranks by
+        ``adjusted`` log-probabilities (live, V) and records the model's ``logprobs`` (live, V). Raises `UserError` if a
+        hypothesis has no continuation."""
         width = self.config.beam
-        candidates = self._candidates(logprobs, adjusted, 2 * width)  # Half of them stay live even if every beam ends.
+        candidates = self._candidates(logprobs, adjusted, 2 * width)  # At least half can stay live.
         live: list[Hypothesis] = []
         parents: list[int] = []
         for rank, (total, parent, token) in enumerate(candidates):
@@ -105,8 +105,8 @@ class Search:
         return "length" if len(sequence) == self.config.max_tokens else None
 
     def _is_settled(self) -> bool:
-        """Whether no live hypothesis can outscore the ended ones. ``early_stopping`` "off" only estimates this, as if
-        the best live hypothesis ended now."""
+        """Whether no live hypothesis can outscore the ended hypotheses. With ``early_stopping`` off, this is estimated
+        as if the best live hypothesis ended now."""
         if len(self.ended) < self.config.beam:
             return False
         if self.config.early_stopping == "on" or self.config.beam == 1:
@@ -118,8 +118,7 @@ class Search:
         return attainable_score <= self.ended[-1].score
 
     def agreed(self) -> list[Token]:
-        """Returns the new tokens that all live and ended hypotheses share, or the rest of the best sequence once the
-        search is done."""
+        """Returns the new tokens that all hypotheses share, or the rest of the best sequence after the search."""
         sequences = [hypothesis.tokens for hypothesis in (self.ended[:1] if self.done else [*self.live, *self.ended])]
         start = end = self._agreed_length
         while all(len(tokens) > end and tokens[end].id == sequences[0][end].id for tokens in sequences):

@@ -1,4 +1,4 @@
-"""Measures prefill and decoding speed, and compares decoding with the memory bandwidth."""
+"""Measures prefill and decoding speed, and memory bandwidth."""
 
 import contextlib
 import statistics
@@ -31,7 +31,7 @@ class DecodingSpeed:
     decode_tokens_per_second: float
     first_token_seconds: float  # From the prompt's ids to the first token.
     memory_bytes: int  # Peak memory of the device, or of the process on a CPU.
-    read_bytes: int  # Minimum read per step: weights, and keys and values at half the new tokens.
+    read_bytes: int  # Per step: weights, plus keys and values at half the new tokens.
     bandwidth_bytes_per_second: float  # Measured memory bandwidth.
     bandwidth_share: float  # Share of the bandwidth that a step uses.
 
@@ -58,7 +58,7 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
 
 
 def _time_round(context: Context, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-    """Returns the seconds to the first tokens and the mean seconds per later step."""
+    """Returns the seconds to the first tokens and the mean seconds of later steps."""
     for slot in context.slots:  # A prefix cache hit would skip the prefill.
         slot.forget()
     engine = Engine(context, ends=(), chunk=sum(map(len, prompts)))  # Prefill all prompts in one pass.
@@ -82,7 +82,7 @@ def _kv_bytes(model: GPT, positions: int, compute: Compute) -> int:
 
 
 def bandwidth_of(compute: Compute) -> float:
-    """Measures the device's memory bandwidth in bytes per second: the best of five sums over half a gibibyte."""
+    """Measures memory bandwidth in bytes per second: the best of five sums over half a gibibyte."""
     buffer = torch.ones(_PROBE_BYTES // 4, device=compute.device)
     return buffer.nbytes / min(_time_call(lambda: float(buffer.sum())) for _ in range(5))
 
@@ -96,7 +96,7 @@ def _time_call(work: Callable[[], object]) -> float:
 def _peak_memory(compute: Compute) -> int:
     if compute.device.type == "cuda":
         return torch.cuda.max_memory_allocated(compute.device)
-    with contextlib.suppress(ImportError):  # Windows
+    with contextlib.suppress(ImportError):  # Windows has no `resource`.
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

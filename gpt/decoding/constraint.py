@@ -21,17 +21,17 @@ from gpt.errors import UserError, check_text
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # An optional extra, imported for the first constraint.
+if TYPE_CHECKING:  # An optional dependency, imported lazily.
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_LENGTH = 2**20  # Maximum length of a schema, a regular expression, or all choices together.
-MAX_MULTIPLES = 10_000  # Maximum sum of all multipleOf. llguidance's time grows with it, without a limit.
-MOST_STATES = 20_000  # Maximum size of an automaton, about 1 KB per state. A nested schema needs a few hundred.
-CACHE_SIZE = 16  # Compiled constraints.
+MAX_LENGTH = 2**20  # Characters of a schema, a regular expression, or all choices together.
+MAX_MULTIPLES = 10_000  # Limits the sum of all multipleOf, and with it llguidance's time.
+MOST_STATES = 20_000  # About 1 KB per automaton state. A nested schema needs a few hundred.
+CACHE_SIZE = 16
 
 
 class Constraint:
-    """The state of a constraint after the ids so far. ``ended`` means that the text is complete."""
+    """The state of a constraint after the ids so far. ``ended``: whether the text is complete."""
 
     def __init__(self, matcher: "LLMatcher", clear_cache: Callable[[], None]) -> None:
         self._matcher, self._clear_cache = matcher, clear_cache
@@ -83,7 +83,7 @@ class ConstraintCache:
         vocabulary = self._vocabulary
         from llguidance import LLMatcher, LLParserLimits
 
-        # By default llguidance asks a tokenizer to encode forced text. Here the model chooses the tokens.
+        # Let the model choose how to tokenize forced text, instead of asking a tokenizer.
         grammar = f'%llguidance {{"no_forcing": true}}\nstart: {_grammar(name, value)}'
         limits = LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
@@ -158,7 +158,7 @@ def _sum_multiples(schema: object) -> Decimal:
 
 
 def _describe_error(matcher: "LLMatcher") -> str:
-    """Returns why a matcher failed, in one line, without the position in a grammar that users never see."""
+    """Returns why a matcher failed, in one line. Removes positions, because users never see the grammar."""
     lines = matcher.get_error().splitlines()
     if not lines or lines[0].startswith("NoExtension"):
         return "no text can match it"

@@ -26,15 +26,15 @@ KEPT = 4  # Maximum number of idle contexts.
 class Slot:
     """A row of the KV cache and its sequence. A freed slot keeps both for prefix reuse."""
 
-    at: int  # The row.
+    at: int  # Row of the cache.
     text: list[int] = field(default_factory=list)  # All known ids.
     start: int = 0  # Index in ``text`` of the id at position 0.
     length: int = 0  # Computed positions.
-    written: int = 0  # Positions written since the slot was empty, including rewound positions.
+    written: int = 0  # Positions written, including rewound positions.
 
     @property
     def computed(self) -> int:
-        """The number of ids that are computed or were dropped from the window."""
+        """The number of ids that are computed or dropped from the window."""
         return self.start + self.length
 
     def forget(self) -> None:
@@ -45,9 +45,8 @@ class Slot:
 class Context:
     """Independent slots in one KV cache. Each slot sees the end of its sequence, up to the context length.
 
-    With absolute positions, a full slot drops its first half and recomputes the second, once every block_size / 2
-    tokens, at about the cost of a prompt of that length. Rotary positions are relative: the window slides by one
-    token without recomputation.
+    With absolute positions, a full slot drops its first half and recomputes the second: a prefill of block_size / 2
+    tokens every block_size / 2 tokens. With RoPE, the window slides by one token without recomputation.
     """
 
     def __init__(
@@ -69,18 +68,18 @@ class Context:
         _check_memory(model, compute, rows, positions)
         self.cache = KVCache(model.config, rows, compute.device, compute.dtype, positions, model.kv_heads)
         self.slots = [Slot(at) for at in range(rows)]
-        self.compiled = step  # Computes one position of all slots, if steps are compiled.
+        self.compiled = step  # None runs steps uncompiled.
         if step is not None:
             model.reach(max(ROPE_TABLE, 2 * self.size))  # Growing the RoPE table later would recompile.
             self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # Newest id of each slot.
             self._step_inputs = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
             static_tensors = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._step_inputs]
             table = model.get_submodule("wte")
-            if isinstance(table, QuantizedEmbedding):  # Not parameters, whose addresses are fixed.
+            if isinstance(table, QuantizedEmbedding):  # Parameters already have fixed addresses.
                 static_tensors += [table.weight.levels, table.weight.scales]
             for tensor in static_tensors:
                 torch._dynamo.mark_static_address(tensor)
-        has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # If so, autocast has nothing to do.
+        has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # Makes autocast unnecessary.
         self._autocast = contextlib.nullcontext if has_compute_dtype else compute.autocast
 
     # Computing
@@ -90,8 +89,8 @@ class Context:
         """Computes the next positions of some slots in one pass.
 
         ``work`` lists each slot with its number of new positions, ``ids`` (N) are the concatenated ids on the device.
-        Returns the residual stream (N, C). Adjacent slots attend together if they get the same number of ids, and
-        either few ids or the same first position.
+        Returns the residual stream (N, C). Adjacent slots attend together if they get equally many ids, and either few
+        ids or the same first position.
         """
         parts: list[tuple[int, list[int], int]] = []
         for slot, count in work:
@@ -115,9 +114,9 @@ class Context:
         self, slots: Sequence[Slot], filters: Filters | None = None, keys: Sequence[int] = (), top: int = 0
     ) -> list[Tensor]:
         """Computes the next position of some slots in a compiled step, from the ids in `last`. With filters, updates
-        `last` and returns the `score_tokens` of the next ids; without, returns logits (n, V).
+        `last` and returns the `score_tokens` of the next ids. Without filters, returns logits (n, V).
 
-        The step computes all slots, to keep its shapes fixed. Idle slots write to the column after their last."""
+        The step computes all slots, to keep its shapes fixed. Other slots write to the column after their last."""
         assert self.compiled is not None
         rows = [slot.at for slot in slots]
         for slot in self.slots:
@@ -148,8 +147,8 @@ class Context:
         return max(0, self.cache.room - slot.length)
 
     def shared(self, slot: Slot, prompt: Sequence[int], soon: bool = False) -> int:
-        """Returns how many leading ids of a prompt a slot has computed, or with ``soon`` will have computed. The last
-        id of the prompt never counts, because its logits are needed."""
+        """Returns how many leading ids of a prompt a slot has computed, or with ``soon`` will have computed. Excludes
+        the prompt's last id, whose logits are needed."""
         length = len(slot.text) if soon else slot.length
         if slot.start or slot.length > self.cache.room or len(prompt) > self.size:
             return 0
@@ -159,8 +158,8 @@ class Context:
 
     @torch.inference_mode()
     def begin(self, slot: Slot, prompt: list[int], source: Slot, prefix_length: int) -> None:
-        """Gives a slot a prompt, truncated from the left to the context length. Reuses the first ``prefix_length`` ids
-        from ``source``, possibly the same slot."""
+        """Gives a slot a prompt, truncated from the left to the context length. Reuses ``prefix_length`` ids of slot
+        ``source``, possibly the same slot."""
         if source is not slot:
             self.cache.copy(source.at, slot.at, 0, prefix_length, source.written)
         slot.written = source.written if prefix_length else 0
@@ -202,8 +201,7 @@ def select(tensor: Tensor, rows: list[int]) -> Tensor:
 
 
 class ContextPool:
-    """The contexts of one model. The pool keeps up to `KEPT` idle contexts for calls of the same shape, within
-    `CACHE_SHARE` of the device's memory.
+    """The contexts of one model. Keeps up to `KEPT` idle contexts for reuse, within `CACHE_SHARE` of memory.
 
     A CUDA graph uses fixed addresses, so a context's graphs are valid while it lives. All contexts share one compiled
     step, which compiles each shape once. torch limits the number of shapes (``recompile_limit``) and of graphs
@@ -223,9 +221,8 @@ class ContextPool:
 
     @contextlib.contextmanager
     def lease(self, rows: int, positions: int, compile: bool = False) -> Iterator[Context]:
-        """Lends an empty context of ``rows`` rows with ``positions`` positions each. After an error the pool drops it,
-        because it may contain NaN or an unfinished step. Raises `UserError` if it does not fit in the device's
-        memory."""
+        """Lends an empty context of ``rows`` rows with ``positions`` positions each. Drops it after an error, because
+        it can contain NaN or an unfinished step. Raises `UserError` if it does not fit in memory."""
         step = self._get_step() if compile else None
         context = self._pop(rows, positions, step)
         context = context or Context(self.model, self.compute, rows, positions, step, self.vocab_size)
@@ -237,7 +234,7 @@ class ContextPool:
         self._put(context)
 
     def _pop(self, rows: int, positions: int, step: Step | None) -> Context | None:
-        """Returns an idle context of this shape, or frees memory for a new one and returns None."""
+        """Returns an idle context of this shape, or frees memory for a new context and returns None."""
         for index, context in enumerate(self.idle):
             if (context.cache.rows, context.cache.room, context.compiled) == (rows, positions, step):
                 return self.idle.pop(index)
@@ -251,7 +248,7 @@ class ContextPool:
         self._shrink()
 
     def _shrink(self, reserved: int = 0) -> None:
-        """Frees the least recently used contexts until the rest are within the limits, less ``reserved`` bytes."""
+        """Frees the least recently used contexts above the limits, less ``reserved`` bytes."""
         budget = CACHE_SHARE * self.compute.memory() - reserved
         while self.idle and (len(self.idle) > KEPT or sum(context.cache.nbytes for context in self.idle) > budget):
             self.idle.pop(0)
@@ -263,8 +260,7 @@ class ContextPool:
 
 
 def capacity(model: GPT, compute: Compute, positions: int) -> int:
-    """Returns how many sequences of ``positions`` tokens fit in `CACHE_SHARE` of the device's memory, next to the
-    weights."""
+    """Returns how many sequences of ``positions`` tokens fit in `CACHE_SHARE` of memory, next to the weights."""
     budget = min(CACHE_SHARE * compute.memory(), _memory_after_weights(model, compute))
     return int(budget / cache_bytes(model.config, positions, compute.dtype.itemsize))
 
@@ -274,7 +270,7 @@ def _memory_after_weights(model: GPT, compute: Compute) -> int:
 
 
 def _check_memory(model: GPT, compute: Compute, rows: int, positions: int) -> None:
-    """Raises `UserError` if the KV cache does not fit in the device's memory next to the weights."""
+    """Raises `UserError` if the KV cache does not fit in memory next to the weights."""
     needed = rows * cache_bytes(model.config, positions, compute.dtype.itemsize)
     available = _memory_after_weights(model, compute)
     if needed > available:
@@ -286,7 +282,7 @@ def _check_memory(model: GPT, compute: Compute, rows: int, positions: int) -> No
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the length of the common prefix, comparing 64 ids at a time."""
+    """Returns the length of the common prefix."""
     limit, start = min(len(a), len(b)), 0
     while start < limit and a[start : start + 64] == b[start : start + 64]:
         start += 64

@@ -1,4 +1,4 @@
-"""Requests → tokens: each step gives every running request its next token, in one pass. Works on ids, not text."""
+"""Requests → tokens: each step gives every running request its next token, in one pass. Works on ids only."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,22 +21,22 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 
 __all__ = ["Engine", "Request", "Update", "generate"]
-CHUNK = 2048  # Maximum prompt ids per step. Limits the memory for activations.
+CHUNK = 2048  # Maximum prompt ids per step, to limit activation memory.
 
 
 class Engine:
     """Generates for many requests together. Callers add and cancel requests between steps.
 
-    Any id in ``ends`` ends a sequence. A step prefills at most ``chunk`` prompt ids (`Scheduler`). Tokens depend only
-    on the request, not on concurrent requests, up to the rounding of sums (docs/generate.md). An error of one request,
-    like NaN logits, ends that request with an update. An error raised by `step` ends the engine.
+    Any id in ``ends`` ends a sequence. A step prefills at most ``chunk`` prompt ids (`Scheduler`). Tokens don't depend
+    on concurrent requests, up to the rounding of sums (docs/generate.md). An error of one request, like NaN logits,
+    ends that request with an update. An error raised by `step` ends the engine.
     """
 
     def __init__(self, context: Context, ends: Collection[int], chunk: int = CHUNK) -> None:
         self.context, self.ends = context, ends
         self.scheduler = Scheduler(context, chunk)
         self._next_number = 0
-        self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Shared by requests, to group them.
+        self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Groups requests with equal filters.
         self._draws: list[Draw] = []  # Unread draws of the last step.
 
     @property
@@ -100,9 +100,8 @@ class Engine:
         """Starts waiting requests if slots are free, and gives every running request its next token, or several if
         guesses were right. Returns an update for each running request.
 
-        On a GPU, the next step is launched before this step's tokens are read, so that the GPU never waits for the
-        host. This requires that no request ends and that the next step only needs the ids. A slot is reused only after
-        all work launched for it has been read."""
+        On a GPU, launches the next step before reading this step's tokens, so that the GPU never waits for the host,
+        unless a request ends or the next step needs more than the ids. Never reuses a slot with unread tokens."""
         if any(state.done for state in self.scheduler.running):
             self._read_draws()
         self.scheduler.release()
@@ -134,14 +133,13 @@ class Engine:
         )
 
     def _read_draws(self) -> None:
-        """Reads the tokens in flight."""
         draws, self._draws = self._draws, []
         for draw in draws:
             sampler.take(draw, self.context, self.ends)
 
     def _compute(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Computes the next ids of all requests in one pass, and chooses tokens for those that have finished prefill.
-        Requests whose newest ids are only on the device, in ``unread_draws``, come first."""
+        """Computes the next ids in one pass, and chooses tokens after finished prefills. Requests whose newest ids are
+        only on the device, in ``unread_draws``, come first."""
         context = self.context
         order = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].at)
         work = sorted(((state, slot) for state in states for slot in state.live_slots), key=order)
@@ -161,8 +159,8 @@ class Engine:
         self._choose(dict.fromkeys(state for state, _ in work), slot_ends, lambda rows: context.logits(select(x, rows)))
 
     def _decode_compiled(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Computes the next ids by the context's compiled step. The step also chooses the tokens if all requests share
-        filters that need only the logits."""
+        """Computes the next ids in the compiled step, which also chooses the tokens if all requests share filters that
+        need only the logits."""
         context, filters = self.context, states[0].filters
         for draw in unread_draws:
             if draw.ids is not None:
@@ -190,8 +188,7 @@ class Engine:
         slot_ends: Mapping[Slot, int],
         compute_logits: Callable[[list[int]], Tensor],
     ) -> None:
-        """Chooses tokens for requests that have finished prefill. ``slot_ends`` are the ends of the slots' rows in the
-        pass. ``compute_logits`` returns the logits of given rows."""
+        """Chooses tokens after finished prefills. ``slot_ends`` are the ends of the slots' rows in the pass."""
         ready = [state for state in states if state.uncomputed <= 0 and not state.done]
         for state in ready:
             if state.request.config.max_tokens == 0:
@@ -226,8 +223,8 @@ def _sort_ids(draws: Sequence[Draw]) -> Tensor:
 def generate(
     context: Context, prompt: Sequence[int], config: SampleConfig, ends: Collection[int], seed: int = 0, index: int = 0
 ) -> Iterator[Token]:
-    """Yields tokens after a non-empty ``prompt``, up to ``max_tokens`` or an id in ``ends``, which it includes. Raises
-    `NotANumber` if the logits are NaN."""
+    """Yields tokens after a non-empty ``prompt``, up to ``max_tokens`` or an id in ``ends``, inclusive. Raises
+    `NotANumber` if logits are NaN."""
     engine = Engine(context, ends)
     engine.add(Request(prompt, config, seed, index))
     for update in engine.run():

@@ -33,8 +33,8 @@ class Token:
 
 
 def score_tokens(ids: Tensor, logits: Tensor, top: int = 0) -> list[Tensor]:
-    """Returns ids (n, k) and their log-probabilities under logits (n, V), and the log-probabilities and ids of the
-    ``top`` most likely ids. `to_tokens` converts the result."""
+    """Returns ids (n, k), their log-probabilities under logits (n, V), and the log-probabilities and ids of the ``top``
+    most likely ids."""
     logprobs = logits.log_softmax(-1)  # One NaN logit makes its whole row NaN.
     top_logprobs = logprobs.topk(min(top, logits.size(-1)), dim=-1) if top else ()
     return [ids, logprobs.gather(-1, ids), *top_logprobs]
@@ -67,7 +67,7 @@ def warm(logits: Tensor, temperature: float) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Keeps the ``k`` most likely ids, including all ties. 0 keeps all ids."""
+    """Keeps the ``k`` most likely ids and any ties. 0 keeps all ids."""
     if k <= 0 or k >= logits.size(-1):
         return logits
     threshold = logits.topk(k, dim=-1).values[..., -1:]
@@ -88,8 +88,8 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def _sort_descending(logits: Tensor) -> Tensor:
-    """Sorts logits in descending order. On a CPU, numpy sorts 50,257 logits in a quarter of torch's time, because it
-    vectorizes and skips the indices. torch takes an eighth of a GPT-2 124M step."""
+    """Sorts logits in descending order. On a CPU, torch sorts 50,257 logits in an eighth of a GPT-2 124M step. numpy
+    needs a quarter of that, because it uses SIMD and returns no indices."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or torch.compiler.is_compiling():
         return logits.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
@@ -124,7 +124,7 @@ def penalize_counts(logits: Tensor, ids: Sequence[int], presence: float, frequen
 
 
 def repeats(ids: Sequence[int], n: int) -> list[int]:
-    """Returns the ids that would repeat an n-gram of ``ids``. 0 disables the check."""
+    """Returns the ids that would repeat an n-gram of ``ids``, or none if ``n`` is 0."""
     if n <= 0 or len(ids) < n:
         return []
     tail = list(ids[len(ids) - n + 1 :])
@@ -132,7 +132,7 @@ def repeats(ids: Sequence[int], n: int) -> list[int]:
 
 
 def exclude(logits: Tensor, ids: Iterable[int]) -> Tensor:
-    """Excludes ``ids``, unless no other id remains."""
+    """Excludes ``ids``, unless that excludes every id."""
     if not (excluded_ids := sorted(set(ids))):
         return logits
     masked = logits.index_fill(-1, upload(excluded_ids, logits.device), EXCLUDED)
@@ -151,10 +151,8 @@ class Filters:
         self.draws, self.looks_back = config.draws, config.looks_back
 
     def shape(self, logits: Tensor, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Applies bias, penalties and the minimum length to logits (N, V), for sampling and beam search.
-
-        ``sequences`` are the ids of each row, including the prompt, and ``counts`` their numbers of generated ids.
-        """
+        """Applies bias, penalties and the minimum length to logits (N, V). ``sequences`` are the ids of each row,
+        including the prompt, and ``counts`` the numbers of generated ids."""
         config = self.config
         if self.bias:
             ids, values = zip(*self.bias, strict=True)
@@ -183,8 +181,7 @@ class Filters:
         return bool(self.bias) or self.looks_back or count < self.config.min_tokens
 
     def choose(self, logits: Tensor, keys: Tensor) -> Tensor:
-        """Chooses ids (N) from adjusted logits (N, V): the most likely id of a row, or a sample from the filtered
-        logits, with random numbers from the row's key (N, 1)."""
+        """Chooses ids (N) from adjusted logits (N, V): the most likely ids, or samples with random keys (N, 1)."""
         if not self.draws:
             return logits.argmax(-1)
         filtered = self.keep(logits)
@@ -200,8 +197,8 @@ _GOLDEN_INVERSE = pow(_GOLDEN, -1, 2**64) - 2**64
 def gumbel(keys: Tensor, V: int) -> Tensor:
     """Returns Gumbel noise (N, V), a function of only each row's key (N, 1) and the id.
 
-    The argmax of logits plus Gumbel noise is a sample from their softmax (Gumbel 1954). A sequence therefore doesn't
-    depend on the rest of the batch, the device, or the number of tokens computed together.
+    The argmax of logits plus Gumbel noise is a sample from their softmax (Gumbel 1954). Sequences therefore don't
+    depend on the batch, the device, or how many tokens are verified together.
     """
     # Scaling as a float keeps the precision of small numbers. The result must not reach 1, whose noise is infinite.
     uniform = _shift_right(bits(keys, V), 1).float() * ((1 - 2.0**-24) * 2.0**-63)
@@ -210,8 +207,7 @@ def gumbel(keys: Tensor, V: int) -> Tensor:
 
 def bits(keys: Tensor, V: int) -> Tensor:
     """Returns the first V words (N, V), as int64, of SplitMix64 seeded with each key (N, 1) (Steele et al. 2014)."""
-    # This is key + GOLDEN · n, with the int64 overflow that SplitMix64 requires. The compiler would treat GOLDEN · n
-    # as an index expression, which doesn't overflow.
+    # This is key + GOLDEN · n with wrap-around. The compiler would treat GOLDEN · n as an index, which never wraps.
     x = (keys * _GOLDEN_INVERSE + torch.arange(1, V + 1, device=keys.device)) * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
@@ -229,8 +225,7 @@ def _shift_right(x: Tensor, by: int) -> Tensor:
 
 
 def key_of(seed: int, index: int, prompt: Sequence[int]) -> int:
-    """Returns the random key of sample ``index`` of a prompt. It depends on the prompt's ids, so that prompts of a
-    batch get different random numbers, but not on other samples."""
+    """Returns the random key of sample ``index``, which depends on the prompt's ids but not on other samples."""
     digest = hashlib.sha256(f"{seed}/{index}/{','.join(map(str, prompt))}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 

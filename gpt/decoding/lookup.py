@@ -26,7 +26,7 @@ class Lookup:
             start = self._ends.get(tuple(ids[-length:]))
             if start is not None:
                 guesses = [*ids[start : start + count]]
-                while len(guesses) < count:  # The guesses repeat past the end.
+                while len(guesses) < count:  # Past the end, the guesses repeat.
                     guesses.append(guesses[len(guesses) - (len(ids) - start)])
                 return guesses
         return []

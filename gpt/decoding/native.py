@@ -1,9 +1,8 @@
 """Compiled transformer blocks for decoding one sequence on a CPU.
 
-A step of one sequence reads all weights once, and eager mode calls some thirty operators per block, at microseconds
-each. Inductor compiles a block into one program with the weights as inputs. All blocks share the program, as do models
-of the same shape with any number of layers, cache size and sequence length. int8 and int4 weights are dequantized one
-by one as they are read, and activations are not quantized.
+Eager mode calls some thirty operators per block, at microseconds each. Inductor compiles a block into one program with
+the weights as inputs, which works for all blocks of a model and for any number of layers, cache size and sequence
+length. It dequantizes int8 and int4 weights as it reads them, and does not quantize activations.
 
 Programs are cached between commands (`gpt.programs`).
 """
@@ -88,8 +87,7 @@ class _Program(nn.Module):
 
 
 def _materialize(x: Tensor) -> Tensor:
-    """Returns ``x`` unchanged, but makes Inductor store it instead of recomputing it at each use: a strided view needs
-    memory."""
+    """Makes Inductor store ``x`` instead of recomputing it at each use: a strided view needs memory."""
     return x.reshape(-1).as_strided((x.numel(),), (1,)).view(x.shape)
 
 
@@ -126,8 +124,8 @@ def _kind_and_tensors(linear: nn.Module) -> tuple[str, list[Tensor]]:
 
 
 def _pack_words(levels: Tensor, bits: int) -> Tensor:
-    """Packs neighboring levels of each row (out, in), in two's complement, into 32-bit words: (tiles, words of a row,
-    `_LANES`). Their dtype is float32, because Inductor loads no other dtype as a full vector register."""
+    """Packs neighboring levels of each row (out, in), in two's complement, into 32-bit words (tiles, words of a row,
+    `_LANES`). Their dtype is float32, the only dtype that Inductor loads as a full vector register."""
     count = 32 // bits
     levels = F.pad(levels, (0, -levels.size(1) % count, 0, -len(levels) % _LANES))
     words = torch.zeros(len(levels), levels.size(1) // count, dtype=torch.int32)
@@ -178,13 +176,13 @@ def fits(compute: Compute) -> bool:
 
 
 def is_used(model: GPT) -> bool:
-    """Whether a model computes single positions by compiled blocks."""
+    """Whether a model uses compiled blocks."""
     return isinstance(model.h[0], NativeBlock)
 
 
 def use(model: GPT, note: programs.Note) -> None:
-    """Lets a model prepared with ``keep`` compute single positions by compiled blocks. If compiling fails, calls
-    ``note`` once and uses the original blocks."""
+    """Lets a model prepared with ``keep`` use compiled blocks. If compiling fails, calls ``note`` once and uses the
+    original blocks."""
     block_programs = Programs(model.config, note)
     for layer, block in enumerate(model.h):
         model.h[layer] = NativeBlock(cast(Block, block), block_programs)
@@ -209,7 +207,7 @@ class Programs:
         return self._inputs
 
     def get(self, block: NativeBlock) -> programs.Program | None:
-        """Returns the program of a block, or None if compiling failed."""
+        """Returns a block's program, or None if compiling failed."""
         if block.kinds not in self._made:
             try:
                 self._made[block.kinds] = self._load(block)
@@ -227,7 +225,7 @@ class Programs:
 def _export(program: _Program, tensors: Sequence[Tensor]) -> programs.Graph:
     """Exports a program as a graph for a cache of any size."""
     C, K, D = program.config.n_embd, program.config.kv_heads, program.config.head_size
-    positions, columns = 1000, 1024  # Large enough for Inductor to parallelize loops. The graph works for any size.
+    positions, columns = 1000, 1024  # Example sizes at which Inductor parallelizes loops.
     cache = [torch.zeros(K, columns, D) for _ in range(2)]
     example = [
         torch.zeros(C),

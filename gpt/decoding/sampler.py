@@ -83,8 +83,8 @@ def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
 
 
 def extend(state: RequestState, logits: Tensor, context: Context) -> None:
-    """Extends a search by a token, from logits (n, V) of its live hypotheses. The first child of a parent keeps its
-    slot; further children get copies."""
+    """Extends a search by a token, from logits (n, V) of its live hypotheses. A parent's first child keeps the slot;
+    further children get copies."""
     assert state.search is not None
     logprobs = logits.log_softmax(-1)
     constraints, sequences = (
@@ -113,7 +113,7 @@ def extend(state: RequestState, logits: Tensor, context: Context) -> None:
 
 
 def echo(state: RequestState, x: Tensor, context: Context) -> None:
-    """Appends the prompt tokens that follow the newest positions, whose residual stream is ``x`` (T, C)."""
+    """Appends the prompt tokens that follow the newest positions, with residual stream (T, C)."""
     [slot], top = state.live_slots, state.request.config.logprobs or 0
     ids = slot.text[slot.computed - len(x) + 1 :][: len(x)]
     for start in range(0, len(ids), POSITIONS_AT_ONCE):
@@ -126,7 +126,7 @@ def echo(state: RequestState, x: Tensor, context: Context) -> None:
 
 
 def fail(state: RequestState, error: UserError, context: Context) -> None:
-    """Ends a request with an error, unless it has ended, and clears its slots of any NaN."""
+    """Ends a request with an error, unless it has ended, and clears NaN from its slots."""
     if not state.done:
         state.end(error=error)
     for slot in state.slots:

@@ -31,7 +31,7 @@ class Scheduler:
         self.waiting = deque(state for state in self.waiting if not state.done)
 
     def release(self) -> None:
-        """Frees the slots of finished requests. Freed slots keep their contents for prefix reuse."""
+        """Frees the slots of finished requests, but keeps their contents for prefix reuse."""
         for state in self.running:
             if state.done:
                 for slot in state.slots:
@@ -84,8 +84,8 @@ class Scheduler:
                 self.running.append(state)
 
     def _start(self, state: RequestState) -> bool:
-        """Gives a request its slots and reuses the longest cached prefix of its prompt. Returns False if it is better
-        to wait until another request has computed the prefix."""
+        """Assigns slots and reuses the longest cached prefix of the prompt. Returns False if the request should wait
+        until another request has computed the prefix."""
         if (
             (other := state.prefix_leader) is not None
             and other.count
@@ -94,7 +94,7 @@ class Scheduler:
         ):
             return False
         ids, context, width = [*state.request.ids], self.context, state.request.width
-        echoes = state.request.config.echo_logprobs  # If so, logits are needed for the whole prompt.
+        echoes = state.request.config.echo_logprobs  # Needs logits of the whole prompt.
         source, prefix_length = self.free[0], 0
         for slot in () if echoes else context.slots:
             if (length := context.shared(slot, ids)) > prefix_length:

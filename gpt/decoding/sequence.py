@@ -16,10 +16,9 @@ from gpt.sample_config import SampleConfig
 class Request:
     """A request to generate after ``ids``, which must not be empty.
 
-    It asks for sample ``index`` of ``seed``, or for a beam search if ``config`` has beams. The engine ignores
-    ``config.stop`` and ``config.bias``, which are strings. ``bias`` pairs ids with additions to their logits, and
-    ``stops`` detects the stop strings of a beam search. For a sample, the caller decodes the tokens and cancels the
-    request at a stop string.
+    It asks for sample ``index`` of ``seed``, or for a beam search if ``config`` has beams. The engine ignores the
+    strings ``config.stop`` and ``config.bias``. ``bias`` pairs ids with additions to their logits, and ``stops``
+    detects the stop strings of a beam search. At a stop string of a sample, the caller cancels the request.
     """
 
     ids: Sequence[int]
@@ -42,7 +41,7 @@ class Update:
 
     The first update has the tokens of the ``prompt``, if their log-probabilities were requested. A beam search sends
     the ``tokens`` that all hypotheses share, and at the end its ``best`` hypotheses in order. ``reason`` is ``length``,
-    ``eot`` or ``stop``. ``cached`` counts the prompt ids that came from the prefix cache.
+    ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache.
     """
 
     number: int
@@ -63,11 +62,11 @@ class RequestState:
     filters: Filters
     search: Search | None
     key: int  # The key of its random numbers.
-    constraint: Constraint | None  # For samples. Beam hypotheses have their own.
+    constraint: Constraint | None  # For samples. A beam hypothesis has a separate constraint.
     slots: list[Slot] = field(default_factory=list)  # Empty while the request waits.
     live_slots: list[Slot] = field(default_factory=list)  # One slot, or one per live hypothesis.
     count: int = 0  # Ids that each live slot gets in the current step.
-    guesses: list[int] = field(default_factory=list)  # Speculated ids, the last of these.
+    guesses: list[int] = field(default_factory=list)  # Speculated ids, at the end of the step's ids.
     lookup: Lookup = field(default_factory=Lookup)
     prefix_leader: "RequestState | None" = None  # The running request that computes the same prefix.
     done: bool = False
@@ -79,8 +78,8 @@ class RequestState:
 
     @property
     def uncomputed(self) -> int:
-        """The number of known ids without keys and values: several during prefill, one while decoding, none if only
-        the device has the newest id."""
+        """The number of known ids without keys and values: several during prefill, one while decoding, none while the
+        newest id is only on the device."""
         slot = self.live_slots[0]
         return len(slot.text) - slot.start - slot.length
 
@@ -104,7 +103,7 @@ class RequestState:
         return (slot.text[slot.computed :] + self.guesses)[: self.count]
 
     def guess(self, free_positions: int) -> list[int]:
-        """Returns guesses of the next ids if the request uses speculative decoding, within ``free_positions``."""
+        """Returns guesses of the next ids, if the request uses speculative decoding."""
         config, ids = self.request.config, self.live_slots[0].text
         generated = len(ids) - len(self.request.ids)
         max_guesses = min(free_positions - 1, config.speculate, config.max_tokens - generated - 1)

@@ -28,9 +28,8 @@ _CHUNK_SIZE = 2**20  # Elements of a matrix packed or dequantized at a time, to 
 class PackedLinear(nn.Module):
     """A linear map on a CPU with its weight packed in oneDNN's layout.
 
-    The layout is always the layout for `ROWS` positions. oneDNN's layout for one position has a slower kernel: all
-    float32 matrices of GPT-2 124M took 12.0 ms vs. 7.7 ms at one position and 21 ms vs. 11 ms at eight. In bfloat16,
-    both took the same time.
+    The layout is chosen for `ROWS` positions. oneDNN's layout for one position is slower: all float32 matrices of GPT-2
+    124M took 12.0 ms vs. 7.7 ms at one position and 21 ms vs. 11 ms at eight. In bfloat16, the times were equal.
     """
 
     ROWS = 16
@@ -59,13 +58,13 @@ class PackedLinear(nn.Module):
 class GPULinear(nn.Module):
     """A linear map on a GPU with a weight of any dtype and an optional scale per output.
 
-    The compiled step of one sequence computes the product as a sum, so that the compiler fuses it with the bias, the
-    activation and the residual addition, and reads int8 as int8. With ``materialize``, the input is computed once
-    before this kernel, instead of once per output.
+    The compiled step of one sequence computes the product as a sum, which the compiler fuses with the bias, activation
+    and residual addition, and which reads int8 as int8. With ``materialize``, that kernel's input is computed once
+    instead of once per output.
     """
 
     scale: Tensor | None
-    ALIGNED, TILE = 8, 64  # Tensor cores need a multiple of 8 outputs. Other weights are padded to a multiple of 64.
+    ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Others are padded to multiples of 64.
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, materialize: bool = True
@@ -86,7 +85,7 @@ class GPULinear(nn.Module):
         if torch.compiler.is_compiling() and x.numel() == x.size(-1):
             row = x.float().flatten()
             if self.materialize:
-                row = row.as_strided(row.shape, (1,))  # A strided view needs memory.
+                row = row.as_strided(row.shape, (1,))  # A strided view needs `row` in memory.
             out = (row * self.weight[: self.outputs]).sum(-1).view(*x.shape[:-1], -1)
         elif self.scale is None and self.outputs == len(self.weight):
             return F.linear(x, self.weight, self.bias)
@@ -111,7 +110,9 @@ class Int8Linear(nn.Module):
         self.quantizes_input = weight.levels.device.type == "cpu" and has_byte_products()
         if self.quantizes_input:
             self.levels = LEVELS if has_whole_products() else LEVELS // 2
-            self.level_size = torch.tensor(1 / self.levels, device="cpu")  # A Python number needs three more calls.
+            self.level_size = torch.tensor(
+                1 / self.levels, device="cpu"
+            )  # A Python number would cost three more calls.
             self.weight = _pack_int8(weight)
             self.product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
         else:
@@ -144,9 +145,7 @@ class Int4Linear(nn.Module):
         self.bias = bias
         scales = weight.scales.bfloat16().t()
         self.scales = torch.stack([scales, torch.zeros_like(scales)], dim=-1)  # (in / 32, out, 2): scale and zero.
-        self.block = (
-            64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32
-        )  # Outputs per block of a CPU's layout.
+        self.block = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32  # Outputs per packed block.
         self.restores = weight.levels.device.type == "cpu" and weight.shape[0] % self.block == 0
         if weight.levels.device.type == "cpu":
             self.weight = torch.empty_like(weight.levels)
@@ -160,8 +159,8 @@ class Int4Linear(nn.Module):
         self.elements, self.nbytes = math.prod(weight.shape), self.weight.nbytes + self.scales.nbytes
 
     def _pack(self, weight: Quantized) -> None:
-        """Packs a few blocks of outputs at a time, since torch needs the levels in four bytes each. The layout is
-        internal to torch: if `_unpack_levels` can't read it, weights are never dequantized."""
+        """Packs a few blocks of outputs at a time, since torch needs four bytes per level. The layout is internal to
+        torch: if `_unpack_levels` can't read it, weights are never dequantized."""
         chunk = self.block * max(1, _CHUNK_SIZE // (self.block * weight.shape[1]))
         for start in range(0, weight.shape[0], chunk):
             levels = Quantized(weight.levels[start : start + chunk], weight.scales[start : start + chunk]).unpacked()
@@ -238,9 +237,9 @@ def _pack_int8(weight: Quantized) -> torch.ScriptObject:
 def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool = False) -> Module:
     """Prepares a model, or a part of one, in place for fast steps, and returns it.
 
-    Converts weights to the dtype of ``compute`` and each linear map to the device's fastest layout. Dequantizes int4
-    weights if the device has no fast kernel. Without ``packed``, leaves unquantized weights for a compiler to lay out.
-    With ``keep``, also keeps the originals of packed weights for `gpt.decoding.native`.
+    Converts weights to the dtype of ``compute`` and linear maps to the device's fastest layout. Dequantizes int4
+    weights if there is no fast kernel. Without ``packed``, leaves unquantized weights for a compiler to lay out. With
+    ``keep``, keeps the originals of packed weights for `gpt.decoding.native`.
     """
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
@@ -280,7 +279,7 @@ def _lay_out_tied(model: GPT, compute: Compute, packed: bool) -> None:
 
 
 def _lay_out_for_gpu(module: nn.Module, compute: Compute, materialize: bool) -> nn.Module:
-    """Converts a linear map to `GPULinear` on a GPU. Returns other modules unchanged."""
+    """Converts a linear map to `GPULinear` on a GPU."""
     if isinstance(module, nn.Linear) and compute.device.type == "cuda":
         module = GPULinear(module.weight.detach(), module.bias)
     if isinstance(module, GPULinear):
@@ -289,9 +288,8 @@ def _lay_out_for_gpu(module: nn.Module, compute: Compute, materialize: bool) -> 
 
 
 def _bypass_module_calls(block: Block) -> None:
-    """Stores submodules' `forward` and the parameters as plain attributes of each module. `nn.Module`'s call and lookup
-    take about 1 µs each, and a block has eleven modules. Also makes attention over many positions use the dtype of
-    `Int4Linear`."""
+    """Stores submodules' `forward` and parameters as plain attributes. `nn.Module`'s call and lookup take about 1 µs
+    each, and a block has eleven modules. Also makes attention over many positions use the dtype of `Int4Linear`."""
     for module in block.modules():
         children = dict(module.named_children())
         if isinstance(module, Attention) and isinstance(children["c_attn"], Int4Linear) and has_native_bfloat16():
@@ -324,14 +322,14 @@ def dtype_name(model: GPT, compute: Compute) -> str:
 
 
 def weight_bytes(model: GPT, compute: Compute) -> int:
-    """Returns the bytes of weights that a step reads: all matrices and the LM head, but not a separate embedding."""
+    """Returns the bytes of weights that a step reads: all matrices except an embedding separate from the LM head."""
     layouts = [module for module in model.modules() if isinstance(module, GPULinear | Int8Linear | Int4Linear)]
     unquantized = multiplied(model.config) - sum(module.elements for module in layouts)
     return unquantized * compute.dtype.itemsize + sum(module.nbytes for module in layouts)
 
 
 def resident_bytes(model: GPT, compute: Compute) -> int:
-    """Returns the bytes of all weights: the weights that a step reads, and an embedding separate from the LM head."""
+    """Returns the bytes of all weights, including an embedding separate from the LM head."""
     is_separate = model.lm_head is not None and not (model.config.tied and compute.device.type == "cuda")
     return (
         weight_bytes(model, compute)

@@ -14,8 +14,8 @@ from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
 ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # Batch size: sequences that one read of the weights can serve.
-# Minimum number of steps to compile for on a GPU. Compiling takes at least half a minute and saves 1 to 2 ms of host
-# time per step (estimated without a GPU). The limit ignores existing graphs: earlier calls must not change a text.
+# Compiling on a GPU takes at least half a minute and saves 1 to 2 ms of host time per step (estimated without a GPU).
+# The minimum ignores existing graphs: earlier calls must not change a text.
 MIN_COMPILED_STEPS = 20_000
 POSITIONS_MULTIPLE = 256  # Context sizes are multiples of it, so that later calls can reuse a context.
 
@@ -51,7 +51,7 @@ class Piece:
 
 
 class _TextBuilder:
-    """Builds the text of sample ``index`` of prompt ``number`` from its tokens."""
+    """Builds the text of sample ``index`` of prompt ``number``."""
 
     def __init__(self, number: int, index: int, tokenizer: Tokenizer, config: SampleConfig) -> None:
         self.number, self.index = number, index
@@ -149,8 +149,8 @@ class TextGenerator:
                         yield from sorter.take(update.number, piece, last=ended and piece is pieces[-1])
 
     def _shape(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[int, int, bool]:
-        """Returns a context's rows, the positions per row, and whether to compile. Rows are limited by the number of
-        texts, and by the requested batch or the device's memory."""
+        """Returns a context's rows, the positions per row, and whether to compile. The number of texts and the
+        requested batch or memory limit the rows."""
         config, width, block_size = self.config, max(1, self.config.beam), self.model.config.block_size
         max_length = max(map(len, prompts), default=1) + config.max_tokens
         positions = min(-(-max_length // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, block_size)
@@ -161,13 +161,13 @@ class TextGenerator:
         return width * rows, positions, config.compile == "on" or (config.compile == "auto" and is_long)
 
     def _pieces(self, text: _TextBuilder, update: Update, prompt_length: int) -> list[Piece]:
-        """Returns the pieces that an update adds to a text. The pieces of its last update have samples."""
+        """Returns the pieces of an update. After the last update of a text, they have samples."""
         if update.error is not None:
             raise update.error
         text.prompt = update.prompt or text.prompt
         new_text = text.push(update.tokens)
         reason = update.reason
-        if text.stream.stopped and not self.config.beam:  # A search detects stop strings itself.
+        if text.stream.stopped and not self.config.beam:  # Beam search detects stop strings itself.
             reason = "stop"
         if reason is None:
             return [Piece(text.number, text.index, new_text)]

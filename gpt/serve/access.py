@@ -15,8 +15,8 @@ _VALID_ID = re.compile(rb"[!-~]{1,128}")
 class Access:
     """ASGI middleware that gives each request an id, the client's if valid, and returns it with the response.
 
-    With ``log``, it logs each request in one line, without texts or keys. Handlers set ``status`` in `request.state` to
-    the final status of a stream, and ``answer`` to the `Answer` with the token counts.
+    With ``log``, it logs each request in one line, without texts or keys. In `request.state`, handlers pass the final
+    ``status`` of a stream and the ``answer`` with the token counts.
     """
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None] | None = None) -> None:

@@ -23,7 +23,7 @@ from gpt.serve.worker import Ticket, Worker
 from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
 
-QUIET_SECONDS = 15.0  # A silent stream then sends a comment, so that proxies keep it open.
+QUIET_SECONDS = 15.0  # Interval of keep-alive comments in a silent stream.
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class Answer:
             self.service.worker.cancel(running)
 
     async def run(self) -> AsyncIterator[tuple[int, Delta] | None]:
-        """Yields (choice index, new text) until all choices have ended, and None after `QUIET_SECONDS` without an
-        update. Raises `ApiError` and `UserError`."""
+        """Yields (choice index, delta) until all choices have ended, and None after `QUIET_SECONDS` of silence. Raises
+        `ApiError` and `UserError`."""
         remaining = len(self.choices)
         while remaining:
             try:
@@ -146,7 +146,7 @@ class Answer:
         return chosen
 
     def usage(self) -> dict[str, Any]:
-        """Returns token counts. A prompt and its prefix cache hits count once, for its first choice."""
+        """Returns token counts. Prompts and their prefix cache hits count once, for their first choice."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         cached = sum(choice.cached for choice in self.choices[:: self.generation.best_of])
         generated = sum(choice.count for choice in self.choices)
@@ -204,7 +204,7 @@ class Form:
         return self._head(answer, self.chunk_kind) | ({"usage": None} if answer.generation.include_usage else {})
 
     def usage_chunk(self, answer: Answer) -> dict[str, Any]:
-        """Returns the last chunk, which has the token counts."""
+        """Returns the last chunk, with token counts."""
         return {**self._head(answer, self.chunk_kind), "choices": [], "usage": answer.usage()}
 
 
@@ -218,9 +218,7 @@ class CompletionForm(Form):
         logprobs = None
         if generation.config.logprobs is not None:
             logprobs = completion_logprobs(self.service.tokenizer, delta.tokens)
-            if (
-                generation.token_details
-            ):  # Ids and bytes as in /v1/chat/completions, since different tokens can have the same text.
+            if generation.token_details:  # Ids and bytes distinguish tokens with the same text.
                 logprobs["content"] = chat_logprobs(self.service.tokenizer, delta.tokens)["content"]
         return {"text": delta.text, "logprobs": logprobs}
 
@@ -255,8 +253,8 @@ class Stream(Response):
         self.ended: Callable[[int], None] = lambda status: None  # Called with the final status.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends chunks as the answer grows. An error is sent as the last chunk."""
-        status = 499  # The client disconnected, unless the stream gets to its end.
+        """Sends chunks as the answer grows. An error becomes the last chunk."""
+        status = 499  # Client disconnect, unless the stream reaches its end.
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for values in self._chunks():
@@ -289,6 +287,6 @@ _LINE_SEPARATORS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
 
 def to_json(values: Any) -> bytes:
-    """Returns JSON in UTF-8. Escapes line separators, because some clients split streams like Python's `splitlines`.
-    JSON itself escapes characters below U+0020."""
+    """Returns JSON in UTF-8. Escapes all line separators of Python's `splitlines`, because some clients split streams
+    there. JSON itself escapes characters below U+0020."""
     return json.dumps(values, ensure_ascii=False, allow_nan=False).translate(_LINE_SEPARATORS).encode()

@@ -73,7 +73,7 @@ class Server:
         self.app: ASGIApp = Access(Guard(self.in_flight, service.config), note if service.config.access_log else None)
 
     def stop(self) -> None:
-        """Rejects new requests from now on."""
+        """Rejects new requests."""
         self.stopping = True
 
     def give_up(self) -> None:
@@ -135,8 +135,7 @@ class Server:
         return await self._in_thread(request, lambda: read_json(body))
 
     async def _in_thread(self, request: Request, work: Callable[[], T], lane: str = "") -> T:
-        """Runs ``work`` in a thread of the request's lane and returns its result. Doesn't start it if the client has
-        already disconnected."""
+        """Runs ``work`` in a thread of the request's lane, unless the client disconnects before it starts."""
         lanes = self.in_flight.lanes
         return await asyncio.get_running_loop().run_in_executor(lanes[lane or request.state.lane], work)
 
@@ -187,7 +186,7 @@ class Server:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.service.block_size})
 
     def _to_ids(self, text: str, adds_bos: bool) -> list[int]:
-        """Returns the ids of a text. A text that is a special token returns its id, so that clients can look it up."""
+        """Returns the ids of a text. Clients can also look up the id of a special token."""
         tokenizer = self.service.tokenizer
         if text in tokenizer.all_specials:
             return [tokenizer.all_specials[text]]
@@ -281,13 +280,13 @@ class Server:
         return prompt
 
     def _check_length(self, text: str) -> None:
-        """Raises `ApiError` for a text that must have too many tokens, without tokenizing it."""
+        """Raises `ApiError` for a text that is certain to have too many tokens, without tokenizing it."""
         limit, min_tokens = self.service.config.limit_tokens, self.service.tokenizer.least_tokens(text)
         if min_tokens > limit:
             raise _too_long_error(f"prompt has at least {min_tokens:,} tokens; the limit is {limit:,}")
 
     def _check_capacity(self) -> None:
-        """Raises `ApiError` if the server is stopping or busy. The request itself already counts as in flight."""
+        """Raises `ApiError` if the server is stopping or busy. The request already counts as in flight."""
         if self.stopping:
             raise _stopping_error()
         if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
@@ -358,8 +357,7 @@ async def _not_allowed(request: Request, error: Exception) -> Response:
 
 @cache
 def page() -> tuple[str, str]:
-    """Returns the web page with inline style and script, and its Content-Security-Policy, which allows only these and
-    requests to this server."""
+    """Returns the web page with inline style and script, and its Content-Security-Policy."""
     folder = files("gpt.serve") / "page"
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):

@@ -15,8 +15,8 @@ THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # For parsin
 
 
 class InFlight:
-    """ASGI middleware that counts POST requests and the bytes of their bodies. If a client disconnects, it cancels the
-    request, whether this waits for its body, a thread or tokens.
+    """ASGI middleware that counts POST requests and their body bytes, and cancels requests of disconnected clients at
+    any stage.
 
     Threads are grouped in lanes, so that large bodies and slow chat templates don't delay other requests.
     """

@@ -37,7 +37,7 @@ class Guard:
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         host, origin = headers.get("host"), headers.get("origin")
         is_same_origin = origin is None or origin in (f"http://{host}", f"https://{host}")
-        # HTTP/1.0 health checks have no Host header. Browsers always send it, and only they are a threat.
+        # HTTP/1.0 health checks have no Host header. Browsers, the only threat, always send it.
         if self.hosts is not None and host is not None and _strip_port(host).lower() not in self.hosts:
             refusal = _refusal_error("host", _strip_port(host), "--allow-host")
             await error_response(refusal)(scope, receive, send)
@@ -68,8 +68,8 @@ class Guard:
 
 
 def _normalize_path(scope: Scope) -> Scope:
-    """Removes doubled and trailing slashes from the path, because clients join base URLs and routes carelessly. A
-    redirect would name the wrong scheme behind a proxy, and many clients do not follow redirects."""
+    """Removes doubled and trailing slashes from the path, which clients create when they join a base URL and a route. A
+    redirect would name the wrong scheme behind a proxy, and many clients don't follow redirects."""
     return {**scope, "path": "/" + "/".join(filter(None, scope["path"].split("/")))}
 
 
@@ -78,8 +78,8 @@ def _origin_headers(origin: str) -> dict[str, str]:
 
 
 def _preflight_headers(request_headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers that make a browser send the preflighted request. They allow all headers, since clients add
-    custom headers, and requests from a public page to a private network."""
+    """Returns the response headers of a preflight request. They allow all headers, since clients add custom headers,
+    and requests from a public page to a private network."""
     allow = {
         **_origin_headers(request_headers["origin"]),
         "access-control-allow-methods": "GET, POST",

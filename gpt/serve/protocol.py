@@ -1,4 +1,4 @@
-"""Validates requests of OpenAI's API and formats its errors. Independent of the model and the network."""
+"""Validates requests of OpenAI's API and formats its errors, without model and network."""
 
 import json
 import math
@@ -29,7 +29,7 @@ class ApiError(Exception):
 
     @staticmethod
     def of(error: Exception) -> "ApiError":
-        """Converts any error. Drops hints with options or commands, which only the server's operator can use."""
+        """Converts any error. Drops hints with options or commands, which are for the server's operator."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, UserError):
@@ -63,8 +63,8 @@ class Generation:
     echo: bool
     open_ended: bool  # Whether the request sets no token limit.
     stop_ids: frozenset[int] = frozenset()
-    constrained_by: str | None = None  # The constraint's field, by the name the client sent.
-    token_details: bool = False  # For completions: adds ids and bytes of tokens and alternatives.
+    constrained_by: str | None = None  # Field name of the constraint, as sent.
+    token_details: bool = False  # Completions only: adds ids and bytes of tokens.
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages, and the settings for rendering them with the chat template."""
+    """Messages and the settings for rendering them."""
 
     messages: Sequence[Mapping[str, str]]
     answer: bool  # Whether the template starts an answer.
@@ -122,7 +122,7 @@ class _Fields:
         self.values = {**defaults, **self.values}
 
     def sent_name(self, name: str) -> str:
-        """Returns the name that the client sent a field by."""
+        """Returns the field name that the client used."""
         return self._sent_names.get(name, name)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
@@ -179,8 +179,8 @@ ALIASES = {  # From llama.cpp's server, Transformers and vLLM.
     "guided_json": "json_schema",
 }  # fmt: skip
 ANY_OBJECT = {"type": "object"}
-# Unsupported fields that would change the response, with the neutral values that the server accepts. All other fields
-# either change nothing or are unknown to OpenAI, llama.cpp and vLLM.
+# Unsupported fields that would change the response, with the neutral values that the server accepts. Unlisted fields
+# change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
 REFUSED: Mapping[str, Sequence[Any]] = {
     # OpenAI
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
@@ -312,7 +312,7 @@ def _read_constraint(fields: _Fields) -> dict[str, Any]:
 
 
 def _constraint_fields(fields: _Fields) -> list[str]:
-    """Returns the fields that constrain the text, by the names the client sent."""
+    """Returns the names of the sent constraint fields."""
     output_format = fields.values.get("response_format", {})
     format_fields = (
         ["response_format"] if isinstance(output_format, dict) and output_format.get("type", "text") != "text" else []
@@ -341,8 +341,7 @@ def _read_bias(value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def sampling_defaults(config: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the request defaults from a model's ``generation_config.json``. Ignores invalid values after calling
-    ``note``."""
+    """Returns the request defaults from a model's ``generation_config.json``. Reports invalid values to ``note``."""
     defaults: dict[str, Any] = {}
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample"):
         fields = _Fields({name: config.get(name)})

@@ -50,7 +50,7 @@ class _Connection(H11Protocol):
         self._last_cycle: object = None  # The request at the last call of `_watch`.
         self._stall_timer: asyncio.TimerHandle | None = None
         self._idle_timer = self.loop.call_later(IDLE_SECONDS, self._watch)
-        if len(self.connections) > most_connections():
+        if len(self.connections) > most_connections():  # Close the longest-idle connection.
             idle = [
                 connection for connection in self.connections if isinstance(connection, _Connection) and connection.idle
             ]
@@ -84,8 +84,8 @@ class _Connection(H11Protocol):
 
 @functools.cache
 def most_connections() -> int:
-    """Returns the maximum number of connections. Above it, the longest-idle connection is closed."""
-    with contextlib.suppress(ImportError):  # Windows
+    """Returns the maximum number of connections."""
+    with contextlib.suppress(ImportError):  # Windows has no `resource`.
         import resource
 
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -111,8 +111,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: int | None = None) -> Context:
-    """Creates a context for ``max_batch`` sequences, or for the number that fits in memory. Prompt and output get
-    ``limit_tokens`` each, within the context length. Raises `UserError` if the KV cache does not fit in memory."""
+    """Creates a context for ``max_batch`` sequences, or as many as fit in memory. Prompt and output get
+    ``limit_tokens`` each, within the context length. Raises `UserError` if the KV cache does not fit."""
     size = min(model.config.block_size, config.context or model.config.block_size)
     positions = min(size, 2 * config.limit_tokens)
     rows = config.max_batch or max(1, min(ROWS[compute.device.type], capacity(model, compute, positions)))
@@ -146,8 +146,8 @@ def serve(
 ) -> None:
     """Serves a model that was loaded for sampling, until a signal arrives.
 
-    Calls ``ready`` with the address once the server accepts requests. Reads sampling defaults from the checkpoint at
-    ``path``. Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the end.
+    Calls ``ready`` with the address once it accepts requests. Reads sampling defaults from the checkpoint at ``path``.
+    Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the end.
     """
     context = make_context(model, compute, config, tokenizer.vocab_size)
     metrics = ServerMetrics()
@@ -155,12 +155,12 @@ def serve(
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
     service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()), defaults)
     gc.collect()
-    gc.freeze()  # Collections stop all threads. This makes them skip permanent objects.
+    gc.freeze()  # Garbage collections, which stop all threads, then skip permanent objects.
     with contextlib.closing(listen(config)) as listener:
         if native.is_used(model):  # Compiles before the first request.
             _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
             context.slots[0].forget()
-        waiting.end_threads()  # The worker uses a different thread.
+        waiting.end_threads()  # The worker thread has its own.
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{listener.getsockname()[1]}"
         signum = asyncio.run(_serve(Server(service, note), listener, lambda: ready(address), note))
@@ -222,7 +222,7 @@ async def _serve(
 
 
 async def _finish(server: Server, http: uvicorn.Server, note: Callable[[str], None]) -> None:
-    """Stops the server when its requests have ended. After the grace period, running requests end with an error."""
+    """Stops the server when its requests have ended. After the grace period, they end with an error."""
     in_flight, grace = server.in_flight, server.service.config.grace
     server.stop()
     if in_flight.count:

@@ -87,9 +87,8 @@ class Choice:
         reason = "stop" if self._stream.stopped else update.reason
         if reason is not None:
             delta.text += self._stream.flush()
-            delta.reason = _FINISH_REASONS[
-                "stop" if self._stream.stopped else reason
-            ]  # `flush` can complete a stop string.
+            # `flush` can complete a stop string.
+            delta.reason = _FINISH_REASONS["stop" if self._stream.stopped else reason]
         self.done = reason is not None or update.error is not None
         return delta
 
@@ -126,9 +125,8 @@ class _Offsets:
         """Returns the offset of the next token."""
         data = self.tokenizer.decode_bytes([id]) if shown else b""
         pending, _ = self._decoder.getstate()
-        if pending and not (
-            data and _is_character_start(pending + data[:1])
-        ):  # the character before stays cut off: U+FFFD
+        # An incomplete character becomes U+FFFD.
+        if pending and not (data and _is_character_start(pending + data[:1])):
             self.begin(self._length + 1)
         offset = max(0, self._length)
         self._length += len(self._decoder.decode(data))
@@ -164,7 +162,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[Token, int]
             logprobs["top_logprobs"].append(None)
             continue
         logprobs["token_logprobs"].append(max(token.logprob, _MIN_LOGPROB))
-        # The most likely ids and the token itself. If two have the same text, the more likely wins.
+        # If two tokens have the same text, the more likely wins.
         alternatives = sorted({(token.id, token.logprob), *token.top}, key=lambda pair: -pair[1])
         top: dict[str, float] = {}
         for id, logprob in alternatives:

@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK) -> None:
         self.ends, self.metrics, self.chunk = ends, metrics, chunk
         self.engine = Engine(context, ends, chunk)
-        self.failure: UserError | None = None  # A permanent failure, like a lost device.
+        self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # By number in the engine.
         self._loop: asyncio.AbstractEventLoop
@@ -57,7 +57,7 @@ class Worker:
         self._inbox.put(lambda: self._add(tickets))
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Cancels requests. Their slots are free in the next step. Updates in flight are still delivered."""
+        """Cancels requests and frees their slots in the next step. Updates in flight are still delivered."""
         self._inbox.put(lambda: self._cancel(tickets))
 
     def _add(self, tickets: Sequence[Ticket]) -> None:
@@ -131,7 +131,7 @@ class Worker:
                 context.clear(slot)
         except Exception:
             self.failure = error
-        with contextlib.suppress(Exception):  # The metrics themselves may have failed.
+        with contextlib.suppress(Exception):  # The metrics can be the cause.
             self.metrics.measure(self.engine)
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
