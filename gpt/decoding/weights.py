@@ -59,18 +59,16 @@ class GPULinear(nn.Module):
     """A linear map on a GPU with a weight of any dtype and an optional scale per output.
 
     The compiled step of one sequence computes the product as a sum, which the compiler fuses with the bias, activation
-    and residual addition, and which reads int8 as int8. With ``materialize``, that kernel's input is computed once
+    and residual addition, and which reads int8 as int8. With ``once``, that kernel's input is computed once
     instead of once per output.
     """
 
     scale: Tensor | None
     ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Others are padded to multiples of 64.
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, materialize: bool = True
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, once: bool = True) -> None:
         super().__init__()
-        self.outputs, self.materialize = len(weight), materialize
+        self.outputs, self.once = len(weight), once
         if self.outputs % self.ALIGNED:
             weight = F.pad(weight, (0, 0, 0, -self.outputs % self.TILE))
         # A parameter has a fixed address. A CUDA graph copies other tensors each time.
@@ -84,7 +82,7 @@ class GPULinear(nn.Module):
         """(…, in) → (…, out), in the input's dtype."""
         if torch.compiler.is_compiling() and x.numel() == x.size(-1):
             row = x.float().flatten()
-            if self.materialize:
+            if self.once:
                 row = row.as_strided(row.shape, (1,))  # A strided view needs `row` in memory.
             out = (row * self.weight[: self.outputs]).sum(-1).view(*x.shape[:-1], -1)
         elif self.scale is None and self.outputs == len(self.weight):
@@ -253,7 +251,7 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool 
                     replacement = PackedLinear(replacement.weight.detach(), replacement.bias)
                 else:
                     replacement = _lay_out_for_gpu(
-                        replacement, compute, materialize=not (isinstance(parent, Attention) and name == "c_proj")
+                        replacement, compute, once=not (isinstance(parent, Attention) and name == "c_proj")
                     )
                 if replacement is not child:
                     setattr(parent, name, replacement)
@@ -278,12 +276,12 @@ def _lay_out_tied(model: GPT, compute: Compute, packed: bool) -> None:
         model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # A view.
 
 
-def _lay_out_for_gpu(module: nn.Module, compute: Compute, materialize: bool) -> nn.Module:
+def _lay_out_for_gpu(module: nn.Module, compute: Compute, once: bool) -> nn.Module:
     """Converts a linear map to `GPULinear` on a GPU."""
     if isinstance(module, nn.Linear) and compute.device.type == "cuda":
         module = GPULinear(module.weight.detach(), module.bias)
     if isinstance(module, GPULinear):
-        module.materialize = materialize
+        module.once = once
     return module
 
 

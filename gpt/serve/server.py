@@ -111,7 +111,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: int | None = None) -> Context:
-    """Creates a context for ``max_batch`` sequences, or as many as fit in memory. Prompt and output get
+    """Creates a context for ``max_batch`` sequences, or for the number that fits in memory. Prompt and output get
     ``limit_tokens`` each, within the context length. Raises `UserError` if the KV cache does not fit."""
     size = min(model.config.block_size, config.context or model.config.block_size)
     positions = min(size, 2 * config.limit_tokens)
@@ -160,7 +160,7 @@ def serve(
         if native.is_used(model):  # Compiles before the first request.
             _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
             context.slots[0].forget()
-        waiting.end_threads()  # The worker thread has its own.
+        waiting.end_threads()  # The worker creates other threads.
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{listener.getsockname()[1]}"
         signum = asyncio.run(_serve(Server(service, note), listener, lambda: ready(address), note))
