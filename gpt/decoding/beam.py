@@ -11,7 +11,7 @@ from gpt.decoding.logits import EXCLUDED, Token, nan_error, score_tokens, to_tok
 from gpt.device import Download, upload
 from gpt.sample_config import SampleConfig
 
-Stops = Callable[[Sequence[int]], bool]  # Whether the text of these ids ends with a stop string.
+StopCheck = Callable[[Sequence[int]], bool]  # Whether the text of these ids ends with a stop string.
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Search:
         self,
         config: SampleConfig,
         ends: Collection[int],
-        stops: Stops | None = None,
+        stops: StopCheck | None = None,
         constraint: Constraint | None = None,
     ) -> None:
         self.config = config

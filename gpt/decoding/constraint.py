@@ -109,7 +109,7 @@ class ConstraintCache:
         return LLTokenizer(wrapper, eos_token=sorted(tokenizer.ends))  # type: ignore[arg-type, unused-ignore]
 
 
-def masked(logits: Tensor, constraints: Sequence[Constraint | None]) -> Tensor:
+def apply_constraints(logits: Tensor, constraints: Sequence[Constraint | None]) -> Tensor:
     """Sets the logits (N, V) that each row's constraint forbids to -inf."""
     if not any(constraints):
         return logits
@@ -158,7 +158,7 @@ def _sum_multiples(schema: object) -> Decimal:
 
 
 def _describe_error(matcher: "LLMatcher") -> str:
-    """Returns why a matcher failed, in one line. Removes positions, because users never see the grammar."""
+    """Returns why a matcher failed, in one line, without positions in the grammar, which users never see."""
     lines = matcher.get_error().splitlines()
     if not lines or lines[0].startswith("NoExtension"):
         return "no text can match it"

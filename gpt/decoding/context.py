@@ -45,8 +45,8 @@ class Slot:
 class Context:
     """Independent slots in one KV cache. Each slot sees the end of its sequence, up to the context length.
 
-    With absolute positions, a full slot drops its first half and recomputes the second: a prefill of block_size / 2
-    tokens every block_size / 2 tokens. With RoPE, the window slides by one token without recomputation.
+    With absolute positions, a full slot drops its first half and recomputes the second. This costs a prefill of
+    block_size / 2 tokens every block_size / 2 tokens. With RoPE, the window slides by one token at no cost.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Context:
         assert self.compiled is not None
         rows = [slot.at for slot in slots]
         for slot in self.slots:
-            if slot.length >= self.cache.room and slot.at not in rows:  # A full slot has no next column.
+            if slot.length >= self.cache.room and slot.at not in rows:  # A full slot has no column left.
                 slot.forget()
             slot.written = max(slot.written, slot.length + 1)
         step_inputs = np.zeros((2, self.cache.rows), np.int64)
@@ -248,7 +248,7 @@ class ContextPool:
         self._shrink()
 
     def _shrink(self, reserved: int = 0) -> None:
-        """Frees the least recently used contexts above the limits, less ``reserved`` bytes."""
+        """Frees the least recently used contexts until the others and ``reserved`` bytes are within the limits."""
         budget = CACHE_SHARE * self.compute.memory() - reserved
         while self.idle and (len(self.idle) > KEPT or sum(context.cache.nbytes for context in self.idle) > budget):
             self.idle.pop(0)

@@ -188,7 +188,7 @@ class Engine:
         slot_ends: Mapping[Slot, int],
         compute_logits: Callable[[list[int]], Tensor],
     ) -> None:
-        """Chooses tokens after finished prefills. ``slot_ends`` are the ends of the slots' rows in the pass."""
+        """Chooses tokens after finished prefills. ``slot_ends`` maps each slot to the end of its rows in the pass."""
         ready = [state for state in states if state.uncomputed <= 0 and not state.done]
         for state in ready:
             if state.request.config.max_tokens == 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt.decoding.constraint import Constraint, masked
+from gpt.decoding.constraint import Constraint, apply_constraints
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters, as_int64, nan_error, score_tokens, step_key, to_tokens
 from gpt.decoding.sequence import RequestState
@@ -61,7 +61,7 @@ def adjust(
 ) -> Tensor:
     """Applies constraints, biases and penalties to logits (n, V), for samples and beams alike. ``counts`` are the
     numbers of generated ids in ``sequences``."""
-    return filters.shape(masked(logits, constraints), sequences, counts)
+    return filters.shape(apply_constraints(logits, constraints), sequences, counts)
 
 
 def take(batch: Draw, context: Context, ends: Collection[int]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from gpt.decoding.beam import Hypothesis, Search, Stops
+from gpt.decoding.beam import Hypothesis, Search, StopCheck
 from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import Slot
 from gpt.decoding.logits import Filters, Token
@@ -26,7 +26,7 @@ class Request:
     seed: int = 0
     index: int = 0
     bias: tuple[tuple[int, float], ...] = ()
-    stops: Stops | None = None
+    stops: StopCheck | None = None
     constraint: Constraint | None = None
 
     @property

@@ -15,8 +15,8 @@ from gpt.errors import first_line, is_out_of_memory
 from gpt.model.cache import EveryRow, KVCache
 from gpt.model.decoder import GPT
 
-# On a GPU: CUDA graphs; tuned tile sizes, without which single-row products are slow; fusion of kernels that share only
-# the positions; log-probabilities and the choice in one kernel.
+# On a GPU, steps run as CUDA graphs. Without tuned tile sizes, single-row products are slow. The fusion options merge
+# kernels that share only the positions, and compute log-probabilities and the choice in one kernel.
 OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": True, "coordinate_descent_tuning": True, "score_fusion_memory_threshold": 8,
     "split_reductions": False,

@@ -15,7 +15,7 @@ from gpt.text.tokenizer import Tokenizer
 
 ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # Batch size: sequences that one read of the weights can serve.
 # Compiling on a GPU takes at least half a minute and saves 1 to 2 ms of host time per step (estimated without a GPU).
-# The minimum ignores existing graphs: earlier calls must not change a text.
+# The minimum ignores existing graphs, because earlier calls must not change a text.
 MIN_COMPILED_STEPS = 20_000
 POSITIONS_MULTIPLE = 256  # Context sizes are multiples of it, so that later calls can reuse a context.
 

@@ -11,7 +11,7 @@ from gpt.serve.protocol import ApiError
 MAX_BODY = 4 * 2**20
 SMALL_BODY = 2**16  # Accepted regardless of the other bodies in flight.
 MOST_BODIES = 64 * MAX_BODY  # Maximum bytes of all bodies in flight.
-THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # For parsing, tokenizing, rendering, compiling.
+THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # Threads per lane.
 
 
 class InFlight:

@@ -55,7 +55,7 @@ class Guard:
             await self._answer_cross_origin(scope, receive, send, str(origin))
 
     async def _answer_cross_origin(self, scope: Scope, receive: Receive, send: Send, origin: str) -> None:
-        """Answers a request from another, allowed origin."""
+        """Answers a request from an allowed foreign origin."""
         cors_headers = {**_origin_headers(origin), "access-control-expose-headers": "retry-after, x-request-id"}
 
         async def send_with_headers(message: Any) -> None:

@@ -160,7 +160,7 @@ def serve(
         if native.is_used(model):  # Compiles before the first request.
             _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
             context.slots[0].forget()
-        waiting.end_threads()  # The worker creates other threads.
+        waiting.end_threads()  # The worker thread creates new OpenMP threads.
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{listener.getsockname()[1]}"
         signum = asyncio.run(_serve(Server(service, note), listener, lambda: ready(address), note))
