@@ -18,9 +18,8 @@ StopCheck = Callable[[Sequence[int]], bool]  # Whether the text of these ids end
 class Hypothesis:
     """A candidate sequence of a beam search.
 
-    ``total`` is the sum of log-probabilities after penalties, used for ranking. ``score`` is ``total`` divided by
-    length to the power of the length penalty. ``reason`` is the finish reason (``length``, ``eot`` or ``stop``), or
-    None if unfinished.
+    ``total``, the sum of log-probabilities after penalties, ranks it. ``score`` is ``total`` divided by length to the
+    power of the length penalty. ``reason`` is ``length``, ``eot`` or ``stop``, or None while unfinished.
     """
 
     tokens: tuple[Token, ...]
@@ -56,8 +55,8 @@ class Search:
             self.ended = [Hypothesis((), 0.0, 0.0, "length")]
 
     def advance(self, logprobs: Tensor, adjusted: Tensor) -> list[int]:
-        """Extends the live hypotheses by a token and returns the parent index of each new live hypothesis. Ranks by
-        ``adjusted`` log-probabilities (live, V) and records the model's ``logprobs`` (live, V). Raises `UserError` if a
+        """Extends the live hypotheses by a token and returns the parent index of each new hypothesis. Ranks by
+        ``adjusted`` log-probabilities (live, V). ``logprobs`` (live, V) are the model's. Raises `UserError` if a
         hypothesis has no continuation."""
         width = self.config.beam
         candidates = self._candidates(logprobs, adjusted, 2 * width)  # At least half can stay live.
@@ -105,8 +104,7 @@ class Search:
         return "length" if len(sequence) == self.config.max_tokens else None
 
     def _is_settled(self) -> bool:
-        """Whether no live hypothesis can outscore the ended hypotheses. With ``early_stopping`` off, this is estimated
-        as if the best live hypothesis ended now."""
+        """Whether the best hypotheses are final. With ``early_stopping`` off, this is an estimate."""
         if len(self.ended) < self.config.beam:
             return False
         if self.config.early_stopping == "on" or self.config.beam == 1:

@@ -32,7 +32,7 @@ class DecodingSpeed:
     first_token_seconds: float  # From the prompt's ids to the first token.
     memory_bytes: int  # Peak memory of the device, or of the process on a CPU.
     read_bytes: int  # Per step: weights, plus keys and values at half the new tokens.
-    bandwidth_bytes_per_second: float  # Measured memory bandwidth.
+    bandwidth_bytes_per_second: float
     bandwidth_share: float  # Share of the bandwidth that a step uses.
 
 

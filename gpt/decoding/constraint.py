@@ -121,8 +121,7 @@ def apply_constraints(logits: Tensor, constraints: Sequence[Constraint | None]) 
 
 
 def _grammar(name: str, value: str | tuple[str, ...]) -> str:
-    """Returns a rule in llguidance's Lark dialect. Generated JSON has no white space, unless the schema sets
-    llguidance options."""
+    """Returns a rule in llguidance's Lark dialect. By default, JSON has no white space."""
     from llguidance import regex_to_lark
 
     if isinstance(value, tuple):

@@ -82,15 +82,12 @@ class Context:
         has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # Makes autocast unnecessary.
         self._autocast = contextlib.nullcontext if has_compute_dtype else compute.autocast
 
-    # Computing
-
     @torch.inference_mode()
     def forward(self, work: Sequence[tuple[Slot, int]], ids: Tensor) -> Tensor:
-        """Computes the next positions of some slots in one pass.
+        """Computes the next positions of some slots in one pass. Returns the residual stream (N, C).
 
         ``work`` lists each slot with its number of new positions, ``ids`` (N) are the concatenated ids on the device.
-        Returns the residual stream (N, C). Adjacent slots attend together if they get equally many ids, and either few
-        ids or the same first position.
+        Adjacent slots attend together if they get equally many ids, and either few ids or the same first position.
         """
         parts: list[tuple[int, list[int], int]] = []
         for slot, count in work:
@@ -140,8 +137,6 @@ class Context:
         with self._autocast():
             return self.model.unembed(x)[..., : self.vocab_size].float()
 
-    # Slots
-
     def room(self, slot: Slot) -> int:
         """Returns how many more positions fit in a slot before it slides."""
         return max(0, self.cache.room - slot.length)
@@ -158,8 +153,7 @@ class Context:
 
     @torch.inference_mode()
     def begin(self, slot: Slot, prompt: list[int], source: Slot, prefix_length: int) -> None:
-        """Gives a slot a prompt, truncated from the left to the context length. Reuses ``prefix_length`` ids of slot
-        ``source``, possibly the same slot."""
+        """Gives a slot a prompt, truncated from the left, and reuses ``prefix_length`` ids of slot ``source``."""
         if source is not slot:
             self.cache.copy(source.at, slot.at, 0, prefix_length, source.written)
         slot.written = source.written if prefix_length else 0
@@ -204,8 +198,7 @@ class ContextPool:
     """The contexts of one model. Keeps up to `KEPT` idle contexts for reuse, within `CACHE_SHARE` of memory.
 
     A CUDA graph uses fixed addresses, so a context's graphs are valid while it lives. All contexts share one compiled
-    step, which compiles each shape once. torch limits the number of shapes (``recompile_limit``) and of graphs
-    (``cudagraph_unexpected_rerecord_limit``), and runs further steps uncompiled.
+    step. Above ``recompile_limit`` shapes or ``cudagraph_unexpected_rerecord_limit`` graphs, it runs uncompiled.
     """
 
     def __init__(

@@ -56,8 +56,7 @@ class Engine:
         return len(self.context.slots) - sum(state.request.width for state in states if not state.done)
 
     def add(self, request: Request) -> int:
-        """Queues a request and returns its number, which updates carry. Raises `UserError` if the model or the context
-        cannot serve it."""
+        """Queues a request and returns its number. Raises `UserError` if the model or context cannot serve it."""
         self._check(request)
         config = request.config
         filters = Filters(config, self.ends, request.bias)
@@ -138,8 +137,7 @@ class Engine:
             sampler.take(draw, self.context, self.ends)
 
     def _compute(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Computes the next ids in one pass, and chooses tokens after finished prefills. Requests whose newest ids are
-        only on the device, in ``unread_draws``, come first."""
+        """Computes the next ids in one pass, with unread ids first, and chooses tokens after finished prefills."""
         context = self.context
         order = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].at)
         work = sorted(((state, slot) for state in states for slot in state.live_slots), key=order)
@@ -159,8 +157,7 @@ class Engine:
         self._choose(dict.fromkeys(state for state, _ in work), slot_ends, lambda rows: context.logits(select(x, rows)))
 
     def _decode_compiled(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Computes the next ids in the compiled step, which also chooses the tokens if all requests share filters that
-        need only the logits."""
+        """Computes the next ids in the compiled step. It also chooses the tokens if the filters need only logits."""
         context, filters = self.context, states[0].filters
         for draw in unread_draws:
             if draw.ids is not None:
@@ -223,8 +220,7 @@ def _sort_ids(draws: Sequence[Draw]) -> Tensor:
 def generate(
     context: Context, prompt: Sequence[int], config: SampleConfig, ends: Collection[int], seed: int = 0, index: int = 0
 ) -> Iterator[Token]:
-    """Yields tokens after a non-empty ``prompt``, up to ``max_tokens`` or an id in ``ends``, inclusive. Raises
-    `NotANumber` if logits are NaN."""
+    """Yields tokens up to ``max_tokens`` or an id in ``ends``, inclusive. Raises `NotANumber` for NaN logits."""
     engine = Engine(context, ends)
     engine.add(Request(prompt, config, seed, index))
     for update in engine.run():

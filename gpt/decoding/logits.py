@@ -33,16 +33,14 @@ class Token:
 
 
 def score_tokens(ids: Tensor, logits: Tensor, top: int = 0) -> list[Tensor]:
-    """Returns ids (n, k), their log-probabilities under logits (n, V), and the log-probabilities and ids of the ``top``
-    most likely ids."""
+    """Returns ids (n, k), their log-probabilities under logits (n, V), and the ``top`` log-probabilities and ids."""
     logprobs = logits.log_softmax(-1)  # One NaN logit makes its whole row NaN.
     top_logprobs = logprobs.topk(min(top, logits.size(-1)), dim=-1) if top else ()
     return [ids, logprobs.gather(-1, ids), *top_logprobs]
 
 
 def to_tokens(scores: Sequence[Any], tops: Sequence[int]) -> list[list[Token]]:
-    """Converts the result of `score_tokens` into n lists of k tokens. ``tops`` are the numbers of alternatives per
-    row."""
+    """Converts the result of `score_tokens` into n lists of k tokens, with ``tops`` alternatives per row."""
     if len(scores) == 2:
         return [[Token(*pair) for pair in zip(*row, strict=True)] for row in zip(*scores, strict=True)]
     return [
@@ -60,8 +58,7 @@ def nan_error() -> NotANumber:
 
 
 def warm(logits: Tensor, temperature: float) -> Tensor:
-    """Divides logits by a temperature above 0. Shifts the maximum to 0 first, so that tiny temperatures don't
-    overflow."""
+    """Divides logits by a temperature above 0, with the maximum at 0 so that tiny temperatures don't overflow."""
     temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
 
@@ -114,8 +111,7 @@ def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
 
 
 def penalize_counts(logits: Tensor, ids: Sequence[int], presence: float, frequency: float) -> Tensor:
-    """Subtracts ``presence`` from the logits (V) of all ``ids``, and ``frequency`` per occurrence, as in OpenAI's
-    API."""
+    """Subtracts OpenAI's ``presence`` penalty per id, and ``frequency`` per occurrence, from logits (V)."""
     if not ids or not (presence or frequency):
         return logits
     unique_ids, counts = np.unique(ids, return_counts=True)
@@ -140,8 +136,7 @@ def exclude(logits: Tensor, ids: Iterable[int]) -> Tensor:
 
 
 class Filters:
-    """The filters of a request, in the order of `SampleConfig`. ``bias`` pairs ids with additions to their logits.
-    Requests with equal ``key`` have the same filters."""
+    """The filters of a request, in the order of `SampleConfig`. Requests with equal ``key`` have equal filters."""
 
     def __init__(self, config: SampleConfig, ends: Collection[int], bias: Sequence[tuple[int, float]] = ()) -> None:
         self.config = config

@@ -16,8 +16,7 @@ class Lookup:
         self._indexed = 0  # Ids whose n-grams are indexed: all except the last.
 
     def guess(self, ids: Sequence[int], count: int) -> list[int]:
-        """Returns ``count`` guesses of the ids after ``ids``, or none if the last id is new. ``ids`` must extend the
-        previous call's ids."""
+        """Returns ``count`` guesses of the next ids, if any. ``ids`` must extend the previous call's ids."""
         for end in range(self._indexed + 1, len(ids)):
             for length in range(1, min(LONGEST, end) + 1):
                 self._ends[tuple(ids[end - length : end])] = end

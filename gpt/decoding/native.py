@@ -181,8 +181,7 @@ def is_used(model: GPT) -> bool:
 
 
 def use(model: GPT, note: programs.Note) -> None:
-    """Lets a model prepared with ``keep`` use compiled blocks. If compiling fails, calls ``note`` once and uses the
-    original blocks."""
+    """Makes a model prepared with ``keep`` use compiled blocks, or calls ``note`` once if compiling fails."""
     block_programs = Programs(model.config, note)
     for layer, block in enumerate(model.h):
         model.h[layer] = NativeBlock(cast(Block, block), block_programs)
@@ -198,8 +197,7 @@ class Programs:
         self._inputs: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
     def position_inputs(self, column: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Returns the position's column, and an additive mask of the columns before ``stop`` that is −∞ before
-        ``first``."""
+        """Returns the position's column, and an additive mask (stop) that is −∞ before column ``first``."""
         if self._position != (column, first, stop):
             mask = torch.zeros(stop)
             mask[:first] = -math.inf

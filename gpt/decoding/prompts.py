@@ -16,8 +16,7 @@ SAMPLE_START = b'{"prompt_index": '  # Start of each line.
 
 
 def parse_prompts(lines: Iterable[bytes], source: str) -> list[str]:
-    """Returns the prompts of ``lines``, each ``{"prompt": …}``. Skips empty lines. Raises `UserError` with the number
-    of an invalid line."""
+    """Returns the prompts of ``lines``, each ``{"prompt": …}`` or empty. Raises `UserError` with a line number."""
     prompts = []
     for number, line in enumerate(lines, 1):
         line = line.removeprefix(codecs.BOM_UTF8)  # Also in later lines, if files were concatenated.

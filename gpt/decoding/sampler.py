@@ -34,8 +34,7 @@ class Draw:
 
 
 def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
-    """Chooses a token for each place from logits (n, V). Adjacent places with the same filters are filtered
-    together."""
+    """Chooses a token for each place from logits (n, V). Filters adjacent places with equal filters together."""
     chosen: list[Tensor] = []
     done = 0
     for filters, members in itertools.groupby(places, key=lambda place: place[0].filters):
@@ -59,8 +58,7 @@ def adjust(
     sequences: Sequence[Sequence[int]],
     counts: Sequence[int],
 ) -> Tensor:
-    """Applies constraints, biases and penalties to logits (n, V), for samples and beams alike. ``counts`` are the
-    numbers of generated ids in ``sequences``."""
+    """Applies constraints, biases and penalties to logits (n, V). ``counts`` are the numbers of generated ids."""
     return filters.shape(apply_constraints(logits, constraints), sequences, counts)
 
 
@@ -83,8 +81,7 @@ def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
 
 
 def extend(state: RequestState, logits: Tensor, context: Context) -> None:
-    """Extends a search by a token, from logits (n, V) of its live hypotheses. A parent's first child keeps the slot;
-    further children get copies."""
+    """Extends a search by a token, from logits (n, V) of its live hypotheses. Copies slots for further children."""
     assert state.search is not None
     logprobs = logits.log_softmax(-1)
     constraints, sequences = (

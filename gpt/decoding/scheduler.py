@@ -84,8 +84,7 @@ class Scheduler:
                 self.running.append(state)
 
     def _start(self, state: RequestState) -> bool:
-        """Assigns slots and reuses the longest cached prefix of the prompt. Returns False if the request should wait
-        until another request has computed the prefix."""
+        """Assigns slots and reuses a cached prefix, or returns False to wait for another request's prefill."""
         if (
             (other := state.prefix_leader) is not None
             and other.count

@@ -7,10 +7,7 @@ from gpt.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Decodes ids one by one, up to the first stop string. Decodes invalid bytes as U+FFFD.
-
-    Holds back text that could be the start of a stop string.
-    """
+    """Decodes ids up to the first stop string, holding back its possible starts. Invalid bytes become U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer

@@ -17,7 +17,7 @@ from gpt.model.decoder import GPT, Attention, Block, Linear
 from gpt.model.params import multiplied
 from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 
-_MIN_SCALE = torch.tensor(1e-30, device="cpu")  # Minimum scale of activations.
+_MIN_INPUT_SCALE = torch.tensor(1e-30, device="cpu")
 Module = TypeVar("Module", bound=nn.Module)
 # Up to this number of positions, a CPU's int4 kernel is faster than dequantized weights. Measured on two cores with
 # GPT-2 124M: 67 ms vs. 114 ms at 80 positions, 101 vs. 86 at 144. SmolLM2-135M's shape: 70 vs. 83, 131 vs. 121.
@@ -120,7 +120,7 @@ class Int8Linear(nn.Module):
         """(…, in) → (…, out), in the input's dtype."""
         if self.quantizes_input:
             wide = x.float()
-            scale = torch.addcmul(_MIN_SCALE, wide.abs().amax(-1, keepdim=True), self.level_size)
+            scale = torch.addcmul(_MIN_INPUT_SCALE, wide.abs().amax(-1, keepdim=True), self.level_size)
             out = self.product(wide / scale, 1.0, self.levels + 1, self.weight).mul_(scale)
         else:
             rows = x.reshape(-1, x.size(-1)).bfloat16()
@@ -273,11 +273,10 @@ def _lay_out_tied(model: GPT, compute: Compute, packed: bool) -> None:
         model.lm_head = PackedLinear(weight, None)
     elif compute.device.type == "cuda":
         model.lm_head = head = GPULinear(weight, None)
-        model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # A view.
+        model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # A view of the head.
 
 
 def _lay_out_for_gpu(module: nn.Module, compute: Compute, once: bool) -> nn.Module:
-    """Converts a linear map to `GPULinear` on a GPU."""
     if isinstance(module, nn.Linear) and compute.device.type == "cuda":
         module = GPULinear(module.weight.detach(), module.bias)
     if isinstance(module, GPULinear):

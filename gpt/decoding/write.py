@@ -74,14 +74,12 @@ class _TextBuilder:
         return new_text
 
     def flush(self) -> str:
-        """Returns the remaining text that was held back."""
         self.pieces.append(self.stream.flush())
         return self.pieces[-1]
 
 
 class TextGenerator:
-    """Generates texts with the settings of one call: encodes prompts, runs an engine and decodes its tokens. Raises
-    `UserError` for settings that the model does not support."""
+    """Generates texts with the settings of one call. Raises `UserError` for settings the model doesn't support."""
 
     def __init__(
         self,
@@ -149,8 +147,7 @@ class TextGenerator:
                         yield from sorter.take(update.number, piece, last=ended and piece is pieces[-1])
 
     def _shape(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[int, int, bool]:
-        """Returns a context's rows, the positions per row, and whether to compile. The number of texts and the
-        requested batch or memory limit the rows."""
+        """Returns a context's rows (limited by texts, batch and memory) and positions, and whether to compile."""
         config, width, block_size = self.config, max(1, self.config.beam), self.model.config.block_size
         max_length = max(map(len, prompts), default=1) + config.max_tokens
         positions = min(-(-max_length // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, block_size)

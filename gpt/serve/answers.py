@@ -102,8 +102,7 @@ class Answer:
             self.service.worker.cancel(running)
 
     async def run(self) -> AsyncIterator[tuple[int, Delta] | None]:
-        """Yields (choice index, delta) until all choices have ended, and None after `QUIET_SECONDS` of silence. Raises
-        `ApiError` and `UserError`."""
+        """Yields (choice index, delta), or None after `QUIET_SECONDS` of silence. Raises `ApiError`, `UserError`."""
         remaining = len(self.choices)
         while remaining:
             try:

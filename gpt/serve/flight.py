@@ -15,10 +15,9 @@ THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # Threads pe
 
 
 class InFlight:
-    """ASGI middleware that counts POST requests and their body bytes, and cancels requests of disconnected clients at
-    any stage.
+    """ASGI middleware that counts POST requests and body bytes, and cancels requests of disconnected clients.
 
-    Threads are grouped in lanes, so that large bodies and slow chat templates don't delay other requests.
+    Separate lanes of threads prevent large bodies and slow chat templates from delaying other requests.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
@@ -73,7 +72,6 @@ class _Flight:
         return message
 
     async def send(self, message: Message) -> None:
-        """Sends a part of the response."""
         if message["type"] == "http.response.body" and not message.get("more_body"):
             self.stop_watching()  # After the last part, the server always reports a disconnect.
         await self._send(message)
@@ -85,7 +83,6 @@ class _Flight:
         self.task.cancel()
 
     def stop_watching(self) -> None:
-        """Stops watching for a disconnect."""
         if self._watch is not None:
             self._watch.cancel()
 

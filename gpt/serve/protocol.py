@@ -122,7 +122,6 @@ class _Fields:
         self.values = {**defaults, **self.values}
 
     def sent_name(self, name: str) -> str:
-        """Returns the field name that the client used."""
         return self._sent_names.get(name, name)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
@@ -167,7 +166,6 @@ _TYPE_NAMES: dict[type, str] = {list: "a list", str: "a string", dict: "an objec
 
 
 def _abbreviate(value: Any) -> str:
-    """Returns a shortened JSON value."""
     scalar = value is None or isinstance(value, (bool, int, float, str))
     return json.dumps(value if not isinstance(value, str) else value[:80])[:80] if scalar else reprlib.repr(value)
 
