@@ -56,10 +56,10 @@ class Search:
 
     def advance(self, logprobs: Tensor, adjusted: Tensor) -> list[int]:
         """Extends the live hypotheses by a token and returns the parent index of each new hypothesis. Ranks by
-        ``adjusted`` log-probabilities (live, V). ``logprobs`` (live, V) are the model's. Raises `UserError` if a
+        ``adjusted`` log-probabilities (live, V). ``logprobs`` (live, V) are unadjusted. Raises `UserError` if a
         hypothesis has no continuation."""
         width = self.config.beam
-        candidates = self._candidates(logprobs, adjusted, 2 * width)  # At least half can stay live.
+        candidates = self._candidates(logprobs, adjusted, 2 * width)  # Half of them can stay live.
         live: list[Hypothesis] = []
         parents: list[int] = []
         for rank, (total, parent, token) in enumerate(candidates):

@@ -18,7 +18,7 @@ class Request:
 
     It asks for sample ``index`` of ``seed``, or for a beam search if ``config`` has beams. The engine ignores the
     strings ``config.stop`` and ``config.bias``. ``bias`` pairs ids with additions to their logits, and ``stops``
-    detects the stop strings of a beam search. At a stop string of a sample, the caller cancels the request.
+    detects the stop strings of a beam search. When a sample reaches a stop string, the caller cancels it.
     """
 
     ids: Sequence[int]
@@ -66,7 +66,7 @@ class RequestState:
     slots: list[Slot] = field(default_factory=list)  # Empty while the request waits.
     live_slots: list[Slot] = field(default_factory=list)  # One slot, or one per live hypothesis.
     count: int = 0  # Ids that each live slot gets in the current step.
-    guesses: list[int] = field(default_factory=list)  # Speculated ids, at the end of the step's ids.
+    guesses: list[int] = field(default_factory=list)  # Speculated ids, included in ``count``.
     lookup: Lookup = field(default_factory=Lookup)
     prefix_leader: "RequestState | None" = None  # The running request that computes the same prefix.
     done: bool = False
