@@ -1,4 +1,4 @@
-"""Measures how fast a model reads a prompt and generates after it, beside the machine's memory bandwidth."""
+"""Measures prefill and decoding speed, and memory bandwidth."""
 
 import contextlib
 import statistics
@@ -19,87 +19,86 @@ from gpt.model.decoder import GPT
 from gpt.model.params import seen
 from gpt.sample_config import SampleConfig
 
-_PROBE_BYTES = 2**29  # that are read to measure the memory's speed: far more than a cache holds
-_WARM = 3  # steps before those that are timed
+_PROBE_BYTES = 2**29  # Bytes read to measure the memory bandwidth, far more than fit in a cache.
+_WARMUP_STEPS = 3
 
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    """The speed of sampling from a model. Rates are tokens per second of all texts together."""
+    """The speed of prefill and decoding. Tokens per second are summed over all sequences."""
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
-    first_token_seconds: float  # from the prompt's ids to the first token
-    memory_bytes: int  # peak: of the device, or of the process on a CPU
-    read_bytes: int  # what a step reads at least: weights, and keys and values at half the new tokens
-    bandwidth_bytes_per_second: float  # of the memory, measured
-    bandwidth_share: float  # the share of it that the steps' reads come to
+    first_token_seconds: float  # From the prompt's ids to the first token.
+    memory_bytes: int  # Peak memory of the device, or of the process on a CPU.
+    read_bytes: int  # Per step: weights, plus keys and values at half the new tokens.
+    bandwidth_bytes_per_second: float
+    bandwidth_share: float  # Share of the bandwidth that a step uses.
 
 
 def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None = None) -> DecodingSpeed:
-    """Times the engine on greedy texts after prompts of random ids. Raises `UserError` where they do not fit into the
-    context."""
+    """Times greedy decoding after random prompts. Raises `UserError` if the sequences exceed the context."""
     config = config.fitted(model.config.block_size)
-    prompt, new = config.prompt_tokens or 0, config.new_tokens or 0
-    context = Context(model, compute, config.batch, prompt + new, step)
-    ids = torch.randint(model.config.vocab_size, (config.batch, prompt)).tolist()
-    rounds = [_round(context, ids, new) for _ in range(config.rounds + 1)][1:]  # the first is warm-up
-    first, each = (statistics.median(times) for times in zip(*rounds, strict=True))
-    read = weight_bytes(model, compute) + config.batch * _cached_bytes(model, prompt + new // 2, compute)
+    prompt_tokens, new_tokens = config.prompt_tokens or 0, config.new_tokens or 0
+    context = Context(model, compute, config.batch, prompt_tokens + new_tokens, step)
+    prompts = torch.randint(model.config.vocab_size, (config.batch, prompt_tokens)).tolist()
+    rounds = [_time_round(context, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]  # Drop the warm-up.
+    first, step_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
+    traffic = weight_bytes(model, compute) + config.batch * _kv_bytes(model, prompt_tokens + new_tokens // 2, compute)
     bandwidth = bandwidth_of(compute)
     return DecodingSpeed(
-        prefill_tokens_per_second=config.batch * prompt / first,
-        decode_tokens_per_second=config.batch / each,
+        prefill_tokens_per_second=config.batch * prompt_tokens / first,
+        decode_tokens_per_second=config.batch / step_seconds,
         first_token_seconds=first,
-        memory_bytes=_memory(compute),
-        read_bytes=read,
+        memory_bytes=_peak_memory(compute),
+        read_bytes=traffic,
         bandwidth_bytes_per_second=bandwidth,
-        bandwidth_share=read / each / bandwidth,
+        bandwidth_share=traffic / step_seconds / bandwidth,
     )
 
 
-def _round(context: Context, prompts: list[list[int]], count: int) -> tuple[float, float]:
-    """Seconds to the first tokens, and for each step after."""
-    for slot in context.slots:  # whose prompts would be taken from it
+def _time_round(context: Context, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+    """Returns the seconds to the first tokens and the mean seconds of later steps."""
+    for slot in context.slots:  # A prefix cache hit would skip the prefill.
         slot.forget()
-    engine = Engine(context, ends=(), chunk=sum(map(len, prompts)))  # all prompts in one pass
-    config = SampleConfig(greedy=True, max_tokens=count, ignore_eot=True)
+    engine = Engine(context, ends=(), chunk=sum(map(len, prompts)))  # Prefill all prompts in one pass.
+    config = SampleConfig(greedy=True, max_tokens=new_tokens, ignore_eot=True)
     for ids in prompts:
         engine.add(Request(ids, config))
     began = time.perf_counter()
-    while not any(update.tokens for update in engine.step()):  # a GPU's first tokens are read in its second step
+    while not any(update.tokens for update in engine.step()):  # A GPU's first tokens are read in the second step.
         pass
     first = time.perf_counter() - began
     times: list[float] = []
     while engine.busy:
-        times.append(_seconds(engine.step))
-    return first, statistics.mean(times[_WARM:] or times or [first])
+        times.append(_time_call(engine.step))
+    return first, statistics.mean(times[_WARMUP_STEPS:] or times or [first])
 
 
-def _cached_bytes(model: GPT, positions: int, compute: Compute) -> int:
-    """The bytes of keys and values that a step reads of a text."""
+def _kv_bytes(model: GPT, positions: int, compute: Compute) -> int:
+    """Returns the bytes of keys and values that a step reads per sequence."""
     config = model.config
     return 2 * config.kv_heads * config.head_size * seen(config, positions) * compute.dtype.itemsize
 
 
 def bandwidth_of(compute: Compute) -> float:
-    """Bytes per second that the device reads from its memory: the best of five sums over half a gibibyte."""
-    big = torch.ones(_PROBE_BYTES // 4, device=compute.device)
-    return big.nbytes / min(_seconds(lambda: float(big.sum())) for _ in range(5))
+    """Measures memory bandwidth in bytes per second: the best of five sums over half a gibibyte."""
+    buffer = torch.ones(_PROBE_BYTES // 4, device=compute.device)
+    return buffer.nbytes / min(_time_call(lambda: float(buffer.sum())) for _ in range(5))
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _time_call(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
-def _memory(compute: Compute) -> int:
+def _peak_memory(compute: Compute) -> int:
     if compute.device.type == "cuda":
         return torch.cuda.max_memory_allocated(compute.device)
-    with contextlib.suppress(ImportError):  # Windows
+    with contextlib.suppress(ImportError):  # Windows has no `resource`.
         import resource
 
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
     return 0

@@ -1,4 +1,4 @@
-"""Contexts: slots for texts in one cache of keys and values, and the steps that compute their next ids."""
+"""Contexts: slots for sequences in one KV cache, and the steps that compute their next positions."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,24 +18,23 @@ from gpt.model.decoder import GPT, ROPE_TABLE
 from gpt.model.params import SLACK, cache_bytes
 from gpt.model.quantize import QuantizedEmbedding
 
-CACHE_SHARE = 0.25  # of the device's memory that keys and values may take
-KEPT = 4  # contexts of which nobody makes use
+CACHE_SHARE = 0.25  # Maximum share of the device's memory for keys and values.
+KEPT = 4  # Maximum number of idle contexts.
 
 
 @dataclass(eq=False)
 class Slot:
-    """A row of the cache, and the text whose keys and values it has; it keeps both when the text has ended, for
-    prompts that begin the same."""
+    """A row of the KV cache and its sequence. A freed slot keeps both for prefix reuse."""
 
-    at: int  # the row
-    text: list[int] = field(default_factory=list)  # every id that is known
-    start: int = 0  # the place in the text of the id at position 0
-    length: int = 0  # positions that are computed
-    written: int = 0  # positions that the row was given, also those taken back since
+    at: int  # Row of the cache.
+    text: list[int] = field(default_factory=list)  # All known ids.
+    start: int = 0  # Index in ``text`` of the id at position 0.
+    length: int = 0  # Computed positions.
+    written: int = 0  # Positions written, including rewound positions.
 
     @property
     def computed(self) -> int:
-        """The number of the text's ids that are computed or no longer seen."""
+        """The number of ids that are computed or dropped from the window."""
         return self.start + self.length
 
     def forget(self) -> None:
@@ -44,11 +43,10 @@ class Slot:
 
 
 class Context:
-    """Slots, independent of each other, in one cache; each sees as much of the end of its text as the model can.
+    """Independent slots in one KV cache. Each slot sees the end of its sequence, up to the context length.
 
-    With absolute positions a full slot cannot move on by one: it drops all but its last half, whose keys and values are
-    computed again, once every block_size / 2 tokens, at about the cost of a prompt of that length. With rotary
-    positions, which are relative, the window moves on by one and nothing is computed again.
+    With absolute positions, a full slot drops its first half and recomputes the second. This costs a prefill of
+    block_size / 2 tokens every block_size / 2 tokens. With RoPE, the window slides by one token at no cost.
     """
 
     def __init__(
@@ -56,42 +54,40 @@ class Context:
         model: GPT,
         compute: Compute,
         rows: int = 1,
-        room: int | None = None,
+        positions: int | None = None,
         step: Step | None = None,
         vocab_size: int | None = None,
         size: int | None = None,
     ) -> None:
         self.model = model
-        # The tokenizer's, where the model's is filled up with ids that have no token.
+        # The model's vocabulary can be padded with ids that have no token.
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         self.compute = compute
-        self.size = min(model.config.block_size, size or model.config.block_size)  # tokens that a text sees
-        room = min(self.size, room or self.size)
-        _check_room(model, compute, rows, room)
-        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, room, model.kv_heads)
+        self.size = min(model.config.block_size, size or model.config.block_size)  # Context length in tokens.
+        positions = min(self.size, positions or self.size)
+        _check_memory(model, compute, rows, positions)
+        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, positions, model.kv_heads)
         self.slots = [Slot(at) for at in range(rows)]
-        self.compiled = step  # computes steps of one position, all slots at once; None: the model does
+        self.compiled = step  # None runs steps uncompiled.
         if step is not None:
-            model.reach(max(ROPE_TABLE, 2 * self.size))  # a table that grows is compiled for again
-            self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # each slot's newest id
-            self._numbers = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
-            fixed = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._numbers]
+            model.reach(max(ROPE_TABLE, 2 * self.size))  # Growing the RoPE table later would recompile.
+            self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # Newest id of each slot.
+            self._step_inputs = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
+            static_tensors = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._step_inputs]
             table = model.get_submodule("wte")
-            if isinstance(table, QuantizedEmbedding):  # parameters have fixed addresses by themselves
-                fixed += [table.weight.levels, table.weight.scales]
-            for each in fixed:
-                torch._dynamo.mark_static_address(each)
-        narrow = model.ln_f.weight.dtype == compute.dtype  # then there is nothing to cast at each product
-        self._autocast = contextlib.nullcontext if narrow else compute.autocast
-
-    # Computing
+            if isinstance(table, QuantizedEmbedding):  # Parameters already have fixed addresses.
+                static_tensors += [table.weight.levels, table.weight.scales]
+            for tensor in static_tensors:
+                torch._dynamo.mark_static_address(tensor)
+        has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # Makes autocast unnecessary.
+        self._autocast = contextlib.nullcontext if has_compute_dtype else compute.autocast
 
     @torch.inference_mode()
     def forward(self, work: Sequence[tuple[Slot, int]], ids: Tensor) -> Tensor:
-        """Computes the next positions of some slots in one pass; ``work`` says how many of each. ``ids``, (N), are
-        theirs, one slot after the other, on the device. Returns the residual stream (N, C).
+        """Computes the next positions of some slots in one pass. Returns the residual stream (N, C).
 
-        Adjacent slots attend together when they get equally many ids: few, or from the same position on.
+        ``work`` lists each slot with its number of new positions, ``ids`` (N) are the concatenated ids on the device.
+        Adjacent slots attend together if they get equally many ids, and either few ids or the same first position.
         """
         parts: list[tuple[int, list[int], int]] = []
         for slot, count in work:
@@ -102,7 +98,7 @@ class Context:
                     continue
             parts.append((slot.at, [slot.length], count))
         places = Placement(self.cache, parts)
-        for slot, count in work:  # before the pass, which may fail halfway
+        for slot, count in work:  # Recorded first, because the pass can fail halfway.
             slot.written = max(slot.written, slot.length + count)
         with self._autocast():
             x = self.model.trunk(ids.view(places.shape), places)
@@ -114,26 +110,26 @@ class Context:
     def next_tokens(
         self, slots: Sequence[Slot], filters: Filters | None = None, keys: Sequence[int] = (), top: int = 0
     ) -> list[Tensor]:
-        """Computes the next position of some slots, whose ids are in `last`, in a compiled step. With filters the next
-        ids are then in `last`, and their `scores` are returned, else logits (n, V).
+        """Computes the next position of some slots in a compiled step, from the ids in `last`. With filters, updates
+        `last` and returns the `score_tokens` of the next ids. Without filters, returns logits (n, V).
 
-        All slots are computed, so that shapes are always the same: the others write to the column after their last."""
+        The step computes all slots, to keep its shapes fixed. Other slots write to the column after their last."""
         assert self.compiled is not None
-        at = [slot.at for slot in slots]
+        rows = [slot.at for slot in slots]
         for slot in self.slots:
-            if slot.length >= self.cache.room and slot.at not in at:  # which has no such column
+            if slot.length >= self.cache.room and slot.at not in rows:  # A full slot has no column left.
                 slot.forget()
             slot.written = max(slot.written, slot.length + 1)
-        numbers = np.zeros((2, self.cache.rows), np.int64)
-        numbers[0] = [slot.length for slot in self.slots]
-        numbers[1, at[: len(keys)]] = as_int64(keys)[:, 0]
-        self._numbers.copy_(upload(numbers, self.compute.device))
-        self.model.reach(int(numbers[0].max()) + 1)
+        step_inputs = np.zeros((2, self.cache.rows), np.int64)
+        step_inputs[0] = [slot.length for slot in self.slots]
+        step_inputs[1, rows[: len(keys)]] = as_int64(keys)[:, 0]
+        self._step_inputs.copy_(upload(step_inputs, self.compute.device))
+        self.model.reach(int(step_inputs[0].max()) + 1)
         with self._autocast():
-            found = self.compiled(self.cache, self.last, self._numbers, self.vocab_size, filters, top)
+            outputs = self.compiled(self.cache, self.last, self._step_inputs, self.vocab_size, filters, top)
         for slot in slots:
             slot.length += 1
-        return [select(each, at) for each in found]
+        return [select(output, rows) for output in outputs]
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
@@ -141,73 +137,68 @@ class Context:
         with self._autocast():
             return self.model.unembed(x)[..., : self.vocab_size].float()
 
-    # Slots
-
     def room(self, slot: Slot) -> int:
-        """Returns how many more positions fit into a slot before any is dropped."""
+        """Returns how many more positions fit in a slot before it slides."""
         return max(0, self.cache.room - slot.length)
 
     def shared(self, slot: Slot, prompt: Sequence[int], soon: bool = False) -> int:
-        """Returns how many of a prompt's first ids are computed in a slot; ``soon``: once its text is. The prompt's
-        last id is never among them, since what follows it has to be computed."""
+        """Returns how many leading ids of a prompt a slot has computed, or with ``soon`` will have computed. Excludes
+        the prompt's last id, whose logits are needed."""
         length = len(slot.text) if soon else slot.length
         if slot.start or slot.length > self.cache.room or len(prompt) > self.size:
             return 0
-        same = min(_common(slot.text, prompt), len(prompt) - 1, length)
+        prefix_length = min(_common_prefix(slot.text, prompt), len(prompt) - 1, length)
         written = max(slot.written, length)
-        return same if self.cache.can_rewind(written, written - same) else 0
+        return prefix_length if self.cache.can_rewind(written, written - prefix_length) else 0
 
     @torch.inference_mode()
-    def begin(self, slot: Slot, prompt: list[int], source: Slot, same: int) -> None:
-        """Gives a slot a prompt to compute; only its last block_size ids are kept. Its first ``same`` ids are
-        `shared` with slot ``source``, which may be the same one."""
+    def begin(self, slot: Slot, prompt: list[int], source: Slot, prefix_length: int) -> None:
+        """Gives a slot a prompt, truncated from the left, and reuses ``prefix_length`` ids of slot ``source``."""
         if source is not slot:
-            self.cache.copy(source.at, slot.at, 0, same, source.written)
-        slot.written = source.written if same else 0
-        slot.text, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), same
+            self.cache.copy(source.at, slot.at, 0, prefix_length, source.written)
+        slot.written = source.written if prefix_length else 0
+        slot.text, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), prefix_length
 
     def slide(self, slot: Slot) -> None:
-        """Lets a full slot take another id: with absolute positions, its last half is to be computed again."""
+        """Makes room in a full slot. With absolute positions, its last half has to be recomputed."""
         if self.model.config.positions != "rotary":
             slot.start, slot.length, slot.written = len(slot.text) - max(1, self.size // 2), 0, 0
 
     @torch.inference_mode()
     def copy(self, source: Slot, target: Slot) -> None:
-        """Makes a slot equal to another. Columns of ids that both begin with are not copied."""
-        same = 0
+        """Makes ``target`` equal to ``source``. Skips the columns of a common prefix."""
+        prefix_length = 0
         if source.start == target.start:
-            same = min(_common(source.text, target.text) - source.start, source.length, target.length)
+            prefix_length = min(_common_prefix(source.text, target.text) - source.start, source.length, target.length)
         written = max(source.written, target.written)
-        self.cache.copy(source.at, target.at, max(0, same), source.length, written)
+        self.cache.copy(source.at, target.at, max(0, prefix_length), source.length, written)
         target.text, target.start, target.length = [*source.text], source.start, source.length
         target.written = written
 
     @torch.inference_mode()
     def clear(self, slot: Slot) -> None:
-        """Empties a slot and sets its keys and values to 0. A NaN among them would reach its next text: attention
+        """Empties a slot and zeroes its keys and values. A NaN would reach its next sequence, because attention
         multiplies masked values by a weight of 0."""
         self.cache.clear(slot.at, slot.written)
         slot.forget()
 
     @torch.inference_mode()
     def check(self, slot: Slot) -> None:
-        """Clears a slot that contains NaN or infinity, after a text that ended before its first token."""
+        """Clears a slot if it contains NaN or infinity."""
         if not self.cache.is_finite(slot.at, slot.written):
             self.clear(slot)
 
 
-def select(tensor: Tensor, at: list[int]) -> Tensor:
-    """Returns rows of a tensor, without a copy where they are the first ones."""
-    return tensor[: len(at)] if at == [*range(len(at))] else tensor[upload(at, tensor.device)]
+def select(tensor: Tensor, rows: list[int]) -> Tensor:
+    """Returns rows of a tensor, as a view if they are the first rows."""
+    return tensor[: len(rows)] if rows == [*range(len(rows))] else tensor[upload(rows, tensor.device)]
 
 
 class ContextPool:
-    """The contexts of one model. Idle ones are kept for later calls with the same rows and room: the `KEPT` most
-    recently used, as far as they fit into `CACHE_SHARE` of the device's memory beside a new one.
+    """The contexts of one model. Keeps up to `KEPT` idle contexts for reuse, within `CACHE_SHARE` of memory.
 
-    A CUDA graph reads and writes at fixed addresses, so a context's graphs are good as long as it lives. All contexts
-    share one compiled step, which compiles each shape once. torch bounds the number of shapes (``recompile_limit``) and
-    of graphs (``cudagraph_unexpected_rerecord_limit``); past it steps are computed as written.
+    A CUDA graph uses fixed addresses, so a context's graphs are valid while it lives. All contexts share one compiled
+    step. Above ``recompile_limit`` shapes or ``cudagraph_unexpected_rerecord_limit`` graphs, it runs uncompiled.
     """
 
     def __init__(
@@ -218,30 +209,29 @@ class ContextPool:
         vocab_size: int | None = None,
     ) -> None:
         self.model, self.compute, self.note, self.vocab_size = model, compute, note, vocab_size
-        self.idle: list[Context] = []  # the most recently used is the last
-        self._step: tuple[Step | None] | None = None  # the compiled step, if it has been asked for
+        self.idle: list[Context] = []  # Most recently used last.
+        self._step: tuple[Step | None] | None = None  # Set on first use, to (None,) if steps can't be compiled.
 
     @contextlib.contextmanager
-    def lease(self, rows: int, room: int, compile: bool = False) -> Iterator[Context]:
-        """Lends an empty context of ``rows`` rows with ``room`` positions each. It comes back at the end, but not after
-        an error, since it may hold NaN or stand in the middle of a step. Raises `UserError` where it does not fit into
-        the device's memory."""
-        step = self._compiled() if compile else None
-        context = self._take(rows, room, step)
-        context = context or Context(self.model, self.compute, rows, room, step, self.vocab_size)
+    def lease(self, rows: int, positions: int, compile: bool = False) -> Iterator[Context]:
+        """Lends an empty context of ``rows`` rows with ``positions`` positions each. Drops it after an error, because
+        it can contain NaN or an unfinished step. Raises `UserError` if it does not fit in memory."""
+        step = self._get_step() if compile else None
+        context = self._pop(rows, positions, step)
+        context = context or Context(self.model, self.compute, rows, positions, step, self.vocab_size)
         try:
             yield context
-        except GeneratorExit:  # nobody wants the rest
+        except GeneratorExit:  # The caller stopped reading early.
             self._put(context)
             raise
         self._put(context)
 
-    def _take(self, rows: int, room: int, step: Step | None) -> Context | None:
-        """Returns the idle context of this shape. Where there is none, frees memory for a new one."""
-        for at, context in enumerate(self.idle):
-            if (context.cache.rows, context.cache.room, context.compiled) == (rows, room, step):
-                return self.idle.pop(at)
-        self._shrink(beside=rows * cache_bytes(self.model.config, room, self.compute.dtype.itemsize))
+    def _pop(self, rows: int, positions: int, step: Step | None) -> Context | None:
+        """Returns an idle context of this shape, or frees memory for a new context and returns None."""
+        for index, context in enumerate(self.idle):
+            if (context.cache.rows, context.cache.room, context.compiled) == (rows, positions, step):
+                return self.idle.pop(index)
+        self._shrink(reserved=rows * cache_bytes(self.model.config, positions, self.compute.dtype.itemsize))
         return None
 
     def _put(self, context: Context) -> None:
@@ -250,44 +240,43 @@ class ContextPool:
         self.idle.append(context)
         self._shrink()
 
-    def _shrink(self, beside: int = 0) -> None:
-        """Frees the least recently used contexts until the others are few enough and fit beside so many bytes."""
-        most = CACHE_SHARE * self.compute.memory() - beside
-        while self.idle and (len(self.idle) > KEPT or sum(each.cache.nbytes for each in self.idle) > most):
+    def _shrink(self, reserved: int = 0) -> None:
+        """Frees the least recently used contexts until the others and ``reserved`` bytes are within the limits."""
+        budget = CACHE_SHARE * self.compute.memory() - reserved
+        while self.idle and (len(self.idle) > KEPT or sum(context.cache.nbytes for context in self.idle) > budget):
             self.idle.pop(0)
 
-    def _compiled(self) -> Step | None:
+    def _get_step(self) -> Step | None:
         if self._step is None:
             self._step = (compiled(self.model, self.compute, self.note),)
         return self._step[0]
 
 
-def capacity(model: GPT, compute: Compute, room: int) -> int:
-    """Returns how many texts of ``room`` tokens the device has memory for: beside the weights, and in `CACHE_SHARE` of
-    it."""
-    most = min(CACHE_SHARE * compute.memory(), _beside_weights(model, compute))
-    return int(most / cache_bytes(model.config, room, compute.dtype.itemsize))
+def capacity(model: GPT, compute: Compute, positions: int) -> int:
+    """Returns how many sequences of ``positions`` tokens fit in `CACHE_SHARE` of memory, next to the weights."""
+    budget = min(CACHE_SHARE * compute.memory(), _memory_after_weights(model, compute))
+    return int(budget / cache_bytes(model.config, positions, compute.dtype.itemsize))
 
 
-def _beside_weights(model: GPT, compute: Compute) -> int:
+def _memory_after_weights(model: GPT, compute: Compute) -> int:
     return max(0, compute.memory() - resident_bytes(model, compute))
 
 
-def _check_room(model: GPT, compute: Compute, rows: int, room: int) -> None:
-    """Raises `UserError` where keys and values do not fit into the device's memory beside the weights."""
-    needed = rows * cache_bytes(model.config, room, compute.dtype.itemsize)
-    left = _beside_weights(model, compute)
-    if needed > left:
+def _check_memory(model: GPT, compute: Compute, rows: int, positions: int) -> None:
+    """Raises `UserError` if the KV cache does not fit in memory next to the weights."""
+    needed = rows * cache_bytes(model.config, positions, compute.dtype.itemsize)
+    available = _memory_after_weights(model, compute)
+    if needed > available:
         raise UserError(
-            f"the KV cache of {rows:,} sequences of {room:,} tokens takes {needed / 1e9:,.1f} GB, but the weights "
-            f"leave {left / 1e9:,.1f} GB",
+            f"the KV cache of {rows:,} sequences of {positions:,} tokens takes {needed / 1e9:,.1f} GB, but the "
+            f"weights leave {available / 1e9:,.1f} GB",
             "use a smaller --batch, or fewer beams or tokens",
         )
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the length of the common beginning."""
-    most, at = min(len(a), len(b)), 0
-    while at < most and a[at : at + 64] == b[at : at + 64]:
-        at += 64
-    return next((n for n in range(at, min(at + 64, most)) if a[n] != b[n]), min(at + 64, most))
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns the length of the common prefix."""
+    limit, start = min(len(a), len(b)), 0
+    while start < limit and a[start : start + 64] == b[start : start + 64]:
+        start += 64
+    return next((n for n in range(start, min(start + 64, limit)) if a[n] != b[n]), min(start + 64, limit))

@@ -1,6 +1,6 @@
-"""Logits → tokens: filters as pure functions, each on (…, V) unless it says otherwise, and how an id is drawn.
+"""Logits → tokens: filters as pure functions on logits (…, V), and sampling.
 
-What a filter excludes becomes -inf; one id always stays.
+Filters set the logits of excluded ids to -inf. At least one id always remains.
 """
 
 import hashlib
@@ -22,78 +22,78 @@ EXCLUDED = float("-inf")
 
 @dataclass(frozen=True)
 class Token:
-    """An id and its log-probability (nats) under the model itself: no filter, temperature 1; None for the first of a
-    prompt. ``top``: the likeliest ids in its place with theirs, if asked for."""
+    """An id and its log-probability in nats, without filters and at temperature 1; None for the first id of a prompt.
+
+    ``top`` lists the most likely ids at this position with their log-probabilities, if requested.
+    """
 
     id: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
 
 
-def scores(ids: Tensor, logits: Tensor, top: int = 0) -> list[Tensor]:
-    """Returns what `tokens` needs of ids (n, k) that follow logits (n, V): the ids and their log-probabilities, and the
-    log-probabilities and ids of the ``top`` likeliest."""
-    logprobs = logits.log_softmax(-1)  # a single NaN among the logits makes all of a row NaN
-    best = logprobs.topk(min(top, logits.size(-1)), dim=-1) if top else ()
-    return [ids, logprobs.gather(-1, ids), *best]
+def score_tokens(ids: Tensor, logits: Tensor, top: int = 0) -> list[Tensor]:
+    """Returns ids (n, k), their log-probabilities under logits (n, V), and the ``top`` log-probabilities and ids."""
+    logprobs = logits.log_softmax(-1)  # One NaN logit makes its whole row NaN.
+    top_logprobs = logprobs.topk(min(top, logits.size(-1)), dim=-1) if top else ()
+    return [ids, logprobs.gather(-1, ids), *top_logprobs]
 
 
-def tokens(scores: Sequence[Any], tops: Sequence[int]) -> list[list[Token]]:
-    """Returns the k tokens of each of n rows from `scores`, as lists, each with the ``tops`` likeliest of its row."""
+def to_tokens(scores: Sequence[Any], tops: Sequence[int]) -> list[list[Token]]:
+    """Converts the result of `score_tokens` into n lists of k tokens, with ``tops`` alternatives per row."""
     if len(scores) == 2:
-        return [[Token(*each) for each in zip(*row, strict=True)] for row in zip(*scores, strict=True)]
+        return [[Token(*pair) for pair in zip(*row, strict=True)] for row in zip(*scores, strict=True)]
     return [
         [
-            Token(id, value, tuple(zip(best[:top], values[:top], strict=True)))
-            for id, value in zip(ids, own, strict=True)
+            Token(id, logprob, tuple(zip(top_ids[:top], top_logprobs[:top], strict=True)))
+            for id, logprob in zip(ids, logprobs, strict=True)
         ]
-        for ids, own, values, best, top in zip(*scores, tops, strict=True)
+        for ids, logprobs, top_logprobs, top_ids, top in zip(*scores, tops, strict=True)
     ]
 
 
-def no_logits() -> NotANumber:
-    """The error of a model whose logits are NaN or infinite."""
+def nan_error() -> NotANumber:
+    """Returns the error for NaN or infinite logits."""
     return NotANumber("the model produced NaN or infinite logits, so no token can be chosen")
 
 
 def warm(logits: Tensor, temperature: float) -> Tensor:
-    """Divides logits by a temperature above 0, after moving the largest to 0: a tiny temperature must neither overflow
-    nor become 0."""
+    """Divides logits by a temperature above 0, with the maximum at 0 so that tiny temperatures don't overflow."""
     temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Keeps the ``k`` likeliest ids, and those that tie with the last of them; 0: all."""
+    """Keeps the ``k`` most likely ids and any ties. 0 keeps all ids."""
     if k <= 0 or k >= logits.size(-1):
         return logits
-    least = logits.topk(k, dim=-1).values[..., -1:]
-    return logits.masked_fill(logits < least, EXCLUDED)
+    threshold = logits.topk(k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < threshold, EXCLUDED)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keeps the fewest ids whose probabilities sum to ``p`` or more (Holtzman et al. 2020), of those that tie with the
-    last of them the first; 0 or 1: all."""
+    """Keeps the fewest ids whose probabilities sum to at least ``p`` (Holtzman et al. 2020). Of tied ids, keeps the
+    first. 0 or 1 keeps all ids."""
     if p <= 0 or p >= 1:
         return logits
-    ordered = _descending(logits)
-    count = 1 + (ordered.softmax(-1).cumsum(-1) < p).sum(-1, keepdim=True)
-    last = ordered.gather(-1, count.clamp(max=logits.size(-1)) - 1)
-    above, tied = logits > last, logits == last
-    room = count - above.sum(-1, keepdim=True)
-    return logits.masked_fill(~(above | tied & (tied.cumsum(-1) <= room)), EXCLUDED)
+    sorted_logits = _sort_descending(logits)
+    count = 1 + (sorted_logits.softmax(-1).cumsum(-1) < p).sum(-1, keepdim=True)
+    threshold = sorted_logits.gather(-1, count.clamp(max=logits.size(-1)) - 1)
+    above, tied = logits > threshold, logits == threshold
+    tied_count = count - above.sum(-1, keepdim=True)
+    return logits.masked_fill(~(above | tied & (tied.cumsum(-1) <= tied_count)), EXCLUDED)
 
 
-def _descending(logits: Tensor) -> Tensor:
-    """Sorts logits, the highest first. numpy sorts values without their indices and in vectors: 50,257 of them in a
-    quarter of torch's time, which on a CPU is an eighth of a step of GPT-2 124M."""
+def _sort_descending(logits: Tensor) -> Tensor:
+    """Sorts logits in descending order. On a CPU, torch sorts 50,257 logits in an eighth of a GPT-2 124M step. numpy
+    needs a quarter of that, because it uses SIMD and returns no indices."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or torch.compiler.is_compiling():
         return logits.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Keeps ids at least ``p`` times as likely as the likeliest (Nguyen et al. 2024); 0: all."""
+    """Keeps ids at least ``p`` times as likely as the most likely id (Nguyen et al. 2024). 0 keeps all ids."""
     if p <= 0:
         return logits
     probabilities = logits.softmax(-1)
@@ -101,44 +101,42 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
-    """Divides the logits (V) of ``ids`` by ``penalty`` where above 0, and multiplies them by it elsewhere (Keskar et
-    al. 2019); 0 or 1: no change."""
+    """Divides the positive logits (V) of ``ids`` by ``penalty`` and multiplies the others by it (Keskar et al. 2019).
+    0 or 1 changes nothing."""
     if penalty in (0, 1):
         return logits
     index = upload(np.array(sorted(set(ids)), np.int64), logits.device)
-    of_these = logits[index]
-    return logits.index_copy(0, index, torch.where(of_these < 0, of_these * penalty, of_these / penalty))
+    values = logits[index]
+    return logits.index_copy(0, index, torch.where(values < 0, values * penalty, values / penalty))
 
 
-def count_against(logits: Tensor, ids: Sequence[int], presence: float, frequency: float) -> Tensor:
-    """Takes ``presence`` from the logits (V) of ids that stand among ``ids``, and ``frequency`` for each time that one
-    does, as OpenAI's API defines its penalties."""
+def penalize_counts(logits: Tensor, ids: Sequence[int], presence: float, frequency: float) -> Tensor:
+    """Subtracts OpenAI's ``presence`` penalty per id, and ``frequency`` per occurrence, from logits (V)."""
     if not ids or not (presence or frequency):
         return logits
-    some, counts = np.unique(ids, return_counts=True)
-    against = (presence + frequency * torch.from_numpy(counts)).to(logits.dtype)
-    return logits.index_add(0, upload(some, logits.device), upload(against, logits.device), alpha=-1)
+    unique_ids, counts = np.unique(ids, return_counts=True)
+    penalties = (presence + frequency * torch.from_numpy(counts)).to(logits.dtype)
+    return logits.index_add(0, upload(unique_ids, logits.device), upload(penalties, logits.device), alpha=-1)
 
 
 def repeats(ids: Sequence[int], n: int) -> list[int]:
-    """Returns the ids that would end a run of ``n`` which ``ids`` already has; none where ``n`` is 0."""
+    """Returns the ids that would repeat an n-gram of ``ids``, or none if ``n`` is 0."""
     if n <= 0 or len(ids) < n:
         return []
     tail = list(ids[len(ids) - n + 1 :])
-    return sorted({ids[at + n - 1] for at in range(len(ids) - n + 1) if list(ids[at : at + n - 1]) == tail})
+    return sorted({ids[start + n - 1] for start in range(len(ids) - n + 1) if list(ids[start : start + n - 1]) == tail})
 
 
 def exclude(logits: Tensor, ids: Iterable[int]) -> Tensor:
-    """Excludes ``ids``, unless nothing else would be left."""
-    if not (without := sorted(set(ids))):
+    """Excludes ``ids``, unless that excludes every id."""
+    if not (excluded_ids := sorted(set(ids))):
         return logits
-    left = logits.index_fill(-1, upload(without, logits.device), EXCLUDED)
-    return torch.where(left.amax(-1, keepdim=True) > EXCLUDED, left, logits)
+    masked = logits.index_fill(-1, upload(excluded_ids, logits.device), EXCLUDED)
+    return torch.where(masked.amax(-1, keepdim=True) > EXCLUDED, masked, logits)
 
 
 class Filters:
-    """The filters of a request, in the order that `SampleConfig` states. ``bias``: ids and what is added to their
-    logits. Requests whose ``key`` is the same have the same filters."""
+    """The filters of a request, in the order of `SampleConfig`. Requests with equal ``key`` have equal filters."""
 
     def __init__(self, config: SampleConfig, ends: Collection[int], bias: Sequence[tuple[int, float]] = ()) -> None:
         self.config = config
@@ -147,91 +145,87 @@ class Filters:
         self.key = (config.choice, *self.bias)
         self.draws, self.looks_back = config.draws, config.looks_back
 
-    def shape(self, logits: Tensor, past: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Applies bias, penalties and least tokens, which beam search has too, to logits (N, V). ``past``: each row's
-        ids, the prompt's included; ``counts``: how many of them were generated."""
+    def shape(self, logits: Tensor, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+        """Applies bias, penalties and the minimum length to logits (N, V). ``sequences`` are the ids of each row,
+        including the prompt, and ``counts`` the numbers of generated ids."""
         config = self.config
         if self.bias:
             ids, values = zip(*self.bias, strict=True)
             logits = logits.index_add(
                 -1, upload(ids, logits.device), upload(values, logits.device).expand(len(logits), -1)
             )
-        least = any(count < config.min_tokens for count in counts)
-        if not (self.looks_back or least):
+        below_min = any(count < config.min_tokens for count in counts)
+        if not (self.looks_back or below_min):
             return logits
-        return torch.stack([self._row(*row) for row in zip(logits, past, counts, strict=True)])
+        return torch.stack([self._adjust_row(*row) for row in zip(logits, sequences, counts, strict=True)])
 
-    def _row(self, logits: Tensor, past: Sequence[int], count: int) -> Tensor:
-        logits = penalize(logits, past, self.config.repetition_penalty)
-        config, generated = self.config, past[len(past) - count :]
-        logits = count_against(logits, generated, config.presence_penalty, config.frequency_penalty)
-        without = repeats(past, self.config.no_repeat_ngram)
-        return exclude(logits, [*without, *self.ends] if count < self.config.min_tokens else without)
+    def _adjust_row(self, logits: Tensor, ids: Sequence[int], count: int) -> Tensor:
+        logits = penalize(logits, ids, self.config.repetition_penalty)
+        config, generated = self.config, ids[len(ids) - count :]
+        logits = penalize_counts(logits, generated, config.presence_penalty, config.frequency_penalty)
+        excluded_ids = repeats(ids, self.config.no_repeat_ngram)
+        return exclude(logits, [*excluded_ids, *self.ends] if count < self.config.min_tokens else excluded_ids)
 
     def keep(self, logits: Tensor) -> Tensor:
-        """Applies temperature, top-k, top-p and min-p to shaped logits (N, V)."""
-        warmed = warm(logits.float(), self.config.temperature)
-        return keep_min_p(keep_top_p(keep_top_k(warmed, self.config.top_k), self.config.top_p), self.config.min_p)
+        """Applies temperature, top-k, top-p and min-p to adjusted logits (N, V)."""
+        scaled = warm(logits.float(), self.config.temperature)
+        return keep_min_p(keep_top_p(keep_top_k(scaled, self.config.top_k), self.config.top_p), self.config.min_p)
 
     def shapes(self, count: int) -> bool:
-        """Whether `shape` changes logits after so many tokens."""
+        """Whether `shape` changes logits after ``count`` generated tokens."""
         return bool(self.bias) or self.looks_back or count < self.config.min_tokens
 
     def choose(self, logits: Tensor, keys: Tensor) -> Tensor:
-        """Chooses ids (N) from shaped logits (N, V): the likeliest, or one drawn from those that are kept, with the
-        random numbers of each row's key, (N, 1)."""
+        """Chooses ids (N) from adjusted logits (N, V): the most likely ids, or samples with random keys (N, 1)."""
         if not self.draws:
             return logits.argmax(-1)
-        kept = self.keep(logits)
-        noisy: Tensor = kept + gumbel(keys, kept.size(-1))
+        filtered = self.keep(logits)
+        noisy: Tensor = filtered + gumbel(keys, filtered.size(-1))
         return noisy.argmax(-1)
 
 
-# SplitMix64's 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB, as int64; and 1 / GOLDEN modulo 2⁶⁴.
-_GOLDEN, _FIRST, _SECOND = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_INVERSE = pow(_GOLDEN, -1, 2**64) - 2**64
+# SplitMix64's constants as int64, and 1 / GOLDEN modulo 2⁶⁴.
+_GOLDEN, _MIX_1, _MIX_2 = (word - 2**64 for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN_INVERSE = pow(_GOLDEN, -1, 2**64) - 2**64
 
 
 def gumbel(keys: Tensor, V: int) -> Tensor:
-    """Returns Gumbel noise (N, V), a function of each row's key, (N, 1), and the id alone.
+    """Returns Gumbel noise (N, V), a function of only each row's key (N, 1) and the id.
 
-    The argmax of logits and such noise is a draw from their softmax (Gumbel 1954). Since it depends on nothing else, a
-    text is the same whatever is drawn beside it, on any device, and however many of its tokens are looked at at once.
+    The argmax of logits plus Gumbel noise is a sample from their softmax (Gumbel 1954). Sequences therefore don't
+    depend on the batch, the device, or how many tokens are verified together.
     """
-    # Divided as a float, not rounded to equal steps, so that small numbers keep their precision; and never to 1, whose
-    # noise is infinite.
-    uniform = _shift(bits(keys, V), 1).float() * ((1 - 2.0**-24) * 2.0**-63)
+    # Scaling as a float keeps the precision of small numbers. The result must not reach 1, whose noise is infinite.
+    uniform = _shift_right(bits(keys, V), 1).float() * ((1 - 2.0**-24) * 2.0**-63)
     return -torch.log(-torch.log1p(-uniform))
 
 
 def bits(keys: Tensor, V: int) -> Tensor:
-    """Returns SplitMix64's first V words for each key, (N, 1), as its state (Steele et al. 2014), (N, V), as int64."""
-    # key + GOLDEN · n, in which int64 wraps, as SplitMix64 wants. A compiler would take GOLDEN · n alone for an index,
-    # which it computes as a number without bounds.
-    x = (keys * _INVERSE + torch.arange(1, V + 1, device=keys.device)) * _GOLDEN
-    x = (x ^ _shift(x, 30)) * _FIRST
-    x = (x ^ _shift(x, 27)) * _SECOND
-    return x ^ _shift(x, 31)
+    """Returns the first V words (N, V), as int64, of SplitMix64 seeded with each key (N, 1) (Steele et al. 2014)."""
+    # This is key + GOLDEN · n with wrap-around. The compiler would treat GOLDEN · n as an index, which never wraps.
+    x = (keys * _GOLDEN_INVERSE + torch.arange(1, V + 1, device=keys.device)) * _GOLDEN
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
 
 
 def as_int64(keys: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Returns keys of 64 bits as numbers with a sign, (N, 1)."""
+    """Returns unsigned 64-bit keys as int64 (N, 1)."""
     return np.array(keys, np.uint64).view(np.int64)[:, None]
 
 
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Shifts int64 right as if it had no sign."""
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Shifts int64 right, filling with zeros."""
     return x.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
 
 
 def key_of(seed: int, index: int, prompt: Sequence[int]) -> int:
-    """Returns the key of sample ``index`` of a prompt, which does not depend on other samples. It depends on the
-    prompt's ids, so that prompts side by side have different random numbers."""
+    """Returns the random key of sample ``index``, which depends on the prompt's ids but not on other samples."""
     digest = hashlib.sha256(f"{seed}/{index}/{','.join(map(str, prompt))}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def step_key(key: int, step: int) -> int:
-    """Returns a sample's key for its token number ``step``."""
+    """Returns a sample's random key for token ``step``."""
     digest = hashlib.sha256(key.to_bytes(8, "little") + step.to_bytes(8, "little")).digest()
     return int.from_bytes(digest[:8], "little")

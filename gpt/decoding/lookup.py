@@ -1,32 +1,31 @@
-"""Guesses the next ids from the text so far: those that followed when its last ids occurred before.
+"""Speculative decoding (Leviathan et al. 2023) without a draft model: prompt lookup decoding (Saxena 2023).
 
-Prompt look-up decoding (Saxena 2023), a speculative decoding (Leviathan et al. 2023) without a second model.
+The guesses are the ids that followed an earlier occurrence of the last ids.
 """
 
 from collections.abc import Sequence
 
-LONGEST = 3  # ids that are looked up together; fewer where those are not found
+LONGEST = 3  # Maximum length of an n-gram. Shorter n-grams are tried next.
 
 
 class Lookup:
-    """The last place of each run of up to `LONGEST` ids in a growing text."""
+    """An index of the last occurrence of each n-gram, up to `LONGEST` ids, in a growing sequence."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}  # run → the place after it
-        self._seen = 0  # ids whose runs are known, all but the last of the text
+        self._ends: dict[tuple[int, ...], int] = {}  # n-gram → the index after it.
+        self._indexed = 0  # Ids whose n-grams are indexed: all except the last.
 
     def guess(self, ids: Sequence[int], count: int) -> list[int]:
-        """Returns ``count`` ids that may follow ``ids``; none where the last id is new. ``ids`` must begin with those
-        of the call before."""
-        for end in range(self._seen + 1, len(ids)):
+        """Returns ``count`` guesses of the next ids, if any. ``ids`` must extend the previous call's ids."""
+        for end in range(self._indexed + 1, len(ids)):
             for length in range(1, min(LONGEST, end) + 1):
                 self._ends[tuple(ids[end - length : end])] = end
-        self._seen = max(self._seen, len(ids) - 1)
+        self._indexed = max(self._indexed, len(ids) - 1)
         for length in range(min(LONGEST, len(ids)), 0, -1):
-            at = self._ends.get(tuple(ids[-length:]))
-            if at is not None:
-                found = [*ids[at : at + count]]
-                while len(found) < count:  # the text repeats what is between there and its end
-                    found.append(found[len(found) - (len(ids) - at)])
-                return found
+            start = self._ends.get(tuple(ids[-length:]))
+            if start is not None:
+                guesses = [*ids[start : start + count]]
+                while len(guesses) < count:  # Past the end, the guesses repeat.
+                    guesses.append(guesses[len(guesses) - (len(ids) - start)])
+                return guesses
         return []

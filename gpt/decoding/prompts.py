@@ -1,4 +1,4 @@
-"""Reads prompts from a file of JSON lines, and writes samples into one that a later call completes."""
+"""Reads prompts from JSON Lines, and writes samples to a JSON Lines file that a later call can resume."""
 
 import codecs
 import json
@@ -12,56 +12,55 @@ from gpt.errors import UserError, did_you_mean
 from gpt.words import as_json
 
 KEY = "prompt"
-BEGINS = b'{"prompt_index": '  # how a sample's line begins
+SAMPLE_START = b'{"prompt_index": '  # Start of each line.
 
 
-def parse_prompts(lines: Iterable[bytes], where: str) -> list[str]:
-    """Returns the prompts of ``lines``, each ``{"prompt": …}``; empty lines are left out. Raises `UserError` with the
-    number of a wrong line."""
+def parse_prompts(lines: Iterable[bytes], source: str) -> list[str]:
+    """Returns the prompts of ``lines``, each ``{"prompt": …}`` or empty. Raises `UserError` with a line number."""
     prompts = []
     for number, line in enumerate(lines, 1):
-        line = line.removeprefix(codecs.BOM_UTF8)  # of the file, or of one that was appended
+        line = line.removeprefix(codecs.BOM_UTF8)  # Also in later lines, if files were concatenated.
         if not line.strip():
             continue
-        values = _object(line, f"{where}, line {number}")
+        values = _parse_object(line, f"{source}, line {number}")
         for key in values:
             if key != KEY:
-                raise UserError(f'{where}, line {number}: unknown key "{key}"', did_you_mean(key, [KEY]))
+                raise UserError(f'{source}, line {number}: unknown key "{key}"', did_you_mean(key, [KEY]))
         if not isinstance(values.get(KEY), str):
-            raise UserError(f'{where}, line {number} has no text "{KEY}"', 'a line is {"prompt": "Once upon"}')
+            raise UserError(f'{source}, line {number} has no text "{KEY}"', 'a line is {"prompt": "Once upon"}')
         prompts.append(values[KEY])
     if not prompts:
-        raise UserError(f"{where} contains no prompt", 'a line is {"prompt": "Once upon"}')
+        raise UserError(f"{source} contains no prompt", 'a line is {"prompt": "Once upon"}')
     return prompts
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _parse_object(line: bytes, source: str) -> dict[str, Any]:
     try:
         values = json.loads(line.decode("utf-8"))
-        json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a surrogate pair is no character
+        json.dumps(values, ensure_ascii=False).encode("utf-8")  # Fails for an unpaired surrogate.
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,}") from None
+        raise UserError(f"{source} is not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start:,}") from None
     except UnicodeEncodeError:
-        raise UserError(f"{where} has an unpaired surrogate escape", "surrogates must come in pairs") from None
+        raise UserError(f"{source} has an unpaired surrogate escape", "surrogates must come in pairs") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}", 'a line is {"prompt": "Once upon"}') from None
+        raise UserError(f"{source} is not JSON: {error}", 'a line is {"prompt": "Once upon"}') from None
     if not isinstance(values, dict):
-        raise UserError(f"{where} is not a JSON object", 'a line is {"prompt": "Once upon"}')
+        raise UserError(f"{source} is not a JSON object", 'a line is {"prompt": "Once upon"}')
     return values
 
 
 class Results:
-    """A file of samples, a line of JSON each, to which samples are added. An existing file is resumed: ``done`` are its
-    samples (prompt, index), ``seed`` is theirs, and a last line that was cut off is removed.
+    """A JSON Lines file of samples. An existing file is resumed: ``done`` are its samples (prompt, index), ``seed`` is
+    their seed, and a cut-off last line is removed.
 
-    Raises `UserError` for a file that holds something else or samples of other prompts or seeds, or cannot be written.
+    Raises `UserError` if the file has other contents, samples of other prompts, or several seeds, or is not writable.
     """
 
     def __init__(self, path: Path, prompts: Sequence[str]) -> None:
         self.path = path
         self.done: set[tuple[int, int]] = set()
         self.seed: int | None = None
-        self.count = 0  # of its lines
+        self.count = 0  # Number of lines.
         try:
             self._file = path.open("a+b")
         except OSError as error:
@@ -74,34 +73,34 @@ class Results:
 
     def _read(self, prompts: Sequence[str]) -> None:
         self._file.seek(0)
-        whole = 0
+        valid_bytes = 0
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):  # the last, cut off
-                if not line.startswith(BEGINS[: len(line)]):
+            if not line.endswith(b"\n"):  # A cut-off last line.
+                if not line.startswith(SAMPLE_START[: len(line)]):
                     raise UserError(f"{self.path}, line {number} is not a sample", "choose another file")
                 break
-            self._take(line, f"{self.path}, line {number}", prompts)
-            whole += len(line)
-        self._file.truncate(whole)
+            self._add_line(line, f"{self.path}, line {number}", prompts)
+            valid_bytes += len(line)
+        self._file.truncate(valid_bytes)
         self._file.seek(0, os.SEEK_END)
 
-    def _take(self, line: bytes, where: str, prompts: Sequence[str]) -> None:
-        values = _object(line, where)
+    def _add_line(self, line: bytes, source: str, prompts: Sequence[str]) -> None:
+        values = _parse_object(line, source)
         try:
             number, index, prompt, seed = (values[key] for key in ("prompt_index", "index", KEY, "seed"))
         except KeyError as error:
-            raise UserError(f"{where} is not a sample: it has no {error}", "choose another file") from None
-        known = isinstance(number, int) and 0 <= number < len(prompts) and prompts[number] == prompt
-        if not known or not isinstance(index, int):
-            raise UserError(f"{where} is a sample for another prompt", "choose another file, or give the same prompts")
+            raise UserError(f"{source} is not a sample: it has no {error}", "choose another file") from None
+        is_known_prompt = isinstance(number, int) and 0 <= number < len(prompts) and prompts[number] == prompt
+        if not is_known_prompt or not isinstance(index, int):
+            raise UserError(f"{source} is a sample for another prompt", "choose another file, or give the same prompts")
         if self.done and seed != self.seed:
-            raise UserError(f"{where} has seed {seed}; earlier lines have {self.seed}", "choose another file")
+            raise UserError(f"{source} has seed {seed}; earlier lines have {self.seed}", "choose another file")
         self.done.add((number, index))
         self.count += 1
         self.seed = seed
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Writes and flushes a sample."""
+        """Appends a sample and flushes."""
         self._file.write(as_json(values).encode() + b"\n")
         self._file.flush()
         self.count += 1

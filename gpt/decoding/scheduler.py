@@ -1,112 +1,119 @@
-"""Which texts run, in which slots, and how many ids each gets in a step."""
+"""Decides which requests run, in which slots, and how many ids each gets per step."""
 
 from collections import deque
 
 from gpt.decoding.context import Context, Slot
 from gpt.decoding.logits import Token
-from gpt.decoding.sequence import TextState
+from gpt.decoding.sequence import RequestState
 
-REUSED_FROM = 16  # ids that a prompt shares with a slot from which they are not computed again
+REUSED_FROM = 16  # Minimum length of a prefix cache hit, in ids.
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill. Requests wait until slots are free, first come, first served.
+    """Continuous batching with chunked prefill. Requests wait for free slots, first come, first served.
 
-    Each step gives every text that decodes its next id, and prompts ``chunk`` ids together: half of them to the
-    shortest rest, so that a short prompt never waits for long ones, and what is left to the one that came first, so
-    that a long prompt never waits for short ones. A prompt whose beginning is being read for another one waits for it.
+    Each step computes the next id of every decoding request, and up to ``chunk`` prompt ids in total. Half of these
+    go to the prompts with the fewest ids left, so that short prompts never wait for long prompts. The rest goes to the
+    oldest prompts, so that long prompts never starve. A prompt waits if another request is prefilling the same prefix.
     """
 
     def __init__(self, context: Context, chunk: int) -> None:
         self.context, self.chunk = context, chunk
-        self.waiting: deque[TextState] = deque()
-        self.running: list[TextState] = []  # those that have ended stay until the next step
-        self.free: list[Slot] = [*context.slots]  # the least recently used is the first
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []  # Finished requests stay until the next step.
+        self.free: list[Slot] = [*context.slots]  # Least recently used first.
 
     def cancel(self, numbers: set[int]) -> None:
-        """Ends texts without another update."""
-        for text in (*self.waiting, *self.running):
-            if text.number in numbers:
-                text.end()
-        self.waiting = deque(text for text in self.waiting if not text.done)
+        """Ends requests without another update."""
+        for state in (*self.waiting, *self.running):
+            if state.number in numbers:
+                state.end()
+        self.waiting = deque(state for state in self.waiting if not state.done)
 
     def release(self) -> None:
-        """Frees the slots of texts that have ended. What is in them stays, for prompts that begin so."""
-        for text in self.running:
-            if text.done:
-                for slot in text.slots:
-                    unread = text.error is None and len(slot.text) <= len(text.request.ids)
+        """Frees the slots of finished requests, but keeps their contents for prefix reuse."""
+        for state in self.running:
+            if state.done:
+                for slot in state.slots:
+                    is_unchecked = state.error is None and len(slot.text) <= len(state.request.ids)
                     del slot.text[slot.computed :]
-                    if unread:  # any token drawn since would have shown that there is no NaN
+                    if is_unchecked:  # Drawing a token would have detected NaN.
                         self.context.check(slot)
-                self.free += text.slots
-        self.running = [text for text in self.running if not text.done]
+                self.free += state.slots
+        self.running = [state for state in self.running if not state.done]
 
-    def plan(self) -> list[TextState]:
-        """Starts waiting texts for which there are slots, and returns those that take part in the next step."""
+    def plan(self) -> list[RequestState]:
+        """Starts waiting requests and returns the requests that take part in the next step."""
         self._admit()
-        reading, guessed = [], 0
-        for text in self.running:
-            room = self.context.room(text.live[0])
-            if room == 0:
-                for slot in text.live:
+        prefilling, guess_count = [], 0
+        for state in self.running:
+            free_positions = self.context.room(state.live_slots[0])
+            if free_positions == 0:
+                for slot in state.live_slots:
                     self.context.slide(slot)
-            text.count = 1
-            if text.left > 1:
-                text.count = 0
-                reading.append(text)
-            elif text.request.config.speculate:
-                text.guesses = text.guess(min(room, 1 + self.chunk - guessed))
-                guessed += len(text.guesses)
-                text.count += len(text.guesses)
+            state.count = 1
+            if state.uncomputed > 1:
+                state.count = 0
+                prefilling.append(state)
+            elif state.request.config.speculate:
+                state.guesses = state.guess(min(free_positions, 1 + self.chunk - guess_count))
+                guess_count += len(state.guesses)
+                state.count += len(state.guesses)
         used = 0
-        in_order = sorted(reading, key=lambda text: text.number)
-        for some, most in ((sorted(in_order, key=lambda text: text.left), self.chunk // 2), (in_order, self.chunk)):
-            for text in some:
-                if used < most:
-                    more = min(text.left - text.count, max(1, (most - used) // len(text.live)))
-                    text.count += more
-                    used += more * len(text.live)
-        return [text for text in self.running if text.count]
+        by_arrival = sorted(prefilling, key=lambda state: state.number)
+        for queue, budget in (
+            (sorted(by_arrival, key=lambda state: state.uncomputed), self.chunk // 2),
+            (by_arrival, self.chunk),
+        ):
+            for state in queue:
+                if used < budget:
+                    extra = min(state.uncomputed - state.count, max(1, (budget - used) // len(state.live_slots)))
+                    state.count += extra
+                    used += extra * len(state.live_slots)
+        return [state for state in self.running if state.count]
 
     def _admit(self) -> None:
-        """Starts waiting texts. One that waits for another's prompt keeps its place, and the slots it needs."""
-        left = len(self.free)
-        for text in [*self.waiting]:
-            left -= text.request.width
-            if left < 0:
+        """Starts waiting requests in order. A request that waits for a shared prefix keeps its place and slots."""
+        free_slots = len(self.free)
+        for state in [*self.waiting]:
+            free_slots -= state.request.width
+            if free_slots < 0:
                 return
-            if self._start(text):
-                self.waiting.remove(text)
-                self.running.append(text)
+            if self._start(state):
+                self.waiting.remove(state)
+                self.running.append(state)
 
-    def _start(self, text: TextState) -> bool:
-        """Gives a text its slots, the first of which gets what another has of its prompt; unless it is better to
-        wait."""
-        if (other := text.behind) is not None and other.count and other.left >= REUSED_FROM and not other.done:
+    def _start(self, state: RequestState) -> bool:
+        """Assigns slots and reuses a cached prefix, or returns False to wait for another request's prefill."""
+        if (
+            (other := state.prefix_leader) is not None
+            and other.count
+            and other.uncomputed >= REUSED_FROM
+            and not other.done
+        ):
             return False
-        ids, context, width = [*text.request.ids], self.context, text.request.width
-        echoes = text.request.config.echo_logprobs  # then logits are computed from its start
-        source, same = self.free[0], 0
+        ids, context, width = [*state.request.ids], self.context, state.request.width
+        echoes = state.request.config.echo_logprobs  # Needs logits of the whole prompt.
+        source, prefix_length = self.free[0], 0
         for slot in () if echoes else context.slots:
-            if (more := context.shared(slot, ids)) > same:
-                source, same = slot, more
-            if same + REUSED_FROM >= len(ids):  # nothing to gain, neither from another slot nor by waiting
+            if (length := context.shared(slot, ids)) > prefix_length:
+                source, prefix_length = slot, length
+            if prefix_length + REUSED_FROM >= len(ids):  # No other prefix could be much longer.
                 break
         else:
             for other in () if echoes else self.running:
-                progresses = other.count and not other.done
-                if progresses and context.shared(other.live[0], ids, soon=True) >= same + REUSED_FROM:
-                    text.behind = other
+                is_prefilling = other.count and not other.done
+                if is_prefilling and context.shared(other.live_slots[0], ids, soon=True) >= prefix_length + REUSED_FROM:
+                    state.prefix_leader = other
                     return False
-        if same < REUSED_FROM:
-            source, same = self.free[0], 0
-        first = source if source in self.free else self.free[0]
-        self.free.remove(first)
-        text.slots = [first, *(self.free.pop(0) for _ in range(width - 1))]
-        text.live, text.cached = [first], same
-        context.begin(first, ids, source, same)
+        if prefix_length < REUSED_FROM:
+            source, prefix_length = self.free[0], 0
+        first_slot = source if source in self.free else self.free[0]
+        self.free.remove(first_slot)
+        state.slots = [first_slot, *(self.free.pop(0) for _ in range(width - 1))]
+        state.live_slots, state.cached = [first_slot], prefix_length
+        context.begin(first_slot, ids, source, prefix_length)
         if echoes:
-            text.prompt = [Token(ids[first.start], None)]
-        text.count = 1  # those that came with it may wait for it
+            state.prompt = [Token(ids[first_slot.start], None)]
+        state.count = 1  # Requests admitted after it in this step can wait for its prefill.
         return True

@@ -1,9 +1,9 @@
-"""What is asked of the engine, what it answers, and the record of each text in between."""
+"""Requests to the engine, their updates, and the state of each request in between."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from gpt.decoding.beam import Hypothesis, Search, Stops
+from gpt.decoding.beam import Hypothesis, Search, StopCheck
 from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import Slot
 from gpt.decoding.logits import Filters, Token
@@ -14,12 +14,11 @@ from gpt.sample_config import SampleConfig
 
 @dataclass(frozen=True)
 class Request:
-    """A text to generate after ``ids``, of which there is at least one.
+    """A request to generate after ``ids``, which must not be empty.
 
-    Sample ``index`` of ``seed``, or a beam search where ``config`` has beams. ``config.stop`` and ``config.bias`` are
-    texts, which the engine does not know: ``bias`` has ids and what is added to their logits; ``stops`` says where a
-    hypothesis of a search ends. Whoever turns a sample's tokens into text cancels it at its stop text. ``constraint``:
-    what the text has to be.
+    It asks for sample ``index`` of ``seed``, or for a beam search if ``config`` has beams. The engine ignores the
+    strings ``config.stop`` and ``config.bias``. ``bias`` pairs ids with additions to their logits, and ``stops``
+    detects the stop strings of a beam search. When a sample reaches a stop string, the caller cancels it.
     """
 
     ids: Sequence[int]
@@ -27,22 +26,22 @@ class Request:
     seed: int = 0
     index: int = 0
     bias: tuple[tuple[int, float], ...] = ()
-    stops: Stops | None = None
+    stops: StopCheck | None = None
     constraint: Constraint | None = None
 
     @property
     def width(self) -> int:
-        """The number of slots that it needs."""
+        """The number of slots the request needs."""
         return max(1, self.config.beam)
 
 
 @dataclass(frozen=True)
 class Update:
-    """One update for request ``number``: new tokens and, at the end, the finish reason or the error.
+    """New tokens of request ``number`` and, at the end, its finish reason or error.
 
-    ``prompt`` are the prompt's tokens, in the first update, where their log-probabilities were asked for. A search's
-    ``tokens`` are those that all of its hypotheses agree on; its texts are in ``best`` at the end, the best one first.
-    ``reason`` is ``length``, ``eot`` or ``stop``. ``cached``: ids of the prompt that came from the prefix cache.
+    The first update has the tokens of the ``prompt``, if their log-probabilities were requested. A beam search sends
+    the ``tokens`` that all hypotheses share, and at the end its ``best`` hypotheses in order. ``reason`` is ``length``,
+    ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache.
     """
 
     number: int
@@ -55,21 +54,21 @@ class Update:
 
 
 @dataclass(eq=False)
-class TextState:
-    """A request that waits or runs, and what its next update will say."""
+class RequestState:
+    """A waiting or running request, and the contents of its next update."""
 
     number: int
     request: Request
     filters: Filters
     search: Search | None
-    key: int  # of its random numbers
-    constraint: Constraint | None  # of its text so far; in a search each hypothesis has its own
-    slots: list[Slot] = field(default_factory=list)  # its own; none while it waits
-    live: list[Slot] = field(default_factory=list)  # those in use: one, or one for each living hypothesis
-    count: int = 0  # ids that each live slot gets in the current step
-    guesses: list[int] = field(default_factory=list)  # those at the end of them that may turn out wrong
+    key: int  # The key of its random numbers.
+    constraint: Constraint | None  # For samples. A beam hypothesis has a separate constraint.
+    slots: list[Slot] = field(default_factory=list)  # Empty while the request waits.
+    live_slots: list[Slot] = field(default_factory=list)  # One slot, or one per live hypothesis.
+    count: int = 0  # Ids that each live slot gets in the current step.
+    guesses: list[int] = field(default_factory=list)  # Speculated ids, included in ``count``.
     lookup: Lookup = field(default_factory=Lookup)
-    behind: "TextState | None" = None  # while it waits: the text whose prompt begins the same, and is being read
+    prefix_leader: "RequestState | None" = None  # The running request that computes the same prefix.
     done: bool = False
     cached: int = 0
     tokens: list[Token] = field(default_factory=list)
@@ -78,40 +77,42 @@ class TextState:
     error: UserError | None = None
 
     @property
-    def left(self) -> int:
-        """How many known ids its slots don't have keys and values of: several while it reads, one while it decodes;
-        none when the newest is known to the device alone."""
-        slot = self.live[0]
+    def uncomputed(self) -> int:
+        """The number of known ids without keys and values: several during prefill, one while decoding, none while the
+        newest id is only on the device."""
+        slot = self.live_slots[0]
         return len(slot.text) - slot.start - slot.length
 
     @property
-    def index(self) -> int:
-        """The place of the token that follows what its slots have computed, the prompt's not counted."""
-        slot = self.live[0]
+    def token_index(self) -> int:
+        """The index of the token after the computed positions. The first generated token has index 0."""
+        slot = self.live_slots[0]
         return slot.start + slot.length - len(self.request.ids)
 
     @property
-    def runs_ahead(self) -> bool:
-        """Whether its next token can be computed before the host knows its last one."""
+    def can_run_ahead(self) -> bool:
+        """Whether the next token can be computed before the host has read the last one."""
         config = self.request.config
-        known = self.search is not None or self.constraint is not None or self.filters.looks_back or config.speculate
-        return not (known or self.index + 1 == config.max_tokens)
+        needs_host = (
+            self.search is not None or self.constraint is not None or self.filters.looks_back or config.speculate
+        )
+        return not (needs_host or self.token_index + 1 == config.max_tokens)
 
     def next_ids(self, slot: Slot) -> list[int]:
-        """The ids that a slot gets in the current step, so far as they are known."""
+        """Returns the known ids that a slot gets in the current step."""
         return (slot.text[slot.computed :] + self.guesses)[: self.count]
 
-    def guess(self, room: int) -> list[int]:
-        """Guesses ids after its text, where a sample asks for that; ``room``: how many positions are left."""
-        config, text = self.request.config, self.live[0].text
-        made = len(text) - len(self.request.ids)
-        most = min(room - 1, config.speculate, config.max_tokens - made - 1)
-        apart = self.search is not None or self.constraint is not None  # whose guesses are not masked
-        return self.lookup.guess(text, most) if most > 0 and made and not apart else []
+    def guess(self, free_positions: int) -> list[int]:
+        """Returns guesses of the next ids, if the request uses speculative decoding."""
+        config, ids = self.request.config, self.live_slots[0].text
+        generated = len(ids) - len(self.request.ids)
+        max_guesses = min(free_positions - 1, config.speculate, config.max_tokens - generated - 1)
+        unsupported = self.search is not None or self.constraint is not None  # Guesses ignore constraints.
+        return self.lookup.guess(ids, max_guesses) if max_guesses > 0 and generated and not unsupported else []
 
     def take(self, token: Token, ends: Collection[int]) -> None:
-        """Appends a token, which may be the last."""
-        config, [slot] = self.request.config, self.live
+        """Appends a token, and ends the request after the last one."""
+        config, [slot] = self.request.config, self.live_slots
         slot.text.append(token.id)
         self.tokens.append(token)
         try:
@@ -128,14 +129,14 @@ class TextState:
             self.end("length")
 
     def end(self, reason: str | None = None, error: UserError | None = None) -> None:
-        """Ends it; without a reason or an error because nobody wants it any longer."""
+        """Ends the request. A cancelled request has neither a reason nor an error."""
         self.reason, self.error, self.done = reason, error, True
 
     def update(self) -> Update:
-        """Returns what is new since the last update."""
+        """Returns everything new since the last update."""
         tokens, self.tokens = self.tokens, []
         prompt: list[Token] | None = None
-        if self.prompt and self.index >= 0:  # all of it has been read
+        if self.prompt and self.token_index >= 0:  # The whole prompt has been computed.
             prompt, self.prompt = self.prompt, []
         best: Sequence[Hypothesis] = ()
         if self.search is not None and self.error is None:

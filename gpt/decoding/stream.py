@@ -1,4 +1,4 @@
-"""Ids → text, piece by piece: whole characters only, and nothing of a stop text."""
+"""Ids → text, streamed in whole characters and up to a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,48 +7,45 @@ from gpt.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Decodes ids one by one, up to the first stop text. Bytes that never become a character are decoded as U+FFFD.
-
-    Text that may be the beginning of a stop text is held back until it is known whether it is.
-    """
+    """Decodes ids up to the first stop string, holding back its possible starts. Invalid bytes become U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
-        self.stopped = False  # whether a stop text was found
+        self._held_back = ""
+        self.stopped = False  # Whether a stop string was found.
 
     def push(self, id: int) -> str:
-        """Returns the text that ``id`` completes, which may be empty."""
-        return self._show(self._decoder.decode(self._tokenizer.decode_bytes([id])))
+        """Returns the text that ``id`` completes, possibly empty."""
+        return self._release(self._decoder.decode(self._tokenizer.decode_bytes([id])))
 
     def flush(self) -> str:
-        """Returns the rest of the text; U+FFFD for a character that was cut off."""
-        text = self._show(self._decoder.decode(b"", final=True)) + self._held
-        self._held = ""
+        """Returns the rest of the text, with U+FFFD for an incomplete character."""
+        text = self._release(self._decoder.decode(b"", final=True)) + self._held_back
+        self._held_back = ""
         return text
 
-    def _show(self, text: str) -> str:
+    def _release(self, text: str) -> str:
         if self.stopped:
             return ""
-        text = self._held + text
+        text = self._held_back + text
         start = first_stop(text, self._stops)
         if start is not None:
-            self.stopped, self._held = True, ""
+            self.stopped, self._held_back = True, ""
             return text[:start]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        overlap = max((_overlap_length(text, stop) for stop in self._stops), default=0)
+        self._held_back = text[len(text) - overlap :]
+        return text[: len(text) - overlap]
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Returns where the stop text begins that is complete first; of those that end together, the longest."""
-    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+    """Returns the start of the stop string that ends first. If several end together, the longest wins."""
+    matches = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
+    return min(matches)[1] if matches else None
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns how many characters at the end of ``text`` begin a stop text, short of all of it."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+def _overlap_length(text: str, stop: str) -> int:
+    """Returns how many characters at the end of ``text`` are the start of ``stop``."""
+    limit = min(len(text), len(stop) - 1)
+    return next((n for n in range(limit, 0, -1) if text.endswith(stop[:n])), 0)

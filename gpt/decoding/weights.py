@@ -1,6 +1,6 @@
-"""Weight layouts for decoding, where a step reads all weights for a few positions: packed, narrow, int8, or int4.
+"""Weight layouts for decoding, when a step reads all weights for a few positions: packed, narrow, int8 or int4.
 
-A model that has been prepared computes logits and nothing else: it is neither trained nor saved.
+A prepared model only computes logits. It can be neither trained nor saved.
 """
 
 import math
@@ -17,20 +17,19 @@ from gpt.model.decoder import GPT, Attention, Block, Linear
 from gpt.model.params import multiplied
 from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 
-_SMALLEST = torch.tensor(1e-30, device="cpu")  # scale of activations
+_MIN_INPUT_SCALE = torch.tensor(1e-30, device="cpu")
 Module = TypeVar("Module", bound=nn.Module)
-# Positions up to which a CPU's int4 kernel is faster than restored weights. Measured on two cores with GPT-2 124M and
-# SmolLM2-135M's shape: at 80 positions 67 ms against 114 and 70 against 83, at 144 101 against 86 and 131 against 121.
+# Up to this number of positions, a CPU's int4 kernel is faster than dequantized weights. Measured on two cores with
+# GPT-2 124M: 67 ms vs. 114 ms at 80 positions, 101 vs. 86 at 144. SmolLM2-135M's shape: 70 vs. 83, 131 vs. 121.
 _FEW = 112
-_AT_ONCE = 2**20  # numbers of a matrix that are packed or restored at a time: they stay in the processor's cache
+_CHUNK_SIZE = 2**20  # Elements of a matrix packed or dequantized at a time, to stay in the processor's cache.
 
 
 class PackedLinear(nn.Module):
-    """A linear map on a CPU whose weight lies in the order in which oneDNN reads it.
+    """A linear map on a CPU with its weight packed in oneDNN's layout.
 
-    The order is that for `ROWS` positions, whatever their number. Asked for one position, oneDNN takes an order whose
-    kernel is slower for any number: all matrices of GPT-2 124M in float32 took 12.0 ms at one position against 7.7,
-    21 ms at eight against 11, and in bfloat16 the same time.
+    The layout is chosen for `ROWS` positions. oneDNN's layout for one position is slower: all float32 matrices of GPT-2
+    124M took 12.0 ms vs. 7.7 ms at one position and 21 ms vs. 11 ms at eight. In bfloat16, the times were equal.
     """
 
     ROWS = 16
@@ -57,34 +56,34 @@ class PackedLinear(nn.Module):
 
 
 class GPULinear(nn.Module):
-    """A linear map on a GPU, by a weight in a dtype of its own, which may have a scale for each output.
+    """A linear map on a GPU with a weight of any dtype and an optional scale per output.
 
-    In the compiled step of one text the product is a sum, written so that the compiler makes one kernel of it with the
-    bias, the activation and the residual stream after it, which reads int8 as int8. With ``once`` the input is computed
-    before that kernel, with the norm or the activation that it comes from, and not again for each output.
+    The compiled step of one sequence computes the product as a sum, which the compiler fuses with the bias, activation
+    and residual addition, and which reads int8 as int8. With ``once``, that kernel's input is computed once
+    instead of once per output.
     """
 
     scale: Tensor | None
-    ALIGNED, TILE = 8, 64  # outputs of which tensor cores want a multiple, and the multiple that they are filled up to
+    ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Others are padded to multiples of 64.
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, once: bool = True) -> None:
         super().__init__()
         self.outputs, self.once = len(weight), once
         if self.outputs % self.ALIGNED:
             weight = F.pad(weight, (0, 0, 0, -self.outputs % self.TILE))
-        # Parameters, whose addresses never change: a CUDA graph copies other tensors each time.
+        # A parameter has a fixed address. A CUDA graph copies other tensors each time.
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
         self.register_buffer("scale", scale)
-        self.numbers = self.outputs * weight.size(1)
-        self.nbytes = self.numbers * weight.itemsize
+        self.elements = self.outputs * weight.size(1)
+        self.nbytes = self.elements * weight.itemsize
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in) → (…, out), of the input's dtype."""
+        """(…, in) → (…, out), in the input's dtype."""
         if torch.compiler.is_compiling() and x.numel() == x.size(-1):
             row = x.float().flatten()
             if self.once:
-                row = row.as_strided(row.shape, (1,))  # a stride is of numbers that lie in memory
+                row = row.as_strided(row.shape, (1,))  # A strided view needs `row` in memory.
             out = (row * self.weight[: self.outputs]).sum(-1).view(*x.shape[:-1], -1)
         elif self.scale is None and self.outputs == len(self.weight):
             return F.linear(x, self.weight, self.bias)
@@ -95,54 +94,56 @@ class GPULinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """A linear map whose weight is rounded to int8, with a scale for each output, on a CPU or MPS.
+    """A linear map on a CPU or MPS with its weight quantized to int8, with a scale per output.
 
-    On x86 CPUs the input is rounded too, to int8 with a scale for each position, so that products are of whole numbers
-    (FBGEMM's kernel); elsewhere it stays in bfloat16.
+    On x86 CPUs the input is also quantized to int8, with a scale per position, for FBGEMM's integer kernel. Elsewhere
+    it is bfloat16.
     """
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
-        self.numbers = self.nbytes = weight.levels.numel()
+        self.elements = self.nbytes = weight.levels.numel()
         self.weight: Tensor | torch.ScriptObject = weight.levels
         self.bias = bias
-        self.integer = weight.levels.device.type == "cpu" and has_byte_products()
-        if self.integer:
+        self.quantizes_input = weight.levels.device.type == "cpu" and has_byte_products()
+        if self.quantizes_input:
             self.levels = LEVELS if has_whole_products() else LEVELS // 2
-            self.level = torch.tensor(1 / self.levels, device="cpu")  # a Python number takes another three calls
-            self.weight = _pack(weight)
+            self.level_size = torch.tensor(
+                1 / self.levels, device="cpu"
+            )  # A Python number would cost three more calls.
+            self.weight = _pack_int8(weight)
             self.product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
         else:
             self.scale = weight.scales.bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in) → (…, out), of the input's dtype."""
-        if self.integer:
+        """(…, in) → (…, out), in the input's dtype."""
+        if self.quantizes_input:
             wide = x.float()
-            scale = torch.addcmul(_SMALLEST, wide.abs().amax(-1, keepdim=True), self.level)
+            scale = torch.addcmul(_MIN_INPUT_SCALE, wide.abs().amax(-1, keepdim=True), self.level_size)
             out = self.product(wide / scale, 1.0, self.levels + 1, self.weight).mul_(scale)
         else:
             rows = x.reshape(-1, x.size(-1)).bfloat16()
             out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
         if self.bias is not None:
             out += self.bias
-        whole: Tensor = out.to(x.dtype)
-        return whole
+        result: Tensor = out.to(x.dtype)
+        return result
 
 
 class Int4Linear(nn.Module):
-    """A linear map whose weight is rounded to int4, with a scale for each 32 numbers of an output.
+    """A linear map with its weight quantized to int4, with a scale per 32 inputs of an output.
 
-    The kernels are torch's, from tinygemm. They compute (level − 8) · scale + zero with scales in bfloat16, products of
-    bfloat16 and sums in float32. A CPU multiplies many positions at once by restored weights instead.
+    torch's kernels, from tinygemm, compute (level − 8) · scale + zero with bfloat16 scales and products and float32
+    sums. For many positions, a CPU multiplies by dequantized weights instead.
     """
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
         self.bias = bias
         scales = weight.scales.bfloat16().t()
-        self.scales = torch.stack([scales, torch.zeros_like(scales)], dim=-1)  # (in / 32, out, 2): scale and zero
-        self.block = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32  # outputs, in a CPU's layout
+        self.scales = torch.stack([scales, torch.zeros_like(scales)], dim=-1)  # (in / 32, out, 2): scale and zero.
+        self.block = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32  # Outputs per packed block.
         self.restores = weight.levels.device.type == "cpu" and weight.shape[0] % self.block == 0
         if weight.levels.device.type == "cpu":
             self.weight = torch.empty_like(weight.levels)
@@ -153,124 +154,129 @@ class Int4Linear(nn.Module):
             tiles = next(tiles for tiles in (8, 4, 2) if levels.size(1) % (16 * tiles) == 0)
             self.weight = torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2] << 4 | levels[:, 1::2], tiles)
             self.product = torch.ops.aten._weight_int4pack_mm
-        self.numbers, self.nbytes = math.prod(weight.shape), self.weight.nbytes + self.scales.nbytes
+        self.elements, self.nbytes = math.prod(weight.shape), self.weight.nbytes + self.scales.nbytes
 
     def _pack(self, weight: Quantized) -> None:
-        """Packs some blocks of outputs at a time, since torch packs levels of four bytes. The layout is torch's own
-        affair: where it is not the one that `_levels` reads, nothing is restored."""
-        some = self.block * max(1, _AT_ONCE // (self.block * weight.shape[1]))
-        for at in range(0, weight.shape[0], some):
-            levels = Quantized(weight.levels[at : at + some], weight.scales[at : at + some]).unpacked()
-            self.weight[at : at + some] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
+        """Packs a few blocks of outputs at a time, since torch needs four bytes per level. The layout is internal to
+        torch: if `_unpack_levels` can't read it, weights are never dequantized."""
+        chunk = self.block * max(1, _CHUNK_SIZE // (self.block * weight.shape[1]))
+        for start in range(0, weight.shape[0], chunk):
+            levels = Quantized(weight.levels[start : start + chunk], weight.scales[start : start + chunk]).unpacked()
+            self.weight[start : start + chunk] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
             if self.restores:
-                blocks = slice(at // self.block, (at + some) // self.block)
-                self.restores = torch.equal(self._levels(blocks).flatten(1).t(), levels)
+                blocks = slice(start // self.block, (start + chunk) // self.block)
+                self.restores = torch.equal(self._unpack_levels(blocks).flatten(1).t(), levels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in) → (…, out), of the input's dtype."""
+        """(…, in) → (…, out), in the input's dtype."""
         rows = x.reshape(-1, x.size(-1))
         if self.restores and len(rows) > _FEW:
-            out = self._many(rows)
+            out = self._multiply_dequantized(rows)
         else:
             out = self.product(rows.bfloat16(), self.weight, GROUP, self.scales)
         out = out.to(x.dtype) if self.bias is None else self.bias + out
-        whole: Tensor = out.view(*x.shape[:-1], -1)
-        return whole
+        result: Tensor = out.view(*x.shape[:-1], -1)
+        return result
 
-    def _many(self, rows: Tensor) -> Tensor:
-        """Products with restored weights, some outputs at a time, in the dtype that the CPU multiplies fastest."""
+    def _multiply_dequantized(self, rows: Tensor) -> Tensor:
+        """Multiplies by dequantized weights, a few outputs at a time, in the CPU's fastest dtype."""
         dtype = torch.bfloat16 if has_native_bfloat16() else torch.float32
         rows, scales = rows.to(dtype), self.scales[:, None, :, 0].to(dtype).contiguous()
         out = torch.empty(len(rows), scales.size(2), dtype=dtype)
-        width = self.block * max(1, _AT_ONCE // (self.block * rows.size(1)))
-        for at in range(0, scales.size(2), width):
-            levels = self._levels(slice(at // self.block, (at + width) // self.block)).to(dtype).sub_(MIDDLE)
-            some = levels.view(len(scales), GROUP, -1).mul_(scales[..., at : at + width])
-            torch.mm(rows, some.flatten(0, 1), out=out[:, at : at + width])
+        width = self.block * max(1, _CHUNK_SIZE // (self.block * rows.size(1)))
+        for start in range(0, scales.size(2), width):
+            levels = (
+                self._unpack_levels(slice(start // self.block, (start + width) // self.block)).to(dtype).sub_(MIDDLE)
+            )
+            chunk = levels.view(len(scales), GROUP, -1).mul_(scales[..., start : start + width])
+            torch.mm(rows, chunk.flatten(0, 1), out=out[:, start : start + width])
         return out
 
-    def _levels(self, blocks: slice) -> Tensor:
-        """The levels of some blocks of outputs, uint8 (in, blocks, 2, block / 2). A byte has those of an output of a
-        block's first half, in its low bits, and of its second."""
+    def _unpack_levels(self, blocks: slice) -> Tensor:
+        """Unpacks the levels of blocks of outputs, to uint8 (in, blocks, 2, block / 2). The low bits of a byte belong
+        to an output in the block's first half, the high bits to an output in the second."""
         pairs = self.weight.view(-1, 2 * len(self.weight[0]), self.block // 2)[blocks].transpose(0, 1)
         return torch.stack([pairs & 15, pairs >> 4], dim=2)
 
     @staticmethod
     def runs_on(device: torch.device) -> bool:
-        """Whether the device has a fast kernel: CPUs with AVX2, and CUDA from Ampere on."""
+        """Whether the device has a fast kernel: a CPU with AVX2, or a CUDA GPU of the Ampere generation or later."""
         if device.type == "cpu":
             return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
     @staticmethod
     def fits(weight: Quantized) -> bool:
-        """Whether the kernel takes a matrix: one with a multiple of 16 outputs."""
+        """Whether the kernel supports the matrix, which needs a multiple of 16 outputs."""
         return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device)
 
 
 def has_byte_products() -> bool:
-    """Whether this build of torch multiplies bytes on the CPU (FBGEMM, on x86)."""
+    """Whether this build of torch multiplies int8 on the CPU (FBGEMM, on x86)."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def has_whole_products() -> bool:
-    """Whether sums of products of bytes are exact on this CPU (AVX-512 or AVX VNNI). Without it pairs of them are
-    summed in 16 bits, which half as many levels cannot overflow."""
+    """Whether sums of int8 products are exact on this CPU (AVX-512 or AVX VNNI). Other CPUs add pairs in 16 bits, which
+    overflow unless the number of levels is halved."""
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_vnni") or capabilities.get("avx_vnni"))
 
 
-def _pack(weight: Quantized) -> torch.ScriptObject:
+def _pack_int8(weight: Quantized) -> torch.ScriptObject:
     torch.backends.quantized.engine = "fbgemm"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch means to move these kernels elsewhere
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that these kernels will move.
         zero = torch.zeros(len(weight.scales), dtype=torch.long)
         rounded = torch._make_per_channel_quantized_tensor(weight.levels, weight.scales, zero, 0)
         return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
 
 
 def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool = False) -> Module:
-    """Changes a model, or a part of one, in place for fast steps, and returns it: weights in the dtype of ``compute``,
-    each linear map in the layout that the device reads fastest. Without ``packed`` those that are not rounded stay as
-    they are, for a compiler to lay out. ``keep``: what is packed is kept as it was too, for `gpt.decoding.native`.
-    Where the device has no fast kernel for int4, such weights are restored."""
+    """Prepares a model, or a part of one, in place for fast steps, and returns it.
+
+    Converts weights to the dtype of ``compute`` and linear maps to the device's fastest layout. Dequantizes int4
+    weights if there is no fast kernel. Without ``packed``, leaves unquantized weights for a compiler to lay out. With
+    ``keep``, keeps the originals of packed weights for `gpt.decoding.native`.
+    """
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
     packed = packed and PackedLinear.fits(compute.device, compute.dtype)
     with torch.no_grad():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                laid = _laid_out(child, compute) if isinstance(child, QuantizedLinear) else child
-                plain = getattr(laid if isinstance(laid, nn.Linear) else child, "weight", None)
-                if isinstance(laid, nn.Linear) and packed:
-                    laid = PackedLinear(laid.weight.detach(), laid.bias)
+                replacement = _lay_out_quantized(child, compute) if isinstance(child, QuantizedLinear) else child
+                original = getattr(replacement if isinstance(replacement, nn.Linear) else child, "weight", None)
+                if isinstance(replacement, nn.Linear) and packed:
+                    replacement = PackedLinear(replacement.weight.detach(), replacement.bias)
                 else:
-                    laid = _on_gpu(laid, compute, once=not (isinstance(parent, Attention) and name == "c_proj"))
-                if laid is not child:
-                    setattr(parent, name, laid)
+                    replacement = _lay_out_for_gpu(
+                        replacement, compute, once=not (isinstance(parent, Attention) and name == "c_proj")
+                    )
+                if replacement is not child:
+                    setattr(parent, name, replacement)
                     if keep:
-                        laid.plain = plain  # type: ignore[assignment]
+                        replacement.original = original  # type: ignore[assignment]
         if isinstance(model, GPT) and model.lm_head is None:
             _lay_out_tied(model, compute, packed)
     if compute.device.type == "cpu":
         for module in model.modules():
             if isinstance(module, Block):
-                _shorten(module)
+                _bypass_module_calls(module)
     return model
 
 
 def _lay_out_tied(model: GPT, compute: Compute, packed: bool) -> None:
-    """Lays out the embedding of a model as its unembedding, where the device wants that."""
+    """Gives a model with tied embeddings an LM head in the device's layout."""
     weight = model.wte.weight.detach()
     if packed:
         model.lm_head = PackedLinear(weight, None)
     elif compute.device.type == "cuda":
         model.lm_head = head = GPULinear(weight, None)
-        model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # a view
+        model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # A view of the head.
 
 
-def _on_gpu(module: nn.Module, compute: Compute, once: bool) -> nn.Module:
-    """Lays out a linear map for a GPU; ``once`` as in `GPULinear`. Other modules stay as they are."""
+def _lay_out_for_gpu(module: nn.Module, compute: Compute, once: bool) -> nn.Module:
     if isinstance(module, nn.Linear) and compute.device.type == "cuda":
         module = GPULinear(module.weight.detach(), module.bias)
     if isinstance(module, GPULinear):
@@ -278,20 +284,19 @@ def _on_gpu(module: nn.Module, compute: Compute, once: bool) -> nn.Module:
     return module
 
 
-def _shorten(block: Block) -> None:
-    """Lets the modules of a block find each other's `forward` and their parameters as attributes of their own. By
-    `nn.Module`'s call and lookup each takes some 1 µs, and a block has eleven modules. Many positions attend in the
-    dtype in which `Int4Linear` multiplies them."""
+def _bypass_module_calls(block: Block) -> None:
+    """Stores submodules' `forward` and parameters as plain attributes. `nn.Module`'s call and lookup take about 1 µs
+    each, and a block has eleven modules. Also makes attention over many positions use the dtype of `Int4Linear`."""
     for module in block.modules():
         children = dict(module.named_children())
         if isinstance(module, Attention) and isinstance(children["c_attn"], Int4Linear) and has_native_bfloat16():
             module.prompts = torch.bfloat16
-        found = {name: child.forward for name, child in children.items()}
-        vars(module).update(found, **dict(module.named_parameters(recurse=False)))
+        forwards = {name: child.forward for name, child in children.items()}
+        vars(module).update(forwards, **dict(module.named_parameters(recurse=False)))
 
 
-def _laid_out(linear: QuantizedLinear, compute: Compute) -> nn.Module:
-    """Lays out a rounded matrix for its kernel, or restores it in the dtype of ``compute``."""
+def _lay_out_quantized(linear: QuantizedLinear, compute: Compute) -> nn.Module:
+    """Lays out a quantized matrix for its kernel, or dequantizes it to the dtype of ``compute``."""
     weight = linear.weight
     if weight.bits == 8 and compute.device.type == "cuda":
         return GPULinear(weight.levels, linear.bias, weight.scales)
@@ -300,28 +305,30 @@ def _laid_out(linear: QuantizedLinear, compute: Compute) -> nn.Module:
     if Int4Linear.fits(weight):
         return Int4Linear(weight, linear.bias)
     rows, columns = weight.shape
-    restored = Linear(columns, rows, bias=False, device="meta")
-    restored.weight = nn.Parameter(weight.dequantize().to(compute.dtype), requires_grad=False)
-    restored.register_parameter("bias", linear.bias)
-    return restored
+    dequantized = Linear(columns, rows, bias=False, device="meta")
+    dequantized.weight = nn.Parameter(weight.dequantize().to(compute.dtype), requires_grad=False)
+    dequantized.register_parameter("bias", linear.bias)
+    return dequantized
 
 
 def dtype_name(model: GPT, compute: Compute) -> str:
-    """The dtype of most of a prepared model's matrices: ``int4`` or ``int8`` where a kernel computes with them."""
+    """Returns the dtype of most matrices of a prepared model: ``int4`` or ``int8`` if a kernel computes with it."""
     kinds = {type(module) for module in model.h.modules()}
     scaled = any(isinstance(module, GPULinear) and module.scale is not None for module in model.h.modules())
     return "int4" if Int4Linear in kinds else "int8" if Int8Linear in kinds or scaled else compute.dtype_name
 
 
 def weight_bytes(model: GPT, compute: Compute) -> int:
-    """The bytes of weights that a step reads: each matrix once, the unembedding among them, and not an embedding that
-    is another one."""
-    laid = [module for module in model.modules() if isinstance(module, GPULinear | Int8Linear | Int4Linear)]
-    wide = multiplied(model.config) - sum(module.numbers for module in laid)
-    return wide * compute.dtype.itemsize + sum(module.nbytes for module in laid)
+    """Returns the bytes of weights that a step reads: all matrices except an embedding separate from the LM head."""
+    layouts = [module for module in model.modules() if isinstance(module, GPULinear | Int8Linear | Int4Linear)]
+    unquantized = multiplied(model.config) - sum(module.elements for module in layouts)
+    return unquantized * compute.dtype.itemsize + sum(module.nbytes for module in layouts)
 
 
 def resident_bytes(model: GPT, compute: Compute) -> int:
-    """The bytes that weights take: those that a step reads, and an embedding that lies apart from the unembedding."""
-    apart = model.lm_head is not None and not (model.config.tied and compute.device.type == "cuda")
-    return weight_bytes(model, compute) + apart * model.config.vocab_size * model.config.n_embd * compute.dtype.itemsize
+    """Returns the bytes of all weights, including an embedding separate from the LM head."""
+    is_separate = model.lm_head is not None and not (model.config.tied and compute.device.type == "cuda")
+    return (
+        weight_bytes(model, compute)
+        + is_separate * model.config.vocab_size * model.config.n_embd * compute.dtype.itemsize
+    )

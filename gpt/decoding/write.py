@@ -1,4 +1,4 @@
-"""Prompts → texts: samples or beams, many at once, in pieces and in order."""
+"""Prompts → texts: generates many samples or beams together and streams them in order."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -13,34 +13,36 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
-ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # computed at once: what one read of the weights can serve
-# Steps from which compiling gains time on a GPU: it takes half a minute or more, and saves the host's 1 to 2 ms a step
-# (estimated: no GPU was at hand). Not fewer where a graph is there already: texts would depend on what came before.
-COMPILED_FROM = 20_000
-ROOMS = 256  # positions: a context has room for a multiple of them, so that the next request finds one that fits
+ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # Batch size: sequences that one read of the weights can serve.
+# Compiling on a GPU takes at least half a minute and saves 1 to 2 ms of host time per step (estimated without a GPU).
+# The minimum ignores existing graphs, because earlier calls must not change a text.
+MIN_COMPILED_STEPS = 20_000
+POSITIONS_MULTIPLE = 256  # Context sizes are multiples of it, so that later calls can reuse a context.
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A generated text: ``text`` is without the prompt, ``tokens`` without the end-of-text that ended it, ``logprob``
-    the sum over both, in nats, under the model itself. ``finish_reason`` is ``length``, ``eot`` or ``stop``, which is
-    also that of structured output to which nothing can be added. The tokens that a stop text stands in are among
-    ``tokens``, and it is not in ``text``."""
+    """A generated text.
+
+    ``text`` excludes the prompt and the stop string. ``tokens`` include the stop string, but not the end-of-text.
+    ``logprob`` is the sum over tokens and end-of-text, in nats, under the unfiltered model. ``finish_reason`` is
+    ``length``, ``eot`` or ``stop`` (a stop string, or complete structured output).
+    """
 
     text: str
     tokens: list[int]
     logprob: float
     finish_reason: str
-    dropped: int = 0  # tokens of the prompt that the context had no room for
-    slid: bool = False  # whether the text outgrew the context, so that its beginning was forgotten
-    score: float | None = None  # of a beam search
-    logprobs: Sequence[Token] | None = None  # each token's, and the end-of-text's, if asked for
+    dropped: int = 0  # Prompt tokens truncated to fit in the context.
+    slid: bool = False  # Whether the text outgrew the context and its beginning was dropped.
+    score: float | None = None  # Beam search only.
+    logprobs: Sequence[Token] | None = None  # Includes the end-of-text.
     prompt_logprobs: Sequence[Token] | None = None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some more text of sample ``index`` of prompt ``prompt``; the last piece has the whole ``sample``."""
+    """New text of sample ``index`` of prompt ``prompt``. The last piece has the whole ``sample``."""
 
     prompt: int
     index: int
@@ -48,8 +50,8 @@ class Piece:
     sample: Sample | None = None
 
 
-class _Text:
-    """The text of sample ``index`` of prompt ``number``, as its tokens come."""
+class _TextBuilder:
+    """Builds the text of sample ``index`` of prompt ``number``."""
 
     def __init__(self, number: int, index: int, tokenizer: Tokenizer, config: SampleConfig) -> None:
         self.number, self.index = number, index
@@ -60,26 +62,24 @@ class _Text:
         self._hidden = frozenset() if config.ignore_eot else tokenizer.ends
 
     def push(self, tokens: Iterable[Token]) -> str:
-        """Takes tokens, up to the one that completes a stop text. Returns the text that they add."""
-        shown = ""
+        """Adds tokens up to the end of a stop string, and returns the new text."""
+        new_text = ""
         for token in tokens:
             if self.stream.stopped:
                 break
             self.tokens.append(token)
             if token.id not in self._hidden:
                 self.pieces.append(self.stream.push(token.id))
-                shown += self.pieces[-1]
-        return shown
+                new_text += self.pieces[-1]
+        return new_text
 
     def flush(self) -> str:
-        """Returns the text that was held back."""
         self.pieces.append(self.stream.flush())
         return self.pieces[-1]
 
 
 class TextGenerator:
-    """Generates texts with the settings of one call: encodes prompts, runs an engine, and decodes its tokens. Raises
-    `UserError` for settings that the model cannot follow."""
+    """Generates texts with the settings of one call. Raises `UserError` for settings the model doesn't support."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class TextGenerator:
         self.constraint = constraint
         self.model, self.compute = contexts.model, contexts.compute
         if config.beam > self.model.config.vocab_size:
-            size = self.model.config.vocab_size
-            raise UserError(f"beam is {config.beam}, but the model has only {size:,} tokens", "use fewer beams")
+            vocab_size = self.model.config.vocab_size
+            raise UserError(f"beam is {config.beam}, but the model has only {vocab_size:,} tokens", "use fewer beams")
         self._bias = tuple((self._token(word), value) for word, value in config.biases())
         self._stops = self._ends_with_stop if config.stop else None
 
@@ -108,84 +108,82 @@ class TextGenerator:
     def write(
         self, prompts: Sequence[str | list[int]], indices: Sequence[int] = (0,), done: Collection[tuple[int, int]] = ()
     ) -> Iterator[Piece]:
-        """Yields samples ``indices`` of each prompt, a text or its ids, or its beams, a piece at a time, one text after
-        the other: while one is yielded, those after it are computed meanwhile. Texts that are ``done`` (prompt, index)
-        are left out."""
+        """Yields the samples ``indices`` of each prompt, or its beams, piece by piece and in order, while later texts
+        are computed. Skips texts in ``done`` (prompt, index)."""
         ids = [self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         wanted: Iterator[tuple[int, int]]
-        if self.config.beam:  # a prompt's texts come together
-            best = range(self.config.n_best)
-            left = [number for number in range(len(ids)) if not all((number, index) in done for index in best)]
-            wanted, count = ((number, 0) for number in left), len(left)
+        if self.config.beam:  # One search yields all beams of a prompt.
+            beams = range(self.config.n_best)
+            remaining = [number for number in range(len(ids)) if not all((number, index) in done for index in beams)]
+            wanted, count = ((number, 0) for number in remaining), len(remaining)
         else:
-            every = ((number, index) for number in range(len(ids)) for index in indices)
-            wanted = (each for each in every if each not in done)
+            pairs = ((number, index) for number in range(len(ids)) for index in indices)
+            wanted = (pair for pair in pairs if pair not in done)
             count = len(ids) * len(indices) - sum(number < len(ids) and index in indices for number, index in done)
-        told = self._write(ids, wanted, count)
-        yield from (piece for piece in told if (piece.prompt, piece.index) not in done)
+        pieces = self._write(ids, wanted, count)
+        yield from (piece for piece in pieces if (piece.prompt, piece.index) not in done)
 
     def _write(self, prompts: list[list[int]], wanted: Iterator[tuple[int, int]], count: int) -> Iterator[Piece]:
-        """Yields the texts of ``count`` ``wanted`` prompts and indices, each of which begins once a row is free."""
-        texts: dict[int, _Text] = {}
-        turns = _Turns()
+        """Yields the texts of the ``count`` pairs (prompt, index) in ``wanted``. A text starts when a row is free."""
+        texts: dict[int, _TextBuilder] = {}
+        sorter = _PieceSorter()
         with self.contexts.lease(*self._shape(prompts, count)) as context:
             engine = Engine(context, self.tokenizer.ends)
             while True:
-                while engine.free >= max(1, self.config.beam) and (next_one := next(wanted, None)):
-                    number, index = next_one
+                while engine.free >= max(1, self.config.beam) and (pair := next(wanted, None)):
+                    number, index = pair
                     settings = (self.config, self.seed, index, self._bias, self._stops, self.constraint)
                     request = Request(prompts[number], *settings)
-                    texts[engine.add(request)] = _Text(number, index, self.tokenizer, self.config)
+                    texts[engine.add(request)] = _TextBuilder(number, index, self.tokenizer, self.config)
                 if not engine.busy:
                     return
                 for update in engine.step():
                     text = texts[update.number]
                     pieces = self._pieces(text, update, len(prompts[text.number]))
                     if ended := pieces[-1].sample is not None:
-                        engine.cancel(update.number)  # a sample that came to a stop text
+                        engine.cancel(update.number)  # The engine can't see the stop string of a sample.
                         del texts[update.number]
                     for piece in pieces:
-                        yield from turns.take(update.number, piece, last=ended and piece is pieces[-1])
+                        yield from sorter.take(update.number, piece, last=ended and piece is pieces[-1])
 
     def _shape(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[int, int, bool]:
-        """Returns the rows of a context, the positions of each, and whether to compile. There are as many rows as
-        texts, as were asked for, or as the device has memory for."""
-        config, width, size = self.config, max(1, self.config.beam), self.model.config.block_size
-        longest = max(map(len, prompts), default=1) + config.max_tokens
-        room = min(-(-longest // ROOMS) * ROOMS, size)
-        fitting = min(ROWS[self.compute.device.type], capacity(self.model, self.compute, room))
-        at_once = config.batch or max(1, fitting // width)
-        rows = max(1, min(at_once, count))
-        long = self.compute.device.type == "cuda" and config.max_tokens * count >= COMPILED_FROM * rows
-        return width * rows, room, config.compile == "on" or (config.compile == "auto" and long)
+        """Returns a context's rows (limited by texts, batch and memory) and positions, and whether to compile."""
+        config, width, block_size = self.config, max(1, self.config.beam), self.model.config.block_size
+        max_length = max(map(len, prompts), default=1) + config.max_tokens
+        positions = min(-(-max_length // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, block_size)
+        max_rows = min(ROWS[self.compute.device.type], capacity(self.model, self.compute, positions))
+        batch_size = config.batch or max(1, max_rows // width)
+        rows = max(1, min(batch_size, count))
+        is_long = self.compute.device.type == "cuda" and config.max_tokens * count >= MIN_COMPILED_STEPS * rows
+        return width * rows, positions, config.compile == "on" or (config.compile == "auto" and is_long)
 
-    def _pieces(self, text: _Text, update: Update, prompt: int) -> list[Piece]:
-        """Returns the pieces that an update adds to a text whose prompt has so many tokens; with samples at its end."""
+    def _pieces(self, text: _TextBuilder, update: Update, prompt_length: int) -> list[Piece]:
+        """Returns the pieces of an update. After the last update of a text, they have samples."""
         if update.error is not None:
             raise update.error
         text.prompt = update.prompt or text.prompt
-        shown = text.push(update.tokens)
+        new_text = text.push(update.tokens)
         reason = update.reason
-        if text.stream.stopped and not self.config.beam:  # searches look for stop texts themselves
+        if text.stream.stopped and not self.config.beam:  # Beam search detects stop strings itself.
             reason = "stop"
         if reason is None:
-            return [Piece(text.number, text.index, shown)]
+            return [Piece(text.number, text.index, new_text)]
         score = update.best[0].score if update.best else None
-        shown += text.flush()
-        if text.stream.stopped and not self.config.beam:  # the rest has completed a stop text
+        new_text += text.flush()
+        if text.stream.stopped and not self.config.beam:  # The flushed text completed a stop string.
             reason = "stop"
-        pieces = [Piece(text.number, text.index, shown, self._sample(text, reason, prompt, score))]
-        for index, each in enumerate(update.best[1:], 1):
-            other = _Text(text.number, index, self.tokenizer, self.config)
-            other.prompt = text.prompt
-            shown = other.push(each.tokens) + other.flush()
-            sample = self._sample(other, each.reason or "length", prompt, each.score)
-            pieces.append(Piece(text.number, index, shown, sample))
+        pieces = [Piece(text.number, text.index, new_text, self._sample(text, reason, prompt_length, score))]
+        for index, hypothesis in enumerate(update.best[1:], 1):
+            beam = _TextBuilder(text.number, index, self.tokenizer, self.config)
+            beam.prompt = text.prompt
+            new_text = beam.push(hypothesis.tokens) + beam.flush()
+            sample = self._sample(beam, hypothesis.reason or "length", prompt_length, hypothesis.score)
+            pieces.append(Piece(text.number, index, new_text, sample))
         return pieces
 
-    def _sample(self, text: _Text, reason: str, prompt: int, score: float | None = None) -> Sample:
-        size, config = self.model.config.block_size, self.config
-        dropped = max(0, prompt - size)
+    def _sample(self, text: _TextBuilder, reason: str, prompt_length: int, score: float | None = None) -> Sample:
+        block_size, config = self.model.config.block_size, self.config
+        dropped = max(0, prompt_length - block_size)
         tokens = [token.id for token in text.tokens]
         return Sample(
             text="".join(text.pieces),
@@ -193,23 +191,23 @@ class TextGenerator:
             logprob=sum(token.logprob or 0.0 for token in text.tokens),
             finish_reason=reason,
             dropped=dropped,
-            slid=prompt - dropped + len(tokens) > size + 1,  # the last one is only predicted
+            slid=prompt_length - dropped + len(tokens) > block_size + 1,  # The last token is never fed back.
             score=score,
             logprobs=None if config.logprobs is None else text.tokens,
             prompt_logprobs=text.prompt,
         )
 
     def _ends_with_stop(self, ids: Sequence[int]) -> bool:
-        """Whether the text of ``ids``, which had no stop text without the last, has one."""
-        longest = max(len(stop.encode()) for stop in self.config.stop)
+        """Whether the last of ``ids`` completes a stop string."""
+        max_bytes = max(len(stop.encode()) for stop in self.config.stop)
         stream = TextStream(self.tokenizer, self.config.stop)
-        for id in ids[-longest:]:  # a token is a byte at least
+        for id in ids[-max_bytes:]:  # A token has at least one byte.
             stream.push(id)
         return stream.stopped
 
 
-class _Turns:
-    """Puts pieces of texts in order, one text after the other: pieces that come before their turn wait."""
+class _PieceSorter:
+    """Sorts pieces by text. Pieces of later texts wait for their turn."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[Piece]] = defaultdict(list)
@@ -217,7 +215,7 @@ class _Turns:
         self._turn = 0
 
     def take(self, number: int, piece: Piece, last: bool) -> Iterator[Piece]:
-        """Takes a piece of text ``number``, and yields those whose turn it is."""
+        """Adds a piece of text ``number`` and yields the pieces that are due."""
         self._waiting[number].append(piece)
         if last:
             self._ended.add(number)

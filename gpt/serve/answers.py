@@ -1,4 +1,4 @@
-"""Answers: the texts of a request while they are generated, and the shapes in which clients read them."""
+"""Answers: the texts of a request while they are generated, and the JSON that clients receive."""
 
 import asyncio
 import json
@@ -23,12 +23,12 @@ from gpt.serve.worker import Ticket, Worker
 from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
 
-QUIET_SECONDS = 15.0  # after which a stream gets a comment, so that no proxy takes it for dead
+QUIET_SECONDS = 15.0  # Interval of keep-alive comments in a silent stream.
 
 
 @dataclass(frozen=True)
 class Service:
-    """The model, its worker and the settings that the routes share."""
+    """The model, its worker and the settings, shared by all routes."""
 
     name: str
     tokenizer: Tokenizer
@@ -36,13 +36,13 @@ class Service:
     worker: Worker
     config: ServeConfig
     metrics: ServerMetrics
-    created: int  # when the server started, in seconds since 1970
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # fields of requests that leave them out
-    pending: "set[Answer]" = field(default_factory=set)  # answers that are being generated
+    created: int  # Start of the server, in seconds since 1970.
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # Defaults of request fields.
+    pending: "set[Answer]" = field(default_factory=set)  # Unfinished answers.
 
     @cached_property
     def constraints(self) -> ConstraintCache:
-        """The constraints of structured output, compiled for the model's vocabulary."""
+        """The compiled constraints of structured output."""
         return ConstraintCache(self.tokenizer)
 
 
@@ -50,58 +50,61 @@ class Answer:
     """The texts of a request while they are generated, from `begin` to `end`."""
 
     def __init__(
-        self, service: Service, prompts: list[Prompt], asked: Generation, constraint: Constraint | None = None
+        self, service: Service, prompts: list[Prompt], generation: Generation, constraint: Constraint | None = None
     ) -> None:
-        self.service, self.prompts, self.asked = service, prompts, asked
+        self.service, self.prompts, self.generation = service, prompts, generation
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
-        self.begun = False  # whether any of it has been generated
+        self.started = False  # Whether any update has arrived.
         self.choices: list[Choice] = []
-        self.deltas: list[list[Delta]] = []  # of each choice, where the answer is no stream
+        self.deltas: list[list[Delta]] = []  # Per choice, unless streaming.
         self._error: ApiError | None = None
-        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()  # as many as tokens are asked for
+        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()  # Bounded by the requested tokens.
         self._tickets: list[Ticket] = []
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        seed = secrets.randbits(63) if generation.seed is None else generation.seed
         for prompt in prompts:
-            for index in range(asked.best_of):
+            for index in range(generation.best_of):
                 deliver = partial(self._deliver, len(self.choices))
-                request = EngineRequest(prompt.ids, asked.config, seed, index, asked.bias, constraint=constraint)
-                self.choices.append(Choice(service.tokenizer, asked.config, prompt, asked.echo, asked.stop_ids))
+                request = EngineRequest(
+                    prompt.ids, generation.config, seed, index, generation.bias, constraint=constraint
+                )
+                self.choices.append(
+                    Choice(service.tokenizer, generation.config, prompt, generation.echo, generation.stop_ids)
+                )
                 self.deltas.append([])
                 self._tickets.append(Ticket(request, deliver))
 
-    def _deliver(self, at: int, update: Update) -> None:
-        self._events.put_nowait((at, update))
+    def _deliver(self, index: int, update: Update) -> None:
+        self._events.put_nowait((index, update))
 
     def begin(self) -> None:
-        """Submits the texts."""
-        self._started = time.monotonic()
+        """Submits the requests to the worker."""
+        self._start_time = time.monotonic()
         self.service.pending.add(self)
         self.service.metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in self.prompts))
         self.service.worker.add(self._tickets)
 
     def end(self) -> None:
-        """Cancels what still runs."""
+        """Cancels all requests that are still running."""
         self.service.pending.discard(self)
-        self.service.metrics.seconds.observe(time.monotonic() - self._started)
+        self.service.metrics.seconds.observe(time.monotonic() - self._start_time)
         self._cancel()
 
     def fail(self, error: ApiError) -> None:
-        """Makes an error the end of the answer."""
+        """Ends the answer with an error."""
         self._error = error
         self._events.put_nowait(None)
         self._cancel()
 
     def _cancel(self) -> None:
-        running = [ticket for ticket, each in zip(self._tickets, self.choices, strict=True) if not each.done]
+        running = [ticket for ticket, choice in zip(self._tickets, self.choices, strict=True) if not choice.done]
         if running:
             self.service.worker.cancel(running)
 
     async def run(self) -> AsyncIterator[tuple[int, Delta] | None]:
-        """Yields what is added to choices, each with its number, until all have ended; None whenever nothing came for
-        `QUIET_SECONDS`. Raises `ApiError` and `UserError`."""
-        left = len(self.choices)
-        while left:
+        """Yields (choice index, delta), or None after `QUIET_SECONDS` of silence. Raises `ApiError`, `UserError`."""
+        remaining = len(self.choices)
+        while remaining:
             try:
                 async with asyncio.timeout(QUIET_SECONDS):
                     event = await self._events.get()
@@ -111,38 +114,40 @@ class Answer:
             if self._error is not None:
                 raise self._error
             assert event is not None
-            at, update = event
-            choice = self.choices[at]
+            index, update = event
+            choice = self.choices[index]
             if choice.done:
                 continue
-            if not self.begun:
-                self.begun = True
-                self.service.metrics.first_token.observe(time.monotonic() - self._started)
+            if not self.started:
+                self.started = True
+                self.service.metrics.first_token.observe(time.monotonic() - self._start_time)
             delta = choice.push(update)
             if delta.error is not None:
                 raise delta.error
             if delta.reason is not None:
-                left -= 1
-                if update.reason is None:  # at a stop text, which the engine does not know
-                    self.service.worker.cancel([self._tickets[at]])
-            if not self.asked.stream:
-                self.deltas[at].append(delta)
-            yield at, delta
-            await asyncio.sleep(0)  # others' turn: a queue that is not empty lets nobody else run
+                remaining -= 1
+                if update.reason is None:  # The engine can't see stop strings.
+                    self.service.worker.cancel([self._tickets[index]])
+            if not self.generation.stream:
+                self.deltas[index].append(delta)
+            yield index, delta
+            await asyncio.sleep(0)  # `get` on a non-empty queue doesn't yield to other tasks.
 
     def best(self) -> list[int]:
-        """Returns the choices of the answer: of each prompt the n with the highest mean log-probability."""
-        asked, found = self.asked, list[int]()
-        for start in range(0, len(self.choices), asked.best_of):
-            every = range(start, start + asked.best_of)
-            ranked = sorted(every, key=lambda at: -self.choices[at].logprob / max(1, self.choices[at].count))
-            found += ranked[: asked.n] if asked.best_of > asked.n else every
-        return found
+        """Returns the indices of the ``n`` choices per prompt with the highest mean log-probability."""
+        generation, chosen = self.generation, list[int]()
+        for start in range(0, len(self.choices), generation.best_of):
+            candidates = range(start, start + generation.best_of)
+            ranked = sorted(
+                candidates, key=lambda index: -self.choices[index].logprob / max(1, self.choices[index].count)
+            )
+            chosen += ranked[: generation.n] if generation.best_of > generation.n else candidates
+        return chosen
 
     def usage(self) -> dict[str, Any]:
-        """Returns counts of ids. A prompt counts once, and what the prefix cache had of it for its first choice."""
+        """Returns token counts. Prompts and their prefix cache hits count once, for their first choice."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        cached = sum(choice.cached for choice in self.choices[:: self.asked.best_of])
+        cached = sum(choice.cached for choice in self.choices[:: self.generation.best_of])
         generated = sum(choice.count for choice in self.choices)
         return {
             "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
@@ -151,7 +156,7 @@ class Answer:
 
 
 class Form:
-    """The shape of answers of a route."""
+    """The response format of a route."""
 
     kind, chunk_kind, prefix = "", "", ""
 
@@ -163,68 +168,73 @@ class Form:
             "id": f"{self.prefix}-{answer.id}", "object": kind, "created": answer.created, "model": self.service.name
         }  # fmt: skip
 
-    def _choice(self, delta: Delta, asked: Generation) -> dict[str, Any]:
+    def _choice(self, delta: Delta, generation: Generation) -> dict[str, Any]:
         raise NotImplementedError
 
     def whole(self, answer: Answer) -> bytes:
-        """Returns an answer that is no stream. Choices are encoded one by one, since an encoder lets no other thread
-        run."""
+        """Returns a complete response. Encodes choices one by one, because the JSON encoder holds the GIL."""
         choices = []
-        for index, at in enumerate(answer.best()):
-            deltas = answer.deltas[at]
+        for index, choice_index in enumerate(answer.best()):
+            deltas = answer.deltas[choice_index]
             text = "".join(delta.text for delta in deltas)
-            joined = Delta(text, [token for delta in deltas for token in delta.tokens], deltas[-1].reason)
+            whole_delta = Delta(text, [token for delta in deltas for token in delta.tokens], deltas[-1].reason)
             choices.append(
-                to_json({"index": index, **self._choice(joined, answer.asked), "finish_reason": joined.reason})
+                to_json(
+                    {
+                        "index": index,
+                        **self._choice(whole_delta, answer.generation),
+                        "finish_reason": whole_delta.reason,
+                    }
+                )
             )
         head = to_json({**self._head(answer, self.kind), "usage": answer.usage()})
         return head[:-1] + b', "choices": [' + b", ".join(choices) + b"]}"
 
     def first(self, answer: Answer) -> list[dict[str, Any]]:
-        """Returns chunks before any text."""
+        """Returns the chunks sent before any text."""
         return []
 
     def chunk(self, answer: Answer, index: int, delta: Delta) -> dict[str, Any]:
         """Returns a chunk of a stream."""
-        choice = {"index": index, **self._choice(delta, answer.asked), "finish_reason": delta.reason}
+        choice = {"index": index, **self._choice(delta, answer.generation), "finish_reason": delta.reason}
         return {**self._chunk_head(answer), "choices": [choice]}
 
     def _chunk_head(self, answer: Answer) -> dict[str, Any]:
-        return self._head(answer, self.chunk_kind) | ({"usage": None} if answer.asked.include_usage else {})
+        return self._head(answer, self.chunk_kind) | ({"usage": None} if answer.generation.include_usage else {})
 
     def usage_chunk(self, answer: Answer) -> dict[str, Any]:
-        """Returns the last chunk, where counts were asked for."""
+        """Returns the last chunk, with token counts."""
         return {**self._head(answer, self.chunk_kind), "choices": [], "usage": answer.usage()}
 
 
 class CompletionForm(Form):
-    """Answers of ``/v1/completions``."""
+    """The response format of ``/v1/completions``."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def _choice(self, delta: Delta, asked: Generation) -> dict[str, Any]:
+    def _choice(self, delta: Delta, generation: Generation) -> dict[str, Any]:
         logprobs = None
-        if asked.config.logprobs is not None:
+        if generation.config.logprobs is not None:
             logprobs = completion_logprobs(self.service.tokenizer, delta.tokens)
-            if asked.token_details:  # as /v1/chat/completions has them: ids and bytes, which texts may not tell apart
+            if generation.token_details:  # Ids and bytes distinguish tokens with the same text.
                 logprobs["content"] = chat_logprobs(self.service.tokenizer, delta.tokens)["content"]
         return {"text": delta.text, "logprobs": logprobs}
 
 
 class ChatForm(Form):
-    """Answers of ``/v1/chat/completions``."""
+    """The response format of ``/v1/chat/completions``."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def _choice(self, delta: Delta, asked: Generation) -> dict[str, Any]:
-        logprobs = None if asked.config.logprobs is None else chat_logprobs(self.service.tokenizer, delta.tokens)
-        if asked.stream:
+    def _choice(self, delta: Delta, generation: Generation) -> dict[str, Any]:
+        logprobs = None if generation.config.logprobs is None else chat_logprobs(self.service.tokenizer, delta.tokens)
+        if generation.stream:
             return {"delta": {"content": delta.text}, "logprobs": logprobs}
         return {"message": {"role": "assistant", "content": delta.text, "refusal": None}, "logprobs": logprobs}
 
     def first(self, answer: Answer) -> list[dict[str, Any]]:
-        """Returns a chunk for each choice that says whose turn it is."""
+        """Returns a chunk with the role for each choice."""
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         head = self._chunk_head(answer)
         return [{**head, "choices": [{"index": index, **role}]} for index in range(len(answer.choices))]
@@ -239,11 +249,11 @@ class Stream(Response):
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.answer, self.form = answer, form
-        self.ended: Callable[[int], None] = lambda status: None  # told how it ended: its own status came before that
+        self.ended: Callable[[int], None] = lambda status: None  # Called with the final status.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends chunks as the answer grows; an error is the last one."""
-        status = 499  # unless it comes to its end
+        """Sends chunks as the answer grows. An error becomes the last chunk."""
+        status = 499  # Client disconnect, unless the stream reaches its end.
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for values in self._chunks():
@@ -261,21 +271,21 @@ class Stream(Response):
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any] | None]:
         answer, form = self.answer, self.form
-        for first in form.first(answer):
-            yield first
-        async for added in answer.run():
-            if added is None:
+        for first_chunk in form.first(answer):
+            yield first_chunk
+        async for event in answer.run():
+            if event is None:
                 yield None
-            elif (delta := added[1]).text or delta.tokens or delta.reason:
-                yield form.chunk(answer, *added)
-        if answer.asked.include_usage:
+            elif (delta := event[1]).text or delta.tokens or delta.reason:
+                yield form.chunk(answer, *event)
+        if answer.generation.include_usage:
             yield form.usage_chunk(answer)
 
 
-_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+_LINE_SEPARATORS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
 
 def to_json(values: Any) -> bytes:
-    """Returns JSON in UTF-8. Characters at which some clients of streams split lines, as Python's `splitlines` does,
-    are written as escapes; JSON itself escapes those below U+0020."""
-    return json.dumps(values, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS).encode()
+    """Returns JSON in UTF-8. Escapes all line separators of Python's `splitlines`, because some clients split streams
+    there. JSON itself escapes characters below U+0020."""
+    return json.dumps(values, ensure_ascii=False, allow_nan=False).translate(_LINE_SEPARATORS).encode()

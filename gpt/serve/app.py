@@ -1,4 +1,4 @@
-"""The routes of the server: OpenAI's API, a tokenizer, health, metrics, and a page."""
+"""The routes of the server: OpenAI's API, tokenizer, health, metrics and web page."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from gpt.errors import UserError
 from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
-from gpt.serve.flight import SMALL_BODY, InFlight, come_later
+from gpt.serve.flight import SMALL_BODY, InFlight, busy_error
 from gpt.serve.guard import Guard, error_response
 from gpt.serve.protocol import (
     ApiError,
@@ -35,23 +35,23 @@ from gpt.serve.texts import Prompt, read_prompt
 from gpt.text import chat
 
 BODY_SECONDS = 30.0
-MOST_TEXTS = 1024  # of a request: prompts times choices
-MOST_FIGURES = 2**21  # of a request: tokens, and log-probabilities of each
+MAX_TEXTS = 1024  # Prompts times choices of a request.
+MAX_VALUES = 2**21  # Tokens and log-probabilities of a request.
 T = TypeVar("T")
-_OPEN = ("/", "/health", "/models", "/models/{id:path}")  # need no key
-_MISSING = (  # of OpenAI's API
+_PUBLIC_ROUTES = ("/", "/health", "/models", "/models/{id:path}")  # No API key needed.
+_UNSUPPORTED_APIS = (
     "assistants", "audio", "batches", "conversations", "embeddings", "evals", "files", "fine_tuning", "images",
     "moderations", "realtime", "responses", "threads", "uploads", "vector_stores", "videos",
 )  # fmt: skip
 
 
 class Server:
-    """The ASGI application, with the requests that it is answering."""
+    """The ASGI application and its requests in flight."""
 
     def __init__(self, service: Service, note: Callable[[str], None] = lambda text: None) -> None:
         self.service, self.note = service, note
         self.stopping = False
-        self.gave_up = False
+        self.aborted = False
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -73,14 +73,14 @@ class Server:
         self.app: ASGIApp = Access(Guard(self.in_flight, service.config), note if service.config.access_log else None)
 
     def stop(self) -> None:
-        """Takes no further requests."""
+        """Rejects new requests."""
         self.stopping = True
 
     def give_up(self) -> None:
         """Ends all requests with an error."""
-        self.gave_up = True
+        self.aborted = True
         for answer in list(self.service.pending):
-            answer.fail(_stopping())
+            answer.fail(_stopping_error())
 
     async def _answer(
         self, route: str, handler: Callable[[Request], Awaitable[Response]], request: Request
@@ -90,12 +90,12 @@ class Server:
             self.service.metrics.requests.labels(route, str(status)).inc()
 
         try:
-            if route not in _OPEN:
+            if route not in _PUBLIC_ROUTES:
                 self._check_key(request)
             if request.method == "POST":
-                self._check_room()
+                self._check_capacity()
             response = await handler(request)
-        except asyncio.CancelledError:  # the client has left
+        except asyncio.CancelledError:  # The client disconnected.
             count(499)
             raise
         except ClientDisconnect:
@@ -113,9 +113,9 @@ class Server:
 
     def _check_key(self, request: Request) -> None:
         key = self.service.config.api_key
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = key is None or hmac.compare_digest(given.strip().encode(), key.encode())
-        if not right or (key is not None and scheme.lower() != "bearer"):
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        is_correct = key is None or hmac.compare_digest(token.strip().encode(), key.encode())
+        if not is_correct or (key is not None and scheme.lower() != "bearer"):
             raise ApiError(
                 401, "the key is missing or wrong: send it as Authorization: Bearer KEY", code="invalid_api_key"
             )
@@ -135,8 +135,7 @@ class Server:
         return await self._in_thread(request, lambda: read_json(body))
 
     async def _in_thread(self, request: Request, work: Callable[[], T], lane: str = "") -> T:
-        """Returns what ``work`` returns, done in a thread of the request's lane. It is never begun for a client that
-        has left before."""
+        """Runs ``work`` in a thread of the request's lane, unless the client disconnects before it starts."""
         lanes = self.in_flight.lanes
         return await asyncio.get_running_loop().run_in_executor(lanes[lane or request.state.lane], work)
 
@@ -147,7 +146,7 @@ class Server:
 
     async def _model(self, request: Request) -> Response:
         if request.path_params["id"] != self.service.name:
-            raise self._no_model(request.path_params["id"])
+            raise self._unknown_model(request.path_params["id"])
         return JSONResponse(self._model_object())
 
     def _model_object(self) -> dict[str, Any]:
@@ -156,20 +155,20 @@ class Server:
             "context_length": self.service.block_size,
         }  # fmt: skip
 
-    def _no_model(self, name: str) -> ApiError:
+    def _unknown_model(self, name: str) -> ApiError:
         return ApiError(
             404, f'there is no model "{name:.80}"; this server has "{self.service.name}"', "model", "model_not_found"
         )
 
     async def _health(self, request: Request) -> Response:
         if self.stopping:
-            raise _stopping()
+            raise _stopping_error()
         if self.service.worker.failure is not None:
             raise self.service.worker.failure
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        self.service.metrics.waiting.set(sum(not each.begun for each in self.service.pending))
+        self.service.metrics.waiting.set(sum(not answer.started for answer in self.service.pending))
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _tokenize(self, request: Request) -> Response:
@@ -177,27 +176,27 @@ class Server:
         if values.get("messages") is not None:
             if text is not None:
                 raise ApiError(400, "prompt and messages cannot be combined; send one of them", "prompt")
-            asked = await self._in_thread(request, lambda: read_chat_prompt(values))
-            ids = await self._encode(request, await self._render(request, asked))
+            chat_prompt = await self._in_thread(request, lambda: read_chat_prompt(values))
+            ids = await self._encode(request, await self._render(request, chat_prompt))
         elif isinstance(text, str):
-            opened = values.get("add_special_tokens") is not False
-            ids = await self._in_thread(request, lambda: self._ids_of(clean(text), opened))
+            adds_bos = values.get("add_special_tokens") is not False
+            ids = await self._in_thread(request, lambda: self._to_ids(clean(text), adds_bos))
         else:
             raise ApiError(400, "prompt must be a string", "prompt")
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.service.block_size})
 
-    def _ids_of(self, text: str, opened: bool) -> list[int]:
-        """Returns the ids of a text. A special token by itself has its id, by which clients learn it."""
+    def _to_ids(self, text: str, adds_bos: bool) -> list[int]:
+        """Returns the ids of a text. Clients can also look up the id of a special token."""
         tokenizer = self.service.tokenizer
         if text in tokenizer.all_specials:
             return [tokenizer.all_specials[text]]
         ids: list[int] = tokenizer.encode(text, specials=bool(tokenizer.files)).tolist()
-        return [tokenizer.bos, *ids] if opened and tokenizer.bos is not None else ids
+        return [tokenizer.bos, *ids] if adds_bos and tokenizer.bos is not None else ids
 
     async def _detokenize(self, request: Request) -> Response:
-        ids, size = (await self._json(request)).get("tokens"), self.service.tokenizer.usable
-        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < size for id in ids):
-            raise ApiError(400, f"tokens must be a list of ids below {size:,}", "tokens")
+        ids, vocab_size = (await self._json(request)).get("tokens"), self.service.tokenizer.usable
+        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+            raise ApiError(400, f"tokens must be a list of ids below {vocab_size:,}", "tokens")
         return JSONResponse({"prompt": await self._in_thread(request, lambda: self.service.tokenizer.decode(ids))})
 
     async def _tokenizer_info(self, request: Request) -> Response:
@@ -220,37 +219,43 @@ class Server:
     async def _completions(self, request: Request) -> Response:
         values = await self._json(request)
         limit, defaults = self.service.config.limit_tokens, self.service.defaults
-        asked = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
+        completion = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
         self._check_model(values)
-        prompts = await self._in_thread(request, lambda: [self._prompt(prompt) for prompt in asked.prompts])
-        return await self._generate(request, prompts, asked.generation, CompletionForm(self.service))
+        prompts = await self._in_thread(request, lambda: [self._prompt(prompt) for prompt in completion.prompts])
+        return await self._generate(request, prompts, completion.generation, CompletionForm(self.service))
 
     async def _chat(self, request: Request) -> Response:
         values = await self._json(request)
         limit, defaults = self.service.config.limit_tokens, self.service.defaults
-        asked = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
+        chat_request = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
         self._check_model(values)
-        text = await self._render(request, asked.prompt)
+        text = await self._render(request, chat_request.prompt)
         self._check_length(text)
         ids = await self._encode(request, text)
-        prompt, generation, room = self._prompt(ids), asked.generation, self.service.block_size - len(ids)
-        if room < 1:
-            context = f"the model's context has {self.service.block_size:,}"
-            raise _too_long(f"messages have {len(ids):,} tokens, but {context}", "messages")
-        most = min(room, limit if generation.open_ended else generation.config.max_tokens)
-        least = min(generation.config.min_tokens, most)
-        generation = replace(generation, config=replace(generation.config, max_tokens=most, min_tokens=least))
+        prompt, generation, free_positions = (
+            self._prompt(ids),
+            chat_request.generation,
+            self.service.block_size - len(ids),
+        )
+        if free_positions < 1:
+            limit_text = f"the model's context has {self.service.block_size:,}"
+            raise _too_long_error(f"messages have {len(ids):,} tokens, but {limit_text}", "messages")
+        max_tokens = min(free_positions, limit if generation.open_ended else generation.config.max_tokens)
+        min_tokens = min(generation.config.min_tokens, max_tokens)
+        generation = replace(
+            generation, config=replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
+        )
         return await self._generate(request, [prompt], generation, ChatForm(self.service))
 
-    async def _render(self, request: Request, asked: ChatPrompt) -> str:
-        """Returns the text of a conversation."""
+    async def _render(self, request: Request, chat_prompt: ChatPrompt) -> str:
+        """Renders a conversation with the chat template."""
         tokenizer = self.service.tokenizer
         if tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
 
         def render() -> str:
-            form = {"answer": asked.answer, "open_end": asked.open_end}
-            return chat.render(tokenizer, asked.messages, **form, variables=asked.variables)
+            options = {"answer": chat_prompt.answer, "open_end": chat_prompt.open_end}
+            return chat.render(tokenizer, chat_prompt.messages, **options, variables=chat_prompt.variables)
 
         return await self._in_thread(request, render, lane="chat")
 
@@ -261,87 +266,87 @@ class Server:
     def _check_model(self, values: dict[str, Any]) -> None:
         name = values.get("model")
         if name is not None and name != self.service.name:
-            raise self._no_model(clean(str(name)))
+            raise self._unknown_model(clean(str(name)))
 
-    def _prompt(self, given: str | Sequence[int]) -> Prompt:
-        limit, size = self.service.config.limit_tokens, self.service.tokenizer.usable
-        if isinstance(given, str):
-            self._check_length(given)
-        prompt = read_prompt(self.service.tokenizer, given)
-        if not all(0 <= id < size for id in prompt.ids):
-            raise ApiError(400, f"prompt has an id that is not below {size:,}", "prompt")
+    def _prompt(self, text_or_ids: str | Sequence[int]) -> Prompt:
+        limit, vocab_size = self.service.config.limit_tokens, self.service.tokenizer.usable
+        if isinstance(text_or_ids, str):
+            self._check_length(text_or_ids)
+        prompt = read_prompt(self.service.tokenizer, text_or_ids)
+        if not all(0 <= id < vocab_size for id in prompt.ids):
+            raise ApiError(400, f"prompt has an id that is not below {vocab_size:,}", "prompt")
         if len(prompt.ids) > limit:
-            raise _too_long(f"prompt has {len(prompt.ids):,} tokens; the limit is {limit:,}")
+            raise _too_long_error(f"prompt has {len(prompt.ids):,} tokens; the limit is {limit:,}")
         return prompt
 
     def _check_length(self, text: str) -> None:
-        """Raises `ApiError` for a text that has too many tokens whatever they are, so that it is never tokenized."""
-        limit, least = self.service.config.limit_tokens, self.service.tokenizer.least_tokens(text)
-        if least > limit:
-            raise _too_long(f"prompt has at least {least:,} tokens; the limit is {limit:,}")
+        """Raises `ApiError` for a text that is certain to have too many tokens, without tokenizing it."""
+        limit, min_tokens = self.service.config.limit_tokens, self.service.tokenizer.least_tokens(text)
+        if min_tokens > limit:
+            raise _too_long_error(f"prompt has at least {min_tokens:,} tokens; the limit is {limit:,}")
 
-    def _check_room(self) -> None:
-        """Raises `ApiError` where the request, which is in flight already, cannot be taken."""
+    def _check_capacity(self) -> None:
+        """Raises `ApiError` if the server is stopping or busy. The request already counts as in flight."""
         if self.stopping:
-            raise _stopping()
+            raise _stopping_error()
         if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
-            raise come_later("too many requests are waiting")
+            raise busy_error("too many requests are waiting")
 
-    async def _generate(self, request: Request, prompts: list[Prompt], asked: Generation, form: Form) -> Response:
-        self._check_size(prompts, asked)
+    async def _generate(self, request: Request, prompts: list[Prompt], generation: Generation, form: Form) -> Response:
+        self._check_size(prompts, generation)
         constraint = None
-        if asked.config.constraint is not None:
+        if generation.config.constraint is not None:
             try:
-                find = partial(self.service.constraints.find, asked.config)
-                constraint = await self._in_thread(request, find, "constraint")
+                find_constraint = partial(self.service.constraints.find, generation.config)
+                constraint = await self._in_thread(request, find_constraint, "constraint")
             except UserError as error:
-                raise ApiError(400, error.message, asked.constrained_by) from None
-        if self.gave_up:
-            raise _stopping()
-        request.state.answer = answer = Answer(self.service, prompts, asked, constraint)
+                raise ApiError(400, error.message, generation.constrained_by) from None
+        if self.aborted:
+            raise _stopping_error()
+        request.state.answer = answer = Answer(self.service, prompts, generation, constraint)
         answer.begin()
-        if asked.stream:
+        if generation.stream:
             return Stream(answer, form)
         try:
             async for _ in answer.run():
                 pass
-            whole = await self._in_thread(request, lambda: form.whole(answer))
-            return Response(whole, media_type="application/json")
+            body = await self._in_thread(request, lambda: form.whole(answer))
+            return Response(body, media_type="application/json")
         finally:
             answer.end()
 
-    def _check_size(self, prompts: list[Prompt], asked: Generation) -> None:
-        config, size, block_size = asked.config, self.service.tokenizer.usable, self.service.block_size
-        if any(id >= size for id, _ in asked.bias):
-            raise ApiError(400, f"logit_bias has an id that is not below {size:,}", "logit_bias")
+    def _check_size(self, prompts: list[Prompt], generation: Generation) -> None:
+        config, vocab_size, block_size = generation.config, self.service.tokenizer.usable, self.service.block_size
+        if any(id >= vocab_size for id, _ in generation.bias):
+            raise ApiError(400, f"logit_bias has an id that is not below {vocab_size:,}", "logit_bias")
         longest = max(len(prompt.ids) for prompt in prompts)
         if config.echo_logprobs and longest > block_size:
-            raise _too_long(
+            raise _too_long_error(
                 f"prompt has {longest:,} tokens, but log-probabilities need it to fit in the context of {block_size:,}"
             )
-        texts = len(prompts) * asked.best_of
-        if texts > MOST_TEXTS:
-            raise ApiError(400, f"n: {texts:,} completions are requested; the limit is {MOST_TEXTS:,}", "n")
-        tokens = texts * (config.max_tokens + (longest if asked.echo else 0))
-        if tokens * (1 + (config.logprobs or 0)) > MOST_FIGURES:
+        texts = len(prompts) * generation.best_of
+        if texts > MAX_TEXTS:
+            raise ApiError(400, f"n: {texts:,} completions are requested; the limit is {MAX_TEXTS:,}", "n")
+        tokens = texts * (config.max_tokens + (longest if generation.echo else 0))
+        if tokens * (1 + (config.logprobs or 0)) > MAX_VALUES:
             raise ApiError(
                 400, f"max_tokens: {texts:,} completions of {tokens:,} tokens in all, with log-probabilities, exceed "
-                f"{MOST_FIGURES:,} values; request fewer at once", "max_tokens",
+                f"{MAX_VALUES:,} values; request fewer at once", "max_tokens",
             )  # fmt: skip
 
 
-def _stopping() -> ApiError:
+def _stopping_error() -> ApiError:
     return ApiError(503, "the server is stopping", code="stopping")
 
 
-def _too_long(message: str, field: str = "prompt") -> ApiError:
+def _too_long_error(message: str, field: str = "prompt") -> ApiError:
     return ApiError(400, message, field, "context_length_exceeded")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path
     message = f"there is no route {request.method} {path:.200}"
-    if (name := path.removeprefix("/v1").strip("/").partition("/")[0]) in _MISSING:
+    if (name := path.removeprefix("/v1").strip("/").partition("/")[0]) in _UNSUPPORTED_APIS:
         message += f": this server has no {name} API, only /v1/completions and /v1/chat/completions"
     return error_response(ApiError(404, message))
 
@@ -352,8 +357,7 @@ async def _not_allowed(request: Request, error: Exception) -> Response:
 
 @cache
 def page() -> tuple[str, str]:
-    """Returns the page on which people try the model, style and script in it, and the policy under which browsers show
-    it: nothing but these is obeyed, and nobody but this server is asked."""
+    """Returns the web page with inline style and script, and its Content-Security-Policy."""
     folder = files("gpt.serve") / "page"
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
@@ -361,7 +365,7 @@ def page() -> tuple[str, str]:
     policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
     policy += "; frame-ancestors 'none'"
     for tag in ("style", "script"):
-        inner = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        content = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         policy += f"; {tag}-src 'sha256-{digest}'"
     return text, policy

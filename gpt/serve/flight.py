@@ -1,4 +1,4 @@
-"""Requests in flight: each counts from its first byte to the end of its answer, and ends when its client leaves."""
+"""Counts requests in flight, from the first byte to the end of the response, and cancels them on disconnect."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -8,17 +8,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gpt.serve.metrics import ServerMetrics
 from gpt.serve.protocol import ApiError
 
-LARGEST_BODY = 4 * 2**20
-SMALL_BODY = 2**16  # accepted however much memory other bodies take
-MOST_BODIES = 64 * LARGEST_BODY  # bytes of the bodies of all requests in flight
-THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # that parse, tokenize, render, compile
+MAX_BODY = 4 * 2**20
+SMALL_BODY = 2**16  # Accepted regardless of the other bodies in flight.
+MOST_BODIES = 64 * MAX_BODY  # Maximum bytes of all bodies in flight.
+THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # Threads per lane.
 
 
 class InFlight:
-    """ASGI middleware that counts POST requests and the bytes of their bodies, and cancels one whose client leaves,
-    whatever it is waiting for: a body, a thread, or tokens.
+    """ASGI middleware that counts POST requests and body bytes, and cancels requests of disconnected clients.
 
-    Its threads come in lanes, so that nobody waits for others' large bodies or slow chat templates.
+    Separate lanes of threads prevent large bodies and slow chat templates from delaying other requests.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
@@ -37,7 +36,7 @@ class InFlight:
         try:
             await self.app(scope, flight.receive, flight.send)
         except asyncio.CancelledError:
-            if not flight.left:
+            if not flight.disconnected:
                 raise
             flight.task.uncancel()
             self.metrics.cancelled.inc()
@@ -48,48 +47,46 @@ class InFlight:
 
 
 class _Flight:
-    """A request: reads its body, counting, and watches its client from then on."""
+    """A request in flight: counts the bytes of its body, then watches for a disconnect."""
 
-    def __init__(self, every: InFlight, receive: Receive, send: Send) -> None:
+    def __init__(self, in_flight: InFlight, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self.every, self.task = every, task
-        self.size = 0  # bytes of its body
-        self.left = False  # whether its client has left
+        self.in_flight, self.task = in_flight, task
+        self.size = 0  # Bytes of the body.
+        self.disconnected = False
         self._receive, self._send = receive, send
         self._watch: asyncio.Task[None] | None = None
 
     async def receive(self) -> Message:
-        """Returns the next part of the body. Raises `ApiError` for a body that is too large."""
+        """Returns the next part of the body. Raises `ApiError` if the body is too large."""
         message = await self._receive()
         self.size += len(message.get("body", b""))
-        self.every.bytes += len(message.get("body", b""))
-        if self.size > LARGEST_BODY:
-            raise ApiError(413, f"the body has more than {LARGEST_BODY:,} bytes")
-        if self.size > SMALL_BODY and self.every.bytes > MOST_BODIES:
-            raise come_later("too many large requests are in flight")
+        self.in_flight.bytes += len(message.get("body", b""))
+        if self.size > MAX_BODY:
+            raise ApiError(413, f"the body has more than {MAX_BODY:,} bytes")
+        if self.size > SMALL_BODY and self.in_flight.bytes > MOST_BODIES:
+            raise busy_error("too many large requests are in flight")
         if message["type"] == "http.request" and not message.get("more_body"):
-            self._watch = asyncio.create_task(self._cancel_when_it_leaves())
+            self._watch = asyncio.create_task(self._cancel_on_disconnect())
         return message
 
     async def send(self, message: Message) -> None:
-        """Sends a part of the answer."""
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.stop_watching()  # after the last part, the server reports a disconnect in any case
+            self.stop_watching()  # After the last part, the server always reports a disconnect.
         await self._send(message)
 
-    async def _cancel_when_it_leaves(self) -> None:
+    async def _cancel_on_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.left = True
+        self.disconnected = True
         self.task.cancel()
 
     def stop_watching(self) -> None:
-        """Leaves the client alone: its answer is complete."""
         if self._watch is not None:
             self._watch.cancel()
 
 
-def come_later(why: str) -> ApiError:
-    """Returns the error of a server that is busy."""
-    return ApiError(429, f"{why}; try again shortly", code="queue_full")
+def busy_error(reason: str) -> ApiError:
+    """Returns the error for a busy server."""
+    return ApiError(429, f"{reason}; try again shortly", code="queue_full")

@@ -1,4 +1,4 @@
-"""Counts and times of a server, as Prometheus reads them."""
+"""The server's Prometheus metrics."""
 
 from typing import Any
 
@@ -10,33 +10,35 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class ServerMetrics:
-    """The server's metrics, in a registry of their own."""
+    """The server's metrics, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        of: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("gpt_requests", "Requests by route and status.", ["route", "status"], **of)
-        self.cancelled = Counter("gpt_requests_cancelled", "Requests whose client disconnected.", **of)
-        self.prompt_tokens = Counter("gpt_prompt_tokens", "Prompt tokens processed.", **of)
-        self.generated_tokens = Counter("gpt_generated_tokens", "Tokens generated.", **of)
-        self.waiting = Gauge("gpt_requests_waiting", "Requests in the queue.", **of)
-        self.running = Gauge("gpt_texts_running", "Texts being generated.", **of)
-        self.cached = Gauge("gpt_cache_positions", "Tokens in the KV cache.", **of)
-        self.step_seconds = Histogram("gpt_step_seconds", "Seconds per decoding step.", buckets=_SECONDS, **of)
-        self.first_token = Histogram("gpt_first_token_seconds", "Seconds to the first token.", buckets=_SECONDS, **of)
-        self.seconds = Histogram("gpt_request_seconds", "Seconds per request.", buckets=_SECONDS, **of)
+        options: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("gpt_requests", "Requests by route and status.", ["route", "status"], **options)
+        self.cancelled = Counter("gpt_requests_cancelled", "Requests whose client disconnected.", **options)
+        self.prompt_tokens = Counter("gpt_prompt_tokens", "Prompt tokens processed.", **options)
+        self.generated_tokens = Counter("gpt_generated_tokens", "Tokens generated.", **options)
+        self.waiting = Gauge("gpt_requests_waiting", "Requests in the queue.", **options)
+        self.running = Gauge("gpt_texts_running", "Texts being generated.", **options)
+        self.cached = Gauge("gpt_cache_positions", "Tokens in the KV cache.", **options)
+        self.step_seconds = Histogram("gpt_step_seconds", "Seconds per decoding step.", buckets=_SECONDS, **options)
+        self.first_token = Histogram(
+            "gpt_first_token_seconds", "Seconds to the first token.", buckets=_SECONDS, **options
+        )
+        self.seconds = Histogram("gpt_request_seconds", "Seconds per request.", buckets=_SECONDS, **options)
 
     def stepped(self, engine: Engine, seconds: float, tokens: int) -> None:
-        """Counts a step of the engine."""
+        """Records a step of the engine."""
         self.step_seconds.observe(seconds)
         self.generated_tokens.inc(tokens)
         self.measure(engine)
 
     def measure(self, engine: Engine) -> None:
-        """Sets the gauges: also where texts end between steps."""
+        """Sets the gauges, after a step or when requests end between steps."""
         self.running.set(engine.running)
         self.cached.set(sum(slot.length for slot in engine.context.slots))
 
     def text(self) -> bytes:
-        """Returns the text that Prometheus reads."""
+        """Returns the metrics in Prometheus's text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API as checked settings, and its errors. Knows no model and no network."""
+"""Validates requests of OpenAI's API and formats its errors, without model and network."""
 
 import json
 import math
@@ -13,15 +13,15 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.text.formats import reasoning
 
-MOST_CHOICES, MOST_LOGPROBS, MOST_STOPS, MOST_PROMPTS, MOST_BIASES = 128, 20, 256, 128, 1024
-LONGEST_STOP = 1000  # characters
-LONGEST_VARIABLES, DEEPEST_VARIABLES = 16_384, 16  # characters of chat_template_kwargs in JSON, and levels
-_SEEDS = 2**63
-_COMMAND = re.compile(r"--[a-z]|\bgpt [a-z]")
+MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 20, 256, 128, 1024
+MAX_STOP_LENGTH = 1000  # Characters.
+MAX_VARIABLES_LENGTH, MAX_VARIABLES_DEPTH = 16_384, 16  # JSON characters and nesting of chat_template_kwargs.
+_SEED_LIMIT = 2**63
+_COMMAND_PATTERN = re.compile(r"--[a-z]|\bgpt [a-z]")
 
 
 class ApiError(Exception):
-    """An answer that is an error: ``message`` for people, ``param`` the field that is wrong."""
+    """An error response. ``param`` is the name of the invalid field."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -29,42 +29,42 @@ class ApiError(Exception):
 
     @staticmethod
     def of(error: Exception) -> "ApiError":
-        """Returns any error as an answer. Hints that name options or commands are for whoever runs the server."""
+        """Converts any error. Drops hints with options or commands, which are for the server's operator."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, UserError):
-            hint = f" ({error.hint})" if error.hint and not _COMMAND.search(error.hint) else ""
+            hint = f" ({error.hint})" if error.hint and not _COMMAND_PATTERN.search(error.hint) else ""
             return ApiError(400 if error.exit_code == 2 else 500, error.message + hint)
         return ApiError(500, f"internal error in gpt: {type(error).__name__}: {error!s:.200}")
 
     def body(self) -> dict[str, Any]:
-        """Returns the object that clients read."""
+        """Returns the error object that clients receive."""
         kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         if self.status >= 500:
             kind = "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _wrong(name: str, what: str) -> ApiError:
-    return ApiError(400, f"{name} {what}", name)
+def _field_error(name: str, problem: str) -> ApiError:
+    return ApiError(400, f"{name} {problem}", name)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The settings of a request: everything beside its prompt."""
+    """The settings of a request, without its prompt."""
 
     config: SampleConfig
-    seed: int | None  # None: one that is drawn
+    seed: int | None  # None draws a random seed.
     n: int
     best_of: int
     bias: tuple[tuple[int, float], ...]
     stream: bool
     include_usage: bool
     echo: bool
-    open_ended: bool  # whether it does not say how many tokens it wants
+    open_ended: bool  # Whether the request sets no token limit.
     stop_ids: frozenset[int] = frozenset()
-    constrained_by: str | None = None  # the field, by the name that was sent, that says what the text has to be
-    token_details: bool = False  # of completions: the ids and bytes of tokens and alternatives beside their texts
+    constrained_by: str | None = None  # Field name of the constraint, as sent.
+    token_details: bool = False  # Completions only: adds ids and bytes of tokens.
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages, and how the chat template turns them into one text."""
+    """Messages and the settings for rendering them."""
 
     messages: Sequence[Mapping[str, str]]
-    answer: bool  # whether the template begins an answer
-    open_end: bool  # whether the last message is continued
-    variables: Mapping[str, Any]  # that the template may read
+    answer: bool  # Whether the template starts an answer.
+    open_end: bool  # Whether to continue the last message.
+    variables: Mapping[str, Any]  # Template variables.
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ class Chat:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """Returns the object in a request's body. Raises `ApiError`."""
+    """Parses a request's body, which must be a JSON object. Raises `ApiError`."""
 
-    def no_number(word: str) -> float:
+    def reject_constant(word: str) -> float:
         raise ValueError(f"{word} is not a JSON number")
 
     try:
-        values = json.loads(body, parse_constant=no_number)
+        values = json.loads(body, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error!s:.200}") from None
     if not isinstance(values, dict):
@@ -109,76 +109,76 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 class _Fields:
-    """The fields of a request, each checked as it is taken. Null is as good as absent: both get the ``defaults``."""
+    """The fields of a request, validated when read. Null or missing fields get the ``defaults``."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] = types.MappingProxyType({})) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
-        self._given: dict[str, str] = {}  # the names in the request of fields that have several
+        self._sent_names: dict[str, str] = {}  # Field → the alias the client sent.
         for alias, name in ALIASES.items():
             if alias in self.values:
                 if self.values.get(name, self.values[alias]) != self.values[alias]:
-                    raise _wrong(alias, f"is an alias of {name}, which has another value; send one of them")
-                self.values[name], self._given[name] = self.values[alias], alias
+                    raise _field_error(alias, f"is an alias of {name}, which has another value; send one of them")
+                self.values[name], self._sent_names[name] = self.values[alias], alias
         self.values = {**defaults, **self.values}
 
-    def sent(self, name: str) -> str:
-        """Returns the name that a field was sent by."""
-        return self._given.get(name, name)
+    def sent_name(self, name: str) -> str:
+        return self._sent_names.get(name, name)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        value, name = self.values.get(name, default), self._given.get(name, name)
+        value, name = self.values.get(name, default), self._sent_names.get(name, name)
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
-            raise _wrong(name, f"is {_shown(value)}; it must be a number from {low:g} to {high:g}")
+            raise _field_error(name, f"is {_abbreviate(value)}; it must be a number from {low:g} to {high:g}")
         return float(value)
 
     def count(self, name: str, default: int, low: int, high: int) -> int:
-        value, name = self.values.get(name, default), self._given.get(name, name)
+        value, name = self.values.get(name, default), self._sent_names.get(name, name)
         if type(value) is float and value.is_integer():
             value = int(value)
         if type(value) is not int or not low <= value <= high:
-            raise _wrong(name, f"is {_shown(value)}; it must be a whole number from {low:,} to {high:,}")
+            raise _field_error(name, f"is {_abbreviate(value)}; it must be a whole number from {low:,} to {high:,}")
         return value
 
     def value(self, name: str, default: Any, *kinds: type) -> Any:
-        """Returns a value of the default's type, or of one of ``kinds``."""
-        value, name, kinds = self.values.get(name, default), self._given.get(name, name), (type(default), *kinds)
+        """Returns a value of the default's type or of ``kinds``."""
+        value, name, kinds = self.values.get(name, default), self._sent_names.get(name, name), (type(default), *kinds)
         if not isinstance(value, kinds):
-            raise _wrong(name, f"is {_shown(value)}; it must be {' or '.join(_KINDS[kind] for kind in kinds)}")
+            raise _field_error(
+                name, f"is {_abbreviate(value)}; it must be {' or '.join(_TYPE_NAMES[kind] for kind in kinds)}"
+            )
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name, default)
         if type(value) is not bool:
-            raise _wrong(name, f"is {_shown(value)}; it must be true or false")
+            raise _field_error(name, f"is {_abbreviate(value)}; it must be true or false")
         return value
 
     def refuse(self, neutral: Mapping[str, Sequence[Any]]) -> None:
-        """Raises `ApiError` for fields that this server does not support, unless their values ask for nothing."""
+        """Raises `ApiError` for unsupported fields, unless their values are ``neutral``."""
         for name, allowed in neutral.items():
             if name in self.values and self.values[name] not in allowed:
-                if name in _TOOLS:
+                if name in _TOOL_FIELDS:
                     raise ApiError(400, f"tools are not supported yet; leave {name} out", name)
-                raise _wrong(name, "is not supported by this server; leave it out")
+                raise _field_error(name, "is not supported by this server; leave it out")
 
 
-_KINDS: dict[type, str] = {list: "a list", str: "a string", dict: "an object"}
+_TYPE_NAMES: dict[type, str] = {list: "a list", str: "a string", dict: "an object"}
 
 
-def _shown(value: Any) -> str:
-    """A value of JSON, shortened."""
+def _abbreviate(value: Any) -> str:
     scalar = value is None or isinstance(value, (bool, int, float, str))
     return json.dumps(value if not isinstance(value, str) else value[:80])[:80] if scalar else reprlib.repr(value)
 
 
-_TOOLS = ("tools", "tool_choice", "functions", "function_call")
-ALIASES = {  # of llama.cpp's server, transformers and vLLM
+_TOOL_FIELDS = ("tools", "tool_choice", "functions", "function_call")
+ALIASES = {  # From llama.cpp's server, Transformers and vLLM.
     "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_cmpl": "n",
     "no_repeat_ngram_size": "no_repeat_ngram", "guided_choice": "choices", "guided_regex": "regex",
     "guided_json": "json_schema",
 }  # fmt: skip
-# Fields that change what a client gets, and that this server does not support: the values that ask for nothing. Fields
-# that are neither read nor listed change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
-OBJECT = {"type": "object"}
+ANY_OBJECT = {"type": "object"}
+# Unsupported fields that would change the response, with the neutral values that the server accepts. Unlisted fields
+# change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
 REFUSED: Mapping[str, Sequence[Any]] = {
     # OpenAI
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
@@ -202,23 +202,23 @@ REFUSED_IN_COMPLETIONS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (Tr
 REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,), "best_of": (1,)}
 
 
-def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generation:
-    """Reads all settings of a request but its prompt; ``most``: its tokens where it does not say."""
-    n = fields.count("n", 1, 1, MOST_CHOICES)
-    best_of = n if chat else fields.count("best_of", n, 1, MOST_CHOICES)
+def _read_generation(fields: _Fields, limit: int, default_tokens: int, chat: bool) -> Generation:
+    """Reads the settings of a request. ``default_tokens`` applies if the request sets no token limit."""
+    n = fields.count("n", 1, 1, MAX_CHOICES)
+    best_of = n if chat else fields.count("best_of", n, 1, MAX_CHOICES)
     stream, echo = fields.flag("stream"), not chat and fields.flag("echo")
     if best_of < n:
-        raise _wrong("best_of", f"is {best_of} and n is {n}; best_of must be at least n")
+        raise _field_error("best_of", f"is {best_of} and n is {n}; best_of must be at least n")
     if stream and best_of > n:
-        raise _wrong("best_of", "cannot exceed n in a stream, which sends texts before they can be compared")
+        raise _field_error("best_of", "cannot exceed n in a stream, which sends texts before they can be compared")
     if chat:
-        logprobs = fields.count("top_logprobs", 0, 0, MOST_LOGPROBS) if fields.flag("logprobs") else None
+        logprobs = fields.count("top_logprobs", 0, 0, MAX_LOGPROBS) if fields.flag("logprobs") else None
         if logprobs is None and fields.values.get("top_logprobs"):
-            raise _wrong("top_logprobs", "needs logprobs: true")
+            raise _field_error("top_logprobs", "needs logprobs: true")
     else:
-        logprobs = fields.count("logprobs", 0, 0, MOST_LOGPROBS) if "logprobs" in fields.values else None
-    given = next((name for name in ("max_completion_tokens", "max_tokens") if name in fields.values), None)
-    tokens = fields.count(given or "max_tokens", most, -1, 2**31)  # -1: as many as there is room for
+        logprobs = fields.count("logprobs", 0, 0, MAX_LOGPROBS) if "logprobs" in fields.values else None
+    tokens_field = next((name for name in ("max_completion_tokens", "max_tokens") if name in fields.values), None)
+    requested_tokens = fields.count(tokens_field or "max_tokens", default_tokens, -1, 2**31)  # -1 means no limit.
     top_p = fields.number("top_p", 1.0, 0, 1)
     config = SampleConfig(
         temperature=fields.number("temperature", 1.0, 0, 100),
@@ -229,216 +229,237 @@ def _generation(fields: _Fields, limit: int, most: int, chat: bool) -> Generatio
         presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
         no_repeat_ngram=fields.count("no_repeat_ngram", 0, 0, limit),
-        max_tokens=limit if tokens == -1 else min(tokens, limit),
+        max_tokens=limit if requested_tokens == -1 else min(requested_tokens, limit),
         min_tokens=fields.count("min_tokens", 0, 0, limit),
         ignore_eot=fields.flag("ignore_eos"),
-        stop=_stops(fields.values.get("stop", [])),
+        stop=_read_stops(fields.values.get("stop", [])),
         speculate=fields.count("speculate", 0, 0, 64),
-        **_constraint(fields),
+        **_read_constraint(fields),
         logprobs=logprobs,
         echo_logprobs=echo and logprobs is not None,
     )
-    penalized = config.presence_penalty or config.frequency_penalty or config.repetition_penalty not in (0, 1)
-    if penalized and fields.count("repeat_last_n", -1, -1, 2**31) != -1:
-        raise _wrong("repeat_last_n", "must be -1 or absent: penalties always apply to the whole text")
+    has_penalty = config.presence_penalty or config.frequency_penalty or config.repetition_penalty not in (0, 1)
+    if has_penalty and fields.count("repeat_last_n", -1, -1, 2**31) != -1:
+        raise _field_error("repeat_last_n", "must be -1 or absent: penalties always apply to the whole text")
     stop_ids = fields.values.get("stop_token_ids", [])
-    if not isinstance(stop_ids, list) or not _are_ids(stop_ids) or len(stop_ids) > MOST_STOPS:
-        raise _wrong("stop_token_ids", f"is {_shown(stop_ids)}; it must be a list of at most {MOST_STOPS} ids")
+    if not isinstance(stop_ids, list) or not _are_ids(stop_ids) or len(stop_ids) > MAX_STOPS:
+        raise _field_error(
+            "stop_token_ids", f"is {_abbreviate(stop_ids)}; it must be a list of at most {MAX_STOPS} ids"
+        )
     if stop_ids and config.min_tokens:
-        raise _wrong("stop_token_ids", "cannot be combined with min_tokens")
-    options = fields.values.get("stream_options", {})
-    if not isinstance(options, dict) or type(options.get("include_usage") or False) is not bool:
-        raise _wrong("stream_options", f"is {_shown(options)}; it must be an object with include_usage")
-    seed = fields.count("seed", -1, -_SEEDS, _SEEDS - 1)
+        raise _field_error("stop_token_ids", "cannot be combined with min_tokens")
+    stream_options = fields.values.get("stream_options", {})
+    if not isinstance(stream_options, dict) or type(stream_options.get("include_usage") or False) is not bool:
+        raise _field_error(
+            "stream_options", f"is {_abbreviate(stream_options)}; it must be an object with include_usage"
+        )
+    seed = fields.count("seed", -1, -_SEED_LIMIT, _SEED_LIMIT - 1)
     return Generation(
         config=config,
-        seed=None if seed == -1 else seed,  # llama.cpp's clients mean a random one by -1
+        seed=None if seed == -1 else seed,  # llama.cpp clients send -1 for a random seed.
         n=n,
         best_of=best_of,
-        bias=_bias(fields.values.get("logit_bias", {})),
+        bias=_read_bias(fields.values.get("logit_bias", {})),
         stream=stream,
-        include_usage=stream and bool(options.get("include_usage")),
+        include_usage=stream and bool(stream_options.get("include_usage")),
         echo=echo,
-        open_ended=given is None or tokens == -1,
+        open_ended=tokens_field is None or requested_tokens == -1,
         stop_ids=frozenset(stop_ids),
         constrained_by=next(iter(_constraint_fields(fields)), None),
         token_details=not chat and fields.flag("token_details"),
     )
 
 
-def _stops(value: Any) -> tuple[str, ...]:
+def _read_stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
-        raise _wrong("stop", f"is {_shown(value)}; it must be a string or a list of strings")
-    stops = list(filter(None, stops))  # an empty one stops nothing
-    if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
-        raise _wrong("stop", f"has {len(stops)} strings; the limit is {MOST_STOPS} of {LONGEST_STOP:,} characters")
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _field_error("stop", f"is {_abbreviate(value)}; it must be a string or a list of strings")
+    stops = list(filter(None, stops))  # An empty string stops nothing.
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        raise _field_error(
+            "stop", f"has {len(stops)} strings; the limit is {MAX_STOPS} of {MAX_STOP_LENGTH:,} characters"
+        )
     return tuple(map(clean, stops))
 
 
-def _constraint(fields: _Fields) -> dict[str, Any]:
-    """Reads what the text has to be: ``choices``, ``regex``, or a schema in ``json_schema`` or ``response_format``."""
-    empty = [name for name in ("choices", "regex", "json_schema") if fields.values.get(name) in ([], "")]
-    if empty:
-        raise _wrong(fields.sent(empty[0]), "is empty")
+def _read_constraint(fields: _Fields) -> dict[str, Any]:
+    """Reads the constraint: ``choices``, ``regex``, or a schema in ``json_schema`` or ``response_format``."""
+    empty_fields = [name for name in ("choices", "regex", "json_schema") if fields.values.get(name) in ([], "")]
+    if empty_fields:
+        raise _field_error(fields.sent_name(empty_fields[0]), "is empty")
     choices, regex = fields.value("choices", []), fields.value("regex", "")
-    schema, form = fields.value("json_schema", "", dict), fields.value("response_format", {"type": "text"})
-    if not all(isinstance(each, str) and each for each in choices):
-        raise _wrong("choices", "must be a list of non-empty strings")
-    if form.get("type") not in ("text", "json_object", "json_schema"):
-        raise _wrong("response_format", "must be of type text, json_object or json_schema")
-    if form["type"] != "text":
-        inner = form.get("json_schema") if form["type"] == "json_schema" else {"schema": form.get("schema") or OBJECT}
-        schema = inner.get("schema") if isinstance(inner, dict) else None
+    schema, output_format = fields.value("json_schema", "", dict), fields.value("response_format", {"type": "text"})
+    if not all(isinstance(choice, str) and choice for choice in choices):
+        raise _field_error("choices", "must be a list of non-empty strings")
+    if output_format.get("type") not in ("text", "json_object", "json_schema"):
+        raise _field_error("response_format", "must be of type text, json_object or json_schema")
+    if output_format["type"] != "text":
+        parent = (
+            output_format.get("json_schema")
+            if output_format["type"] == "json_schema"
+            else {"schema": output_format.get("schema") or ANY_OBJECT}
+        )
+        schema = parent.get("schema") if isinstance(parent, dict) else None
         if not isinstance(schema, dict):
-            raise _wrong("response_format", "must have a schema that is an object")
-    given = _constraint_fields(fields)
-    if len(given) > 1:
-        raise _wrong(given[1], f"cannot be combined with {given[0]}")
+            raise _field_error("response_format", "must have a schema that is an object")
+    sent_fields = _constraint_fields(fields)
+    if len(sent_fields) > 1:
+        raise _field_error(sent_fields[1], f"cannot be combined with {sent_fields[0]}")
     schema = json.dumps(schema) if isinstance(schema, dict) else clean(schema)
     return {"choices": tuple(map(clean, choices)), "regex": clean(regex), "json_schema": schema}
 
 
 def _constraint_fields(fields: _Fields) -> list[str]:
-    """Returns the fields that constrain the text, by the names that were sent."""
-    form = fields.values.get("response_format", {})
-    formed = ["response_format"] if isinstance(form, dict) and form.get("type", "text") != "text" else []
+    """Returns the names of the sent constraint fields."""
+    output_format = fields.values.get("response_format", {})
+    format_fields = (
+        ["response_format"] if isinstance(output_format, dict) and output_format.get("type", "text") != "text" else []
+    )
     names = [name for name in ("choices", "regex", "json_schema") if name in fields.values]
-    return formed + [fields.sent(name) for name in names]
+    return format_fields + [fields.sent_name(name) for name in names]
 
 
 def clean(value: str) -> str:
-    """Returns a text of JSON, in which half of a surrogate pair may stand alone, with U+FFFD in its place."""
+    """Replaces unpaired surrogates, which JSON allows, with U+FFFD."""
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _bias(value: Any) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise _wrong("logit_bias", f"is {_shown(value)}; it must be an object with at most {MOST_BIASES} ids")
-    found = []
-    for id, number in value.items():
+def _read_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise _field_error("logit_bias", f"is {_abbreviate(value)}; it must be an object with at most {MAX_BIASES} ids")
+    biases = []
+    for id, bias in value.items():
         if not (id.isascii() and id.isdigit() and len(id) < 10):
-            raise _wrong("logit_bias", f"has {_shown(id)}, which is not a token id")
-        if type(number) not in (int, float) or not -100 <= number <= 100:
-            raise _wrong("logit_bias", f"for {id} is {_shown(number)}; it must be a number from -100 to 100")
-        if number:
-            found.append((int(id), float(number)))
-    return tuple(found)
+            raise _field_error("logit_bias", f"has {_abbreviate(id)}, which is not a token id")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise _field_error("logit_bias", f"for {id} is {_abbreviate(bias)}; it must be a number from -100 to 100")
+        if bias:
+            biases.append((int(id), float(bias)))
+    return tuple(biases)
 
 
 def sampling_defaults(config: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the fields that a model's ``generation_config.json`` sets for requests that leave them out. ``note`` is
-    called for values that no request may have, which are ignored."""
-    found: dict[str, Any] = {}
+    """Returns the request defaults from a model's ``generation_config.json``. Reports invalid values to ``note``."""
+    defaults: dict[str, Any] = {}
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample"):
         fields = _Fields({name: config.get(name)})
         try:
             fields.flag("do_sample")
-            _generation(fields, 1, 1, chat=True)
+            _read_generation(fields, 1, 1, chat=True)
         except ApiError as error:
             note(f"ignored in generation_config.json: {error.message}")
         else:
-            found |= fields.values
-    if not found.pop("do_sample", True):
-        found["temperature"] = 0
-    return found
+            defaults |= fields.values
+    if not defaults.pop("do_sample", True):
+        defaults["temperature"] = 0
+    return defaults
 
 
 def read_completion(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Completion:
-    """Reads a request of ``/v1/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
+    """Reads a request of ``/v1/completions`` for at most ``limit`` tokens. Raises `ApiError`."""
     fields = _Fields(values, defaults)
     fields.refuse({**REFUSED, **REFUSED_IN_COMPLETIONS})
     if "prompt" not in fields.values:
-        raise _wrong("prompt", "is missing")
-    generation = _generation(fields, limit, min(16, limit), chat=False)
-    return Completion(_prompts(fields.values["prompt"]), generation)
+        raise _field_error("prompt", "is missing")
+    generation = _read_generation(fields, limit, min(16, limit), chat=False)
+    return Completion(_read_prompts(fields.values["prompt"]), generation)
 
 
-def _prompts(value: Any) -> list[str | Sequence[int]]:
+def _read_prompts(value: Any) -> list[str | Sequence[int]]:
     if isinstance(value, str) or (isinstance(value, list) and value and _are_ids(value)):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise _wrong("prompt", f"is {_shown(value)}; it must be a string, a list of ids, or a list of these")
-    if len(value) > MOST_PROMPTS:
-        raise _wrong("prompt", f"has {len(value):,} entries; the limit is {MOST_PROMPTS}")
+        raise _field_error("prompt", f"is {_abbreviate(value)}; it must be a string, a list of ids, or a list of these")
+    if len(value) > MAX_PROMPTS:
+        raise _field_error("prompt", f"has {len(value):,} entries; the limit is {MAX_PROMPTS}")
     prompts: list[str | Sequence[int]] = []
-    for each in value:
-        if not (isinstance(each, str) or (isinstance(each, list) and each and _are_ids(each))):
-            raise _wrong("prompt", f"has {_shown(each)}, which is neither a string nor a list of ids")
-        prompts.append(clean(each) if isinstance(each, str) else each)
+    for entry in value:
+        if not (isinstance(entry, str) or (isinstance(entry, list) and entry and _are_ids(entry))):
+            raise _field_error("prompt", f"has {_abbreviate(entry)}, which is neither a string nor a list of ids")
+        prompts.append(clean(entry) if isinstance(entry, str) else entry)
     return prompts
 
 
 def _are_ids(values: list[Any]) -> bool:
-    return all(type(each) is int for each in values)
+    return all(type(id) is int for id in values)
 
 
 def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-_CALLS = ("tool_calls", "function_call")
+_TOOL_CALL_KEYS = ("tool_calls", "function_call")
 
 
 def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Chat:
-    """Reads a request of ``/v1/chat/completions``. ``limit``: tokens that it may ask for. Raises `ApiError`."""
-    return Chat(read_chat_prompt(values), _generation(_Fields(values, defaults), limit, limit, chat=True))
+    """Reads a request of ``/v1/chat/completions`` for at most ``limit`` tokens. Raises `ApiError`."""
+    return Chat(read_chat_prompt(values), _read_generation(_Fields(values, defaults), limit, limit, chat=True))
 
 
 def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
-    """Reads the messages of a request, and the fields that say how they are rendered. Raises `ApiError`."""
+    """Reads the messages of a request and the fields for rendering them. Raises `ApiError`."""
     fields = _Fields(values)
     fields.refuse({**REFUSED, **REFUSED_IN_CHATS})
     messages = fields.values.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", "must be a list of at least one message")
-    found = []
+        raise _field_error("messages", "must be a list of at least one message")
+    chat_messages = []
     for message in messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if role in ("tool", "function") or (isinstance(message, dict) and any(map(message.get, _CALLS))):
-            raise _wrong("messages", "has a tool call or tool result; tools are not supported yet")
-        if isinstance(content, list):  # parts, of which texts can be read
-            texts = [each["text"] for each in content if _is_text(each)]
-            other = next(
-                (each.get("type", "text") for each in content if isinstance(each, dict) and not _is_text(each)), "text"
+        if role in ("tool", "function") or (isinstance(message, dict) and any(map(message.get, _TOOL_CALL_KEYS))):
+            raise _field_error("messages", "has a tool call or tool result; tools are not supported yet")
+        if isinstance(content, list):  # Content parts; only text is supported.
+            texts = [part["text"] for part in content if _is_text(part)]
+            other_type = next(
+                (part.get("type", "text") for part in content if isinstance(part, dict) and not _is_text(part)), "text"
             )
-            if other != "text":
-                raise _wrong("messages", f"has a part of type {_shown(other)}; only parts of type text are supported")
+            if other_type != "text":
+                raise _field_error(
+                    "messages", f"has a part of type {_abbreviate(other_type)}; only parts of type text are supported"
+                )
             content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(role, str) or not isinstance(content, str):
-            raise _wrong("messages", f"has {_shown(message)}; a message needs a role and a content, both strings")
-        words = {"role": role, "content": content, "name": message.get("name"), **reasoning(message)}
-        found.append({key: clean(text) for key, text in words.items() if isinstance(text, str)})
+            raise _field_error(
+                "messages", f"has {_abbreviate(message)}; a message needs a role and a content, both strings"
+            )
+        text_fields = {"role": role, "content": content, "name": message.get("name"), **reasoning(message)}
+        chat_messages.append({key: clean(text) for key, text in text_fields.items() if isinstance(text, str)})
     open_end = fields.flag("continue_final_message")
     answer = fields.flag("add_generation_prompt", not open_end)
     if open_end and answer:
-        raise _wrong("continue_final_message", "continues the last message, so add_generation_prompt must be false")
-    return ChatPrompt(found, answer, open_end, _variables(fields))
+        raise _field_error(
+            "continue_final_message", "continues the last message, so add_generation_prompt must be false"
+        )
+    return ChatPrompt(chat_messages, answer, open_end, _read_variables(fields))
 
 
-_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
-          "raise_exception", "strftime_now", "namespace")  # fmt: skip
+_RESERVED_VARIABLES = (
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template",
+    "raise_exception", "strftime_now", "namespace",
+)  # fmt: skip
 
 
-def _variables(fields: _Fields) -> Mapping[str, Any]:
-    """Returns the names that a chat template may read besides its own, and their values."""
+def _read_variables(fields: _Fields) -> Mapping[str, Any]:
+    """Returns additional variables for the chat template."""
     name = "chat_template_kwargs"
     values = fields.values.get(name, {})
     if not isinstance(values, dict):
-        raise _wrong(name, f"is {_shown(values)}; it must be an object")
-    if "enable_thinking" in fields.values:  # Alibaba's clients, and some others, send it outside
+        raise _field_error(name, f"is {_abbreviate(values)}; it must be an object")
+    if "enable_thinking" in fields.values:  # Some clients, like Alibaba's, send it as a field.
         values = {"enable_thinking": fields.flag("enable_thinking"), **values}
     level = [values]
-    for _ in range(DEEPEST_VARIABLES):
-        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
+    for _ in range(MAX_VARIABLES_DEPTH):
+        level = [
+            part for container in level for part in (container.values() if isinstance(container, dict) else container)
+        ]
         level = [part for part in level if isinstance(part, (dict, list))]
     if level:
-        raise _wrong(name, f"is nested more than {DEEPEST_VARIABLES} deep")
-    text = json.dumps(values, ensure_ascii=False)
-    if len(text) > LONGEST_VARIABLES:
-        raise _wrong(name, f"has {len(text):,} characters; the limit is {LONGEST_VARIABLES:,}")
+        raise _field_error(name, f"is nested more than {MAX_VARIABLES_DEPTH} deep")
+    encoded = json.dumps(values, ensure_ascii=False)
+    if len(encoded) > MAX_VARIABLES_LENGTH:
+        raise _field_error(name, f"has {len(encoded):,} characters; the limit is {MAX_VARIABLES_LENGTH:,}")
     for key in values:
-        if key in _GIVEN or key.endswith("_token"):
-            raise _wrong(name, f"has {_shown(key)}, which the server sets itself")
-    cleaned: dict[str, Any] = json.loads(clean(text))
+        if key in _RESERVED_VARIABLES or key.endswith("_token"):
+            raise _field_error(name, f"has {_abbreviate(key)}, which the server sets itself")
+    cleaned: dict[str, Any] = json.loads(clean(encoded))
     return cleaned

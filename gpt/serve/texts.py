@@ -1,4 +1,4 @@
-"""Tokens of one choice → its text, its log-probabilities, and its finish reason, as clients read them."""
+"""Tokens of a choice → text, log-probabilities and finish reason, in the format of OpenAI's API."""
 
 import codecs
 from collections.abc import Collection, Iterable, Sequence
@@ -12,20 +12,20 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
-_REASONS = {"eot": "stop", "stop": "stop", "length": "length"}
-_LEAST = -9999.0  # in the place of a log-probability of minus infinity, which JSON does not have
+_FINISH_REASONS = {"eot": "stop", "stop": "stop", "length": "length"}
+_MIN_LOGPROB = -9999.0  # Replaces minus infinity, which JSON doesn't support.
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The ids that a text is generated after. The first ``hidden`` ones begin a text and are no part of it."""
+    """The ids of a prompt. The first ``hidden`` ids only mark its start and have no text."""
 
     ids: Sequence[int]
     hidden: int
 
 
 def read_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> Prompt:
-    """Returns the prompt that a client gave as text or as ids."""
+    """Returns the prompt for a client's text or ids."""
     if not isinstance(prompt, str):
         return Prompt(prompt, int(prompt[0] == tokenizer.bos))
     ids = tokenizer.prompt(prompt)
@@ -34,7 +34,7 @@ def read_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> Prompt:
 
 @dataclass
 class Delta:
-    """New text of a choice, and the tokens that it is made of with the offset of each in the whole text."""
+    """New text of a choice, and its tokens with their offsets in the whole text."""
 
     text: str = ""
     tokens: list[tuple[Token, int]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Delta:
 
 
 class Choice:
-    """One text, from its engine updates. With ``echo`` it begins with its prompt."""
+    """A text built from engine updates. With ``echo``, it starts with the prompt."""
 
     def __init__(
         self,
@@ -54,40 +54,41 @@ class Choice:
         stop_ids: Collection[int] = (),
     ) -> None:
         self.tokenizer, self.config, self.prompt, self.echo = tokenizer, config, prompt, echo
-        self.stop_ids = stop_ids  # further ones that end the text
-        self.count = 0  # tokens that were generated
-        self.cached = 0  # ids of the prompt that came from the prefix cache
-        self.logprob = 0.0  # their sum
+        self.stop_ids = stop_ids  # End the text, like the tokenizer's end-of-text ids.
+        self.count = 0  # Generated tokens.
+        self.cached = 0  # Prompt ids from the prefix cache.
+        self.logprob = 0.0  # Sum over the generated tokens.
         self.done = False
         self._stream = TextStream(tokenizer, config.stop)
         self._offsets = _Offsets(tokenizer)
-        self._begun = False
+        self._started = False
 
     def push(self, update: Update) -> Delta:
-        """Takes an update and returns what it adds."""
+        """Adds an update and returns the new text."""
         delta = Delta(error=update.error)
         self.cached = max(self.cached, update.cached)
-        if self.echo and not self._begun and update.error is None:
+        if self.echo and not self._started and update.error is None:
             self._add_prompt(update, delta)
-        self._begun = True
+        self._started = True
         for token in update.tokens:
             if self._stream.stopped:
                 break
             self.count += 1
             self.logprob += token.logprob or 0.0
-            stops = token.id in self.stop_ids
-            ends = stops or (token.id in self.tokenizer.ends and not self.config.ignore_eot)
+            is_stop = token.id in self.stop_ids
+            is_end = is_stop or (token.id in self.tokenizer.ends and not self.config.ignore_eot)
             if self.config.logprobs is not None:
-                delta.tokens.append((token, self._offsets.take(token.id, shown=not ends)))
-            if not ends:
+                delta.tokens.append((token, self._offsets.take(token.id, shown=not is_end)))
+            if not is_end:
                 delta.text += self._stream.push(token.id)
-            if stops:
+            if is_stop:
                 delta.text += self._stream.flush()
                 self._stream.stopped = True
         reason = "stop" if self._stream.stopped else update.reason
         if reason is not None:
             delta.text += self._stream.flush()
-            delta.reason = _REASONS["stop" if self._stream.stopped else reason]  # the rest may complete a stop text
+            # `flush` can complete a stop string.
+            delta.reason = _FINISH_REASONS["stop" if self._stream.stopped else reason]
         self.done = reason is not None or update.error is not None
         return delta
 
@@ -97,19 +98,19 @@ class Choice:
         if self.config.logprobs is not None:
             tokens = update.prompt or [Token(id, None) for id in self.prompt.ids]
             if self.tokenizer.backend.adds_space:
-                self._offsets.begin(-1)  # a space was put before the text, which is no part of it
+                self._offsets.begin(-1)  # The tokenizer put a space before the text.
             delta.tokens = [(token, self._offsets.take(token.id, at >= hidden)) for at, token in enumerate(tokens)]
             self._offsets.begin(len(delta.text))
 
 
 def text_of(tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Returns the text of a prompt, without what begins it."""
+    """Returns the text of a prompt, without its hidden ids."""
     data = tokenizer.decode_bytes(prompt.ids[prompt.hidden :])
     return data.removeprefix(b" " if tokenizer.backend.adds_space else b"").decode("utf-8", "replace")
 
 
 class _Offsets:
-    """The place of each token in the text: that of its first character, which it may share with the token before it."""
+    """The offset of each token in the text. Tokens that share a character have the same offset."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -121,18 +122,19 @@ class _Offsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, id: int, shown: bool) -> int:
-        """Returns the place of the next token."""
+        """Returns the offset of the next token."""
         data = self.tokenizer.decode_bytes([id]) if shown else b""
         pending, _ = self._decoder.getstate()
-        if pending and not (data and _continues(pending + data[:1])):  # the character before stays cut off: U+FFFD
+        # An incomplete character becomes U+FFFD.
+        if pending and not (data and _is_character_start(pending + data[:1])):
             self.begin(self._length + 1)
-        at = max(0, self._length)
+        offset = max(0, self._length)
         self._length += len(self._decoder.decode(data))
-        return at
+        return offset
 
 
-def _continues(data: bytes) -> bool:
-    """Whether bytes are a character, or the beginning of one."""
+def _is_character_start(data: bytes) -> bool:
+    """Whether the bytes are a character or the start of one."""
     try:
         codecs.utf_8_decode(data, "strict", False)
     except UnicodeDecodeError:
@@ -141,7 +143,7 @@ def _continues(data: bytes) -> bool:
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:
-    """A token as clients see it: its text, or its bytes where these are no characters."""
+    """Returns a token as clients see it: its text, or its bytes if they are not valid UTF-8."""
     data = tokenizer.decode_bytes([id])
     try:
         return data.decode()
@@ -150,31 +152,34 @@ def token_text(tokenizer: Tokenizer, id: int) -> str:
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[Token, int]]) -> dict[str, Any]:
-    """Log-probabilities in the form of ``/v1/completions``."""
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    """Returns log-probabilities in the format of ``/v1/completions``."""
+    logprobs: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, offset in tokens:
-        found["tokens"].append(token_text(tokenizer, token.id))
-        found["text_offset"].append(offset)
+        logprobs["tokens"].append(token_text(tokenizer, token.id))
+        logprobs["text_offset"].append(offset)
         if token.logprob is None:
-            found["token_logprobs"].append(None)
-            found["top_logprobs"].append(None)
+            logprobs["token_logprobs"].append(None)
+            logprobs["top_logprobs"].append(None)
             continue
-        found["token_logprobs"].append(max(token.logprob, _LEAST))
-        # The likeliest, and the token itself where it is not one of them; of two with one text the likelier.
-        likely = sorted({(token.id, token.logprob), *token.top}, key=lambda each: -each[1])
+        logprobs["token_logprobs"].append(max(token.logprob, _MIN_LOGPROB))
+        # If two tokens have the same text, the more likely wins.
+        alternatives = sorted({(token.id, token.logprob), *token.top}, key=lambda pair: -pair[1])
         top: dict[str, float] = {}
-        for id, logprob in likely:
-            top.setdefault(token_text(tokenizer, id), max(logprob, _LEAST))
-        found["top_logprobs"].append(top)
-    return found
+        for id, logprob in alternatives:
+            top.setdefault(token_text(tokenizer, id), max(logprob, _MIN_LOGPROB))
+        logprobs["top_logprobs"].append(top)
+    return logprobs
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[Token, int]]) -> dict[str, Any]:
-    """Log-probabilities in the form of ``/v1/chat/completions``."""
+    """Returns log-probabilities in the format of ``/v1/chat/completions``."""
 
     def entry(id: int, logprob: float | None) -> dict[str, Any]:
-        data, shown = tokenizer.decode_bytes([id]), max(_LEAST if logprob is None else logprob, _LEAST)
-        return {"token": token_text(tokenizer, id), "logprob": shown, "bytes": list(data), "id": id}
+        data, finite_logprob = (
+            tokenizer.decode_bytes([id]),
+            max(_MIN_LOGPROB if logprob is None else logprob, _MIN_LOGPROB),
+        )
+        return {"token": token_text(tokenizer, id), "logprob": finite_logprob, "bytes": list(data), "id": id}
 
     content = [
         {**entry(token.id, token.logprob), "top_logprobs": [entry(*each) for each in token.top]} for token, _ in tokens

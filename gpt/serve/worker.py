@@ -1,4 +1,4 @@
-"""The thread that computes: it owns the engine, and serves the requests that the event loop hands to it."""
+"""The thread that owns the engine and runs the requests of the event loop."""
 
 import asyncio
 import contextlib
@@ -13,33 +13,33 @@ from gpt.decoding.engine import Engine, Request, Update
 from gpt.errors import UserError, WorkError, is_out_of_memory
 from gpt.serve.metrics import ServerMetrics
 
-CHUNK = 128  # ids of prompts that a step reads at most
+CHUNK = 128  # Maximum prompt ids per step.
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A text that was asked for. ``deliver`` gets its updates, in the event loop."""
+    """A submitted request. ``deliver`` is called with its updates, in the event loop."""
 
     request: Request
     deliver: Callable[[Update], None]
-    number: int = -1  # the engine's, as long as it generates the text
+    number: int = -1  # The request's number in the engine.
 
 
 class Worker:
-    """Runs an engine in a thread of its own. `add` and `cancel` may be called from the event loop at any time."""
+    """Runs an engine in a separate thread. The event loop can call `add` and `cancel` at any time."""
 
     def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK) -> None:
         self.ends, self.metrics, self.chunk = ends, metrics, chunk
         self.engine = Engine(context, ends, chunk)
-        self.failure: UserError | None = None  # of the device, after which nothing can be computed
+        self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[int, Ticket] = {}  # by the engine's number
+        self._tickets: dict[int, Ticket] = {}  # By number in the engine.
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="gpt-serve", daemon=True)
 
     @property
     def rows(self) -> int:
-        """The number of texts that are generated at once."""
+        """The maximum number of sequences in flight."""
         return len(self.engine.context.slots)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -48,16 +48,16 @@ class Worker:
         self._thread.start()
 
     def stop(self, seconds: float = 5) -> None:
-        """Ends the thread after the step that it computes, for which it waits no longer than so many seconds."""
+        """Ends the thread after its current step. Waits at most ``seconds``."""
         self._inbox.put(None)
         self._thread.join(seconds)
 
     def add(self, tickets: Sequence[Ticket]) -> None:
-        """Hands in texts to generate."""
+        """Submits requests."""
         self._inbox.put(lambda: self._add(tickets))
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Gives texts up. Their slots are free in the next step; updates that are under way still come."""
+        """Cancels requests and frees their slots in the next step. Updates in flight are still delivered."""
         self._inbox.put(lambda: self._cancel(tickets))
 
     def _add(self, tickets: Sequence[Ticket]) -> None:
@@ -68,15 +68,15 @@ class Worker:
                 ticket.number = self.engine.add(ticket.request)
                 self._tickets[ticket.number] = ticket
             except Exception as error:
-                told = _as_user_error(error)
-                self._send([(ticket, Update(-1, error=told))])
-                if told is not error:
-                    self.failure = told
+                user_error = _as_user_error(error)
+                self._send([(ticket, Update(-1, error=user_error))])
+                if user_error is not error:
+                    self.failure = user_error
         if self.failure is not None:
             self._fail(self.failure)
 
     def _cancel(self, tickets: Sequence[Ticket]) -> None:
-        numbers = [each.number for each in tickets if self._tickets.get(each.number) is each]
+        numbers = [ticket.number for ticket in tickets if self._tickets.get(ticket.number) is ticket]
         self.engine.cancel(*numbers)
         for number in numbers:
             del self._tickets[number]
@@ -85,32 +85,32 @@ class Worker:
     def _run(self) -> None:
         while True:
             try:
-                if not self._take():
+                if not self._process_inbox():
                     return
                 self._step()
-            except Exception as error:  # outside the engine's step: nothing is known of what it left behind
+            except Exception as error:  # An error outside `_step` leaves an unknown state.
                 self.failure = _as_user_error(error)
                 self._fail(self.failure)
 
     def _step(self) -> None:
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
             updates = self.engine.step()
         except Exception as error:
             self._fail(_as_user_error(error))
             return
-        self.metrics.stepped(self.engine, time.monotonic() - began, sum(len(each.tokens) for each in updates))
-        told = []
-        for each in updates:
-            ticket = self._tickets[each.number]
-            if each.tokens or each.prompt or each.reason or each.error:
-                told.append((ticket, each))
-            if each.reason or each.error:
-                del self._tickets[each.number]
-        self._send(told)
+        self.metrics.stepped(self.engine, time.monotonic() - start_time, sum(len(update.tokens) for update in updates))
+        deliveries = []
+        for update in updates:
+            ticket = self._tickets[update.number]
+            if update.tokens or update.prompt or update.reason or update.error:
+                deliveries.append((ticket, update))
+            if update.reason or update.error:
+                del self._tickets[update.number]
+        self._send(deliveries)
 
-    def _take(self) -> bool:
-        """Does what the inbox asks for; waits for it where there is nothing to compute. Returns False at the end."""
+    def _process_inbox(self) -> bool:
+        """Runs the actions in the inbox, and waits for them if the engine is idle. Returns False after `stop`."""
         while True:
             try:
                 action = self._inbox.get(block=not self.engine.busy)
@@ -121,7 +121,7 @@ class Worker:
             action()
 
     def _fail(self, error: UserError) -> None:
-        """Ends every request with an error. The context, which may stand in the middle of a step, is emptied."""
+        """Ends every request with an error, and clears the context, which can contain an unfinished step."""
         self._send([(ticket, Update(number, error=error)) for number, ticket in self._tickets.items()])
         self._tickets = {}
         context = self.engine.context
@@ -131,14 +131,14 @@ class Worker:
                 context.clear(slot)
         except Exception:
             self.failure = error
-        with contextlib.suppress(Exception):  # which may be what failed
+        with contextlib.suppress(Exception):  # The metrics can be the cause.
             self.metrics.measure(self.engine)
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
         if updates:
             try:
                 self._loop.call_soon_threadsafe(_deliver, updates)
-            except RuntimeError:  # the loop has ended
+            except RuntimeError:  # The event loop has ended.
                 self._inbox.put(None)
 
 
