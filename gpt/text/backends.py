@@ -1,4 +1,4 @@
-"""Tokenizer backends: tiktoken for our own vocabularies and GPT-2's, the tokenizers library for a tokenizer.json.
+"""Tokenizer backends: tiktoken for built-in and trained vocabularies, the tokenizers library for ``tokenizer.json``.
 
 `gpt.text.tokenizer` decides which tokens begin and end a text.
 """
@@ -28,8 +28,7 @@ Int64s = npt.NDArray[np.int64]
 HINT = "use another --tokenizer, or break up the long runs of one kind of character in the text"
 
 
-# The separator between texts in one tiktoken call. Its first and last characters differ, so it cannot overlap the end
-# of a text.
+# Separator between texts in one tiktoken call. Its first character occurs only once, so occurrences cannot overlap.
 _BETWEEN, _SEPARATOR_ID = "\U0010fffe|between|\U0010ffff", 2**31
 
 
@@ -38,7 +37,7 @@ class ByteBPE:
     """A byte-level BPE run by tiktoken. ``nfc`` normalizes text to NFC first, for old runs with Qwen's vocabulary."""
 
     pattern: str
-    ranks: dict[bytes, int] = field(repr=False)  # A token's bytes → its id and merge rank.
+    ranks: dict[bytes, int] = field(repr=False)  # Token bytes → id, which is also the merge rank.
     nfc: bool = False
     adds_space = False
     added_pieces: ClassVar[dict[int, bytes]] = {}
@@ -58,8 +57,8 @@ class ByteBPE:
             raise UserError(f"the tokenizer's pattern is not valid: {error}") from None
 
     def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> Ids:
-        """Returns the ids of ``text``. ``added`` words always get their ids; with ``specials``, they include special
-        tokens. With ``continues``, the text follows another text and gets no leading space."""
+        """Returns the ids of ``text``. Each word of ``added`` becomes one id. With ``specials``, ``added`` includes
+        special tokens. With ``continues``, adds no leading space."""
         words = sorted(added, key=len, reverse=True)
         segments = re.split(f"({'|'.join(map(re.escape, words))})", text) if added else [text]
         ids = []
@@ -71,11 +70,12 @@ class ByteBPE:
         return np.concatenate(ids) if len(ids) != 1 else ids[0]
 
     def encode_all(self, texts: Sequence[str], added: Mapping[str, int]) -> list[Ids]:
-        """Returns the ids of each text. If ``added`` is empty, one tiktoken call encodes them all, without the GIL."""
-        joined = _BETWEEN.join(texts)
-        if added or joined.count(_BETWEEN) >= len(texts):
+        """Returns the ids of each text. Without ``added`` words, a single tiktoken call encodes all texts, without the
+        GIL."""
+        joined_text = _BETWEEN.join(texts)
+        if added or joined_text.count(_BETWEEN) >= len(texts):
             return [self.encode(text, added, False, False) for text in texts]
-        ids = self._merge(self._normalize(joined), {_BETWEEN})
+        ids = self._merge(self._normalize(joined_text), {_BETWEEN})
         positions = np.flatnonzero(ids == _SEPARATOR_ID)
         return [part[i > 0 :] for i, part in enumerate(np.split(ids, positions))]
 
@@ -100,12 +100,12 @@ class ByteBPE:
 
 
 def _call_native(work: Callable[[], T], size: int, is_risky: bool, component: str) -> T:
-    """Calls ``work``, native code that can be slow or panic if ``is_risky``. Raises `UserError` if it fails."""
+    """Calls native code, which can be slow or panic if ``is_risky``. Raises `UserError` if ``work`` fails."""
     try:
         if not is_risky and size <= untrusted.SHORT_IF_LINEAR:
             return work()
         is_main_thread = threading.current_thread() is threading.main_thread()
-        # Silencing stderr would affect all threads.
+        # All threads share stderr, so only the main thread silences it.
         with untrusted.silent() if is_risky and is_main_thread else contextlib.nullcontext():
             return untrusted.timed(work, size, is_risky)
     except UserError:
@@ -128,7 +128,7 @@ class Library:
 
     @cached_property
     def pattern(self) -> str:
-        """The pattern of a byte-level BPE if `gpt.text.boundaries` can cut long documents under it; otherwise empty."""
+        """The pattern of a byte-level BPE, or "" if `gpt.text.boundaries` does not support it."""
         return _find_pattern(self.values) or ""
 
     @cached_property
@@ -172,13 +172,13 @@ class Library:
 
     @cached_property
     def added_pieces(self) -> dict[int, bytes]:
-        """The bytes of each added token: ByteLevel does not apply, but other decoder steps do (Gemma has runs of ▁)."""
+        """The bytes of each added token. All decoder steps except ByteLevel apply, because Gemma adds runs of ▁."""
         words = {id: self._tokenizer.id_to_token(id) for id in self._added_ids}
         other_steps = [step for step in self._decoder_steps if step[0] != "ByteLevel"]
         return {id: token_bytes(word, other_steps) for id, word in words.items() if word}
 
     def encode(self, text: str, added: Mapping[str, int], specials: bool, continues: bool) -> Ids:
-        """Like `ByteBPE.encode`. The library already has the ``added`` words."""
+        """Like `ByteBPE.encode`, but ignores ``added``, which the library reads from its file."""
         tokenizer = self._continuation_tokenizer if continues else self._tokenizer
         if tokenizer.encode_special_tokens == specials:
             tokenizer.encode_special_tokens = not specials
@@ -207,14 +207,15 @@ class Library:
         def work() -> list[Any]:
             if self._is_risky or size > untrusted.SHORT_IF_LINEAR:
                 return encode_batch(texts, add_special_tokens=False)
-            # After a batch, the library warns if the process forks.
+            # After a batch call, the library prints a warning if the process forks.
             return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
         return _call_native(work, size, self._is_risky, "the tokenizer")
 
     @cached_property
     def _is_risky(self) -> bool:
-        """Whether tokenizing can be superlinear: with WordPiece, or regular expressions, which can also panic."""
+        """Whether tokenizing can take superlinear time (WordPiece, regular expressions) or panic (regular
+        expressions)."""
         return not self.pattern and (b'"Regex"' in self.data or self.values["model"].get("type") == "WordPiece")
 
     def offsets(self, text: str) -> tuple[Int64s, Int64s]:
@@ -226,7 +227,8 @@ class Library:
 
 
 def _find_pattern(values: Mapping[str, Any]) -> str | None:
-    """Returns the pattern of a byte-level BPE, or None if it is unknown or anything else affects how text is split."""
+    """Returns the pattern of a byte-level BPE, or None if the pattern is unknown or other settings affect
+    tokenization."""
     model = values["model"]
     normalizers = [step.get("type") for step in steps(values.get("normalizer"), "normalizers")]
     pre_tokenizers = steps(values.get("pre_tokenizer"), "pretokenizers")
@@ -266,7 +268,7 @@ def _load_tokenizer(data: bytes, values: Mapping[str, Any]) -> Any:
             tokenizer.no_truncation()
             tokenizer.no_padding()
             tokenizer.post_processor = None
-            tokenizer.encode_special_tokens = True  # Set here, before threads share it.
+            tokenizer.encode_special_tokens = True  # Set before threads share the tokenizer.
             return tokenizer
     except BaseException as error:
         if not _is_panic(error) and not isinstance(error, Exception):
@@ -293,11 +295,11 @@ def without_prefix(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether this is a Rust panic, which pyo3 raises as a BaseException."""
+    """Whether ``error`` is a Rust panic, which pyo3 raises as a BaseException."""
     return type(error).__name__ == "PanicException"
 
 
-# Replacements that a WordPiece decoder makes in each token unless ``cleanup`` is off.
+# Replacements in each token by a WordPiece decoder with ``cleanup``.
 _CLEANUP = {
     " .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " do not": " don't",
     " 's": "'s", " 've": "'ve", " 're": "'re",
@@ -305,7 +307,8 @@ _CLEANUP = {
 
 
 def _read_decoder(values: Mapping[str, Any]) -> list[Step]:
-    """Returns the decoder steps for a token (default: join by spaces). Raises `UserError` for unsupported steps."""
+    """Returns the decoder steps. The default is ByteLevel or joining with spaces. Raises `UserError` for unsupported
+    steps."""
     if values.get("decoder") is None:
         pre_tokenizers = [step.get("type") for step in steps(values.get("pre_tokenizer"), "pretokenizers")]
         return [("ByteLevel" if "ByteLevel" in pre_tokenizers else "Join", "", "")]
@@ -321,7 +324,7 @@ def _read_decoder(values: Mapping[str, Any]) -> list[Step]:
             result += [("Replace", old, new) for old, new in _CLEANUP.items() if step.get("cleanup", True)]
         elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
             result.append(("Replace", step["pattern"]["String"], step["content"]))
-        elif kind not in ("Fuse", "Strip"):  # Strip removes a space only in front of the whole text.
+        elif kind not in ("Fuse", "Strip"):  # Strip only removes a space before the whole text.
             raise UserError(f"the tokenizer's decoder {json.dumps(step)[:120]} is not supported")
     return result
 
@@ -343,13 +346,13 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
         elif kind == "ByteLevel":
             try:
                 return bytes(map(BYTES.__getitem__, token))
-            except KeyError:  # This token contains characters, not bytes.
+            except KeyError:  # The token contains ordinary characters.
                 continue
     return token.encode("utf-8", "replace")
 
 
 def byte_characters() -> dict[int, str]:
-    """Returns GPT-2's character for each byte: the byte if printable and not a space, otherwise U+0100 and up."""
+    """Returns GPT-2's character for each byte: the same code point if visible, otherwise the next from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
@@ -360,5 +363,5 @@ BYTES = {character: byte for byte, character in _BYTE_CHARACTERS.items()}
 
 
 def in_characters(token: bytes) -> str:
-    """Returns a token in the spelling of GPT-2's files, one character per byte."""
+    """Spells a token as in GPT-2's files, with one character per byte."""
     return token.decode("latin-1").translate(_BYTE_CHARACTERS)

@@ -1,8 +1,8 @@
-"""Training batches as a pure function of seed and step, so any step's batch can be computed directly.
+"""Training batches as a pure function of seed and step, so a resume can start at any step.
 
 The token stream is a ring: the end-of-text of the first document follows the last document. Each epoch starts at a
-different offset, cuts the ring into windows of T inputs and orders them by a keyed permutation. The remainder, shorter
-than a window, varies by epoch.
+different offset, cuts the ring into windows of T inputs and shuffles them. Fewer than T ids are left over, and they
+differ by epoch.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class Ring(Protocol):
 @dataclass(frozen=True)
 class Ramp:
     """Batch sizes that grow linearly from ``first`` to ``rows`` over the first ``over`` rows (Brown et al. 2020,
-    appendix B). Sizes below ``unit`` are multiples of ``by``, larger sizes of ``unit``. ``by`` divides ``first``,
-    ``rows`` and ``unit``."""
+    appendix B). Sizes below ``unit`` are multiples of ``by``; other sizes are multiples of ``unit``. ``by`` divides
+    ``first``, ``rows`` and ``unit``."""
 
     rows: Positive
     first: Positive
@@ -50,7 +50,7 @@ class Ramp:
 
     @cached_property
     def _stages(self) -> list[tuple[int, int, int]]:
-        """The batch sizes as (first step, rows before it, size): few, even if the ramp takes many steps."""
+        """A list of (first step, rows before it, batch size), short even for a long ramp."""
         stages, step, first_row = [], 0, 0
         while first_row < self.over:
             exact = self.first + (self.rows - self.first) * first_row // self.over
@@ -93,8 +93,8 @@ class Batches:
         return len(self.ids) // self.block_size
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """Returns this rank's inputs x and targets y, int64 (rows / ranks, T): y is x shifted by one id. Steps count
-        from 0. Together, the ranks get exactly the rows of a single process."""
+        """Returns this rank's inputs and targets, int64 (rows / ranks, T). Targets are the inputs shifted by one id.
+        Steps count from 0. All ranks together get the rows of a single process."""
         first_row = self.ramp.before(step) if self.ramp else step * self.rows
         rows = self.ramp.before(step + 1) - first_row if self.ramp else self.rows
         assert rows % ranks == 0, "rows are divided evenly before this"
@@ -106,7 +106,7 @@ class Batches:
         return windows[:, :-1], windows[:, 1:]
 
     def _starts(self, positions: Int64s) -> Int64s:
-        """Returns the offsets in the ring of the windows at ``positions``, counted over all epochs."""
+        """Returns the ring offsets of the windows at ``positions``, which count across epochs."""
         epochs = positions // self.windows
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -117,7 +117,8 @@ class Batches:
 
 
 def shuffled(positions: Int64s, n: int, seed: int) -> Int64s:
-    """Returns the indices (0 … n - 1) at ``positions``, counted over all epochs. Each epoch is a permutation."""
+    """Returns the shuffled indices (0 … n - 1) at ``positions``, which count across epochs. Each epoch is a
+    permutation."""
     epochs = positions // n
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():
@@ -126,7 +127,7 @@ def shuffled(positions: Int64s, n: int, seed: int) -> Int64s:
 
 
 def permute(x: Int64s, n: int, key: int) -> Int64s:
-    """Returns the images of ``x`` under the permutation of 0 … n - 1 chosen by ``key``, without storing it.
+    """Maps ``x`` with the permutation of 0 … n - 1 that ``key`` selects. The permutation is never stored.
 
     Cycle-walks a Feistel network over the next power of four until the output is below n (Black & Rogaway 2002).
     """

@@ -13,35 +13,36 @@ from gpt.errors import UserError
 # GPT-2's pattern as in tiktoken's r50k_base. Its possessive quantifiers avoid backtracking without changing a match.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# GPT-2's pattern with single digits, as in SmolLM2's tokenizer: white space before a digit is a separate piece.
+# SmolLM2's version of GPT-2's pattern: digits are single, and white space before a digit is a separate piece.
 DIGITS_PATTERN = r"""'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"""
 
 STEP = 2**18  # Characters per search for a boundary.
-# A part of this many characters without a boundary is cut anywhere. Longer runs of white space overflow the regex
-# engine's stack (tiktoken 0.14: at a million), and merging longer words takes more than linear time.
+# Maximum characters without a boundary before a forced cut. Longer white space overflows the regex engine's stack
+# (tiktoken 0.14: at a million), and merging longer words takes superlinear time.
 LONGEST = 2**19
-MOST_UNCUT = 2**27  # Maximum characters of a document under an unknown pattern, to bound memory.
-MOST_WHOLE = 2**24  # The same for the tokenizers library, which needs about 110 bytes per character.
+MOST_UNCUT = 2**27  # Maximum characters of a document with an unknown pattern, to limit memory.
+MOST_WHOLE = 2**24  # Limit for the tokenizers library, which needs about 110 bytes per character.
 
 # The regex engine's \s is Unicode's White_Space. Python's \s has four more control characters.
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _INLINE_SPACES = SPACES.replace(r"\t-\r", r"\t\x0b\x0c")
 
-# Letters, and characters other than letters, numbers, marks, spaces and apostrophes. Their categories are the same in
-# every version of Unicode, so the regex engine and Python agree on them.
+# Letters, and punctuation and symbols except the apostrophe. Their categories are the same in all Unicode versions, so
+# the regex engine and Python agree.
 _LETTERS = (
     r"A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\u021f\u0391-\u03a1\u03a3-\u03ce\u0400-\u0481\u05d0-\u05ea\u0621-\u063a"
     r"\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
 _PUNCTUATION = r"!-&(-/:-@\[-`{-~\u2010-\u2027\u3001-\u3003\u3008-\u3011\uff01-\uff0f\uff1a-\uff20"
 
-# Pairs of character classes with a boundary between them: (before, after).
+# Pairs of adjacent character classes with a boundary between them.
 _WORD_ENDS = [
     (f"[{_LETTERS}]", f"[0-9{_PUNCTUATION}{SPACES}]"),
     ("[0-9]", f"[{_LETTERS}{_PUNCTUATION}{SPACES}]"),
 ]
 _GPT2_RULES = [*_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{SPACES}]")]
-# Here, punctuation includes the line ends after it (in o200k also slashes), and white space ends at its last line end.
+# In these patterns, punctuation includes following line breaks (in o200k also slashes), and white space is split after
+# its last line break.
 _CL100K_RULES = [
     *_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{_INLINE_SPACES}]"), (r"[\r\n]", f"[^{SPACES}]"),
 ]  # fmt: skip
@@ -51,10 +52,10 @@ _CONTRACTION, _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\p{Lm}\p{Lo}\p{M}"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS, _SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 OLD_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERN = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}"  # Qwen's has single digits.
+LLAMA3_PATTERN = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}"  # Qwen uses single digits.
 CL100K_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s+$|\s*[\r\n]|\s+(?!\S)|\s"
 MINBPE_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+"
-_FAMILIES = {  # Patterns without possessive quantifiers, and with \p{N}{1,3} for digit groups of any length.
+_FAMILIES = {  # Keys have no possessive quantifiers, and \p{N}{1,3} for digit groups of any length.
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s": _GPT2_RULES,
     OLD_GPT2_PATTERN: _GPT2_RULES,
     r"'(?:[sdmt]|ll|ve|re)|\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N}|$)|\s+(?!\S)|\s": _GPT2_RULES,
@@ -86,25 +87,25 @@ def _last_boundary_regex(pattern: str) -> re.Pattern[str] | None:
 
 
 def is_known(pattern: str) -> bool:
-    """Whether a pattern is known, and tiktoken and the tokenizers library interpret it the same way."""
+    """Whether a pattern is known and means the same in tiktoken and the tokenizers library."""
     # The library interprets {1,3}+ as ({1,3})+. Its $ matches at every line end, which is harmless only after \s++.
     is_portable = not re.search(r"\d\}\+|\$", pattern.replace(r"\s++$", ""))
     return is_portable and _rules(pattern) is not None
 
 
 def _last_boundary(text: str, pattern: str) -> int:
-    """Returns the last inner position at which a cut preserves the ids, whatever text follows, or 0."""
+    """Returns the last position where a cut preserves the ids, whatever text follows, or 0 if there is none."""
     regex = _last_boundary_regex(pattern)
     match = regex.match(text) if regex else None
     return match.end() if match else 0
 
 
 def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tuple[str, bool]]:
-    """Cuts a document into nonempty parts of about ``size`` characters or longer, whose ids concatenate to the
-    document's ids. Yields each part, and whether it ends inside a piece, after `LONGEST` characters without a boundary.
+    """Cuts a document into nonempty parts of about ``size`` characters or more. Yields each part, and whether it ends
+    inside a piece. Only a cut inside a piece, after `LONGEST` characters without a boundary, can change ids.
 
-    An unknown pattern gives a single part. Raises `UserError` if it exceeds `MOST_UNCUT` characters, or `MOST_WHOLE`
-    without a pattern.
+    An unknown pattern gives a single part. Raises `UserError` if this part exceeds `MOST_UNCUT` characters, or
+    `MOST_WHOLE` without a pattern.
     """
     can_cut, max_length = _rules(pattern) is not None, MOST_UNCUT if pattern else MOST_WHOLE
     pending: list[str] = []
@@ -131,7 +132,7 @@ def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tup
 
 
 def parts_of(text: str, pattern: str) -> list[str]:
-    """Cuts a text into parts that are short enough for the regex engine: usually the whole text."""
+    """Cuts a text into parts short enough for the regex engine. Most texts stay whole."""
     if len(text) <= LONGEST + STEP or not _rules(pattern):
         return [text]
     return [part for part, _ in parts([text], pattern)]

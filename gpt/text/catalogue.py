@@ -25,7 +25,7 @@ class PublishedFile:
     """A file of a corpus."""
 
     url: str
-    size: int | None = None  # In bytes.
+    size: int | None = None  # Bytes.
     sha256: str | None = None
 
     @property
@@ -44,12 +44,12 @@ class CatalogueEntry:
     language: str
     about: str
     homepage: str
-    field: str | None = None  # The column with the text, in files with columns.
-    rows: str = "documents"  # Rows are separate "documents", or the "lines" of a file.
-    python: str | None = None  # "stdlib" or "pydoc_data.topics".
+    field: str | None = None  # Text column, in files with columns.
+    rows: str = "documents"  # Meaning of a row: "documents", or "lines" of one text.
+    python: str | None = None  # Part of the Python installation: "stdlib" or "pydoc_data.topics".
     files: tuple[PublishedFile, ...] = ()
     val: tuple[PublishedFile, ...] = ()  # Files published as held-out text.
-    size: int | None = None  # In bytes; approximate for parts of the Python installation.
+    size: int | None = None  # Bytes, approximate for parts of the Python installation.
 
     @property
     def all_files(self) -> tuple[PublishedFile, ...]:
@@ -132,7 +132,7 @@ def _fetch_files(entry: CatalogueEntry, files: Sequence[PublishedFile], on_bytes
     """Downloads files in turn, reporting their combined progress to ``on_bytes``."""
     targets = [entry.folder / file.name for file in files]
     total = _total_size(files) or entry.size
-    if total is not None:  # Fail before the first download, not after it.
+    if total is not None:  # Fail before the first download.
         pairs = zip(files, targets, strict=True)
         cached_bytes = sum(download.bytes_here(file.url, target, file.sha256, file.size) for file, target in pairs)
         download.check_space(entry.folder, total - cached_bytes)

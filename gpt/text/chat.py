@@ -21,7 +21,7 @@ from gpt.errors import UserError
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer
 from gpt.text.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, content, with_specials
 
-MAX_CHARACTERS = 2**22  # Characters of a rendered conversation.
+MAX_CHARACTERS = 2**22  # Maximum characters of a rendered conversation.
 SECONDS = 5.0  # Time limit of a template.
 MEMORY_LIMIT = 2**30  # Bytes for the whole template process.
 START, END = "<|im_start|>", "<|im_end|>"
@@ -32,7 +32,7 @@ CHATML = (
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Message = Mapping[str, str]  # Role and content.
-Span = tuple[int, int]  # Start and end characters.
+Span = tuple[int, int]  # Start and end, in characters.
 
 
 def render(
@@ -46,8 +46,8 @@ def render(
     """Returns the text of a conversation, like Transformers' ``apply_chat_template``.
 
     ``answer`` adds the start of an answer (``add_generation_prompt``). ``open_end`` stops after the last message's
-    content (``continue_final_message``). The template can read ``variables``. Calls run one at a time. Raises
-    `UserError` if there is no template, or if it rejects the conversation, takes too long or renders nothing.
+    content (``continue_final_message``). The template can read ``variables``. Only one call runs at a time. Raises
+    `UserError` if the template is missing, rejects the conversation, takes too long or renders nothing.
     """
     if open_end:
         *earlier, last = messages
@@ -60,12 +60,12 @@ def render(
     return text
 
 
-# The tag that Transformers uses. Its trailing space shows whether the template trims messages.
+# Transformers' tag for ``continue_final_message``. The trailing space shows whether the template trims messages.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def _cut_at_tag(text: str, content: str) -> str:
-    """Returns the text before the tag after the last message, trimmed if the template trimmed the tag."""
+    """Returns the text before the tag, without trailing white space if the template trimmed the tag."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0 or content.strip() not in text:
         raise UserError("the chat template drops the last message, which cannot be continued")
@@ -73,7 +73,7 @@ def _cut_at_tag(text: str, content: str) -> str:
 
 
 def prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """Returns the ids of a rendered conversation, equal to Transformers' ``apply_chat_template``."""
+    """Returns the ids of a rendered conversation, like Transformers' ``apply_chat_template``."""
     ids: list[int] = tokenizer.encode(render(tokenizer, messages), specials=True).tolist()
     return ids
 
@@ -81,13 +81,13 @@ def prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
 def answers(
     tokenizer: Tokenizer, messages: Sequence[Message], context: Collection[int] = ()
 ) -> tuple[list[tuple[str, list[Span]]], set[int]]:
-    """Returns the training texts of a conversation, each with the spans of its answers (end-of-turn tokens included),
-    and the ids that end turns. Answers with an index in ``context`` are excluded.
+    """Returns a conversation's training texts with the spans of their answers (end-of-turn tokens included), and the
+    ids that end turns. Excludes answers whose message index is in ``context``.
 
-    One text is enough if ``{% generation %}`` marks the answers, or if each answer only appends to the text. Otherwise
-    each answer needs a separate text that ends with it: for Qwen3 and DeepSeek-R1, the rendering changes with later
-    messages or differs from the generation prompt. An answer ends at the first special token after its content. Raises
-    `UserError` if there is none, or if the answer is not found.
+    One text is enough if ``{% generation %}`` marks the answers, or if every message only appends to the text.
+    Otherwise each answer needs its own text: Qwen3 and DeepSeek-R1 render an answer differently in the generation
+    prompt or before later messages. Raises `UserError` if an answer has no end-of-turn token, or changes earlier
+    messages.
     """
     if _GENERATION_TAG.search(tokenizer.chat_template or ""):
         texts, spans = _render_parts(tokenizer, messages, [(len(messages), False)])
@@ -121,25 +121,30 @@ def _find_answers(
     indices = [index for index in _assistant_indices(messages) if index not in context]
     parts = [part for index in indices for part in ((index or 1, True), (index + 1, False))]
     texts, _ = _render_parts(tokenizer, messages, [*parts, (len(messages), False)])
-    full_text, prompts, afters = texts[-1], texts[:-1:2], texts[1:-1:2]
-    if indices[0] == 0:  # Many templates fail without messages.
+    full_text, prompts, texts_after = texts[-1], texts[:-1:2], texts[1:-1:2]
+    if indices[0] == 0:  # Many templates reject an empty conversation.
         (tagged_text,), _ = _render_parts(tokenizer, [{**messages[0], "content": _CONTINUE_TAG}], [(1, False)])
         prompts[0] = tagged_text[: max(0, tagged_text.find(_CONTINUE_TAG.strip()))]
     contents = [messages[index]["content"] for index in indices]
     is_incremental = all(
-        full_text.startswith(after) and after.startswith(prompt) for prompt, after in zip(prompts, afters, strict=True)
+        full_text.startswith(after) and after.startswith(prompt)
+        for prompt, after in zip(prompts, texts_after, strict=True)
     )
     starts, specials = [len(prompt) for prompt in prompts], _compile_specials(tokenizer)
     if not is_incremental:
-        befores, _ = _render_parts(tokenizer, messages, [(index or 1, False) for index in indices])
-        befores[0] = befores[0] if indices[0] else ""
-        starts = [_find_start(*answer, specials) for answer in zip(befores, prompts, afters, contents, strict=True)]
+        texts_before, _ = _render_parts(tokenizer, messages, [(index or 1, False) for index in indices])
+        texts_before[0] = texts_before[0] if indices[0] else ""
+        starts = [
+            _find_start(*answer, specials) for answer in zip(texts_before, prompts, texts_after, contents, strict=True)
+        ]
     spans = [
         (start, _find_end(after, start, content, specials))
-        for start, after, content in zip(starts, afters, contents, strict=True)
+        for start, after, content in zip(starts, texts_after, contents, strict=True)
     ]
     return (
-        [(full_text, spans)] if is_incremental else [(after, [span]) for after, span in zip(afters, spans, strict=True)]
+        [(full_text, spans)]
+        if is_incremental
+        else [(after, [span]) for after, span in zip(texts_after, spans, strict=True)]
     )
 
 
@@ -148,8 +153,8 @@ def _compile_specials(tokenizer: Tokenizer) -> re.Pattern[str]:
 
 
 def _find_start(before: str, prompt: str, after: str, content: str, specials: re.Pattern[str]) -> int:
-    """Returns the start of an answer in ``after``: the first difference from ``prompt``, but never inside the answer's
-    content or end token, which can begin like the rest of the prompt."""
+    """Returns the start of an answer in ``after``: the first difference from ``prompt``. Moves back to the start of the
+    answer's content or end token if these begin like the rest of the prompt."""
     start = next((i for i, (a, b) in enumerate(zip(prompt, after, strict=False)) if a != b), len(prompt))
     if start < len(before):
         raise UserError(
@@ -164,8 +169,8 @@ def _find_start(before: str, prompt: str, after: str, content: str, specials: re
 
 
 def _find_end(text: str, start: int, content: str, specials: re.Pattern[str]) -> int:
-    """Returns the end of a text's last answer: after the special token that follows its content, or after the last
-    special token if the template changed the content."""
+    """Returns the end of a text's last answer: after the first special token that follows the content, or after the
+    last special token if the template changed the content."""
     positions = ((text.find(string, start), string) for string in _search_strings(content))
     content_end = next((position + len(string) for position, string in positions if position >= 0), None)
     ends = [match.end() for match in specials.finditer(text, start if content_end is None else content_end)]
@@ -178,13 +183,14 @@ def _find_end(text: str, start: int, content: str, specials: re.Pattern[str]) ->
 
 
 def _search_strings(content: str) -> list[str]:
-    """Returns search strings for an answer, without white space and reasoning that templates can remove."""
+    """Returns the strings to search for an answer, without white space and reasoning that templates remove."""
     strings = [content.rstrip(), content.rpartition("</think>")[2].rstrip()]
     return [string for string in [*strings, *map(str.lstrip, strings)] if string]
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """Adds ChatML and its special tokens to a tokenizer without a chat template. The end of a turn then ends a text."""
+    """Adds ChatML and its special tokens to a tokenizer without a chat template. The end-of-turn token then ends a
+    text."""
     if tokenizer.chat_template is not None:
         return tokenizer
     tokenizer = with_specials(tokenizer, [word for word in (START, END) if word not in tokenizer.all_specials])
@@ -225,13 +231,13 @@ def _special_words(tokenizer: Tokenizer) -> dict[str, str]:
         for name, value in json.loads(tokenizer.files.get(file, b"{}")).items():
             if name.endswith("_token") and (word := content(value)):
                 words[name] = word
-    if not tokenizer.keeps_files:  # As in the tokenizer_config.json that we write.
+    if not tokenizer.keeps_files:  # Same values as in the tokenizer_config.json that gpt writes.
         words |= dict.fromkeys(("bos_token", "unk_token"), tokenizer.eot_token)
     return words
 
 
 class _Renderer:
-    """A process that renders a template. It starts on the first request and restarts after being killed."""
+    """A process that renders a template. Starts on the first request, and restarts if it was killed."""
 
     def __init__(self, template: str, words: Mapping[str, str]) -> None:
         self._setup = {
@@ -250,7 +256,7 @@ class _Renderer:
                 line = self._send(process, request)
                 is_complete = line.endswith(b"\n")
             finally:
-                if not is_complete:  # Also after an interrupt, or the next request would get this reply.
+                if not is_complete:  # After an interrupt, the next request would get this reply.
                     self._process = None
                     _end_process(process)
         if not is_complete:
@@ -288,6 +294,6 @@ def _end_process(process: "subprocess.Popen[bytes]") -> None:
     process.communicate()
 
 
-@functools.lru_cache(maxsize=1)  # Another template ends the previous template's process.
+@functools.lru_cache(maxsize=1)  # Evicting a renderer ends its process.
 def _get_renderer(template: str, words: tuple[tuple[str, str], ...]) -> _Renderer:
     return _Renderer(template, dict(words))

@@ -22,8 +22,8 @@ from gpt.text.unpack import Source, open_source
 from gpt.words import counted
 
 HASHED_SPLIT_FROM = 200  # Minimum number of documents for a split by hash.
-GROUP_BYTES = 2**26  # Maximum file size of a group; a larger source gets a separate group.
-PART = 2**18  # Characters of a long document to encode in one call.
+GROUP_BYTES = 2**26  # Maximum file size of a group. A larger source gets its own group.
+PART = 2**18  # Characters per encoding call for a long document.
 
 Listener = Callable[[events.Note | events.Progress], None]
 
@@ -35,12 +35,12 @@ class Survey:
     """The size of the text, from a first look at the sources."""
 
     documents: int  # Counting stops at `HASHED_SPLIT_FROM`.
-    bytes: int  # UTF-8 bytes; an estimate if ``sizes`` is None.
-    sizes: list[int] | None  # UTF-8 bytes by source; None if counting stopped.
+    bytes: int  # UTF-8 bytes, estimated if ``sizes`` is None.
+    sizes: list[int] | None  # UTF-8 bytes by source, or None if counting stopped.
 
 
 def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
-    """Counts bytes, and documents up to `HASHED_SPLIT_FROM`. Reads only the first bytes of plain UTF-8 files."""
+    """Counts bytes, and up to `HASHED_SPLIT_FROM` documents. Reads only the first bytes of plain UTF-8 files."""
     is_exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
     utf8 = config.encoding.lower() in ("utf-8", "utf8")
     # A size of 0 can mean unknown.
@@ -78,7 +78,7 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
 
 
 def _bom_size(source: Source) -> int:
-    """Returns the size of a byte-order mark in bytes; 0 for URLs, which are not opened."""
+    """Returns the bytes of a source's byte-order mark. Returns 0 for URLs without opening them."""
     if "://" in source.name:
         return 0
     with contextlib.closing(open_source(source, lambda size: None)) as stream:
@@ -90,7 +90,7 @@ class Split:
     """The rule for held-out text: a pure function of a document and its position.
 
     With fewer than `HASHED_SPLIT_FROM` documents, the last bytes are held out, even if this cuts a document. Otherwise
-    a hash of the seed and the document's start decides, so adding documents does not move others.
+    a hash of the seed and the document's start decides, so other documents do not matter.
     """
 
     by: Literal["hash", "end", "text", "nothing"]  # "text" means a separate held-out text.
@@ -110,7 +110,7 @@ class Split:
         return values
 
     def assign(self, chunks: Iterable[Chunk], source_index: int) -> AssignedChunks:
-        """Yields the chunks of source ``source_index``, with True for held-out chunks."""
+        """Yields the chunks of source ``source_index``, and whether each is held out."""
         if self.by == "end":
             return self._split_at_end(chunks, self.starts[source_index])
         return self._split_by_hash(chunks) if self.by == "hash" else ((chunk, False) for chunk in chunks)
@@ -130,7 +130,7 @@ class Split:
             if remaining <= 0 or size <= remaining:
                 yield chunk, remaining <= 0
                 continue
-            head = chunk.text.encode()[:remaining].decode("utf-8", "ignore")  # Never cut a character.
+            head = chunk.text.encode()[:remaining].decode("utf-8", "ignore")  # Drops a partial character.
             if head:
                 yield Chunk(head, chunk.begins), False
             yield Chunk(chunk.text[len(head) :], True), True
@@ -190,10 +190,10 @@ def _find_bound(sources: Sequence[Source], config: ReadConfig, fraction: float, 
 
 
 class TextSample(Iterator[str]):
-    """About ``limit`` bytes sampled evenly from a text of about ``total`` bytes; all of a shorter text."""
+    """About ``limit`` bytes, sampled evenly from a text of about ``total`` bytes. A shorter text is complete."""
 
     def __init__(self, chunks: Iterable[Chunk], total: int, limit: int) -> None:
-        self.seen = self.taken = 0  # Bytes of the text and of the sample so far.
+        self.seen = self.taken = 0  # Bytes of the text and the sample so far.
         self._total, self._limit = total, limit
         self._pieces = self._sample(chunks)
 
@@ -241,21 +241,21 @@ class Corpus:
         return groups
 
     def assign(self, chunks: Iterable[Chunk], source_index: int) -> AssignedChunks:
-        """Yields the chunks of source ``source_index``, with True for held-out chunks."""
+        """Yields the chunks of source ``source_index``, and whether each is held out."""
         if source_index >= self.first_val_source:
             return ((chunk, True) for chunk in chunks)
         return self.split.assign(chunks, source_index)
 
     @property
     def train_bytes(self) -> int:
-        """Bytes of training text; an estimate if sources were not fully counted."""
+        """Bytes of training text, estimated if counting stopped."""
         if self.split.by == "end":
             return self.split.train_bytes
         return round(self.found.bytes * (1 - self.split.fraction))
 
     @property
     def first_held_out(self) -> str | None:
-        """The name of the first source with held-out text, if the end of several sources is held out."""
+        """The first source with held-out text, if the end of several sources is held out."""
         if self.split.by != "end" or len(self.sources) == 1:
             return None
         return next(
@@ -282,7 +282,7 @@ class Corpus:
 def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lambda event: None) -> Corpus:
     """Finds the sources and plans the split. ``listen`` receives notes and download progress.
 
-    Files that are also in ``--val-text`` are not trained on. Raises `UserError` for invalid or too short text.
+    Excludes files in ``--val-text`` from training. Raises `UserError` for invalid or too short text.
     """
 
     def on_bytes(done: int, total: int | None) -> None:
@@ -335,7 +335,7 @@ def _remove_held_out(sources: list[Source], val_sources: Sequence[Source], liste
 
 
 def cut_documents(assigned: AssignedChunks, pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:
-    """Yields parts to encode separately: text, whether it begins a document, side, whether it ends inside a piece."""
+    """Yields parts to encode: (text, whether it begins a document, side, whether it ends inside a piece)."""
     document_number = 0
 
     def document_key(item: tuple[Chunk, bool]) -> tuple[int, Side]:

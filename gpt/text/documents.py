@@ -37,7 +37,7 @@ def utf8_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a document. Its chunks are consecutive, and ``begins`` is True for the first chunk."""
+    """A part of a document. ``begins`` is True for the first part; the others follow in order."""
 
     text: str
     begins: bool
@@ -63,7 +63,7 @@ LENGTH = 2**20  # Approximate characters of a chunk.
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
     """Yields the text between ``separator`` lines (with or without a carriage return), and None for each separator."""
     needle = "\n" + separator
-    pending = "\n"  # Begins with a character already yielded, or a virtual line break.
+    pending = "\n"  # If not empty, starts with a line break that is virtual or already yielded.
     for block in blocks:
         text = pending + block
         start = min(1, len(pending))  # text[:start] is already yielded.
@@ -80,7 +80,7 @@ def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
             else:
                 match_start = text.find(needle, match_start + 1)
         line_start = text.rfind("\n") + 1
-        # The last line can still become a separator.
+        # The next block can make the last line a separator.
         safe_end = line_start if line_start and (separator + "\r").startswith(text[line_start:]) else len(text)
         if start < safe_end:
             yield text[start:safe_end]
@@ -111,7 +111,7 @@ def make_chunks(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
         yield None
 
 
-MAX_DEPTH = 8  # Maximum nesting of formats; an archive can contain itself.
+MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
 
 RECORD_FORMATS: dict[str, type[Records[Any]]] = {
     ".jsonl": formats.JSONLines,
@@ -132,7 +132,7 @@ class Reader:
     """Reads documents according to a `ReadConfig`. Counts replaced bytes and skipped items.
 
     With a ``form``, every file contains records (JSON lines if the suffix is unknown), and the form converts each
-    record to a single chunk. Otherwise a record's text is its string at ``--field``.
+    record to one chunk. Otherwise a record's text is the string at ``--field``.
     """
 
     def __init__(self, config: ReadConfig, form: RecordForm | None = None) -> None:
@@ -147,14 +147,14 @@ class Reader:
 
     @property
     def replaced(self) -> int:
-        """The number of U+FFFD that replaced invalid bytes."""
+        """How many U+FFFD characters replaced invalid bytes."""
         return self._encoding.replaced + self._utf8.replaced
 
     def documents(self, source: Source, on_bytes: OnBytes = _discard_progress) -> Iterator[Chunk]:
         """Yields the documents of a source in nonempty chunks.
 
-        A document's first chunk has at least `HEAD` characters, unless the document is shorter. ``on_bytes`` receives
-        the source bytes read so far. Raises `UserError` for damaged or non-text files, unless ``skip_bad``.
+        A document's first chunk has at least `HEAD` characters, unless the document is shorter. ``on_bytes`` is called
+        with the source bytes read so far. Raises `UserError` for damaged or non-text files, unless ``skip_bad``.
         """
         self._joins_rows = source.lines
         max_size = 0
@@ -173,7 +173,7 @@ class Reader:
 
     @contextlib.contextmanager
     def _skipping(self, name: str) -> Iterator[None]:
-        """With ``skip_bad``, counts errors inside ``name``; raises errors of enclosing streams."""
+        """With ``skip_bad``, counts errors inside ``name``. Errors of enclosing streams propagate."""
         try:
             yield
         except UserError as error:
@@ -212,7 +212,7 @@ class Reader:
     def _read_records(self, file: PackedFile, ending: str) -> Iterator[Chunk]:
         encoding = self._utf8 if ending == ".parquet" else self._encoding
         with opened_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
-            if encoding.wide:  # Lines are split as bytes.
+            if encoding.wide:  # Splitting bytes into lines requires UTF-8.
                 blocks = (block.encode() for block in encoding.blocks(file.name, stream))
                 stream, encoding = ByteStream(_BlockStream(blocks), partial(damaged, file.name)), self._utf8
             record_type = RECORD_FORMATS.get(ending, formats.JSONLines)
@@ -233,7 +233,7 @@ class Reader:
             yield from make_chunks(blocks if separator is None else split_at(blocks, separator))
 
     def _read_complete(self, file: PackedFile) -> Iterator[Chunk]:
-        """Yields the complete documents before the first error, then raises it. Reads the file twice."""
+        """Yields the complete documents before the first error, then raises this error. Reads the file twice."""
         file = file if file.reopenable else file.spooled()
         document_count, error, replaced = 0, None, self._encoding.replaced
         try:
@@ -268,18 +268,18 @@ class _BlockStream:
 
 
 def _normalize_name(name: str) -> str:
-    lowered = name.lower()
-    return lowered.partition("?")[0].partition("#")[0] if "://" in lowered else lowered
+    lower_name = name.lower()
+    return lower_name.partition("?")[0].partition("#")[0] if "://" in lower_name else lower_name
 
 
 def is_plain(source: Source) -> bool:
-    """Whether a source is uncompressed plain text: a single document, unless ``--split-on`` splits it."""
+    """Whether a source is uncompressed plain text, and so a single document without ``--split-on``."""
     ending = "." + _normalize_name(source.name).rpartition(".")[2]
     return ending not in {*UNPACK, *RECORD_FORMATS, ".zip", ".tar"}
 
 
 def has_records(source: Source) -> bool:
-    """Whether a source is a file of records, compressed or not. False for archives."""
+    """Whether a source is a file of records, compressed or not. Archives do not count."""
     kind = _normalize_name(source.name)
     while (ending := "." + kind.rpartition(".")[2]) in UNPACK:
         kind = kind.removesuffix(ending) + UNPACK[ending][1]

@@ -19,11 +19,11 @@ from gpt.errors import WorkError
 from gpt.files import file_sha256, sync_folder, write_file
 from gpt.text.unpack import reason
 
-OnBytes = Callable[[int, int | None], None]  # Called with the bytes so far, and the total if known.
+OnBytes = Callable[[int, int | None], None]  # Called with downloaded bytes, and the total if known.
 
-TIMEOUT = 60.0  # Seconds without data.
-RETRY_DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0)  # Seconds before each retry; any progress resets the list.
-BLOCK = 2**17  # Bytes.
+TIMEOUT = 60.0  # Maximum seconds without data.
+RETRY_DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0)  # Seconds before each retry. Any progress resets the list.
+BLOCK = 2**17  # Bytes per read.
 RETRY_STATUSES = {408, 425, 429, 500, 502, 503, 504}  # HTTP statuses that justify a retry.
 
 
@@ -41,8 +41,8 @@ def fetch(
 ) -> Path:
     """Downloads ``url`` to ``target``, unless the complete file exists. Returns ``target``.
 
-    A disconnect or Ctrl-C leaves a partial file next to ``target``, from which this or the next call resumes. Other
-    processes wait for the file. Raises `WorkError` without a network or disk space, and for a wrong size or sha256.
+    After a disconnect or Ctrl-C, this or the next call resumes from a partial file next to ``target``. Other processes
+    wait for the download. Raises `WorkError` without a network or disk space, or for a wrong size or sha256.
     """
     with _disk_errors(target):
         if not is_whole(target, sha256, size):
@@ -57,7 +57,7 @@ def fetch(
 def is_whole(target: Path, sha256: str | None, size: int | None) -> bool:
     """Whether ``target`` has the published sha256, or the published size if there is no sha256.
 
-    A stamp file next to it avoids rehashing an unchanged file.
+    A stamp file avoids rehashing an unchanged ``target``.
     """
     if sha256 is None or not seems_whole(target, size):
         return seems_whole(target, size)
@@ -98,9 +98,9 @@ class _ConnectionLost(Exception):
 
 
 class _Download:
-    """A download in progress, stored in ``part``, whose name depends on URL, size and sha256.
+    """A download in progress. The name of its file ``part`` depends on URL, size and sha256.
 
-    Resuming needs no validator such as an ETag: catalogue URLs name a fixed revision or have a sha256.
+    Resuming needs no ETag, because catalogue URLs name a fixed revision or have a sha256.
     """
 
     def __init__(self, url: str, target: Path, sha256: str | None, size: int | None, on_bytes: OnBytes) -> None:
@@ -111,7 +111,7 @@ class _Download:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks ``target``. While waiting for another process or thread, reports that download's progress."""
+        """Locks ``target``. While another process or thread downloads, reports its progress."""
         lock = FileLock(self.target.with_name(f".{self.target.name}.lock"))
         while not lock.is_locked:
             try:
@@ -147,7 +147,7 @@ class _Download:
             _write_stamp(self.target, self.sha256)
 
     def _request(self) -> None:
-        """Requests all missing bytes. Raises `_ConnectionLost`."""
+        """Requests all missing bytes. Raises `_ConnectionLost` for errors that justify a retry."""
         part_size = _file_size(self.part)
         with self._open(part_size) as response:
             if response.status in RETRY_STATUSES:
@@ -236,7 +236,7 @@ def _file_size(path: Path) -> int:
 
 
 def _make_stamp(target: Path, sha256: str) -> tuple[Path, bytes]:
-    """Returns the path of the stamp, and its contents if the current ``target`` has this sha256."""
+    """Returns path and contents of the stamp that records ``sha256`` for the current ``target``."""
     stat = target.stat()
     return target.with_name(f".{target.name}.ok"), f"{sha256} {stat.st_size} {stat.st_mtime_ns}\n".encode()
 

@@ -43,7 +43,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Pair(Example):
-    """A prompt and its completion. ``where``: file and line."""
+    """A prompt and its completion. ``where`` is the file and line."""
 
     option = "--pairs"
     plural = "pairs"
@@ -63,8 +63,8 @@ class Pair(Example):
 
 @dataclass(frozen=True)
 class Conversation(Example):
-    """Messages with role, content and optional reasoning. ``where``: file and line. ``context``: indexes of the
-    assistant messages that are excluded from the loss."""
+    """Messages with role, content and optional reasoning. ``where`` is the file and line. ``context`` lists the indexes
+    of assistant messages excluded from the loss."""
 
     option = "--chat"
     plural = "conversations"
@@ -94,7 +94,7 @@ class Conversation(Example):
 
     @staticmethod
     def _content_and_reasoning(message: dict[str, str]) -> list[str]:
-        """Returns content and reasoning, which is stored under two keys."""
+        """Returns content and reasoning. Reasoning is stored under two keys."""
         return [text for key, text in message.items() if key not in ("role", "thinking")]
 
 
@@ -117,13 +117,13 @@ def kind_of(texts: Sequence[str], config: TextConfig) -> type[Example] | None:
                 if kind is None or common_kind not in (None, kind):
                     return None
                 common_kind = kind
-    except (UserError, OSError):  # Reading the texts reports the error.
+    except (UserError, OSError):  # The caller reads the texts again and gets this error.
         return None
     return common_kind
 
 
 def _is_on_disk(text: str) -> bool:
-    """Whether ``text`` names files that can be read twice, unlike stdin, a pipe or a URL."""
+    """Whether ``text`` names files that can be read twice. Stdin, pipes and URLs cannot."""
     if text == "-" or "://" in text:
         return False
     return Path(text).is_file() or Path(text).is_dir() or glob.has_magic(text)
@@ -179,9 +179,9 @@ def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[
 
 
 def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], list[E]]:
-    """Returns training and held-out examples. Holds out the last ``fraction``, at least one example unless it is 0.
-    With `HASHED_SPLIT_FROM` examples or more, a hash of seed and example decides instead, so adding examples never
-    moves the others. Raises `UserError` if no example is left for training."""
+    """Returns training and held-out examples. Holds out the last ``fraction``, at least one example unless ``fraction``
+    is 0. With `HASHED_SPLIT_FROM` examples or more, a hash of seed and example decides instead, so adding examples
+    moves no others. Raises `UserError` if no example is left for training."""
     if fraction == 0:
         return list(examples), []
     if len(examples) < HASHED_SPLIT_FROM:

@@ -23,7 +23,7 @@ BLOCK = 2**18  # Bytes. Larger blocks are slower, because each needs new memory 
 class _DecodingErrors(threading.local):
     """Decoding errors of this thread, recorded by the error handlers below."""
 
-    replaced = 0  # Counted here, because the text itself can contain U+FFFD.
+    replaced = 0  # A separate count, because the text itself can contain U+FFFD.
     error: UnicodeDecodeError | None = None
 
 
@@ -47,14 +47,14 @@ codecs.register_error("gpt.stop", _stop_at_error)
 
 _BOM = codecs.BOM_UTF8
 _BOMS_AT_LINE_START = re.compile("^\ufeff+", re.MULTILINE)
-_WIDE_BOMS = {  # UTF-32 comes first: its little-endian mark starts with UTF-16's.
+_WIDE_BOMS = {  # UTF-32 must be first, because its little-endian mark starts with UTF-16's.
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
 
 
 class TextEncoding:
-    """A text encoding with its error handling. ``replaced`` counts the replaced invalid bytes."""
+    """A text encoding with its error handling. ``replaced`` counts replacements of invalid bytes."""
 
     def __init__(self, encoding: str, errors: str) -> None:
         try:
@@ -68,8 +68,8 @@ class TextEncoding:
         self.replaced = 0
         codec = codecs.lookup(encoding).name
         self.is_utf8 = codec == "utf-8"
-        self.is_unicode = codec.startswith("utf")  # Unicode decoders remove byte-order marks.
-        self.wide = codec.startswith(("utf-16", "utf-32"))  # In these encodings, line breaks contain zero bytes.
+        self.is_unicode = codec.startswith("utf")  # Byte-order marks decode to U+FEFF.
+        self.wide = codec.startswith(("utf-16", "utf-32"))  # Line breaks contain zero bytes.
 
     def decode(self, data: bytes) -> str:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
@@ -82,7 +82,7 @@ class TextEncoding:
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
         """Yields the text of a stream block by block. Raises `UserError` at the first invalid byte. Removes byte-order
-        marks at the start of the text, and of lines where another file was appended."""
+        marks from the starts of lines, because files can be concatenated."""
         decoder = codecs.getincrementaldecoder(self.name)("gpt.stop" if self.errors == "strict" else self.errors)
         offset, line = 0, 1  # Position of the block's first byte.
         starts_line = True
@@ -177,7 +177,7 @@ class RecordForm:
     hint: str
     strings: bool = True
     json_hint: str = ""  # Appended to hints about JSON files.
-    synonyms: tuple[str, ...] = ()  # Other names of the only required key.
+    synonyms: tuple[str, ...] = ()  # Other names of the required key, if it is the only one.
     optional: tuple[str, ...] = ()
 
     def columns(self, available: Collection[str]) -> list[str]:
@@ -222,16 +222,16 @@ def _chat_document(record: dict[str, Any], number: int, place: Place) -> str:
             "it uses tools, which are not supported",
             f"give conversations with the roles {', '.join(ROLES)}, without tools; --skip-bad skips others",
         )
-    parsed = [_parse_message(item) for item in messages]
+    turns = [_parse_message(item) for item in messages]
     system = record.get("system")
-    if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in parsed):
-        messages, parsed = [{}, *messages], [{"role": "system", "content": system}, *parsed]
-    answers = [i for i, message in enumerate(parsed) if message["role"] == "assistant"]
+    if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in turns):
+        messages, turns = [{}, *messages], [{"role": "system", "content": system}, *turns]
+    answers = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
     context = [i for i in answers if not _is_trained_on(messages[i])]
     if len(context) == len(answers):
-        what = 'every assistant message has "weight": 0' if answers else "it has no assistant message"
-        raise _BadRecord(f"{what}: there is nothing to learn", hint)
-    return json.dumps([parsed, place(number), context], ensure_ascii=False)
+        problem = 'every assistant message has "weight": 0' if answers else "it has no assistant message"
+        raise _BadRecord(f"{problem}: there is nothing to learn", hint)
+    return json.dumps([turns, place(number), context], ensure_ascii=False)
 
 
 def _parse_message(message: dict[str, Any]) -> dict[str, str]:
@@ -253,8 +253,8 @@ def _parse_message(message: dict[str, Any]) -> dict[str, str]:
 def reasoning(message: dict[str, Any]) -> dict[str, str]:
     """Returns a message's reasoning, if any, under both names that chat templates read."""
     names = ("reasoning_content", "thinking", "reasoning")
-    thoughts = next((message[key] for key in names if isinstance(message.get(key), str)), None)
-    return {} if thoughts is None else dict.fromkeys(names[:2], thoughts)
+    reasoning_text = next((message[key] for key in names if isinstance(message.get(key), str)), None)
+    return {} if reasoning_text is None else dict.fromkeys(names[:2], reasoning_text)
 
 
 def _is_trained_on(message: dict[str, Any]) -> bool:
@@ -287,7 +287,7 @@ CHATS = RecordForm(
     optional=("system", *_TOOL_KEYS),
 )
 
-# Turns a record into the list of its keys.
+# Converts a record to a JSON list of its keys.
 KEYS = _AllKeys((), lambda record, number, place: json.dumps(sorted(record)), "", strings=False)
 
 
@@ -295,7 +295,7 @@ Raw = TypeVar("Raw")
 
 
 class Records(Generic[Raw]):
-    """The records of a file, read by ``form``. ``on_bad`` is called with errors in records."""
+    """The records of a file, converted by ``form``. ``on_bad`` is called with errors in records."""
 
     unit = "line"
 
@@ -308,7 +308,7 @@ class Records(Generic[Raw]):
         raise NotImplementedError
 
     def _parse(self, number: int, row: Raw) -> dict[str, Any] | None:
-        """Returns a record's values, or None for an empty one. Raises `_BadRecord`, or `UserError` with a location."""
+        """Returns a record's values, or None if it is empty. Raises `_BadRecord`, or `UserError` with a location."""
         raise NotImplementedError
 
     def documents(self) -> Iterator[str]:
@@ -319,8 +319,8 @@ class Records(Generic[Raw]):
                 if record is not None:
                     text = self.form.text(record, number, self._place)
                     yield text if text.isascii() else _without_surrogates(text, self.encoding)
-            except _BadRecord as bad:
-                self.on_bad(self._error(number, bad.message, bad.hint + self.json_hint))
+            except _BadRecord as record_error:
+                self.on_bad(self._error(number, record_error.message, record_error.hint + self.json_hint))
             except UserError as error:
                 self.on_bad(error)
 
@@ -332,8 +332,8 @@ class Records(Generic[Raw]):
         return UserError(f"{self._place(number)}: {message}", hint)
 
     def _too_long(self, number: int) -> UserError:
-        what = f"longer than {MAX_RECORD:,} bytes"
-        return self._error(number, what, "split it into several, or use --skip-bad to skip it")
+        problem = f"longer than {MAX_RECORD:,} bytes"
+        return self._error(number, problem, "split it into several, or use --skip-bad to skip it")
 
     def _lines(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
         """Yields number, offset and bytes of each line, including the line break."""
@@ -361,7 +361,7 @@ class JSONLines(Records[tuple[int, bytes]]):
 
     def _parse(self, number: int, row: tuple[int, bytes]) -> dict[str, Any] | None:
         offset, line = row
-        if line.startswith(_BOM):  # Appended files can have a mark too.
+        if line.startswith(_BOM):  # An appended file can start with a byte-order mark.
             line, offset = line.removeprefix(_BOM), offset + len(_BOM)
         try:
             text = self.encoding.decode(line).lstrip("\ufeff").strip(" \t\r\n")
@@ -371,8 +371,8 @@ class JSONLines(Records[tuple[int, bytes]]):
 
 
 class JSONFile(Records[Any]):
-    """A JSON file, parsed while it is read: an array, or a sequence of objects that can span lines. In a sequence, an
-    object with exactly one list of records is replaced by the list."""
+    """A JSON file, parsed while reading: an array, or a sequence of objects that can span lines. In a sequence, an
+    object with exactly one list of records is replaced by these records."""
 
     def _rows(self) -> Iterator[tuple[int, Any]]:
         self.json_hint = self.form.json_hint
@@ -397,8 +397,8 @@ class JSONFile(Records[Any]):
         if is_array:
             self._position += 1
             if not next_character or self._next_character():
-                what = "there is more after the array" if next_character else "the array is not closed"
-                raise self._not_json(what, self._position)
+                problem = "there is more after the array" if next_character else "the array is not closed"
+                raise self._not_json(problem, self._position)
 
     def _parse(self, number: int, row: Any) -> dict[str, Any]:
         if not isinstance(row, dict):
@@ -406,7 +406,7 @@ class JSONFile(Records[Any]):
         return row
 
     def _extract_records(self, value: Any) -> list[Any]:
-        """Returns the value's only list of records, or the value itself as a list of one."""
+        """Returns the value's only list of records, or a list of the value itself."""
         if not isinstance(value, dict) or self.form.columns(value)[0] in value:
             return [value]
         lists = [item for item in value.values() if isinstance(item, list) and item]
@@ -437,7 +437,7 @@ class JSONFile(Records[Any]):
                     ) from None
 
     def _read_more(self) -> bool:
-        """Drops the text before the position and at least doubles the rest. Returns False at the end."""
+        """Drops the text before the position, and reads until the rest has doubled. Returns False at the end."""
         parts, size = [self._text[self._position :]], 2 * (len(self._text) - self._position)
         if size > 2 * MAX_RECORD:
             raise self._too_long(self._line_at(self._position))
@@ -464,9 +464,9 @@ class JSONFile(Records[Any]):
         self._line_position = position
         return self._line_number
 
-    def _not_json(self, what: str, position: int) -> UserError:
+    def _not_json(self, problem: str, position: int) -> UserError:
         hint = "give an array of objects, or objects in sequence, or use --skip-bad" + self.json_hint
-        return self._error(self._line_at(position), f"not JSON: {what}", hint)
+        return self._error(self._line_at(position), f"not JSON: {problem}", hint)
 
 
 def _parse_object(line: str) -> dict[str, Any]:
@@ -509,10 +509,10 @@ def _without_surrogates(value: str, encoding: TextEncoding) -> str:
     return value
 
 
-def _missing_message(field: str, available: Iterable[Any], what: str) -> str:
-    present = list(available)
-    names = ", ".join(map(str, present[:20])) + (", …" if len(present) > 20 else "") or "none"
-    return f'it has no "{field}"; its {what}: {names}'
+def _missing_message(field: str, available: Iterable[Any], plural: str) -> str:
+    keys = list(available)
+    names = ", ".join(map(str, keys[:20])) + (", …" if len(keys) > 20 else "") or "none"
+    return f'it has no "{field}"; its {plural}: {names}'
 
 
 class Table(Records[list[str]]):
@@ -529,8 +529,8 @@ class Table(Records[list[str]]):
             if key not in self._header:
                 raise self._error(line, _missing_message(key, self._header, "columns"), self._column_hint())
             if self._header.count(key) > 1:
-                what = f'it has {self._header.count(key)} columns called "{key}"'
-                raise self._error(line, what, "rename all but one")
+                problem = f'it has {self._header.count(key)} columns called "{key}"'
+                raise self._error(line, problem, "rename all but one")
         self._columns = {key: self._header.index(key) for key in keys}
         yield from rows
 
@@ -538,12 +538,12 @@ class Table(Records[list[str]]):
         if row == self._header:  # Header of an appended file.
             return None
         if len(row) != len(self._header):
-            what = "a field with a comma or a line break must be quoted"
+            rule = "a field with a comma or a line break must be quoted"
             if self.delimiter == "\t":
-                what = "a .tsv field cannot contain tabs or line breaks, and quotes are ordinary characters"
+                rule = "a .tsv field cannot contain tabs or line breaks, and quotes are ordinary characters"
             raise _BadRecord(
                 f"{counted(len(row), 'field')}, but the header has {len(self._header)}",
-                f"{what}; --skip-bad skips such rows",
+                f"{rule}; --skip-bad skips such rows",
             )
         return {key: _decode_cell(row[column], self.encoding) for key, column in self._columns.items()}
 
@@ -559,7 +559,7 @@ class Table(Records[list[str]]):
 
     def _non_empty_rows(self) -> Iterator[tuple[int, list[str]]]:
         """Yields non-empty rows with their first line number."""
-        csv.field_size_limit(MAX_RECORD)  # This limit is process-wide.
+        csv.field_size_limit(MAX_RECORD)  # The limit applies to the whole process.
         self._remaining_lines = self._lines()
         self._first_line = self._last_line = self._row_size = 0
         is_tsv = self.delimiter == "\t"
@@ -569,10 +569,10 @@ class Table(Records[list[str]]):
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                line, what = self._last_line, str(error)
-                if what == "unexpected end of data":
-                    line, what = self._first_line, "a quote is never closed"
-                self.on_bad(self._error(line, what, "fix it, or use --skip-bad to skip it"))
+                line, problem = self._last_line, str(error)
+                if problem == "unexpected end of data":
+                    line, problem = self._first_line, "a quote is never closed"
+                self.on_bad(self._error(line, problem, "fix it, or use --skip-bad to skip it"))
             except UserError as error:
                 self.on_bad(error)
             else:
@@ -585,12 +585,12 @@ class Table(Records[list[str]]):
         return self
 
     def __next__(self) -> str:
-        """Returns the next line for the parser. A generator could not continue after an error."""
+        """Returns the next line for the parser. Unlike a generator, can continue after an error."""
         self._last_line, (_, line) = next(self._remaining_lines)
         self._first_line = self._first_line or self._last_line
-        if not self._row_size:  # Any row can be the first of an appended file.
+        if not self._row_size:  # Any row can start an appended file.
             line = line.removeprefix(_BOM)
-        # Surrogates preserve invalid bytes, because only the fields that are read have to be valid.
+        # Surrogates preserve invalid bytes, because only the selected fields must be valid.
         text = line.decode(self.encoding.name, "surrogateescape")
         if not self._row_size:
             text = text.lstrip("\ufeff")  # A byte-order mark in another encoding.
@@ -656,8 +656,10 @@ class Parquet(Records[tuple[Any, ...]]):
         if any(isinstance(value, bytes) and len(value) > MAX_RECORD for value in row):
             raise _BadRecord(f"longer than {MAX_RECORD:,} bytes", "split it into several, or use --skip-bad")
         hint = "use --errors replace or --skip-bad"
-        decoded = (_decode_bytes(value, self.encoding, hint) if isinstance(value, bytes) else value for value in row)
-        return dict(zip(self._keys, decoded, strict=True))
+        decoded_values = (
+            _decode_bytes(value, self.encoding, hint) if isinstance(value, bytes) else value for value in row
+        )
+        return dict(zip(self._keys, decoded_values, strict=True))
 
 
 def _column_values(column: Any) -> list[Any]:

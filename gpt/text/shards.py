@@ -35,7 +35,7 @@ Offsets = npt.NDArray[np.uint64]
 
 
 def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Returns uint16 if all ids fit, else uint32."""
+    """Returns uint16 if all ids fit, otherwise uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -54,8 +54,8 @@ def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: in
 
 
 class Shard:
-    """A memory-mapped file of ids, which `take` checks against the vocabulary. Raises `UserError` if the file is
-    truncated or of another kind."""
+    """A memory-mapped file of ids. `take` checks ids against the vocabulary. Raises `UserError` if the file is
+    truncated or not a shard."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +102,7 @@ class Shard:
         return int(self.count)
 
     def take(self, start: int, stop: int) -> Ids:
-        """Returns a copy of ids ``start`` to ``stop``. Raises `UserError` for an id outside the vocabulary."""
+        """Returns a copy of ids ``start`` to ``stop`` - 1. Raises `UserError` for an id outside the vocabulary."""
         stop = min(stop, self.count)
         position = HEADER.size + start * self.itemsize
         ids: Ids = np.frombuffer(self._get_map(), self._dtype, max(0, stop - start), position).copy()
@@ -122,7 +122,7 @@ class Shard:
         return offsets
 
     def release(self) -> None:
-        """Unmaps the file. Its pages leave this process but stay in the page cache."""
+        """Unmaps the file. The pages stay in the page cache."""
         if self._map is not None:
             self._map.close()
             self._map = None
@@ -144,7 +144,7 @@ RELEASE_MAPS = 256  # Maximum mapped files.
 
 
 class TokenStream:
-    """The ids of several shards as one sequence, read on demand."""
+    """The ids of several shards as a sequence, read on demand."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = [shard for shard in shards if len(shard)]
@@ -171,7 +171,7 @@ class TokenStream:
         return out
 
     def _count_read(self, length: int) -> None:
-        """Keeps resident memory flat by releasing shards after enough reads. A read maps at least 64 KiB."""
+        """Limits resident memory by releasing shards after many reads. A read counts as at least 64 KiB."""
         self._touched += max(2**16, 4 * length)
         if self._touched > RELEASE_EVERY or len(self._mapped_shards) > RELEASE_MAPS:
             self.release()
@@ -185,7 +185,7 @@ class TokenStream:
 
     @cached_property
     def offsets(self) -> Int64s:
-        """The start positions of the documents, and the end of the stream."""
+        """The start of each document, and the end of the stream."""
         parts = []
         for shard, start in zip(self.shards, self._starts, strict=False):
             parts.append(shard.offsets().astype(np.int64) + start)

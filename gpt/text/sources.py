@@ -31,13 +31,14 @@ OnNote = Callable[[str], None]
 
 
 def no_note(note: str) -> None:
-    """Ignores a note."""
+    """Ignores ``note``."""
 
 
 def find(
     texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore, note: OnNote = no_note
 ) -> list[Source]:
-    """Returns the sources that ``texts`` name, in order and without duplicates; the default corpus if there are none.
+    """Returns the sources that ``texts`` name, in order and without duplicates. Without ``texts``, returns the default
+    corpus.
 
     A text is ``-`` (standard input), a file, a folder (recursive, sorted, without hidden entries and token folders), a
     URL, a pattern, or a corpus of the catalogue, tried in this order. Raises `UserError` for anything else, and for
@@ -45,7 +46,7 @@ def find(
     skipped files.
     """
     if not texts:
-        return catalogue.sources(DEFAULT_CORPUS)  # The default applies even if a file has its name.
+        return catalogue.sources(DEFAULT_CORPUS)  # The default applies even if a file is called pydocs.
     finder = _Finder(skipped)
     unique: dict[str, Source] = {}
     for text in dict.fromkeys(texts):
@@ -53,8 +54,8 @@ def find(
             unique.setdefault(identity(source), source)
     for (singular, plural), paths in finder.skipped_paths.items():
         if paths:
-            what = f"{singular}: " if len(paths) == 1 else f"{len(paths):,} {plural}, such as "
-            note(f"skipped {what}{next(iter(paths.values()))}")
+            subject = f"{singular}: " if len(paths) == 1 else f"{len(paths):,} {plural}, such as "
+            note(f"skipped {subject}{next(iter(paths.values()))}")
     return list(unique.values())
 
 
@@ -86,13 +87,13 @@ def _unreadable(name: str, error: OSError) -> UserError:
 
 def _has_tokens(folder: str) -> bool:
     """Whether a folder is a token folder. Other folders can have a manifest.json too."""
-    with contextlib.suppress(PermissionError):  # Listing the folder reports this error.
+    with contextlib.suppress(PermissionError):  # Listing the folder raises the error again.
         return any(Path(folder, name).is_file() for name in (RANKS, WHOLE)) and is_token_folder(folder)
     return False
 
 
 def _file_type(path: str) -> int:
-    """Returns the file type, as in `stat`. An unreadable path counts as a file, so opening it raises the error."""
+    """Returns the file type, as in `stat`. Treats an unreadable path as a file, because opening it raises the error."""
     try:
         return stat.S_IFMT(Path(path).stat().st_mode)
     except PermissionError:
@@ -107,8 +108,8 @@ _SPECIAL_FILE = ("a pipe, socket or device", "pipes, sockets or devices")
 
 
 class _Finder:
-    """Resolves TEXT arguments. ``skipped`` counts unreadable paths. ``skipped_paths``: other skipped paths, by kind and
-    real path."""
+    """Resolves TEXT arguments. ``skipped`` counts unreadable paths. ``skipped_paths`` contains other skipped paths by
+    kind and real path."""
 
     def __init__(self, skipped: Skipped | None) -> None:
         self.skipped = skipped
@@ -162,7 +163,7 @@ class _Finder:
         return self._file_sources(sorted(paths))
 
     def _walk(self, folder: str) -> Iterator[str]:
-        """Yields the regular files below a folder, sorted, without hidden files and token folders. Follows links, and
+        """Yields the regular files below a folder, sorted, without hidden files and token folders. Follows links, but
         reads each folder once."""
 
         def cannot_list(error: OSError) -> None:
@@ -173,8 +174,8 @@ class _Finder:
             if _has_tokens(parent):
                 folders.clear()
                 continue
-            visible = [name for name in sorted(folders) if not name.startswith(".")]
-            folders[:] = [name for name in visible if self._mark_seen(str(Path(parent, name)), seen)]
+            visible_names = [name for name in sorted(folders) if not name.startswith(".")]
+            folders[:] = [name for name in visible_names if self._mark_seen(str(Path(parent, name)), seen)]
             for path in (str(Path(parent, name)) for name in sorted(names) if not name.startswith(".")):
                 kind = _file_type(path)
                 if kind == stat.S_IFREG:
@@ -184,21 +185,21 @@ class _Finder:
 
     def _mark_seen(self, path: str, seen: set[str]) -> bool:
         """Adds the real path of a folder to ``seen``. Returns False for a repeated folder, and for a link to a parent
-        folder, which would add files from outside the given folder."""
-        real = Path(os.path.realpath(path))
-        if str(real) in seen:
+        folder, which would add outside files."""
+        real_path = Path(os.path.realpath(path))
+        if str(real_path) in seen:
             return False
         parent = Path(os.path.realpath(Path(path).parent))
-        if parent.is_relative_to(real):
+        if parent.is_relative_to(real_path):
             self._record_skipped(_LINK_TO_PARENT, path)
             return False
-        seen.add(str(real))
+        seen.add(str(real_path))
         return True
 
     def _record_skipped(self, kind: tuple[str, str], path: str) -> None:
         """Records a skipped path. Several links to the same path count once."""
-        real = Path(os.path.realpath(Path(path).parent), Path(path).name)
-        self.skipped_paths[kind].setdefault(real, path)
+        real_path = Path(os.path.realpath(Path(path).parent), Path(path).name)
+        self.skipped_paths[kind].setdefault(real_path, path)
 
     def _file_sources(self, paths: Iterable[str]) -> list[Source]:
         files = []
@@ -241,7 +242,7 @@ def _stdin_source() -> Source:
 
 
 def _spool(name: str, stream: BinaryIO) -> Source:
-    """Copies a stream to disk, because it can be read only once."""
+    """Copies a stream to disk, because streams can be read only once."""
     copy = Copy(name, ByteStream(stream, lambda error: UserError(f"cannot read {name}: {reason(error)}")))
     return Source(name, copy.size, 0, cast(Callable[[], BinaryIO], copy.open), temporary=True)
 
@@ -256,7 +257,7 @@ def run_name(texts: Sequence[str]) -> str:
         parts = urlsplit(text)
         text = parts.netloc + parts.path
     path = Path(os.path.abspath(text))
-    while glob.has_magic(path.name) and not exists:  # A pattern is named after its folder.
+    while glob.has_magic(path.name) and not exists:  # A run on a pattern is named after the folder.
         path = path.parent
     if path.suffix.lower() in (".gz", ".zst"):
         path = path.with_suffix("")
@@ -264,13 +265,13 @@ def run_name(texts: Sequence[str]) -> str:
 
 
 _TIMEOUT = 60.0  # Seconds without data before a connection counts as lost.
-# Keys of the modification time in fsspec file systems.
+# Keys of the modification time in fsspec.
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
 
 
 def find_remote(address: str) -> list[Source]:
-    """Returns the file at a URL, or the files of its folder or pattern, sorted and without hidden files. Raises
-    `UserError` if there is none, `WorkError` without a network or a package that fsspec needs."""
+    """Returns the files of a URL, which can be a folder or a pattern, sorted and without hidden files. Raises
+    `UserError` if there is no file, `WorkError` without a network or a package that fsspec needs."""
     with translated(partial(_remote_error, address)):
         fs, path = _open_filesystem(address)
         infos = dict(_remote_files(fs, path, address))
@@ -281,7 +282,7 @@ def find_remote(address: str) -> list[Source]:
 
 
 def _open_filesystem(address: str) -> tuple[Any, str]:
-    import fsspec  # Only URLs need it.
+    import fsspec  # Only URLs need fsspec.
 
     options: dict[str, Any] = {}
     try:
@@ -326,7 +327,7 @@ def _remote_source(fs: Any, path: str, info: Mapping[str, Any]) -> Source:
 
 
 def _remote_time(info: Mapping[str, Any]) -> int:
-    """Returns the modification time in nanoseconds, 0 if unknown."""
+    """Returns the modification time in nanoseconds, or 0 if unknown."""
     for value in map(info.get, _TIME_KEYS):
         with contextlib.suppress(TypeError, ValueError):
             if isinstance(value, str):
@@ -341,12 +342,12 @@ def _open_remote(address: str) -> BinaryIO:
     is_web = address.startswith(("http://", "https://"))
     with translated(to_error):
         fs, path = _open_filesystem(address)
-        file = fs.open(path, "rb", **({"block_size": 0} if is_web else {}))  # A single request, not one per block.
+        file = fs.open(path, "rb", **({"block_size": 0} if is_web else {}))  # One request per file, not per block.
     return cast(BinaryIO, _WholeBlocks(ByteStream(file, to_error, seekable=not is_web and file.seekable())))
 
 
 class _WholeBlocks(io.BufferedReader):
-    """Reads full blocks, however the network splits them, because a resume must cut the text at the same places."""
+    """Reads full blocks regardless of the network, because a resume must cut the text at the same places."""
 
     def read1(self, size: int = -1, /) -> bytes:
         """Returns ``size`` bytes, or fewer at the end."""

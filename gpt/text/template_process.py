@@ -4,8 +4,8 @@ template can loop forever or allocate gigabytes, and Python cannot stop a thread
 The first line of stdin is ``{"template", "words", "seconds", "memory", "longest"}``; each later line is a request
 ``{"messages", "parts", "variables"}``. A part ``[n, answer]`` requests the text of the first n messages, rendered with
 ``add_generation_prompt=answer``. ``variables`` are further template variables. The program answers each request with a
-line: ``{"texts", "spans"}`` or ``{"error"}``. ``spans`` are the character ranges of the last text inside
-``{% generation %}``. An answer that takes longer than ``seconds`` ends the process.
+line: ``{"texts", "spans"}`` or ``{"error"}``. ``spans`` are the character ranges inside ``{% generation %}`` in the
+last text. A request that takes longer than ``seconds`` ends the process.
 
 Filters, functions and tags match transformers' `apply_chat_template`. The program imports nothing from gpt.
 """
@@ -47,7 +47,7 @@ class _Generation(Extension):
 
 
 class _PublicNamespace(Namespace):
-    """A ``namespace`` that refuses member names with a leading underscore, which Python reserves."""
+    """A ``namespace`` that rejects member names with a leading underscore, such as Python's internal names."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -92,7 +92,7 @@ class Renderer:
         self.template, self.specials, self.max_length = environment.from_string(template), specials, max_length
 
     def render(self, messages: list[Any], answer: bool, variables: dict[str, Any]) -> str:
-        """Returns the text of messages and sets the ``spans`` of the generation tag."""
+        """Returns the text of messages, and records the ``spans`` of the generation tag."""
         pieces: list[str] = []
         self.generation.length, self.generation.spans = 0, []
         arguments = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": answer}
@@ -121,7 +121,7 @@ def serve(lines: IO[bytes], out: IO[bytes]) -> None:
     if sys.platform != "win32":
         import resource
 
-        with contextlib.suppress(ValueError, OSError):  # macOS refuses this limit.
+        with contextlib.suppress(ValueError, OSError):  # macOS does not support this limit.
             resource.setrlimit(resource.RLIMIT_AS, (settings["memory"], settings["memory"]))
     renderer: Renderer | None = None
     with open(os.devnull, "w") as devnull:
@@ -140,5 +140,5 @@ def serve(lines: IO[bytes], out: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     for name in {"SIGINT", "SIGTERM", "SIGHUP"} & {*dir(signal)}:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)  # The parent process ends this one.
+        signal.signal(getattr(signal, name), signal.SIG_IGN)  # Only the parent process ends this process.
     serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -5,7 +5,8 @@
     train-GGGGG-SSSSS.ids, val-GGGGG-SSSSS.ids shards (`gpt.text.shards`) of group GGGGG, slice SSSSS
     tokenizer.tiktoken …                       the tokenizer's files
 
-Groups and slices depend only on the sources, so merging parts from several machines gives the folder of one.
+Groups and slices depend only on the sources, so merging parts from several machines gives the same folder as one
+machine.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ PROGRESS = "progress.jsonl"  # Marks an unfinished folder.
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The manifest's entry for a shard. ``bytes``: size of its text."""
+    """The manifest's entry for a shard. ``bytes`` is the size of the text."""
 
     file: str
     side: Side
@@ -58,7 +59,7 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A source: stored size, modification time, and documents, bytes and sha256 of its text in UTF-8."""
+    """A source's stored size, modification time, and documents, bytes and sha256 of its UTF-8 text."""
 
     group: Count
     name: str
@@ -70,7 +71,7 @@ class SourceRecord:
 
 
 def shard_name(side: Side, group: int, slice: int) -> str:
-    """Returns a shard's file name: ``train-00012-00003.ids``."""
+    """Returns a shard's file name, such as ``train-00012-00003.ids``."""
     return f"{side}-{group:05d}-{slice:05d}.ids"
 
 
@@ -124,7 +125,7 @@ class TokenFolder:
         return read_own(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
 
     def read_for(self, tokenizer: Tokenizer) -> bool:
-        """Adopts a model's tokenizer, which can have fewer ids. Returns False if it is a different tokenizer."""
+        """Adopts a model's tokenizer, which can have fewer ids. Returns False if the tokenizers differ."""
         is_same = self.tokenizer.gives_the_ids_of(tokenizer)
         if is_same:
             self.tokenizer = tokenizer
@@ -148,7 +149,7 @@ class TokenFolder:
         return sum(record.bytes for record in self.shards if record.side == side)
 
     def verify(self, on_progress: Callable[[int, int], None] = lambda tokens_done, total: None) -> None:
-        """Checks checksums, ids, offsets and totals of all files. Raises `UserError` naming a damaged file."""
+        """Verifies checksums, ids, offsets and totals of all files. Raises `UserError` naming a damaged file."""
         total = sum(record.tokens for record in self.shards)
         try:
             is_intact = file_sha256(self.path / SOURCES) == self.manifest["sources"].get("sha256")
@@ -194,18 +195,18 @@ def write_manifest(
     with whole_file(folder / SOURCES) as file:
         for source in sources:
             file.write((json.dumps(asdict(source), ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape"))
-    ordered = sorted(shards, key=lambda record: (record.side, record.group, record.slice))
+    sorted_records = sorted(shards, key=lambda record: (record.side, record.group, record.slice))
     manifest = {
         "format": FORMAT,
         **about,
         "documents": sum(source.documents for source in sources),
         "bytes": sum(source.bytes for source in sources),
-        "tokens": sum(record.tokens for record in ordered),
-        "train": _totals(ordered, "train"),
-        "val": _totals(ordered, "val"),
+        "tokens": sum(record.tokens for record in sorted_records),
+        "train": _totals(sorted_records, "train"),
+        "val": _totals(sorted_records, "val"),
         **counts,
         "sources": {"file": SOURCES, "count": len(sources), "sha256": file_sha256(folder / SOURCES)},
-        "shards": [asdict(record) for record in ordered],
+        "shards": [asdict(record) for record in sorted_records],
     }
     write_file(folder / MANIFEST, to_json(manifest))
     with contextlib.suppress(FileNotFoundError):
@@ -251,7 +252,7 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
 
 
 def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
-    """Raises `UserError` if parts overlap, because they were then created from different texts."""
+    """Raises `UserError` if parts overlap: parts of the same text never do."""
     hint = "create all parts from the same text"
     groups: dict[str, int] = {}
     for source in sources:
@@ -276,14 +277,16 @@ def _check_parts(folders: Sequence[TokenFolder]) -> None:
                 f"{folder.path} is not a part: it was created without --part", "give the folders created with --part"
             )
         part_numbers.append(int(part[0]))
-        provenance, expected = _get_provenance(folder), _get_provenance(first)
+        provenance, first_provenance = _get_provenance(folder), _get_provenance(first)
         for key in ("corpus", "split", "reading", "tokenizer"):
-            if provenance[key] != expected[key] or part[1] != expected["part"][1]:
+            if provenance[key] != first_provenance[key] or part[1] != first_provenance["part"][1]:
                 raise UserError(f"{folder.path} and {first.path} are not parts of one corpus: their {key} differs")
     count = int(_get_provenance(first)["part"][1])
-    missing = sorted(set(range(1, count + 1)) - set(part_numbers))
-    if missing:
-        raise UserError(f"part {missing[0]}/{count} is missing", f"run: gpt tokenize … --part {missing[0]}/{count}")
+    missing_parts = sorted(set(range(1, count + 1)) - set(part_numbers))
+    if missing_parts:
+        raise UserError(
+            f"part {missing_parts[0]}/{count} is missing", f"run: gpt tokenize … --part {missing_parts[0]}/{count}"
+        )
     if len(part_numbers) != count:
         raise UserError(f"{len(part_numbers)} folders were given for {count} parts: one was given twice")
 

@@ -1,8 +1,8 @@
 """Tokenizes text into a token folder. The main thread reads and writes in text order; worker threads encode.
 
 The shards depend only on the text and the settings, not on the number of threads or on interruptions. Sources form
-groups, a group's text is divided into items, and a slice (one shard per side) consists of whole items. Each finished
-slice adds a line to ``progress.jsonl``; a resume reads the unfinished group again and encodes the missing items.
+groups. A group's text is divided into items, and a slice (one shard per side) consists of whole items. Each finished
+slice adds a line to ``progress.jsonl``. A resume reads the unfinished group again and encodes the missing items.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from gpt.text.vocabulary import tokenizer_for
 from gpt.words import counted
 
 ITEM = 2**19  # Target size of an item in characters.
-ITEM_DOCUMENTS = 4096  # Maximum texts of an item.
+ITEM_DOCUMENTS = 4096  # Maximum number of texts in an item.
 
 OnBytes = Callable[[int, int], None]  # Called with a source's index and its bytes read so far.
 
@@ -111,14 +111,14 @@ def encode(tokenizer: Tokenizer, item: Item) -> EncodedItem:
     return encoded
 
 
-AHEAD = 16  # Items in memory beyond two per worker, which keep the workers busy while the main thread writes.
+AHEAD = 16  # Items in memory beyond two per worker, to keep workers busy while the main thread writes.
 
 
 def _encode_items(
     tokenizer: Tokenizer, items: Iterable[Item], jobs: int
 ) -> Generator[tuple[Item, EncodedItem], None, None]:
-    """Yields every item with its ids, in order. ``jobs`` threads encode, because tiktoken and the tokenizers library
-    release the GIL."""
+    """Yields every item with its ids, in order. Encodes in ``jobs`` threads, because tiktoken and the tokenizers
+    library release the GIL."""
     tokenizer.encode("")  # Initializes the tokenizer before the threads start.
     pending = deque[tuple[Item, Future[EncodedItem]]]()
 
@@ -136,7 +136,7 @@ def _encode_items(
             for item in items:
                 pending.append((item, pool.submit(encode, tokenizer, item)))
                 yield from yield_finished(2 * jobs + AHEAD)
-        except Exception:  # Items before an unreadable text are finished.
+        except Exception:  # Finish the items before an unreadable text.
             yield from yield_finished(0)
             raise
         yield from yield_finished(0)
@@ -184,9 +184,9 @@ def tokenize(
     share: tuple[int, int] | None = None,
     listen: Listener = lambda event: None,
 ) -> TokenFolder:
-    """Creates the token folder ``out``, or resumes it if it was started with the same text and settings. ``share``:
-    (I, N) for the I-th of N parts of the sources. Raises `UserError` for unreadable text or if another process has
-    locked ``out``, `WorkError` if the disk is full, `Interrupted` after a signal. Finished slices stay valid."""
+    """Creates the token folder ``out``, or resumes it if it was started with the same text and settings. A ``share`` of
+    (I, N) selects part I of N. Finished slices survive errors. Raises `UserError` for unreadable text or if another
+    process has locked ``out``, `WorkError` if the disk is full, `Interrupted` after a signal."""
     about = unfinished_folder.provenance(corpus, tokenizer, share)
     i, n = share or (1, 1)
     groups = range(i - 1, len(corpus.groups), n)
@@ -213,7 +213,7 @@ def tokenize(
 
 @contextlib.contextmanager
 def _interruptible(out: Path, progress: FinishedSlices) -> Iterator[StopSignal]:
-    """Yields a `StopSignal`. Raises `Interrupted` if a signal stopped the work."""
+    """Yields a `StopSignal`. Raises `Interrupted` after a signal."""
     with StopSignal() as stop:
         try:
             yield stop

@@ -1,6 +1,6 @@
 """Tokenizers: GPT-2's vocabulary, plain bytes, a trained BPE, or the vocabulary of a Transformers model.
 
-An end-of-text token precedes each document. Inside a document, its characters are ordinary text.
+An end-of-text token precedes each document. Inside a document, the token's characters are ordinary text.
 """
 
 import base64
@@ -27,7 +27,7 @@ from gpt.text.boundaries import GPT2_PATTERN, SPACES
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = "chat_template.jinja"
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
-LONGEST_LEARNT = 64  # Characters of a token. Longer tokens would be lines of dashes, and slow to merge.
+LONGEST_LEARNT = 64  # Maximum characters of a trained token. Longer tokens would be lines of dashes, and slow to merge.
 
 # Longer runs of one kind of character. The lookbehind allows a match only at the start of a run, for linear time.
 _LONG_RUNS = [
@@ -44,18 +44,18 @@ class Tokenizer:
     backend: ByteBPE | Library
     eot: int
     eot_token: str = END_OF_TEXT
-    specials: Mapping[str, int] = field(default_factory=dict)  # Further special tokens, which merging never produces.
+    specials: Mapping[str, int] = field(default_factory=dict)  # Further special tokens. Merging never produces them.
     words: Mapping[str, int] = field(default_factory=dict)  # Added tokens that are recognized in any text.
-    bos: int | None = None  # Id that starts a text, in families with a BOS token.
+    bos: int | None = None  # Id that starts a text, if the family has a BOS token.
     more_ends: frozenset[int] = frozenset()  # Further ids that end a text.
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # Transformers files, saved unchanged.
-    limit: int | None = None  # Vocabulary size of the model, if it has no weights for padding tokens.
+    limit: int | None = None  # Vocabulary size of the model, if smaller than the tokenizer's.
 
     def __post_init__(self) -> None:
         ranks = self.backend.ranks if isinstance(self.backend, ByteBPE) else None
-        missing = sum(bytes([byte]) not in ranks for byte in range(256)) if ranks is not None else 0
-        if missing:
-            raise UserError(f"the tokenizer {self.name} has no token for {missing} of the 256 bytes")
+        missing_count = sum(bytes([byte]) not in ranks for byte in range(256)) if ranks is not None else 0
+        if missing_count:
+            raise UserError(f"the tokenizer {self.name} has no token for {missing_count} of the 256 bytes")
         words = [self.eot_token, *self.specials, *self.words]
         if len(set(words)) != len(words) or "" in words:
             raise UserError(f"the special tokens of the tokenizer {self.name} are not all different")
@@ -71,7 +71,7 @@ class Tokenizer:
 
     @property
     def keeps_files(self) -> bool:
-        """Whether the vocabulary is in Transformers files, which are saved unchanged."""
+        """Whether the vocabulary is in Transformers files that are saved unchanged."""
         return not self.files.keys().isdisjoint(("tokenizer.json", "vocab.json"))
 
     @property
@@ -119,8 +119,8 @@ class Tokenizer:
         return sorted(id for id in self._token_bytes if id < self.usable)
 
     def for_model(self, ids: int) -> "Tokenizer":
-        """Returns the tokenizer for a model with ``ids`` ids. Encoding a text that needs a missing id is then an error.
-        Raises `UserError` if the id that starts or ends a text is missing."""
+        """Returns the tokenizer for a model with ``ids`` ids. Encoding a text that needs a missing id then raises
+        `UserError`. Raises `UserError` if the id that starts or ends a text is missing."""
         if self.vocab_size <= ids:
             return replace(self, limit=None) if self.limit else self
         if max(self.eot, self.bos or 0) >= ids:
@@ -157,8 +157,8 @@ class Tokenizer:
         return template if isinstance(template, str) else None
 
     def encode(self, text: str, specials: bool = False, continues: bool = False) -> Ids:
-        """Returns the ids of ``text``, uint32. Special tokens are ordinary text unless ``specials`` is set.
-        ``continues``: the text follows other text, so no space is prepended."""
+        """Returns the ids of ``text``, uint32. Special tokens are ordinary text without ``specials``. With
+        ``continues``, prepends no space."""
         return self._check_limit(
             self.backend.encode(text, self._added_tokens if specials else self.words, specials, continues)
         )
@@ -173,18 +173,18 @@ class Tokenizer:
             ends = np.cumsum([len(self._token_bytes[id]) for id in ids.tolist()], dtype=np.int64)
             starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
             spans = [(self.backend.size(text[:start]), self.backend.size(text[:end])) for start, end in spans]
-        marked = np.zeros(len(ids), np.bool_)
+        mask = np.zeros(len(ids), np.bool_)
         for start, end in spans:
-            marked |= (starts < end) & (ends > start)
-        return ids, marked
+            mask |= (starts < end) & (ends > start)
+        return ids, mask
 
     def encode_all(self, texts: Sequence[str]) -> list[Ids]:
         """Returns the ids of each text, without special tokens."""
         return [self._check_limit(ids) for ids in self.backend.encode_all(texts, self.words)]
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the ids of a prompt, at least one. Special tokens are ordinary text, except with Transformers
-        files."""
+        """Returns the ids of a prompt, at least one. Special tokens are ordinary text unless the tokenizer has
+        Transformers files."""
         ids: list[int] = self.encode(text, specials=bool(self.files)).tolist()
         return ([] if self.bos is None else [self.bos]) + ids or [self.eot]
 
@@ -194,13 +194,14 @@ class Tokenizer:
         return ids if self.bos is None else np.concatenate([np.array([self.bos], np.uint32), ids])
 
     def document_bytes(self, ids: Sequence[int]) -> bytes:
-        """Returns the bytes of a document's first ids, without BOS and an added space."""
+        """Returns the bytes of a document's first ids, without BOS or an added space."""
         if self.bos is not None and list(ids[:1]) == [self.bos]:
             ids = ids[1:]
         return self.decode_bytes(ids).removeprefix(b" " if self.backend.adds_space else b"")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Returns the bytes of ``ids``. Skips ids without a token: a model can have more ids than its vocabulary."""
+        """Returns the bytes of ``ids``. Skips ids without a token, because a model can have more ids than the
+        tokenizer."""
         try:
             return b"".join(map(self._token_bytes.__getitem__, ids))
         except KeyError:
@@ -211,8 +212,8 @@ class Tokenizer:
         return max(map(len, self._token_bytes.values()))
 
     def least_tokens(self, text: str) -> int:
-        """Returns a lower bound on the number of tokens of ``text``, without tokenizing it. The bound is 0 for a
-        ``tokenizer.json``, whose normalizer can shorten a text by any amount."""
+        """Returns a lower bound on the number of tokens of ``text``, without tokenizing. The bound is 0 for a
+        ``tokenizer.json``, because its normalizer can shorten a text by any amount."""
         return 0 if isinstance(self.backend, Library) else -(-self.backend.size(text) // self._max_token_size)
 
     def check(self, ids: Sequence[int]) -> None:
@@ -239,8 +240,8 @@ class Tokenizer:
         return digest.hexdigest()
 
     def gives_the_ids_of(self, other: "Tokenizer") -> bool:
-        """Whether the fingerprints are equal. If one tokenizer comes from an older gpt, which ran other vocabularies in
-        tiktoken, the same pattern and tokens are enough."""
+        """Whether the fingerprints are equal. Between backends, equal patterns and tokens are enough, because an older
+        gpt ran more vocabularies in tiktoken."""
         self_values, other_values = (
             (tokenizer.pattern, tokenizer.eot, tokenizer.bos, tokenizer._added_tokens, tokenizer._token_bytes)
             for tokenizer in (self, other)
@@ -259,7 +260,7 @@ def _optional_fields(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _split_long_runs(text: str) -> Iterator[str]:
-    """Yields the text in parts, and splits runs longer than `LONGEST_LEARNT`."""
+    """Yields the text in parts, with runs longer than `LONGEST_LEARNT` split."""
     runs = (run.span() for kind in _LONG_RUNS for run in kind.finditer(text))
     cuts = {cut for start, end in runs for cut in range(start + LONGEST_LEARNT, end, LONGEST_LEARNT)}
     for start, end in pairwise([0, *sorted(cuts), len(text)]):
@@ -290,8 +291,8 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[st
 
 
 def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """Trains a tokenizer like `learn_tokenizer`, with fewer ids if the texts support no more."""
-    import rustbpe  # Only training needs it.
+    """Trains a tokenizer like `learn_tokenizer`, but with fewer ids if the texts have too few pairs."""
+    import rustbpe  # Only training needs rustbpe.
 
     check_specials(specials)
     trainer = rustbpe.Tokenizer()
@@ -316,7 +317,7 @@ def check_specials(specials: Sequence[str]) -> None:
 
 
 ENCODINGS_URL = "https://openaipublic.blob.core.windows.net/encodings/"
-_FILES = {  # tiktoken encodings that use the file of another encoding.
+_FILES = {  # tiktoken encodings that use another encoding's file.
     "gpt2": "r50k_base",
     "p50k_edit": "p50k_base",
     "o200k_harmony": "o200k_base",
@@ -334,8 +335,8 @@ def gpt2_tokenizer() -> Tokenizer:
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """Returns one of `named_tokenizers`. Downloads its file once into the user's cache or ``TIKTOKEN_CACHE_DIR``.
-    Raises `WorkError` offline, naming the file and its path."""
+    """Returns one of `named_tokenizers`. Downloads the file once into the user's cache or ``TIKTOKEN_CACHE_DIR``.
+    Raises `WorkError` offline, naming the file and the path."""
     if name == "bytes":
         return bytes_tokenizer()
     if name == "r50k_base":
@@ -356,12 +357,12 @@ def _load_encoding(name: str) -> tiktoken.Encoding:
     os.environ["TIKTOKEN_CACHE_DIR"] = folder  # All users share tiktoken's default folder.
     try:
         return tiktoken.get_encoding("r50k_base" if name == "gpt2" else name)
-    except (OSError, ValueError) as error:  # ValueError means a wrong hash. Errors of requests are OSErrors.
+    except (OSError, ValueError) as error:  # ValueError means a wrong hash. Network errors are OSErrors.
         url = f"{ENCODINGS_URL}{file}.tiktoken"
         path = os.path.join(folder, hashlib.sha1(url.encode()).hexdigest())
-        what = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary {name}"
+        subject = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary {name}"
         raise WorkError(
-            f"{what} is not on this machine and could not be downloaded ({type(error).__name__})",
+            f"{subject} is not on this machine and could not be downloaded ({type(error).__name__})",
             f"on a machine with a network, download {url}; then put it at {path}",
         ) from None
     finally:
@@ -371,8 +372,8 @@ def _load_encoding(name: str) -> tiktoken.Encoding:
 
 def to_tiktoken(ranks: dict[bytes, int]) -> bytes:
     """Returns ranks in tiktoken's file format: lines with a token in base64 and its rank."""
-    ordered = sorted(ranks.items(), key=lambda item: item[1])
-    return b"".join(base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in ordered)
+    sorted_ranks = sorted(ranks.items(), key=lambda item: item[1])
+    return b"".join(base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in sorted_ranks)
 
 
 def from_tiktoken(data: bytes, where: str) -> dict[bytes, int]:
@@ -396,7 +397,7 @@ def auto_vocab_size(n_bytes: int) -> int:
 
 
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the JSON fields that files record of a tokenizer, without its ranks."""
+    """Returns a tokenizer's JSON description, without its ranks."""
     library = isinstance(tokenizer.backend, Library)
     return {
         "name": tokenizer.name,

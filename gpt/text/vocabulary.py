@@ -19,7 +19,7 @@ def learn(
     specials: Sequence[str] = (),
     listen: Listener = lambda event: None,
 ) -> tuple[Tokenizer, TextSample]:
-    """Trains a vocabulary on texts. Returns it with the training sample."""
+    """Trains a vocabulary on texts. Returns the tokenizer and the training sample."""
     check_specials(specials)  # Fails before any text is read.
     corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
     total = min(config.sample_bytes, corpus.found.bytes)
@@ -38,7 +38,7 @@ def learn(
 def tokenizer_for(
     corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, max_vocab_size: int = 2**24
 ) -> Tokenizer:
-    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``. ``auto`` trains it on a sample of the training
+    """Returns the tokenizer for ``--tokenizer`` and ``--vocab-size``. ``auto`` trains one on a sample of the training
     text. ``max_vocab_size`` limits the default size."""
     size, limit = corpus.train_bytes, config.sample_bytes
     if config.tokenizer == "auto" and size > limit:
@@ -55,8 +55,8 @@ def make_tokenizer(
     max_vocab_size: int = 2**24,
     specials: Sequence[str] = (),
 ) -> Tokenizer:
-    """Returns the tokenizer of ``--tokenizer`` and ``--vocab-size``. ``auto`` trains it on ``texts``, a sample of a
-    corpus of ``n_bytes``. ``max_vocab_size`` limits the default size."""
+    """Returns the tokenizer for ``--tokenizer`` and ``--vocab-size``. ``auto`` trains one on ``texts``, a sample of
+    ``n_bytes`` of text. ``max_vocab_size`` limits the default size."""
     if kind != "auto":
         return find_tokenizer(kind)
     if vocab_size is not None:
