@@ -1,4 +1,4 @@
-"""The model card of an exported folder: ``README.md`` for the Hub. It contains no path, user or host."""
+"""The model card of an exported folder: ``README.md`` for the Hub, without paths, users or hosts."""
 
 import json
 import shlex
@@ -26,7 +26,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that a checkpoint doesn't contain."""
+    """Facts that a checkpoint doesn't contain."""
 
     name: str
     dtype: str
@@ -36,7 +36,7 @@ class Facts:
 
 
 def card(source: SourceModel, facts: Facts) -> str:
-    """The card's text: YAML for the Hub, then Markdown."""
+    """Returns the card's text: YAML for the Hub, then Markdown."""
     parts = [
         _front_matter(source, facts),
         f"# {facts.name if HUB_NAME.fullmatch(facts.name) else _code(facts.name)}",
@@ -57,7 +57,7 @@ def card(source: SourceModel, facts: Facts) -> str:
 
 def _front_matter(source: SourceModel, facts: Facts) -> str:
     provenance = source.provenance
-    # Values have a known form, or are quoted as JSON, which is also YAML.
+    # Values have a known form or are quoted as JSON, which is valid YAML.
     bases = [base.name for base in provenance.ancestors if base.on_hub and HUB_NAME.fullmatch(base.name)]
     datasets = sorted({text.dataset for text in provenance.texts or [] if text.dataset})
     lines = [

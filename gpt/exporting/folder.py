@@ -33,7 +33,7 @@ def write(out: Path, source: SourceModel, dtype: str, meta: dict[str, Any], card
     """
     files = _checkpoint_files(source, dtype, meta)
     with whole_folder(out) as temporary:
-        # Threads could still be writing after a signal.
+        # Files are written one by one, because threads could still write after a signal.
         checksums = {name: checkpoint.write_one(temporary / name, data) for name, data in sorted(files.items())}
         run_folder.write_checksums(temporary, checksums)
         write_file(temporary / CARD, card.encode())
@@ -41,7 +41,7 @@ def write(out: Path, source: SourceModel, dtype: str, meta: dict[str, Any], card
 
 
 def _checkpoint_files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> checkpoint.Files:
-    """The files of the checkpoint by name. Weights are read and converted to ``dtype`` while they are written."""
+    """Returns the checkpoint's files by name. Weights are read and converted to ``dtype`` while writing."""
     extras, table = checkpoint.TokenizerFiles(source.tokenizer, source.config), named_parameters(source.config)
     if dtype in quantized.BITS:
         store = quantized.to_stored(source.config, quantized.BITS[dtype], source.weights)
@@ -50,22 +50,22 @@ def _checkpoint_files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> 
         weights = {name: _convert(name, table[name], get, dtype) for name, get in source.weights.items()}
         files = checkpoint.contents(source.config, weights, extras, meta, dtype=dtype)
     tokenizer_config = json.loads(extras.files.get(TOKENIZER_CONFIG, b"{}"))
-    portable = {key: value for key, value in tokenizer_config.items() if key not in _MACHINE_KEYS}
-    return files if portable == tokenizer_config else {**files, TOKENIZER_CONFIG: to_json(portable)}
+    portable_config = {key: value for key, value in tokenizer_config.items() if key not in _MACHINE_KEYS}
+    return files if portable_config == tokenizer_config else {**files, TOKENIZER_CONFIG: to_json(portable_config)}
 
 
 def _convert(name: str, parameter: Parameter, get: Callable[[], Tensor | Quantized], dtype: str) -> tensors.Deferred:
     def values() -> np.ndarray[Any, Any]:
-        rounded = whole(get()).to(DTYPES[dtype])
-        if not rounded.isfinite().all():
+        rounded_values = whole(get()).to(DTYPES[dtype])
+        if not rounded_values.isfinite().all():
             raise UserError(f"{name} has values that {dtype} cannot represent", "use another --dtype")
-        return (rounded.view(torch.uint16) if dtype == "bfloat16" else rounded).numpy()
+        return (rounded_values.view(torch.uint16) if dtype == "bfloat16" else rounded_values).numpy()
 
     return tensors.Deferred(parameter.shape, values, _CODES[dtype])
 
 
 def restored(config: GPTConfig, name: str, value: Tensor | Quantized, dtype: str) -> Tensor | Quantized:
-    """Returns a parameter as it is read back from a folder in ``dtype``."""
+    """Returns a parameter as read back from a folder in ``dtype``."""
     if dtype in quantized.BITS:
         return quantized.rounded(named_parameters(config)[name], value, quantized.BITS[dtype])
     return whole(value).to(DTYPES[dtype]).float()

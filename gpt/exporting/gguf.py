@@ -1,6 +1,6 @@
 """Exporting a model as a GGUF file for llama.cpp, Ollama and LM Studio.
 
-The extra gguf provides the names of tensors and keys. Matrices are (out, in), as in `gpt`.
+The package gguf provides tensor and key names. Matrices are (out, in), as in `gpt`.
 """
 
 import io
@@ -30,9 +30,9 @@ from gpt.runs.checkpoint import Parameters
 
 # The llama.cpp architecture of each layout.
 ARCHES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-MAX_LAYERS = 512  # llama.cpp's limit
+MAX_LAYERS = 512  # Limit of llama.cpp.
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
-_Q8_0_BYTES = 34  # bytes per block: a scale and 32 levels
+_Q8_0_BYTES = 34  # Bytes per block: a scale and 32 levels.
 _ROPE_FREQS = "rope_freqs.weight"  # llama.cpp divides RoPE frequencies by this tensor.
 _HINT = "export a folder instead: -o without .gguf"
 _OTHER_TYPE = "use another --dtype"
@@ -48,7 +48,7 @@ def check(source: SourceModel) -> None:
 
 
 def _unsupported_reason(config: GPTConfig) -> str | None:
-    """The reason why llama.cpp cannot reproduce a model of this shape, if any."""
+    """Returns why llama.cpp cannot reproduce a model of this shape, or None."""
     has_arch, has_window = config.layout in ARCHES, any(config.windows)
     if has_window and (not has_arch or min(filter(None, config.windows)) < config.block_size):
         return f"it ignores the sliding window of {config.window:,} tokens that this model has"
@@ -77,36 +77,36 @@ def import_gguf() -> ModuleType:
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """A tensor of the file, made of rows of a `gpt` parameter."""
+    """A tensor of the file: rows of a `gpt` parameter."""
 
     name: str
     shape: Shape
-    kind: str  # f32, f16, q8_0 or q4_0
-    rows: slice | Tensor  # rows of the parameter, or their indices if they are reordered
+    kind: str  # f32, f16, q8_0 or q4_0.
+    rows: slice | Tensor  # Slice of the parameter's rows, or indices of reordered rows.
 
 
 def _file_tensors(config: GPTConfig, kind: str) -> dict[str, list[_FileTensor]]:
-    """The tensors of the file, grouped by source parameter, in the model's order."""
+    """Returns the file's tensors by source parameter, in the model's order."""
     gguf = import_gguf()
     arch = ARCHES[config.layout]
     names = gguf.get_tensor_name_map({name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.n_layer)
     table, tensors = named_parameters(config), dict[str, list[_FileTensor]]()
-    for hf_name, stored in hf.stored_tensors(config).items():
-        p = table[stored.ours]
-        rows: slice | Tensor = stored.rows or slice(None)
+    for hf_name, stored_tensor in hf.stored_tensors(config).items():
+        p = table[stored_tensor.ours]
+        rows: slice | Tensor = stored_tensor.rows or slice(None)
         if arch == "llama" and hf_name.endswith((".q_proj.weight", ".k_proj.weight")):
             # llama.cpp's RoPE rotates the pairs (2 i, 2 i + 1) of a head; `gpt` rotates (i, i + D/2).
             rows = torch.arange(p.shape[0])[rows].view(-1, 2, config.head_size // 2).transpose(1, 2).flatten()
-        shape = p.shape if stored.rows is None else stored.shape
+        shape = p.shape if stored_tensor.rows is None else stored_tensor.shape
         tensor = _FileTensor(names.get_name(hf_name, (".weight", ".bias")), shape, _parameter_kind(p, kind), rows)
-        tensors.setdefault(stored.ours, []).append(tensor)
+        tensors.setdefault(stored_tensor.ours, []).append(tensor)
     if config.rope_scaling is not None:
         tensors[_ROPE_FREQS] = [_FileTensor(_ROPE_FREQS, (config.head_size // 2,), "f32", slice(None))]
     return tensors
 
 
 def _parameter_kind(p: Parameter, kind: str) -> str:
-    """The type of a parameter in a file with matrices of type ``kind``."""
+    """Returns a parameter's type in a file with matrices of type ``kind``."""
     if p.kind in ("bias", "norm", "positions"):
         return "f32"
     if kind in ("q8_0", "q4_0") and p.shape[1] % GROUP:
@@ -115,15 +115,15 @@ def _parameter_kind(p: Parameter, kind: str) -> str:
 
 
 def write(path: Path, source: SourceModel, kind: str, name: str, license: str | None = None) -> int:
-    """Writes a GGUF file atomically, with matrices of type ``kind``, and returns its number of tensors.
+    """Writes a GGUF file atomically, with matrices of type ``kind``. Returns the number of tensors.
 
-    The bytes depend only on the model, ``kind``, ``name`` and ``license``. Raises OSError, also if ``path`` exists, and
-    `UserError` for values that the type cannot represent.
+    The bytes depend only on the model, ``kind``, ``name`` and ``license``. Raises OSError, such as for an existing
+    ``path``, and `UserError` for values that the type cannot represent.
     """
     tensors = _file_tensors(source.config, kind)
     header = _build_header(source, kind, name, license, [tensor for group in tensors.values() for tensor in group])
     unscaled = replace(source.config, rope_scaling=None)
-    factors = lambda: rotary_rates(unscaled) / rotary_rates(source.config)  # divisors of the frequencies, (D / 2)
+    factors = lambda: rotary_rates(unscaled) / rotary_rates(source.config)  # Divisors of the frequencies, (D / 2).
     weights: Parameters = {**source.weights, _ROPE_FREQS: factors}
 
     def pieces() -> Iterator[bytes | memoryview]:
@@ -140,7 +140,7 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
 
 
 def _build_header(source: SourceModel, kind: str, name: str, license: str | None, tensors: list[_FileTensor]) -> bytes:
-    """The file up to its first tensor: metadata of model and tokenizer, and the tensors' offsets."""
+    """Returns the file up to the first tensor: model and tokenizer metadata, and tensor offsets."""
     gguf, config = import_gguf(), source.config
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
     writer.add_type(gguf.GGUFType.MODEL)
@@ -214,7 +214,7 @@ def _encode_q4_0(name: str, value: Tensor | Quantized) -> Array:
 
 
 def restored(config: GPTConfig, name: str, value: Tensor | Quantized, kind: str) -> Tensor:
-    """Returns a parameter in float32, as it is read back from a file with matrices of type ``kind``."""
+    """Returns a parameter in float32, as read back from a file with matrices of type ``kind``."""
     gguf = import_gguf()
     own_kind = _parameter_kind(named_parameters(config)[name], kind)
     values = gguf.quants.dequantize(_encode(name, value, own_kind), gguf.GGMLQuantizationType[own_kind.upper()])

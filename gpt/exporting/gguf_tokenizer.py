@@ -36,10 +36,10 @@ _PATTERN_NAMES = {
     backtracking(DIGITS_PATTERN): "smollm",
     CL100K_PATTERN: "llama-bpe",
     LLAMA3_PATTERN: "llama-bpe",
-    MINBPE_PATTERN: "llama-bpe",  # It splits like Llama 3's pattern.
+    MINBPE_PATTERN: "llama-bpe",  # Minbpe's pattern splits like Llama 3's.
     **{p.replace("{1,3}", ""): "qwen2" for p in (LLAMA3_PATTERN, MINBPE_PATTERN)},
 }
-_TIKTOKEN = "llama-bpe"  # The only name for which pieces that are tokens skip the merges, as in tiktoken.
+_TIKTOKEN = "llama-bpe"  # Only with this name, a piece that is a token skips the merges, as in tiktoken.
 
 # llama.cpp always stops at tokens with these names, regardless of the file.
 _KNOWN_ENDS = {
@@ -49,7 +49,7 @@ _KNOWN_ENDS = {
     "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
     "<|file_sep|>",
 }  # fmt: skip
-_MAX_ENDS = 3  # A file can name the ends of a text, a turn and a message.
+_MAX_ENDS = 3  # A file can name end tokens of a text, a turn and a message.
 
 
 def check(tokenizer: Tokenizer) -> None:
@@ -72,7 +72,8 @@ def check(tokenizer: Tokenizer) -> None:
 
 
 def differences(tokenizer: Tokenizer) -> list[str]:
-    """Describes differences in llama.cpp that don't prevent an export. Published Qwen files have them too."""
+    """Describes differences in llama.cpp that don't prevent an export. Published Qwen files have the same
+    differences."""
     notes, bpe = [], _to_bpe(tokenizer.backend)
     if bpe is not None and bpe.nfc:
         notes.append("llama.cpp does not normalize text to NFC, as this tokenizer does: give it NFC text")
@@ -114,9 +115,9 @@ class _BPE:
     """A byte-level BPE for a GGUF file."""
 
     pattern: str
-    ranks: Mapping[bytes, int]  # bytes of a token → its id
-    merge_list: list[str] | None  # the merges, or None if they follow from the ranks
-    skips_merges: bool  # whether a piece that is a token skips the merges
+    ranks: Mapping[bytes, int]  # Token bytes → id.
+    merge_list: list[str] | None  # None if the merges follow from the ranks.
+    skips_merges: bool  # Whether a piece that is a token skips the merges.
     nfc: bool
 
     @property
@@ -139,10 +140,10 @@ def _to_bpe(backend: ByteBPE | Library) -> _BPE | None:
 
 def _pattern_name(bpe: _BPE) -> str | None:
     pattern = backtracking(bpe.pattern)
-    # At the end of a text, cl100k keeps white space together, and Llama 3 splits it after the last newline. The ids are
-    # equal if no token spans the split.
-    spanning = (token for token in bpe.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
-    return None if pattern == CL100K_PATTERN and any(spanning) else _PATTERN_NAMES.get(pattern)
+    # At the end of a text, Llama 3 splits white space after the last newline, and cl100k does not. The ids are equal if
+    # no token spans the split.
+    spanning_tokens = (token for token in bpe.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
+    return None if pattern == CL100K_PATTERN and any(spanning_tokens) else _PATTERN_NAMES.get(pattern)
 
 
 def _added_words(tokenizer: Tokenizer) -> dict[str, int]:
@@ -150,7 +151,7 @@ def _added_words(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _end_ids(tokenizer: Tokenizer) -> list[int]:
-    """Returns the end-of-text ids to write: end-of-text first, then those that llama.cpp doesn't know by name."""
+    """Returns the end-of-text ids to write: end-of-text, then ids that llama.cpp doesn't know by name."""
     known_ends = {id for word, id in _added_words(tokenizer).items() if word in _KNOWN_ENDS}
     return [tokenizer.eot, *sorted(tokenizer.more_ends - known_ends)]
 

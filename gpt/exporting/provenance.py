@@ -1,7 +1,7 @@
-"""A model's provenance for its card: training texts and settings, and the models it was made from.
+"""A model's provenance for the card: training texts, settings and ancestor models.
 
-It is read from ``run.json``, and written into exported ``gpt.json`` files for later exports. Only the last part of a
-path or address is kept, to reveal no folder, user or host.
+gpt reads the provenance from ``run.json`` and writes it into exported ``gpt.json`` files for later exports. Only the
+last part of a path or address is stored, which reveals no folder, user or host.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from gpt.runs.record import RunRecord, Table
 from gpt.settings import LARGEST, Count, checked
 from gpt.text import catalogue
 
-KEY = "provenance"  # key in gpt.json
+KEY = "provenance"  # Key in gpt.json.
 CARD = "README.md"
-_MAX_CARD_BYTES = 2**20  # bytes
+_MAX_CARD_BYTES = 2**20
 _MAX_TEXTS = 20
 _MAX_ANCESTORS = 40
 _HUB_DATASET = re.compile(r"(?:hf://datasets|https://huggingface\.co/datasets)/([\w.-]+/[\w.-]+?)(?:[@/]|$)", re.ASCII)
@@ -34,48 +34,48 @@ _LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 
 @dataclass(frozen=True)
 class Text:
-    """One or several text files. ``sha256`` is only known for a single file, in UTF-8."""
+    """One or several text files. ``sha256`` is of the UTF-8 text, and known only for a single file."""
 
     name: str
     files: Count = 1
     bytes: Count | None = None
     sha256: str | None = None
-    dataset: str | None = None  # name on the Hub
+    dataset: str | None = None  # Name on the Hub.
 
 
 @dataclass(frozen=True)
 class Ancestor:
     """A model that another model was made from."""
 
-    name: str  # OWNER/NAME on the Hub, else the last part of its path
+    name: str  # OWNER/NAME on the Hub, or the last part of the path.
     on_hub: bool = False
-    license: str | None = None  # license in its card
+    license: str | None = None  # License in the model's card.
 
 
 @dataclass(frozen=True)
 class Provenance:
     """The known facts about a model's origin."""
 
-    texts: list[Text] | None = None  # None if unknown
-    tokens: Count | None = None  # training tokens
+    texts: list[Text] | None = None  # None if unknown.
+    tokens: Count | None = None  # Training tokens.
     settings: Table = field(default_factory=dict)
-    val_loss: float | None = None  # nats per token over the whole held-out text
+    val_loss: float | None = None  # Nats per token over the whole held-out text.
     bits_per_byte: float | None = None
-    ancestors: list[Ancestor] = field(default_factory=list)  # nearest first
-    bits: Count = 32  # the fewest bits that its weights were ever rounded to
+    ancestors: list[Ancestor] = field(default_factory=list)  # Nearest first.
+    bits: Count = 32  # Minimum bits that the weights were ever rounded to.
 
 
 def read_provenance(path: Path, words: str) -> Provenance:
-    """Reads the provenance of the checkpoint at ``path``, which the user called ``words``. Raises `UserError` for
+    """Reads the provenance of the checkpoint at ``path``, given by the user as ``words``. Raises `UserError` for
     damaged files."""
     provenance = _read_files(path)
-    if provenance.texts is None and not _is_exported(path):  # The model is from somebody else.
+    if provenance.texts is None and not _is_exported(path):  # The model's training is unknown.
         provenance = replace(provenance, ancestors=_line(words, path))
     return replace(provenance, bits=min(provenance.bits, hf.load_bits(folder.home(path)) or 32))
 
 
 def _read_files(path: Path, depth: int = 0) -> Provenance:
-    """Reads the provenance from a checkpoint's own files. ``depth`` counts the models that were made from it."""
+    """Reads the provenance from a checkpoint's own files. ``depth`` counts descendant models."""
     if _is_exported(path):
         return checked(Provenance, read_json(path / folder.META)[KEY], str(path / folder.META))
     run = path.absolute().parent
@@ -102,7 +102,7 @@ def _from_run(record: RunRecord, path: Path, depth: int) -> Provenance:
     settings |= {"dtype": record.compute.dtype} if record.compute else {}
     settings |= {kind: True for kind in ("pairs", "chat") if record.settings and record.settings.get(kind)}
     if record.init is not None:
-        settings.pop("preset")  # A fine-tuned model only has the preset of nearest size.
+        settings.pop("preset")  # For a fine-tuned model, this is only the preset of nearest size.
     is_best = result.get("checkpoint") == path.name
     return Provenance(
         None if record.sources is None else texts_of(record.sources, record.texts or []),
@@ -119,7 +119,7 @@ def _to_float(value: Any) -> float | None:
 
 
 def _line(words: str, path: Path, depth: int = 0) -> list[Ancestor]:
-    """Returns the model at ``path``, which the user called ``words``, and its ancestors."""
+    """Returns the model at ``path``, given by the user as ``words``, and its ancestors."""
     on_hub = hub.is_remote(words)
     name = _name_from_path(words) or _name_from_path(str(path.absolute()))
     if on_hub:
@@ -128,18 +128,18 @@ def _line(words: str, path: Path, depth: int = 0) -> list[Ancestor]:
     with contextlib.suppress(UserError, OSError):  # The files can be missing or damaged.
         ancestors = _read_files(path, depth + 1).ancestors if depth < _MAX_ANCESTORS and path.is_dir() else []
     card = _front_matter(path)
-    license = card.get("license_name") or card.get("license") or "/"  # license_name is the name of the license "other".
+    license = card.get("license_name") or card.get("license") or "/"  # license_name names the license "other".
     return [Ancestor(name or "an unnamed model", on_hub, None if "/" in license else license), *ancestors]
 
 
 def _name_from_path(words: str) -> str:
-    """The name of a run, checkpoint or folder: the last part of its path that is not a step."""
+    """Returns the name of a run, checkpoint or folder: the last part of the path that is not a step."""
     parts = [part for part in re.split(r"[/\\]", _CHECKPOINT_SUFFIX.sub("", words)) if part.strip(".")]
     return next((part for part in reversed(parts) if not folder.is_step_name(part)), "")
 
 
 def _front_matter(path: Path) -> dict[str, str]:
-    """The simple values in the YAML of a model card. Empty if the card cannot be read."""
+    """Returns the simple values in a model card's YAML. Returns no values for an unreadable card."""
     try:
         text = read_regular(path / CARD, _MAX_CARD_BYTES).decode("utf-8-sig", "replace").replace("\r\n", "\n")
     except UserError:
@@ -149,10 +149,10 @@ def _front_matter(path: Path) -> dict[str, str]:
 
 
 def texts_of(sources: Sequence[Mapping[str, Any]], texts: Sequence[str] = ()) -> list[Text]:
-    """Groups a run's ``sources``: each corpus in ``texts`` is one text, other files are listed up to `_MAX_TEXTS`, and
-    the rest is one text."""
+    """Groups a run's ``sources`` into texts: one per corpus in ``texts``, one per other file up to `_MAX_TEXTS`, and
+    one for the rest."""
     corpora = [catalogue.corpus(name) for name in texts if name in catalogue.names()]
-    published = {f"{corpus.name}/{file.name}": corpus.homepage for corpus in corpora for file in corpus.all_files}
+    homepages = {f"{corpus.name}/{file.name}": corpus.homepage for corpus in corpora for file in corpus.all_files}
     groups: dict[str, list[Mapping[str, Any]]] = {corpus.name: [] for corpus in corpora}
     for source in sources:
         name = str(source.get("name"))
@@ -160,11 +160,11 @@ def texts_of(sources: Sequence[Mapping[str, Any]], texts: Sequence[str] = ()) ->
         group = group if group in groups else name
         is_listed = group in groups or len(groups) < _MAX_TEXTS
         groups.setdefault(group if is_listed else "more files", []).append(source)
-    return [joined(last_part(name), files, published) for name, files in groups.items() if files]
+    return [joined(last_part(name), files, homepages) for name, files in groups.items() if files]
 
 
 def joined(name: str, sources: Sequence[Mapping[str, Any]], published: Mapping[str, str] | None = None) -> Text:
-    """Combines files into one text. ``published`` maps names of files to their addresses."""
+    """Combines files into one text. ``published`` maps file names to homepages."""
     sizes = [source.get("bytes") for source in sources]
     known_sizes = [size for size in sizes if type(size) is int and size >= 0]
     checksums = [str(source.get("sha256")) for source in sources]
@@ -181,7 +181,7 @@ def joined(name: str, sources: Sequence[Mapping[str, Any]], published: Mapping[s
 
 
 def last_part(name: str) -> str:
-    """The last part of a path or address, without user, host and query."""
+    """Returns the last part of a path or address, without user, host and query."""
     path = name
     if "://" in name:
         path = re.split("[?#]", name.partition("://")[2])[0].partition("/")[2]

@@ -31,7 +31,7 @@ class Target:
 
     out: Path
     is_file: bool
-    type: str  # type of the matrices: a GGUF type or a dtype
+    type: str  # Type of the matrices: a GGUF type or a dtype.
     license: str | None
 
 
@@ -40,16 +40,16 @@ class Exported:
     """The result of an export."""
 
     out: Path
-    format: str  # "gguf" or "folder"
-    type: str  # type of the matrices
-    arch: str  # name in Transformers
+    format: str  # "gguf" or "folder".
+    type: str  # Type of the matrices.
+    arch: str  # Name in Transformers.
     bytes: int
     tensors: int
     vocab_size: int
-    loss_before: float | None  # nats per token on the text of --eval
+    loss_before: float | None  # Nats per token on the text of --eval.
     loss_after: float | None
     seconds: float
-    chat: bool  # whether it is a chat model
+    chat: bool  # Whether the model has a chat template.
 
 
 def find_target(out: str, config: ExportConfig) -> Target:
@@ -71,14 +71,14 @@ def find_target(out: str, config: ExportConfig) -> Target:
 
 
 def check(source: SourceModel, target: Target) -> None:
-    """Raises `UserError` for a model that the format doesn't support, and for a target inside a run or model."""
+    """Raises `UserError` for a model that the format doesn't support, or a target inside a run or model."""
     if target.is_file:
         gguf.check(source)
         gguf.import_gguf()
-    place, home = target.out.resolve(), source.path.resolve()
-    if home in place.parents:
+    out_path, home = target.out.resolve(), source.path.resolve()
+    if home in out_path.parents:
         raise UserError(f"{target.out} is inside the model's own folder", "choose a path outside it with -o")
-    if run_folder.is_step_name(place.name) and run_folder.is_run(place.parent):
+    if run_folder.is_step_name(out_path.name) and run_folder.is_run(out_path.parent):
         raise UserError(f"{target.out} would look like a checkpoint of that run", "choose another name with -o")
 
 
@@ -94,8 +94,8 @@ def stored(source: SourceModel, target: Target) -> Parameters:
 
 @contextlib.contextmanager
 def whole_or_nothing(target: Target) -> Iterator[None]:
-    """Creates the target's parent folders, and removes them after an error. A signal raises `Interrupted` immediately,
-    and a full disk `WorkError`."""
+    """Creates the target's parent folders, and removes them after an error. A signal raises `Interrupted` immediately.
+    A full disk raises `WorkError`."""
     new_folders = [parent for parent in target.out.absolute().parents if not parent.exists()]
     with StopSignal(at_once=True), disk_errors(target.out):
         try:
@@ -114,15 +114,15 @@ def whole_or_nothing(target: Target) -> Iterator[None]:
 def write(
     source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[str], on_bytes: OnBytes
 ) -> tuple[int, int]:
-    """Writes the target and returns its numbers of tensors and bytes. Raises OSError, and `UserError` for values that
-    its type cannot represent."""
+    """Writes the target and returns the numbers of tensors and bytes. Raises OSError, and `UserError` for values that
+    the type cannot represent."""
     sizes = {name: 4 * p.numel for name, p in named_parameters(source.config).items()}
-    unread = dict(sizes)
+    unread_sizes = dict(sizes)
 
     def read_counted(name: str) -> Tensor | Quantized:
         value = source.weights[name]()
-        unread.pop(name, None)
-        on_bytes(sum(sizes.values()) - sum(unread.values()), sum(sizes.values()))
+        unread_sizes.pop(name, None)
+        on_bytes(sum(sizes.values()) - sum(unread_sizes.values()), sum(sizes.values()))
         return value
 
     counted_source = replace(source, weights={name: partial(read_counted, name) for name in source.weights})

@@ -12,7 +12,7 @@ from gpt.runs import checkpoint, folder
 from gpt.runs.checkpoint import Parameters
 from gpt.text.tokenizer import Tokenizer
 
-_META_KEYS = ("step", "tokens_seen", "val_loss")  # keys of gpt.json
+_META_KEYS = ("step", "tokens_seen", "val_loss")  # Keys of gpt.json.
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class SourceModel:
     path: Path
     config: GPTConfig
     tokenizer: Tokenizer
-    weights: Parameters  # readers by `gpt` name, in the model's order
+    weights: Parameters  # Functions that read weights, by `gpt` name and in the model's order.
     provenance: Provenance = field(default_factory=Provenance)
-    saved: Mapping[str, Any] = field(default_factory=dict)  # values of `_META_KEYS` in gpt.json
+    saved: Mapping[str, Any] = field(default_factory=dict)  # Values of `_META_KEYS` in gpt.json.
 
 
 def open_source(path: Path, words: str = "") -> SourceModel:
-    """Opens the checkpoint at ``path``, which the user called ``words``. Raises like `checkpoint.load`."""
+    """Opens the checkpoint at ``path``, given by the user as ``words``. Raises the errors of `checkpoint.load`."""
     config, weights = checkpoint.open_weights(path)
     meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
     saved = {key: meta[key] for key in _META_KEYS if type(meta.get(key)) in (int, float)}

@@ -51,7 +51,7 @@ _DESCRIPTION_FILES = ("gpt.json", "manifest.json")
 
 def find_tokenizer(word: str) -> Tokenizer:
     """Returns a tokenizer by name, or from the path of a tokenizer, a Transformers folder or a run. Tries names first.
-    Raises `UserError` if there is none."""
+    Raises `UserError` if there is no tokenizer."""
     if word in named_tokenizers():
         return named_tokenizer(word)
     with reading(Path(word)):
@@ -106,8 +106,8 @@ def has_own(folder: Path, description: Any) -> bool:
 
 
 def read_own(folder: Path, description: Any, where: str) -> Tokenizer:
-    """Reads a tokenizer from ``folder``. ``description``: result of `describe`, from the file ``where``. Raises
-    `UserError` if the files do not match it."""
+    """Reads a tokenizer from ``folder``. ``description`` is the result of `describe` in the file ``where``. Raises
+    `UserError` if they do not match."""
     try:
         files = _read_kept(folder, [name for name in KEPT if name in description.get("files", [])])
         file = folder / (WHOLE if description.get("library") else RANKS)
@@ -137,8 +137,8 @@ def read_own(folder: Path, description: Any, where: str) -> Tokenizer:
 
 
 def _read_kept(folder: Path, names: Iterable[str], parsed: str = "") -> dict[str, bytes]:
-    """Reads the files to save unchanged. Raises `UserError` for a file that is too large, or not JSON. ``parsed`` names
-    a file whose JSON was checked before."""
+    """Reads the files to save unchanged. Raises `UserError` for a file that is too large or invalid JSON. ``parsed``
+    names a file whose JSON is already checked."""
     return {name: _read_json_bytes(folder / name, name == parsed) for name in names if (folder / name).is_file()}
 
 
@@ -149,7 +149,7 @@ def _read_json_bytes(path: Path, parsed: bool = False) -> bytes:
 
 
 def read_transformers(folder: Path) -> Tokenizer | None:
-    """Reads the tokenizer of a Transformers folder. Returns None if there is none."""
+    """Reads the tokenizer of a Transformers folder, or returns None."""
     tokenizer_json, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
     if tokenizer_json.is_file():
         return from_tokenizer_json(
@@ -172,8 +172,8 @@ def read_transformers(folder: Path) -> Tokenizer | None:
 
 
 def _complete(values: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Mapping[str, Any]:
-    """Completes a ``tokenizer.json`` as Transformers does. Adds the tokens that only the other ``files`` list or name,
-    makes end-of-text special, and applies ``add_prefix_space`` for GPT-2's and Qwen2's classes."""
+    """Completes a ``tokenizer.json`` as Transformers does. Adds the missing tokens of the other ``files``, makes
+    end-of-text special, and applies ``add_prefix_space`` for GPT-2's and Qwen2's classes."""
     config, names = (json.loads(files.get(name, b"{}")) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
     vocab, listed_tokens = values["model"]["vocab"], values.get("added_tokens") or []
     # Unigram's vocabulary is a list.
@@ -204,8 +204,8 @@ def _companion_tokens(
     size: int,
     where: str,
 ) -> list[dict[str, Any]]:
-    """Returns the tokens that only the files next to a ``tokenizer.json`` list or name, in the format of its
-    ``added_tokens``. As in Transformers, their ids come from ``vocab``, or are the next ids starting at ``size``."""
+    """Returns the tokens that are only in the files next to a ``tokenizer.json``, in the format of ``added_tokens``. As
+    in Transformers, ids come from ``vocab`` or continue at ``size``."""
     try:
         listed_tokens: dict[Any, Any] = config.get("added_tokens_decoder") or {}
         if not listed_tokens:
@@ -215,18 +215,18 @@ def _companion_tokens(
         for key in ("additional_special_tokens", "extra_special_tokens"):
             values = config.get(key)
             token_values += values.values() if isinstance(values, dict) else values if isinstance(values, list) else []
-        special = dict.fromkeys(word for token in token_values if (word := content(token)))
+        special_words = dict.fromkeys(word for token in token_values if (word := content(token)))
         tokens: dict[str, Any] = {
             token["content"]: token for _, token in sorted(listed_tokens.items(), key=lambda item: int(item[0]))
         }
         new_tokens: list[dict[str, Any]] = []
-        for word, token in (tokens | {word: {} for word in special if word not in tokens}).items():
+        for word, token in (tokens | {word: {} for word in special_words if word not in tokens}).items():
             if word in added:
                 continue
             id = vocab.get(word, size)
             size = max(size, id + 1)
             flags = {flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip")}
-            is_special = bool(token.get("special")) or word in special
+            is_special = bool(token.get("special")) or word in special_words
             normalized = bool(token.get("normalized", not is_special))
             new_tokens.append({"id": id, "content": word, **flags, "normalized": normalized, "special": is_special})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -256,7 +256,7 @@ def _read_settings(folder: Path) -> list[dict[str, Any]]:
 
 
 def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict[str, bytes]:
-    """Returns the kept or new files for tiktoken, the tokenizers library and Transformers, by name."""
+    """Returns kept or new files by name, for tiktoken, the tokenizers library and Transformers."""
     ranks = {RANKS: to_tiktoken(tokenizer.backend.ranks)} if isinstance(tokenizer.backend, ByteBPE) else {}
     if tokenizer.keeps_files:
         return {**tokenizer.files, **ranks}
@@ -269,28 +269,28 @@ def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict
 
 
 def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
-    """Returns a tokenizer with further special tokens, which get the next ids. Updates a kept ``tokenizer.json``;
-    without it, drops the kept files, and saving creates new files."""
-    new = {word: id for id, word in enumerate(words, tokenizer.vocab_size)}
+    """Returns a tokenizer with further special tokens, which get the next ids. Updates a kept ``tokenizer.json``.
+    Without one, drops the kept files, so saving creates new files."""
+    new_ids = {word: id for id, word in enumerate(words, tokenizer.vocab_size)}
     files, backend = dict(tokenizer.files), tokenizer.backend
-    if not new:
+    if not new_ids:
         return tokenizer
     if WHOLE in files:
         values = json.loads(files[WHOLE])
-        values["added_tokens"] = [*(values.get("added_tokens") or []), *_added_tokens(new)]
+        values["added_tokens"] = [*(values.get("added_tokens") or []), *_added_tokens(new_ids)]
         files[WHOLE] = json.dumps(values, ensure_ascii=False).encode()
-        files.pop("added_tokens.json", None)  # tokenizer.json has all added tokens.
+        files.pop("added_tokens.json", None)  # tokenizer.json contains all added tokens.
         config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
         if "added_tokens_decoder" in config:
             config["added_tokens_decoder"] |= {
                 str(token["id"]): {key: value for key, value in token.items() if key != "id"}
-                for token in _added_tokens(new)
+                for token in _added_tokens(new_ids)
             }
             files[TOKENIZER_CONFIG] = to_json(config)
         backend = Library(files[WHOLE], values) if isinstance(backend, Library) else backend
     else:
         files = {}
-    return replace(tokenizer, backend=backend, specials={**tokenizer.specials, **new}, files=files)
+    return replace(tokenizer, backend=backend, specials={**tokenizer.specials, **new_ids}, files=files)
 
 
 def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -304,8 +304,8 @@ def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes ``folder`` atomically, for `find_tokenizer` and Transformers. Raises `UserError` if it exists, `WorkError`
-    if it cannot be written."""
+    """Writes ``folder`` atomically, for `find_tokenizer` and Transformers. Raises `UserError` for an existing folder,
+    `WorkError` if writing fails."""
     check_new(folder, NEW)
     description: Mapping[str, Any] = {"format": FORMAT, "tokenizer": describe(tokenizer)}
     files = {**tokenizer_files(tokenizer), "gpt.json": to_json(description)}
@@ -317,12 +317,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Returns the last merge, a pair, of each token of two or more bytes, ordered by rank. A token that merging its
-    bytes never produces has no pair.
+    """Returns each token's last merge as a pair, ordered by rank. Single bytes, and tokens that merging never produces,
+    have no pair.
 
-    tiktoken merges the neighbors whose token has the lowest rank, leftmost first. When it merges neighbors ``a`` and
-    ``b`` in a text, their bytes have seen the same merges as the separate text ``a + b``. No other pair ever produces
-    this token, so these pairs are equivalent to the ranks.
+    tiktoken merges the neighbors whose token has the lowest rank, leftmost first. When it merges ``a`` and ``b`` in any
+    text, earlier merges of their bytes were the same as in the text ``a + b``. So no other pair produces this token,
+    and the pairs are equivalent to the ranks.
     """
     pairs = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
@@ -378,8 +378,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[str, Any]:
-    """Returns ``tokenizer_config.json``. ``block_size``: context length, if known. Only GPT-2's pattern is saved as
-    GPT2Tokenizer, because transformers 5 would replace any other pattern."""
+    """Returns ``tokenizer_config.json``. ``block_size`` is the context length, if known. Only GPT-2's pattern gets the
+    class GPT2Tokenizer, because transformers 5 would replace any other pattern."""
     gpt2 = tokenizer.pattern == GPT2_PATTERN
     return {
         "tokenizer_class": "GPT2Tokenizer" if gpt2 else "PreTrainedTokenizerFast",
@@ -399,9 +399,9 @@ def from_tokenizer_json(
     files: Mapping[str, bytes] | None = None,
     settings: Sequence[Mapping[str, Any]] = ({}, {}, {}),
 ) -> Tokenizer:
-    """Reads a ``tokenizer.json``. tiktoken runs it if `to_tokenizer_json` would write the same, as for GPT-2; otherwise
-    the tokenizers library does. ``files`` are kept; ``settings``: see `_read_settings`. Raises `UserError` if the
-    library cannot run it."""
+    """Reads a ``tokenizer.json``. The backend is tiktoken if `to_tokenizer_json` would write the same tokenizer, as for
+    GPT-2, otherwise the tokenizers library. Keeps ``files``. ``settings`` come from `_read_settings`. Raises
+    `UserError` for an unsupported file."""
     files = files or {}
     try:
         full_values = _complete(values, files, where)
@@ -453,8 +453,8 @@ def _create_tokenizer(
     where: str,
     files: Mapping[str, bytes],
 ) -> Tokenizer:
-    """Creates a tokenizer. The end tokens come from the first of ``settings`` that names any. ``<|endoftext|>`` takes
-    precedence among them."""
+    """Creates a tokenizer. The end tokens come from the first configuration in ``settings`` that has any. Among these,
+    ``<|endoftext|>`` takes precedence."""
     ends = next((ids for config in settings if (ids := _end_ids(config, {**specials, **words}, backend.pieces))), [])
     if not ends:
         if END_OF_TEXT not in specials and len(specials) != 1:
@@ -465,16 +465,16 @@ def _create_tokenizer(
         ends = [specials[END_OF_TEXT]] if END_OF_TEXT in specials else list(specials.values())
     eot = specials.get(END_OF_TEXT, -1)
     eot = eot if eot in ends else ends[0]
-    special = {word: id for word, id in {**specials, **words}.items() if word in specials or id in ends}
-    plain_words = {word: id for word, id in words.items() if word not in special}
-    eot_token = next(word for word, id in special.items() if id == eot)
-    others = {word: id for word, id in special.items() if word != eot_token}
-    return Tokenizer("bpe", backend, eot, eot_token, others, plain_words, bos, frozenset(ends) - {eot}, files)
+    special_ids = {word: id for word, id in {**specials, **words}.items() if word in specials or id in ends}
+    plain_words = {word: id for word, id in words.items() if word not in special_ids}
+    eot_token = next(word for word, id in special_ids.items() if id == eot)
+    other_ids = {word: id for word, id in special_ids.items() if word != eot_token}
+    return Tokenizer("bpe", backend, eot, eot_token, other_ids, plain_words, bos, frozenset(ends) - {eot}, files)
 
 
 def _end_ids(settings: Mapping[str, Any], added: Mapping[str, int], pieces: Mapping[int, bytes]) -> list[int]:
-    """Returns a configuration's end ids, given as ids or as a word, with added tokens first. Returns no ids unless one
-    is an added token, because many configurations of other vocabularies contain GPT-2's 50256."""
+    """Returns a configuration's end ids, added tokens first. Returns no ids unless one is an added token, because
+    configurations of other vocabularies often contain GPT-2's 50256."""
     value = settings.get("eos_token_id")
     if value is not None:
         ids = value if isinstance(value, list) else [value]
@@ -494,7 +494,7 @@ def content(token: Any) -> str:
 
 def _bos_id(values: Mapping[str, Any]) -> int | None:
     """Returns the id that the post-processor puts before a text. Ignores ``add_bos_token`` of
-    ``tokenizer_config.json``, as transformers 5 does. Raises `UserError` if there are several ids."""
+    ``tokenizer_config.json``, as transformers 5 does. Raises `UserError` for several ids."""
     for step in steps(values.get("post_processor"), "processors"):
         if step.get("type") in ("BertProcessing", "RobertaProcessing"):
             return int(step["cls"][1])
@@ -511,13 +511,12 @@ def _bos_id(values: Mapping[str, Any]) -> int | None:
 
 
 def _as_byte_bpe(library: Library, added: Collection[str]) -> ByteBPE | None:
-    """Returns a byte-level BPE if the file has GPT-2's pattern and the merges that `merging_pairs` gives for its
-    vocabulary, otherwise None."""
+    """Returns a byte-level BPE if the file has GPT-2's pattern and the merges of `merging_pairs`, otherwise None."""
     if library.pattern != GPT2_PATTERN or library.values.get("normalizer"):
         return None
     model = library.values["model"]
     if len({bool(token.get("normalized")) for token in library.values["added_tokens"]}) > 1:
-        return None  # The library finds these two kinds of tokens in separate passes.
+        return None  # The library finds normalized and other added tokens in separate passes.
     ranks = byte_ranks(model["vocab"], added)
     if ranks is None or any(bytes([byte]) not in ranks for byte in range(256)):
         return None
@@ -527,8 +526,8 @@ def _as_byte_bpe(library: Library, added: Collection[str]) -> ByteBPE | None:
 
 
 def byte_ranks(vocab: Mapping[str, int], added: Collection[str]) -> dict[bytes, int] | None:
-    """Returns token bytes and ids, without the ``added`` tokens. Returns None unless all tokens are written in GPT-2's
-    byte characters."""
+    """Returns token bytes and ids, without ``added`` tokens. Returns None if a token is not in GPT-2's byte
+    characters."""
     try:
         ranks = {bytes(map(BYTES.__getitem__, token)): id for token, id in vocab.items() if token not in added}
     except KeyError:

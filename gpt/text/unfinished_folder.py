@@ -1,4 +1,4 @@
-"""Unfinished token folders, written slice by slice so that a resume skips finished slices.
+"""Unfinished token folders. They are written slice by slice, so a resume can skip finished slices.
 
 The first line of ``progress.jsonl`` records the folder's provenance; each later line is a finished slice.
 """
@@ -39,8 +39,8 @@ _HINT = "tokenize into another folder, with --out"
 
 @dataclass
 class Item:
-    """Texts that are encoded together, and the data to record if a slice ends here. ``begins``: whether each text
-    starts a document."""
+    """Texts to encode together, and data to record if a slice ends with this item. ``begins`` is True for texts that
+    start a document."""
 
     group: int
     number: int  # Position in the group, starting at 1.
@@ -67,7 +67,7 @@ class Slice:
 
     group: Count
     slice: Count
-    items: Count  # Items of the group up to the end of this slice.
+    items: Count  # Items of the group up to this slice.
     last: bool
     shards: list[ShardRecord]
     sources: list[SourceRecord]
@@ -109,8 +109,8 @@ class ShardWriter:
         self._items: list[tuple[Item, EncodedItem]] = []
 
     def add(self, item: Item, encoded: EncodedItem) -> None:
-        """Adds the next item, and writes the slice if it is complete. Raises `WorkError` if the disk is full."""
-        item.texts.clear()  # Frees memory: a slice has 64 MB of text or more.
+        """Adds the next item, and writes the slice when complete. Raises `WorkError` if the disk is full."""
+        item.texts.clear()  # Frees memory, because a slice has 64 MB of text or more.
         self._items.append((item, encoded))
         if (
             item.last
@@ -120,12 +120,12 @@ class ShardWriter:
                 self._write(item)
             self._items = []
 
-    def _write(self, last: Item) -> None:
+    def _write(self, last_item: Item) -> None:
         sides = [side for side in SIDES if any(side in encoded.ids for _, encoded in self._items)]
-        index = self.progress.count(last.group)
-        shards = [self._write_shard(side, last.group, index) for side in sides]
+        index = self.progress.count(last_item.group)
+        shards = [self._write_shard(side, last_item.group, index) for side in sides]
         sources = [source for item, _ in self._items for source in item.sources]
-        new_slice = Slice(last.group, index, last.number, last.last, shards, sources, last.counts)
+        new_slice = Slice(last_item.group, index, last_item.number, last_item.last, shards, sources, last_item.counts)
         with (self.folder / PROGRESS).open("ab") as file:
             file.write(_json_line(asdict(new_slice)))
             file.flush()
@@ -155,7 +155,7 @@ def locked(out: Path) -> Iterator[None]:
     """Locks the folder for this process. Raises `UserError` if another process has locked it."""
     with files.locked(out, "wait for it, or choose another --out"):
         yield
-        with contextlib.suppress(OSError):  # Another process might have removed or locked it.
+        with contextlib.suppress(OSError):  # Another process might have removed or locked the file.
             (out / files.LOCK).unlink()
 
 
@@ -173,8 +173,7 @@ def provenance(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | No
 
 
 def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Mapping[str, bytes]) -> None:
-    """Creates the folder with the tokenizer's files and a progress line with the provenance ``about`` and the
-    sources."""
+    """Creates the folder with the tokenizer's files, and a progress line with provenance and sources."""
     sources = [[source.name, source.size, source.time] for source in corpus.sources]
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -193,10 +192,10 @@ def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tok
         old, sources = folder.manifest, [[source.name, source.size, source.time] for source in folder.sources()]
     else:
         old, sources = (_read_header(out)[key] for key in ("about", "sources"))
-    temporary = next((source.name for source in corpus.sources if source.temporary), None)
-    if temporary is not None:
+    temporary_name = next((source.name for source in corpus.sources if source.temporary), None)
+    if temporary_name is not None:
         raise UserError(
-            f"{out} already exists, and {temporary} cannot be compared with the text it was made from",
+            f"{out} already exists, and {temporary_name} cannot be compared with the text it was made from",
             "put the text in a file, or choose another --out",
         )
     tokenizer = read_own(out, old.get("tokenizer"), str(out / (MANIFEST if is_finished else PROGRESS)))
@@ -225,8 +224,8 @@ def _read_header(out: Path) -> dict[str, Any]:
 
 def read_progress(out: Path, about: Mapping[str, Any]) -> FinishedSlices:
     """Returns the finished slices of a folder started with the same text and settings, and deletes leftover files.
-    Drops a slice with missing shards and all later slices of its group. If the settings for bad text changed, drops
-    every unfinished group, because its items can change."""
+    Drops a slice with missing shards, and all later slices of the group. If the settings for bad text changed, drops
+    all unfinished groups, because their items can change."""
     header = _read_header(out)
     progress = FinishedSlices()
     has_dropped = False
@@ -277,7 +276,8 @@ def _has_shards(out: Path, finished_slice: Slice) -> bool:
 
 
 def _check_sources(out: Path, old: list[list[Any]], corpus: Corpus, share: tuple[int, int] | None) -> None:
-    """Compares names, sizes and modification times of the sources, or only of ``share`` if given."""
+    """Raises `UserError` if names, sizes or modification times of the sources (only those in ``share``, if given)
+    changed."""
     i, n = share or (1, 1)
     old_sources = {name: rest for name, *rest in old}
     for number in (number for group in corpus.groups[i - 1 :: n] for number in group):

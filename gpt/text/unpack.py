@@ -30,7 +30,7 @@ class Source:
 
     name: str  # Path, URL, "stdin" or "pydocs/with". The suffix determines the format.
     size: int  # Stored size in bytes.
-    time: int  # Modification time in nanoseconds since 1970; 0 if unknown.
+    time: int  # Modification time in nanoseconds since 1970, or 0 if unknown.
     open: Callable[[], BinaryIO]  # Opens a new stream at the first byte.
     temporary: bool = False  # Standard input or a pipe, copied to disk for this process.
     lines: bool = False  # Whether rows are lines of one text instead of documents.
@@ -48,7 +48,7 @@ OnBytes = Callable[[int], None]  # Called with the number of stored bytes read s
 
 
 class StreamError(UserError):
-    """A damaged or unreadable stream. ``name``: the file's name."""
+    """A damaged or unreadable stream. ``name`` is the file's name."""
 
     def __init__(self, name: str, message: str, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -78,8 +78,8 @@ def translated(to_error: Callable[[Exception], UserError]) -> Iterator[None]:
 
 
 class ByteStream(io.RawIOBase):
-    """Wraps another stream. Reads can be short, because all bytes before a damaged byte are returned. ``to_error``
-    converts exceptions of ``inner``. ``on_read`` is called with the size of each read."""
+    """A wrapped stream. Reads can be short, because bytes before damage are still returned. ``to_error`` converts
+    exceptions of ``inner``. ``on_read`` is called with the size of each read."""
 
     def __init__(
         self, inner: Any, to_error: Callable[[Exception], UserError], on_read: OnBytes | None = None,
@@ -93,7 +93,7 @@ class ByteStream(io.RawIOBase):
         self._to_close = (inner, *close)
 
     def readinto(self, buffer: Any, /) -> int:
-        """Reads into a buffer. Returns the number of bytes, 0 only at the end."""
+        """Reads into a buffer. Returns the number of bytes, which is 0 only at the end."""
         with translated(self.to_error):
             data: bytes = self._read(len(buffer))
         buffer[: len(data)] = data
@@ -156,8 +156,8 @@ def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
 
 
 class Copy:
-    """A copy of a stream in an unnamed temporary file, which lives as long as this object or its streams. Raises
-    `WorkError` if the disk is full."""
+    """A copy of a stream in a temporary file that exists as long as this object or its streams. Raises `WorkError` if
+    the disk is full."""
 
     def __init__(self, name: str, stream: ByteStream) -> None:
         self.name = name
@@ -172,7 +172,7 @@ class Copy:
         self.size = self._file.tell()
 
     def open(self) -> ByteStream:
-        """Opens the copy. All streams have independent positions, even in forked processes."""
+        """Opens the copy. Each stream has an independent position, even in forked processes."""
         view = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else io.BytesIO()
         return ByteStream(view, partial(damaged, self.name), seekable=True)
 
@@ -217,7 +217,8 @@ def gunzip(name: str, packed: ByteStream) -> ByteStream:
 
 
 def unzstd(name: str, packed: ByteStream) -> ByteStream:
-    """Decompresses Zstandard with any number of frames. Before Python 3.14, raises `WorkError` without the package."""
+    """Decompresses Zstandard with any number of frames. Before Python 3.14, raises `WorkError` without
+    backports.zstd."""
     try:
         if sys.version_info >= (3, 14):
             import compression.zstd as zstd
@@ -265,7 +266,7 @@ def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
 
 
 def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
-    """Yields the regular files of a ``.tar`` that are not hidden. The caller must read each before the next."""
+    """Yields the regular files of a ``.tar`` that are not hidden. The caller must read each file before the next."""
 
     def open_member(info: tarfile.TarInfo, name: str) -> ByteStream:
         return ByteStream(members.extractfile(info), partial(damaged, archive.name))
@@ -276,7 +277,7 @@ def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
         tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_StrictHeader) as members,
     ):
         while (info := members.next()) is not None:
-            members.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all headers.
+            members.members.clear()  # type: ignore[attr-defined]  # tarfile would store all headers.
             if info.isreg() and not _is_hidden(info.name):
                 yield _member(archive, info.name, partial(open_member, info), reopenable=False)
         while stream.read(BUFFER):  # The checksum of a compressed archive is at its end.
@@ -284,7 +285,7 @@ def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
 
 
 class _StrictHeader(tarfile.TarInfo):
-    """A header that raises an error if damaged. `tarfile` treats a damaged header as the end."""
+    """A header that raises an error if damaged. `tarfile` treats damage as the end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_StrictHeader":

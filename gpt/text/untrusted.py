@@ -16,18 +16,18 @@ from gpt.errors import UserError
 
 T = TypeVar("T")
 
-MAX_GROWTH = 32  # Ratio of characters after and before: 2 in Llama's normalizer, 18 in SentencePiece's NFKC.
-MOST_CHARACTERS = 2**26  # Characters of a text after growth. The library needs some 110 bytes for each.
-MAX_STEPS = 100  # Steps of a normalizer or decoder. Each step reads the text once.
+MAX_GROWTH = 32  # Maximum growth factor of a text: Llama's normalizer needs 2, SentencePiece's NFKC 18.
+MOST_CHARACTERS = 2**26  # Maximum characters after growth. The library needs about 110 bytes per character.
+MAX_STEPS = 100  # Maximum steps of a normalizer or decoder. Each step reads the text once.
 MAX_AFFIX = 64  # Characters of the prefix or suffix that a model adds to word parts.
 MAX_UNTIMED = 256  # Shorter texts have no time limit: starting a thread would take as long as tokenizing them.
-SHORT_IF_LINEAR = 100_000  # The same for tokenizers with linear run time.
+SHORT_IF_LINEAR = 100_000  # `MAX_UNTIMED` for tokenizers with linear run time.
 SECONDS, RATE = 20.0, 20_000  # Limit of 20 s plus 1 s per 20,000 characters: 1/50 of the usual throughput.
 _HINT = "use another --tokenizer or model; this one may be damaged or hostile"
 
 
 def steps(part: Any, key: str) -> list[dict[str, Any]]:
-    """Returns the steps of a normalizer, pre-tokenizer or decoder, and flattens Sequences."""
+    """Returns the steps of a normalizer, pre-tokenizer or decoder, with Sequences flattened."""
     if not isinstance(part, dict):
         return []
     if part.get("type") != "Sequence":
@@ -37,7 +37,7 @@ def steps(part: Any, key: str) -> list[dict[str, Any]]:
 
 def check(values: Mapping[str, Any]) -> int:
     """Returns the maximum growth factor of the normalizer of a ``tokenizer.json``. Raises `UserError` if the normalizer
-    or decoder exceeds `MAX_GROWTH`, or a part has an unreasonable size."""
+    or decoder exceeds `MAX_GROWTH` or `MAX_STEPS`, or an affix exceeds `MAX_AFFIX`."""
     max_growth = 1
     for name, key in (("normalizer", "normalizers"), ("decoder", "decoders")):
         step_list = steps(values.get(name), key)
@@ -64,8 +64,8 @@ def check(values: Mapping[str, Any]) -> int:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """Returns the maximum growth factor of a step. Normal forms, lower case and similar steps count as 1: only rare
-    characters grow, and only a little."""
+    """Returns the maximum growth factor of a step. Normal forms, lower case and similar steps count as 1, because only
+    rare characters grow, and only a little."""
     if step.get("type") == "Prepend":
         return 1 + len(str(step.get("prepend", "")))  # The worst case is a text of one character.
     if step.get("type") == "Precompiled":
@@ -84,12 +84,13 @@ def _longest_replacement(charsmap: str) -> int:
         data = base64.b64decode(charsmap)
         texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
         return max(1, *(len(text.decode("utf-8", "replace")) for text in texts))
-    return 1  # The library refuses an invalid table.
+    return 1  # The library rejects an invalid table.
 
 
 def timed(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
-    """Calls ``work``, native code for a text of ``size`` characters, in a thread, so that Ctrl-C works and the call can
-    be abandoned. Raises `UserError` if risky work takes too long, and any exception of ``work``."""
+    """Calls ``work``, native code for a text of ``size`` characters. Unless the text is short, uses a thread that
+    Ctrl-C or the time limit can abandon. Raises `UserError` if risky work takes too long, and any exception of
+    ``work``."""
     if size <= MAX_UNTIMED:
         return work()
     future = Future[T]()
@@ -111,12 +112,12 @@ def timed(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
 
 
 _stderr_lock = threading.Lock()
-_silent_count, _saved_stderr = 0, -1  # Active `silent` contexts, and the saved stderr.
+_silent_count, _saved_stderr = 0, -1  # Number of active `silent` contexts, and the saved stderr.
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Hides Rust's panic message from stderr. gpt reports the panic as an error."""
+    """Hides Rust's panic messages on stderr, because gpt reports panics as errors."""
     global _silent_count, _saved_stderr
     with _stderr_lock:
         if not _silent_count:
