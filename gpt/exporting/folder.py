@@ -65,7 +65,7 @@ def _convert(name: str, parameter: Parameter, get: Callable[[], Tensor | Quantiz
 
 
 def restored(config: GPTConfig, name: str, value: Tensor | Quantized, dtype: str) -> Tensor | Quantized:
-    """Returns a parameter as read back from a folder in ``dtype``."""
+    """Returns a parameter after a round trip through a folder in ``dtype``."""
     if dtype in quantized.BITS:
         return quantized.rounded(named_parameters(config)[name], value, quantized.BITS[dtype])
     return whole(value).to(DTYPES[dtype]).float()

@@ -123,7 +123,7 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
     tensors = _file_tensors(source.config, kind)
     header = _build_header(source, kind, name, license, [tensor for group in tensors.values() for tensor in group])
     unscaled = replace(source.config, rope_scaling=None)
-    factors = lambda: rotary_rates(unscaled) / rotary_rates(source.config)  # Divisors of the frequencies, (D / 2).
+    factors = lambda: rotary_rates(unscaled) / rotary_rates(source.config)  # Divisors of RoPE frequencies, (D / 2).
     weights: Parameters = {**source.weights, _ROPE_FREQS: factors}
 
     def pieces() -> Iterator[bytes | memoryview]:
@@ -144,7 +144,7 @@ def _build_header(source: SourceModel, kind: str, name: str, license: str | None
     gguf, config = import_gguf(), source.config
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
     writer.add_type(gguf.GGUFType.MODEL)
-    if not re.search("phi-?3", name, re.IGNORECASE):  # llama.cpp would fail to find Phi-3's special tokens.
+    if not re.search("phi-?3", name, re.IGNORECASE):  # For Phi-3 names, llama.cpp requires Phi-3's special tokens.
         writer.add_name(name)
     if license is not None:
         writer.add_license(license)
@@ -171,7 +171,7 @@ def _build_header(source: SourceModel, kind: str, name: str, license: str | None
         nbytes = math.prod(gguf.quants.quant_shape_to_byte_shape(tensor.shape, tensor_type))
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), nbytes, tensor_type)
     file = io.BytesIO()
-    writer.fout, writer.state = [file], type(writer.state).EMPTY  # The writer would open a file by name.
+    writer.fout, writer.state = [file], type(writer.state).EMPTY  # Keeps the writer from opening a file.
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -214,7 +214,7 @@ def _encode_q4_0(name: str, value: Tensor | Quantized) -> Array:
 
 
 def restored(config: GPTConfig, name: str, value: Tensor | Quantized, kind: str) -> Tensor:
-    """Returns a parameter in float32, as read back from a file with matrices of type ``kind``."""
+    """Returns a parameter in float32, after a round trip through a file with matrices of type ``kind``."""
     gguf = import_gguf()
     own_kind = _parameter_kind(named_parameters(config)[name], kind)
     values = gguf.quants.dequantize(_encode(name, value, own_kind), gguf.GGMLQuantizationType[own_kind.upper()])

@@ -2,7 +2,7 @@
 
 llama.cpp gives the same ids with three rare exceptions (tests/exporting/test_llama_cpp.py). It doesn't recognize the
 4,382 letters and digits that are new in Unicode 16. With the patterns of Llama 3 and Qwen, it doesn't split off 's if
-the s is U+017F. If added words overlap, it finds the longest first, `gpt` the leftmost.
+the s is U+017F. If added words overlap, it finds the longest first; `gpt` finds the leftmost.
 """
 
 import re
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 HINT = "export a folder instead: -o without .gguf"
 
-# llama.cpp's name of each pattern (src/llama-vocab.cpp). Its o200k pattern splits one text in twenty differently.
+# llama.cpp's name of each pattern (src/llama-vocab.cpp). Its pattern for o200k splits 1 in 20 texts differently.
 _PATTERN_NAMES = {
     backtracking(GPT2_PATTERN): "gpt-2",
     OLD_GPT2_PATTERN: "gpt-2",

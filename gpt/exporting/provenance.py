@@ -34,7 +34,7 @@ _LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 
 @dataclass(frozen=True)
 class Text:
-    """One or several text files. ``sha256`` is of the UTF-8 text, and known only for a single file."""
+    """One or several text files. ``sha256`` is the checksum of a single file's UTF-8 text."""
 
     name: str
     files: Count = 1
@@ -102,7 +102,7 @@ def _from_run(record: RunRecord, path: Path, depth: int) -> Provenance:
     settings |= {"dtype": record.compute.dtype} if record.compute else {}
     settings |= {kind: True for kind in ("pairs", "chat") if record.settings and record.settings.get(kind)}
     if record.init is not None:
-        settings.pop("preset")  # For a fine-tuned model, this is only the preset of nearest size.
+        settings.pop("preset")  # Fine-tuning records only the preset of nearest size.
     is_best = result.get("checkpoint") == path.name
     return Provenance(
         None if record.sources is None else texts_of(record.sources, record.texts or []),

@@ -83,7 +83,7 @@ def check(source: SourceModel, target: Target) -> None:
 
 
 def stored(source: SourceModel, target: Target) -> Parameters:
-    """Returns the weights as they will be read back from the target."""
+    """Returns the weights after a round trip through the target."""
     restored = gguf.restored if target.is_file else folder.restored
 
     def get(name: str) -> Tensor | Quantized:

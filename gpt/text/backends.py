@@ -219,7 +219,7 @@ class Library:
         return not self.pattern and (b'"Regex"' in self.data or self.values["model"].get("type") == "WordPiece")
 
     def offsets(self, text: str) -> tuple[Int64s, Int64s]:
-        """Returns the start and end characters of the tokens of ``text``. Special tokens are recognized."""
+        """Returns the start and end of each token of ``text``, in characters. Recognizes special tokens."""
         self._tokenizer.encode_special_tokens = False
         spans = self._encode_batch(self._tokenizer, [text], self._tokenizer.encode_batch)[0].offsets
         starts, ends = np.array(spans, np.int64).reshape(-1, 2).T
@@ -299,7 +299,7 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-# Replacements in each token by a WordPiece decoder with ``cleanup``.
+# Replacements that a WordPiece decoder with ``cleanup`` makes in each token.
 _CLEANUP = {
     " .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " do not": " don't",
     " 's": "'s", " 've": "'ve", " 're": "'re",
@@ -352,10 +352,10 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
 
 
 def byte_characters() -> dict[int, str]:
-    """Returns GPT-2's character for each byte: the same code point if visible, otherwise the next from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+    """Returns GPT-2's byte characters. Visible Latin-1 characters stay; other bytes map to U+0100 onward."""
+    visible_bytes = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other_bytes = [byte for byte in range(256) if byte not in visible_bytes]
+    return {byte: chr(byte) for byte in visible_bytes} | {byte: chr(0x100 + i) for i, byte in enumerate(other_bytes)}
 
 
 _BYTE_CHARACTERS = byte_characters()

@@ -1,7 +1,7 @@
 """Finds safe places to cut a document, so documents of any size can be tokenized in parts.
 
-A tokenizer's pattern splits text into pieces, and BPE merges each piece separately. A cut between two pieces changes
-no id unless a match looks across it, as ``\\s+(?!\\S)`` does. If the pattern is unknown, documents are encoded whole.
+A tokenizer's pattern splits text into pieces, and BPE merges each piece separately. A cut between two pieces changes no
+id unless a match looks beyond the cut, as ``\\s+(?!\\S)`` does. If the pattern is unknown, documents are encoded whole.
 """
 
 import re

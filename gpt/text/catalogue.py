@@ -81,7 +81,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def corpus(name: str) -> CatalogueEntry:
-    """Returns the entry called ``name``. Raises `UserError` if there is none."""
+    """Returns the entry called ``name``. Raises `UserError` for an unknown name."""
     if name not in names():
         raise UserError(f'there is no corpus "{name}"', did_you_mean(name, names()))
     values = describe(name)

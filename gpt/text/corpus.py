@@ -190,7 +190,7 @@ def _find_bound(sources: Sequence[Source], config: ReadConfig, fraction: float, 
 
 
 class TextSample(Iterator[str]):
-    """About ``limit`` bytes, sampled evenly from a text of about ``total`` bytes. A shorter text is complete."""
+    """About ``limit`` bytes, sampled evenly from a text of about ``total`` bytes. Shorter texts are used in full."""
 
     def __init__(self, chunks: Iterable[Chunk], total: int, limit: int) -> None:
         self.seen = self.taken = 0  # Bytes of the text and the sample so far.

@@ -159,7 +159,7 @@ class Reader:
         self._joins_rows = source.lines
         max_size = 0
 
-        def report_progress(size: int) -> None:  # `_read_complete` can read a file twice.
+        def report_progress(size: int) -> None:  # Never decreases, even if a file is read twice.
             nonlocal max_size
             max_size = max(max_size, size)
             on_bytes(max_size)

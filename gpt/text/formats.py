@@ -593,7 +593,7 @@ class Table(Records[list[str]]):
         # Surrogates preserve invalid bytes, because only the selected fields must be valid.
         text = line.decode(self.encoding.name, "surrogateescape")
         if not self._row_size:
-            text = text.lstrip("\ufeff")  # A byte-order mark in another encoding.
+            text = text.lstrip("\ufeff")  # Removes a byte-order mark in another encoding.
         self._row_size += len(text)
         if self._row_size > MAX_RECORD:
             raise self._too_long(self._last_line)

@@ -312,7 +312,7 @@ def _remote_files(fs: Any, path: str, address: str) -> Iterator[tuple[str, Mappi
     for name, info in entries.items():
         if info["type"] == "file" or (len(entries) == 1 and info["type"] != "directory"):
             yield name, info
-        if info["type"] != "directory":  # A file, a pipe or a broken link.
+        if info["type"] != "directory":  # This is a file, a pipe or a broken link.
             continue
         for file, file_info in fs.find(name, detail=True).items():
             if file_info["type"] == "file" and not any(

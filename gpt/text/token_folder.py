@@ -252,7 +252,7 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
 
 
 def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
-    """Raises `UserError` if parts overlap: parts of the same text never do."""
+    """Raises `UserError` if parts overlap: parts of the same text never overlap."""
     hint = "create all parts from the same text"
     groups: dict[str, int] = {}
     for source in sources:

@@ -29,7 +29,7 @@ CHAT_TEMPLATE = "chat_template.jinja"
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
 LONGEST_LEARNT = 64  # Maximum characters of a trained token. Longer tokens would be lines of dashes, and slow to merge.
 
-# Longer runs of one kind of character. The lookbehind allows a match only at the start of a run, for linear time.
+# Runs longer than `LONGEST_LEARNT`. The lookbehind allows a match only at the start of a run, for linear time.
 _LONG_RUNS = [
     re.compile(rf"(?<!{kind}){kind}{{{LONGEST_LEARNT + 1},}}")
     for kind in (r"[^\W_]", rf"[^a-zA-Z0-9{SPACES}]", f"[{SPACES}]")
@@ -240,7 +240,7 @@ class Tokenizer:
         return digest.hexdigest()
 
     def gives_the_ids_of(self, other: "Tokenizer") -> bool:
-        """Whether the fingerprints are equal. Between backends, equal patterns and tokens are enough, because an older
+        """Whether the fingerprints are equal. Across backends, equal patterns and tokens are enough, because an older
         gpt ran more vocabularies in tiktoken."""
         self_values, other_values = (
             (tokenizer.pattern, tokenizer.eot, tokenizer.bos, tokenizer._added_tokens, tokenizer._token_bytes)

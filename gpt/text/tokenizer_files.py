@@ -453,8 +453,8 @@ def _create_tokenizer(
     where: str,
     files: Mapping[str, bytes],
 ) -> Tokenizer:
-    """Creates a tokenizer. The end tokens come from the first configuration in ``settings`` that has any. Among these,
-    ``<|endoftext|>`` takes precedence."""
+    """Creates a tokenizer. The first configuration in ``settings`` with end tokens applies, and ``<|endoftext|>`` takes
+    precedence."""
     ends = next((ids for config in settings if (ids := _end_ids(config, {**specials, **words}, backend.pieces))), [])
     if not ends:
         if END_OF_TEXT not in specials and len(specials) != 1:

@@ -67,7 +67,7 @@ class Slice:
 
     group: Count
     slice: Count
-    items: Count  # Items of the group up to this slice.
+    items: Count  # Cumulative items of the group, including this slice.
     last: bool
     shards: list[ShardRecord]
     sources: list[SourceRecord]

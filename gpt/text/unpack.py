@@ -181,7 +181,7 @@ class Copy:
 class PackedFile:
     """A source or archive member, possibly compressed."""
 
-    name: str  # For errors: "texts.zip/one.txt.gz".
+    name: str  # Name for errors, such as "texts.zip/one.txt.gz".
     kind: str  # Lower-case name without the suffixes unpacked so far.
     open: Callable[[], ByteStream]
     reopenable: bool = True
@@ -293,7 +293,7 @@ class _StrictHeader(tarfile.TarInfo):
         try:
             info = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if not buf.strip(b"\0"):  # The end of the archive.
+            if not buf.strip(b"\0"):  # This is the end of the archive.
                 raise
             raise tarfile.ReadError(str(error)) from None
         if info.type in _EXTENDED_TYPES and info.size > HEADER_LIMIT:

@@ -20,7 +20,7 @@ def learn(
     listen: Listener = lambda event: None,
 ) -> tuple[Tokenizer, TextSample]:
     """Trains a vocabulary on texts. Returns the tokenizer and the training sample."""
-    check_specials(specials)  # Fails before any text is read.
+    check_specials(specials)  # Fail before reading any text.
     corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
     total = min(config.sample_bytes, corpus.found.bytes)
     sample = TextSample(corpus.training_text(), corpus.found.bytes, config.sample_bytes)
