@@ -30,9 +30,9 @@ MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Larger weights are sharded into files of at most this many bytes, with an index, as in Transformers.
 MOST_BYTES = 5_000_000_000
 _PART = re.compile(r"h\.\d+|\w+")  # a block, or another top-level module
-Files = Mapping[str, bytes | tensors.Arrays]  # by name: a file's bytes, or its tensors
+Files = Mapping[str, bytes | tensors.Arrays]  # bytes or tensors of each file, by name
 Parameters = dict[str, Callable[[], Tensor | Quantized]]
-Store = Callable[[GPTConfig, tensors.Arrays], Files]  # makes weight files
+Store = Callable[[GPTConfig, tensors.Arrays], Files]  # shape and arrays → weight files
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TokenizerFiles:
 
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
-    """Writes a model to the checkpoint ``target`` atomically. ``meta`` is added to ``gpt.json``. Raises `WorkError`."""
+    """Writes a model to the checkpoint ``target`` atomically. Adds ``meta`` to ``gpt.json``. Raises `WorkError`."""
     with disk_errors(target, folder.KEPT):
         write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
 
@@ -65,8 +65,8 @@ def contents(
     store: Store | None = None,
     dtype: str = "float32",
 ) -> Files:
-    """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names: a model's in ``dtype``,
-    or the input of ``store``, which makes the weight files."""
+    """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names. ``store`` makes the
+    weight files, by default a full model's. ``dtype`` is recorded in ``config.json``."""
     inner = tokenizer.tokenizer
     bos = inner.eot if inner.bos is None else inner.bos
     eos = [inner.eot, *sorted(inner.more_ends)] if inner.more_ends else inner.eot
@@ -139,7 +139,7 @@ def _group_by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.S
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
-    """Returns the tensors that are stored in addition to parameters: the sine table, if there is one."""
+    """Returns the stored tensors that are not parameters: the sine table, if any."""
     return {"wpe.weight": model.sine.detach()} if model.config.positions == "sinusoidal" else {}
 
 
@@ -166,12 +166,12 @@ def load(
 ) -> Checkpoint:
     """Loads the checkpoint at ``path``, written by gpt or Transformers, and validates it before allocating memory.
 
-    ``shape`` can differ from the checkpoint's in dropout and in a shorter context, to which a position table is cut.
-    Weights are read directly into ``dtype``; an adapter is merged into its base model in float32.
+    ``shape`` can have a different dropout and a shorter context, to which a position table is cut. Weights are read
+    directly into ``dtype``; an adapter is merged into its base model in float32.
 
     With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish`` is
     called with each block after it is read, and then with the model, to lay them out for decoding. Quantized matrices
-    are restored exactly. ``bits`` quantizes the others as in a quantized checkpoint, for ``finish`` to lay out.
+    are restored exactly. ``bits`` quantizes other matrices as in a quantized checkpoint, for ``finish`` to lay out.
 
     Raises `UserError` for damage (a checksum, a shape, a number), an unsupported model, or a missing base.
     """
@@ -221,7 +221,7 @@ def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
 
 def _read_shape(path: Path) -> GPTConfig:
     """Returns the model's shape. Raises `UserError` if the checkpoint is damaged or of another version."""
-    # Raises for a missing base or an endless chain of adapters.
+    # Walking the lineage raises for a missing base or an endless chain of adapters.
     collections.deque(folder.lineage(path), maxlen=0)
     home = folder.home(path)
     with reading(home):
@@ -235,9 +235,8 @@ def _read_shape(path: Path) -> GPTConfig:
 
 def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
     """Loads a checkpoint's tokenizer, in gpt's or Transformers' format. An adapter can have its own tokenizer, or only
-    a chat template for its base's tokenizer; a template can also accompany a gpt tokenizer. A folder without a
-    tokenizer has GPT-2's if its vocabulary is 50,257. Raises `UserError` if the tokenizer has no token to begin or end
-    a text."""
+    a chat template for its base's tokenizer. A template can also accompany a gpt tokenizer. Without a tokenizer, a
+    vocabulary of 50,257 means GPT-2's. Raises `UserError` if the tokenizer has no token to begin or end a text."""
     tokenizer, template = None, dict[str, bytes]()
     for folder_path in folder.lineage(path):
         tokenizer = _own_tokenizer(folder_path)
@@ -296,8 +295,8 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
     """Returns the model's shape and loaders of its parameters by gpt's names, in the model's order and the file's
     dtype. Unfused parameters are views of the mapped file.
 
-    First validates the names, shapes and dtypes of all tensors. The returned shape is untied if the files have a
-    separate unembedding. Raises `UserError`.
+    First validates the names, shapes and dtypes of all tensors. The returned shape is untied if the unembedding in the
+    files differs from the embedding. Raises `UserError`.
     """
     files = _weight_files(path)
     values = read_json(path / "config.json")
@@ -325,7 +324,7 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
         found = tensors.find(files, expected | optional, "config.json", ours=ours)
-        # safetensors' save_model writes tied weights only under this name.
+        # safetensors' save_model writes tied weights only under the unembedding's name.
         if config.tied and hf.UNEMBEDDING in found:
             found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
         tensors.check_all(files, expected, found)
@@ -378,7 +377,7 @@ def build(
         model = GPT(config)
 
     def fill(part: str, values: Mapping[str, Tensor | Quantized], keep: bool) -> None:
-        """Assigns values to a part of the model; with ``keep``, quantized values stay quantized."""
+        """Assigns values to a part of the model. With ``keep``, quantized values stay quantized."""
         state: dict[str, Tensor] = {}
         for name, value in values.items():
             if isinstance(value, Quantized) and keep:
@@ -401,9 +400,10 @@ def build(
         if part == "wte" and finish is not None and config.tied:
             model.lm_head = _lay_out_unembedding(model.wte, finish)
             value = new_values["wte.weight"]
-            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # not a view of the file
+            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # A converted embedding is not a view of the file.
             if model.lm_head is not None and value is values["wte.weight"] and not is_copy:
-                # The unembedding read the whole mapping. A new mapping only reads the rows that are looked up.
+                # Laying out the unembedding read the whole mapping. A new mapping reads only the rows that are looked
+                # up.
                 fill(part, {name: stored[name]() for name in values}, keep=True)
         if finish is not None and part.startswith("h."):
             finish(model.get_submodule(part))
@@ -422,7 +422,7 @@ def _put_quantized(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype)
 def _lay_out_unembedding(
     embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
 ) -> nn.Module | None:
-    """Lays out the embedding as a linear map with ``finish``; returns None if that changes nothing."""
+    """Lays out the embedding as a linear map with ``finish``. Returns None if that changes nothing."""
     linear: nn.Module
     if isinstance(embedding, QuantizedEmbedding):
         linear = QuantizedLinear(embedding.weight, None)
@@ -436,7 +436,7 @@ def _lay_out_unembedding(
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
-    """Returns a mapped tensor in this dtype, contiguous, and copied unless it can stay ``mapped``."""
+    """Returns a contiguous tensor in ``dtype``. Always copies it unless ``mapped``."""
     if mapped:
         return tensor.to(dtype).contiguous()
     return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

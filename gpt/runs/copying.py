@@ -14,9 +14,9 @@ Hashes = npt.NDArray[np.uint64]
 
 N = 8  # minimum span in tokens; shorter spans are common phrases
 AT_ONCE = 2**18  # ids of the training text per pass
-MOST = 10**8  # maximum ids of the training text, which limits the search to seconds
+MOST = 10**8  # maximum ids of the training text to search, for a search of seconds
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # Multiplying by an odd number modulo 2⁶⁴ is invertible.
-_END, _OUTSIDE = -1, -2  # separators that equal no id: after each text, and after the training text
+_END, _OUTSIDE = -1, -2  # separators that equal no id, for the end of each text and of each training piece
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Copied:
     longest: int  # tokens of the longest span; 0 below `N`
     start: int  # start of that span in the text, in tokens
     spans: int  # number of `N`-token spans in the text
-    share: float | None  # share of these in the training text; None without spans
+    share: float | None  # share of ``spans`` in the training text; None without spans
 
 
 def find_copies(
@@ -34,8 +34,8 @@ def find_copies(
     training: TokenStream,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Copied]:
-    """Searches the first `MOST` ids of a training text for spans of texts (their ids). ``on_progress`` is called with
-    the ids searched so far and their total."""
+    """Searches the first `MOST` ids of a training text for spans of ``texts``, given as ids. ``on_progress`` is called
+    with the ids searched so far and their total."""
     parts = [np.append(np.asarray(text, np.int64), _END) for text in texts]
     joined = np.concatenate([*parts, np.full(N, _END)])
     text_hashes = _hashes(joined)  # A span across a separator matches nothing.

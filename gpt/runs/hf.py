@@ -41,12 +41,13 @@ class Stored:
 
     ours: str
     shape: Shape  # in the file
-    rows: slice | None = None  # rows of gpt's parameter; None: all
+    rows: slice | None = None  # rows of gpt's parameter; None for all
     transposed: bool = False  # stored as (in, out)
 
 
 def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
-    """Returns every tensor by its name in the files, in the model's order; parts of fused parameters in row order."""
+    """Returns every tensor by its name in the files, in the model's order. Parts of fused parameters are in row
+    order."""
     tensors: dict[str, Stored] = {}
     for name, p in named_parameters(config).items():
         if name == UNEMBEDDING:
@@ -65,8 +66,7 @@ def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
 
 
 def full_name(theirs: str, config: GPTConfig) -> str | None:
-    """Returns a tensor's full name: files of a model without LM head leave out a prefix. None for a buffer that is not
-    a weight."""
+    """Returns a tensor's full name, or None for a buffer. Files of a model without an LM head omit a prefix."""
     if theirs.endswith(_BUFFERS):
         return None
     prefix = _GPT2 if config.layout in (OWN_TYPE, "gpt2") else _LLAMA
@@ -89,10 +89,10 @@ class Family:
 
     architecture: str  # class in Transformers
     names: Mapping[str, str]  # keys of ``config.json`` by property
-    properties: Mapping[str, Any]  # of all models in the family
-    # Defaults of missing keys; shape keys are never missing.
+    properties: Mapping[str, Any]  # properties of all models in the family
+    # Defaults of missing keys. Shape keys are never missing.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Accepted values of keys; others would change the logits. The first is written, and is the default.
+    # Accepted values of keys. Other values would change the logits. The first value is the default, and is written.
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -220,7 +220,7 @@ def _write_window(config: GPTConfig) -> dict[str, Any]:
         return {"sliding_window": window}
     if config.layout not in _QWENS:
         return {}
-    # Readers without support for layer_types use the window from max_window_layers up.
+    # Readers without support for layer_types use the window from layer max_window_layers up.
     first_windowed = next((layer for layer, each in enumerate(windows) if each), len(windows))
     return {
         "use_sliding_window": has_windows,
@@ -334,7 +334,7 @@ def load_config(path: Path) -> GPTConfig:
     """Returns a checkpoint's shape without opening weights. Raises `UserError` for another model type."""
     path = folder.home(path)
     config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
-    # GPT-2's config.json cannot describe a fixed position table.
+    # GPT-2's config.json cannot describe a sinusoidal position table.
     if config.layout == "gpt2" and (path / folder.META).exists():
         config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
     return config

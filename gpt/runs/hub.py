@@ -12,13 +12,13 @@ from gpt.errors import UserError, WorkError, first_line
 from gpt.files import in_home
 
 PREFIX = "hf:"
-CONFIG = ["config.json", "adapter_config.json"]  # for a model and an adapter
+CONFIG = ["config.json", "adapter_config.json"]  # configurations of a model and an adapter
 FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "adapter_model.safetensors",
     "gpt.json", "checksums.json", "tokenizer.tiktoken",  # gpt's own checkpoint files
-    "README.md",  # has the license
+    "README.md",  # contains the license
 ]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def fetch(model: str, weights: bool = True) -> Path:
 def _snapshot(name: str, revision: str, files: list[str]) -> str:
     cache = in_home(".cache/huggingface")
     if str(cache) != os.path.expanduser("~/.cache/huggingface") and not os.environ.get("XDG_CACHE_HOME"):  # noqa: PTH111
-        os.environ.setdefault("HF_HOME", str(cache))  # The library would use a folder called "~", or fail.
+        os.environ.setdefault("HF_HOME", str(cache))  # Without HF_HOME, the library would use a folder called "~", or fail.
     import huggingface_hub as hub  # a slow import
     from huggingface_hub import constants, errors
     from huggingface_hub.utils.tqdm import disable_progress_bars

@@ -1,4 +1,4 @@
-"""Training within a time limit: chooses the preset and the number of steps for ``--minutes``."""
+"""Chooses the preset and the number of steps for ``--minutes``."""
 
 import math
 import time
@@ -26,18 +26,18 @@ from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 
-PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # limits on measuring time: share of the minutes, and seconds
-PROBE_STEPS = (2, 6)  # minimum, and target for slow steps; the first steps allocate memory
-SAVE_BYTES_PER_SECOND = 250e6  # checkpoint speed: write, sync, read back and hash
+PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # maximum measuring time: share of the minutes, and seconds
+PROBE_STEPS = (2, 6)  # minimum number of timed steps, and target if they are slow; the first allocate memory
+SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
-# Tokens (uncompiled) and bytes of text per parameter that a size needs to beat the next smaller one. `nano` has no
-# minimum text (benchmarks/defaults.md).
+# Minimum training tokens and bytes of text per parameter for a size to beat the next smaller one, measured without
+# compiling. `nano` works with any text (benchmarks/defaults.md).
 MIN_TOKENS, MIN_BYTES = 1.0, 0.4
 MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
-MAX_SPEEDUP = 3.0  # upper bound on how much faster per parameter a larger model runs
+MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
 MAX_TIMED_TOKENS = 65_536  # maximum tokens per step while throughput is measured
-TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), then timed steps
+TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), and timed steps
 
 Throughput = Callable[[str], float]
 
@@ -45,8 +45,8 @@ Throughput = Callable[[str], float]
 def preset_for_minutes(
     config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None], processes: int = 1
 ) -> TrainConfig:
-    """Returns ``config`` with the preset for its ``minutes``, unless it names a model; passes the reason to ``note``.
-    Assumes linear scaling with ``processes``."""
+    """Chooses the preset for ``config.minutes``, unless the user chose a model. Passes the reason to ``note``. Assumes
+    linear scaling with ``processes``."""
     shape = (config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
@@ -60,7 +60,7 @@ def preset_for_minutes(
 
 
 def needs(name: str, arch: Arch) -> tuple[float, float]:
-    """Returns the tokens and bytes of text per parameter that a preset above the smallest needs."""
+    """Returns a preset's minimum tokens and bytes of text per parameter."""
     return (MIN_NANO_TOKENS[arch], 0.0) if name == "nano" else (MIN_TOKENS, MIN_BYTES)
 
 
@@ -111,7 +111,7 @@ def measured_rate(name: str, config: TrainConfig, compute: Compute) -> float:
 
 @dataclass(frozen=True)
 class Planner:
-    """Chooses the recipe of a new run on rank 0, for all ranks."""
+    """Chooses a new run's recipe on rank 0, for all ranks."""
 
     config: TrainConfig
     compute: Compute
@@ -120,7 +120,8 @@ class Planner:
     session: Session
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
-        """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` for too little memory or time."""
+        """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` if memory or time is too
+        short."""
         config, world, note = self.config, self.session.world, self.session.note
         recipe = self.resolve(config, note)
         world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size))
@@ -129,7 +130,7 @@ class Planner:
         note("measuring training speed on this machine")
         # The minutes decide whether to compile, not the number of steps that fit.
         steps_config, token_limit = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
-        if self.init is not None and config.batch_tokens is None:  # a step with the default batch can take minutes
+        if self.init is not None and config.batch_tokens is None:  # A step of the default batch can take minutes.
             smallest = replace(self.resolve(config, max_tokens=1), compile=False)
             token_limit = self.measure(smallest, 0.0)[1] * smallest.batch_tokens
             recipe = self.resolve(config, max_tokens=token_limit)
@@ -150,7 +151,7 @@ class Planner:
     def resolve(
         self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, max_tokens: float = math.inf
     ) -> Recipe:
-        """Resolves ``config`` on all ranks. Fine-tuning has time for ``max_tokens``."""
+        """Resolves ``config`` on all ranks. ``max_tokens`` is the number of tokens that fine-tuning has time for."""
         data, world, shape = self.data, self.session.world, self.init.model if self.init else None
         return broadcast(
             world,
@@ -168,7 +169,7 @@ class Planner:
         parallel = parallelize(recipe, self.compute, world, self.init)
         stepper = Stepper(parallel, recipe, lambda micro_batch: None)
         if recipe.compile:
-            stepper.compile(self.session.note)  # The run itself reports errors.
+            stepper.compile(self.session.note)  # The run itself reports compilation errors.
         seconds = time_steps(
             stepper, data.batches(recipe), share * 60 * minutes, max_seconds := PROBE_SHARE * 60 * minutes
         )
@@ -213,8 +214,8 @@ def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_second
 
 
 def window_seconds(parallel: Parallel, windows: Sequence[Window], max_seconds: float) -> float:
-    """Measures the evaluation seconds per window on batches of 1, 1, 4, 16, … windows, while the next batch should take
-    at most ``max_seconds``. A GPU loads its kernels in the first batch."""
+    """Measures evaluation seconds per window, on batches of 1, 1, 4, 16, … windows. Stops before a batch that would
+    take more than ``max_seconds``. A GPU loads its kernels in the first batch."""
     batch, next_batch, seconds = 1, 1, 1e-9
     while windows:
         started = time.perf_counter()

@@ -15,7 +15,7 @@ from gpt.training.logs import Logs, Metrics, Speed
 from gpt.training.state import TrainState
 from gpt.words import counted
 
-MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # nats per token and consecutive steps that indicate memorization
+MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # nats per token and consecutive steps below it that indicate memorization
 
 
 class Journal:
@@ -26,7 +26,7 @@ class Journal:
         self.record: RunRecord | None = None
         self.metrics: Metrics | None = None
         self.logs: Logs | None = None
-        self.memorized_steps = 0  # steps in a row with a loss below `MEMORIZED_LOSS`
+        self.memorized_steps = 0  # consecutive steps with a loss below `MEMORIZED_LOSS`
 
     def open(self, resolved: dict[str, Any]) -> None:
         """Writes ``run.json`` with the ``resolved`` recipe, and opens metrics and logs."""

@@ -21,9 +21,9 @@ from gpt.training.parallel import Parallel
 from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Stepper
 
-MAX_BAD_STEPS = 3  # consecutive bad steps that make a run diverge
+MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
-LOSS_MARGIN = 1.0  # nats per token above uniform guessing: the threshold of an exploded loss
+LOSS_MARGIN = 1.0  # nats per token above a uniform guess that mean an exploded loss
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Trainer:
         self.batches = self.data.batches(self.recipe)
         self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model)
         self.pending: PendingStep | None = None
-        self.signum = 0  # signal that any rank has received
+        self.signum = 0  # signal received by any rank
         self.held_out = self.data.sample_windows(self.recipe.model.block_size, self.state.windows)
         scaler = self.stepper.scaler
         self.checkpointer = Checkpointer(run, parallel, scaler, self.state, self.tokenizer_files, self.journal)
@@ -107,7 +107,7 @@ class Trainer:
             self.journal.close()
 
     def step(self) -> None:
-        """Takes one optimizer step. While a GPU computes it, the host reports the previous one."""
+        """Takes one optimizer step. Reports the previous step while a GPU computes this one."""
         recipe, state, world = self.recipe, self.state, self.world
         started = time.perf_counter()
         lr = state.rate_factor * recipe.lr_at(state.step + 1)
@@ -121,8 +121,8 @@ class Trainer:
             self.report_pending()
 
     def report_pending(self) -> None:
-        """Waits for the pending step and reports it. Raises `Diverged` after `MAX_BAD_STEPS` bad steps in a row. With
-        float16 the loss scaler handles infinite gradients."""
+        """Waits for the pending step and reports it. Raises `Diverged` after `MAX_BAD_STEPS` consecutive bad steps. In
+        float16, the loss scaler handles infinite gradients."""
         pending, self.pending, state = self.pending, None, self.state
         if pending is None:
             return
@@ -149,7 +149,7 @@ class Trainer:
         if self.is_stop_requested():
             raise Stopped
         at_end = state.step == recipe.steps
-        if state.settled_step == state.step:  # The actions were run before the resume.
+        if state.settled_step == state.step:  # These actions ran before the resume.
             return at_end or self.is_out_of_patience()
         if state.bad_steps and not at_end:
             return False
@@ -174,8 +174,8 @@ class Trainer:
         return self.signum > 0
 
     def is_due(self, interval: int) -> bool:
-        """Whether a periodic action is due. It is also due at the last step, and before the first step of
-        fine-tuning."""
+        """Whether a periodic action is due: after every ``interval`` steps, at the last step, and before the first step
+        of fine-tuning."""
         step = self.state.step
         eligible = step > 0 or self.run.init is not None
         return step == self.recipe.steps or (interval > 0 and step % interval == 0 and eligible)
@@ -214,7 +214,7 @@ class Trainer:
         self.session.note(f"{why} at step {step:,}: {outcome}")
 
     def fit_to_budget(self) -> None:
-        """At the start of learning rate decay, plans the decay steps that fit into the remaining time."""
+        """When learning rate decay starts, fits the number of decay steps to the remaining time."""
         budget, state, recipe = self.budget, self.state, self.recipe
         if budget is None or state.step != recipe.steps - recipe.decay:
             return
@@ -234,7 +234,7 @@ class Trainer:
             self.on_uncompiled(error, started=self.run.saved is not None)
 
     def on_uncompiled(self, why: str, started: bool = True) -> None:
-        """Records that steps are not compiled. ``started``: whether the run has trained compiled steps before."""
+        """Records that steps are not compiled. ``started`` means that earlier steps were compiled."""
         self.update_recipe(compile=False)
         message = "from now on, steps are not compiled: equal to compiled ones up to rounding, not bit for bit"
         self.session.warn(f"{message if started else 'steps are not compiled'}: {why:.200}")

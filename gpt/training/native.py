@@ -1,7 +1,7 @@
 """A micro-batch's forward and backward pass as one compiled program for a CPU.
 
-Both passes are traced together, so a step doesn't use autograd. Inductor fuses the operations between matrix
-products, which torch calls in order.
+Both passes are traced together, so a step doesn't use autograd. Inductor fuses the operations between matrix products,
+which stay calls to torch.
 """
 
 import functools
@@ -20,7 +20,7 @@ from gpt.model import decoder, kernels, loss, memory, positions
 from gpt.model.decoder import GPT
 
 GELU_COEFFICIENTS = (0.7978845608028654, 0.044715)  # √(2/π) and the coefficient of x³ in GELU's tanh form
-SCORES_PER_CALL = 2**20  # Attention scores that fit into the CPU's cache.
+SCORES_PER_CALL = 2**20  # attention scores that fit into the CPU's cache
 
 
 class GradientProgram:
@@ -48,7 +48,7 @@ class GradientProgram:
         self.run = programs.find(key, trace, note, "the step")
 
     def __call__(self, x: Tensor, y: Tensor, n_targets: Tensor) -> Tensor:
-        """Adds the gradients of the loss on x and y, (rows, T), divided by ``n_targets``. Returns this loss."""
+        """Returns the loss on x and y, (rows, T), divided by ``n_targets``. Adds its gradients."""
         x, y = x.contiguous(), y.contiguous()  # x and y are views of one array.
         dropout_mask = kernels.dropout_mask(sum(self.dropout_sizes), self.dropout, self.masks[0].dtype)
         inputs = [*self.inputs, x, y, n_targets, *self.masks, *torch.split(dropout_mask, self.dropout_sizes)]
@@ -117,12 +117,13 @@ def _dropout_sizes(config: GPTConfig, rows: int) -> list[int]:
 
 
 def _rows_per_call(config: GPTConfig) -> int:
-    """Sequences per attention call. Short sequences get more than in eager mode: a smaller graph compiles faster."""
+    """Sequences per attention call: more than in eager mode if they are short, because a smaller graph compiles
+    faster."""
     return max(kernels.PLAIN_ROWS, SCORES_PER_CALL // (config.n_head * config.block_size**2))
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """GELU's tanh form as x σ(2u): a sigmoid takes half the time of a tanh."""
+    """GELU's tanh form as x σ(2u), because a sigmoid takes half the time of a tanh."""
     assert approximate == "tanh"
     x32 = x.float()
     return (x32 * _gate(x32)).to(x.dtype)

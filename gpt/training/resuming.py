@@ -41,13 +41,13 @@ CHANGEABLE_OPTIONS = (
     "micro_batch",
     "keep",
     "log",
-)  # Except for ``steps``, the result stays the same up to rounding.
+)  # All except ``steps`` leave the result the same up to rounding.
 
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run to resume from ``checkpoint``, or at step 0 without one. ``saved`` is the checkpoint's training state. Only
-    a finished run has a ``result``."""
+    """A run to resume from ``checkpoint``, or from step 0 if it is None. ``saved`` is the checkpoint's training state.
+    Only a finished run has a ``result``."""
 
     run: Path
     record: RunRecord
@@ -63,7 +63,7 @@ class StartedRun:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of the checkpoint, or before the first one, of ``run.json``. It is None if a run with
+        """The recipe of the checkpoint, or of ``run.json`` before the first checkpoint. None if a run with
         ``--minutes`` has to measure its speed again."""
         if self.saved is not None:
             return self.saved.recipe
@@ -236,8 +236,8 @@ def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
 
 
 def open_data(started: StartedRun, compute: Compute, init: InitCheckpoint | None, session: Session) -> Dataset:
-    """Opens a run's own tokens, whose checksums rank 0 verifies, or its texts. Raises `UserError` if the text has
-    changed."""
+    """Opens a run's stored tokens or its texts. Rank 0 verifies the tokens' checksums. Raises `UserError` if the text
+    has changed."""
     run, config, record, texts = started.run, started.config, started.record, started.texts
     saved_tokenizer = checkpoint.peek(started.checkpoint)[1] if started.checkpoint else None
     tokenizer = init.tokenizer if init else saved_tokenizer
