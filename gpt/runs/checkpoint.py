@@ -400,7 +400,7 @@ def build(
         if part == "wte" and finish is not None and config.tied:
             model.lm_head = _lay_out_unembedding(model.wte, finish)
             value = new_values["wte.weight"]
-            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # A converted embedding is not a view of the file.
+            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # not a view of the mapped file
             if model.lm_head is not None and value is values["wte.weight"] and not is_copy:
                 # Laying out the unembedding read the whole mapping. A new mapping reads only the rows that are looked
                 # up.
