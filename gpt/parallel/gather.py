@@ -27,7 +27,7 @@ class CheckpointGatherer:
     one of 175 billion takes 35 minutes. Training continues, because tensors are on the host and nothing else uses the
     gloo ``group``.
 
-    ``tensors`` maps names to parameters with the same sharding, equally on all ranks.
+    ``tensors`` maps names to parameters with the same sharding, identically on all ranks.
     """
 
     def __init__(self, grid: Grid, tensors: Mapping[str, Parameter], group: ProcessGroup) -> None:
@@ -76,7 +76,7 @@ class CheckpointGatherer:
 
 
 class MatrixExchange:
-    """Gathers each sharded matrix on one rank, transforms it and scatters the result: Muon needs full matrices.
+    """Gathers each sharded matrix on one rank, transforms it and scatters the result, because Muon needs full matrices.
 
     The ``n`` matrices have the shape and sharding of the parameter ``name`` and are spread evenly over ranks. A step
     sends each shard twice and computes each matrix once.

@@ -3,9 +3,9 @@
 `World` is a single process: every collective is the identity. `Ranks` is one of several, configured by torchrun's
 environment variables. Rank 0, the main rank, decides, reports and writes. If rank 0 fails, the connection breaks, and
 the other ranks exit (`PeerLost`). NCCL does not detect broken connections, so the launcher kills the other ranks on its
-machine after 30 seconds. If a machine loses power or network, collectives end by timeout.
+machine after 30 seconds. If a machine loses power or network, collectives time out.
 
-Messages are JSON on the host, sent over gloo: torch's object collectives would unpickle them.
+Messages are JSON on the host, sent over gloo, because torch's object collectives would unpickle them.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class World:
 
     rank, size = 0, 1
     local_rank, local_size = 0, 1  # rank and number of processes on this machine
-    tensor = 1  # consecutive ranks that share each sequence and forward pass
+    tensor = 1  # number of consecutive ranks that share each sequence
     owns_group = False  # whether `mesh` created a process group for this single process
     _mesh: DeviceMesh | None = None
     gradients: dist.ProcessGroup | None = None  # group for gradient all-reduce; None for torch's default group

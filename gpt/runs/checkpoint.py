@@ -27,7 +27,7 @@ from gpt.text.tokenizer_files import has_own, read_own, read_template, read_tran
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Larger weights are sharded into files of at most this many bytes, with an index, as in Transformers.
+# As in Transformers, larger weights are sharded into files of at most this many bytes, with an index.
 MOST_BYTES = 5_000_000_000
 _PART = re.compile(r"h\.\d+|\w+")  # a block, or another top-level module
 Files = Mapping[str, bytes | tensors.Arrays]  # bytes or tensors of each file, by name
@@ -164,7 +164,7 @@ def load(
     finish: Callable[[nn.Module], object] | None = None,
     bits: int | None = None,
 ) -> Checkpoint:
-    """Loads the checkpoint at ``path``, written by gpt or Transformers, and validates it before allocating memory.
+    """Loads a gpt or Transformers checkpoint. Validates it before allocating memory.
 
     ``shape`` can have a different dropout and a shorter context, to which a position table is cut. Weights are read
     directly into ``dtype``; an adapter is merged into its base model in float32.
@@ -197,9 +197,9 @@ def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
 
 
 def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
-    """Verifies a checkpoint's checksums and returns its shape and loaders of its parameters by gpt's names, in the
+    """Verifies a checkpoint's checksums. Returns its shape, and loaders of its parameters by gpt's names, in the
     model's order. A loader reads its parameter when called; the first call merges an adapter. Raises `UserError` like
-    `load`, as far as it can without reading weights."""
+    `load`, except for errors in weights."""
     if not folder.is_adapter(path):
         return _stored_parameters(path, _read_shape(path))
     config, _, _ = _open_adapter(path)

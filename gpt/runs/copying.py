@@ -14,7 +14,7 @@ Hashes = npt.NDArray[np.uint64]
 
 N = 8  # minimum span in tokens; shorter spans are common phrases
 AT_ONCE = 2**18  # ids of the training text per pass
-MOST = 10**8  # maximum ids of the training text to search, for a search of seconds
+MOST = 10**8  # maximum ids of the training text, for a search of seconds
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # Multiplying by an odd number modulo 2⁶⁴ is invertible.
 _END, _OUTSIDE = -1, -2  # separators that equal no id, for the end of each text and of each training piece
 

@@ -61,7 +61,7 @@ class Entry:
 
 
 def step_name(step: int) -> str:
-    """A checkpoint's name, such as ``step-000500``."""
+    """Returns a name such as ``step-000500``."""
     return f"step-{step:06d}"
 
 
@@ -216,8 +216,8 @@ _bases: dict[Path, str] = {}  # base models given by the user, by adapter folder
 
 
 def name_base(path: Path, base: str) -> None:
-    """Replaces the base model that an adapter's files name with ``base``, as in `find_checkpoint`. Raises `UserError`
-    if ``path`` is not an adapter."""
+    """Overrides an adapter's base model with ``base``, named as in `find_checkpoint`. Raises `UserError` if ``path`` is
+    not an adapter."""
     if not is_adapter(path):
         raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
     base_path = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
@@ -256,8 +256,8 @@ def base_folder(path: Path) -> Path:
 
 
 def lineage(path: Path) -> Iterator[Path]:
-    """Yields a checkpoint's folder and the folders of the base models below it, downloading from the Hub on demand.
-    Raises `UserError` if the chain does not end."""
+    """Yields the folders of a checkpoint and its chain of base models, downloading from the Hub on demand. Raises
+    `UserError` if the chain does not end."""
     current = path
     for _ in range(MAX_ADAPTERS):
         yield current

@@ -79,7 +79,7 @@ def embedding_name(config: GPTConfig) -> str:
 
 
 def part_of(name: str) -> str:
-    """Returns a tensor's part of the model, from its full name: ``layers``, ``wte``, ``v_head`` …"""
+    """Returns the part of the model that a full name belongs to: ``layers``, ``wte``, ``v_head`` …"""
     return name.removeprefix(_GPT2).removeprefix(_LLAMA).partition(".")[0]
 
 
@@ -277,7 +277,7 @@ def _require(values: Mapping[str, Any], keys: list[str]) -> None:
 
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the RoPE frequencies, in either of two forms, or in both if they agree."""
+    """Reads the RoPE frequencies from either key, or from both if they agree."""
     forms = [{}] if not any(map(values.get, _ROPE_KEYS)) else [values[key] for key in _ROPE_KEYS if values.get(key)]
     results = [_read_rope_form(form, values) for form in forms]
     if results[0] != results[-1]:

@@ -49,7 +49,7 @@ def fetch(model: str, weights: bool = True) -> Path:
 def _snapshot(name: str, revision: str, files: list[str]) -> str:
     cache = in_home(".cache/huggingface")
     if str(cache) != os.path.expanduser("~/.cache/huggingface") and not os.environ.get("XDG_CACHE_HOME"):  # noqa: PTH111
-        os.environ.setdefault("HF_HOME", str(cache))  # By default, it would use a folder called "~", or fail.
+        os.environ.setdefault("HF_HOME", str(cache))  # The library would use a folder called "~", or fail.
     import huggingface_hub as hub  # a slow import
     from huggingface_hub import constants, errors
     from huggingface_hub.utils.tqdm import disable_progress_bars

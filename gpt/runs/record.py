@@ -61,7 +61,7 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A resumption of the run: when, from which step, with which options."""
+    """When a run was resumed, from which step, and with which options."""
 
     at: str
     step: Count

@@ -182,7 +182,7 @@ def finite(value: float | None) -> float | None:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the settings that differ between runs, in order. Ignores runs without known settings."""
+    """Returns the settings that differ between runs, in order. Ignores runs without settings."""
     known = [each for each in settings if each]
     keys = dict.fromkeys(key for each in known for key in each)
     return [key for key in keys if any(each.get(key) != known[0].get(key) for each in known)]
@@ -224,7 +224,7 @@ class CurvePoint:
 def read_curve(path: Path) -> Report:
     """Reads another program's curve: JSON lines, each a `CurvePoint`, with increasing steps and non-decreasing seconds.
 
-    Raises `UserError` if the file is empty or larger than `CURVE_LIMIT`, or with the number of an invalid line.
+    Raises `UserError` if the file is empty or larger than `CURVE_LIMIT`, or has an invalid line.
     """
     points: list[CurvePoint] = []
     hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, optionally with "bits_per_byte"'

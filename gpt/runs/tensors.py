@@ -38,7 +38,7 @@ class Deferred:
     """An array that is computed or gathered when it is written, then freed."""
 
     shape: tuple[int, ...]
-    get: Callable[[], Array]  # returns BF16 as uint16, because numpy lacks it
+    get: Callable[[], Array]  # returns BF16 as uint16, because numpy lacks BF16
     code: str = "F32"  # safetensors dtype
 
     @property
@@ -77,7 +77,7 @@ Arrays = Mapping[str, Array | Deferred]
 
 def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a safetensors file, as safetensors itself writes them. Makes one tensor at a time contiguous,
-    so there is never a second copy of all tensors in memory."""
+    to avoid a second copy of all tensors."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -100,7 +100,7 @@ def nbytes(tensors: Arrays) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """A tensor by its name in a file."""
+    """A tensor in a file."""
 
     file: Path
     name: str
@@ -123,9 +123,9 @@ def find(
 ) -> dict[str, Found]:
     """Finds tensors in files without reading their data. ``ours`` maps their names to gpt's, or to None to ignore them.
 
-    Validates names and shapes against ``shapes``, dtypes against ``dtypes`` (for all tensors, or by name), and header
-    lengths against the number of ``shapes``. So an untrusted file cannot cause large allocations. Raises `UserError`
-    naming ``where``, the source of the shapes.
+    Validates names and shapes against ``shapes``, and dtypes against ``dtypes``, a list or the dtype of each tensor.
+    Limits header lengths by the number of ``shapes``, so an untrusted file cannot cause large allocations. Raises
+    `UserError` naming ``where``, the source of the shapes.
     """
     found: dict[str, Found] = {}
     for file in files:

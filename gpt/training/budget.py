@@ -27,12 +27,12 @@ from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # maximum measuring time: share of the minutes, and seconds
-PROBE_STEPS = (2, 6)  # minimum number of timed steps, and target if they are slow; the first allocate memory
+PROBE_STEPS = (2, 6)  # minimum timed steps, and target if they are slow; the first ones allocate memory
 SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
-# Minimum training tokens and bytes of text per parameter for a size to beat the next smaller one, measured without
-# compiling. `nano` works with any text (benchmarks/defaults.md).
+# Tokens and bytes of text per parameter that a size needs to beat the next smaller one, if uncompiled. `nano` has no
+# minimum text (benchmarks/defaults.md).
 MIN_TOKENS, MIN_BYTES = 1.0, 0.4
 MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
 MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
@@ -120,8 +120,7 @@ class Planner:
     session: Session
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
-        """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` if memory or time is too
-        short."""
+        """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` without enough memory or time."""
         config, world, note = self.config, self.session.world, self.session.note
         recipe = self.resolve(config, note)
         world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size))
@@ -162,8 +161,8 @@ class Planner:
         )  # fmt: skip
 
     def measure(self, recipe: Recipe, share: float) -> tuple[TimeBudget, int]:
-        """Measures steps, evaluations and samples for a ``share`` of the minutes. Returns the budget and the number of
-        steps that fit."""
+        """Measures steps, evaluations and samples for a ``share`` of the minutes. Returns the budget and how many steps
+        fit."""
         world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
         seed_all(recipe.seed)
         parallel = parallelize(recipe, self.compute, world, self.init)
@@ -214,8 +213,8 @@ def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_second
 
 
 def window_seconds(parallel: Parallel, windows: Sequence[Window], max_seconds: float) -> float:
-    """Measures evaluation seconds per window, on batches of 1, 1, 4, 16, … windows. Stops before a batch that would
-    take more than ``max_seconds``. A GPU loads its kernels in the first batch."""
+    """Measures evaluation seconds per window on batches of 1, 1, 4, 16, … windows. Stops before a batch that would take
+    more than ``max_seconds``. A GPU loads its kernels in the first batch."""
     batch, next_batch, seconds = 1, 1, 1e-9
     while windows:
         started = time.perf_counter()

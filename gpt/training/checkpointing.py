@@ -54,7 +54,7 @@ class Checkpointer:
             self.writer = make_writer(serve=lambda: parallel.serve(self.snapshot.tensors))
 
     def take_snapshot(self) -> None:
-        """Takes a snapshot."""
+        """Copies the training state to host memory."""
         self.writer.wait()  # The writer may still be reading the previous snapshot.
         self.state.seconds = time.perf_counter() - self.run.began
         self.state.metrics_bytes = self.journal.metrics.size if self.journal.metrics else 0

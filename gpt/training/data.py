@@ -115,7 +115,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         len(train),
         len(held_out),
         folder.bytes_of("val"),
-        int(np.maximum(held_out.documents.lengths - 1, 0).sum()),  # The first token of a document is no target.
+        int(np.maximum(held_out.documents.lengths - 1, 0).sum()),  # The first token of a document is not a target.
         sources,
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
         windows=lambda block_size: windows(held_out.documents, block_size),

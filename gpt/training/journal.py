@@ -15,7 +15,7 @@ from gpt.training.logs import Logs, Metrics, Speed
 from gpt.training.state import TrainState
 from gpt.words import counted
 
-MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # nats per token and consecutive steps below it that indicate memorization
+MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # memorization: nats per token, and consecutive steps below it
 
 
 class Journal:

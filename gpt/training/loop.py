@@ -23,7 +23,7 @@ from gpt.training.step import Stepper
 
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
-LOSS_MARGIN = 1.0  # nats per token above a uniform guess that mean an exploded loss
+LOSS_MARGIN = 1.0  # nats per token above a uniform guess: an exploded loss
 
 
 @dataclass(frozen=True)

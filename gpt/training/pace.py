@@ -22,7 +22,7 @@ class TimeBudget:
     evaluations: Seconds  # periodic evaluations, with samples and checkpoints
     end: Seconds  # everything after the last step
     pauses: Count = 20  # evaluations, each with a checkpoint
-    samples: bool = True  # whether evaluations sample texts
+    samples: bool = True  # whether evaluations include a sample
     windows: Count = 0  # held-out windows per evaluation; 0 for the default
     last_windows: Count = 0  # held-out windows for the best checkpoint; 0 for all
     answers: Count = 0  # pairs per split to check for exact answers; 0 for the default
@@ -39,7 +39,7 @@ class TimeBudget:
         pauses = max(1.0, min(evals, spare / 4 / (costs.window + costs.save)))
         windows = min(costs.usual_windows, int(spare / 4 / (pauses * costs.window)))
         samples = 4 * costs.sample <= spare / 4
-        # float32 evaluation takes 1.5 times as long.
+        # The final evaluation in float32 takes 1.5 times as long.
         last_windows = min(costs.whole_windows, int(spare / 4 / (1.5 * costs.window)))
         answers = min(costs.pairs, last_windows // 2)  # pairs per split
         sample_seconds = (4 if samples else 1) * costs.sample

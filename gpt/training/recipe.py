@@ -25,16 +25,16 @@ Schedule = Literal["linear", "cosine", "constant"]
 COSINE_FLOOR = 0.1  # final share of the peak learning rate in the cosine schedule (GPT-3, appendix B)
 DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule decays
 # Weight decay grows with the passes over a text. With r tokens per parameter, it reaches 1 at 12 or 80 r passes,
-# whichever is more. From 300 r passes, dropout is added (benchmarks/defaults.md).
+# whichever is more. From 300 r passes, a weight decay of 1 is joined by dropout (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
 RAMP_START = (32_768, 1 / 16)  # initial batch of a ramp: GPT-3's tokens, or this share of the batch if less
 # On a GPU, ``auto`` compiles runs above these FLOPs (two minutes at a third of an H100's peak) or minutes, if their
-# steps are above these FLOPs. The host limits the speed of smaller steps: on an H200, a step of `nano` takes 13.4 ms
-# eager and 16.0 compiled.
+# steps exceed the last figure. The host limits smaller steps: on an H200, a step of `nano` takes 13.4 ms eager and 16.0
+# compiled.
 COMPILE_RUN_FLOPS, COMPILE_MINUTES, COMPILE_STEP_FLOPS = 3e16, 5, 1e12
-# Steps below these FLOPs run as CUDA graphs. On an H200, a step of `nano` took 1.6 ms instead of 9.0, of `micro` with
-# 8,192 tokens 3.3 instead of 9.9, and of GPT-2 with 16,384 tokens (1.2e13 FLOPs) 53.7 instead of 54.1.
+# Steps below these FLOPs run as CUDA graphs. On an H200, milliseconds per step fell from 9.0 to 1.6 for `nano`, from
+# 9.9 to 3.3 for `micro` with 8,192 tokens, and from 54.1 to 53.7 for GPT-2 with 16,384 tokens (1.2e13 FLOPs).
 MAX_GRAPH_FLOPS = 1e13
 # On a CPU, ``auto`` compiles runs above these seconds per layer. Compiling takes about four seconds per layer. It saves
 # a quarter of the step time in bfloat16, and a tenth to a fifth in float32.
@@ -98,15 +98,14 @@ class Recipe:
         return self.shard == "full" or self.tensor > 1
 
     def compiles_whole_step(self, compute: Compute, processes: int) -> bool:
-        """Whether forward and backward pass compile into one program. This requires a single process on a CPU, all
-        weights trained, and no recomputation or chunked logits."""
+        """Whether forward and backward pass compile into one program: in a single process on a CPU that trains all
+        weights without recomputation or chunked logits."""
         single = processes == 1 and not self.is_sharded
         return compute.device.type == "cpu" and single and not (self.lora_rank or self.recompute or self.loss_chunk)
 
     def uses_cuda_graph(self, compute: Compute, processes: int) -> bool:
-        """Whether steps run as CUDA graphs, because launching their kernels takes longer than running them. This
-        requires a single process. It excludes float16, because the loss scale is on the host, and recomputation, which
-        reads random states."""
+        """Whether steps run as CUDA graphs: in a single process, if launching kernels takes longer than running them.
+        Excludes float16, whose loss scale is on the host, and recomputation, which reads random states."""
         flops = 6 * breakdown(self.model).trainable * self.batch_tokens
         single = processes == 1 and not self.is_sharded and not self.recompute
         return compute.device.type == "cuda" and single and compute.dtype != torch.float16 and flops < MAX_GRAPH_FLOPS
@@ -136,8 +135,8 @@ class Recipe:
 
 
 def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
-    """The user's preset, or the default for a text of ``n_bytes``. On a CPU the default is small: in a run of default
-    length, larger models see fewer tokens and learn less (benchmarks/defaults.md)."""
+    """The user's preset, or the default for a text of ``n_bytes``. On a CPU the default is small, because larger models
+    learn less in a run of default length (benchmarks/defaults.md)."""
     if config.preset != "auto":
         return config.preset
     if device == "cpu":
@@ -170,8 +169,8 @@ def resolve(
 ) -> Recipe:
     """Resolves the recipe for ``n_tokens`` of training text, ``n_bytes`` long.
 
-    In fine-tuning, ``start`` is the base model's shape, and the time allows ``most_tokens``. ``pairs`` is the number of
-    example rows, 0 for text. ``processes`` is the number of data ranks. Calls ``note`` about changed settings. Raises
+    In fine-tuning, ``start`` is the base model's shape, and time allows ``most_tokens``. ``pairs`` is the number of
+    example rows, 0 for text, and ``processes`` the number of data ranks. Calls ``note`` about changed settings. Raises
     `UserError` for settings that contradict each other or the text.
     """
     context = start.block_size if start is not None and start.positions == "rotary" else 0
@@ -377,10 +376,10 @@ def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, compute:
 
 def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
-    memory. Otherwise, the system would kill the process.
+    memory. The system would kill such a process.
 
-    ``processes`` is the number of data ranks, ``here`` of all ranks on this machine. Skips adapters, because their
-    moments are small.
+    ``processes`` counts data ranks, ``here`` all ranks on this machine. Skips adapters, because their moments are
+    small.
     """
     model, memory = recipe.model, compute.memory()
     if recipe.lora_rank:
@@ -446,8 +445,8 @@ def _total_steps(config: TrainConfig, n_tokens: int, batch: _Batch, default_epoc
 
 
 def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
-    """The default epochs: up to 20, limited to about two minutes on two CPU cores, or to 20 tokens per parameter on
-    other devices (Hoffmann et al. 2022)."""
+    """The default epochs: up to 20, but at most about two minutes on two CPU cores, or 20 tokens per parameter on other
+    devices (Hoffmann et al. 2022)."""
     parameters = breakdown(model).trainable
     tokens = DEFAULT_CPU_FLOPS / (6 * parameters) if device == "cpu" else 20 * parameters
     return min(20.0, tokens / n_tokens)

@@ -82,11 +82,10 @@ class Stepper:
         return self.scaler.is_enabled()
 
     def compile(self, note: Callable[[str], None] = lambda text: None) -> str | None:
-        """Compiles the step on all ranks. If a rank fails, steps stay eager on all ranks. Returns the compiler's error,
-        if any.
+        """Compiles the step on all ranks. If one fails, all stay eager. Returns the compiler's error, if any.
 
-        If one rank's compiler failed, the others would wait in the step's collectives. So each rank first compiles a
-        trivial function.
+        Each rank first compiles a trivial function. Otherwise, a rank with a failing compiler would leave the others
+        waiting in the step's collectives.
         """
         tasks: list[Callable[[], object]] = [partial(self._compile, note)]
         if self.world.size > 1:
@@ -138,7 +137,7 @@ class Stepper:
         self.optimizer.zero_grad()
 
     def eager(self) -> contextlib.AbstractContextManager[object]:
-        """A context of eager execution, because every new length would cause a recompilation."""
+        """A context of eager execution for varying lengths, which would cause recompilations."""
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Download:
@@ -183,10 +182,10 @@ class Stepper:
         """Computes the gradients of the mean loss over all counted targets, scaled in float16. Returns this loss.
 
         Inputs x and targets y are (rows, T), this data rank's share of the batch. An OOM permanently halves the
-        micro-batch; the gradients stay equal up to rounding. A replica cannot repeat a step while others wait for its
+        micro-batch, with equal gradients up to rounding. A replica cannot repeat a step while others wait for its
         gradients. So replicas first try each micro-batch that is larger than any before, and fail together. Sharded
-        ranks cannot retry, because their forward passes are collective. If a compiled program fails, its error does not
-        give the cause, so the step is repeated without it.
+        ranks cannot retry, because their forward passes are collective. A failed compiled program does not report the
+        cause, so the step is repeated without it.
         """
         while True:
             state = random_states(self.compute.device)
