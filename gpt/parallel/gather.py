@@ -94,9 +94,9 @@ class MatrixExchange:
         """Applies ``transform`` to the full matrices. Takes and returns this rank's shards."""
         sizes, n_assigned = [part.numel for part in self.parts], len(self.assigned[self.rank])
         outgoing = [[shards[i] for i in indices] for indices in self.assigned]
-        received = self._all_to_all(shards[0], outgoing, [n_assigned * size for size in sizes])
+        received_shards = self._all_to_all(shards[0], outgoing, [n_assigned * size for size in sizes])
         matrices = [shards[0].new_empty(self.shape) for _ in range(n_assigned)]
-        for part, shard_batch in zip(self.parts, received, strict=True):
+        for part, shard_batch in zip(self.parts, received_shards, strict=True):
             for matrix, shard in zip(matrices, shard_batch.view(n_assigned, *part.shape), strict=True):
                 part.put(shard, matrix)
         results = transform(matrices) if matrices else []
@@ -108,10 +108,10 @@ class MatrixExchange:
                 result_shards[i] = shard
         return result_shards
 
-    def _all_to_all(self, like: Tensor, send: list[list[Tensor]], sizes: list[int]) -> list[Tensor]:
-        """Sends each rank its tensors. Returns the received elements by rank, in the dtype of ``like``."""
-        outgoing = torch.cat([like.new_empty(0), *(tensor.flatten() for group in send for tensor in group)])
-        incoming = like.new_empty(sum(sizes))
+    def _all_to_all(self, reference: Tensor, send: list[list[Tensor]], sizes: list[int]) -> list[Tensor]:
+        """Sends each rank its tensors. Returns the received elements by rank, in the dtype of ``reference``."""
+        outgoing = torch.cat([reference.new_empty(0), *(tensor.flatten() for group in send for tensor in group)])
+        incoming = reference.new_empty(sum(sizes))
         lengths = [sum(tensor.numel() for tensor in group) for group in send]
         dist.all_to_all_single(incoming, outgoing, sizes, lengths, group=self.group)
         return list(torch.split(incoming, sizes))

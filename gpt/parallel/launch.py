@@ -76,8 +76,8 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
         except SignalException as signal_error:
             status = int(told(folder, STATUS) or 128)  # The launcher forwards any second signal as SIGTERM.
             return Ended(status if status < 128 else 128 + signal_error.sigval)
-        except ChildFailedError as failed:
-            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        except ChildFailedError as child_error:
+            codes = {rank: failure.exitcode for rank, failure in child_error.failures.items()}
             if rank_0_status := told(folder, STATUS):
                 codes[0] = int(rank_0_status)  # The launcher may have killed rank 0 after it reported its status.
             return _ended(codes, told(folder, RUN))

@@ -195,9 +195,9 @@ class Ranks(World):
     def all_reduce_max(self, value: int) -> int:
         if self.launcher_pid not in (None, os.getppid()):  # A killed launcher forwards no signals.
             value = value or signal.SIGTERM
-        largest = torch.tensor(value)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.message_group)
-        return int(largest)
+        maximum = torch.tensor(value)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.message_group)
+        return int(maximum)
 
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         sums = torch.tensor(values, dtype=torch.float64)

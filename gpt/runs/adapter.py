@@ -161,19 +161,19 @@ def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor]
     """Reads an adapter's tensors in float32 by gpt's names, and their roles. Validates names and shapes first. Raises
     `UserError` if tensors are missing."""
     if not (path / FILE).is_file():
-        pickled = any(path.glob("*.bin"))
-        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""
+        has_pickles = any(path.glob("*.bin"))
+        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if has_pickles else ""
         raise UserError(f"{path} has no {FILE}", hint)
     candidates = _adapter_tensors(config, rank, LORA_ROLES)
     shapes = {name: each.shape for name, each in candidates.items()}
-    found = files.find([path / FILE], shapes, "an adapter to its base")
-    roles = {role for name in found for role in candidates[name].roles}
+    entries = files.find([path / FILE], shapes, "an adapter to its base")
+    roles = {role for name in entries for role in candidates[name].roles}
     ordered_roles = tuple(role for role in LORA_ROLES if role in roles)
     expected = _adapter_tensors(config, rank, ordered_roles)
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in entries]
     if missing or not expected:
         raise UserError(f"{path / FILE} is damaged: the tensor {(missing or ['of any adapter'])[0]} is missing")
     parts: dict[str, list[Tensor]] = {}
     for name, each in expected.items():
-        parts.setdefault(each.ours, []).append(found[name].mapped().float())
+        parts.setdefault(each.ours, []).append(entries[name].mapped().float())
     return {name: torch.cat(pieces) for name, pieces in parts.items()}, ordered_roles

@@ -272,8 +272,8 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / MODEL).exists():
         return [path / MODEL]
     if not index.exists():
-        pickled = any(path.glob("*.bin"))
-        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""
+        has_pickles = any(path.glob("*.bin"))
+        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if has_pickles else ""
         raise UserError(f"{path} has no {MODEL}", hint)
     parts = read_json(index).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(n, str) and is_file_name(n) for n in parts.values()):
@@ -305,16 +305,16 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         _check_size(files, config, bits)
         table = quantized.layout(config, bits)
         shapes = {name: shape for name, (shape, _) in table.items()}
-        found = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in table.items()})
-        tensors.check_all(files, shapes, found)
-        return config, quantized.from_stored(config, bits, lambda name: found[name].mapped(), str(path))
-    ignored: list[str] = []
+        entries = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in table.items()})
+        tensors.check_all(files, shapes, entries)
+        return config, quantized.from_stored(config, bits, lambda name: entries[name].mapped(), str(path))
+    ignored_names: list[str] = []
 
-    def ours(theirs: str) -> str | None:
-        name = hf.full_name(theirs, config)
+    def map_name(stored_name: str) -> str | None:
+        name = hf.full_name(stored_name, config)
         if name is None or hf.part_of(name) in parts:
             return name
-        ignored.append(theirs)
+        ignored_names.append(stored_name)
         return None
 
     quantization = quantized.find_foreign(values)
@@ -323,11 +323,11 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
         parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
-        found = tensors.find(files, expected | optional, "config.json", ours=ours)
+        entries = tensors.find(files, expected | optional, "config.json", ours=map_name)
         # safetensors' save_model writes tied weights only under the unembedding's name.
-        if config.tied and hf.UNEMBEDDING in found:
-            found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
-        tensors.check_all(files, expected, found)
+        if config.tied and hf.UNEMBEDDING in entries:
+            entries.setdefault(hf.embedding_name(config), entries[hf.UNEMBEDDING])
+        tensors.check_all(files, expected, entries)
     except UserError as error:
         if not quantization:
             raise
@@ -337,16 +337,16 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         ) from None
     if quantization:
         warn(f"{path}: {quantization}, but its weights are not quantized: they are used as they are")
-    if ignored:
-        more = f" and {len(ignored) - 1:,} more" if len(ignored) > 1 else ""
-        warn(f"{path}: the tensor {ignored[0]:.80}{more} is not part of the decoder and is ignored")
-    if config.tied and hf.UNEMBEDDING in found:
-        pair = [found[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
+    if ignored_names:
+        more = f" and {len(ignored_names) - 1:,} more" if len(ignored_names) > 1 else ""
+        warn(f"{path}: the tensor {ignored_names[0]:.80}{more} is not part of the decoder and is ignored")
+    if config.tied and hf.UNEMBEDDING in entries:
+        pair = [entries[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
         common_dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
         if not torch.equal(pair[0].to(common_dtype), pair[1].to(common_dtype)):
             warn(f"{path}: {hf.UNEMBEDDING} differs from the embedding, although config.json ties them: it is used")
             config = replace(config, tied=False)
-    return config, from_stored(config, lambda theirs: found[theirs].mapped())
+    return config, from_stored(config, lambda stored_name: entries[stored_name].mapped())
 
 
 def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:

@@ -304,11 +304,11 @@ def runs_in(runs: Path) -> list[Path]:
     """Returns the readable runs in a folder, by name."""
     with reading(runs):
         children = sorted(runs.iterdir()) if runs.is_dir() else []
-    readable = []
+    run_folders = []
     for path in children:
         with contextlib.suppress(UserError):
-            readable += [path] if is_run(path) else []
-    return readable
+            run_folders += [path] if is_run(path) else []
+    return run_folders
 
 
 def check_run(path: Path) -> None:

@@ -324,10 +324,10 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
         return window, layers
     if not isinstance(types, list) or len(types) != n_layer or any(each not in (_FULL, _SLIDING) for each in types):
         raise UserError(f"layer_types is {types!r:.80}; it must name {_FULL} or {_SLIDING} for each layer")
-    windowed = tuple(layer for layer, each in enumerate(types) if each == _SLIDING)
-    if (windowed and window is None) or (kind == "mistral" and window is not None and windowed != layers):
+    sliding_layers = tuple(layer for layer, each in enumerate(types) if each == _SLIDING)
+    if (sliding_layers and window is None) or (kind == "mistral" and window is not None and sliding_layers != layers):
         raise UserError("layer_types and sliding_window contradict each other")
-    return window, windowed
+    return window, sliding_layers
 
 
 def load_config(path: Path) -> GPTConfig:

@@ -168,8 +168,8 @@ def thinned(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dic
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else None
+    finite_values = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(finite_values) / len(finite_values) if finite_values else None
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Columns:
@@ -183,9 +183,9 @@ def finite(value: float | None) -> float | None:
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the settings that differ between runs, in order. Ignores runs without settings."""
-    known = [each for each in settings if each]
-    keys = dict.fromkeys(key for each in known for key in each)
-    return [key for key in keys if any(each.get(key) != known[0].get(key) for each in known)]
+    tables = [each for each in settings if each]
+    keys = dict.fromkeys(key for each in tables for key in each)
+    return [key for key in keys if any(each.get(key) != tables[0].get(key) for each in tables)]
 
 
 def find_run(word: str | None) -> Path:

@@ -127,7 +127,7 @@ def find(
     Limits header lengths by the number of ``shapes``, so an untrusted file cannot cause large allocations. Raises
     `UserError` naming ``where``, the source of the shapes.
     """
-    found: dict[str, Found] = {}
+    entries: dict[str, Found] = {}
     for file in files:
         _check_header(file, len(shapes))
         with _open(file) as handle:
@@ -144,8 +144,8 @@ def find(
                 allowed = [dtypes[name]] if isinstance(dtypes, Mapping) else dtypes
                 if dtype not in allowed:
                     raise UserError(f"{file}: {stored_name} is {dtype}; {', '.join(allowed)} can be read")
-                found[name] = Found(file, stored_name)
-    return found
+                entries[name] = Found(file, stored_name)
+    return entries
 
 
 def check_all(files: Sequence[Path], expected: Iterable[str], found: Iterable[str]) -> None:

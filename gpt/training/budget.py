@@ -31,8 +31,8 @@ PROBE_STEPS = (2, 6)  # minimum timed steps, and target if they are slow; the fi
 SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
-# Tokens and bytes of text per parameter that a size needs to beat the next smaller one, if uncompiled. `nano` has no
-# minimum text (benchmarks/defaults.md).
+# Tokens and bytes of text per parameter that a size needs to beat the next smaller one, measured without compiling.
+# `nano` has no minimum text (benchmarks/defaults.md).
 MIN_TOKENS, MIN_BYTES = 1.0, 0.4
 MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
 MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
@@ -54,8 +54,8 @@ def preset_for_minutes(
     def measure(name: str) -> float:
         return processes * measured_rate(name, config, compute)
 
-    name, why = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", measure)
-    note(f"size {name}: {why}")
+    name, reason = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", measure)
+    note(f"size {name}: {reason}")
     return replace(config, preset=name)
 
 
@@ -66,22 +66,22 @@ def needs(name: str, arch: Arch) -> tuple[float, float]:
 
 def largest_preset(minutes: float, n_bytes: int, arch: Arch, measure: Throughput) -> tuple[str, str]:
     """Returns the largest preset with enough time and text, and the reason. ``measure`` returns tokens per second."""
-    chosen, *larger = SIZES
-    throughput = measure(chosen)
-    for name in larger:
-        n, smaller = parameters(name), parameters(chosen)
+    preset, *candidates = SIZES
+    throughput = measure(preset)
+    for name in candidates:
+        n, smaller = parameters(name), parameters(preset)
         min_tokens, min_bytes = needs(name, arch)
         if n * min_bytes > n_bytes:
-            return chosen, f"{name} has {n:,} parameters, more than {1 / min_bytes:g} per byte of text"
+            return preset, f"{name} has {n:,} parameters, more than {1 / min_bytes:g} per byte of text"
         seconds = min_tokens * n / (MAX_SPEEDUP * throughput * smaller / n)  # a lower bound
         if seconds <= 60 * minutes:
             larger_throughput = measure(name)
             seconds = min_tokens * n / larger_throughput
         if seconds > 60 * minutes:
-            needed = f"{name} would need at least {seconds / 60:,.1f} minutes to be better"
-            return chosen, f"at {throughput:,.0f} tokens/s; {needed}"
-        chosen, throughput = name, larger_throughput
-    return chosen, "the largest size that auto chooses"
+            reason = f"{name} would need at least {seconds / 60:,.1f} minutes to be better"
+            return preset, f"at {throughput:,.0f} tokens/s; {reason}"
+        preset, throughput = name, larger_throughput
+    return preset, "the largest size that auto chooses"
 
 
 def parameters(name: str) -> int:
@@ -103,10 +103,10 @@ def measured_rate(name: str, config: TrainConfig, compute: Compute) -> float:
     ids = np.random.default_rng(0).integers(V, size=(recipe.rows, T))
     for _ in range(TIMING_STEPS[0]):
         stepper.step(ids, ids, 0.0).read()
-    started = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(TIMING_STEPS[1]):
         stepper.step(ids, ids, 0.0).read()
-    return TIMING_STEPS[1] * batch / (time.perf_counter() - started)
+    return TIMING_STEPS[1] * batch / (time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,14 @@ class Planner:
         seconds = time_steps(
             stepper, data.batches(recipe), share * 60 * minutes, max_seconds := PROBE_SHARE * 60 * minutes
         )
-        timed = seconds[TIMING_STEPS[0] :] or seconds[1:]
+        step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         with stepper.eager():
             window = window_seconds(parallel, held_out, max_seconds)
             sample = estimate_sample_seconds(parallel, data)
         targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
         costs = Costs(
-            step=sum(timed) / len(timed),
+            step=sum(step_seconds) / len(step_seconds),
             window=window,
             sample=sample,
             # Weights and two moments in float32.
@@ -188,9 +188,9 @@ class Planner:
             whole_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
             pairs=ASKED if data.pairs else 0,
         )
-        evals, began = recipe.steps / recipe.eval_every, self.session.began
+        evals, start = recipe.steps / recipe.eval_every, self.session.began
         values = world.broadcast_object(
-            lambda: asdict(TimeBudget.fitting(minutes, began, time.perf_counter(), costs, evals))
+            lambda: asdict(TimeBudget.fitting(minutes, start, time.perf_counter(), costs, evals))
         )
         budget = checked(TimeBudget, values, "the budget of process 0")
         return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter()))
@@ -202,13 +202,13 @@ def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_second
     target = min(target, PROBE_SECONDS)
 
     def needs_more() -> bool:
-        spent = sum(seconds)
-        return spent < target or (len(seconds) < PROBE_STEPS[1] and spent < max_seconds)
+        elapsed = sum(seconds)
+        return elapsed < target or (len(seconds) < PROBE_STEPS[1] and elapsed < max_seconds)
 
     while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(needs_more):
-        started = time.perf_counter()
+        start = time.perf_counter()
         stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world.synchronize)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - start)
     return seconds
 
 
@@ -217,9 +217,9 @@ def window_seconds(parallel: Parallel, windows: Sequence[Window], max_seconds: f
     more than ``max_seconds``. A GPU loads its kernels in the first batch."""
     batch, next_batch, seconds = 1, 1, 1e-9
     while windows:
-        started = time.perf_counter()
+        start = time.perf_counter()
         mean_loss(parallel, parallel.model, windows[:batch], parallel.compute, StopSignal())
-        seconds = max((time.perf_counter() - started) / batch, 1e-9)
+        seconds = max((time.perf_counter() - start) / batch, 1e-9)
         if parallel.world.all_reduce_max(next_batch > len(windows) or next_batch * seconds > max_seconds):
             break
         batch, next_batch = next_batch, 4 * next_batch

@@ -148,8 +148,8 @@ class Writer:
             self.step = max(self.step, self._thread_step)
             self.on_saved(self._thread_step)
         elif self.save_error is None:  # Warn only about the first of consecutive failures.
-            why = error_text(self._thread_error)
-            self.warn(f"step {self._thread_step:,} could not be saved: {why}; the run continues and will try again")
+            reason = error_text(self._thread_error)
+            self.warn(f"step {self._thread_step:,} could not be saved: {reason}; the run continues and will try again")
         self.save_error = self._thread_error
 
     def wait(self) -> None:
@@ -194,9 +194,9 @@ class Writer:
             first_error = self.save_error
             if first_error is None:
                 return
-            started = time.monotonic()
+            start = time.monotonic()
             self.warn(f"waiting {ROOM_SECONDS:.0f} s for disk space in {self.run}")
-            while not is_stopped() and time.monotonic() - started < ROOM_SECONDS:
+            while not is_stopped() and time.monotonic() - start < ROOM_SECONDS:
                 self.begin(step, 0, weights)
                 self.wait()
                 if self.save_error is None:

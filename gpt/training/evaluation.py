@@ -91,8 +91,8 @@ def _check_answers(
 ) -> Answers | None:
     if not pairs:
         return None
-    exact, asked = _sum_over_ranks(evaluate.count_exact, parallel, model, pairs.spread(max_pairs), compute, stop)
-    return Answers(int(exact), int(asked), len(pairs))
+    exact, count = _sum_over_ranks(evaluate.count_exact, parallel, model, pairs.spread(max_pairs), compute, stop)
+    return Answers(int(exact), int(count), len(pairs))
 
 
 def mean_loss(parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:

@@ -74,10 +74,10 @@ class RowBatches:
         """Returns one rank's inputs and targets, (rows / ranks, T), for a step counted from 0. T is the length of the
         step's longest example. Ids that are not targets are `IGNORED`."""
         positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
-        chosen = [self.examples.window(index) for index in shuffled(positions, len(self.examples), self.seed).tolist()]
-        shape = (self.rows // ranks, max(len(window.x) for window in chosen))
+        windows = [self.examples.window(index) for index in shuffled(positions, len(self.examples), self.seed).tolist()]
+        shape = (self.rows // ranks, max(len(window.x) for window in windows))
         x, y = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        for row, window in enumerate(chosen[rank * shape[0] : (rank + 1) * shape[0]]):
+        for row, window in enumerate(windows[rank * shape[0] : (rank + 1) * shape[0]]):
             x[row, : len(window.x)] = window.x
             y[row, : len(window.y)] = window.y
         return x, y
@@ -94,12 +94,12 @@ class Encoder(Generic[E]):
 
     def encode(self, examples: Sequence[E]) -> ExampleRows:
         """Encodes the examples that have targets. Raises `UserError` for an example that cannot be encoded."""
-        encoded = ExampleRows()
+        all_rows = ExampleRows()
         for example in examples:
             rows = self.rows(example)
-            encoded.examples += bool(rows)
-            encoded.extend(rows)
-        return encoded
+            all_rows.examples += bool(rows)
+            all_rows.extend(rows)
+        return all_rows
 
     def rows(self, example: E) -> list[ExampleRow]:
         """Encodes an example. Returns no rows if it has no targets."""

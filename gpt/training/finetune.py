@@ -73,8 +73,8 @@ class InitCheckpoint:
         Returns any other parameter unchanged."""
         if name not in ("wte.weight", "lm_head.weight") or not self.added:
             return parameter
-        missing = parameter.new_empty((self.model.vocab_size - len(parameter), parameter.size(1)))
-        rows = torch.cat([parameter, missing])
+        new_rows = parameter.new_empty((self.model.vocab_size - len(parameter), parameter.size(1)))
+        rows = torch.cat([parameter, new_rows])
         rows[self.added.start : self.added.stop] = parameter[: self.added.start].float().mean(0).to(rows.dtype)
         return rows
 

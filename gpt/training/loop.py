@@ -23,7 +23,7 @@ from gpt.training.step import Stepper
 
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
-LOSS_MARGIN = 1.0  # nats per token above a uniform guess: an exploded loss
+LOSS_MARGIN = 1.0  # maximum loss above a uniform guess, in nats per token
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class Trainer:
                     self.state.first_step = time.perf_counter() - self.run.began
                 else:
                     self.journal.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
-                ended = self.run_due_actions()
+                is_over = self.run_due_actions()
                 self.checkpointer.take_snapshot()
                 self.world.started()
-                while not ended:
+                while not is_over:
                     try:
                         self.step()
                         self.fit_to_budget()
-                        ended = self.run_due_actions()
+                        is_over = self.run_due_actions()
                     except Diverged as diverged:
                         self.roll_back(diverged)
                 return self.finish()
@@ -109,12 +109,12 @@ class Trainer:
     def step(self) -> None:
         """Takes one optimizer step. Reports the previous step while a GPU computes this one."""
         recipe, state, world = self.recipe, self.state, self.world
-        started = time.perf_counter()
+        start = time.perf_counter()
         lr = state.rate_factor * recipe.lr_at(state.step + 1)
         world.seed(recipe.seed, state.step)
         x, y = self.batches.global_batch(state.step, world.data_rank, world.data_size)
         pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr))
-        state.step_seconds += time.perf_counter() - started
+        state.step_seconds += time.perf_counter() - start
         self.report_pending()
         state.step, self.pending = pending.step, pending
         if pending.outcome.arrived is None:  # The device runs synchronously with the host.
@@ -126,14 +126,14 @@ class Trainer:
         pending, self.pending, state = self.pending, None, self.state
         if pending is None:
             return
-        started = time.perf_counter()
+        start = time.perf_counter()
         loss, norm = pending.outcome.read(self.world.synchronize)
-        state.step_seconds += time.perf_counter() - started
+        state.step_seconds += time.perf_counter() - start
         uniform_loss = math.log(self.recipe.model.vocab_size)
-        finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaled)
+        is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaled)
         state.has_learnt |= loss < uniform_loss - LOSS_MARGIN
-        exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
-        state.bad_steps = 0 if finite and not exploded else state.bad_steps + 1
+        has_exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
+        state.bad_steps = 0 if is_finite and not has_exploded else state.bad_steps + 1
         self.journal.step(pending.step, pending.lr, loss, norm)
         if state.bad_steps >= MAX_BAD_STEPS:
             raise Diverged(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
@@ -177,8 +177,8 @@ class Trainer:
         """Whether a periodic action is due: after every ``interval`` steps, at the last step, and before the first step
         of fine-tuning."""
         step = self.state.step
-        eligible = step > 0 or self.run.init is not None
-        return step == self.recipe.steps or (interval > 0 and step % interval == 0 and eligible)
+        is_eligible = step > 0 or self.run.init is not None
+        return step == self.recipe.steps or (interval > 0 and step % interval == 0 and is_eligible)
 
     def is_out_of_patience(self) -> bool:
         """Whether the last ``patience`` evaluations brought no improvement."""
@@ -226,10 +226,10 @@ class Trainer:
 
     def compile(self) -> None:
         """Compiles the step. If that fails, the run continues uncompiled."""
-        started = time.perf_counter()
+        start = time.perf_counter()
         error = self.stepper.compile(self.session.note)
         if error is None:
-            self.session.note(f"compiled in {time.perf_counter() - started:.0f} s")
+            self.session.note(f"compiled in {time.perf_counter() - start:.0f} s")
         else:
             self.on_uncompiled(error, started=self.run.saved is not None)
 

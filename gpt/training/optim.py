@@ -252,17 +252,17 @@ def make_optimizer(
     table = named_parameters(model.config)
     vectors: list[Tensor] = []
     embeddings: list[Tensor] = []
-    fused: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    matrices: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for name, p in model.named_parameters():
         if table[name].is_matrix:
-            fused[table[name].fused].append(p)
+            matrices[table[name].fused].append(p)
         else:
             (embeddings if table[name].is_decayed else vectors).append(p)
     if kind == "adamw":
         return Optimizers(
-            [_adamw([*embeddings, *(p for stack in fused.values() for p in stack)], vectors, weight_decay)]
+            [_adamw([*embeddings, *(p for stack in matrices.values() for p in stack)], vectors, weight_decay)]
         )
-    groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
+    groups = [{"params": params, "fused": rows} for rows, params in matrices.items()]
     lr_factor = NORM_LR_FACTOR if model.config.norm == "rmsnorm" else 1.0
     adamw = _adamw(
         embeddings, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, lr_factor

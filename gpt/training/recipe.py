@@ -25,7 +25,7 @@ Schedule = Literal["linear", "cosine", "constant"]
 COSINE_FLOOR = 0.1  # final share of the peak learning rate in the cosine schedule (GPT-3, appendix B)
 DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule decays
 # Weight decay grows with the passes over a text. With r tokens per parameter, it reaches 1 at 12 or 80 r passes,
-# whichever is more. From 300 r passes, a weight decay of 1 is joined by dropout (benchmarks/defaults.md).
+# whichever is more. From 300 r passes, dropout is added to a weight decay of 1 (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
 RAMP_START = (32_768, 1 / 16)  # initial batch of a ramp: GPT-3's tokens, or this share of the batch if less
@@ -198,7 +198,7 @@ def resolve(
     if model.layout == "gpt":
         note("no Transformers class supports this architecture, so only gpt can load the checkpoints")
     eval_every = config.eval_every or math.ceil(steps / 20)
-    copied: dict[str, Any] = {option: getattr(config, option) for option in COPIED_SETTINGS}
+    copied_settings: dict[str, Any] = {option: getattr(config, option) for option in COPIED_SETTINGS}
     recipe = Recipe(
         preset=name,
         model=model,
@@ -220,7 +220,7 @@ def resolve(
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
         context=context,
-        **copied,
+        **copied_settings,
     )
     return replace(recipe, compile=_should_compile(config, recipe, compute, processes))
 
@@ -288,10 +288,10 @@ def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: b
     not a multiple of the requested context. Rounds the batch if a short text reduced the context."""
     batch_tokens, context = config.batch_tokens, config.block_size or preset.model.block_size
     if not pairs and batch_tokens is not None and batch_tokens % context:
-        below, above = batch_tokens // context * context, -(-batch_tokens // context) * context
+        lower, upper = batch_tokens // context * context, -(-batch_tokens // context) * context
         raise UserError(
             f"batch-tokens {batch_tokens:,} is not a multiple of the context, {context:,}",
-            f"use {above:,}" + (f" or {below:,}" if below else ""),
+            f"use {upper:,}" + (f" or {lower:,}" if lower else ""),
         )
     return max(1, round((batch_tokens or preset.batch_tokens) / row_tokens))
 
@@ -342,10 +342,10 @@ def _plan_batch(
 
 def _check_batch(rows: int, tokens: float) -> None:
     """Raises `UserError` if the ids of a step exceed host memory."""
-    needed, memory = rows * ROW_BYTES + ID_BYTES * tokens, host_memory()
-    if needed > BATCH_MEMORY_SHARE * memory:
+    n_bytes, memory = rows * ROW_BYTES + ID_BYTES * tokens, host_memory()
+    if n_bytes > BATCH_MEMORY_SHARE * memory:
         raise UserError(
-            f"the ids of a step of {tokens:,.0f} tokens take {needed / 1e9:,.1f} GB, and this machine has "
+            f"the ids of a step of {tokens:,.0f} tokens take {n_bytes / 1e9:,.1f} GB, and this machine has "
             f"{memory / 1e9:,.1f} GB",
             "use a smaller --batch-tokens",
         )
@@ -386,18 +386,18 @@ def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1)
         return
     setup = _memory_setup(recipe, recipe.optimizer, compute, processes)
     step = training(model, setup)
-    stays = step.parameters + step.gradients + step.optimizer + (step.snapshot if setup.device == "cpu" else 0)
-    if stays > memory:
+    n_bytes = step.parameters + step.gradients + step.optimizer + (step.snapshot if setup.device == "cpu" else 0)
+    if n_bytes > memory:
         raise UserError(
-            f"{breakdown(model).trainable:,} parameters take {stays / 1e9:,.1f} GB in training (weights, gradients, "
+            f"{breakdown(model).trainable:,} parameters take {n_bytes / 1e9:,.1f} GB in training (weights, gradients, "
             f"optimizer state), but only {memory / 1e9:,.1f} GB are available",
             "use a smaller --preset; gpt params PRESET --devices 1 shows what each needs",
         )
-    copies, host = step.snapshot * (here if recipe.is_sharded else 1), host_memory()
-    if setup.device != "cpu" and copies > host:
+    copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1), host_memory()
+    if setup.device != "cpu" and copies > host_bytes:
         raise UserError(
             f"checkpoints copy weights and optimizer state to host memory: {copies / 1e9:,.1f} GB, but only "
-            f"{host / 1e9:,.1f} GB are available",
+            f"{host_bytes / 1e9:,.1f} GB are available",
             "use a smaller --preset, or more machines with --shard full",
         )
 
@@ -419,8 +419,8 @@ def check_even_split(rows: int, processes: int, row_tokens: int | None = None) -
     if rows % processes:
         hint = "use --nproc " + " or ".join(str(n) for n in divisors(rows)[:8])
         if row_tokens is not None:
-            below, above = ((rows // processes + extra) * processes * row_tokens for extra in (0, 1))
-            hint = f"use --batch-tokens {above}" + (f" or {below}" if below else "") + f", or {hint[4:]}"
+            lower, upper = ((rows // processes + extra) * processes * row_tokens for extra in (0, 1))
+            hint = f"use --batch-tokens {upper}" + (f" or {lower}" if lower else "") + f", or {hint[4:]}"
         raise UserError(f"the {rows:,} sequences of a step cannot be split evenly over {processes} processes", hint)
 
 

@@ -100,15 +100,15 @@ def find_run(name: str | None) -> Path:
     if name:
         folder.check_run(Path(name))
         return Path(name)
-    unfinished = []
+    candidates = []
     for path in folder.runs_in(Path(folder.RUNS)):
         with contextlib.suppress(UserError):
             record = RunRecord.read(path)
             if not record.ended:
-                unfinished.append((record.started, path))
-    if not unfinished:
+                candidates.append((record.started, path))
+    if not candidates:
         raise UserError("there is no unfinished run in runs/ to resume", folder.known_runs())
-    return max(unfinished)[1]
+    return max(candidates)[1]
 
 
 def finished_result(name: str | None, changes: Mapping[str, Any]) -> Result | None:
@@ -122,8 +122,8 @@ def processes_of(name: str | None, changes: Mapping[str, Any]) -> int:
     started = read_started(find_run(name))
     if started.final_result(changes):
         return 1
-    earlier = [options.given for options in started.record.resumed]
-    counts = [options.get("nproc") for options in (started.record.settings or {}, *earlier, changes)]
+    resume_options = [options.given for options in started.record.resumed]
+    counts = [options.get("nproc") for options in (started.record.settings or {}, *resume_options, changes)]
     return next((n for n in reversed(counts) if type(n) is int and 1 <= n <= 1024), 1)
 
 
@@ -284,11 +284,11 @@ def apply_changes(
         recipe = replace(recipe, micro_batch=max(d for d in divisors(share) if d <= recipe.micro_batch))
     steps, micro_batch = changes.get("steps"), changes.get("micro_batch")
     for name in ("keep", "shard", "tensor", "recompute"):
-        value, before = changes.get(name), getattr(recipe, name)
-        if value not in (None, before):
+        value, current = changes.get(name), getattr(recipe, name)
+        if value not in (None, current):
             recipe = replace(recipe, **{name: value})
             if name != "keep":
-                note(f"--{name} {value} instead of {before}: equal up to rounding")
+                note(f"--{name} {value} instead of {current}: equal up to rounding")
     check_heads(recipe.model, recipe.tensor)
     if recipe.lora_rank and recipe.is_sharded:
         raise UserError("adapters do not support sharded weights", "leave out --shard and --tensor")
@@ -298,12 +298,12 @@ def apply_changes(
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give at least that many")
     if steps is not None and steps > recipe.steps:
-        extended = replace(recipe, steps=steps, planned=0)
-        before, after = (schedule.lr_at(step + 1) for schedule in (recipe, extended))
+        new_recipe = replace(recipe, steps=steps, planned=0)
+        current, new_lr = (schedule.lr_at(step + 1) for schedule in (recipe, new_recipe))
         note(
             f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,}, the {recipe.schedule} schedule is "
-            f"that of {steps:,} steps, with {recipe.decay:,} of final decay; the next learning rate is {after:.2g}"
-            + (f" instead of {before:.2g}" if step < recipe.steps and before != after else "")
+            f"that of {steps:,} steps, with {recipe.decay:,} of final decay; the next learning rate is {new_lr:.2g}"
+            + (f" instead of {current:.2g}" if step < recipe.steps and current != new_lr else "")
         )
-        recipe = extended
+        recipe = new_recipe
     return recipe

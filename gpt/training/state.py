@@ -86,8 +86,8 @@ class Snapshot:
     def take(self, parallel: Parallel, scaler: torch.amp.GradScaler, state: TrainState) -> None:
         """Copies trained weights, moments and random states."""
         device = parallel.compute.device
-        live = parallel.state() | {RANDOM + name: value for name, value in random_states(device).items()}
-        self.tensors = {name: _copy_to_host(tensor, self.tensors.get(name)) for name, tensor in live.items()}
+        sources = parallel.state() | {RANDOM + name: value for name, value in random_states(device).items()}
+        self.tensors = {name: _copy_to_host(tensor, self.tensors.get(name)) for name, tensor in sources.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.scaling = scaler.state_dict()
@@ -145,7 +145,7 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
     files.
     """
     moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
-    expected = {MOMENT + name: shape for name, shape in moments.items()}
+    moment_shapes = {MOMENT + name: shape for name, shape in moments.items()}
     # A run can resume on another type of GPU, and older versions also wrote states of Python and numpy.
     rng_shapes = {
         "torch": tuple(torch.get_rng_state().shape),
@@ -154,12 +154,12 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
         "python": (625,),
         "numpy": (624,),
     }
-    optional = expected | {RANDOM + name: shape for name, shape in rng_shapes.items()}
+    allowed_shapes = moment_shapes | {RANDOM + name: shape for name, shape in rng_shapes.items()}
 
     files = [path / TENSORS]
-    stored = tensors.find(files, optional, "the model", dtypes=_DTYPES)
-    loaded = {name: parallel.part(name, tensor.mapped()) for name, tensor in stored.items()}
-    is_complete = set(expected) <= set(loaded) or not any(name.startswith(MOMENT) for name in loaded)
+    entries = tensors.find(files, allowed_shapes, "the model", dtypes=_DTYPES)
+    loaded = {name: parallel.part(name, tensor.mapped()) for name, tensor in entries.items()}
+    is_complete = set(moment_shapes) <= set(loaded) or not any(name.startswith(MOMENT) for name in loaded)
     if not is_complete or RANDOM + "torch" not in loaded:
         raise UserError(f"{path / TENSORS} is damaged: the training state is incomplete")
     if folder.is_adapter(path):
