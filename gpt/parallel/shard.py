@@ -108,8 +108,8 @@ def _cut_rows(slices: list[slice], start: int, stop: int) -> Iterator[slice]:
 
 
 def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full parameters of a new model, one at a time, on the host. They equal those of ``GPT(config)``, which
-    initializes all parameters twice: with torch's defaults, then as in GPT-2."""
+    """Yields the full parameters of a new model, one at a time, on the host. Their values equal those of
+    ``GPT(config)``, which initializes all parameters twice: with torch's defaults, then as in GPT-2."""
     model = _on_meta(config)
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):

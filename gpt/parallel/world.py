@@ -117,7 +117,7 @@ class World:
         """Raises `UserError` on rank 0 for a value that differs between ranks."""
 
     def place(self, compute: Compute) -> Compute:
-        """Returns ``compute`` with this rank's device. Raises `UserError` if there is none."""
+        """Returns ``compute`` with this rank's device. Raises `UserError` if none is available."""
         return compute
 
     def seed(self, seed: int, step: int) -> None:

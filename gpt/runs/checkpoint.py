@@ -66,7 +66,7 @@ def contents(
     dtype: str = "float32",
 ) -> Files:
     """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names. ``store`` makes the
-    weight files, by default a full model's. ``dtype`` is recorded in ``config.json``."""
+    weight files unless they are a full model's. ``dtype`` is recorded in ``config.json``."""
     inner = tokenizer.tokenizer
     bos = inner.eot if inner.bos is None else inner.bos
     eos = [inner.eot, *sorted(inner.more_ends)] if inner.more_ends else inner.eot
@@ -166,8 +166,8 @@ def load(
 ) -> Checkpoint:
     """Loads a gpt or Transformers checkpoint. Validates it before allocating memory.
 
-    ``shape`` can have a different dropout and a shorter context, to which a position table is cut. Weights are read
-    directly into ``dtype``; an adapter is merged into its base model in float32.
+    ``shape`` can have a different dropout and a shorter context, which cuts position tables. Weights are read directly
+    into ``dtype``; an adapter is merged into its base model in float32.
 
     With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish`` is
     called with each block after it is read, and then with the model, to lay them out for decoding. Quantized matrices
@@ -221,7 +221,7 @@ def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
 
 def _read_shape(path: Path) -> GPTConfig:
     """Returns the model's shape. Raises `UserError` if the checkpoint is damaged or of another version."""
-    # Walking the lineage raises for a missing base or an endless chain of adapters.
+    # Iterating raises `UserError` for a missing base or an endless chain of adapters.
     collections.deque(folder.lineage(path), maxlen=0)
     home = folder.home(path)
     with reading(home):
@@ -400,7 +400,7 @@ def build(
         if part == "wte" and finish is not None and config.tied:
             model.lm_head = _lay_out_unembedding(model.wte, finish)
             value = new_values["wte.weight"]
-            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # not a view of the mapped file
+            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # Conversion copies the mapped data.
             if model.lm_head is not None and value is values["wte.weight"] and not is_copy:
                 # Laying out the unembedding read the whole mapping. A new mapping reads only the rows that are looked
                 # up.

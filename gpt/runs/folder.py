@@ -36,7 +36,7 @@ META = "gpt.json"
 ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
 # Limit on a chain of adapters, which is endless if an adapter names itself as its base.
 MAX_ADAPTERS = 100
-TRAINING = ("training.json", "training.safetensors")  # needed only for resuming; older checkpoints do not keep them
+TRAINING = ("training.json", "training.safetensors")  # files needed only for resuming; older checkpoints do not keep them
 KEPT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
     "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
@@ -94,8 +94,8 @@ def _checksum_of(files: Mapping[str, str]) -> str:
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, str] | None = None) -> None:
-    """Records the sha256 of every file in ``folder``, and of the record itself. ``checksums``, if given, replace
-    reading the files."""
+    """Records the sha256 of every file in ``folder``, and of the record itself. Uses ``checksums`` instead of reading
+    the files, if given."""
     if checksums is None:
         checksums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     write_file(folder / CHECKSUMS, to_json({"sha256": checksums, "self": _checksum_of(checksums)}))
@@ -229,7 +229,7 @@ def name_base(path: Path, base: str) -> None:
 
 def base_of(path: Path) -> str:
     """Returns the base model of the adapter at ``path``: a folder or ``hf:NAME@REVISION``. Raises `UserError` if its
-    files name none."""
+    files name no base."""
     if path.absolute() in _bases:
         return _bases[path.absolute()]
     values = read_json(path / ADAPTER)

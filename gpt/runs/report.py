@@ -253,7 +253,7 @@ def read_curve(path: Path) -> Report:
 
 
 def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
-    """Returns the run's training tokens, from its own folder or from the unchanged token folder that it names."""
+    """Returns the training tokens in a run's folder, or in the unchanged token folder that its record names."""
     try:
         if is_token_folder(run / "tokens"):
             return TokenFolder(run / "tokens")

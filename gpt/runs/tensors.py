@@ -123,9 +123,9 @@ def find(
 ) -> dict[str, Found]:
     """Finds tensors in files without reading their data. ``ours`` maps their names to gpt's, or to None to ignore them.
 
-    Validates names and shapes against ``shapes``, and dtypes against ``dtypes``, a list or the dtype of each tensor.
-    Limits header lengths by the number of ``shapes``, so an untrusted file cannot cause large allocations. Raises
-    `UserError` naming ``where``, the source of the shapes.
+    Validates names, shapes and dtypes. ``dtypes`` lists the allowed dtypes, or maps each name to its dtype. Limits
+    header lengths by the number of ``shapes``, so an untrusted file cannot cause large allocations. Raises `UserError`
+    naming ``where``, the source of the shapes.
     """
     entries: dict[str, Found] = {}
     for file in files:

@@ -28,7 +28,7 @@ DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule dec
 # whichever is more. From 300 r passes, dropout is added to a weight decay of 1 (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
-RAMP_START = (32_768, 1 / 16)  # initial batch of a ramp: GPT-3's tokens, or this share of the batch if less
+RAMP_START = (32_768, 1 / 16)  # maximum initial batch of a ramp: GPT-3's tokens, and share of the full batch
 # On a GPU, ``auto`` compiles runs above these FLOPs (two minutes at a third of an H100's peak) or minutes, if their
 # steps exceed the last figure. The host limits smaller steps: on an H200, a step of `nano` takes 13.4 ms eager and 16.0
 # compiled.

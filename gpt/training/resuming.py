@@ -41,7 +41,7 @@ CHANGEABLE_OPTIONS = (
     "micro_batch",
     "keep",
     "log",
-)  # All except ``steps`` leave the result the same up to rounding.
+)  # Only ``steps`` changes the result beyond rounding.
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def finished_result(name: str | None, changes: Mapping[str, Any]) -> Result | No
 
 
 def processes_of(name: str | None, changes: Mapping[str, Any]) -> int:
-    """The number of local processes for a resume: from ``changes``, or as before, or one for a finished run. Raises
+    """The number of local processes for a resume: one for a finished run, else from ``changes`` or as before. Raises
     like `find_run` and `read_started`."""
     started = read_started(find_run(name))
     if started.final_result(changes):
