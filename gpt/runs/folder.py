@@ -36,7 +36,7 @@ META = "gpt.json"
 ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
 # Limit on a chain of adapters, which is endless if an adapter names itself as its base.
 MAX_ADAPTERS = 100
-TRAINING = ("training.json", "training.safetensors")  # files needed only for resuming; older checkpoints do not keep them
+TRAINING = ("training.json", "training.safetensors")  # needed only for resuming; older checkpoints do not keep them
 KEPT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
     "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
