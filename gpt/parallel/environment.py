@@ -44,7 +44,7 @@ def is_ours() -> bool:
 
 
 def began() -> float | None:
-    """Returns the start time of our launcher's command, on the clock of `time.perf_counter`, which processes share."""
+    """Returns when our launcher's command started, in `time.perf_counter` seconds, which all processes share."""
     return float(os.environ[BEGAN]) if is_ours() and BEGAN in os.environ else None
 
 

@@ -21,13 +21,13 @@ _FINISHED = -1  # sent in place of a tensor index
 class CheckpointGatherer:
     """Gathers sharded float32 tensors on rank 0, one at a time, for a checkpoint.
 
-    Rank 0 requests each tensor when it writes it; the other ranks send shards until rank 0 finishes. So a rank needs
-    memory only for its shards and one full tensor per open file, and no rank hangs if the disk is full. At 1 GB/s
-    through rank 0, a checkpoint of 1.5 billion parameters (18 GB with AdamW's moments) takes about 20 seconds, one of
-    175 billion 35 minutes, while training continues. It can run in a thread, because tensors are on the host and
-    nothing else uses the gloo ``group``.
+    Rank 0 requests each tensor when writing it. The other ranks send shards until rank 0 finishes, so no rank hangs if
+    the disk is full. Rank 0 needs memory for one full tensor per open file, the other ranks only for their shards. At 1
+    GB/s through rank 0, a checkpoint of 1.5 billion parameters (18 GB with AdamW's moments) takes about 20 seconds, and
+    one of 175 billion takes 35 minutes. Training continues, because tensors are on the host and nothing else uses the
+    gloo ``group``.
 
-    ``tensors`` maps names to parameters with the same sharding. It is equal on all ranks.
+    ``tensors`` maps names to parameters with the same sharding, identically on all ranks.
     """
 
     def __init__(self, grid: Grid, tensors: Mapping[str, Parameter], group: ProcessGroup) -> None:
@@ -37,7 +37,7 @@ class CheckpointGatherer:
         self._lock = threading.Lock()  # Two files are written concurrently.
 
     def full_tensor(self, name: str, shard: Array) -> Array:
-        """Returns the full tensor on rank 0. ``shard`` is rank 0's own."""
+        """Returns the full tensor on rank 0. ``shard`` is rank 0's shard."""
         parameter = self.tensors[name]
         whole = np.empty(parameter.shape, np.float32)
         with self._lock:
@@ -59,7 +59,7 @@ class CheckpointGatherer:
                 dist.send(shards[name].contiguous(), 0, self.group)
 
     def _senders(self, name: str) -> list[int]:
-        """Returns ranks whose shards make up a tensor exactly once."""
+        """Returns ranks whose shards together make up a tensor exactly once."""
         parameter = self.tensors[name]
         holders = [r for r in self.grid.holders if parameter.split is not None or r % self.grid.tensor == 0]
         return [rank for rank in holders if self.grid.part(parameter, rank).numel]
@@ -76,7 +76,7 @@ class CheckpointGatherer:
 
 
 class MatrixExchange:
-    """Gathers each sharded matrix on one rank, transforms it and scatters the result: Muon needs full matrices.
+    """Gathers each sharded matrix on one rank, transforms it and scatters the result, because Muon needs full matrices.
 
     The ``n`` matrices have the shape and sharding of the parameter ``name`` and are spread evenly over ranks. A step
     sends each shard twice and computes each matrix once.
@@ -86,17 +86,17 @@ class MatrixExchange:
         self.group, ranks = sharded.holders, sharded.grid.holders
         parameter = sharded.table[name]
         self.shape = parameter.shape
-        self.parts = [sharded.grid.part(parameter, rank) for rank in ranks]  # by rank, its part of every matrix
-        self.assigned = [range(rank, n, len(ranks)) for rank in range(len(ranks))]  # by rank, the matrices it computes
+        self.parts = [sharded.grid.part(parameter, rank) for rank in ranks]  # each rank's part of every matrix
+        self.assigned = [range(rank, n, len(ranks)) for rank in range(len(ranks))]  # each rank's matrices
         self.rank = dist.get_rank(self.group)
 
     def __call__(self, shards: Sequence[Tensor], transform: Transform) -> list[Tensor]:
         """Applies ``transform`` to the full matrices. Takes and returns this rank's shards."""
         sizes, n_assigned = [part.numel for part in self.parts], len(self.assigned[self.rank])
         outgoing = [[shards[i] for i in indices] for indices in self.assigned]
-        received = self._all_to_all(shards[0], outgoing, [n_assigned * size for size in sizes])
+        received_shards = self._all_to_all(shards[0], outgoing, [n_assigned * size for size in sizes])
         matrices = [shards[0].new_empty(self.shape) for _ in range(n_assigned)]
-        for part, shard_batch in zip(self.parts, received, strict=True):
+        for part, shard_batch in zip(self.parts, received_shards, strict=True):
             for matrix, shard in zip(matrices, shard_batch.view(n_assigned, *part.shape), strict=True):
                 part.put(shard, matrix)
         results = transform(matrices) if matrices else []
@@ -108,10 +108,10 @@ class MatrixExchange:
                 result_shards[i] = shard
         return result_shards
 
-    def _all_to_all(self, like: Tensor, send: list[list[Tensor]], sizes: list[int]) -> list[Tensor]:
-        """Sends each rank its tensors. Returns the received elements by rank, in the dtype of ``like``."""
-        outgoing = torch.cat([like.new_empty(0), *(tensor.flatten() for group in send for tensor in group)])
-        incoming = like.new_empty(sum(sizes))
+    def _all_to_all(self, reference: Tensor, send: list[list[Tensor]], sizes: list[int]) -> list[Tensor]:
+        """Sends each rank its tensors. Returns the received elements by rank, in the dtype of ``reference``."""
+        outgoing = torch.cat([reference.new_empty(0), *(tensor.flatten() for group in send for tensor in group)])
+        incoming = reference.new_empty(sum(sizes))
         lengths = [sum(tensor.numel() for tensor in group) for group in send]
         dist.all_to_all_single(incoming, outgoing, sizes, lengths, group=self.group)
         return list(torch.split(incoming, sizes))

@@ -23,15 +23,15 @@ from gpt.peaks import host_memory
 
 PROCESS_BYTES = 2**28  # memory of an idle process with Python and torch
 CONNECT_SECONDS = 10
-MAX_SAVE_SECONDS = 24 * 3600  # time to save a run after a signal; a second signal ends it immediately
+MAX_SAVE_SECONDS = 24 * 3600  # time to save a run after a signal; a second signal ends the run immediately
 
-# Exit codes of a process that ended because another one failed, the least likely first.
+# Exit codes that can mean that another process failed first, from least to most likely.
 CONSEQUENCE_CODES = (128 + signal.SIGTERM, -signal.SIGTERM, PeerLost.exit_code)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of all processes: ``rank`` failed first, killed by ``signum`` if set. ``run`` can be resumed if set."""
+    """The end of all processes. ``rank`` failed first, killed by ``signum`` if set. ``run`` can be resumed if set."""
 
     status: int
     rank: int = 0
@@ -51,8 +51,8 @@ def _check_memory(nproc: int) -> None:
 
 def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
     """Runs ``command`` in ``nproc`` processes, waits for them and forwards signals. They get torchrun's environment
-    variables and connect at ``MASTER_PORT``, by default a free port. ``began`` is the start time on the clock of
-    `time.perf_counter`.
+    variables and connect at ``MASTER_PORT``, by default a free port. ``began`` is the start time in `time.perf_counter`
+    seconds.
 
     Raises `UserError` for a port in use, too little memory, or a missing loopback device.
     """
@@ -76,8 +76,8 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
         except SignalException as signal_error:
             status = int(told(folder, STATUS) or 128)  # The launcher forwards any second signal as SIGTERM.
             return Ended(status if status < 128 else 128 + signal_error.sigval)
-        except ChildFailedError as failed:
-            codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        except ChildFailedError as child_error:
+            codes = {rank: failure.exitcode for rank, failure in child_error.failures.items()}
             if rank_0_status := told(folder, STATUS):
                 codes[0] = int(rank_0_status)  # The launcher may have killed rank 0 after it reported its status.
             return _ended(codes, told(folder, RUN))
@@ -85,7 +85,7 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
 
 
 def _ended(codes: Mapping[int, int], run: str | None) -> Ended:
-    """Finds the process that failed first, from exit codes in the order of exit. Negative codes are signals."""
+    """Finds the process that failed first, from exit codes in order of exit. Negative codes are signals."""
     rank = min(codes, key=lambda rank: codes[rank] in CONSEQUENCE_CODES and CONSEQUENCE_CODES.index(codes[rank]) + 1)
     code = codes[rank]
     status = 1 if code < 0 or code == PeerLost.exit_code else code
@@ -118,7 +118,7 @@ def _environment(folder: str, began: float | None) -> Iterator[None]:
     handlers = {signum: signal.getsignal(signum) for signum in heeded()}
     log_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    # Torch 2.11 has no argument for this timeout; the default is 30 s.
+    # Torch 2.11 sets the shutdown timeout only by variable; the default is 30 s.
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(MAX_SAVE_SECONDS)}
     variables = {LAUNCHER: folder} | {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ |= variables | ({BEGAN: repr(began)} if began is not None else {})

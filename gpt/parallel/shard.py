@@ -43,16 +43,16 @@ class Grid:
 
     @property
     def holders(self) -> list[int]:
-        """Ranks that together hold every parameter once. All ranks of a row hold the parameters that are not split."""
+        """Ranks that together have every parameter. Parameters that are not split are on all ranks of a row."""
         return list(range(self.size if self.sharded else self.tensor))
 
     def copies(self, p: Parameter) -> int:
-        """Returns the number of ranks that hold the same part of a parameter."""
+        """Returns the number of ranks with the same part of a parameter."""
         return (1 if self.sharded else self.data) * (self.tensor if p.split is None else 1)
 
     def part(self, p: Parameter, rank: int) -> "Part":
-        """Returns a rank's part of a parameter. `fully_shard` gives each data rank equally many rows; the last part can
-        be smaller or empty."""
+        """Returns a rank's part of a parameter. `fully_shard` gives data ranks equal numbers of rows, except that the
+        last ranks can get fewer or none."""
         row, column = divmod(rank, self.tensor)
         slices = tensor_parallel.rows(p, self.tensor, column)
         if self.sharded:
@@ -65,7 +65,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a full tensor that a rank holds, in the rank's order, and the columns."""
+    """A rank's rows of a full tensor, in the rank's order, and its columns."""
 
     rows: tuple[slice, ...]
     columns: slice | None  # None for vectors
@@ -108,8 +108,8 @@ def _cut_rows(slices: list[slice], start: int, stop: int) -> Iterator[slice]:
 
 
 def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full parameters of a new model, one at a time, on the host. They are identical to ``GPT(config)``,
-    which initializes all parameters twice: with torch's defaults, then as GPT-2."""
+    """Yields the full parameters of a new model, one at a time, on the host. Their values equal those of
+    ``GPT(config)``, which initializes all parameters twice: with torch's defaults, then as in GPT-2."""
     model = _on_meta(config)
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -147,9 +147,9 @@ class ShardedModel:
         group: ProcessGroup | None = None,
         accumulates_unsharded: bool = True,
     ) -> None:
-        """``mesh``: the grid, with dimensions named data and tensor. ``group``: all ranks. ``dtype``: the dtype of
-        matrix products and of gathered blocks; the optimizer's parameters and gradient sums are float32.
-        ``accumulates_unsharded``: whether unsharded gradients fit into memory."""
+        """``mesh`` is the grid, with dimensions named data and tensor. ``group`` contains all ranks. Matrix products
+        and gathered blocks have ``dtype``; the optimizer's parameters and gradient sums are float32.
+        ``accumulates_unsharded`` means that unsharded gradients fit into memory."""
         self.grid, self.mesh, self.rank, self.group = grid, mesh, mesh.get_rank(), group
         self.table = {name: p for name, p in named_parameters(config).items() if p.trained}
         self.accumulates_unsharded = accumulates_unsharded
@@ -182,7 +182,7 @@ class ShardedModel:
 
     @property
     def holders(self) -> ProcessGroup | None:
-        """This rank's group of ranks that together hold all parameters; None: torch's default group."""
+        """This rank's group of ranks that together have all parameters. None means torch's default group."""
         return self.group if self.grid.sharded else self.mesh["tensor"].get_group()
 
     @contextlib.contextmanager
@@ -198,7 +198,7 @@ class ShardedModel:
             self.model.set_requires_gradient_sync(True)
 
     def collect(self) -> None:
-        """Moves the gradients of `model` to `shard`, averaged over data ranks."""
+        """Moves the gradients of `model` to `own`, averaged over data ranks."""
         pairs = zip(self.model.parameters(), self.own.named_parameters(), strict=True)
         for p, (name, shard) in pairs:
             grad, p.grad = p.grad, None
@@ -224,15 +224,15 @@ class ShardedModel:
         norm = square.sqrt()
         torch._foreach_mul_(
             list(grads.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        )  # as torch's clip_grad_norm_
+        )  # same formula as torch's clip_grad_norm_
         return norm
 
 
 def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shards each block, and the embeddings and last LayerNorm as the root. The root stays gathered, in float32 like
-    the residual stream, until the backward pass ends, because the loss uses the embedding outside of `GPT.trunk`. GPUs
-    gather whole blocks in ``dtype``: a separate group for the norms would cause graph breaks. CPUs gather in float32,
-    which their LayerNorm requires."""
+    """Shards each block, and the embeddings and last norm as the root. The root stays gathered until the backward pass
+    ends, because the loss uses the embedding outside of `GPT.trunk`. Like the residual stream, the root is float32.
+    GPUs gather whole blocks in ``dtype``, because a separate group for the norms would cause graph breaks. CPUs gather
+    in float32, which their LayerNorm requires."""
     casts = mesh.device_type == "cuda" and dtype != torch.float32
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if casts else None, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -245,7 +245,8 @@ def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
 
 
 def _outside_inference(trunk: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps `GPT.trunk` to gather parameters outside inference mode: tensors made in it cannot be trained later."""
+    """Wraps `GPT.trunk` to gather parameters outside inference mode, because tensors created in it cannot be
+    trained."""
 
     @functools.wraps(trunk)
     def trunk_outside_inference(*args: Any, **kwargs: Any) -> Tensor:

@@ -2,9 +2,9 @@
 block (Shoeybi et al. 2019, arXiv 1909.08053, §3).
 
 `gpt.model.params` defines the axis along which each parameter is split. Query, key and value are one fused matrix, so
-`rows` selects a rank's heads from all three: contiguous rows would separate queries from keys. Checkpoints keep the
+`rows` selects a rank's heads from all three. Contiguous rows would separate queries from keys. Checkpoints keep the
 original order. Embeddings, LayerNorms and the residual stream are replicated. Ranks that share a sequence use the same
-dropout masks, because the residual stream must agree. So corresponding heads of these ranks also have the same mask.
+dropout masks, because their residual streams must agree. So corresponding heads of these ranks also have the same mask.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def rows(p: Parameter, tensor: int, rank: int) -> list[slice]:
-    """Returns the rows of a parameter that ``rank`` of ``tensor`` ranks holds, in the rank's order."""
+    """Returns the rows of a parameter on ``rank`` of ``tensor`` ranks, in the rank's order."""
     if p.split != 0:
         return [slice(0, p.shape[0])]
     starts = itertools.accumulate(p.fused, initial=0)
@@ -41,6 +41,6 @@ def rows(p: Parameter, tensor: int, rank: int) -> list[slice]:
 
 
 def columns(p: Parameter, tensor: int, rank: int) -> slice:
-    """Returns the columns of a matrix that ``rank`` of ``tensor`` ranks holds."""
+    """Returns the columns of a matrix on ``rank`` of ``tensor`` ranks."""
     n = p.shape[1]
     return slice(rank * n // tensor, (rank + 1) * n // tensor) if p.split == 1 else slice(0, n)

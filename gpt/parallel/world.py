@@ -1,11 +1,11 @@
 """The processes that train a run together, and their collectives.
 
 `World` is a single process: every collective is the identity. `Ranks` is one of several, configured by torchrun's
-environment variables. Rank 0, the main rank, decides, reports and writes. If it fails, the others wait for its next
-message and exit when the connection breaks (`PeerLost`). NCCL does not detect that: the launcher kills the other ranks
-of its machine after 30 seconds. If a machine loses power or network, collectives end by timeout.
+environment variables. Rank 0, the main rank, decides, reports and writes. If rank 0 fails, the connection breaks, and
+the other ranks exit (`PeerLost`). NCCL does not detect broken connections, so the launcher kills the other ranks on its
+machine after 30 seconds. If a machine loses power or network, collectives time out.
 
-Messages are JSON on the host, sent over gloo: torch's object collectives would unpickle them.
+Messages are JSON on the host, sent over gloo, because torch's object collectives would unpickle them.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from gpt.peaks import cores
 
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
-START_TIMEOUT = timedelta(days=1)  # for messages before the first step, while rank 0 tokenizes the text
-LIMIT = timedelta(hours=1)  # timeout of other collectives, while rank 0 writes a checkpoint to a slow disk
+START_TIMEOUT = timedelta(days=1)  # timeout of messages before the first step: rank 0 can be tokenizing
+LIMIT = timedelta(hours=1)  # timeout of other collectives: rank 0 can be writing to a slow disk
 POLL_SECONDS = 0.0005  # polling interval for a GPU event
 
 
@@ -41,11 +41,11 @@ class World:
     """A single process."""
 
     rank, size = 0, 1
-    local_rank, local_size = 0, 1  # on this machine
-    tensor = 1  # consecutive ranks that share each sequence and forward pass
+    local_rank, local_size = 0, 1  # rank and number of processes on this machine
+    tensor = 1  # number of consecutive ranks that share each sequence
     owns_group = False  # whether `mesh` created a process group for this single process
     _mesh: DeviceMesh | None = None
-    gradients: dist.ProcessGroup | None = None  # group for gradient all-reduce; None: torch's default group
+    gradients: dist.ProcessGroup | None = None  # group for gradient all-reduce; None for torch's default group
 
     @property
     def is_main(self) -> bool:
@@ -117,12 +117,12 @@ class World:
         """Raises `UserError` on rank 0 for a value that differs between ranks."""
 
     def place(self, compute: Compute) -> Compute:
-        """Returns ``compute`` with this rank's device. Raises `UserError` if there is none."""
+        """Returns ``compute`` with this rank's device. Raises `UserError` if none is available."""
         return compute
 
     def seed(self, seed: int, step: int) -> None:
-        """Seeds torch by ``seed``, ``step`` and data rank: data ranks have different dropout masks and no random state
-        to save. A single process keeps its generator."""
+        """Seeds torch by ``seed``, ``step`` and data rank, so dropout masks differ between data ranks and need no saved
+        random state. A single process keeps its random state."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over data ranks, in place, on the device."""
@@ -158,7 +158,7 @@ class World:
 class Ranks(World):
     """One of several processes."""
 
-    rendezvous_count = 0  # A program can train several runs.
+    rendezvous_count = 0  # number of runs that this program has joined
 
     def __init__(self) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -195,9 +195,9 @@ class Ranks(World):
     def all_reduce_max(self, value: int) -> int:
         if self.launcher_pid not in (None, os.getppid()):  # A killed launcher forwards no signals.
             value = value or signal.SIGTERM
-        largest = torch.tensor(value)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.message_group)
-        return int(largest)
+        maximum = torch.tensor(value)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.message_group)
+        return int(maximum)
 
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         sums = torch.tensor(values, dtype=torch.float64)
@@ -274,7 +274,7 @@ class Ranks(World):
             dist.broadcast(tensor, 0, group=self.gradients)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        """Waits in Python, so that a second signal can interrupt it."""
+        """Waits in Python, so that a second signal can interrupt the wait."""
         while not event.query():  # type: ignore[no-untyped-call]
             time.sleep(POLL_SECONDS)
 

@@ -68,8 +68,8 @@ class Adapter:
         return self.alpha / (math.sqrt(self.rank) if self.by_root else self.rank)
 
     def find_base(self, path: Path) -> Path:
-        """Returns the base model's folder; ``path`` is the adapter's. Raises `UserError` if the weights are missing or
-        have changed."""
+        """Returns the base model's folder. ``path`` is the adapter's folder. Raises `UserError` if the weights are
+        missing or have changed."""
         base = folder.base_folder(path)
         if self.sha256 and folder.weight_checksums(base) != self.sha256:
             raise UserError(f"{path} is an adapter for {self.base}, whose weights have changed", folder.BASE_HINT)
@@ -114,7 +114,7 @@ class _AdapterTensor:
 
 
 def _adapter_tensors(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _AdapterTensor]:
-    """Returns the tensors for these roles by their PEFT names, in the model's order; fused tensors are split in PEFT's
+    """Returns the tensors for these roles by their PEFT names, in the model's order. Fused tensors are split in PEFT's
     order."""
     modules = {
         (each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()
@@ -135,7 +135,7 @@ def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: fi
     """Returns an adapter's files by name: its configuration, and its arrays by their PEFT names."""
     table = _adapter_tensors(config, adapter.rank, roles)
     modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in table]
-    # The last two parts tell "attn.c_proj" from "mlp.c_proj".
+    # Two parts distinguish "attn.c_proj" from "mlp.c_proj".
     targets = dict.fromkeys(".".join(module.split(".")[-2:]) for module in modules)
     base, _, revision = adapter.base.partition("@") if hub.is_remote(adapter.base) else (adapter.base, "", "")
     description = {
@@ -161,19 +161,19 @@ def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor]
     """Reads an adapter's tensors in float32 by gpt's names, and their roles. Validates names and shapes first. Raises
     `UserError` if tensors are missing."""
     if not (path / FILE).is_file():
-        pickled = any(path.glob("*.bin"))
-        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""
+        has_pickles = any(path.glob("*.bin"))
+        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if has_pickles else ""
         raise UserError(f"{path} has no {FILE}", hint)
     candidates = _adapter_tensors(config, rank, LORA_ROLES)
     shapes = {name: each.shape for name, each in candidates.items()}
-    found = files.find([path / FILE], shapes, "an adapter to its base")
-    roles = {role for name in found for role in candidates[name].roles}
+    entries = files.find([path / FILE], shapes, "an adapter to its base")
+    roles = {role for name in entries for role in candidates[name].roles}
     ordered_roles = tuple(role for role in LORA_ROLES if role in roles)
     expected = _adapter_tensors(config, rank, ordered_roles)
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in entries]
     if missing or not expected:
         raise UserError(f"{path / FILE} is damaged: the tensor {(missing or ['of any adapter'])[0]} is missing")
     parts: dict[str, list[Tensor]] = {}
     for name, each in expected.items():
-        parts.setdefault(each.ours, []).append(found[name].mapped().float())
+        parts.setdefault(each.ours, []).append(entries[name].mapped().float())
     return {name: torch.cat(pieces) for name, pieces in parts.items()}, ordered_roles

@@ -27,12 +27,12 @@ from gpt.text.tokenizer_files import has_own, read_own, read_template, read_tran
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Larger weights are sharded into files of at most this many bytes, with an index, as in Transformers.
+# As in Transformers, larger weights are sharded into files of at most this many bytes, with an index.
 MOST_BYTES = 5_000_000_000
 _PART = re.compile(r"h\.\d+|\w+")  # a block, or another top-level module
-Files = Mapping[str, bytes | tensors.Arrays]  # by name: a file's bytes, or its tensors
+Files = Mapping[str, bytes | tensors.Arrays]  # bytes or tensors of each file, by name
 Parameters = dict[str, Callable[[], Tensor | Quantized]]
-Store = Callable[[GPTConfig, tensors.Arrays], Files]  # makes weight files
+Store = Callable[[GPTConfig, tensors.Arrays], Files]  # shape and arrays → weight files
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TokenizerFiles:
 
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
-    """Writes a model to the checkpoint ``target`` atomically. ``meta`` is added to ``gpt.json``. Raises `WorkError`."""
+    """Writes a model to the checkpoint ``target`` atomically. Adds ``meta`` to ``gpt.json``. Raises `WorkError`."""
     with disk_errors(target, folder.KEPT):
         write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
 
@@ -65,8 +65,8 @@ def contents(
     store: Store | None = None,
     dtype: str = "float32",
 ) -> Files:
-    """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names: a model's in ``dtype``,
-    or the input of ``store``, which makes the weight files."""
+    """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names. ``store`` makes the
+    weight files unless they are a full model's. ``dtype`` is recorded in ``config.json``."""
     inner = tokenizer.tokenizer
     bos = inner.eot if inner.bos is None else inner.bos
     eos = [inner.eot, *sorted(inner.more_ends)] if inner.more_ends else inner.eot
@@ -139,7 +139,7 @@ def _group_by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.S
 
 
 def fixed(model: GPT) -> dict[str, Tensor]:
-    """Returns the tensors that are stored in addition to parameters: the sine table, if there is one."""
+    """Returns the stored tensors that are not parameters: the sine table, if any."""
     return {"wpe.weight": model.sine.detach()} if model.config.positions == "sinusoidal" else {}
 
 
@@ -164,14 +164,14 @@ def load(
     finish: Callable[[nn.Module], object] | None = None,
     bits: int | None = None,
 ) -> Checkpoint:
-    """Loads the checkpoint at ``path``, written by gpt or Transformers, and validates it before allocating memory.
+    """Loads a gpt or Transformers checkpoint. Validates it before allocating memory.
 
-    ``shape`` can differ from the checkpoint's in dropout and in a shorter context, to which a position table is cut.
-    Weights are read directly into ``dtype``; an adapter is merged into its base model in float32.
+    ``shape`` can have a different dropout and a shorter context, which cuts position tables. Weights are read directly
+    into ``dtype``; an adapter is merged into its base model in float32.
 
     With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish`` is
     called with each block after it is read, and then with the model, to lay them out for decoding. Quantized matrices
-    are restored exactly. ``bits`` quantizes the others as in a quantized checkpoint, for ``finish`` to lay out.
+    are restored exactly. ``bits`` quantizes other matrices as in a quantized checkpoint, for ``finish`` to lay out.
 
     Raises `UserError` for damage (a checksum, a shape, a number), an unsupported model, or a missing base.
     """
@@ -197,9 +197,9 @@ def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
 
 
 def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
-    """Verifies a checkpoint's checksums and returns its shape and loaders of its parameters by gpt's names, in the
+    """Verifies a checkpoint's checksums. Returns its shape, and loaders of its parameters by gpt's names, in the
     model's order. A loader reads its parameter when called; the first call merges an adapter. Raises `UserError` like
-    `load`, as far as it can without reading weights."""
+    `load`, except for errors in weights."""
     if not folder.is_adapter(path):
         return _stored_parameters(path, _read_shape(path))
     config, _, _ = _open_adapter(path)
@@ -221,7 +221,7 @@ def _open_adapter(path: Path) -> tuple[GPTConfig, adapter.Adapter, Path]:
 
 def _read_shape(path: Path) -> GPTConfig:
     """Returns the model's shape. Raises `UserError` if the checkpoint is damaged or of another version."""
-    # Raises for a missing base or an endless chain of adapters.
+    # Iterating raises `UserError` for a missing base or an endless chain of adapters.
     collections.deque(folder.lineage(path), maxlen=0)
     home = folder.home(path)
     with reading(home):
@@ -235,9 +235,8 @@ def _read_shape(path: Path) -> GPTConfig:
 
 def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
     """Loads a checkpoint's tokenizer, in gpt's or Transformers' format. An adapter can have its own tokenizer, or only
-    a chat template for its base's tokenizer; a template can also accompany a gpt tokenizer. A folder without a
-    tokenizer has GPT-2's if its vocabulary is 50,257. Raises `UserError` if the tokenizer has no token to begin or end
-    a text."""
+    a chat template for its base's tokenizer. A template can also accompany a gpt tokenizer. Without a tokenizer, a
+    vocabulary of 50,257 means GPT-2's. Raises `UserError` if the tokenizer has no token to begin or end a text."""
     tokenizer, template = None, dict[str, bytes]()
     for folder_path in folder.lineage(path):
         tokenizer = _own_tokenizer(folder_path)
@@ -273,8 +272,8 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / MODEL).exists():
         return [path / MODEL]
     if not index.exists():
-        pickled = any(path.glob("*.bin"))
-        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if pickled else ""
+        has_pickles = any(path.glob("*.bin"))
+        hint = "it contains pickles, which gpt never opens: save it as safetensors first" if has_pickles else ""
         raise UserError(f"{path} has no {MODEL}", hint)
     parts = read_json(index).get("weight_map")
     if not isinstance(parts, dict) or not all(isinstance(n, str) and is_file_name(n) for n in parts.values()):
@@ -296,8 +295,8 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
     """Returns the model's shape and loaders of its parameters by gpt's names, in the model's order and the file's
     dtype. Unfused parameters are views of the mapped file.
 
-    First validates the names, shapes and dtypes of all tensors. The returned shape is untied if the files have a
-    separate unembedding. Raises `UserError`.
+    First validates the names, shapes and dtypes of all tensors. The returned shape is untied if the unembedding in the
+    files differs from the embedding. Raises `UserError`.
     """
     files = _weight_files(path)
     values = read_json(path / "config.json")
@@ -306,16 +305,16 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         _check_size(files, config, bits)
         table = quantized.layout(config, bits)
         shapes = {name: shape for name, (shape, _) in table.items()}
-        found = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in table.items()})
-        tensors.check_all(files, shapes, found)
-        return config, quantized.from_stored(config, bits, lambda name: found[name].mapped(), str(path))
-    ignored: list[str] = []
+        entries = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in table.items()})
+        tensors.check_all(files, shapes, entries)
+        return config, quantized.from_stored(config, bits, lambda name: entries[name].mapped(), str(path))
+    ignored_names: list[str] = []
 
-    def ours(theirs: str) -> str | None:
-        name = hf.full_name(theirs, config)
+    def map_name(stored_name: str) -> str | None:
+        name = hf.full_name(stored_name, config)
         if name is None or hf.part_of(name) in parts:
             return name
-        ignored.append(theirs)
+        ignored_names.append(stored_name)
         return None
 
     quantization = quantized.find_foreign(values)
@@ -324,11 +323,11 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
         parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
-        found = tensors.find(files, expected | optional, "config.json", ours=ours)
-        # safetensors' save_model writes tied weights only under this name.
-        if config.tied and hf.UNEMBEDDING in found:
-            found.setdefault(hf.embedding_name(config), found[hf.UNEMBEDDING])
-        tensors.check_all(files, expected, found)
+        entries = tensors.find(files, expected | optional, "config.json", ours=map_name)
+        # safetensors' save_model writes tied weights only under the unembedding's name.
+        if config.tied and hf.UNEMBEDDING in entries:
+            entries.setdefault(hf.embedding_name(config), entries[hf.UNEMBEDDING])
+        tensors.check_all(files, expected, entries)
     except UserError as error:
         if not quantization:
             raise
@@ -338,16 +337,16 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         ) from None
     if quantization:
         warn(f"{path}: {quantization}, but its weights are not quantized: they are used as they are")
-    if ignored:
-        more = f" and {len(ignored) - 1:,} more" if len(ignored) > 1 else ""
-        warn(f"{path}: the tensor {ignored[0]:.80}{more} is not part of the decoder and is ignored")
-    if config.tied and hf.UNEMBEDDING in found:
-        pair = [found[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
+    if ignored_names:
+        more = f" and {len(ignored_names) - 1:,} more" if len(ignored_names) > 1 else ""
+        warn(f"{path}: the tensor {ignored_names[0]:.80}{more} is not part of the decoder and is ignored")
+    if config.tied and hf.UNEMBEDDING in entries:
+        pair = [entries[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
         common_dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
         if not torch.equal(pair[0].to(common_dtype), pair[1].to(common_dtype)):
             warn(f"{path}: {hf.UNEMBEDDING} differs from the embedding, although config.json ties them: it is used")
             config = replace(config, tied=False)
-    return config, from_stored(config, lambda theirs: found[theirs].mapped())
+    return config, from_stored(config, lambda stored_name: entries[stored_name].mapped())
 
 
 def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:
@@ -378,7 +377,7 @@ def build(
         model = GPT(config)
 
     def fill(part: str, values: Mapping[str, Tensor | Quantized], keep: bool) -> None:
-        """Assigns values to a part of the model; with ``keep``, quantized values stay quantized."""
+        """Assigns values to a part of the model. With ``keep``, quantized values stay quantized."""
         state: dict[str, Tensor] = {}
         for name, value in values.items():
             if isinstance(value, Quantized) and keep:
@@ -401,9 +400,10 @@ def build(
         if part == "wte" and finish is not None and config.tied:
             model.lm_head = _lay_out_unembedding(model.wte, finish)
             value = new_values["wte.weight"]
-            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # not a view of the file
+            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # Conversion copies the mapped data.
             if model.lm_head is not None and value is values["wte.weight"] and not is_copy:
-                # The unembedding read the whole mapping. A new mapping only reads the rows that are looked up.
+                # Laying out the unembedding read the whole mapping. A new mapping reads only the rows that are looked
+                # up.
                 fill(part, {name: stored[name]() for name in values}, keep=True)
         if finish is not None and part.startswith("h."):
             finish(model.get_submodule(part))
@@ -422,7 +422,7 @@ def _put_quantized(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype)
 def _lay_out_unembedding(
     embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
 ) -> nn.Module | None:
-    """Lays out the embedding as a linear map with ``finish``; returns None if that changes nothing."""
+    """Lays out the embedding as a linear map with ``finish``. Returns None if that changes nothing."""
     linear: nn.Module
     if isinstance(embedding, QuantizedEmbedding):
         linear = QuantizedLinear(embedding.weight, None)
@@ -436,7 +436,7 @@ def _lay_out_unembedding(
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:
-    """Returns a mapped tensor in this dtype, contiguous, and copied unless it can stay ``mapped``."""
+    """Returns a contiguous tensor in ``dtype``. Always copies it unless ``mapped``."""
     if mapped:
         return tensor.to(dtype).contiguous()
     return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)

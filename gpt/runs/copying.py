@@ -14,9 +14,9 @@ Hashes = npt.NDArray[np.uint64]
 
 N = 8  # minimum span in tokens; shorter spans are common phrases
 AT_ONCE = 2**18  # ids of the training text per pass
-MOST = 10**8  # maximum ids of the training text, which limits the search to seconds
+MOST = 10**8  # maximum ids of the training text, for a search of seconds
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # Multiplying by an odd number modulo 2⁶⁴ is invertible.
-_END, _OUTSIDE = -1, -2  # separators that equal no id: after each text, and after the training text
+_END, _OUTSIDE = -1, -2  # separators that equal no id, for the end of each text and of each training piece
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Copied:
     longest: int  # tokens of the longest span; 0 below `N`
     start: int  # start of that span in the text, in tokens
     spans: int  # number of `N`-token spans in the text
-    share: float | None  # share of these in the training text; None without spans
+    share: float | None  # share of ``spans`` in the training text; None without spans
 
 
 def find_copies(
@@ -34,19 +34,19 @@ def find_copies(
     training: TokenStream,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Copied]:
-    """Searches the first `MOST` ids of a training text for spans of texts (their ids). ``on_progress`` is called with
-    the ids searched so far and their total."""
+    """Searches the first `MOST` ids of a training text for spans of ``texts``, given as ids. ``on_progress`` is called
+    with the ids searched so far and their total."""
     parts = [np.append(np.asarray(text, np.int64), _END) for text in texts]
-    joined = np.concatenate([*parts, np.full(N, _END)])
-    text_hashes = _hashes(joined)  # A span across a separator matches nothing.
+    ids = np.concatenate([*parts, np.full(N, _END)])
+    text_hashes = _hashes(ids)  # A span across a separator matches nothing.
     order = np.argsort(text_hashes, kind="stable")
-    longest, is_copied = np.zeros(len(joined), np.int64), np.zeros(len(joined), np.bool_)
+    longest, is_copied = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.bool_)
     overlap = max((len(part) for part in parts), default=1) + N  # maximum length of a span that starts in a piece
     total = min(len(training), MOST)
     for start in range(0, total, AT_ONCE):
         piece = training.take(start, min(AT_ONCE + overlap, total - start))
         piece = np.append(piece, np.full(overlap, _OUTSIDE))
-        _mark_copies(piece, joined, text_hashes[order], order, longest, is_copied)
+        _mark_copies(piece, ids, text_hashes[order], order, longest, is_copied)
         on_progress(min(start + AT_ONCE, total), total)
     training.release()
     ends = np.cumsum([0, *map(len, parts)])
@@ -62,9 +62,9 @@ def _hashes(ids: Int64s) -> Hashes:
 
 
 def _mark_copies(
-    piece: Int64s, joined: Int64s, text_hashes: Hashes, order: Int64s, longest: Int64s, is_copied: npt.NDArray[np.bool_]
+    piece: Int64s, ids: Int64s, text_hashes: Hashes, order: Int64s, longest: Int64s, is_copied: npt.NDArray[np.bool_]
 ) -> None:
-    """Finds spans of ``piece`` in ``joined``. Marks their starts in ``is_copied`` and their lengths in ``longest``."""
+    """Finds spans of ``piece`` in ``ids``. Marks their starts in ``is_copied`` and their lengths in ``longest``."""
     hashes = _hashes(piece)
     first, last = np.searchsorted(text_hashes, hashes, "left"), np.searchsorted(text_hashes, hashes, "right")
     matches = np.flatnonzero(last > first)
@@ -75,7 +75,7 @@ def _mark_copies(
     lengths = np.zeros(len(starts), np.int64)
     active = np.arange(len(starts))
     while len(active):  # Hashes can collide, so compare ids.
-        active = active[piece[starts[active] + lengths[active]] == joined[positions[active] + lengths[active]]]
+        active = active[piece[starts[active] + lengths[active]] == ids[positions[active] + lengths[active]]]
         lengths[active] += 1
     is_long = lengths >= N
     np.maximum.at(longest, positions[is_long], lengths[is_long])

@@ -34,7 +34,7 @@ METRICS = "metrics.jsonl"
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
 ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
-# Bounds a chain of adapters, which is endless if an adapter names itself as its base.
+# Limit on a chain of adapters, which is endless if an adapter names itself as its base.
 MAX_ADAPTERS = 100
 TRAINING = ("training.json", "training.safetensors")  # needed only for resuming; older checkpoints do not keep them
 KEPT = "earlier checkpoints, if any, are intact"
@@ -61,7 +61,7 @@ class Entry:
 
 
 def step_name(step: int) -> str:
-    """``step-000500``."""
+    """Returns a name such as ``step-000500``."""
     return f"step-{step:06d}"
 
 
@@ -74,7 +74,7 @@ def create_run(out: str) -> Path:
     """Creates a run folder at ``out``, or the first unused of ``out-2``, ``out-3`` …, without overwriting. Raises
     `UserError` if that fails, or the name is not UTF-8, which safetensors requires."""
     check_text(f"the name {out!r}", out, "choose another path with --out")
-    first = Path(out)  # Drops a trailing slash.
+    first = Path(out)  # `Path` drops a trailing slash.
     for number in range(1, 10_000):
         path = first if number == 1 else first.with_name(f"{first.name}-{number}")
         try:
@@ -94,8 +94,8 @@ def _checksum_of(files: Mapping[str, str]) -> str:
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, str] | None = None) -> None:
-    """Records the sha256 of every file in ``folder``, and of the record. ``checksums``, if given, come from the data
-    that was written."""
+    """Records the sha256 of every file in ``folder``, and of the record itself. Uses ``checksums`` instead of reading
+    the files, if given."""
     if checksums is None:
         checksums = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
     write_file(folder / CHECKSUMS, to_json({"sha256": checksums, "self": _checksum_of(checksums)}))
@@ -116,8 +116,8 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def verify_checksums(folder: Path, training: bool = False) -> None:
     """Raises `UserError` unless all files of the checkpoint exist and are unchanged.
 
-    Training state (``training.*``) is read only with ``training``, and can be missing, because old checkpoints keep
-    only their weights.
+    Reads training state (``training.*``) only with ``training``. It can be missing, because old checkpoints keep only
+    weights.
     """
     recorded = read_checksums(folder)
     for name in recorded:
@@ -175,8 +175,8 @@ def write_index(run: Path) -> None:
 
 
 def prune(run: Path, keep: int, newest: int | None = None) -> None:
-    """Deletes all checkpoints except the best and the ``keep`` newest, and the best one's training state if it is
-    older. Also deletes checkpoints after the step ``newest``, because the run resumed before them."""
+    """Deletes all checkpoints except the best and the ``keep`` newest. Deletes the training state of the best if it is
+    older. Also deletes checkpoints after step ``newest``, because the run resumed before them."""
     entries = checkpoints(run)
     if newest is not None:
         for entry in (entry for entry in entries if entry.step > newest):
@@ -216,12 +216,12 @@ _bases: dict[Path, str] = {}  # base models given by the user, by adapter folder
 
 
 def name_base(path: Path, base: str) -> None:
-    """Replaces the base model that an adapter's files name with ``base``, as in `find_checkpoint`. Raises `UserError`
-    if ``path`` is not an adapter."""
+    """Overrides an adapter's base model with ``base``, named as in `find_checkpoint`. Raises `UserError` if ``path`` is
+    not an adapter."""
     if not is_adapter(path):
         raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
     base_path = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
-    with contextlib.suppress(UserError):  # The files name no base model.
+    with contextlib.suppress(UserError):  # Stop if the files name no base model.
         while not hub.is_remote(next_base := base_of(path)) and is_adapter(Path(next_base)):
             path = Path(next_base)
     _bases[path.absolute()] = base_path
@@ -229,7 +229,7 @@ def name_base(path: Path, base: str) -> None:
 
 def base_of(path: Path) -> str:
     """Returns the base model of the adapter at ``path``: a folder or ``hf:NAME@REVISION``. Raises `UserError` if its
-    files name none."""
+    files name no base."""
     if path.absolute() in _bases:
         return _bases[path.absolute()]
     values = read_json(path / ADAPTER)
@@ -256,8 +256,8 @@ def base_folder(path: Path) -> Path:
 
 
 def lineage(path: Path) -> Iterator[Path]:
-    """Yields a checkpoint's folder and the folders of the base models below it, downloading from the Hub on demand.
-    Raises `UserError` if the chain does not end."""
+    """Yields the folders of a checkpoint and its chain of base models, downloading from the Hub on demand. Raises
+    `UserError` if the chain does not end."""
     current = path
     for _ in range(MAX_ADAPTERS):
         yield current
@@ -301,14 +301,14 @@ def names_model(word: str) -> bool:
 
 
 def runs_in(runs: Path) -> list[Path]:
-    """Returns the runs in a folder, by name, without unreadable ones."""
+    """Returns the readable runs in a folder, by name."""
     with reading(runs):
         children = sorted(runs.iterdir()) if runs.is_dir() else []
-    readable = []
+    run_folders = []
     for path in children:
         with contextlib.suppress(UserError):
-            readable += [path] if is_run(path) else []
-    return readable
+            run_folders += [path] if is_run(path) else []
+    return run_folders
 
 
 def check_run(path: Path) -> None:
@@ -335,7 +335,7 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
     """Returns the checkpoint folder that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint,
-    a Transformers folder, or ``hf:NAME``, which is downloaded; None: the best of the newest run. If ``latest`` is
+    a Transformers folder, or ``hf:NAME``, which is downloaded. None means the best of the newest run. If ``latest`` is
     damaged, calls ``note`` and uses the previous one. Raises `UserError` if there is none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
@@ -381,8 +381,8 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
 
 
 def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
-    """Returns the newest intact checkpoint; with ``training``, the newest that has training state. ``note`` is called
-    for each checkpoint that is skipped. Raises `UserError` if none is intact."""
+    """Returns the newest intact checkpoint, or with ``training``, the newest that has training state. ``note`` is
+    called for each checkpoint that is skipped. Raises `UserError` if none is intact."""
     reason = "none can be resumed from" if training else "none is there"
     for entry in reversed(checkpoints(run)):
         path = run / entry.name

@@ -41,12 +41,13 @@ class Stored:
 
     ours: str
     shape: Shape  # in the file
-    rows: slice | None = None  # rows of gpt's parameter; None: all
+    rows: slice | None = None  # rows of gpt's parameter; None for all
     transposed: bool = False  # stored as (in, out)
 
 
 def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
-    """Returns every tensor by its name in the files, in the model's order; parts of fused parameters in row order."""
+    """Returns every tensor by its name in the files, in the model's order. Parts of fused parameters are in row
+    order."""
     tensors: dict[str, Stored] = {}
     for name, p in named_parameters(config).items():
         if name == UNEMBEDDING:
@@ -65,8 +66,7 @@ def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
 
 
 def full_name(theirs: str, config: GPTConfig) -> str | None:
-    """Returns a tensor's full name: files of a model without LM head leave out a prefix. None for a buffer that is not
-    a weight."""
+    """Returns a tensor's full name, or None for a buffer. Files of a model without an LM head omit a prefix."""
     if theirs.endswith(_BUFFERS):
         return None
     prefix = _GPT2 if config.layout in (OWN_TYPE, "gpt2") else _LLAMA
@@ -79,7 +79,7 @@ def embedding_name(config: GPTConfig) -> str:
 
 
 def part_of(name: str) -> str:
-    """Returns a tensor's part of the model, from its full name: ``layers``, ``wte``, ``v_head`` …"""
+    """Returns the part of the model that a full name belongs to: ``layers``, ``wte``, ``v_head`` …"""
     return name.removeprefix(_GPT2).removeprefix(_LLAMA).partition(".")[0]
 
 
@@ -89,10 +89,10 @@ class Family:
 
     architecture: str  # class in Transformers
     names: Mapping[str, str]  # keys of ``config.json`` by property
-    properties: Mapping[str, Any]  # of all models in the family
-    # Defaults of missing keys; shape keys are never missing.
+    properties: Mapping[str, Any]  # properties of all models in the family
+    # Defaults of missing keys. Shape keys are never missing.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Accepted values of keys; others would change the logits. The first is written, and is the default.
+    # Accepted values of keys. Other values would change the logits. The first value is the default, and is written.
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -220,7 +220,7 @@ def _write_window(config: GPTConfig) -> dict[str, Any]:
         return {"sliding_window": window}
     if config.layout not in _QWENS:
         return {}
-    # Readers without support for layer_types use the window from max_window_layers up.
+    # Readers without support for layer_types use the window from layer max_window_layers up.
     first_windowed = next((layer for layer, each in enumerate(windows) if each), len(windows))
     return {
         "use_sliding_window": has_windows,
@@ -277,7 +277,7 @@ def _require(values: Mapping[str, Any], keys: list[str]) -> None:
 
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the RoPE frequencies, in either of two forms, or in both if they agree."""
+    """Reads the RoPE frequencies from either key, or from both if they agree."""
     forms = [{}] if not any(map(values.get, _ROPE_KEYS)) else [values[key] for key in _ROPE_KEYS if values.get(key)]
     results = [_read_rope_form(form, values) for form in forms]
     if results[0] != results[-1]:
@@ -324,17 +324,17 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
         return window, layers
     if not isinstance(types, list) or len(types) != n_layer or any(each not in (_FULL, _SLIDING) for each in types):
         raise UserError(f"layer_types is {types!r:.80}; it must name {_FULL} or {_SLIDING} for each layer")
-    windowed = tuple(layer for layer, each in enumerate(types) if each == _SLIDING)
-    if (windowed and window is None) or (kind == "mistral" and window is not None and windowed != layers):
+    sliding_layers = tuple(layer for layer, each in enumerate(types) if each == _SLIDING)
+    if (sliding_layers and window is None) or (kind == "mistral" and window is not None and sliding_layers != layers):
         raise UserError("layer_types and sliding_window contradict each other")
-    return window, windowed
+    return window, sliding_layers
 
 
 def load_config(path: Path) -> GPTConfig:
     """Returns a checkpoint's shape without opening weights. Raises `UserError` for another model type."""
     path = folder.home(path)
     config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
-    # GPT-2's config.json cannot describe a fixed position table.
+    # GPT-2's config.json cannot describe a sinusoidal position table.
     if config.layout == "gpt2" and (path / folder.META).exists():
         config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
     return config

@@ -12,13 +12,13 @@ from gpt.errors import UserError, WorkError, first_line
 from gpt.files import in_home
 
 PREFIX = "hf:"
-CONFIG = ["config.json", "adapter_config.json"]  # for a model and an adapter
+CONFIG = ["config.json", "adapter_config.json"]  # configurations of a model and an adapter
 FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "adapter_model.safetensors",
     "gpt.json", "checksums.json", "tokenizer.tiktoken",  # gpt's own checkpoint files
-    "README.md",  # has the license
+    "README.md",  # contains the license
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from gpt.runs.tensors import HINT, Deferred
 
 KEY = "quantization_config"
 SCALES = ".scales"
-BITS = {"int8": 8, "int4": 4}  # by --dtype
+BITS = {"int8": 8, "int4": 4}  # bits by value of --dtype
 
 
 def describe(bits: int) -> dict[str, Any]:
@@ -28,18 +28,18 @@ def describe(bits: int) -> dict[str, Any]:
 
 
 def read_bits(values: Mapping[str, Any]) -> int | None:
-    """Returns the bits of quantized matrices from ``config.json``; None if they are not quantized by `to_stored`."""
+    """Returns the bits of quantized matrices from ``config.json``, or None unless `to_stored` quantized them."""
     return next((bits for bits in BITS.values() if values.get(KEY) == describe(bits)), None)
 
 
 def find_foreign(values: Mapping[str, Any]) -> str:
-    """Returns the ``config.json`` entry of another program's quantization; empty if there is none."""
+    """Returns the ``config.json`` entry of another program's quantization, or an empty string."""
     entries = [f"{key} is {values[key]!r:.120}" for key in (KEY, "compression_config") if values.get(key) is not None]
     return entries[0] if entries and read_bits(values) is None else ""
 
 
 def _bits_of(parameter: Parameter, bits: int) -> int | None:
-    """Returns the bits of a stored parameter; None if it is not quantized. Embeddings have at least 8."""
+    """Returns the bits of a stored parameter, or None if it is not quantized. Embeddings have 8."""
     if parameter.kind in ("embedding", "unembedding"):
         return 8
     if parameter.kind != "linear":
@@ -63,10 +63,10 @@ def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
 
 
 def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], Tensor | Quantized]]) -> dict[str, Any]:
-    """Returns the files' tensors. A matrix is quantized when its scales are written; all scales precede the levels."""
+    """Returns the files' tensors. A matrix is quantized when its scales are written. All scales precede all levels."""
     table = named_parameters(config)
 
-    pending: dict[str, Quantized] = {}  # levels still to be written
+    pending: dict[str, Quantized] = {}  # matrices with levels still to be written
 
     def compute(name: str) -> np.ndarray[Any, Any]:
         matrix = name.removesuffix(SCALES)

@@ -20,7 +20,7 @@ Table = dict[str, Scalar]
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that a run computes on, as far as it affects rounding."""
+    """The properties of a run's device that affect rounding."""
 
     device: str
     dtype: str
@@ -61,7 +61,7 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A resumption of the run: when, from which step, with which options."""
+    """When a run was resumed, from which step, and with which options."""
 
     at: str
     step: Count
@@ -73,7 +73,7 @@ class RunRecord:
     """The content of ``run.json``. A member is None if it is not known yet, or if an older version did not write it."""
 
     format: int | None = None
-    started: str = ""  # in a format that sorts by time
+    started: str = ""  # UTC time, in a format that sorts
     texts: list[str] | None = None
     settings: Table | None = None  # a `TrainConfig`
     size: str | None = None  # the preset, if it was derived from the minutes
@@ -82,10 +82,10 @@ class RunRecord:
     versions: dict[str, str] | None = None  # software versions
     tokenizer: TokenizerRecord | None = None
     tokens: TokenCounts | None = None
-    sources: list[Table] | None = None  # the texts read, with their checksums
+    sources: list[Table] | None = None  # input files with checksums
     init: StartRecord | None = None
     resumed: list[Resumed] = field(default_factory=list)
-    ended: str | None = None  # the reason
+    ended: str | None = None  # reason for the end
     result: dict[str, Scalar | Table] | None = None  # a `Result`
     others: dict[str, Any] = field(default_factory=dict)  # members unknown to this version
 

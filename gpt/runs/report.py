@@ -36,7 +36,7 @@ class History:
     unread: int = 0  # lines that are not events: truncated, or of a later version
 
     def add(self, event: events.Event) -> None:
-        """Adds the next event. A repeated step means that the run went back."""
+        """Adds the next event. A repeated step means that the run was rolled back or resumed."""
         match event:
             case events.StepEvent():
                 self._drop_after(event.step - 1)
@@ -147,7 +147,7 @@ class Report:
         }
 
     def columns(self, max_rows: int | None = None) -> tuple[Columns, Columns]:
-        """Returns steps and evaluations as columns; steps are averaged into at most ``max_rows`` rows. Unknown and
+        """Returns steps and evaluations as columns. Averages steps into at most ``max_rows`` rows. Unknown and
         non-finite numbers are None."""
         steps, evals = self.history.steps, [vars(evaluation) for evaluation in self.history.evals]
         if not self.is_run:
@@ -156,8 +156,8 @@ class Report:
 
 
 def thinned(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dict[str, Any]]:
-    """Averages consecutive steps into at most ``max_rows`` rows. Counts and times are a row's last, other values the
-    mean of its finite ones."""
+    """Averages consecutive steps into at most ``max_rows`` rows. Counts and times are those of a row's last step. Other
+    values are means of finite ones."""
     size = 1 if max_rows is None else -(-len(steps) // max_rows)
     rows = []
     for start in range(0, len(steps), max(1, size)):
@@ -168,8 +168,8 @@ def thinned(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dic
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else None
+    finite_values = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(finite_values) / len(finite_values) if finite_values else None
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Columns:
@@ -182,14 +182,14 @@ def finite(value: float | None) -> float | None:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the settings that differ between runs, in order. Ignores runs without known settings."""
-    known = [each for each in settings if each]
-    keys = dict.fromkeys(key for each in known for key in each)
-    return [key for key in keys if any(each.get(key) != known[0].get(key) for each in known)]
+    """Returns the settings that differ between runs, in order. Ignores runs without settings."""
+    tables = [each for each in settings if each]
+    keys = dict.fromkeys(key for each in tables for key in each)
+    return [key for key in keys if any(each.get(key) != tables[0].get(key) for each in tables)]
 
 
 def find_run(word: str | None) -> Path:
-    """Returns a run folder or a curve file; None: the newest run with a checkpoint. Raises `UserError` if there is
+    """Returns a run folder or a curve file. None means the newest run with a checkpoint. Raises `UserError` if there is
     none."""
     path = folder.newest_run() if word is None else Path(word)
     if not path.is_file():
@@ -224,7 +224,7 @@ class CurvePoint:
 def read_curve(path: Path) -> Report:
     """Reads another program's curve: JSON lines, each a `CurvePoint`, with increasing steps and non-decreasing seconds.
 
-    Raises `UserError` if the file is empty or larger than `CURVE_LIMIT`, and for an invalid line, by its number.
+    Raises `UserError` if the file is empty or larger than `CURVE_LIMIT`, or has an invalid line.
     """
     points: list[CurvePoint] = []
     hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, optionally with "bits_per_byte"'
@@ -253,7 +253,7 @@ def read_curve(path: Path) -> Report:
 
 
 def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
-    """Returns the run's training tokens, from its own folder or from the unchanged token folder that it names."""
+    """Returns the training tokens in a run's folder, or in the unchanged token folder that its record names."""
     try:
         if is_token_folder(run / "tokens"):
             return TokenFolder(run / "tokens")
@@ -262,7 +262,7 @@ def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
         if path is None or not is_token_folder(path) or file_sha256(path / MANIFEST) != sources[0]["sha256"]:
             return None
         return TokenFolder(path)
-    except (UserError, OSError, KeyError, TypeError):  # The report still has curves.
+    except (UserError, OSError, KeyError, TypeError):  # Without tokens, the report still has curves.
         return None
 
 

@@ -28,9 +28,8 @@ _CODES = {
 }  # fmt: skip
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 8  # bytes to which the header is padded
-# Maximum header bytes: a fixed part plus a part per tensor. A tensor takes about 100 bytes; other programs add metadata
-# and masks.
+_ALIGNMENT = 8  # The header is padded to a multiple of these bytes.
+# Maximum header bytes, fixed and per tensor. A tensor takes about 100 bytes. Other programs add metadata and masks.
 _HEADER_BASE, _HEADER_PER_TENSOR = 2**16, 2**10
 
 
@@ -39,7 +38,7 @@ class Deferred:
     """An array that is computed or gathered when it is written, then freed."""
 
     shape: tuple[int, ...]
-    get: Callable[[], Array]  # uint16 bits of BF16, which numpy does not have
+    get: Callable[[], Array]  # returns BF16 as uint16, because numpy lacks BF16
     code: str = "F32"  # safetensors dtype
 
     @property
@@ -58,7 +57,7 @@ class Deferred:
         return Deferred(self.shape[::-1], lambda: self.get().T, self.code)
 
     def split(self, rows: Sequence[slice]) -> "list[Deferred]":
-        """Returns one deferred array per slice of rows. The first that is written gathers the array, the last frees
+        """Returns one deferred array per slice of rows. Writing the first gathers the array; writing the last frees
         it."""
         references: list[Array] = []
 
@@ -78,7 +77,7 @@ Arrays = Mapping[str, Array | Deferred]
 
 def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a safetensors file, as safetensors itself writes them. Makes one tensor at a time contiguous,
-    so there is never a second copy of all tensors in memory."""
+    to avoid a second copy of all tensors."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -101,14 +100,14 @@ def nbytes(tensors: Arrays) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """A tensor in a file, by its name there."""
+    """A tensor in a file."""
 
     file: Path
     name: str
 
     def mapped(self) -> Tensor:
-        """Returns the tensor as stored, memory-mapped. Its mapping is freed with it, so data already read does not stay
-        in memory."""
+        """Returns the tensor as stored, memory-mapped. Freeing the tensor frees its mapping, so data already read does
+        not stay in memory."""
         with _open(self.file) as handle:
             tensor: Tensor = handle.get_tensor(self.name)
             return tensor
@@ -122,13 +121,13 @@ def find(
     ours: Callable[[str], str | None] = lambda name: name,
     dtypes: Sequence[str] | Mapping[str, str] = WEIGHTS,
 ) -> dict[str, Found]:
-    """Finds tensors in files without reading their data. ``ours`` maps their names to gpt's (None: ignored).
+    """Finds tensors in files without reading their data. ``ours`` maps their names to gpt's, or to None to ignore them.
 
-    Validates names, shapes and dtypes against the allowed ``shapes``, and header lengths against their number, so an
-    untrusted file cannot cause large allocations. ``dtypes`` lists the allowed dtypes, or has each tensor's dtype by
-    name. Raises `UserError` naming ``where``, the source of the shapes.
+    Validates names, shapes and dtypes. ``dtypes`` lists the allowed dtypes, or maps each name to its dtype. Limits
+    header lengths by the number of ``shapes``, so an untrusted file cannot cause large allocations. Raises `UserError`
+    naming ``where``, the source of the shapes.
     """
-    found: dict[str, Found] = {}
+    entries: dict[str, Found] = {}
     for file in files:
         _check_header(file, len(shapes))
         with _open(file) as handle:
@@ -145,8 +144,8 @@ def find(
                 allowed = [dtypes[name]] if isinstance(dtypes, Mapping) else dtypes
                 if dtype not in allowed:
                     raise UserError(f"{file}: {stored_name} is {dtype}; {', '.join(allowed)} can be read")
-                found[name] = Found(file, stored_name)
-    return found
+                entries[name] = Found(file, stored_name)
+    return entries
 
 
 def check_all(files: Sequence[Path], expected: Iterable[str], found: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Training within a time limit: chooses the preset and the number of steps for ``--minutes``."""
+"""Chooses the preset and the number of steps for ``--minutes``."""
 
 import math
 import time
@@ -26,18 +26,18 @@ from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 
-PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # limits on measuring time: share of the minutes, and seconds
-PROBE_STEPS = (2, 6)  # minimum, and target for slow steps; the first steps allocate memory
-SAVE_BYTES_PER_SECOND = 250e6  # checkpoint speed: write, sync, read back and hash
+PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # maximum measuring time: share of the minutes, and seconds
+PROBE_STEPS = (2, 6)  # minimum timed steps, and target if they are slow; the first ones allocate memory
+SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
-# Tokens (uncompiled) and bytes of text per parameter that a size needs to beat the next smaller one. `nano` has no
-# minimum text (benchmarks/defaults.md).
+# Tokens and bytes of text per parameter that a size needs to beat the next smaller one, measured without compiling.
+# `nano` has no minimum text (benchmarks/defaults.md).
 MIN_TOKENS, MIN_BYTES = 1.0, 0.4
 MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
-MAX_SPEEDUP = 3.0  # upper bound on how much faster per parameter a larger model runs
+MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
 MAX_TIMED_TOKENS = 65_536  # maximum tokens per step while throughput is measured
-TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), then timed steps
+TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), and timed steps
 
 Throughput = Callable[[str], float]
 
@@ -45,8 +45,8 @@ Throughput = Callable[[str], float]
 def preset_for_minutes(
     config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None], processes: int = 1
 ) -> TrainConfig:
-    """Returns ``config`` with the preset for its ``minutes``, unless it names a model; passes the reason to ``note``.
-    Assumes linear scaling with ``processes``."""
+    """Chooses the preset for ``config.minutes``, unless the user chose a model. Passes the reason to ``note``. Assumes
+    linear scaling with ``processes``."""
     shape = (config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
@@ -54,34 +54,34 @@ def preset_for_minutes(
     def measure(name: str) -> float:
         return processes * measured_rate(name, config, compute)
 
-    name, why = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", measure)
-    note(f"size {name}: {why}")
+    name, reason = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", measure)
+    note(f"size {name}: {reason}")
     return replace(config, preset=name)
 
 
 def needs(name: str, arch: Arch) -> tuple[float, float]:
-    """Returns the tokens and bytes of text per parameter that a preset above the smallest needs."""
+    """Returns a preset's minimum tokens and bytes of text per parameter."""
     return (MIN_NANO_TOKENS[arch], 0.0) if name == "nano" else (MIN_TOKENS, MIN_BYTES)
 
 
 def largest_preset(minutes: float, n_bytes: int, arch: Arch, measure: Throughput) -> tuple[str, str]:
     """Returns the largest preset with enough time and text, and the reason. ``measure`` returns tokens per second."""
-    chosen, *larger = SIZES
-    throughput = measure(chosen)
-    for name in larger:
-        n, smaller = parameters(name), parameters(chosen)
+    preset, *candidates = SIZES
+    throughput = measure(preset)
+    for name in candidates:
+        n, smaller = parameters(name), parameters(preset)
         min_tokens, min_bytes = needs(name, arch)
         if n * min_bytes > n_bytes:
-            return chosen, f"{name} has {n:,} parameters, more than {1 / min_bytes:g} per byte of text"
+            return preset, f"{name} has {n:,} parameters, more than {1 / min_bytes:g} per byte of text"
         seconds = min_tokens * n / (MAX_SPEEDUP * throughput * smaller / n)  # a lower bound
         if seconds <= 60 * minutes:
             larger_throughput = measure(name)
             seconds = min_tokens * n / larger_throughput
         if seconds > 60 * minutes:
-            needed = f"{name} would need at least {seconds / 60:,.1f} minutes to be better"
-            return chosen, f"at {throughput:,.0f} tokens/s; {needed}"
-        chosen, throughput = name, larger_throughput
-    return chosen, "the largest size that auto chooses"
+            reason = f"{name} would need at least {seconds / 60:,.1f} minutes to be better"
+            return preset, f"at {throughput:,.0f} tokens/s; {reason}"
+        preset, throughput = name, larger_throughput
+    return preset, "the largest size that auto chooses"
 
 
 def parameters(name: str) -> int:
@@ -103,15 +103,15 @@ def measured_rate(name: str, config: TrainConfig, compute: Compute) -> float:
     ids = np.random.default_rng(0).integers(V, size=(recipe.rows, T))
     for _ in range(TIMING_STEPS[0]):
         stepper.step(ids, ids, 0.0).read()
-    started = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(TIMING_STEPS[1]):
         stepper.step(ids, ids, 0.0).read()
-    return TIMING_STEPS[1] * batch / (time.perf_counter() - started)
+    return TIMING_STEPS[1] * batch / (time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Chooses the recipe of a new run on rank 0, for all ranks."""
+    """Chooses a new run's recipe on rank 0, for all ranks."""
 
     config: TrainConfig
     compute: Compute
@@ -120,7 +120,7 @@ class Planner:
     session: Session
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
-        """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` for too little memory or time."""
+        """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` without enough memory or time."""
         config, world, note = self.config, self.session.world, self.session.note
         recipe = self.resolve(config, note)
         world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size))
@@ -129,7 +129,7 @@ class Planner:
         note("measuring training speed on this machine")
         # The minutes decide whether to compile, not the number of steps that fit.
         steps_config, token_limit = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
-        if self.init is not None and config.batch_tokens is None:  # a step with the default batch can take minutes
+        if self.init is not None and config.batch_tokens is None:  # A step of the default batch can take minutes.
             smallest = replace(self.resolve(config, max_tokens=1), compile=False)
             token_limit = self.measure(smallest, 0.0)[1] * smallest.batch_tokens
             recipe = self.resolve(config, max_tokens=token_limit)
@@ -150,7 +150,7 @@ class Planner:
     def resolve(
         self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, max_tokens: float = math.inf
     ) -> Recipe:
-        """Resolves ``config`` on all ranks. Fine-tuning has time for ``max_tokens``."""
+        """Resolves ``config`` on all ranks. ``max_tokens`` is the number of tokens that fine-tuning has time for."""
         data, world, shape = self.data, self.session.world, self.init.model if self.init else None
         return broadcast(
             world,
@@ -161,25 +161,25 @@ class Planner:
         )  # fmt: skip
 
     def measure(self, recipe: Recipe, share: float) -> tuple[TimeBudget, int]:
-        """Measures steps, evaluations and samples for a ``share`` of the minutes. Returns the budget and the number of
-        steps that fit."""
+        """Measures steps, evaluations and samples for a ``share`` of the minutes. Returns the budget and how many steps
+        fit."""
         world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
         seed_all(recipe.seed)
         parallel = parallelize(recipe, self.compute, world, self.init)
         stepper = Stepper(parallel, recipe, lambda micro_batch: None)
         if recipe.compile:
-            stepper.compile(self.session.note)  # The run itself reports errors.
+            stepper.compile(self.session.note)  # The run itself reports compilation errors.
         seconds = time_steps(
             stepper, data.batches(recipe), share * 60 * minutes, max_seconds := PROBE_SHARE * 60 * minutes
         )
-        timed = seconds[TIMING_STEPS[0] :] or seconds[1:]
+        step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         with stepper.eager():
             window = window_seconds(parallel, held_out, max_seconds)
             sample = estimate_sample_seconds(parallel, data)
         targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
         costs = Costs(
-            step=sum(timed) / len(timed),
+            step=sum(step_seconds) / len(step_seconds),
             window=window,
             sample=sample,
             # Weights and two moments in float32.
@@ -188,9 +188,9 @@ class Planner:
             whole_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
             pairs=ASKED if data.pairs else 0,
         )
-        evals, began = recipe.steps / recipe.eval_every, self.session.began
+        evals, start = recipe.steps / recipe.eval_every, self.session.began
         values = world.broadcast_object(
-            lambda: asdict(TimeBudget.fitting(minutes, began, time.perf_counter(), costs, evals))
+            lambda: asdict(TimeBudget.fitting(minutes, start, time.perf_counter(), costs, evals))
         )
         budget = checked(TimeBudget, values, "the budget of process 0")
         return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter()))
@@ -202,24 +202,24 @@ def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_second
     target = min(target, PROBE_SECONDS)
 
     def needs_more() -> bool:
-        spent = sum(seconds)
-        return spent < target or (len(seconds) < PROBE_STEPS[1] and spent < max_seconds)
+        elapsed = sum(seconds)
+        return elapsed < target or (len(seconds) < PROBE_STEPS[1] and elapsed < max_seconds)
 
     while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(needs_more):
-        started = time.perf_counter()
+        start = time.perf_counter()
         stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world.synchronize)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - start)
     return seconds
 
 
 def window_seconds(parallel: Parallel, windows: Sequence[Window], max_seconds: float) -> float:
-    """Measures the evaluation seconds per window on batches of 1, 1, 4, 16, … windows, while the next batch should take
-    at most ``max_seconds``. A GPU loads its kernels in the first batch."""
+    """Measures evaluation seconds per window on batches of 1, 1, 4, 16, … windows. Stops before a batch that would take
+    more than ``max_seconds``. A GPU loads its kernels in the first batch."""
     batch, next_batch, seconds = 1, 1, 1e-9
     while windows:
-        started = time.perf_counter()
+        start = time.perf_counter()
         mean_loss(parallel, parallel.model, windows[:batch], parallel.compute, StopSignal())
-        seconds = max((time.perf_counter() - started) / batch, 1e-9)
+        seconds = max((time.perf_counter() - start) / batch, 1e-9)
         if parallel.world.all_reduce_max(next_batch > len(windows) or next_batch * seconds > max_seconds):
             break
         batch, next_batch = next_batch, 4 * next_batch

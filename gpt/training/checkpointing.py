@@ -1,4 +1,4 @@
-"""Checkpoints, written in a thread while training continues, and the in-memory snapshot for rollback."""
+"""Writes checkpoints in a thread while training continues, and rolls back to the snapshot in memory."""
 
 import math
 import shutil
@@ -25,7 +25,7 @@ from gpt.training.recipe import Recipe
 from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
 
 SPARE_BYTES = 2**20  # disk space to leave free
-ROOM_SECONDS, ROOM_PAUSE = 60.0, 2.0  # wait for disk space at the end of a run, and the retry interval
+ROOM_SECONDS, ROOM_PAUSE = 60.0, 2.0  # seconds to wait for disk space at the end of a run, and between retries
 
 
 class Checkpointer:
@@ -54,7 +54,7 @@ class Checkpointer:
             self.writer = make_writer(serve=lambda: parallel.serve(self.snapshot.tensors))
 
     def take_snapshot(self) -> None:
-        """Takes a snapshot."""
+        """Copies the training state to host memory."""
         self.writer.wait()  # The writer may still be reading the previous snapshot.
         self.state.seconds = time.perf_counter() - self.run.began
         self.state.metrics_bytes = self.journal.metrics.size if self.journal.metrics else 0
@@ -75,7 +75,7 @@ class Checkpointer:
             self.writer.last(self.state.step, self.size, files, is_stopped)
 
     def _prepare_files(self, recipe: Recipe, budget: TimeBudget | None) -> Callable[[], Files]:
-        """Returns a thread-safe function that returns the checkpoint files of the snapshot."""
+        """Returns a function that builds the snapshot's checkpoint files in any thread."""
         run, snapshot, state = self.run, self.snapshot, self.snapshot.state
         meta: dict[str, Any] = {
             "step": state.step,
@@ -107,9 +107,9 @@ class Checkpointer:
 class Writer:
     """Writes checkpoints in a background thread, one at a time. ``step`` is the step of the newest checkpoint.
 
-    In the caller's thread, ``on_saved`` is called after each complete checkpoint and ``warn`` after a failure.
-    ``on_finished`` is called, in either thread, when a save needs no more data from other ranks. On these ranks,
-    ``serve`` sends rank 0 the data that it requests.
+    The caller's thread calls ``on_saved`` after each complete checkpoint and ``warn`` after a failure. Either thread
+    calls ``on_finished`` when a save needs no more data from other ranks. On other ranks, ``serve`` sends rank 0 the
+    data it requests.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._thread_step = -1
         self._thread_error: Exception | None = None
-        self._retrying = False  # True while a failed save will be tried again
+        self._retrying = False  # whether a failed save will be retried
 
     def begin(self, step: int, size: int, files: Callable[[], Files]) -> None:
         """Starts writing a checkpoint of about ``size`` bytes. The data of ``files()`` must not change until `wait`."""
@@ -138,7 +138,7 @@ class Writer:
         self._thread.start()
 
     def poll(self) -> None:
-        """Reports a save that has finished. Raises its error, unless it is a disk error."""
+        """Reports a finished save. Raises any error except a disk error."""
         if self._thread is None or self._thread.is_alive():
             return
         self._thread = None
@@ -147,9 +147,9 @@ class Writer:
         if self._thread_error is None:
             self.step = max(self.step, self._thread_step)
             self.on_saved(self._thread_step)
-        elif self.save_error is None:  # Warn only about the first failure in a row.
-            why = error_text(self._thread_error)
-            self.warn(f"step {self._thread_step:,} could not be saved: {why}; the run continues and will try again")
+        elif self.save_error is None:  # Warn only about the first of consecutive failures.
+            reason = error_text(self._thread_error)
+            self.warn(f"step {self._thread_step:,} could not be saved: {reason}; the run continues and will try again")
         self.save_error = self._thread_error
 
     def wait(self) -> None:
@@ -181,8 +181,8 @@ class Writer:
         folder.write_index(self.run)
 
     def last(self, step: int, size: int, files: Callable[[], Files], is_stopped: Callable[[], bool]) -> None:
-        """Saves the end of a run. If that fails, retries with only the weights, for `ROOM_SECONDS` or until
-        ``is_stopped()``, and raises `WorkError`."""
+        """Saves the last step. If that fails, retries with only the weights, for `ROOM_SECONDS` or until
+        ``is_stopped()``. Raises `WorkError` even if a retry succeeds."""
 
         def weights() -> Files:
             return {name: data for name, data in files().items() if name not in folder.TRAINING}
@@ -194,9 +194,9 @@ class Writer:
             first_error = self.save_error
             if first_error is None:
                 return
-            started = time.monotonic()
+            start = time.monotonic()
             self.warn(f"waiting {ROOM_SECONDS:.0f} s for disk space in {self.run}")
-            while not is_stopped() and time.monotonic() - started < ROOM_SECONDS:
+            while not is_stopped() and time.monotonic() - start < ROOM_SECONDS:
                 self.begin(step, 0, weights)
                 self.wait()
                 if self.save_error is None:

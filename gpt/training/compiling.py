@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from gpt.model.decoder import GPT
 
-# Inductor options for a GPU: the maximum reads and operations of a value that each kernel recomputes rather than loads.
-# With Inductor's defaults, 4 and 30, the gradients of rotated queries and keys go through memory in float32.
+# Inductor options for a GPU. Kernels recompute a value that takes at most this many reads and operations. With the
+# defaults, 4 and 30, the gradients of rotated queries and keys go through memory in float32.
 COMPUTED_AGAIN = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
 
 
 def compile_halves(model: GPT, device: torch.device, **compile_options: Any) -> None:
-    """Compiles the attention and MLP halves, whose code all blocks share, and the last norm.
+    """Compiles the last norm and the attention and MLP halves. All blocks share their code.
 
-    In a graph of a whole block, Inductor would not store the sum between the halves but recompute it from two tensors
-    in three backward kernels. A graph of all blocks would take longer to compile for deeper models.
+    In a graph of a whole block, three backward kernels would recompute the sum between the halves from two tensors,
+    instead of loading it. A graph of all blocks would compile more slowly for deeper models.
     """
-    torch._dynamo.config.optimize_ddp = False  # It would split the graphs at DDP's gradient buckets.
+    torch._dynamo.config.optimize_ddp = False  # This option would split the graphs at DDP's gradient buckets.
     options = COMPUTED_AGAIN if device.type == "cuda" else None
     for module, name in _halves(model):
         setattr(module, name, torch.compile(getattr(module, name), **{"options": options} | compile_options))
@@ -40,17 +40,17 @@ def _halves(model: GPT) -> list[tuple[nn.Module, str]]:
 
 class StepGraph:
     """A training step as a CUDA graph. One launch replaces hundreds: 1 ms of host time instead of 9. Batches are copied
-    to a fixed address, and weights must not move."""
+    to a fixed address. The addresses of weights must not change."""
 
     def __init__(
         self, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], x: Tensor, y: Tensor, reads: Iterable[Tensor]
     ) -> None:
-        """Captures ``step(x, y)`` without running it. Keeps the tensors that it ``reads`` alive, because a model
-        replaces its RoPE table by a longer one. Raises `RuntimeError` if an operation cannot be captured."""
+        """Captures ``step(x, y)`` without running it. Keeps the tensors in ``reads`` alive, because a model can replace
+        its RoPE table with a longer one. Raises `RuntimeError` if an operation cannot be captured."""
         self.x, self.y, self.reads, self.graph = x, y, tuple(reads), torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
-        # The checkpoint thread also uses the device, hence "thread_local". The outer context restores the stream after
-        # an error; torch.cuda.graph does not.
+        # "thread_local" lets the checkpoint thread use the device. The outer context restores the stream after an
+        # error, which torch.cuda.graph does not.
         capture = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
         with torch.cuda.stream(torch.cuda.current_stream(x.device)), capture:
             self.outcome = step(x, y)

@@ -43,14 +43,14 @@ class Dataset:
     windows: Callable[[int], Iterator[Window]]  # block_size → all held-out windows
     sample_windows: Callable[[int, int], list[Window]]  # (block_size, count) → at most count windows, spread evenly
     prompt_ids: list[int]  # prompt of the samples during training
-    prompt: str = ""  # text of this prompt; "" starts a document
-    rows: int = 0  # training examples; 0 for text
+    prompt: str = ""  # text of ``prompt_ids``; "" starts a document
+    rows: int = 0  # rows of training examples; 0 for text
     pairs: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out pairs
     chat: bool = False  # whether the examples are conversations
 
 
 def tokenized(texts: Sequence[str]) -> Path | None:
-    """Returns the `gpt tokenize` folder in ``texts``, or None. Raises `UserError` for a folder with other texts."""
+    """Returns the `gpt tokenize` folder in ``texts``, or None. Raises `UserError` if ``texts`` also has other texts."""
     folders = []
     for text in texts:
         with reading(Path(text)):
@@ -63,12 +63,12 @@ def tokenized(texts: Sequence[str]) -> Path | None:
 def open_tokens(
     path: Path, config: TrainConfig, note: Callable[[str], None], tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """Opens a `gpt tokenize` folder. Notes settings that have no effect. Raises `UserError` unless the folder was made
-    with ``tokenizer``, the base model's."""
+    """Opens a `gpt tokenize` folder. Notes settings without effect. Raises `UserError` for a part of a corpus, or a
+    tokenizer other than the base model's ``tokenizer``."""
     defaults = TextConfig()
     option_names = [
         option.name for option in fields(TextConfig) if option.name not in ("seed", "jobs")
-    ]  # jobs don't affect results
+    ]  # ``seed`` also seeds training; ``jobs`` don't affect results
     for name in option_names:
         if getattr(config, name) != getattr(defaults, name):
             note(f"{path} is already tokenized: --{name.replace('_', '-')} has no effect")
@@ -92,8 +92,8 @@ def make_tokens(
     note: Callable[[str], None],
     tokenizer: Tokenizer | None = None,
 ) -> Dataset:
-    """Tokenizes a corpus into the folder ``out``. Without a base model's ``tokenizer``, trains one on the training
-    part."""
+    """Tokenizes a corpus into the folder ``out``. ``tokenizer`` is the base model's; without it, ``--tokenizer``
+    decides."""
     if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
         note("--val-fraction has no effect with --val-text")
     max_vocab_size = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
@@ -102,7 +102,7 @@ def make_tokens(
 
 
 def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
-    """Returns the training and held-out data of a token folder. ``found``: whether it existed before the run."""
+    """Opens the training and held-out data of a token folder. ``found`` means that it existed before the run."""
     train, held_out = folder.stream("train"), folder.stream("val")
     keys = ("name", "size", "documents", "bytes", "sha256")
     sources = [{key: getattr(source, key) for key in keys} for source in folder.sources()]
@@ -115,7 +115,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         len(train),
         len(held_out),
         folder.bytes_of("val"),
-        int(np.maximum(held_out.documents.lengths - 1, 0).sum()),  # the first token of a document is not predicted
+        int(np.maximum(held_out.documents.lengths - 1, 0).sum()),  # The first token of a document is not a target.
         sources,
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
         windows=lambda block_size: windows(held_out.documents, block_size),
@@ -125,8 +125,8 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
 
 
 def _open_folder(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Dataset:
-    """Opens a folder and describes it. Raises `UserError` without training tokens, or without a held-out token to
-    predict."""
+    """Opens a folder and notes its contents. Raises `UserError` if it has no training tokens, or too few held-out
+    tokens to predict one."""
     data = load_tokens(TokenFolder(folder.path), found=corpus is None)
     for line in describe(folder, corpus):
         note(line)
@@ -187,9 +187,9 @@ def open_examples(
     start: GPTConfig | None = None,
     block_size: int | None = None,
 ) -> Dataset:
-    """Reads and encodes pairs or conversations. Without a base model's ``tokenizer``, trains one on the training
-    examples. ``start`` is the base model's shape, ``block_size`` the context of a resumed run. Raises `UserError` if no
-    training examples remain."""
+    """Reads and encodes pairs or conversations. ``tokenizer`` and ``start`` are the base model's tokenizer and shape;
+    without a tokenizer, ``--tokenizer`` decides. ``block_size`` is the context of a resumed run. Raises `UserError` if
+    no training examples remain."""
     kind: type[Example] = Conversation if config.chat else Pair
     for text in filter(is_token_folder, texts):
         raise UserError(f"{text} is tokenized: {kind.option} reads JSON lines", f"give the {kind.plural} as text")
@@ -238,7 +238,7 @@ def open_examples(
 
 
 def _train_tokenizer(examples: Sequence[Example], config: TrainConfig, device: str) -> Tokenizer:
-    """Makes the tokenizer of ``--tokenizer``, with special tokens for chats."""
+    """Makes the tokenizer that ``--tokenizer`` requests, with special tokens for chats."""
     n_bytes = sum(utf8_size(text) for example in examples for text in example.texts)
     chunks = (Chunk(text, True) for example in examples for text in example.words)
     max_vocab_size = find_preset(preset_name(config, n_bytes, device)).model.vocab_size

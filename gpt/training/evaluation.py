@@ -32,8 +32,8 @@ from gpt.training.state import TrainState
 Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
 
 SAMPLE = SampleConfig(max_tokens=80)
-EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # tokens of a periodic evaluation per training token, and their limits
-ASKED = 500  # maximum pairs per data split whose answers are checked
+EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # tokens in a periodic evaluation: share of training tokens, and limits
+ASKED = 500  # maximum pairs per split to check for exact answers
 
 
 def windows_to_evaluate(recipe: Recipe) -> int:
@@ -49,7 +49,7 @@ def evaluate_best(
     the result and the model. Raises `Stopped` after a signal."""
     path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.run)))))
     data, compute, stop = run.data, run.compute, run.session.stop
-    if compute.dtype != torch.float32:  # Use the default dtype of `gpt eval`, so that it reproduces the loss.
+    if compute.dtype != torch.float32:  # Use the default dtype of `gpt eval`, so that `gpt eval` reproduces the loss.
         compute = device.pick(str(compute.device), "auto")
     model = parallel.load(path, recipe, compute)
     loss = bits = None
@@ -91,13 +91,13 @@ def _check_answers(
 ) -> Answers | None:
     if not pairs:
         return None
-    exact, asked = _sum_over_ranks(evaluate.count_exact, parallel, model, pairs.spread(max_pairs), compute, stop)
-    return Answers(int(exact), int(asked), len(pairs))
+    exact, count = _sum_over_ranks(evaluate.count_exact, parallel, model, pairs.spread(max_pairs), compute, stop)
+    return Answers(int(exact), int(count), len(pairs))
 
 
 def mean_loss(parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
-    """Returns the mean loss over windows, in nats per token. The ranks share the work. Raises `Stopped` on all ranks
-    after a signal to any."""
+    """Returns the mean loss over windows, in nats per token. The ranks share the work. After a signal to any rank, all
+    raise `Stopped`."""
     total, count = _sum_over_ranks(evaluate.total_loss, parallel, model, windows, compute, stop)
     return total / count if count else math.nan
 
@@ -105,7 +105,7 @@ def mean_loss(parallel: Parallel, model: GPT, windows: Iterable[Window], compute
 def _sum_over_ranks(
     measure: Measure, parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal
 ) -> tuple[float, float]:
-    """Sums ``measure`` over all ranks' windows. Raises `Stopped` on all ranks after a signal to any."""
+    """Sums ``measure`` over all ranks' windows. After a signal to any rank, all raise `Stopped`."""
     total, count, stopped = 0.0, 0, False
     try:
         total, count = measure(model, parallel.until_stopped(stop, parallel.windows(windows)), compute)
@@ -124,7 +124,8 @@ def sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compu
 
 
 def estimate_sample_seconds(parallel: Parallel, data: Dataset, tokens: int = 8) -> float:
-    """Estimates the seconds per sample from a few ``tokens``, except the first two, when a GPU loads its kernels."""
+    """Estimates the seconds per sample by timing a few ``tokens``. Ignores the first two, when a GPU loads its
+    kernels."""
 
     def measure() -> float:
         context = Context(parallel.model, parallel.compute, vocab_size=data.tokenizer.vocab_size)
@@ -149,7 +150,7 @@ def _generate_sample(run: RunContext, parallel: Parallel, model: GPT, compute: C
         stream = generate(context, run.data.prompt_ids, sample_config, tokenizer.ends, seed)
         tokens = parallel.until_stopped(run.session.stop, stream)
         ids = [token.id for token in tokens if token.id not in tokenizer.ends]
-    except NotANumber as error:  # Only the loss can end a run.
+    except NotANumber as error:  # A failed sample does not end a run.
         run.session.warn(f"could not generate a sample: {error.message}")
         return ""
     finally:

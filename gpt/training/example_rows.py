@@ -1,7 +1,7 @@
-"""Batch rows made of examples: prompt-completion pairs and conversations. Only answers are training targets.
+"""Encodes examples as batch rows: prompt-completion pairs and conversations. Only answers are targets.
 
 A pair is encoded as prompt, completion and end-of-text. The prompt is encoded separately, as for sampling
-(`Tokenizer.prompt`). A conversation is encoded as its chat template renders it (`gpt.text.chat`).
+(`Tokenizer.prompt`). A conversation is encoded as rendered by its chat template (`gpt.text.chat`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from gpt.words import counted
 
 @dataclass(frozen=True)
 class ExampleRow:
-    """The ids of an example, the mask of the ids that are targets, and the bytes of the targets' text."""
+    """A row's ids, the mask of its targets, and the number of bytes of the targets' text."""
 
     ids: Int64s
     counts: npt.NDArray[np.bool_]
@@ -32,7 +32,7 @@ class ExampleRow:
 
 
 class ExampleRows(list[ExampleRow]):
-    """Encoded examples, one or more rows each. ``examples`` is the number of examples with a row."""
+    """The rows of encoded examples. ``examples`` counts the examples, which can have several rows."""
 
     examples = 0
 
@@ -64,20 +64,20 @@ class ExampleRows(list[ExampleRow]):
 
 @dataclass(frozen=True)
 class RowBatches:
-    """Batches of ``rows`` examples, a function of seed and step. Each epoch shuffles all examples anew."""
+    """Batches of ``rows`` examples, determined by seed and step. Each epoch is reshuffled."""
 
     examples: ExampleRows
     rows: int
     seed: int
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """Returns one rank's inputs and targets of a step, counted from 0: (rows / ranks, T). T is the length of the
+        """Returns one rank's inputs and targets, (rows / ranks, T), for a step counted from 0. T is the length of the
         step's longest example. Ids that are not targets are `IGNORED`."""
         positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
-        chosen = [self.examples.window(index) for index in shuffled(positions, len(self.examples), self.seed).tolist()]
-        shape = (self.rows // ranks, max(len(window.x) for window in chosen))
+        windows = [self.examples.window(index) for index in shuffled(positions, len(self.examples), self.seed).tolist()]
+        shape = (self.rows // ranks, max(len(window.x) for window in windows))
         x, y = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        for row, window in enumerate(chosen[rank * shape[0] : (rank + 1) * shape[0]]):
+        for row, window in enumerate(windows[rank * shape[0] : (rank + 1) * shape[0]]):
             x[row, : len(window.x)] = window.x
             y[row, : len(window.y)] = window.y
         return x, y
@@ -94,12 +94,12 @@ class Encoder(Generic[E]):
 
     def encode(self, examples: Sequence[E]) -> ExampleRows:
         """Encodes the examples that have targets. Raises `UserError` for an example that cannot be encoded."""
-        encoded = ExampleRows()
+        all_rows = ExampleRows()
         for example in examples:
             rows = self.rows(example)
-            encoded.examples += bool(rows)
-            encoded.extend(rows)
-        return encoded
+            all_rows.examples += bool(rows)
+            all_rows.extend(rows)
+        return all_rows
 
     def rows(self, example: E) -> list[ExampleRow]:
         """Encodes an example. Returns no rows if it has no targets."""
@@ -135,8 +135,8 @@ class PairEncoder(Encoder[Pair]):
 
 
 class ChatEncoder(Encoder[Conversation]):
-    """Encodes conversations. Targets are the assistant's answers and their end-of-turn tokens, which are added to the
-    ends of `tokenizer`. A conversation longer than the context is cut after the last answer that fits."""
+    """Encodes conversations. Targets are the assistant's answers and their end-of-turn tokens. These tokens are added
+    to the ends of `tokenizer`. A conversation longer than the context is cut after the last answer that fits."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         super().__init__(chat.with_template(tokenizer), block_size, skip_bad)
@@ -144,7 +144,8 @@ class ChatEncoder(Encoder[Conversation]):
 
     def rows(self, example: Conversation) -> list[ExampleRow]:
         """Encodes a conversation as one row, or as one row per answer (`chat.answers`). Skips rows whose first answer
-        starts beyond the context. Raises `UserError` if the chat template rejects it, unless ``skip_bad``."""
+        starts beyond the context. Raises `UserError` if the chat template rejects the conversation, unless
+        ``skip_bad``."""
         try:
             texts, ends = chat.answers(self.tokenizer, example.messages, example.context)
         except UserError as error:
@@ -161,9 +162,9 @@ class ChatEncoder(Encoder[Conversation]):
 
     def _row(self, text: str, spans: list[chat.Span]) -> ExampleRow | None:
         ids, counts = self.tokenizer.encode_marked(text, spans)
-        max_ids = self.block_size + 1  # the last id is only a target
+        max_ids = self.block_size + 1  # The last id is only a target.
         if len(ids) > max_ids:
-            answer_ends = np.flatnonzero(counts[:-1] & ~counts[1:]) + 1  # number of ids up to the end of each answer
+            answer_ends = np.flatnonzero(counts[:-1] & ~counts[1:]) + 1  # ids up to the end of each answer
             fitting_ends = answer_ends[answer_ends <= max_ids].tolist()
             length = fitting_ends[-1] if fitting_ends else max_ids
             ids, counts = ids[:length], counts[:length]

@@ -20,17 +20,17 @@ from gpt.runs.record import StartRecord
 from gpt.text import chat
 from gpt.text.tokenizer import Tokenizer
 
-# Factors on the learning rate for training the preset from scratch, tuned on nano. AdamW's is the customary one
+# Learning rates relative to training the preset from scratch, tuned on nano. AdamW's factor is customary
 # (benchmarks/defaults.md).
 RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}
 LORA_RATE = 2.0
-ADAMW_FROM = 100_000_000  # parameters; for larger models a Muon step costs as much as thousands of tokens
-MIN_EPOCHS = 3.0  # epochs of text, and the minimum for pairs
+ADAMW_FROM = 100_000_000  # parameters above which a Muon step costs as much as thousands of tokens
+MIN_EPOCHS = 3.0  # default epochs of text, and minimum for pairs
 MAX_PAIR_EPOCHS = 20.0
 MAX_PAIR_TOKENS = 2_000_000
-MAX_PAIR_FLOPS = 3e13  # on a CPU, at 6 FLOPs per parameter and token
-CONTEXT = 1024  # default training context for RoPE models with a longer one
-STEPS, PAIR_STEPS = 100, 400  # minimum steps of a default run, for text and pairs: batches shrink to reach them
+MAX_PAIR_FLOPS = 3e13  # compute budget for pairs on a CPU, at 6 FLOPs per parameter and token
+CONTEXT = 1024  # default maximum training context for RoPE models
+STEPS, PAIR_STEPS = 100, 400  # minimum default steps for text and for pairs; batches shrink to reach them
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class InitCheckpoint:
     added: range = range(0)  # ids of special tokens that fine-tuning adds
 
     def with_chat_template(self) -> "InitCheckpoint":
-        """Returns the base model with a chat template. The default is ChatML, with its special tokens."""
+        """Returns the base model with its chat template, or with ChatML and its special tokens."""
         tokenizer = chat.with_template(self.tokenizer)
         if tokenizer.vocab_size == self.tokenizer.vocab_size:
             return replace(self, tokenizer=tokenizer)
@@ -69,12 +69,12 @@ class InitCheckpoint:
         return model
 
     def grown(self, name: str, parameter: Tensor) -> Tensor:
-        """Adds a row for each new token if ``parameter`` is an embedding matrix: the mean of the rows of the existing
-        tokens (Hewitt 2021)."""
+        """Adds a row for each new token to an embedding matrix: the mean of the existing tokens' rows (Hewitt 2021).
+        Returns any other parameter unchanged."""
         if name not in ("wte.weight", "lm_head.weight") or not self.added:
             return parameter
-        missing = parameter.new_empty((self.model.vocab_size - len(parameter), parameter.size(1)))
-        rows = torch.cat([parameter, missing])
+        new_rows = parameter.new_empty((self.model.vocab_size - len(parameter), parameter.size(1)))
+        rows = torch.cat([parameter, new_rows])
         rows[self.added.start : self.added.stop] = parameter[: self.added.start].float().mean(0).to(rows.dtype)
         return rows
 
@@ -136,7 +136,7 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
 
 
 def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], None]) -> GPTConfig:
-    """Returns the shape to train: ``model`` with the context of ``config``, by default at most `CONTEXT` for RoPE."""
+    """Returns ``model`` with the context to train: that of ``config``, or by default at most `CONTEXT` for RoPE."""
     length = config.block_size or (min(CONTEXT, model.block_size) if model.positions == "rotary" else model.block_size)
     if config.block_size is None and length < model.block_size:
         note(f"training on sequences of {length:,} tokens; the model's context is {model.block_size:,} (--block-size)")
@@ -153,5 +153,5 @@ def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> f
 
 
 def tuned(preset: Preset, tokens: float, steps: int) -> Preset:
-    """Returns the preset with batches small enough that ``tokens`` take at least ``steps``."""
+    """Shrinks the preset's batches so that ``tokens`` take at least ``steps``."""
     return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(tokens / steps))))

@@ -15,7 +15,7 @@ from gpt.training.logs import Logs, Metrics, Speed
 from gpt.training.state import TrainState
 from gpt.words import counted
 
-MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # nats per token and consecutive steps that indicate memorization
+MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # memorization: nats per token, and consecutive steps below it
 
 
 class Journal:
@@ -26,7 +26,7 @@ class Journal:
         self.record: RunRecord | None = None
         self.metrics: Metrics | None = None
         self.logs: Logs | None = None
-        self.memorized_steps = 0  # steps in a row with a loss below `MEMORIZED_LOSS`
+        self.memorized_steps = 0  # consecutive steps with a loss below `MEMORIZED_LOSS`
 
     def open(self, resolved: dict[str, Any]) -> None:
         """Writes ``run.json`` with the ``resolved`` recipe, and opens metrics and logs."""
@@ -69,8 +69,8 @@ class Journal:
         run, recipe, shape, world = self.run, self.run.recipe, self.run.recipe.model, self.run.world
         step, epochs = self.state.step, recipe.tokens(recipe.steps) / run.data.tokens
         processes = f"{world.size} processes, each on " if world.size > 1 else ""
-        sharded = [f"{recipe.tensor} processes share each sequence"] if recipe.tensor > 1 else []
-        sharded += ["weights, gradients and optimizer state are sharded"] if recipe.shard == "full" else []
+        sharding = [f"{recipe.tensor} processes share each sequence"] if recipe.tensor > 1 else []
+        sharding += ["weights, gradients and optimizer state are sharded"] if recipe.shard == "full" else []
         self.note(
             f"model {run.record.init.model if run.record.init else recipe.preset}: "
             f"{breakdown(shape).trainable:,} parameters ({counted(shape.n_layer, 'layer')}, "
@@ -83,8 +83,8 @@ class Journal:
             f"{counted(recipe.steps, 'step')} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text, "
             f"on {processes}{run.compute.describe()}; run {run.run}" + (f"; from step {step:,}" if step else "")
         )
-        if sharded:
-            self.note("; ".join(sharded))
+        if sharding:
+            self.note("; ".join(sharding))
 
     def step(self, step: int, lr: float, loss: float, norm: float) -> None:
         """Reports a step. Notes once if the examples are memorized long before the run ends."""

@@ -29,14 +29,14 @@ COMMON_FIELDS = {field.name for field in dataclasses.fields(Event)}
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Returns the numbers of an event by ``EVENT/KEY`` of ``metrics.jsonl``: ``step/loss``, ``eval/val_loss``."""
+    """Returns an event's numbers, named ``EVENT/KEY`` as in ``metrics.jsonl``: ``step/loss``, ``eval/val_loss``."""
     values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     return {f"{event.kind}/{k}": v for k, v in values.items() if k not in COMMON_FIELDS and type(v) in (int, float)}
 
 
 class TensorBoard:
-    """Curves and samples in ``RUN/tensorboard``, for ``tensorboard --logdir runs``. A run that resumes from ``step``
-    hides later events."""
+    """Curves and samples in ``RUN/tensorboard``, for ``tensorboard --logdir runs``. Resuming from ``step`` hides later
+    events."""
 
     def __init__(self, run: Path, record: Mapping[str, Any], step: int) -> None:
         tensorboard = import_module("torch.utils.tensorboard")
@@ -67,7 +67,7 @@ class Wandb:
         self.run = self.wandb.init(
             project=os.environ.get("WANDB_PROJECT", "gpt"),
             name=os.environ.get("WANDB_NAME", run.name),
-            # A fixed id, so that a resumed run continues the same W&B run.
+            # With a fixed id, a resumed run continues the same W&B run.
             id=hashlib.sha256(f"{run.name} {record['started']}".encode()).hexdigest()[:16],
             resume="allow",
             dir=str(run),
@@ -92,7 +92,7 @@ class Wandb:
         self.run.finish(exit_code=0 if self.finished else 1)
 
 
-KINDS: dict[str, tuple[str, type[TensorBoard | Wandb]]] = {  # the module that each log needs, and its class
+KINDS: dict[str, tuple[str, type[TensorBoard | Wandb]]] = {  # required module and class of each log
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
     "wandb": ("wandb", Wandb),
 }
@@ -149,7 +149,7 @@ class Logs:
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """Disables a log after any error, which must not end a run of days."""
+        """Disables a log after any error, so that the run continues."""
         try:
             yield
         except Exception as error:
@@ -164,7 +164,7 @@ class Metrics:
     """``metrics.jsonl``, open for appending whole lines. A full disk leaves a gap in the metrics, with a warning."""
 
     def __init__(self, run: Path, warn: Callable[[str], None], size: int = 0) -> None:
-        """Truncates the file to ``size`` bytes: a resumed run repeats the later steps."""
+        """Truncates the file to ``size`` bytes, because a resumed run repeats the later steps."""
         self.path, self.warn, self.failing = run / METRICS, warn, False
         with disk_errors(run, KEPT):
             old_bytes = b""

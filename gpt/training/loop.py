@@ -21,9 +21,9 @@ from gpt.training.parallel import Parallel
 from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Stepper
 
-MAX_BAD_STEPS = 3  # consecutive bad steps that make a run diverge
+MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
-LOSS_MARGIN = 1.0  # nats per token above uniform guessing: the threshold of an exploded loss
+LOSS_MARGIN = 1.0  # maximum loss above a uniform guess, in nats per token
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Trainer:
         self.batches = self.data.batches(self.recipe)
         self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model)
         self.pending: PendingStep | None = None
-        self.signum = 0  # signal that any rank has received
+        self.signum = 0  # signal received by any rank
         self.held_out = self.data.sample_windows(self.recipe.model.block_size, self.state.windows)
         scaler = self.stepper.scaler
         self.checkpointer = Checkpointer(run, parallel, scaler, self.state, self.tokenizer_files, self.journal)
@@ -85,14 +85,14 @@ class Trainer:
                     self.state.first_step = time.perf_counter() - self.run.began
                 else:
                     self.journal.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
-                ended = self.run_due_actions()
+                is_over = self.run_due_actions()
                 self.checkpointer.take_snapshot()
                 self.world.started()
-                while not ended:
+                while not is_over:
                     try:
                         self.step()
                         self.fit_to_budget()
-                        ended = self.run_due_actions()
+                        is_over = self.run_due_actions()
                     except Diverged as diverged:
                         self.roll_back(diverged)
                 return self.finish()
@@ -107,33 +107,33 @@ class Trainer:
             self.journal.close()
 
     def step(self) -> None:
-        """Takes one optimizer step. While a GPU computes it, the host reports the previous one."""
+        """Takes one optimizer step. Reports the previous step while a GPU computes this one."""
         recipe, state, world = self.recipe, self.state, self.world
-        started = time.perf_counter()
+        start = time.perf_counter()
         lr = state.rate_factor * recipe.lr_at(state.step + 1)
         world.seed(recipe.seed, state.step)
         x, y = self.batches.global_batch(state.step, world.data_rank, world.data_size)
         pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr))
-        state.step_seconds += time.perf_counter() - started
+        state.step_seconds += time.perf_counter() - start
         self.report_pending()
         state.step, self.pending = pending.step, pending
         if pending.outcome.arrived is None:  # The device runs synchronously with the host.
             self.report_pending()
 
     def report_pending(self) -> None:
-        """Waits for the pending step and reports it. Raises `Diverged` after `MAX_BAD_STEPS` bad steps in a row. With
-        float16 the loss scaler handles infinite gradients."""
+        """Waits for the pending step and reports it. Raises `Diverged` after `MAX_BAD_STEPS` consecutive bad steps. In
+        float16, the loss scaler handles infinite gradients."""
         pending, self.pending, state = self.pending, None, self.state
         if pending is None:
             return
-        started = time.perf_counter()
+        start = time.perf_counter()
         loss, norm = pending.outcome.read(self.world.synchronize)
-        state.step_seconds += time.perf_counter() - started
+        state.step_seconds += time.perf_counter() - start
         uniform_loss = math.log(self.recipe.model.vocab_size)
-        finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaled)
+        is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaled)
         state.has_learnt |= loss < uniform_loss - LOSS_MARGIN
-        exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
-        state.bad_steps = 0 if finite and not exploded else state.bad_steps + 1
+        has_exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
+        state.bad_steps = 0 if is_finite and not has_exploded else state.bad_steps + 1
         self.journal.step(pending.step, pending.lr, loss, norm)
         if state.bad_steps >= MAX_BAD_STEPS:
             raise Diverged(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
@@ -149,7 +149,7 @@ class Trainer:
         if self.is_stop_requested():
             raise Stopped
         at_end = state.step == recipe.steps
-        if state.settled_step == state.step:  # The actions were run before the resume.
+        if state.settled_step == state.step:  # These actions ran before the resume.
             return at_end or self.is_out_of_patience()
         if state.bad_steps and not at_end:
             return False
@@ -174,11 +174,11 @@ class Trainer:
         return self.signum > 0
 
     def is_due(self, interval: int) -> bool:
-        """Whether a periodic action is due. It is also due at the last step, and before the first step of
-        fine-tuning."""
+        """Whether a periodic action is due: after every ``interval`` steps, at the last step, and before the first step
+        of fine-tuning."""
         step = self.state.step
-        eligible = step > 0 or self.run.init is not None
-        return step == self.recipe.steps or (interval > 0 and step % interval == 0 and eligible)
+        is_eligible = step > 0 or self.run.init is not None
+        return step == self.recipe.steps or (interval > 0 and step % interval == 0 and is_eligible)
 
     def is_out_of_patience(self) -> bool:
         """Whether the last ``patience`` evaluations brought no improvement."""
@@ -214,7 +214,7 @@ class Trainer:
         self.session.note(f"{why} at step {step:,}: {outcome}")
 
     def fit_to_budget(self) -> None:
-        """At the start of learning rate decay, plans the decay steps that fit into the remaining time."""
+        """When learning rate decay starts, fits the number of decay steps to the remaining time."""
         budget, state, recipe = self.budget, self.state, self.recipe
         if budget is None or state.step != recipe.steps - recipe.decay:
             return
@@ -226,15 +226,15 @@ class Trainer:
 
     def compile(self) -> None:
         """Compiles the step. If that fails, the run continues uncompiled."""
-        started = time.perf_counter()
+        start = time.perf_counter()
         error = self.stepper.compile(self.session.note)
         if error is None:
-            self.session.note(f"compiled in {time.perf_counter() - started:.0f} s")
+            self.session.note(f"compiled in {time.perf_counter() - start:.0f} s")
         else:
             self.on_uncompiled(error, started=self.run.saved is not None)
 
     def on_uncompiled(self, why: str, started: bool = True) -> None:
-        """Records that steps are not compiled. ``started``: whether the run has trained compiled steps before."""
+        """Records that steps are not compiled. ``started`` means that earlier steps were compiled."""
         self.update_recipe(compile=False)
         message = "from now on, steps are not compiled: equal to compiled ones up to rounding, not bit for bit"
         self.session.warn(f"{message if started else 'steps are not compiled'}: {why:.200}")

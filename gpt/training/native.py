@@ -1,7 +1,7 @@
 """A micro-batch's forward and backward pass as one compiled program for a CPU.
 
-Both passes are traced together, so a step doesn't use autograd. Inductor fuses the operations between matrix
-products, which torch calls in order.
+Both passes are traced together, so a step doesn't use autograd. Inductor fuses the operations between matrix products,
+which stay calls to torch.
 """
 
 import functools
@@ -20,7 +20,7 @@ from gpt.model import decoder, kernels, loss, memory, positions
 from gpt.model.decoder import GPT
 
 GELU_COEFFICIENTS = (0.7978845608028654, 0.044715)  # √(2/π) and the coefficient of x³ in GELU's tanh form
-SCORES_PER_CALL = 2**20  # Attention scores that fit into the CPU's cache.
+SCORES_PER_CALL = 2**20  # attention scores that fit into the CPU's cache
 
 
 class GradientProgram:
@@ -48,13 +48,13 @@ class GradientProgram:
         self.run = programs.find(key, trace, note, "the step")
 
     def __call__(self, x: Tensor, y: Tensor, n_targets: Tensor) -> Tensor:
-        """Adds the gradients of the loss on x and y, (rows, T), divided by ``n_targets``. Returns this loss."""
+        """Returns the loss on x and y, (rows, T), divided by ``n_targets``. Adds its gradients."""
         x, y = x.contiguous(), y.contiguous()  # x and y are views of one array.
         dropout_mask = kernels.dropout_mask(sum(self.dropout_sizes), self.dropout, self.masks[0].dtype)
         inputs = [*self.inputs, x, y, n_targets, *self.masks, *torch.split(dropout_mask, self.dropout_sizes)]
-        loss, looked_up, *grads = self.run(inputs)
+        loss, lookup_grad, *grads = self.run(inputs)
         table = grads[self.embedding_index]
-        table += torch.ops.aten.embedding_dense_backward(looked_up, x, len(table), -1, False)
+        table += torch.ops.aten.embedding_dense_backward(lookup_grad, x, len(table), -1, False)
         if self.params[0].grad is None:
             for p, grad in zip(self.params, grads, strict=True):
                 p.grad = grad
@@ -76,19 +76,19 @@ def _trace_graph(objective: nn.Module, model: GPT, compute: Compute, shape: tupl
     config, rows = model.config, shape[0]
 
     def gradients(*tensors: Tensor) -> list[Tensor]:
-        looked_up: list[Tensor] = []
-        params, rest = tensors[: len(names)], iter(tensors[len(names) :])
-        tables, (x, y, n_targets, causal, windowed) = [next(rest) for _ in buffers], [next(rest) for _ in range(5)]
+        embeddings: list[Tensor] = []
+        params, items = tensors[: len(names)], iter(tensors[len(names) :])
+        tables, (x, y, n_targets, causal, windowed) = [next(items) for _ in buffers], [next(items) for _ in range(5)]
 
         def look_up(module: nn.Module, args: object, out: Tensor) -> Tensor:
-            looked_up.append(out.detach().requires_grad_())
-            return looked_up[0]
+            embeddings.append(out.detach().requires_grad_())
+            return embeddings[0]
 
         tensors_by_name = dict(zip([*names, *buffers], [*params, *tables], strict=True))
-        traced_inputs = kernels.TracedInputs(rest, causal, windowed, _rows_per_call(config))
+        traced_inputs = kernels.TracedInputs(items, causal, windowed, _rows_per_call(config))
         with kernels.tracing(traced_inputs), compute.autocast(), model.wte.register_forward_hook(look_up):
             mean_loss: Tensor = torch.func.functional_call(objective, tensors_by_name, (x, y)) / n_targets
-        return [mean_loss.detach(), *torch.autograd.grad(mean_loss, [*looked_up, *params], materialize_grads=True)]
+        return [mean_loss.detach(), *torch.autograd.grad(mean_loss, [*embeddings, *params], materialize_grads=True)]
 
     params = [p.detach().clone().requires_grad_() for p in objective.parameters()]
     x, y = (torch.zeros(shape, dtype=torch.long) for _ in range(2))  # One shared tensor would be traced as one input.
@@ -117,12 +117,13 @@ def _dropout_sizes(config: GPTConfig, rows: int) -> list[int]:
 
 
 def _rows_per_call(config: GPTConfig) -> int:
-    """Sequences per attention call. Short sequences get more than in eager mode: a smaller graph compiles faster."""
+    """Sequences per attention call: more than in eager mode if they are short, because a smaller graph compiles
+    faster."""
     return max(kernels.PLAIN_ROWS, SCORES_PER_CALL // (config.n_head * config.block_size**2))
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """GELU's tanh form as x σ(2u): a sigmoid takes half the time of a tanh."""
+    """GELU's tanh form as x σ(2u), because a sigmoid takes half the time of a tanh."""
     assert approximate == "tanh"
     x32 = x.float()
     return (x32 * _gate(x32)).to(x.dtype)

@@ -18,11 +18,11 @@ from gpt.parallel.world import World
 BETAS = (0.9, 0.95)  # AdamW's betas in GPT-3
 MOMENTUM = 0.95
 # Newton–Schulz: x ← a x + b (x xᵀ) x + c (x xᵀ)² x drives singular values towards 1. These coefficients move them from
-# (0, 1] into [0.7, 1.2] fastest (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): in five iterations if
-# ‖x‖ = 1, in three with the tighter bound of `orthogonalize` (benchmarks/defaults.md).
+# (0, 1] into [0.7, 1.2] fastest (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). That takes five
+# iterations if ‖x‖ = 1, or three with the tighter bound of `orthogonalize` (benchmarks/defaults.md).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 3
-# Muon's updates get about the RMS of AdamW's, so both can share a learning rate (Liu et al. 2025, arXiv 2502.16982).
+# RMS of Muon's updates, about that of AdamW's, so both can share a learning rate (Liu et al. 2025, arXiv 2502.16982).
 UPDATE_RMS = 0.2
 # With Muon and a weight decay above the usual one, embeddings decay twice as fast (benchmarks/defaults.md).
 EMBEDDING_DECAY = 2
@@ -35,13 +35,13 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"loop_ordering_after_fusion": False}
 
 
 class Muon(Optimizer):
-    """SGD with momentum whose updates are orthogonalized (Jordan et al. 2024).
+    """SGD with momentum and orthogonalized updates (Jordan et al. 2024).
 
-    Equals `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, but batches matrices by shape: on two cores, 16
-    of 128 by 128 take 4 ms instead of 16, and 24 of 384 by 384 take 105 ms instead of 148. A group's ``fused`` lists
-    the rows of each matrix in a fused parameter (query, key and value). If ``found_inf`` is 1, a step changes nothing,
-    as with torch's fused optimizers. The ranks of ``world`` have the same gradients: each orthogonalizes an equal
-    share, and they all-gather the results.
+    Equals `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, but batches matrices by shape. On two cores, 16
+    matrices of 128 × 128 take 4 ms instead of 16, and 24 of 384 × 384 take 105 ms instead of 148. A group's ``fused``
+    has the number of rows of each matrix in a fused parameter (query, key and value). If ``found_inf`` is 1, a step
+    changes nothing, as with torch's fused optimizers. All ranks of ``world`` have the same gradients. Each rank
+    orthogonalizes an equal share, and an all-gather collects the results.
     """
 
     found_inf: Tensor | None = None  # a tensor on the parameters' device
@@ -68,8 +68,8 @@ class Muon(Optimizer):
         (self.compiled or self.update)(groups, self.found_inf)
 
     def compile(self) -> None:
-        """Compiles `update` and runs it once, changing nothing. Learning rates become tensors: each new float would be
-        recompiled."""
+        """Compiles `update` and runs it once without effect. Learning rates become tensors, because every new float
+        would cause a recompilation."""
         self.compiled = torch.compile(self.update, options=INDUCTOR_OPTIONS)
         for group in self.param_groups:
             group["lr"] = torch.zeros_like(torch.as_tensor(group["lr"]))
@@ -124,7 +124,7 @@ class Muon(Optimizer):
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Approximates the nearest semi-orthogonal matrices of x, (n, rows, columns), with rows ≤ columns."""
+    """Approximates the semi-orthogonal matrices nearest to x, (n, rows, columns), with rows ≤ columns."""
     a, b, c = NEWTON_SCHULZ
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     gram = x @ x.mT
@@ -182,7 +182,7 @@ class Optimizers:
         if skip.device.type == "mps" and skip.item():  # Fused AdamW ignores ``found_inf`` on MPS.
             return
         for optimizer in self.optimizers:
-            optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # GradScaler sets it for fused optimizers.
+            optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # GradScaler also sets this attribute.
             optimizer.step()
 
     def keep_lr_on(self, device: torch.device) -> None:
@@ -192,7 +192,7 @@ class Optimizers:
                 group.update(lr=torch.zeros((), device=device), capturable=True)
 
     def compile(self) -> None:
-        """Compiles Muon's many kernels for a single process on a GPU."""
+        """Compiles Muon, which has many kernels, in a single process on a GPU."""
         for optimizer in self.optimizers:
             if type(optimizer) is Muon and optimizer.world.size == 1 and optimizer.param_groups[0]["params"][0].is_cuda:
                 optimizer.compile()
@@ -228,7 +228,7 @@ class Optimizers:
         }
 
     def restore(self, model: GPT, state: Mapping[str, Tensor]) -> None:
-        """Replaces the optimizers' state by ``state``."""
+        """Replaces the optimizers' state with ``state``."""
         for name, p in model.named_parameters():
             if p.requires_grad:
                 optimizer = self._by_parameter[p]
@@ -246,23 +246,23 @@ def make_optimizer(
 ) -> Optimizers:
     """Returns fused AdamW (Loshchilov & Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
 
-    Biases and norms have no weight decay. With Muon, embeddings have none up to `USUAL_DECAY`, and twice the matrices'
-    above it. Muon's iteration computes in ``dtype``, split over the ranks of ``world``.
+    Biases and norms have no weight decay. With Muon, embeddings decay twice as fast as matrices if ``weight_decay``
+    exceeds `USUAL_DECAY`, else not at all. Muon orthogonalizes in ``dtype``; the ranks of ``world`` share the work.
     """
     table = named_parameters(model.config)
     vectors: list[Tensor] = []
     embeddings: list[Tensor] = []
-    fused: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    matrices: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for name, p in model.named_parameters():
         if table[name].is_matrix:
-            fused[table[name].fused].append(p)
+            matrices[table[name].fused].append(p)
         else:
             (embeddings if table[name].is_decayed else vectors).append(p)
     if kind == "adamw":
         return Optimizers(
-            [_adamw([*embeddings, *(p for stack in fused.values() for p in stack)], vectors, weight_decay)]
+            [_adamw([*embeddings, *(p for stack in matrices.values() for p in stack)], vectors, weight_decay)]
         )
-    groups = [{"params": params, "fused": rows} for rows, params in fused.items()]
+    groups = [{"params": params, "fused": rows} for rows, params in matrices.items()]
     lr_factor = NORM_LR_FACTOR if model.config.norm == "rmsnorm" else 1.0
     adamw = _adamw(
         embeddings, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, lr_factor

@@ -7,8 +7,8 @@ from typing import Annotated
 from gpt.errors import UserError
 from gpt.settings import Count, Within
 
-OVERHEAD = 0.2  # The share of the time for everything except training steps.
-END_SECONDS = 2.0  # Time to read back the last checkpoint and exit.
+OVERHEAD = 0.2  # share of the time for everything except training steps
+END_SECONDS = 2.0  # time to read back the last checkpoint and exit
 
 Seconds = Annotated[float, Within(-1e12, 1e12)]
 
@@ -22,24 +22,24 @@ class TimeBudget:
     evaluations: Seconds  # periodic evaluations, with samples and checkpoints
     end: Seconds  # everything after the last step
     pauses: Count = 20  # evaluations, each with a checkpoint
-    samples: bool = True  # whether evaluations sample texts
-    windows: Count = 0  # held-out windows per evaluation; 0 is the default
-    last_windows: Count = 0  # held-out windows for the best checkpoint; 0 is all
-    answers: Count = 0  # pairs per split checked for exact answers; 0 is the default
+    samples: bool = True  # whether evaluations include a sample
+    windows: Count = 0  # held-out windows per evaluation; 0 for the default
+    last_windows: Count = 0  # held-out windows for the best checkpoint; 0 for all
+    answers: Count = 0  # pairs per split to check for exact answers; 0 for the default
 
     @classmethod
     def fitting(cls, minutes: float, began: float, now: float, costs: "Costs", evals: float) -> "TimeBudget":
         """Plans ``minutes`` from ``began``, with about ``evals`` evaluations if they fit.
 
-        Time spent so far, evaluations, samples, checkpoints and the final measurement share `OVERHEAD` of the total.
-        A quarter of this share is always left for the remaining parts.
+        Time spent so far, evaluations, samples, checkpoints and the final measurement share `OVERHEAD` of the total. At
+        least a quarter of this share is left after the time spent so far.
         """
         overhead = OVERHEAD * 60 * minutes
         spare = max(overhead - (now - began), overhead / 4)
         pauses = max(1.0, min(evals, spare / 4 / (costs.window + costs.save)))
         windows = min(costs.usual_windows, int(spare / 4 / (pauses * costs.window)))
         samples = 4 * costs.sample <= spare / 4
-        # float32 evaluation takes 1.5 times as long.
+        # The final evaluation in float32 takes 1.5 times as long.
         last_windows = min(costs.whole_windows, int(spare / 4 / (1.5 * costs.window)))
         answers = min(costs.pairs, last_windows // 2)  # pairs per split
         sample_seconds = (4 if samples else 1) * costs.sample
@@ -68,7 +68,7 @@ class TimeBudget:
         return int(spare / self.step)
 
     def steps_left(self, now: float, step: float) -> int:
-        """The steps that still fit. ``step`` is seconds per step, with evaluations and checkpoints."""
+        """The steps that still fit. ``step`` is seconds per step, including evaluations and checkpoints."""
         return max(1, round((self.deadline - self.end - now) / step))
 
     def describe(self, batch_tokens: int) -> str:
@@ -86,4 +86,4 @@ class Costs:
     save: float  # writing a checkpoint
     usual_windows: int
     whole_windows: int
-    pairs: int  # pairs checked per split by default
+    pairs: int  # default pairs to check per split

@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from gpt.parallel.shard import ShardedModel
 
 T = TypeVar("T")
-WEIGHT, MOMENT = "weight:", "optimizer:"  # Prefixes of tensor names in a state.
-WHOLE_GRADIENTS = 0.25  # Unsharded gradients are accumulated if they take less than this share of the memory.
+WEIGHT, MOMENT = "weight:", "optimizer:"  # prefixes of tensor names in a state
+WHOLE_GRADIENTS = 0.25  # maximum share of the memory for accumulating unsharded gradients
 
 
 class Parallel:
-    """A model, its optimizers, and this process's share of the work. The methods here are for a single process.
+    """A model, its optimizers, and this process's share of the work. The base methods are for a single process.
 
     ``model`` computes forward passes. ``own`` has the parameters that this process updates and saves, as plain tensors.
     """
 
-    can_retry = True  # After an OOM, can the step be repeated with smaller micro-batches?
-    needs_trial = False  # Is a larger micro-batch tried first, since other ranks cannot repeat a step?
+    can_retry = True  # whether a step can be repeated with smaller micro-batches after an OOM
+    needs_trial = False  # whether to try a larger micro-batch first, because other ranks cannot repeat a step
 
     def __init__(self, model: GPT, optimizer: Optimizers, compute: Compute, world: World | None = None) -> None:
         self.model = self.own = model
@@ -71,11 +71,11 @@ class Parallel:
         return contextlib.nullcontext()
 
     def backward_loss(self, loss: Tensor) -> Tensor:
-        """Scales the loss: averaging its gradients over data ranks then gives their sum."""
+        """Scales the loss, so that averaging its gradients over data ranks sums them."""
         return loss
 
     def clip_grad_norm(self, scaler: torch.amp.GradScaler, max_norm: float) -> Tensor:
-        """Unscales the gradients, clips them by their global norm, and returns it."""
+        """Unscales the gradients, clips them by their global norm, and returns the norm."""
         for optimizer in self.optimizer.optimizers:
             scaler.unscale_(optimizer)
         return clip_grad_norm_(self.model.parameters(), max_norm)
@@ -114,7 +114,7 @@ class Parallel:
         return full
 
     def full_tensor(self, name: str, part: Tensor) -> Array | Deferred:
-        """Returns the full tensor that rank 0 writes. ``part`` is its own part."""
+        """Returns the full tensor that rank 0 writes. ``part`` is rank 0's part."""
         return part.numpy()
 
     def finish_save(self) -> None:
@@ -129,7 +129,7 @@ class Single(Parallel):
 
 
 class Replicated(Parallel):
-    """One of several processes with a full replica each, in torch's `DistributedDataParallel`."""
+    """One of several processes, each with a full replica in torch's `DistributedDataParallel`."""
 
     needs_trial = True
 
@@ -152,7 +152,7 @@ class Replicated(Parallel):
         return islice(items, self.world.rank, None, self.world.size)
 
     def state(self) -> dict[str, Tensor]:
-        """The state on rank 0. It is empty on the other ranks, whose replicas are equal."""
+        """The state on rank 0. Empty on the other ranks, because replicas are equal."""
         return super().state() if self.world.is_main else {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -168,7 +168,7 @@ class Replicated(Parallel):
 
 
 class Sharded(Parallel):
-    """One of several processes with a shard of every parameter. They compute forward passes together."""
+    """One of several processes, each with a shard of every parameter. Forward passes are collective."""
 
     can_retry = False
 
@@ -215,7 +215,7 @@ class Sharded(Parallel):
             yield window if rank < len(group) else dataclasses.replace(window, skipped=len(window.y))
 
     def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
-        """Yields the items. After a signal to any rank, all ranks raise `Stopped`, so none waits for another."""
+        """Yields the items. After a signal to any rank, all raise `Stopped`, so that no rank waits for another."""
         for item in items:
             if self.world.all_reduce_max(stop.signum or 0):
                 raise Stopped
@@ -233,7 +233,7 @@ class Sharded(Parallel):
         return self.sharded.grid.part(self.gatherer.tensors[name], self.sharded.rank).take(full)
 
     def full_tensor(self, name: str, part: Tensor) -> Array | Deferred:
-        """Returns a tensor that is gathered from the other ranks when the file is written."""
+        """Returns a tensor that is gathered from all ranks when the file is written."""
         if name not in self.gatherer.tensors:
             return part.numpy()
         return Deferred(self.gatherer.tensors[name].shape, partial(self.gatherer.full_tensor, name, part.numpy()))
@@ -283,7 +283,7 @@ class ShardedMuon(Muon):
 def parallelize(
     recipe: Recipe, compute: Compute, world: World, init: InitCheckpoint | None = None, path: Path | None = None
 ) -> Parallel:
-    """Creates a run's model with new optimizer state: untrained, from ``init``, or from the checkpoint at ``path``.
+    """Creates a run's model (untrained, from ``init``, or from the checkpoint at ``path``) with new optimizer state.
 
     Raises `UserError` for a LoRA rank above the model's width.
     """
@@ -296,8 +296,8 @@ def parallelize(
     if path is not None and not recipe.lora_rank:
         model = checkpoint.load(path, compute.device, recipe.model).model.train()
     else:
-        # A bfloat16 base model stays bfloat16 under adapters, at half the memory. float16 would overflow outside the
-        # matrix products.
+        # In bfloat16, a base model with adapters takes half the memory. float16 would overflow outside the matrix
+        # products.
         is_bfloat16 = recipe.lora_rank and compute.dtype == torch.bfloat16
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         model = init.load(recipe.model, compute.device, dtype) if init else GPT(recipe.model).to(compute.device)
@@ -320,7 +320,7 @@ def shard(
 ) -> "ShardedModel":
     """Creates a model sharded over ``world``: from the checkpoint at ``path``, from ``init``, or untrained.
 
-    Untrained weights equal a single process's.
+    Untrained weights are the same as in a single process.
     """
     from gpt.parallel.shard import Grid, ShardedModel, drawn  # FSDP takes seconds to import.
 

@@ -21,7 +21,7 @@ from gpt.training.context import Session, data_record, now
 from gpt.training.data import Dataset, make_tokens, open_examples, open_tokens, tokenized
 from gpt.training.finetune import InitCheckpoint, find_init
 
-TOKENS = "tokens"  # Subfolder of the run folder.
+TOKENS = "tokens"  # subfolder of the run folder
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def prepare(
 ) -> Prepared:
     """Creates a run's folder, tokenizes the text into it, and writes ``run.json`` before and after.
 
-    ``until_ended`` unlocks the folder when it closes. An error before ``until_first_step`` closes removes the folder.
+    Closing ``until_ended`` unlocks the folder. An error before ``until_first_step`` closes removes it.
     """
     listen, note = session.listen, session.note
     config = requested = detect_examples(texts, config, note)
@@ -78,8 +78,8 @@ def prepare(
 
 
 def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:
-    """Sets ``pairs`` or ``chat`` if all records of ``texts`` have exactly its keys. Changes nothing if the user set
-    ``pairs``, ``chat`` or ``field``."""
+    """Sets ``pairs`` or ``chat`` if all records of ``texts`` have exactly the keys of that format. Changes nothing if
+    the user set ``pairs``, ``chat`` or ``field``."""
     if not texts or config.has_examples or config.field != TrainConfig.field:
         return config
     kind = kind_of(texts, config)
@@ -97,7 +97,7 @@ def lock_run(run: Path) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def remove_on_failure(run: Path) -> Iterator[None]:
-    """Removes a run that fails inside this context, and ``runs/`` if it is empty then."""
+    """Removes a run that fails inside this context, and then ``runs/`` if empty."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Resolves training settings to a recipe: text size and device decide every ``None`` and ``auto``."""
+"""Resolves training settings into a recipe: text size and device decide every ``None`` and ``auto``."""
 
 import math
 from collections.abc import Callable
@@ -22,28 +22,29 @@ from gpt.training import finetune
 
 Note = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
-COSINE_FLOOR = 0.1  # The cosine schedule ends at this share of the peak learning rate (GPT-3, appendix B).
-DECAY_SHARE = 0.5  # The linear schedule decays over the last half of the steps.
-# Weight decay grows with the passes over a text. It reaches 1 at 12 passes, or at 80 times the tokens per parameter if
-# that is more. Above 300 times, dropout is added to a weight decay of 1 (benchmarks/defaults.md).
+COSINE_FLOOR = 0.1  # final share of the peak learning rate in the cosine schedule (GPT-3, appendix B)
+DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule decays
+# Weight decay grows with the passes over a text. With r tokens per parameter, it reaches 1 at 12 or 80 r passes,
+# whichever is more. From 300 r passes, dropout is added to a weight decay of 1 (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
-RAMP_START = (32_768, 1 / 16)  # A ramp starts at GPT-3's 32,768 tokens, or at this share of a smaller batch.
-# On a GPU, ``auto`` compiles runs above these FLOPs (two minutes at a third of an H100's peak) or minutes, with steps
-# above these FLOPs. The host limits smaller steps: on an H200, one of `nano` takes 13.4 ms eager and 16.0 compiled.
+RAMP_START = (32_768, 1 / 16)  # maximum initial batch of a ramp: GPT-3's tokens, and share of the full batch
+# On a GPU, ``auto`` compiles runs above these FLOPs (two minutes at a third of an H100's peak) or minutes, if their
+# steps exceed the last figure. The host limits smaller steps: on an H200, a step of `nano` takes 13.4 ms eager and 16.0
+# compiled.
 COMPILE_RUN_FLOPS, COMPILE_MINUTES, COMPILE_STEP_FLOPS = 3e16, 5, 1e12
-# Steps with fewer FLOPs run as CUDA graphs. On an H200, a step of `nano` took 1.6 ms instead of 9.0, of `micro` with
-# 8,192 tokens 3.3 instead of 9.9, and of GPT-2 with 16,384 tokens (1.2e13 FLOPs) 53.7 instead of 54.1.
+# Steps below these FLOPs run as CUDA graphs. On an H200, milliseconds per step fell from 9.0 to 1.6 for `nano`, from
+# 9.9 to 3.3 for `micro` with 8,192 tokens, and from 54.1 to 53.7 for GPT-2 with 16,384 tokens (1.2e13 FLOPs).
 MAX_GRAPH_FLOPS = 1e13
-# On a CPU, ``auto`` compiles runs above these seconds per layer. Compiling takes some four seconds per layer. It saves
-# a quarter of a step in bfloat16 and a tenth to a fifth in float32.
+# On a CPU, ``auto`` compiles runs above these seconds per layer. Compiling takes about four seconds per layer. It saves
+# a quarter of the step time in bfloat16, and a tenth to a fifth in float32.
 COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
-CPU_RATE = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOPs per second on two cores, divided by the model's width.
-MAX_COMPILED_LAYERS = 6  # Models with more layers were not measured on a CPU.
+CPU_RATE = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
+MAX_COMPILED_LAYERS = 6  # maximum layers that were measured on a CPU
 MAX_STEPS = 2**53
-ID_BYTES, ROW_BYTES = 16, 256  # Host memory per token id of a batch, and extra bytes per row.
-BATCH_MEMORY_SHARE = 0.5  # A batch must fit into this share of host memory.
-DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token.
+ID_BYTES, ROW_BYTES = 16, 256  # host memory per token id of a batch, and extra bytes per row
+BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
+DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token
 
 COPIED_SETTINGS = (
     "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
@@ -78,13 +79,13 @@ class Recipe:
     lora_targets: str = "all"
     merge_lora: bool = False
     ramp: Ramp | None = None
-    loss_chunk: Count = 0  # positions per chunk of logits; 0 is `gpt.model.memory.positions_at_once`
+    loss_chunk: Count = 0  # positions per chunk of logits; 0 for `gpt.model.memory.positions_at_once`
     compile: bool = False
     shard: Literal["none", "full"] = "none"  # whether data ranks shard weights, gradients and moments
     tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes
-    context: Count = 0  # context of the saved model if it is longer than in training, else 0
+    context: Count = 0  # original context of a RoPE base model; 0 for other runs
     recompute: bool = False  # whether the backward pass recomputes activations
-    planned: Count = 0  # steps planned before the final ``decay`` was fitted to the time left; 0 if it wasn't
+    planned: Count = 0  # steps before the final ``decay`` was fitted to the time left; 0 if it wasn't
 
     @property
     def saved_model(self) -> GPTConfig:
@@ -97,14 +98,14 @@ class Recipe:
         return self.shard == "full" or self.tensor > 1
 
     def compiles_whole_step(self, compute: Compute, processes: int) -> bool:
-        """Whether forward and backward pass compile into one program. This requires a single process on a CPU, and
-        training all weights without recomputation."""
+        """Whether forward and backward pass compile into one program: in a single process on a CPU that trains all
+        weights without recomputation or chunked logits."""
         single = processes == 1 and not self.is_sharded
         return compute.device.type == "cpu" and single and not (self.lora_rank or self.recompute or self.loss_chunk)
 
     def uses_cuda_graph(self, compute: Compute, processes: int) -> bool:
-        """Whether a single process runs steps as CUDA graphs, because launching kernels takes longer than running them.
-        Not for float16, whose loss scale is on the host, nor with recomputation, which reads random states."""
+        """Whether steps run as CUDA graphs: in a single process, if launching kernels takes longer than running them.
+        Excludes float16, whose loss scale is on the host, and recomputation, which reads random states."""
         flops = 6 * breakdown(self.model).trainable * self.batch_tokens
         single = processes == 1 and not self.is_sharded and not self.recompute
         return compute.device.type == "cuda" and single and compute.dtype != torch.float16 and flops < MAX_GRAPH_FLOPS
@@ -116,9 +117,9 @@ class Recipe:
     def lr_at(self, step: float) -> float:
         """The learning rate at ``step``, from 1 to ``steps``. It rises linearly to ``lr`` over ``warmup`` steps.
 
-        Then ``linear`` keeps it and decays it linearly towards 0 over the last ``decay`` steps (Hägele et al. 2024,
-        arXiv 2405.18392), ``cosine`` decays to a tenth, and ``constant`` keeps it. With ``planned``, the last ``decay``
-        steps run through the rest of the planned cosine.
+        Then it stays constant for ``constant``, or decays to a tenth for ``cosine``. For ``linear``, it decays towards
+        0 in the last ``decay`` steps (Hägele et al. 2024, arXiv 2405.18392). With ``planned``, the last ``decay`` steps
+        run through the rest of the planned cosine.
         """
         if step < self.warmup:
             return self.lr * step / self.warmup
@@ -134,8 +135,8 @@ class Recipe:
 
 
 def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
-    """The user's preset, or the default for a text of ``n_bytes``. On a CPU the default is small: in a run of default
-    length, larger models see fewer tokens and learn less (benchmarks/defaults.md)."""
+    """The user's preset, or the default for a text of ``n_bytes``. On a CPU the default is small, because larger models
+    learn less in a run of default length (benchmarks/defaults.md)."""
     if config.preset != "auto":
         return config.preset
     if device == "cpu":
@@ -168,9 +169,9 @@ def resolve(
 ) -> Recipe:
     """Resolves the recipe for ``n_tokens`` of training text, ``n_bytes`` long.
 
-    ``start`` is the base model's shape in fine-tuning, which has time for ``most_tokens``. ``pairs`` is the number of
-    pairs if batches consist of pairs, and ``processes`` the number of data ranks. Calls ``note`` about changed
-    settings. Raises `UserError` for settings that contradict each other or the text.
+    In fine-tuning, ``start`` is the base model's shape, and time allows ``most_tokens``. ``pairs`` is the number of
+    example rows, 0 for text, and ``processes`` the number of data ranks. Calls ``note`` about changed settings. Raises
+    `UserError` for settings that contradict each other or the text.
     """
     context = start.block_size if start is not None and start.positions == "rotary" else 0
     start = start and finetune.training_shape(config, start, note)
@@ -197,7 +198,7 @@ def resolve(
     if model.layout == "gpt":
         note("no Transformers class supports this architecture, so only gpt can load the checkpoints")
     eval_every = config.eval_every or math.ceil(steps / 20)
-    copied: dict[str, Any] = {option: getattr(config, option) for option in COPIED_SETTINGS}
+    copied_settings: dict[str, Any] = {option: getattr(config, option) for option in COPIED_SETTINGS}
     recipe = Recipe(
         preset=name,
         model=model,
@@ -219,7 +220,7 @@ def resolve(
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
         context=context,
-        **copied,
+        **copied_settings,
     )
     return replace(recipe, compile=_should_compile(config, recipe, compute, processes))
 
@@ -262,7 +263,7 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless ``tensor`` divides the key/value heads, and so the query heads and the MLP's width."""
+    """Raises `UserError` unless ``tensor`` divides the number of key/value heads, and therefore of query heads."""
     heads = model.kv_heads
     if heads % tensor:
         raise UserError(
@@ -283,14 +284,14 @@ def _model_shape(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size:
 
 
 def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: bool) -> int:
-    """The sequences per step, of ``row_tokens`` on average. Raises `UserError` if the user's batch of running text is
-    not a multiple of the requested context. It is rounded if a short text reduced the context."""
+    """The sequences per step, of ``row_tokens`` tokens on average. Raises `UserError` if the user's batch of text is
+    not a multiple of the requested context. Rounds the batch if a short text reduced the context."""
     batch_tokens, context = config.batch_tokens, config.block_size or preset.model.block_size
     if not pairs and batch_tokens is not None and batch_tokens % context:
-        below, above = batch_tokens // context * context, -(-batch_tokens // context) * context
+        lower, upper = batch_tokens // context * context, -(-batch_tokens // context) * context
         raise UserError(
             f"batch-tokens {batch_tokens:,} is not a multiple of the context, {context:,}",
-            f"use {above:,}" + (f" or {below:,}" if below else ""),
+            f"use {upper:,}" + (f" or {lower:,}" if lower else ""),
         )
     return max(1, round((batch_tokens or preset.batch_tokens) / row_tokens))
 
@@ -318,9 +319,9 @@ class _Batch:
 def _plan_batch(
     config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair_tokens: float | None, processes: int
 ) -> _Batch:
-    """Plans the batch. If ``pair_tokens`` is set, its rows are pairs with this average length.
+    """Plans the batch. If ``pair_tokens`` is set, rows are examples with this average length.
 
-    Rounds up a default batch that the processes cannot split evenly. Raises `UserError` for a batch that the user set.
+    If the processes cannot split the batch evenly, rounds it up, or raises `UserError` if the user set it for text.
     """
     T, ramp = model.block_size, None
     row_tokens = T if pair_tokens is None else pair_tokens
@@ -341,17 +342,17 @@ def _plan_batch(
 
 def _check_batch(rows: int, tokens: float) -> None:
     """Raises `UserError` if the ids of a step exceed host memory."""
-    needed, memory = rows * ROW_BYTES + ID_BYTES * tokens, host_memory()
-    if needed > BATCH_MEMORY_SHARE * memory:
+    n_bytes, memory = rows * ROW_BYTES + ID_BYTES * tokens, host_memory()
+    if n_bytes > BATCH_MEMORY_SHARE * memory:
         raise UserError(
-            f"the ids of a step of {tokens:,.0f} tokens take {needed / 1e9:,.1f} GB, and this machine has "
+            f"the ids of a step of {tokens:,.0f} tokens take {n_bytes / 1e9:,.1f} GB, and this machine has "
             f"{memory / 1e9:,.1f} GB",
             "use a smaller --batch-tokens",
         )
 
 
 def _plan_micro_batch(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
-    """Plans the micro-batch of a process with ``rows`` sequences per step. Undecided dropout counts as enabled."""
+    """Plans the micro-batch of a process with ``rows`` sequences per step. Assumes dropout if it is undecided."""
     if config.dropout is None and config.init is None:
         model = replace(model, dropout=DROPOUT)
     setup = replace(
@@ -375,27 +376,28 @@ def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, compute:
 
 def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
-    memory: the system would kill the process.
+    memory. The system would kill such a process.
 
-    ``here`` of the ``processes`` data ranks run on this machine. Adapters are not checked: their moments are small.
+    ``processes`` counts data ranks, ``here`` all ranks on this machine. Skips adapters, because their moments are
+    small.
     """
     model, memory = recipe.model, compute.memory()
     if recipe.lora_rank:
         return
     setup = _memory_setup(recipe, recipe.optimizer, compute, processes)
     step = training(model, setup)
-    stays = step.parameters + step.gradients + step.optimizer + (step.snapshot if setup.device == "cpu" else 0)
-    if stays > memory:
+    n_bytes = step.parameters + step.gradients + step.optimizer + (step.snapshot if setup.device == "cpu" else 0)
+    if n_bytes > memory:
         raise UserError(
-            f"{breakdown(model).trainable:,} parameters take {stays / 1e9:,.1f} GB in training (weights, gradients, "
+            f"{breakdown(model).trainable:,} parameters take {n_bytes / 1e9:,.1f} GB in training (weights, gradients, "
             f"optimizer state), but only {memory / 1e9:,.1f} GB are available",
             "use a smaller --preset; gpt params PRESET --devices 1 shows what each needs",
         )
-    copies, host = step.snapshot * (here if recipe.is_sharded else 1), host_memory()
-    if setup.device != "cpu" and copies > host:
+    copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1), host_memory()
+    if setup.device != "cpu" and copies > host_bytes:
         raise UserError(
             f"checkpoints copy weights and optimizer state to host memory: {copies / 1e9:,.1f} GB, but only "
-            f"{host / 1e9:,.1f} GB are available",
+            f"{host_bytes / 1e9:,.1f} GB are available",
             "use a smaller --preset, or more machines with --shard full",
         )
 
@@ -417,8 +419,8 @@ def check_even_split(rows: int, processes: int, row_tokens: int | None = None) -
     if rows % processes:
         hint = "use --nproc " + " or ".join(str(n) for n in divisors(rows)[:8])
         if row_tokens is not None:
-            below, above = ((rows // processes + extra) * processes * row_tokens for extra in (0, 1))
-            hint = f"use --batch-tokens {above}" + (f" or {below}" if below else "") + f", or {hint[4:]}"
+            lower, upper = ((rows // processes + extra) * processes * row_tokens for extra in (0, 1))
+            hint = f"use --batch-tokens {upper}" + (f" or {lower}" if lower else "") + f", or {hint[4:]}"
         raise UserError(f"the {rows:,} sequences of a step cannot be split evenly over {processes} processes", hint)
 
 
@@ -443,7 +445,7 @@ def _total_steps(config: TrainConfig, n_tokens: int, batch: _Batch, default_epoc
 
 
 def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
-    """The default epochs: up to 20, within about two minutes on two CPU cores, or 20 tokens per parameter on other
+    """The default epochs: up to 20, but at most about two minutes on two CPU cores, or 20 tokens per parameter on other
     devices (Hoffmann et al. 2022)."""
     parameters = breakdown(model).trainable
     tokens = DEFAULT_CPU_FLOPS / (6 * parameters) if device == "cpu" else 20 * parameters
@@ -460,7 +462,7 @@ def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[flo
 
 def _should_compile(config: TrainConfig, recipe: Recipe, compute: Compute, processes: int) -> bool:
     """Whether to compile. ``auto`` compiles long runs, and on a CPU only small models (benchmarks/defaults.md). It
-    excludes examples, whose batches vary in length."""
+    excludes examples, because their lengths vary."""
     if config.compile != "auto" or config.has_examples:
         return config.compile == "on"
     model, dtype = recipe.model, compute.dtype_name

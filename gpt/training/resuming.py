@@ -41,13 +41,13 @@ CHANGEABLE_OPTIONS = (
     "micro_batch",
     "keep",
     "log",
-)  # Except for ``steps``, the result stays the same up to rounding.
+)  # Only ``steps`` changes the result beyond rounding.
 
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run to resume from ``checkpoint``, or at step 0 without one. ``saved`` is the checkpoint's training state. Only
-    a finished run has a ``result``."""
+    """A run to resume from ``checkpoint``, or from step 0 if it is None. ``saved`` is the checkpoint's training state.
+    Only a finished run has a ``result``."""
 
     run: Path
     record: RunRecord
@@ -63,7 +63,7 @@ class StartedRun:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of the checkpoint, or before the first one, of ``run.json``. It is None if a run with
+        """The recipe of the checkpoint, or of ``run.json`` before the first checkpoint. None if a run with
         ``--minutes`` has to measure its speed again."""
         if self.saved is not None:
             return self.saved.recipe
@@ -100,15 +100,15 @@ def find_run(name: str | None) -> Path:
     if name:
         folder.check_run(Path(name))
         return Path(name)
-    unfinished = []
+    candidates = []
     for path in folder.runs_in(Path(folder.RUNS)):
         with contextlib.suppress(UserError):
             record = RunRecord.read(path)
             if not record.ended:
-                unfinished.append((record.started, path))
-    if not unfinished:
+                candidates.append((record.started, path))
+    if not candidates:
         raise UserError("there is no unfinished run in runs/ to resume", folder.known_runs())
-    return max(unfinished)[1]
+    return max(candidates)[1]
 
 
 def finished_result(name: str | None, changes: Mapping[str, Any]) -> Result | None:
@@ -117,13 +117,13 @@ def finished_result(name: str | None, changes: Mapping[str, Any]) -> Result | No
 
 
 def processes_of(name: str | None, changes: Mapping[str, Any]) -> int:
-    """The number of local processes for a resume: from ``changes``, or as before, or one for a finished run. Raises
+    """The number of local processes for a resume: one for a finished run, else from ``changes`` or as before. Raises
     like `find_run` and `read_started`."""
     started = read_started(find_run(name))
     if started.final_result(changes):
         return 1
-    earlier = [options.given for options in started.record.resumed]
-    counts = [options.get("nproc") for options in (started.record.settings or {}, *earlier, changes)]
+    resume_options = [options.given for options in started.record.resumed]
+    counts = [options.get("nproc") for options in (started.record.settings or {}, *resume_options, changes)]
     return next((n for n in reversed(counts) if type(n) is int and 1 <= n <= 1024), 1)
 
 
@@ -236,8 +236,8 @@ def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
 
 
 def open_data(started: StartedRun, compute: Compute, init: InitCheckpoint | None, session: Session) -> Dataset:
-    """Opens a run's own tokens, whose checksums rank 0 verifies, or its texts. Raises `UserError` if the text has
-    changed."""
+    """Opens a run's stored tokens or its texts. Rank 0 verifies the tokens' checksums. Raises `UserError` if the text
+    has changed."""
     run, config, record, texts = started.run, started.config, started.record, started.texts
     saved_tokenizer = checkpoint.peek(started.checkpoint)[1] if started.checkpoint else None
     tokenizer = init.tokenizer if init else saved_tokenizer
@@ -284,11 +284,11 @@ def apply_changes(
         recipe = replace(recipe, micro_batch=max(d for d in divisors(share) if d <= recipe.micro_batch))
     steps, micro_batch = changes.get("steps"), changes.get("micro_batch")
     for name in ("keep", "shard", "tensor", "recompute"):
-        value, before = changes.get(name), getattr(recipe, name)
-        if value not in (None, before):
+        value, current = changes.get(name), getattr(recipe, name)
+        if value not in (None, current):
             recipe = replace(recipe, **{name: value})
             if name != "keep":
-                note(f"--{name} {value} instead of {before}: equal up to rounding")
+                note(f"--{name} {value} instead of {current}: equal up to rounding")
     check_heads(recipe.model, recipe.tensor)
     if recipe.lora_rank and recipe.is_sharded:
         raise UserError("adapters do not support sharded weights", "leave out --shard and --tensor")
@@ -298,12 +298,12 @@ def apply_changes(
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give at least that many")
     if steps is not None and steps > recipe.steps:
-        extended = replace(recipe, steps=steps, planned=0)
-        before, after = (schedule.lr_at(step + 1) for schedule in (recipe, extended))
+        new_recipe = replace(recipe, steps=steps, planned=0)
+        current, new_lr = (schedule.lr_at(step + 1) for schedule in (recipe, new_recipe))
         note(
             f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,}, the {recipe.schedule} schedule is "
-            f"that of {steps:,} steps, with {recipe.decay:,} of final decay; the next learning rate is {after:.2g}"
-            + (f" instead of {before:.2g}" if step < recipe.steps and before != after else "")
+            f"that of {steps:,} steps, with {recipe.decay:,} of final decay; the next learning rate is {new_lr:.2g}"
+            + (f" instead of {current:.2g}" if step < recipe.steps and current != new_lr else "")
         )
-        recipe = extended
+        recipe = new_recipe
     return recipe

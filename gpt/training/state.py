@@ -22,7 +22,7 @@ from gpt.training.recipe import Recipe
 
 FORMAT = 1
 STATE, TENSORS = folder.TRAINING
-RANDOM = "random:"  # Prefix of random states among a snapshot's tensors.
+RANDOM = "random:"  # prefix of random states among a snapshot's tensors
 _DTYPES = ("F32", "U8", "I64")
 
 
@@ -42,7 +42,7 @@ class TrainState:
     has_learnt: bool = False  # whether the loss has ever been well below a uniform guess
     step_seconds: Amount = 0.0  # time in training steps, without evaluation, sampling and saving
     seconds: Amount = 0.0  # total time of all commands so far
-    first_step: Amount = 0.0  # start of the first step on the clock of ``seconds``
+    first_step: Amount = 0.0  # value of ``seconds`` at the first step
     metrics_bytes: Count = 0  # bytes of metrics.jsonl so far
 
 
@@ -59,7 +59,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Saved:
-    """The content of ``training.json``. ``pace`` is the time budget, relative to the run's start."""
+    """The content of ``training.json``. ``pace`` is the time budget, with a deadline relative to the run's start."""
 
     format: int
     state: TrainState
@@ -76,8 +76,8 @@ class Saved:
 
 @dataclass
 class Snapshot:
-    """A copy of a run at a step, in host memory. Checkpoints are written from it while training continues, and a
-    rollback restores it. The next `take` reuses its buffers."""
+    """A copy of a run's state in host memory, for rollbacks, and for checkpoints while training continues. The next
+    `take` reuses its buffers."""
 
     state: TrainState = field(default_factory=TrainState)
     scaling: dict[str, Any] = field(default_factory=dict)
@@ -86,15 +86,15 @@ class Snapshot:
     def take(self, parallel: Parallel, scaler: torch.amp.GradScaler, state: TrainState) -> None:
         """Copies trained weights, moments and random states."""
         device = parallel.compute.device
-        live = parallel.state() | {RANDOM + name: value for name, value in random_states(device).items()}
-        self.tensors = {name: _copy_to_host(tensor, self.tensors.get(name)) for name, tensor in live.items()}
+        sources = parallel.state() | {RANDOM + name: value for name, value in random_states(device).items()}
+        self.tensors = {name: _copy_to_host(tensor, self.tensors.get(name)) for name, tensor in sources.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.scaling = scaler.state_dict()
         self.state = copy.copy(state)
 
     def restore(self, parallel: Parallel, scaler: torch.amp.GradScaler) -> TrainState:
-        """Restores this copy and returns its state. Weights outside of it stay unchanged."""
+        """Restores the run from this copy and returns its state. Weights that the copy lacks stay unchanged."""
         parallel.restore(self.tensors)
         rng_states = {
             name.removeprefix(RANDOM): tensor for name, tensor in self.tensors.items() if name.startswith(RANDOM)
@@ -139,13 +139,14 @@ def read_saved(path: Path) -> Saved:
 
 
 def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
-    """Reads a checkpoint's snapshot. It excludes full weights, because `parallelize` loads them.
+    """Reads a checkpoint's snapshot, except full weights, which `parallelize` loads.
 
-    Checks names, shapes and dtypes before reading; each process keeps its part. Raises `UserError` for damaged files.
+    Checks names, shapes and dtypes before reading. Each process keeps only its part. Raises `UserError` for damaged
+    files.
     """
     moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
-    expected = {MOMENT + name: shape for name, shape in moments.items()}
-    # A run can resume on another kind of GPU. Only older versions wrote states of Python and numpy.
+    moment_shapes = {MOMENT + name: shape for name, shape in moments.items()}
+    # A run can resume on another type of GPU, and older versions also wrote states of Python and numpy.
     rng_shapes = {
         "torch": tuple(torch.get_rng_state().shape),
         "cuda": (16,),
@@ -153,12 +154,12 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
         "python": (625,),
         "numpy": (624,),
     }
-    optional = expected | {RANDOM + name: shape for name, shape in rng_shapes.items()}
+    allowed_shapes = moment_shapes | {RANDOM + name: shape for name, shape in rng_shapes.items()}
 
     files = [path / TENSORS]
-    stored = tensors.find(files, optional, "the model", dtypes=_DTYPES)
-    loaded = {name: parallel.part(name, tensor.mapped()) for name, tensor in stored.items()}
-    is_complete = set(expected) <= set(loaded) or not any(name.startswith(MOMENT) for name in loaded)
+    entries = tensors.find(files, allowed_shapes, "the model", dtypes=_DTYPES)
+    loaded = {name: parallel.part(name, tensor.mapped()) for name, tensor in entries.items()}
+    is_complete = set(moment_shapes) <= set(loaded) or not any(name.startswith(MOMENT) for name in loaded)
     if not is_complete or RANDOM + "torch" not in loaded:
         raise UserError(f"{path / TENSORS} is damaged: the training state is incomplete")
     if folder.is_adapter(path):

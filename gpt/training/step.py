@@ -26,7 +26,7 @@ from gpt.training.native import GradientProgram
 from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
 
-EAGER_STEPS = 2  # Steps of a shape before its graph is captured: they allocate memory and load kernels.
+EAGER_STEPS = 2  # steps of a shape before graph capture, to allocate memory and load kernels
 
 
 class Objective(nn.Module):
@@ -47,8 +47,8 @@ class PeerFailure(PeerLost):
 
 
 class Stepper:
-    """Takes optimizer steps. ``on_halved`` is called with the new micro-batch after an OOM, ``on_uncompiled`` with the
-    error of a failed compiled program, which is dropped."""
+    """Takes optimizer steps. ``on_halved`` is called with the new micro-batch after an OOM. ``on_uncompiled`` is called
+    with the error when a compiled program fails and is dropped."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class Stepper:
         self.max_tokens_run = 0  # the largest micro-batch, in tokens, that every rank has run
         self.compiled = False
         self.one_program = recipe.compiles_whole_step(self.compute, self.world.size)
-        self.program: GradientProgram | None = None  # for full micro-batches on a CPU
+        self.program: GradientProgram | None = None  # program for full micro-batches on a CPU
         self.repeats = recipe.uses_cuda_graph(self.compute, self.world.size)
-        self.shape, self.shape_count = torch.Size(), 0  # shape of the last batches, and their number
-        self.graph: StepGraph | None = None  # CUDA graph of a step of this shape
+        self.shape, self.shape_count = torch.Size(), 0  # shape of the last batches, and how many had it
+        self.graph: StepGraph | None = None  # CUDA graph of a step with this shape
         if self.repeats:
             self.optimizer.keep_lr_on(self.compute.device)
 
@@ -82,10 +82,10 @@ class Stepper:
         return self.scaler.is_enabled()
 
     def compile(self, note: Callable[[str], None] = lambda text: None) -> str | None:
-        """Compiles the step on all ranks. If one fails, steps stay eager, and the compiler's error is returned.
+        """Compiles the step on all ranks. If one fails, all stay eager. Returns the compiler's error, if any.
 
-        A rank whose compiler fails would leave the others waiting in the step's collectives, so each rank first
-        compiles a trivial function.
+        Each rank first compiles a trivial function. Otherwise, a rank with a failing compiler would leave the others
+        waiting in the step's collectives.
         """
         tasks: list[Callable[[], object]] = [partial(self._compile, note)]
         if self.world.size > 1:
@@ -102,7 +102,7 @@ class Stepper:
     def _compile(self, note: Callable[[str], None]) -> None:
         """Compiles the step and runs a micro-batch. Raises the compiler's error.
 
-        A single process on a CPU gets one program (`GradientProgram`). Otherwise blocks and loss are compiled.
+        A single process on a CPU gets one program (`GradientProgram`). Otherwise, compiles blocks, loss and optimizer.
         """
         state = random_states(self.compute.device)
         shape = (self.micro_batch, self.model.config.block_size)
@@ -137,7 +137,7 @@ class Stepper:
         self.optimizer.zero_grad()
 
     def eager(self) -> contextlib.AbstractContextManager[object]:
-        """A context of eager execution, for varying lengths: each length would be recompiled."""
+        """A context of eager execution for varying lengths, which would cause recompilations."""
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Download:
@@ -175,17 +175,17 @@ class Stepper:
         return self.graph(x, y)
 
     def forget_graph(self) -> None:
-        """Drops the CUDA graph: at the end of training, and after replacing weights and moments."""
+        """Drops the CUDA graph, at the end of training or after weights and moments were replaced."""
         self.shape_count, self.graph = 0, None
 
     def gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Computes the gradients of the mean loss over all counted targets, scaled in float16. Returns this loss.
 
         Inputs x and targets y are (rows, T), this data rank's share of the batch. An OOM permanently halves the
-        micro-batch; the gradients are equal up to rounding. A replica cannot repeat a step while others wait for its
-        gradients, so replicas first try every micro-batch that is larger than all before, and fail together. Sharded
-        ranks cannot retry: their forward passes are collective. A failed compiled program doesn't report why, so the
-        step is repeated without it.
+        micro-batch, with equal gradients up to rounding. A replica cannot repeat a step while others wait for its
+        gradients. So replicas first try each micro-batch that is larger than any before, and fail together. Sharded
+        ranks cannot retry, because their forward passes are collective. A failed compiled program does not report the
+        cause, so the step is repeated without it.
         """
         while True:
             state = random_states(self.compute.device)
@@ -202,7 +202,7 @@ class Stepper:
                     self.parallel.can_retry and is_out_of_memory(error) and smaller and not known_to_fit
                 ):
                     raise
-            # Outside the handler, because the error keeps activations alive.
+            # Free memory outside the handler, because the error keeps activations alive.
             self._zero_grad()
             if self.compute.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -215,8 +215,8 @@ class Stepper:
             self.on_halved(self.micro_batch)
 
     def _try_micro_batch(self, x: Tensor, y: Tensor) -> None:
-        """Computes and frees a micro-batch's gradients. If one rank fails, all raise: `MemoryError` after an OOM, else
-        the error or `PeerFailure`."""
+        """Computes and frees a micro-batch's gradients. If one rank fails, all ranks raise `MemoryError` after an OOM,
+        else their own error or `PeerFailure`."""
         failure: Exception | None = None
         state = random_states(self.compute.device)
         self.model.train()
@@ -235,7 +235,7 @@ class Stepper:
         self.max_tokens_run = x.numel()
 
     def _accumulate(self, x: Tensor, y: Tensor) -> Tensor:
-        """Accumulates the gradients of a batch over micro-batches. Returns its mean loss."""
+        """Accumulates gradients over micro-batches. Returns the batch's mean loss."""
         if not self.model.training:
             self.model.train()
         total = torch.zeros((), device=self.compute.device)
