@@ -1,8 +1,8 @@
 """LoRA adapters (Hu et al. 2021): a linear map computes W + s · B A, with frozen W and B A of rank R.
 
-A fused map stacks M matrices: query, key and value, or gate and up. If the family's layout stores them separately
-(`GPTConfig.layout`), each has an adapter, as in PEFT. In memory, a map's adapters share two tensors: ``a``, (M R, in),
-stacks the A matrices, and ``b``, (total rows, R), stacks the B matrices.
+A fused map stacks M matrices: query, key and value, or gate and up. If the checkpoint's layout stores them separately
+(`GPTConfig.layout`), every matrix has an adapter, as in PEFT. In memory, ``a``, (M R, in), stacks a map's A matrices,
+and ``b``, (total rows, R), its B matrices.
 """
 
 import itertools
@@ -27,12 +27,12 @@ _ROLES = {
 }  # fmt: skip
 
 
-STORED_FUSED = ("gpt2", "gpt")  # layouts that store query, key and value as one tensor
+STORED_FUSED = ("gpt2", "gpt")  # Layouts that store query, key and value as one tensor.
 
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """Rows of a linear map with one adapter: one role, or all roles if stored as one tensor."""
+    """Rows of a linear map that share an adapter, with their roles: several if stored as one tensor."""
 
     roles: tuple[str, ...]
     start: int
@@ -60,8 +60,8 @@ class LowRank(nn.Linear):
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x Wᵀ + s · (x Aᵀ) Bᵀ with gradients for x, A and B. Autograd would allocate output-sized tensors for the
-    adapter's output and its scaling. Here, matrix products accumulate into existing tensors."""
+    """x Wᵀ + s · (x Aᵀ) Bᵀ with gradients for x, A and B. Matrix products accumulate into existing tensors; autograd
+    would allocate output-sized tensors for the adapter's output and its scaling."""
 
     @staticmethod
     def forward(
@@ -98,7 +98,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def _spread_b(b: Tensor, rows: tuple[tuple[int, int], ...], out_features: int) -> Tensor:
-    """Spreads the stacked B matrices, (total rows, R), over a block matrix (out, M R) that is 0 elsewhere."""
+    """Places the stacked B matrices, (total rows, R), in a block matrix (out, M R) of zeros."""
     if len(rows) == 1 and len(b) == out_features:
         return b
     rank, offset = b.size(1), 0
@@ -118,8 +118,8 @@ def _collect_b(spread: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.Parameter]:
-    """Freezes a model, adds adapters to its blocks' linear maps and returns the adapter parameters. Uses torch's global
-    generator."""
+    """Freezes a model, adds adapters to its blocks' linear maps and returns the adapter parameters. Draws from torch's
+    global generator."""
     model.requires_grad_(False)
     added = []
     for name, matrices in adapted(model.config, find_roles(targets, model.config)).items():
@@ -136,7 +136,7 @@ def adapters(model: GPT) -> dict[str, Tensor]:
 
 
 def adapter_shapes(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, Shape]:
-    """Returns the shapes of `adapters` by name."""
+    """Returns the shapes of the tensors in `adapters`."""
     table, shapes = named_parameters(config), dict[str, Shape]()
     for name, matrices in adapted(config, roles).items():
         in_features = table[f"{name}.weight"].shape[1]
@@ -149,7 +149,7 @@ def adapter_shapes(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[s
 
 @torch.no_grad()
 def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float, roles: Sequence[str]) -> None:
-    """Adds ``tensors``, as returned by `adapters`, to the weights of a model without adapters."""
+    """Merges ``tensors``, as returned by `adapters`, into the weights of a model without adapters."""
     for name, matrices in adapted(model.config, roles).items():
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
@@ -159,7 +159,7 @@ def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float, roles: Sequen
 
 
 def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedMatrix, ...]]:
-    """Returns the matrices adapted for ``roles``, by module name."""
+    """Returns the matrices to adapt for ``roles``, by module name."""
     linears = {}
     for name, p in named_parameters(config).items():
         matrices = tuple(m for m in _adapted_matrices(p, config) if m.roles[0] in roles) if p.is_matrix else ()
@@ -169,8 +169,8 @@ def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedM
 
 
 def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
-    """Returns the roles that ``--lora-targets`` selects. Raises `UserError` for a role that the model doesn't have, and
-    for a partial selection of roles stored in one tensor."""
+    """Returns the roles that ``--lora-targets`` selects. Raises `UserError` if the model lacks a role, or if only part
+    of the roles in one tensor are selected."""
     names = targets.split(",")
     available = [matrix.roles for p in parameters(config) if p.is_matrix for matrix in _adapted_matrices(p, config)]
     selected = {role for name in names for role in LORA_GROUPS.get(name, (name,))}
@@ -187,8 +187,7 @@ def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
 
 
 def _adapted_matrices(p: Parameter, config: GPTConfig) -> list[AdaptedMatrix]:
-    """Returns the separately adapted matrices of a linear map: its fused matrices if the layout separates them, else
-    the whole map."""
+    """Returns a linear map's matrices if the layout stores them separately, else the whole map."""
     roles = tuple(_ROLES[name] for name in p.matrices)
     if not p.fused or config.layout in STORED_FUSED:
         return [AdaptedMatrix(roles, 0, p.shape[0])]
