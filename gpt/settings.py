@@ -1,4 +1,4 @@
-"""Dataclass fields that are also options: validation, TOML, and untrusted JSON."""
+"""Validates dataclass fields that are also options, and reads them from TOML and untrusted JSON."""
 
 import dataclasses
 import json
@@ -16,12 +16,12 @@ from gpt.errors import UserError, check_text, did_you_mean
 
 T = TypeVar("T")
 Level = Literal["basic", "more", "config"]
-MOST_TOML = 2**20  # bytes
-LARGEST = 3.4028234663852886e38  # the largest float32
+MOST_TOML = 2**20  # Maximum bytes of a settings file.
+LARGEST = 3.4028234663852886e38  # The largest float32.
 
 
 def without_none(kind: Any) -> Any:
-    """Returns ``kind`` for ``kind | None``, and any other type unchanged."""
+    """Returns ``kind`` for ``kind | None``, and other types unchanged."""
     kinds = [each for each in get_args(kind) if each is not type(None)]
     return kinds[0] if type(None) in get_args(kind) and len(kinds) == 1 else kind
 
@@ -34,11 +34,11 @@ def _field_types(cls: Any) -> dict[str, Any]:
 
 def field_types(cls: type[Any]) -> dict[str, Any]:
     """Returns the type of each field of a dataclass."""
-    return _field_types(cls)  # type: ignore[arg-type]  # a class can be hashed
+    return _field_types(cls)  # type: ignore[arg-type]  # Classes are hashable.
 
 
 def check_options(config: Any) -> None:
-    """Raises `UserError` for a field of the wrong type or out of bounds. Converts a path to a string."""
+    """Raises `UserError` for a field of the wrong type or out of bounds. Converts paths to strings."""
     hints = field_types(type(config))
     for entry in dataclasses.fields(config):
         name, value, kind = entry.name, getattr(config, entry.name), without_none(hints[entry.name])
@@ -53,7 +53,7 @@ def check_options(config: Any) -> None:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
-        if kind == tuple[str, ...]:  # a repeatable option
+        if kind == tuple[str, ...]:  # A repeatable option.
             object.__setattr__(config, entry.name, _check_strings(name, value))
             continue
         allowed_types = (int, float) if kind is float else (get_origin(kind) or kind,)
@@ -95,9 +95,8 @@ def option(
     high: float = 2**53,
     hidden: bool = False,
 ) -> Any:
-    """Returns a field for a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown`` (the default
-    in words) are for the help page. ``level`` is where the option is listed: ``--help`` (basic), ``--help-all`` (more),
-    or only the reference (config)."""
+    """Returns a field for a setting that is also an option. ``shown`` describes the default on the help page. ``level``
+    decides where the option is listed: ``--help`` (basic), ``--help-all`` (more), or only the reference (config)."""
     metadata = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
         "high": high, "hidden": hidden,
@@ -111,7 +110,7 @@ def bounded(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Returns ``cls(**values)``. Raises `UserError` naming ``where`` for an unknown key, with a suggestion."""
+    """Returns ``cls(**values)``. Raises `UserError` with ``where`` and a suggestion for an unknown key."""
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -124,7 +123,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number for `checked`: ``Annotated[int, Within(0)]``."""
+    """Bounds of a number for `checked`, such as ``Annotated[int, Within(0)]``."""
 
     low: float
     high: float = 2**53
@@ -137,8 +136,8 @@ Amount = Annotated[float, Within(0)]
 
 def checked(cls: type[T], values: Any, where: str) -> T:
     """Builds a dataclass from untrusted JSON. Fields are numbers, strings, nested dataclasses, or lists and tables of
-    these. Checks types, bounds, and that numbers are finite, also as float32. A class's ``upgrade`` converts values of
-    older versions. Raises `UserError` naming ``where``."""
+    these. Checks types and bounds, and that numbers are finite in float32. A class's ``upgrade`` converts values of
+    older versions. Raises `UserError` with ``where``."""
     if not isinstance(values, dict):
         raise UserError(f"{where} is damaged: it is not a JSON object")
     upgrade = getattr(cls, "upgrade", None)
@@ -164,7 +163,7 @@ def checked(cls: type[T], values: Any, where: str) -> T:
 
 
 def _convert(value: Any, kind: Any, where: str) -> Any:
-    """Converts the tables in a value to dataclasses."""
+    """Converts tables in a value to dataclasses."""
     if not isinstance(value, (dict, list)):
         return value
     inner = without_none(kind)
@@ -197,15 +196,15 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Returns a flat table as TOML, without ``None``, which TOML does not have."""
-    # JSON strings, numbers and booleans are valid TOML, except for DEL, which json leaves unescaped.
+    """Returns a flat table as TOML, without None values, which TOML lacks."""
+    # JSON strings, numbers and booleans are valid TOML, except that json does not escape DEL.
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines).replace("\x7f", "\\u007F") + "\n"
 
 
 def parse_toml(data: bytes, where: str) -> dict[str, Any]:
-    """Parses TOML. Raises `UserError` naming ``where``."""
+    """Parses TOML. Raises `UserError` with ``where``."""
     try:
         return tomllib.loads(data.decode("utf-8-sig").replace("\r\n", "\n"))
-    except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8 and numbers with too many digits.
+    except (ValueError, RecursionError) as error:  # Includes invalid UTF-8 and too many digits.
         raise UserError(f"{where} is not TOML: {error}", "gpt train --print-config prints an example") from None

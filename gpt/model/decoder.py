@@ -1,11 +1,11 @@
-"""The GPT decoder, from its layers up to the model.
+"""The GPT decoder.
 
 It has pre-norm blocks with causal self-attention and tied embeddings, as in GPT-2 (Radford et al. 2019) and GPT-3
 (Brown et al. 2020). `GPTConfig` selects the components of Llama, Mistral, Qwen2 and Qwen3: RMSNorm (Zhang and Sennrich
 2019), RoPE (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), query and key normalization (Henry et al.
 2020), SwiGLU (Shazeer 2020) and sliding windows (Child et al. 2019). Parameters have GPT-2's names
-(`gpt.model.params`). Letters in shapes: B sequences, T positions, C = n_embd, V = vocab_size, H query heads of size D,
-K key/value heads.
+(`gpt.model.params`). Shapes: B sequences, T positions, C = n_embd, V = vocab_size, H query heads of size D, K key/value
+heads.
 """
 
 import math
@@ -205,7 +205,7 @@ class GPT(nn.Module):
         self.drop = Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, window) for window in config.windows)
         self.ln_f = make_norm(config)
-        # LM head of an untied model, or a copy of a tied embedding for decoding (`gpt.decoding.weights`).
+        # LM head of an untied model, or a decoding copy of the embedding (`gpt.decoding.weights`).
         self.lm_head: nn.Module | None = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
         self.kv_heads = config.kv_heads  # key/value heads of this rank (`gpt.parallel.tensor`)
         self.recompute = False  # whether the backward pass recomputes activations
@@ -231,7 +231,7 @@ class GPT(nn.Module):
                 initialize(module, name, self.config)
 
     def position_table(self) -> Tensor | None:
-        """Returns the table added to the embedding, (block_size, C), or None with RoPE."""
+        """Returns the table added to embeddings, (block_size, C), or None with RoPE."""
         match self.config.positions:
             case "learned":
                 return self.wpe.weight

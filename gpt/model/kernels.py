@@ -91,8 +91,7 @@ def dropout_scale(p: float) -> float:
 def dropout_mask(n: int, p: float, dtype: torch.dtype) -> Tensor:
     """Draws a dropout mask, (n): 1 with probability 1 − p, to a resolution of 2⁻¹⁶, else 0.
 
-    Four elements share a random number, which takes 87 µs for 131,072 elements on a CPU. Torch draws one per element,
-    in 600 µs.
+    Four elements share a random number: 131,072 elements take 87 µs on a CPU. Torch draws one per element, in 600 µs.
     """
     random_bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:n]
     return torch.ge(random_bits, round(p * 2**16) - 2**15, out=torch.empty(n, dtype=dtype))
@@ -199,8 +198,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
-    """Computes attention of one query, (B, H, 1, D), with `flex_attention`, which reads only filled ``blocks``. Doesn't
-    split short caches, because merging the parts takes two more kernels."""
+    """Computes attention of one query, (B, H, 1, D), with `flex_attention`, which reads only filled ``blocks``. Short
+    caches are not split, because merging takes two more kernels."""
     from torch.nn.attention.flex_attention import flex_attention
 
     options: Any = {"SPLIT_KV": 1} if k.size(2) <= MAX_UNSPLIT_COLUMNS else {}

@@ -18,8 +18,8 @@ def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 
     """Returns the sum of -log p(target), in nats, over targets (B, T) that are not `IGNORED`. The logits are x Wᵀ for
     the residual stream x, (B, T, C), and the unembedding W, (V, C).
 
-    Computes logits for at most ``chunk`` positions at a time, or for an automatic number if 0. On a GPU, pads the
-    vocabulary to a multiple of 64 with columns that the softmax ignores.
+    Computes logits for ``chunk`` positions at a time, or an automatic number if 0. On a GPU, pads the vocabulary to a
+    multiple of 64 with columns outside the softmax.
     """
     device_type = x.device.type
     columns = columns_of_logits(len(weight), device_type)
@@ -85,7 +85,7 @@ def _overwrite_with_gradient(logits: Tensor, scratch: Tensor, targets: Tensor, f
 
 
 def _compute_gradient(logits: Tensor, targets: Tensor, factors: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Returns the gradient and log p(target) of `_overwrite_with_gradient`, in operations that Inductor can fuse."""
+    """Returns the gradient and log p(target) of `_overwrite_with_gradient`, in fusible operations."""
     column = torch.arange(logits.size(1), device=logits.device)
     wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_p = wide_logits.masked_fill(column >= vocab_size, -math.inf).log_softmax(-1)
@@ -100,5 +100,5 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:
-    """Converts total nats over ``n_bytes`` to bits per byte. Unlike nats, these compare across tokenizers."""
+    """Converts total nats over ``n_bytes`` to bits per byte, comparable across tokenizers."""
     return nats / math.log(2) / n_bytes if n_bytes else math.nan

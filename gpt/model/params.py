@@ -185,9 +185,9 @@ def flops_per_token(config: GPTConfig, context: int, adapters: int = 0) -> int:
 
     As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT, each of the N parameters in matrix products is
     multiplied and added once in the forward pass and twice in the backward pass. Attention adds 12·L·C·T, as if every
-    position attended to all T positions, or to its whole window. N excludes the position table and an untied
-    embedding, which are only looked up. Recomputation and masking don't change the result. With ``adapters`` trained
-    parameters, frozen parameters cost only 4 N, because they need no gradients.
+    position attended to all T positions, or to its whole window. N excludes the position table and an untied embedding,
+    which are only looked up. Recomputation and masking don't change the result. With ``adapters`` trained parameters,
+    frozen parameters cost only 4 N, because they need no gradients.
     """
     n = multiplied(config)
     return (4 * n + 6 * adapters if adapters else 6 * n) + 12 * _score_products(config, context)

@@ -13,7 +13,7 @@ from gpt.plan_config import PlanConfig
 NODE = 8  # Devices per machine. Tensor parallelism communicates too much to cross machines.
 DAY = 86_400
 TOKENS = 20  # tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556)
-USABLE = 0.9  # Usable share of GPU memory. CUDA, cuBLAS and NCCL buffers, and fragmentation need the rest.
+USABLE = 0.9  # Usable share of GPU memory; CUDA, cuBLAS, NCCL and fragmentation need the rest.
 CPU_SHARE = 0.25  # Usable share of a CPU's memory that is free between steps; other programs need the rest.
 MIN_LOSS_CHUNK = 128  # Minimum positions per chunk of logits.
 
@@ -74,7 +74,7 @@ def step_rows(config: GPTConfig, batch_tokens: int, is_requested: bool) -> int:
 
 
 def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> TrainingPlan | None:
-    """Returns the first plan that fits, else the plan that needs the least memory, or None without a setup."""
+    """Returns the first plan that fits, else the plan that needs the least memory, or None."""
     smallest: TrainingPlan | None = None
     kind = find_kind(request.kind)
     days = training_days(config, request, devices, kind)
@@ -88,8 +88,8 @@ def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int
 
 
 def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
-    """Yields setups, fastest first. Sharding adds communication, tensor parallelism adds more, and recomputation adds a
-    third of the FLOPs."""
+    """Yields setups, fastest first. Sharding adds communication, tensor parallelism adds more, and recomputation costs
+    a third more."""
     memory = find_kind(request.kind).memory
     for shard, tensor in _parallelisms(config, request, devices):
         data = devices // tensor
@@ -139,8 +139,8 @@ def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
 
 
 def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
-    """Returns ``setup`` with the largest micro-batch that fits and divides a rank's ``rows``. If none fits, uses one
-    sequence and logits `in_chunks`."""
+    """Returns ``setup`` with the largest micro-batch that fits and divides a rank's ``rows``, else with one sequence
+    and logits `in_chunks`."""
     for micro_batch in reversed(divisors(rows)):
         setup = at_once(setup, micro_batch, rows)
         if fits(config, setup, memory):
@@ -171,7 +171,7 @@ def trained_tokens(config: GPTConfig, request: PlanConfig) -> int:
 
 
 def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Kind) -> float | None:
-    """Days to compute the FLOPs of all tokens at the requested MFU, or None if the device's peak is unknown."""
+    """Days to compute the FLOPs of all tokens at the requested MFU; None if the peak is unknown."""
     peak = kind.peak(request.dtype)
     if peak is None:
         return None
