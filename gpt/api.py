@@ -393,12 +393,12 @@ def _compare(
     from gpt.exporting.provenance import joined, last_part
 
     evaluations: list[Evaluation] = []
-    done = 0
+    done_tokens = 0
 
     def on_window(window: object, losses: Sized, total: int) -> None:
-        nonlocal done
-        done += len(losses)
-        listen(events.Progress("scored", done, 2 * total, "tokens"))
+        nonlocal done_tokens
+        done_tokens += len(losses)
+        listen(events.Progress("scored", done_tokens, 2 * total, "tokens"))
 
     with _open_documents([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
         for weights in (source.weights, stored_weights):

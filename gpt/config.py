@@ -108,22 +108,22 @@ class GPTConfig:
     def _leave_out_defaults(self) -> None:
         """Sets fields with default values to None, so a ``config.json`` that spells them out gives an equal config."""
         has_windows = any(self.windows)
-        derived = {
+        defaults = {
             "n_kv_head": self.n_head,
             "head_dim": self.n_embd / self.n_head,
             "n_inner": self._default_mlp_width(),
             "window": None if has_windows else self.window,
             "window_layers": tuple(range(1, self.n_layer, 2)) if has_windows else self.window_layers,
         }
-        for name, value in derived.items():
+        for name, value in defaults.items():
             if getattr(self, name) == value:
                 object.__setattr__(self, name, None)
 
     def _check_positions(self) -> None:
         paired_widths = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
-        what, width = paired_widths.get(self.positions, ("", 0))
+        label, width = paired_widths.get(self.positions, ("", 0))
         if width % 2:
-            raise UserError(f"{self.positions} positions need an even {what}, not {width}", "dimensions are paired")
+            raise UserError(f"{self.positions} positions need an even {label}, not {width}", "dimensions are paired")
         if self.norm == "rmsnorm" and self.positions != "rotary":
             raise UserError(
                 f"{self.positions} positions do not work with --arch modern, which uses rotary positions",

@@ -116,13 +116,13 @@ def spread_windows(documents: Documents, block_size: int, count: int) -> list[Wi
     counts = -(-np.maximum(documents.lengths - 1, 0) // block_size)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    selected = []
+    selected_windows = []
     for index in dict.fromkeys(i * total // count for i in range(count)) if total > count else range(total):
         document = int(np.searchsorted(ends, index, "right"))
         start = (index - int(ends[document] - counts[document])) * block_size
         ids = documents[document][start : start + block_size + 1]
-        selected.append(Window(document, start, ids[:-1], ids[1:], 0))
-    return selected
+        selected_windows.append(Window(document, start, ids[:-1], ids[1:], 0))
+    return selected_windows
 
 
 @torch.inference_mode()

@@ -156,9 +156,9 @@ def from_json(line: str | bytes) -> Event:
 
 def format_seconds(seconds: float) -> str:
     """Formats a duration as ``47 s``, ``3 min 20 s`` or ``2 h 05 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} min {whole_seconds % 60:02d} s"
+    return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60:02d} min"

@@ -354,8 +354,8 @@ def in_home(subfolder: str) -> Path:
     one in a private temporary folder. Raises `UserError` if another user owns that folder."""
     with contextlib.suppress(RuntimeError):  # Without HOME, an unknown uid has no home.
         folder = Path.home() / subfolder
-        existing = next(parent for parent in (folder, *folder.absolute().parents) if os.access(parent, os.F_OK))
-        if existing == folder or os.access(existing, os.W_OK):
+        existing_parent = next(parent for parent in (folder, *folder.absolute().parents) if os.access(parent, os.F_OK))
+        if existing_parent == folder or os.access(existing_parent, os.W_OK):
             return folder
     owner = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
     return private_folder(Path(tempfile.gettempdir()) / f"gpt{owner}") / subfolder

@@ -50,14 +50,14 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
 
     Raises ValueError past the context, and `NotANumber` for NaN or infinite logits.
     """
-    selected = list(range(model.config.n_layer)) if layers is None else list(layers)
+    selected_layers = list(range(model.config.n_layer)) if layers is None else list(layers)
     idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
     patterns: dict[int, Tensor] = {}
     residual: list[Tensor] = []
 
     def record_pattern(module: Attention, args: tuple[Any, ...]) -> None:
         x, layer, rope = args[:3]
-        if layer in selected:
+        if layer in selected_layers:
             patterns[layer] = module.pattern(x, rope)[0].cpu()
 
     def record_residual(module: Any, args: tuple[Any, ...]) -> None:
@@ -73,8 +73,8 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
         model.train(training)
         for hook in hooks:
             hook.remove()
-    stacked = torch.stack([patterns[layer] for layer in selected]).numpy()
-    return Trace(idx[0].cpu().numpy(), stacked, torch.stack(residual).float(), logits)
+    stacked_patterns = torch.stack([patterns[layer] for layer in selected_layers]).numpy()
+    return Trace(idx[0].cpu().numpy(), stacked_patterns, torch.stack(residual).float(), logits)
 
 
 def _check_finite(what: str, tensor: Tensor) -> Tensor:
@@ -169,8 +169,8 @@ def _masks(ids: Ints) -> Masks:
 def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
     """Returns fixed random ids, repeated once and truncated to ``block_size``. They reveal induction heads (Olsson et
     al. 2022, "In-context Learning and Induction Heads")."""
-    known = np.array(sorted(tokenizer.backend.pieces), np.int64)
-    sample = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
+    known_ids = np.array(sorted(tokenizer.backend.pieces), np.int64)
+    sample = np.random.default_rng(0).choice(known_ids, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
     return np.tile(sample, 2)[:block_size]
 
 
@@ -272,9 +272,9 @@ class Embeddings:
         table = _check_finite("values of the embedding", model.wte.weight.detach().float()).cpu().numpy()
         norms = np.linalg.norm(table, axis=1, keepdims=True)
         self.rows: Floats = table / np.maximum(norms, 1e-30)
-        known = np.zeros(len(table), np.bool_)
-        known[tokenizer.known] = True
-        self.usable = known & (norms[:, 0] > 0)  # Excludes unused ids and zero rows.
+        is_known = np.zeros(len(table), np.bool_)
+        is_known[tokenizer.known] = True
+        self.usable = is_known & (norms[:, 0] > 0)  # Excludes unused ids and zero rows.
 
     def find(self, word: str) -> Word:
         """Encodes a word as in running text, with a leading space, unless it starts with white space or has fewer

@@ -22,14 +22,14 @@ LARGEST = 3.4028234663852886e38  # The largest float32.
 
 def without_none(kind: Any) -> Any:
     """Returns ``kind`` for ``kind | None``, and other types unchanged."""
-    kinds = [each for each in get_args(kind) if each is not type(None)]
+    kinds = [member for member in get_args(kind) if member is not type(None)]
     return kinds[0] if type(None) in get_args(kind) and len(kinds) == 1 else kind
 
 
 @cache
 def _field_types(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls, include_extras=True)
-    return {each.name: hints[each.name] for each in dataclasses.fields(cls)}
+    return {entry.name: hints[entry.name] for entry in dataclasses.fields(cls)}
 
 
 def field_types(cls: type[Any]) -> dict[str, Any]:
@@ -151,9 +151,9 @@ def checked(cls: type[T], values: Any, where: str) -> T:
         if not _has_type(value, hints[key]):
             raise UserError(f"{where} is damaged: {key} is {reprlib.repr(value)}")
         arguments[key] = _convert(value, hints[key], where)
-    for each in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if each.name not in arguments and each.default is each.default_factory is dataclasses.MISSING:
-            raise UserError(f"{where} is damaged: it has no {each.name}")
+    for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if entry.name not in arguments and entry.default is entry.default_factory is dataclasses.MISSING:
+            raise UserError(f"{where} is damaged: it has no {entry.name}")
     try:
         return from_dict(cls, arguments, where)
     except UserError as error:
@@ -170,7 +170,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     if dataclasses.is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
         return checked(inner, value, where)
     if get_origin(inner) in (list, tuple) and isinstance(value, list):
-        return get_origin(inner)(_convert(each, get_args(inner)[0], where) for each in value)
+        return get_origin(inner)(_convert(item, get_args(inner)[0], where) for item in value)
     return value
 
 
@@ -183,13 +183,13 @@ def _has_type(value: Any, kind: Any) -> bool:
     if origin is Annotated:
         return _has_type(value, kinds[0]) and kinds[1].low <= value <= kinds[1].high
     if origin in (Union, UnionType):
-        return any(_has_type(value, each) for each in kinds)
+        return any(_has_type(value, item) for item in kinds)
     if origin is Literal:
         return value in kinds
     if origin in (list, tuple):
-        return isinstance(value, (list, tuple)) and all(_has_type(each, kinds[0]) for each in value)
+        return isinstance(value, (list, tuple)) and all(_has_type(item, kinds[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_has_type(each, kinds[1]) for each in value.values())
+        return isinstance(value, dict) and all(_has_type(item, kinds[1]) for item in value.values())
     if dataclasses.is_dataclass(kind):
         return isinstance(value, dict)  # `_convert` checks its fields.
     return isinstance(value, kind) and (kind is bool or type(value) is not bool)

@@ -263,9 +263,9 @@ def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) 
         return column <= positions[row]
 
     n_blocks = -(-columns // BLOCK)
-    filled = (positions // BLOCK + 1).clamp(max=n_blocks).int()[:, None, None]
+    block_counts = (positions // BLOCK + 1).clamp(max=n_blocks).int()[:, None, None]
     return BlockMask.from_kv_blocks(
-        filled,
+        block_counts,
         blocks[:n_blocks].expand(len(positions), 1, 1, -1),
         BLOCK_SIZE=BLOCK,
         mask_mod=is_visible if columns > window else is_filled,

@@ -69,8 +69,8 @@ class _BiasGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad,) = grads
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        return grad, grad.sum(-2, dtype=wide).sum_to_size(grad.size(-1))
+        wide_dtype = torch.promote_types(grad.dtype, torch.float32)
+        return grad, grad.sum(-2, dtype=wide_dtype).sum_to_size(grad.size(-1))
 
 
 def drop(x: Tensor, p: float) -> Tensor:
@@ -112,8 +112,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 def _rms_scale(x: Tensor, eps: Tensor) -> Tensor:
     """1 / √(mean(x²) + ε) of each position, (…, C) → (…, 1), in float32 or wider."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_dtype)
     return torch.addcmul(eps, norm, norm, value=1 / x.size(-1)).rsqrt_()
 
 

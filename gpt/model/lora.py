@@ -102,18 +102,18 @@ def _spread_b(b: Tensor, rows: tuple[tuple[int, int], ...], out_features: int) -
     if len(rows) == 1 and len(b) == out_features:
         return b
     rank, offset = b.size(1), 0
-    spread = b.new_zeros(out_features, len(rows) * rank)
+    block_matrix = b.new_zeros(out_features, len(rows) * rank)
     for index, (start, n) in enumerate(rows):
-        spread[start : start + n, index * rank : (index + 1) * rank] = b[offset : offset + n]
+        block_matrix[start : start + n, index * rank : (index + 1) * rank] = b[offset : offset + n]
         offset += n
-    return spread
+    return block_matrix
 
 
-def _collect_b(spread: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
+def _collect_b(block_matrix: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
     """Inverts `_spread_b`."""
-    rank = spread.size(1) // len(rows)
+    rank = block_matrix.size(1) // len(rows)
     return torch.cat(
-        [spread[start : start + n, index * rank : (index + 1) * rank] for index, (start, n) in enumerate(rows)]
+        [block_matrix[start : start + n, index * rank : (index + 1) * rank] for index, (start, n) in enumerate(rows)]
     )
 
 
@@ -121,13 +121,13 @@ def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.
     """Freezes a model, adds adapters to its blocks' linear maps and returns the adapter parameters. Draws from torch's
     global generator."""
     model.requires_grad_(False)
-    added = []
+    adapter_parameters = []
     for name, matrices in adapted(model.config, find_roles(targets, model.config)).items():
         parent, _, child = name.rpartition(".")
         adapter = LowRank(model.get_submodule(name), rank, alpha / rank, matrices)  # type: ignore[arg-type]
         setattr(model.get_submodule(parent), child, adapter)
-        added += [adapter.a, adapter.b]
-    return added
+        adapter_parameters += [adapter.a, adapter.b]
+    return adapter_parameters
 
 
 def adapters(model: GPT) -> dict[str, Tensor]:
@@ -173,17 +173,17 @@ def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
     of the roles in one tensor are selected."""
     names = targets.split(",")
     available = [matrix.roles for p in parameters(config) if p.is_matrix for matrix in _adapted_matrices(p, config)]
-    selected = {role for name in names for role in LORA_GROUPS.get(name, (name,))}
+    selected_roles = {role for name in names for role in LORA_GROUPS.get(name, (name,))}
     missing = [name for name in names if name not in LORA_GROUPS and name not in sum(available, ())]
     if missing:
         raise UserError(f"lora-targets: this model has no {missing[0]}", f"it has {', '.join(sum(available, ()))}")
     for roles in available:
-        if 0 < len(selected & set(roles)) < len(roles):
+        if 0 < len(selected_roles & set(roles)) < len(roles):
             raise UserError(
                 f"lora-targets: {', '.join(roles)} are a single tensor in {config.layout} and share an adapter",
                 "name all of them, or none",
             )
-    return tuple(role for role in LORA_ROLES if role in selected and role in sum(available, ()))
+    return tuple(role for role in LORA_ROLES if role in selected_roles and role in sum(available, ()))
 
 
 def _adapted_matrices(p: Parameter, config: GPTConfig) -> list[AdaptedMatrix]:

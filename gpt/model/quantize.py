@@ -107,8 +107,8 @@ def _rows_to_int4(rows: Tensor) -> Quantized:
     best_scale, best_error = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
     for index in range(_SCALES_PER_GROUP):
         levels = _round_to_levels(groups, largest / -(MIDDLE - 1.5 + 3 * index / _SCALES_PER_GROUP))
-        fitted = (levels * groups).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True).clamp_(min=1)
-        scale = fitted.half().float()
+        fitted_scale = (levels * groups).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True).clamp_(min=1)
+        scale = fitted_scale.half().float()
         error = (_round_to_levels(groups, scale) * scale - groups).square_().sum(-1, keepdim=True)
         is_better = error < best_error
         best_scale, best_error = torch.where(is_better, scale, best_scale), torch.where(is_better, error, best_error)
