@@ -96,7 +96,7 @@ def _note_when_waiting(file: Path, what: str) -> Iterator[None]:
     stdin = str(file) == "-"
     try:
         mode = (os.fstat(sys.stdin.fileno()) if stdin else file.stat()).st_mode
-    except io.UnsupportedOperation:  # Tests replace stdin with a stream in memory.
+    except io.UnsupportedOperation:  # A stream in memory has no descriptor.
         mode = stat.S_IFREG
     if stat.S_ISREG(mode):
         yield

@@ -128,7 +128,7 @@ def suggest(error: Any, context: Any) -> tuple[str, str] | None:
         takes_text = any(parameter.param_type_name == "argument" for parameter in context.command.params)
         out_hint = ", -o the output" if "--out" in parameters else ""
         return error.message, f"{quotes_hint if takes_text else ''}-m names the model{out_hint}"
-    if not hasattr(error, "possibilities"):  # Not an unknown option.
+    if not hasattr(error, "possibilities"):  # Not an error about an unknown option.
         return None
     foreign_name = error.option_name.lower().lstrip("-").replace("_", "-")
     candidates = [f"--{foreign_name}", *(name for name, aliases in _OPTIONS.items() if foreign_name in aliases.split())]

@@ -203,9 +203,9 @@ def load(
     the previous one. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing
     or damaged.
 
-    Given the settings of later calls as ``sampling``, lays the weights out for decoding, in ``dtype``. "int8" and
-    "int4" quantize them, unless the checkpoint is quantized. The model can then be neither trained nor saved, and the
-    default number of ``threads`` depends on its size.
+    With ``sampling``, the settings of later calls, lays out the weights for decoding, in ``dtype``. "int8" and "int4"
+    quantize them, unless the checkpoint is quantized. The model can then be neither trained nor saved, and the default
+    number of ``threads`` depends on its size.
     """
     model_path = folder.find_checkpoint(None if path is None else str(path), note)
     if base is not None:
@@ -220,7 +220,7 @@ def load(
     )
     finish, weight_dtype = None, torch.float32
     compiles = sampling is not None and sampling.compile == "on"
-    # Speculative decoding verifies several tokens per step with other kernels, so in int8 texts could differ.
+    # Speculative decoding verifies several tokens per step with other kernels, so its int8 texts could differ.
     is_native = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
     if for_decoding or bits is not None:
         packed = for_decoding and (is_native or not compiles)

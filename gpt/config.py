@@ -180,8 +180,8 @@ class GPTConfig:
 
     @property
     def layout(self) -> Layout:
-        """The Transformers family that computes the same model, or ``gpt``. Decides a checkpoint's tensor names and
-        ``config.json``."""
+        """The Transformers family that computes the same model, or ``gpt`` if none does. Decides a checkpoint's tensor
+        names and ``config.json``."""
         any_window, all_windows = any(self.windows), all(self.windows)
         if (self.norm, self.mlp, self.biases, self.qk_norm) == ("layernorm", "gelu", "all", False):
             standard_heads = self.kv_heads == self.n_head and self.n_head * self.head_size == self.n_embd

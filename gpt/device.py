@@ -89,7 +89,7 @@ class Download:
             packed = torch.cat([tensor.view(torch.int32) for tensor in bits])
             self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=True).copy_(packed, non_blocking=True)
             self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            # Another device can be current.
+            # The tensors' device need not be current.
             self.arrived.record(torch.cuda.current_stream(packed.device))
 
     def read(self, wait: Callable[[torch.cuda.Event], object] = lambda event: event.synchronize()) -> list[Any]:

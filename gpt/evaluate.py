@@ -19,7 +19,7 @@ from gpt.model.decoder import GPT
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
-WINDOW = 1024  # Maximum default in tokens. In longer windows, attention takes most of the time.
+WINDOW = 1024  # Maximum default window. In longer windows, attention takes most of the time.
 TOKENS_AT_ONCE = 8192  # Maximum positions in a batch of windows.
 MAX_LOGITS = 2**26  # Maximum logits in memory.
 DECODE_CHUNK = 2**20  # Ids decoded per call.

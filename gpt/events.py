@@ -52,7 +52,7 @@ class SampleEvent(Event):
 
 @dataclass(frozen=True)
 class SaveEvent(Event):
-    """A checkpoint that is complete on disk, in this subfolder of the run."""
+    """A checkpoint that is complete on disk. ``checkpoint`` is a subfolder of the run."""
 
     checkpoint: str
 

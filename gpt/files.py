@@ -60,7 +60,7 @@ def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = Fa
 
 
 def _temporary_name(path: Path) -> str:
-    """Returns a hidden sibling's name. Truncates a long name from the left, because 255 bytes are the limit."""
+    """Returns a hidden sibling's name. Truncates a long name from the left, to stay below 255 bytes."""
     return f"{TEMPORARY}{os.getpid()}-{path.name[-50:]}"
 
 
@@ -163,7 +163,7 @@ def _open_nonblocking(name: str, flags: int) -> int:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name from an untrusted file names a file within a folder, on every system."""
+    """Whether an untrusted name is a valid, printable file name without folders."""
     fits = name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
     return fits and name != ".." and Path(name).name == name
 
@@ -258,7 +258,7 @@ def check_new(path: Path, hint: str) -> None:
 @contextlib.contextmanager
 def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a temporary folder and renames it to ``target`` at the end, or deletes it after an error. With
-    ``replace``, replaces an existing ``target`` in two renames; `recover` undoes a crash between them. Without, raises
+    ``replace``, replaces an existing ``target`` in two renames; `recover` undoes a crash between them. Otherwise raises
     OSError if ``target`` exists."""
     # `recover` finds a replacement by name. The name of a new folder is unique, because two processes can create it.
     temporary = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))

@@ -30,7 +30,7 @@ KINDS = {
     "matching": "what came after the same token earlier (induction)",
 }
 MIN_LIFT = 0.25  # Minimum lift of a clear kind.
-PROBE_TOKENS = 50  # Random ids of the probe before they repeat.
+PROBE_TOKENS = 50  # Number of random ids that the probe repeats.
 MOST_ROTATIONS = 2**17  # Maximum RoPE positions to compare.
 
 
@@ -149,8 +149,8 @@ def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | Non
 
 
 def _masks(ids: Ints) -> Masks:
-    """Returns a mask per kind, (T, T), of its keys (columns) for each query (rows). Skips the first two queries, whose
-    few keys belong to several kinds."""
+    """Returns a (T, T) mask per kind: whether a key (column) is of this kind for a query (row). Skips the first two
+    queries, whose few keys belong to several kinds."""
     T = len(ids)
     query, key = np.arange(T)[:, None], np.arange(T)[None]
     earlier = (key < query) & (query >= 2)
@@ -251,7 +251,7 @@ def _select(what: str, number: int | None, count: int) -> list[int]:
 class Word:
     """A word and its ids. The mean direction of its tokens represents the word."""
 
-    text: str  # with the leading space that was encoded
+    text: str  # including a leading space that was encoded
     ids: list[int]
 
 
@@ -278,7 +278,7 @@ class Embeddings:
 
     def find(self, word: str) -> Word:
         """Encodes a word as in running text, with a leading space, unless it starts with white space or has fewer
-        tokens without. Raises `UserError` for an empty word."""
+        tokens without it. Raises `UserError` for an empty word."""
         if not word.strip():
             raise UserError("a word is empty", "give a word that has letters")
         check_text("a word", word)

@@ -110,7 +110,7 @@ def bounded(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Returns ``cls(**values)``. Raises `UserError` with ``where`` and a suggestion for an unknown key."""
+    """Returns ``cls(**values)``. For an unknown key, raises `UserError` naming ``where``, with a suggestion."""
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -137,7 +137,7 @@ Amount = Annotated[float, Within(0)]
 def checked(cls: type[T], values: Any, where: str) -> T:
     """Builds a dataclass from untrusted JSON. Fields are numbers, strings, nested dataclasses, or lists and tables of
     these. Checks types and bounds, and that numbers are finite in float32. A class's ``upgrade`` converts values of
-    older versions. Raises `UserError` with ``where``."""
+    older versions. Raises `UserError` naming ``where``."""
     if not isinstance(values, dict):
         raise UserError(f"{where} is damaged: it is not a JSON object")
     upgrade = getattr(cls, "upgrade", None)
@@ -203,7 +203,7 @@ def to_toml(values: Mapping[str, Any]) -> str:
 
 
 def parse_toml(data: bytes, where: str) -> dict[str, Any]:
-    """Parses TOML. Raises `UserError` with ``where``."""
+    """Parses TOML. Raises `UserError` naming ``where``."""
     try:
         return tomllib.loads(data.decode("utf-8-sig").replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # Includes invalid UTF-8 and too many digits.

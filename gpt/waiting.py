@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# GNU OpenMP reads these variables when torch is imported. The spin count is its default. With this policy, it does not
-# spin if there are more OpenMP threads than cores (GOMP_SPINCOUNT in its manual), which `Spinning` uses.
+# GNU OpenMP reads these variables when torch is imported. The spin count is its default. With this policy, OpenMP does
+# not spin if there are more OpenMP threads than cores (GOMP_SPINCOUNT in its manual), which `Spinning` uses.
 POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "300000"}
 TASKS = Path("/proc/self/task")  # Only Linux reports how long threads waited.
 CPUS = Path("/proc/stat")

@@ -11,7 +11,7 @@ function axis(low, high, maxTicks, extend = true) {
   const [first, last, step, k] = findStep(low, high, maxTicks, extend, Math.floor(Math.log10((high / 2 - low / 2) / maxTicks)) - 1);
   const numbers = range(first, last).map((n) => n * step).filter((n) => isFinite(scaleByPower(n, k))), ticks = numbers.map((n) => scaleByPower(n, k));
   if (extend) { low = Math.min(low, ...ticks); high = Math.max(high, ...ticks); }
-  // Halves do not overflow.
+  // Halving avoids overflow.
   return { low, high, ticks, labels: makeLabels(numbers, k), share: (value) => (value / 2 - low / 2) / (high / 2 - low / 2) };
 }
 

@@ -50,7 +50,7 @@ class _Span:
 
 
 def _make_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Allocates zeros: attention multiplies masked values by 0, which would turn garbage into NaN. On CPUs, except on
+    """Allocates zeros, because masked values enter attention with weight 0, and 0 · NaN is NaN. On CPUs, except on
     Windows, the system allocates pages on first write, so unused context costs no memory."""
     if device.type != "cpu" or sys.platform == "win32":
         return torch.zeros(shape, device=device, dtype=dtype)
@@ -97,8 +97,7 @@ class KVCache:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def can_rewind(self, length: int, count: int) -> bool:
-        """Whether a row of ``length`` positions can drop the last ``count`` and still have all keys of earlier
-        windows."""
+        """Whether dropping the last ``count`` of a row's ``length`` positions leaves a full window."""
         has_all_positions = all(columns >= min(self.room, length) for columns in self.columns.values())
         return has_all_positions or count <= SLACK
 
@@ -128,7 +127,7 @@ class Placement:
 
     def __init__(self, cache: KVCache, parts: Sequence[tuple[int, Sequence[int], int]]) -> None:
         self.cache = cache
-        self.end = max(max(lengths) + T for _, lengths, T in parts)  # last position + 1
+        self.end = max(max(lengths) + T for _, lengths, T in parts)  # one past the last position
         same_length = [lengths.count(lengths[0]) == len(lengths) for _, lengths, _ in parts]
         self.shape = (len(parts[0][1]), parts[0][2])
         if len(parts) == 1 and same_length[0]:
@@ -251,8 +250,8 @@ def sees_columns(positions: Tensor, window: int, columns: int) -> Tensor:
 
 
 def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
-    """Returns a `flex_attention` mask of the blocks that each row has filled up to its newest position, (B). ``blocks``
-    contains the block indices from 0, int32."""
+    """Returns a `flex_attention` mask of the blocks that each row has filled. ``positions``, (B), are the newest.
+    ``blocks``, int32, counts from 0."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def is_visible(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
@@ -275,7 +274,7 @@ def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) 
 
 
 def _stored_positions(last: Tensor, columns: int) -> Tensor:
-    """Returns each column's position, (B, columns), once ``last``, (B, 1), is stored; negative for empty columns."""
+    """Returns the position in each column, (B, columns), if ``last``, (B, 1), is the newest; negative if empty."""
     return last - (last - torch.arange(columns, device=last.device)) % columns
 
 

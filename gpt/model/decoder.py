@@ -22,9 +22,9 @@ from gpt.model import kernels
 from gpt.model.cache import Placement, Places, Positions
 from gpt.model.positions import Rope, rotary_table, rotate, sine_table
 
-INIT_STD = 0.02  # standard deviation of GPT-2's initial matrices
-QK_SCALE = 1.2  # initial factor of the scores of normalized queries and keys
-ROPE_TABLE = 8192  # initial positions of the RoPE table
+INIT_STD = 0.02  # Standard deviation of GPT-2's initial matrices.
+QK_SCALE = 1.2  # Initial scale of attention scores with `qk_norm`.
+ROPE_TABLE = 8192  # Initial length of the RoPE table.
 
 
 class Linear(nn.Linear):
@@ -51,7 +51,7 @@ class Embedding(nn.Embedding):
 
 
 class Dropout(nn.Dropout):
-    """Dropout that draws its mask fast on a CPU."""
+    """Dropout with a fast mask on CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Zeroes random elements during training."""
@@ -280,7 +280,7 @@ class GPT(nn.Module):
     def reach(self, positions: int) -> None:
         """Grows the RoPE table to ``positions``, which can exceed the context."""
         if self.rope is not None and positions > self.rope.size(1):
-            with torch.inference_mode(False):  # Training needs a normal tensor.
+            with torch.inference_mode(False):  # Training cannot use inference tensors.
                 self.rope = rotary_table(2 * positions, self.config).to(self.rope)
 
     @property
@@ -301,8 +301,8 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
-    """Initializes one module as GPT-2 does: normal matrices, scaled by 1/√(2·n_layer) if they write to the residual
-    stream, and zero biases. Query and key norms start at √1.2. Other norms keep torch's 1 and 0."""
+    """Initializes one module as GPT-2 does: matrices from a normal distribution, scaled by 1/√(2·n_layer) if they write
+    to the residual stream, and zero biases. Query and key norms start at √1.2. Other norms keep torch's 1 and 0."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         module.weight.normal_(0.0, INIT_STD)
         if name.endswith("c_proj"):

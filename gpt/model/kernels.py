@@ -13,24 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_UNSPLIT_COLUMNS = 1024  # Above this, GPU attention for one query splits the columns.
+MAX_UNSPLIT_COLUMNS = 1024  # GPU attention for one query splits longer caches.
 NARROW_ON = ("cuda",)  # Devices that narrow the residual stream to bfloat16 under autocast.
 SUMMED_ON = ("cuda",)  # Devices where compiled code sums bias gradients in two steps.
-PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # CPU training by matmul: maximum positions, sequences per call
-PLAIN_QUERIES = 128  # Bfloat16 CPU inference by matmul: minimum positions, and queries per call.
+PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # Matmul attention in CPU training: maximum positions, sequences per call
+PLAIN_QUERIES = 128  # Queries per call, and minimum queries, of bfloat16 matmul attention on a CPU.
 
 
 @dataclass(frozen=True)
 class TracedInputs:
     """Values that a traced step takes as inputs, instead of random numbers, masks and `PLAIN_ROWS`."""
 
-    dropout_masks: Iterator[Tensor]  # masks in the order in which layers drop
+    dropout_masks: Iterator[Tensor]  # masks in call order
     causal_bias: Tensor  # `bias` without a window
     window_bias: Tensor  # `bias` with the model's window
     batch_rows: int  # sequences per attention call
 
 
-_traced: TracedInputs | None = None  # set while a step is traced
+_traced: TracedInputs | None = None  # Set while a step is being traced.
 
 
 @contextlib.contextmanager
@@ -118,9 +118,9 @@ def _rms_scale(x: Tensor, eps: Tensor) -> Tensor:
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """RMSNorm in few kernels. Torch runs seven forward and more backward. With gradients, its RMSNorm takes 387 µs at
-    (16, 64, 128) and 1,786 µs at (16, 128, 256); LayerNorm takes 102 and 281. The gradient is LayerNorm's for mean 0,
-    plus one term."""
+    """RMSNorm with fewer kernels than torch, which runs seven forward and more backward. With gradients, torch takes
+    387 µs at (16, 64, 128) and 1,786 at (16, 128, 256); its LayerNorm takes 102 and 281. The gradient is LayerNorm's
+    for mean 0, plus one term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
@@ -226,6 +226,6 @@ def bias(q: Tensor, S: int, window: int | None) -> Tensor:
 
 
 def visible(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
-    """Returns the causal mask (T, before + T): each position attends to the last ``window``, itself included."""
+    """Returns the causal mask (T, before + T): positions attend to up to ``window`` positions, including themselves."""
     causal = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
     return causal if window is None or window >= before + T else causal.triu_(before + 1 - window)

@@ -32,7 +32,7 @@ STORED_FUSED = ("gpt2", "gpt")  # Layouts that store query, key and value as one
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """Rows of a linear map that share an adapter, with their roles: several if stored as one tensor."""
+    """Rows of a linear map with one adapter. Roles share an adapter if they are stored as one tensor."""
 
     roles: tuple[str, ...]
     start: int

@@ -14,7 +14,7 @@ from gpt.config import PRESETS, GPTConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["embedding", "positions", "linear", "bias", "norm", "unembedding"]
-SLACK = 64  # Positions that a windowed layer can append in one step, and rewind.
+SLACK = 64  # Cache columns beyond a layer's window, for appending and rewinding.
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Parameter:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether this is a linear weight of a block: Muon and adapters only change those."""
+        """Whether this is a linear weight of a block. Muon and LoRA apply only to these."""
         return self.kind == "linear"
 
     @property
@@ -50,7 +50,7 @@ class Parameter:
 
 @functools.lru_cache(maxsize=64)
 def parameters(config: GPTConfig) -> tuple[Parameter, ...]:
-    """Returns a decoder's parameters in model order, with one entry for a tensor of all blocks.
+    """Returns a decoder's parameters in model order. A block's tensor has one entry for all blocks.
 
     The GPT-3 table calls W_V Value-Up and W_O Value-Down.
     """

@@ -74,7 +74,7 @@ def step_rows(config: GPTConfig, batch_tokens: int, is_requested: bool) -> int:
 
 
 def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> TrainingPlan | None:
-    """Returns the first plan that fits, else the plan that needs the least memory, or None."""
+    """Returns the first plan that fits, else the plan that needs the least memory, or None if there is no setup."""
     smallest: TrainingPlan | None = None
     kind = find_kind(request.kind)
     days = training_days(config, request, devices, kind)
@@ -154,13 +154,13 @@ def at_once(setup: Setup, micro_batch: int, rows: int) -> Setup:
 
 
 def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
-    """Returns ``setup`` with smaller chunks of logits until it fits, or until they no longer help."""
+    """Halves the chunks of logits until the step fits, or until its memory no longer shrinks."""
     chunk, peak = logits_at_once(config, setup), training(config, setup).peak
     while chunk > MIN_LOSS_CHUNK and not fits(config, setup, memory):
         chunk = max(MIN_LOSS_CHUNK, chunk // 2)
         smaller = replace(setup, loss_chunk=chunk)
         if training(config, smaller).peak >= peak:
-            break  # Something else needs the most memory.
+            break  # Something other than logits needs the most memory.
         setup, peak = smaller, training(config, smaller).peak
     return setup
 
@@ -180,7 +180,7 @@ def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Ki
 
 
 def _raise_uneven(config: GPTConfig, request: PlanConfig, rows: int) -> None:
-    """Raises `UserError` for sequences that can't be split evenly over all devices."""
+    """Raises `UserError` for sequences that all devices can't share evenly."""
     tensor, n = request.tensor, request.devices
     splits = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
     data = n // max(splits)

@@ -40,7 +40,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 def sine_table(block_size: int, n_embd: int) -> Tensor:
     """Returns the sinusoidal position table of "Attention Is All You Need", §3.5, (block_size, n_embd).
 
-    At position p, column 2i is sin(p / 10000^(2i/C)), and column 2i + 1 is the cosine of the same angle.
+    At position p, column 2i is sin(p / 10000^(2i/C)), and column 2i + 1 is its cosine.
     """
     position = torch.arange(block_size, dtype=torch.float64)[:, None]
     frequency = 10_000 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64) / n_embd)

@@ -22,7 +22,7 @@ let model = { id: "gpt", context_length: Infinity };
 let job = null; // The running generation: {controller, ended}.
 let seen = -1; // Index of the part with open alternatives, or -1.
 let hovered = false; // Whether the pointer opened the alternatives.
-let editCursor = -1; // Cursor position after an edit, which opens no alternatives.
+let editCursor = -1; // Cursor position after an edit. Moving there opens no alternatives.
 let follow = true; // Whether the view scrolls as the text grows.
 let last = { text: "", parts: [] }; // The last state that the page set, before later typing.
 const thousands = (number) => number.toLocaleString("en-US");
