@@ -48,7 +48,7 @@ COMMANDS = {  # Name of each command's module and function.
     "serve": "serve",
 }
 GROUPS = ("tokenizer", "data", "inspect")
-_EXTRA_ARGUMENT_COMMANDS = ("bench", "export")  # These still accept the model as an extra argument.
+_EXTRA_ARGUMENT_COMMANDS = ("bench", "export")  # Commands that still take the model as an extra argument.
 PURPOSES = {  # Headings of the help page, in order.
     "Train": ("train",),
     "Generate": ("sample", "chat", "serve"),

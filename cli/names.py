@@ -105,7 +105,7 @@ _OPTIONS = {
     "targets": "model model-name m",
     "text": "text texts data data-path dataset dataset-name train-data train-file input file",
 }
-_HINTS = {  # Hints for other programs' options that have no equivalent here.
+_HINTS = {  # Hints for options without an equivalent here.
     "do-sample": "sampling is the default; --greedy turns it off",
     "lora-dropout": "adapters are trained without dropout of their own",
     **dict.fromkeys(("load-in-4bit", "load-in-8bit"), "only sampling quantizes: --dtype int4 or int8"),

@@ -60,8 +60,8 @@ def show(
     page: Callable[[], Data],
     picture: "Callable[[], Figure]",
 ) -> None:
-    """Writes ``out``, by its suffix, as the page ``pages/NAME.js``, a picture or JSON. Prints JSON if ``as_json``, or
-    text without ``out``."""
+    """Writes the page ``pages/NAME.js``, a picture or JSON to ``out``, depending on its suffix. Prints JSON if
+    ``as_json``, or text without ``out``."""
     if out is not None:
         suffix = out.suffix.lower()
         if suffix in plots.SUFFIXES:

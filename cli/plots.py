@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 DPI, MAX_PIXELS = 150, 60_000  # Dots per inch, and maximum pixels per side; matplotlib's limit is 2**16.
 PASTELS = ("#d6e4ff", "#f0d9f6", "#d7f0db", "#fde9c8", "#cdf0f0", "#ffd7e1")
-LINE_LENGTH, FONT_SIZE = 96, 11  # Characters per line of tokens; points.
+LINE_LENGTH, FONT_SIZE = 96, 11  # Characters per line, and points.
 
 
 def check() -> None:

@@ -76,7 +76,7 @@ def _heads_table(look: "Look") -> Table:
 
 
 def print_pattern(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
-    """Prints a head's pattern: queries down, keys across. Without colours, digits are tenths."""
+    """Prints a head's pattern: queries down, keys across. Without colours, prints tenths as digits."""
     from gpt.inspect import KINDS, mostly, token_text
 
     kind = mostly(look.here, look.probe, at, column)

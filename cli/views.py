@@ -12,7 +12,7 @@ from .page import pack_array
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
-LARGEST_PAGE = 96 * 2**20  # Maximum bytes of patterns on a page; browsers are slow well below.
+LARGEST_PAGE = 96 * 2**20  # Maximum bytes of patterns on a page; browsers get slow well below.
 MAX_NEXT_TOKENS = 100  # Number of most likely next tokens to list.
 Tree = dict[str, Any]
 

@@ -132,7 +132,7 @@ def _half_window(points: int) -> int:
 
 
 def describe_smoothing(reports: Sequence[Report], max_points: int) -> tuple[str, str | None]:
-    """Describes how many steps a raw and a smoothed point average, the latter None for short curves."""
+    """Describes how many steps a raw point averages, and a smoothed point, or None for short curves."""
     counts = [len(report.history.steps) for report in reports if report.history.steps] or [0]
     steps_per_point = [max(1, -(-count // max_points)) for count in counts]
     half_windows = [_half_window(-(-count // n)) for count, n in zip(counts, steps_per_point, strict=True)]

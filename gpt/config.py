@@ -392,7 +392,7 @@ class TokenizeConfig(TextConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TextConfig):
-    """Options of ``gpt train``. Values that are None follow from the text's size, the preset or the device."""
+    """Options of ``gpt train``. If None, an option depends on the text's size, the preset or the device."""
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("steps", "epochs", "set the length of training"),

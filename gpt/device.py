@@ -115,7 +115,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    """Sets the random generators' states; ignores other devices' states. Raises TypeError or RuntimeError."""
+    """Restores the random generators' states, except of other devices. Raises TypeError or RuntimeError."""
     torch.set_rng_state(states["torch"].cpu())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)

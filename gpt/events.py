@@ -89,8 +89,8 @@ class AnswersEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. Losses are for
-    the best checkpoint on all held-out text, or null without held-out text or after a signal."""
+    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. Losses are the
+    best checkpoint's on all held-out text. They are null without held-out text or after a signal."""
 
     reason: str
     checkpoint: str | None

@@ -23,7 +23,7 @@ def heeded() -> tuple[int, ...]:
 
 
 class Stopped(Exception):
-    """A signal stopped optional work."""
+    """Raised when a signal stops optional work."""
 
 
 class StopSignal:

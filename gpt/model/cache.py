@@ -250,7 +250,7 @@ def sees_columns(positions: Tensor, window: int, columns: int) -> Tensor:
 
 
 def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
-    """Returns a `flex_attention` mask of the blocks that each row has filled. ``positions``, (B), are the newest.
+    """Returns a `flex_attention` mask of the blocks that each row has filled. ``positions``, (B), are the rows' newest.
     ``blocks``, int32, counts from 0."""
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -90,7 +90,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.window, self.dropout = config.head_size, window, config.dropout
         self.groups = config.n_head // config.kv_heads  # query heads per key/value head
-        self.prompts: torch.dtype | None = None  # dtype of attention in long prefills, if not the model's
+        self.prompts: torch.dtype | None = None  # dtype of attention in long prefills, or None for the model's
         query_width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
         # c_attn computes queries, keys and values of all heads; c_proj is the output matrix W_O.
         self.c_attn = Linear(config.n_embd, query_width + 2 * kv_width, bias=config.biases != "none")
@@ -225,7 +225,7 @@ class GPT(nn.Module):
         self.register_buffer("rope", rope, persistent=False)
 
     def initialize(self) -> None:
-        """Initializes all modules, in order, from torch's global generator."""
+        """Initializes all modules, in order, with torch's global random generator."""
         if not self.wte.weight.is_meta:
             for name, module in self.named_modules():
                 initialize(module, name, self.config)

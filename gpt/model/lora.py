@@ -170,7 +170,7 @@ def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedM
 
 def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
     """Returns the roles that ``--lora-targets`` selects. Raises `UserError` if the model lacks a role, or if only part
-    of the roles in one tensor are selected."""
+    of the roles in one tensor is selected."""
     names = targets.split(",")
     available = [matrix.roles for p in parameters(config) if p.is_matrix for matrix in _adapted_matrices(p, config)]
     selected_roles = {role for name in names for role in LORA_GROUPS.get(name, (name,))}

@@ -18,7 +18,7 @@ def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 
     """Returns the sum of -log p(target), in nats, over targets (B, T) that are not `IGNORED`. The logits are x Wᵀ for
     the residual stream x, (B, T, C), and the unembedding W, (V, C).
 
-    Computes logits for ``chunk`` positions at a time; 0 is automatic. On a GPU, pads the vocabulary to a
+    Computes logits for ``chunk`` positions at a time; 0 chooses automatically. On a GPU, pads the vocabulary to a
     multiple of 64 with columns outside the softmax.
     """
     device_type = x.device.type

@@ -13,7 +13,7 @@ from gpt.config import GPTConfig, Mlp
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-PLAIN_UP_TO = 512  # Copy of `kernels.PLAIN_UP_TO` that needs no torch; a test compares them.
+PLAIN_UP_TO = 512  # Copy of `kernels.PLAIN_UP_TO` that avoids importing torch; a test compares them.
 # Logits are padded to a multiple of `ALIGNED` columns. With an odd number, like GPT-2's 50,257, a GPU can't use its
 # fast kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)
@@ -102,7 +102,7 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     block_backward = positions * setup.width * config.mlp_width // setup.tensor * (2 if config.mlp == "swiglu" else 1)
     block_backward += blocks * setup.shard
     recomputed = positions * block(config, setup) * setup.recompute
-    # Float32 gradient of the embedding. A tied embedding gets one from the logits first and one from the ids last.
+    # Float32 gradient of the embedding. A tied embedding gets gradients from the logits first and from the ids last.
     table = FLOAT * rank_counts["embedding"]
     tables = 2 * config.tied + setup.accumulates + setup.shard
     moments = {

@@ -14,7 +14,7 @@ NODE = 8  # Devices per machine. Tensor parallelism communicates too much to cro
 DAY = 86_400
 TOKENS = 20  # tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556)
 USABLE = 0.9  # Usable share of GPU memory; CUDA, cuBLAS, NCCL and fragmentation need the rest.
-CPU_SHARE = 0.25  # Usable share of a CPU's memory that is free between steps; other programs need the rest.
+CPU_SHARE = 0.25  # Share of free CPU memory that a step can use; other programs need the rest.
 MIN_LOSS_CHUNK = 128  # Minimum positions per chunk of logits.
 
 

@@ -15,7 +15,8 @@ LEVELS = 127  # largest int8 level
 GROUP = 32  # Int4 elements that share a scale.
 MIDDLE = 8  # Int4 level that represents 0.
 # Scales tried per group. With 8, a trained model of 3.7 M parameters has 11 % less squared error and 11 % less
-# divergence from its original predictions than with Q4_0's reference scale, largest element / −8. 128 are no better.
+# divergence from its original predictions than with Q4_0's reference scale, largest element / −8. 128 scales are no
+# better.
 _SCALES_PER_GROUP = 8
 _CHUNK_SIZE = 2**18  # Elements rounded at a time; they fit in the processor's cache.
 
@@ -79,7 +80,7 @@ def to_int4(weight: Tensor) -> Quantized:
 
 
 def round_matrix(weight: Tensor, bits: int) -> Quantized:
-    """Quantizes a matrix to 8 or 4 ``bits``, as far as `bits_of_rows` allows."""
+    """Quantizes a matrix to ``bits``, or to 8 if its row length is not a multiple of 32."""
     return (to_int4 if bits_of_rows(weight.size(1), bits) == 4 else to_int8)(weight)
 
 
