@@ -1,1 +1,1 @@
-"""The command line: arguments → config → one library call → output. Imported as ``gpt_cli``."""
+"""The command line: parses arguments into a config, calls the library, prints the result. Imported as ``gpt_cli``."""

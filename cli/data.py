@@ -1,4 +1,4 @@
-"""``gpt data``: the catalogue of corpora."""
+"""``gpt data``: corpora and token folders."""
 
 import shlex
 import time

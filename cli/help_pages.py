@@ -1,7 +1,7 @@
-"""Help pages: ``--help`` shows common options and examples, ``--help-all`` every panel of options.
+"""Help pages: ``--help`` shows common options and examples, ``--help-all`` all panels of options.
 
-Common options have no panel. The panel `RARE`, for options of config files, is only in docs/reference.md. A command's
-docstring contains its description, an empty line and examples.
+Common options have no panel. Only docs/reference.md lists the panel `RARE`. A command's docstring contains a
+description, an empty line and examples.
 """
 
 import inspect
@@ -21,7 +21,7 @@ PLACEHOLDERS = {"int": "N", "float": "X", "str": "TEXT", "path": "FILE", "list[s
 
 
 def help_page(command: Any, ctx: Any) -> str:
-    """Returns the help page of a command or group, coloured for a terminal."""
+    """Returns the help page of a command or group, coloured on a terminal."""
     page = ctx.make_formatter()
     _write_page(command, ctx, page)
     return _colour(page.getvalue().rstrip("\n"))
@@ -52,7 +52,7 @@ def _colour(page: str) -> str:
 
 
 def _write_page(command: Any, context: Any, page: Any) -> None:
-    show_all = "--help-all" in (context.find_root().obj or ())  # `obj` is the command line.
+    show_all = "--help-all" in (context.find_root().obj or ())  # `obj` is the list of arguments.
     option_panels, positionals = panels(command, context), arguments(command)
     rare_count = len(option_panels.pop(RARE, []))
     count = sum(map(len, option_panels.values()))
@@ -106,7 +106,7 @@ def summary(command: Any) -> str:
 
 
 def group_commands(group: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Returns a group's commands by heading; empty for a command that is not a group."""
+    """Returns a group's commands by heading, or an empty dict for a command."""
     headings: dict[str, dict[str, Any]] = {}
     for word, command in getattr(group, "commands", {}).items():
         if not command.hidden:
@@ -122,7 +122,7 @@ def arguments(command: Any) -> list[Any]:
 
 
 def listed_options(command: Any, context: Any) -> list[Any]:
-    """Returns a command's options: ``--model`` first, then options with a short flag."""
+    """Returns a command's options, with ``--model`` first and then options with a short flag."""
     options = [
         option for option in command.get_params(context) if option.param_type_name == "option" and not option.hidden
     ]
@@ -139,32 +139,32 @@ def panels(command: Any, context: Any) -> dict[str, list[Any]]:
 
 
 def usage(command: Any, context: Any) -> str:
-    """Returns the usage after a command's name: ``[OPTIONS] [TEXT...]``."""
+    """Returns the rest of the usage line, such as ``[OPTIONS] [TEXT...]``."""
     words = ["[OPTIONS]"] if panels(command, context) else []
     words += [name(argument) if argument.required else f"[{name(argument)}]" for argument in arguments(command)]
     return " ".join([*words, *(["COMMAND ..."] if hasattr(command, "commands") else [])])
 
 
 def name(argument: Any) -> str:
-    """Returns an argument's placeholder; ``TEXT...`` if it takes several values."""
+    """Returns an argument's placeholder, such as ``TEXT...`` for several values."""
     return f"{argument.metavar or argument.name.upper()}{'...' if argument.nargs == -1 else ''}"
 
 
 def flags(option: Any, context: Any) -> str:
-    """Returns an option's flags and value placeholder, with long flags aligned: ``-o, --out DIR``."""
+    """Returns an option's flags and placeholder, such as ``-o, --out DIR``. Aligns long flags."""
     names = sorted(option.opts, key=len)
     return f"{'' if len(names) > 1 else '    '}{', '.join(names)} {value(option, context)}".rstrip()
 
 
 def value(option: Any, context: Any) -> str:
-    """Returns the placeholder or the choices of an option's value; empty for a switch."""
+    """Returns the placeholder or choices of an option's value, or an empty string for a switch."""
     if option.is_flag:
         return ""
     return str(option.metavar or PLACEHOLDERS[option.display_type(context).strip("<>")])
 
 
 def default(parameter: Any) -> str:
-    """Returns the default value to show for a parameter, or an empty string."""
+    """Returns a parameter's default value for display, or an empty string."""
     if isinstance(parameter.show_default, str):
         return "" if parameter.show_default == "none" else parameter.show_default
     if parameter.param_type_name == "option" and parameter.required:

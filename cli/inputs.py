@@ -15,8 +15,8 @@ from gpt.settings import MOST_TOML, parse_toml
 
 from . import render
 
-WAIT_SECONDS = 1.0  # Delay before the note about waiting for input.
-MOST_TEXT = 64 * 2**20  # Maximum bytes of a text, or of a line of a prompt file.
+WAIT_SECONDS = 1.0  # Delay of the note about waiting for input.
+MOST_TEXT = 64 * 2**20  # Maximum bytes of a text, or of a line in a prompt file.
 MOST_PROMPTS = 2**30  # Maximum bytes of a prompt file.
 
 
@@ -58,7 +58,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def read_bounded(stream: BinaryIO, file: Path, max_bytes: int, hint: str) -> bytes:
-    """Reads a whole stream. Raises `UserError` above ``max_bytes``, since a device can be endless."""
+    """Reads a whole stream. Raises `UserError` above ``max_bytes``, because a device can be endless."""
     data = stream.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise _size_error(display_name(file), max_bytes, hint)
@@ -66,7 +66,7 @@ def read_bounded(stream: BinaryIO, file: Path, max_bytes: int, hint: str) -> byt
 
 
 def display_name(file: Path) -> str:
-    """Returns ``stdin`` for ``-``, and otherwise the path."""
+    """Returns the path, or ``stdin`` for ``-``."""
     return "stdin" if str(file) == "-" else str(file)
 
 
@@ -76,7 +76,7 @@ def _size_error(what: str, max_bytes: int, hint: str) -> UserError:
 
 @contextlib.contextmanager
 def open_input(file: Path, what: str) -> Iterator[BinaryIO]:
-    """Opens a file, or stdin for ``-``. Prints a note if a terminal or pipe keeps it waiting. Raises `UserError` if the
+    """Opens a file, or stdin for ``-``. Prints a note after waiting for a terminal or pipe. Raises `UserError` if the
     input cannot be read."""
     if str(file) == "-" and sys.stdin is None:
         raise UserError("there is no standard input to read", "give a file")
@@ -96,7 +96,7 @@ def _note_when_waiting(file: Path, what: str) -> Iterator[None]:
     stdin = str(file) == "-"
     try:
         mode = (os.fstat(sys.stdin.fileno()) if stdin else file.stat()).st_mode
-    except io.UnsupportedOperation:  # Stdin is in memory.
+    except io.UnsupportedOperation:  # A stream in memory has no descriptor.
         mode = stat.S_IFREG
     if stat.S_ISREG(mode):
         yield
@@ -112,6 +112,6 @@ def _note_when_waiting(file: Path, what: str) -> Iterator[None]:
 
 
 def announce_stdin(texts: Sequence[str] | None) -> None:
-    """Prints a note if a text will be read from a terminal."""
+    """Prints a note if ``texts`` include stdin and stdin is a terminal."""
     if "-" in (texts or ()) and sys.stdin is not None and sys.stdin.isatty():
         render.note("reading the text from stdin; end with Ctrl-D")

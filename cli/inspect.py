@@ -51,7 +51,7 @@ def attention(
 
     from . import render_inspect, views
 
-    ids = loaded.tokenizer.prompt(words) if words else []  # Encoded as for sampling.
+    ids = loaded.tokenizer.prompt(words) if words else []  # Encode as for sampling.
     look = inspect.look(loaded.model, ids, loaded.tokenizer, layer, head)
     if look.dropped:
         render.note(f"the prompt has {len(ids):,} tokens; showing the last {len(look.ids):,}, which fit the context")
@@ -106,7 +106,7 @@ def analogy(
 
     gpt inspect analogy king - man + woman
     """
-    from gpt.inspect import parse_analogy  # Imports torch, which is slow.
+    from gpt.inspect import parse_analogy  # Slow, because it imports torch.
 
     parsed = parse_analogy(words)
     embeddings, name = _load_embeddings(count, model, out, json)
@@ -158,7 +158,7 @@ def tokens(
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
     with progress.startup_spinner(quiet=quiet):
         from gpt import api
-    return api.load(model, device=device, dtype="float32")  # For exact numbers.
+    return api.load(model, device=device, dtype="float32")  # float32 gives exact numbers.
 
 
 def _load_embeddings(count: int, model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":

@@ -39,16 +39,16 @@ HISTORY_LINES = 1000
 
 
 class Interaction:
-    """Reads prompts and commands until the input ends. Prompts form a conversation if the model has a chat template;
-    otherwise the model continues each prompt."""
+    """Reads prompts and commands until the input ends. With a chat template, prompts form a conversation. Otherwise the
+    model continues each prompt."""
 
     def __init__(
         self, loaded: "LanguageModel", load: Callable[[str], "LanguageModel"], settings: SampleConfig, seed: int
     ) -> None:
         self.loaded, self.load, self.settings, self.seed = loaded, load, settings, seed
-        self.messages: list[dict[str, str]] = []  # The conversation without its system message.
+        self.messages: list[dict[str, str]] = []  # The conversation without the system message.
         self.system = ""
-        self.index = 0  # Index of the current sample of the prompt.
+        self.index = 0  # Index of the current sample for this prompt.
         self.commands: dict[str, Callable[[str], object]] = {
             "/retry": self._retry, "/more": self._continue_answer, "/system": self._set_system,
             "/clear": self._clear_messages, "/set": self._change_setting, "/model": self._change_model,
@@ -62,7 +62,7 @@ class Interaction:
         return self.loaded.tokenizer.chat_template is not None
 
     def run(self) -> None:
-        """Runs until the end of stdin. Raises `UserError` if there is no stdin."""
+        """Reads and handles lines until stdin ends. Raises `UserError` if there is no stdin."""
         if sys.stdin is None:
             raise UserError("there is no standard input to read", "gpt sample PROMPT needs none")
         with contextlib.suppress(AttributeError, ValueError):
@@ -77,10 +77,10 @@ class Interaction:
                 except UserError as error:
                     render.error(error.message, error.hint)
                 except KeyboardInterrupt:
-                    continue  # Ctrl-C stops the text.
+                    continue  # Ctrl-C only stops the current text.
 
     def handle(self, words: str) -> None:
-        """Runs a command, continues a prompt or answers a message. Raises `UserError` for an invalid command."""
+        """Runs a command, continues a prompt or answers a message. Raises `UserError`."""
         check_text("the line", words)
         if not words.startswith("/") or words.startswith("//"):
             content = words.removeprefix("/") if words.startswith("//") else words
@@ -109,7 +109,7 @@ class Interaction:
         self._answer(more=True)
 
     def _answer(self, more: bool = False) -> None:
-        """Answers the last message or extends its answer. Drops a message that the chat template rejects."""
+        """Answers the last message or extends the answer. Drops a message that the chat template rejects."""
         previous = self.messages.pop()["content"] if more else ""
         try:
             prompt = self._chat_prompt() if self.is_chat else self.messages[-1]["content"]
@@ -135,8 +135,8 @@ class Interaction:
         render.context_notes(overflow, self.loaded.model.config.block_size)
 
     def _chat_prompt(self) -> list[int]:
-        """Returns the ids of the conversation. Drops the oldest turns to leave room for an answer: ``max_tokens``, or a
-        quarter of the context if that is less."""
+        """Returns the conversation's ids. Drops the oldest turns to make room for an answer of ``max_tokens``, or a
+        quarter of the context if lower."""
         from gpt.text import chat
 
         size = self.loaded.model.config.block_size
@@ -176,9 +176,9 @@ class Interaction:
         name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]
         if not name:
             for field in dataclasses.fields(self.settings):
-                shown = getattr(self.settings, field.name)
-                shown = {True: "on", False: "off"}.get(shown, shown) if isinstance(shown, bool) else shown
-                render.write(f"{field.name.replace('_', '-')} {shown}\n")
+                setting = getattr(self.settings, field.name)
+                setting = {True: "on", False: "off"}.get(setting, setting) if isinstance(setting, bool) else setting
+                render.write(f"{field.name.replace('_', '-')} {setting}\n")
             return
         self.settings = self.settings.changed(name.replace("_", "-"), value.strip())
 
@@ -207,7 +207,7 @@ def converse(
 
 
 def read_prompt() -> str | None:
-    """Reads a prompt or command of one or more lines; None at the end of stdin."""
+    """Reads a prompt or command of one or more lines. Returns None at the end of stdin."""
     lines: list[str] = []
     block = False
     while True:

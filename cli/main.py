@@ -1,4 +1,4 @@
-"""Builds the app, and turns errors into messages and exit codes."""
+"""Builds and runs the command line app, and turns errors into messages and exit codes."""
 
 import contextlib
 import errno
@@ -35,7 +35,7 @@ def _print_help(context: typer.Context) -> None:
 
 
 _python_showwarning = warnings.showwarning
-COMMANDS = {  # Command → name of its module and function.
+COMMANDS = {  # Name of each command's module and function.
     "train": "train",
     "sample": "sample",
     "chat": "chat",
@@ -75,7 +75,7 @@ class _Root(help_pages.Group):
 
 
 def make_app(args: Sequence[str] = ()) -> typer.Typer:
-    """Builds the app. If ``args`` start with a command or group, imports only that, because importing all is slow."""
+    """Builds the app. Imports only the command or group that ``args`` start with, because importing all is slow."""
     app = typer.Typer(
         name="gpt",
         cls=_Root,
@@ -113,7 +113,7 @@ def _load_group(name: str) -> typer.Typer:
 
 
 def _collect_versions() -> dict[str, Any]:
-    """Returns the versions for a bug report. If torch cannot be imported, the error replaces the device."""
+    """Returns versions for a bug report. If torch cannot be imported, reports the error as the device."""
     try:
         from gpt.device import pick
 
@@ -190,7 +190,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *location: An
 
 
 def _check_current_folder(words: Sequence[str]) -> None:
-    """Raises `UserError` if the current folder was deleted: MKL would end the process when torch loads it."""
+    """Raises `UserError` if the current folder was deleted, since MKL would end the process when torch loads it."""
     if (_command_name([*words]) == "COMMAND" and "--json" not in words) or {*help_pages.FLAGS} & {*words}:
         return
     try:
@@ -200,7 +200,7 @@ def _check_current_folder(words: Sequence[str]) -> None:
 
 
 def _add_resume_value(args: list[str]) -> list[str]:
-    """Adds an empty value to a bare ``--resume`` of ``gpt train``: the parser has no optional values."""
+    """Adds an empty value to a bare ``--resume`` of ``gpt train``, because the parser has no optional values."""
     if _command_name(args) != "train" or "--resume" not in args:
         return args
     at = args.index("--resume")
@@ -209,7 +209,7 @@ def _add_resume_value(args: list[str]) -> list[str]:
 
 
 def _command_name(args: list[str]) -> str:
-    """Returns the command in ``args``, like ``data show``, or else ``COMMAND``."""
+    """Returns the command in ``args``, such as ``data show``, or else ``COMMAND``."""
     at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
     if at is None:
         return "COMMAND"

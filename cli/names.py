@@ -1,8 +1,8 @@
-"""Maps other programs' commands and options to ours."""
+"""Suggests our commands and options for other programs' names."""
 
 from typing import Any
 
-COMMANDS = {  # Another program's command → hint.
+COMMANDS = {  # Hints for other programs' commands.
     **dict.fromkeys(
         ("generate", "complete", "completion", "ask", "predict", "infer", "inference", "prompt"),
         "gpt sample PROMPT generates text",
@@ -43,7 +43,7 @@ COMMANDS = {  # Another program's command → hint.
     "help": "gpt --help lists the commands, gpt COMMAND --help explains one",
 }
 
-# Our option or argument → other programs' names for it.
+# Other programs' names for our options and arguments.
 _OPTIONS = {
     "--steps": "max-iters max-steps num-steps train-steps num-train-steps max-train-steps iters iterations",
     "--epochs": "num-epochs num-train-epochs max-epochs n-epochs",
@@ -105,7 +105,7 @@ _OPTIONS = {
     "targets": "model model-name m",
     "text": "text texts data data-path dataset dataset-name train-data train-file input file",
 }
-_HINTS = {  # Hints for options that have no equivalent here.
+_HINTS = {  # Hints for options without an equivalent here.
     "do-sample": "sampling is the default; --greedy turns it off",
     "lora-dropout": "adapters are trained without dropout of their own",
     **dict.fromkeys(("load-in-4bit", "load-in-8bit"), "only sampling quantizes: --dtype int4 or int8"),
@@ -117,7 +117,7 @@ _HINTS = {  # Hints for options that have no equivalent here.
 
 
 def suggest(error: Any, context: Any) -> tuple[str, str] | None:
-    """Returns a message and a hint for another program's option or an extra argument; None for other errors."""
+    """Returns a message and hint for another program's option or an extra argument, or None for other errors."""
     if context is None:
         return None
     parameters = {
@@ -128,7 +128,7 @@ def suggest(error: Any, context: Any) -> tuple[str, str] | None:
         takes_text = any(parameter.param_type_name == "argument" for parameter in context.command.params)
         out_hint = ", -o the output" if "--out" in parameters else ""
         return error.message, f"{quotes_hint if takes_text else ''}-m names the model{out_hint}"
-    if not hasattr(error, "possibilities"):  # The option is known.
+    if not hasattr(error, "possibilities"):  # Not an error about an unknown option.
         return None
     foreign_name = error.option_name.lower().lstrip("-").replace("_", "-")
     candidates = [f"--{foreign_name}", *(name for name, aliases in _OPTIONS.items() if foreign_name in aliases.split())]

@@ -17,7 +17,7 @@ from . import help_pages, inputs, render
 
 OUTPUT = "Output"
 
-# `gpt --help` explains environment variables once. Options without a panel are common options (see `help_pages`).
+# Only `gpt --help` mentions environment variables. Options without a panel are common options (see `help_pages`).
 option = functools.partial(typer.Option, show_envvar=False)
 
 Json = Annotated[bool, option("--json", help="Print JSON to stdout, one object per line")]
@@ -39,7 +39,7 @@ Base = Annotated[
 
 
 def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:
-    """Returns an option with choices. The library, not the parser, rejects other values, with a suggestion."""
+    """Returns an option with choices. The library rejects other values, with a suggestion."""
     return option(*flags, metavar="|".join(values), autocompletion=lambda: list(values), **settings)
 
 
@@ -63,9 +63,9 @@ Threads = Annotated[
 def model_and_texts(
     command: str, model: str | None, words: Sequence[str], takes_text: bool = True
 ) -> tuple[str | None, list[str]]:
-    """Returns the model and the TEXT arguments. Still accepts the model as the first word, with a note.
+    """Returns the model and the TEXT arguments. Accepts the former position of the model, the first word, with a note.
 
-    With ``-m``, every word is a TEXT. Without it, the first word is the model if the command takes no TEXT, or if the
+    With ``-m``, every word is a TEXT. Otherwise the first word is the model if the command takes no TEXT, or if the
     word names a model and another word follows."""
     from gpt.runs import folder
 
@@ -97,7 +97,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
             field_values = {name: values.pop(name) for name in names}
             for first, second, _ in getattr(config_class, "EXCLUSIVE", ()):
                 _drop_weaker(_context, field_values, (first, second))
-            if "given" in command_parameters:  # Settings from options, environment variables and --config.
+            if "given" in command_parameters:  # Exclude defaults.
                 sources = {
                     name: _context.get_parameter_source(name) for name in field_values if field_values[name] is not None
                 }
@@ -117,7 +117,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
         ordered_fields = sorted(fields, key=lambda field: config.PANELS.index(field.metadata["panel"]))
         field_parameters = [_make_parameter(config_class, field) for field in ordered_fields]
         context_parameter = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
-        # Help lists the config's options first.
+        # Put the config's options first on the help page.
         parameters = [context_parameter, *field_parameters, *(p.replace(kind=p.KEYWORD_ONLY) for p in own_parameters)]
         with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -130,8 +130,8 @@ _PRECEDENCE = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # DEFAUL
 
 
 def _drop_weaker(context: typer.Context, field_values: dict[str, Any], pair: tuple[str, str]) -> None:
-    """Drops the exclusive setting of lower precedence: an option overrides an environment variable. Two settings of the
-    same source stay, and the config rejects them."""
+    """Drops the exclusive setting of lower precedence: an option overrides an environment variable. Leaves settings
+    from the same source, which the config rejects."""
     sources = [context.get_parameter_source(name) for name in pair]
     ranks = [_PRECEDENCE.index(source.name) if source else len(_PRECEDENCE) for source in sources]
     if all(field_values[name] is not None for name in pair) and ranks[0] != ranks[1]:
@@ -159,7 +159,7 @@ def _make_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") ->
 
 
 def config_file(config_class: type[Any]) -> Any:
-    """Returns the option ``--config FILE.toml``. Its values override defaults only."""
+    """Returns the option ``--config FILE.toml``. The file only overrides defaults."""
     keys = [field.name for field in dataclasses.fields(config_class)]
     types = field_types(config_class)
 
@@ -169,7 +169,7 @@ def config_file(config_class: type[Any]) -> Any:
             for key, value in values.items():
                 if key not in keys:
                     raise UserError(f'{path}: unknown key "{key}"', did_you_mean(key, keys))
-                # The parser would accept booleans as the numbers 1 and 0.
+                # The parser would convert booleans to the numbers 1 and 0.
                 if (without_none(types[key]) is bool) != isinstance(value, bool):
                     literal = str(value).lower() if isinstance(value, bool) else repr(value)
                     raise UserError(

@@ -1,4 +1,4 @@
-"""Writes results to files: self-contained HTML pages, pictures or JSON."""
+"""Writes results to self-contained HTML pages, pictures or JSON files."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ Out = Annotated[Path | None, _out_option("Write FILE.html (a self-contained page
 
 
 def check_out(out: Path | None, *suffixes: str) -> None:
-    """Raises `UserError` for an output file that cannot be written or has an unknown suffix."""
+    """Raises `UserError` for an output file with an unknown suffix or in a folder that is not writable."""
     if out is None:
         return
     allowed = suffixes or SUFFIXES
@@ -60,8 +60,8 @@ def show(
     page: Callable[[], Data],
     picture: "Callable[[], Figure]",
 ) -> None:
-    """Writes ``out`` as the page ``pages/NAME.js``, a picture or JSON, by its suffix. Prints JSON if ``as_json``, or
-    text if there is no ``out``."""
+    """Writes the page ``pages/NAME.js``, a picture or JSON to ``out``, depending on its suffix. Prints JSON if
+    ``as_json``, or text without ``out``."""
     if out is not None:
         suffix = out.suffix.lower()
         if suffix in plots.SUFFIXES:
@@ -86,7 +86,7 @@ def write(out: Path, content: bytes, quiet: bool) -> None:
 
 
 def html(name: str, title: str, data: Data) -> bytes:
-    """Returns the page of ``pages/NAME.js`` with style, scripts and ``data`` inline."""
+    """Returns the page of ``pages/NAME.js`` with inline style, scripts and ``data``."""
     pages = files("gpt_cli") / "pages"
 
     def read_page_file(file: str) -> str:

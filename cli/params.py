@@ -68,7 +68,7 @@ def params(
     overrides: dict[str, object] = {key: value for key, value in shape_options.items() if value is not None}
     page.check_out(out, ".html")
     list_all = list_presets or (not targets and not overrides)
-    if parts and not given:  # The former options --memory, --flops and --time.
+    if parts and not given:  # Former options: --memory, --flops and --time.
         given = {"devices": settings.devices}
     if given and (list_all or out is not None):
         flag = f"--{next(iter(given))}".replace("_", "-")
@@ -103,7 +103,7 @@ def _count_parameters(target: str | None, overrides: dict[str, object]) -> rende
 
 
 def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[str, GPTConfig]:
-    """Returns the name and config of a preset, run or checkpoint with ``overrides``, or of ``overrides`` only."""
+    """Returns the name and config of a preset, run or checkpoint with ``overrides``, or of the overrides only."""
     from dataclasses import replace
 
     if target is None:
@@ -127,7 +127,7 @@ def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[st
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
     changes = _expand_arch(overrides)
-    if config.window_layers is not None and "n_layer" in overrides:  # Repeats or truncates the window pattern.
+    if config.window_layers is not None and "n_layer" in overrides:  # Repeat or truncate the pattern of windows.
         windows, layers = config.windows, range(int(changes["n_layer"]))
         changes["window_layers"] = tuple(layer for layer in layers if windows[layer % len(windows)])
     return "custom" if overrides else target, replace(config, **changes)

@@ -1,4 +1,4 @@
-"""Draws the data of the pages with matplotlib: PNG, SVG or PDF."""
+"""Draws the data of pages as PNG, SVG or PDF, with matplotlib."""
 
 import importlib.util
 import io
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
 SUFFIXES = (".png", ".svg", ".pdf")
-DPI, MAX_PIXELS = 150, 60_000  # matplotlib draws up to 2**16 pixels per side.
+DPI, MAX_PIXELS = 150, 60_000  # Dots per inch, and maximum pixels per side; matplotlib's limit is 2**16.
 PASTELS = ("#d6e4ff", "#f0d9f6", "#d7f0db", "#fde9c8", "#cdf0f0", "#ffd7e1")
-LINE_LENGTH, FONT_SIZE = 96, 11  # Characters per line of tokens, and font size in points.
+LINE_LENGTH, FONT_SIZE = 96, 11  # Characters per line, and points.
 
 
 def check() -> None:
@@ -30,8 +30,8 @@ def check() -> None:
 
 
 def _make_figure(width: float, height: float, title: str = "") -> "Figure":
-    """Returns an empty figure; sizes are in inches. Ignores matplotlibrc, and draws $ literally."""
-    os.environ["MPLBACKEND"] = "agg"  # matplotlib fails if it names an unknown backend.
+    """Returns an empty figure, with sizes in inches. Ignores matplotlibrc, and draws $ literally."""
+    os.environ["MPLBACKEND"] = "agg"  # matplotlib fails if the variable names an unknown backend.
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -44,9 +44,9 @@ def _make_figure(width: float, height: float, title: str = "") -> "Figure":
 
 
 def as_bytes(figure: "Figure", suffix: str) -> bytes:
-    """Returns the file of a figure. Lowers the resolution if the figure is too large for matplotlib."""
+    """Returns a figure's file contents. Lowers the resolution of a figure that is too large for matplotlib."""
     file = io.BytesIO()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # Missing glyphs are drawn as boxes.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # Draws missing glyphs as boxes.
         figure.savefig(file, format=suffix[1:], dpi=min(DPI, MAX_PIXELS / max(figure.get_size_inches())))
     return file.getvalue()
 
@@ -59,7 +59,7 @@ def _draw_pattern(axes: "Axes", pattern: Any, **options: Any) -> None:
 
 
 def attention(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
-    """Draws attention patterns: layers down, heads across. A single head is labelled with its tokens."""
+    """Draws attention patterns: layers down, heads across. Labels a single head with its tokens."""
     if len(look.layers) == len(look.heads) == 1:
         return _draw_head(look, tokenizer, model)
     from gpt.inspect import KINDS, mostly

@@ -14,13 +14,13 @@ from gpt.parallel import environment
 
 from . import render
 
-RANK_0_GRACE_SECONDS = 3.0  # Time for rank 0 to report the error and for the launcher to end this rank.
+RANK_0_GRACE_SECONDS = 3.0  # Time for rank 0 to report an error, and for the launcher to end this rank.
 
 
 def start(words: Sequence[str], nproc: int, start_time: float) -> int:
     """Runs ``gpt`` with ``words`` in ``nproc`` processes and returns the exit status.
 
-    ``start_time`` is the start time of the command. Raises `WorkError` if a signal killed a process.
+    ``start_time`` is when the command started. Raises `WorkError` if a signal killed a process.
     """
     from gpt.parallel.launch import launch
 
@@ -45,8 +45,8 @@ def start(words: Sequence[str], nproc: int, start_time: float) -> int:
 def end_abruptly(status: Sequence[int]) -> None:
     """Makes a rank of distributed training exit with ``status[0]`` before the interpreter shuts down.
 
-    A torch thread that frees a tensor during shutdown aborts the process (seen in one of six exits on a busy machine).
-    Other `atexit` functions still run: they are registered later, so they run first.
+    A torch thread that frees a tensor during shutdown aborts the process (one in six exits on a busy machine). Other
+    `atexit` functions still run first, because they are registered later.
     """
     with contextlib.suppress(UserError):
         if environment.is_one_of_many():
@@ -61,10 +61,10 @@ def _exit_now(status: Sequence[int]) -> None:
 
 
 def silent_status(error: BaseException) -> int | None:
-    """Returns the exit status if another process reports ``error``; None if this process must report it.
+    """Returns the exit status if another process reports ``error``, or None if this process must report it.
 
-    Rank 0 reports an error that all ranks share. It then exits, and the launcher ends the other ranks before they
-    report the error again.
+    Rank 0 reports an error that all ranks share and exits. The launcher then ends the other ranks before they report
+    the error again.
     """
     if isinstance(error, PeerLost) and (environment.rank() or environment.is_ours()):
         return error.exit_code

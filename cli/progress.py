@@ -15,13 +15,13 @@ from gpt.events import format_seconds
 
 from .render import excerpt, percent_of_peak, stderr
 
-PLAIN_SECONDS = 5.0  # Seconds between progress lines without a terminal.
+PLAIN_SECONDS = 5.0  # Seconds between progress lines if stderr is not a terminal.
 
 
 @contextlib.contextmanager
 def startup_spinner(quiet: bool) -> Iterator[None]:
-    """Shows a spinner on a terminal while torch is imported. Turns off garbage collection during the import and
-    freezes the new objects: they are hardly ever garbage, and each full collection takes 0.1 s."""
+    """Shows a spinner on a terminal while torch is imported. Disables garbage collection during the import and freezes
+    the new objects: they rarely become garbage, and a full collection takes 0.1 s."""
     console = stderr()
     show_spinner = not quiet and console.is_terminal
     gc.disable()
@@ -34,7 +34,7 @@ def startup_spinner(quiet: bool) -> Iterator[None]:
 
 
 class Sparkline:
-    """A sparkline: up to `WIDTH` bars of eight heights, each the mean of the same number of values."""
+    """A sparkline of up to `WIDTH` bars with eight heights. Every bar is the mean of equally many values."""
 
     WIDTH = 24
 
@@ -62,7 +62,7 @@ class Sparkline:
 
 
 class Bar:
-    """Progress of one task: a live line on a terminal; elsewhere, a plain line every few seconds."""
+    """Progress of a task: a live line on a terminal, or else a plain line every few seconds."""
 
     def __init__(self, verb: str, unit: str, quiet: bool, console: Console | None = None) -> None:
         self.verb, self.unit, self.quiet = verb, unit, quiet
@@ -87,7 +87,7 @@ class Bar:
             self.live.stop()
 
     def reach(self, done: int, total: int) -> None:
-        """Shows how many units of ``total`` are done, the throughput and the time left."""
+        """Shows the units done, the total, the throughput and the time left."""
         now = time.monotonic()
         self.first_report = self.first_report or (now, done)
         throughput = max(done - self.first_report[1], 0) / max(now - self.first_report[0], 1e-9)
@@ -96,7 +96,7 @@ class Bar:
         self.show(draw_line(done / max(1, total), line), line)
 
     def show(self, live: Text, line: str) -> None:
-        """Updates the live line, or prints the plain line every few seconds."""
+        """Updates the live line. Without a terminal, prints ``line`` every few seconds."""
         if self.live is not None:
             self.live.update(live)
         elif not self.quiet and time.monotonic() - self.last_line >= PLAIN_SECONDS:
@@ -105,14 +105,14 @@ class Bar:
 
 
 def draw_line(fraction: float, text: str, sparkline: str = "") -> Text:
-    """Returns a live line: a progress bar, words, and a sparkline."""
+    """Returns a live line of a progress bar, text and a sparkline."""
     filled = round(20 * min(1.0, fraction))
     bar = (("━" * filled, "magenta"), ("━" * (20 - filled), "bright_black"))
     return Text.assemble(*bar, " ", text, "  ", (sparkline, "magenta"))
 
 
 class TrainDisplay:
-    """Shows a training run: events as lines, and the current work as a `Bar`."""
+    """Shows a training run: events as lines, and the current task as a `Bar`."""
 
     def __init__(self, quiet: bool, console: Console | None = None) -> None:
         self.console = console or stderr()

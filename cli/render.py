@@ -1,4 +1,4 @@
-"""Prints with rich: results on stdout; progress, notes and errors on stderr."""
+"""Prints with rich: results to stdout, notes and errors to stderr."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gpt.training.context import Result
 
 
-# Characters that a terminal interprets or hides: C0 except line feed and tab, DEL, C1, text direction, line breaks.
+# Characters that a terminal interprets or hides: C0 except line feed and tab, DEL, C1, text direction, and line breaks.
 # File names, JSON keys and generated text can contain them.
 _CONTROL_CODES = (*range(9), *range(11, 32), *range(127, 160), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x2070),
            *range(0xFFF9, 0xFFFC))  # fmt: skip
@@ -38,20 +38,20 @@ _SYMBOLS = _ESCAPES | {code: chr(0x2400 + code) for code in range(32) if code in
 
 
 class _SafeConsole(Console):
-    """A console that shows control characters as symbols, except rich's own."""
+    """A console that shows control characters in text as symbols."""
 
     def escape(self, text: str) -> str:
-        """Returns ``text`` with control characters as symbols on a terminal; unchanged in a file or pipe."""
+        """Replaces control characters by symbols on a terminal. Leaves text unchanged in a file or pipe."""
         return text.translate(_SYMBOLS) if self.is_terminal else text
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders as rich does, and keeps rich's own control codes, which are separate segments."""
+        """Escapes all segments except rich's own control codes."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(self.escape(segment.text), segment.style)
 
 
 class _StderrConsole(_SafeConsole):
-    """A console on stderr that ignores output after a write error: a closed pipe or terminal, or a full disk."""
+    """A console on stderr that is silent after a write error: a closed pipe or terminal, or a full disk."""
 
     def _check_buffer(self) -> None:
         try:
@@ -60,7 +60,7 @@ class _StderrConsole(_SafeConsole):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Silences stderr; rich would exit."""
+        """Silences stderr. Rich would exit."""
         self.quiet = True
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
@@ -80,13 +80,13 @@ def stdout() -> _SafeConsole:
 def make_output_safe() -> None:
     """Makes stdout and stderr escape characters that their encoding lacks, instead of raising.
 
-    An output that is closed at startup becomes the null device, so the command still works and returns 0, as with
-    Python's ``print``. The null device occupies the free file descriptor, so that no later file receives the output of
-    libraries.
+    Replaces an output that is closed at startup with the null device, so that the command still works and returns 0,
+    like Python's ``print``. The null device also takes the free file descriptor: otherwise a file opened later would
+    take it and receive the output of libraries.
     """
     try:
         os.fstat(0)
-    except OSError:  # `sys.stdin` stays None, so commands can report that there is no stdin.
+    except OSError:  # `sys.stdin` remains None, so commands can report that there is no stdin.
         os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -99,7 +99,7 @@ def make_output_safe() -> None:
 
 
 def bar(share: float, width: int, console: Console) -> Text:
-    """Returns a bar of up to ``width`` columns for a ``share`` from 0 to 1."""
+    """Returns a bar that fills a ``share`` (0 to 1) of ``width`` columns."""
     mark = "█" if (console.encoding or "").lower().startswith("utf") else "#"
     return Text(mark * round(width * min(1.0, max(0.0, share))), "blue")
 
@@ -148,7 +148,7 @@ def fact(label: str, text: str, console: Console | None = None) -> None:
 
 
 def table(*columns: str, title: str = "", **settings: Any) -> Table:
-    """Returns a table; a leading ``>`` right-aligns a column. Without columns it has no header."""
+    """Returns a table. A leading ``>`` right-aligns a column. A table without columns has no header."""
     settings = {"box": box.SIMPLE_HEAD if columns else None, "show_header": bool(columns), "pad_edge": False} | settings
     grid = Table(title=Text(title, "bold") if title else None, title_justify="left", **settings)
     for column in columns:
@@ -166,12 +166,12 @@ def key_value_table(rows: Mapping[str, str]) -> Table:
 
 
 def percent_of_peak(mfu: float | None) -> str:
-    """Returns an MFU as a suffix, `` (41.3% MFU)``; empty if the device's peak is unknown."""
+    """Returns an MFU as a suffix, such as `` (41.3% MFU)``, or nothing if unknown."""
     return "" if mfu is None else f" ({mfu:.1%} MFU)"
 
 
 def result_json(result: "Result") -> dict[str, Any]:
-    """Returns the last line of ``gpt train --json``."""
+    """Returns the object of ``gpt train --json``."""
     values = asdict(result)
     for key in ("sample", "prompt", "mfu", "answers", "held_out_answers", "chat"):
         del values[key]
@@ -211,16 +211,16 @@ def draw_seed(announce: bool, model: Path | None = None) -> int:
 class Overflow:
     """How far samples exceeded the context."""
 
-    dropped: int = 0  # Most tokens truncated from the start of a prompt.
+    dropped: int = 0  # Maximum number of tokens truncated from a prompt.
     slid: bool = False  # Whether a text outgrew the context.
 
     def add(self, sample: "Sample") -> None:
-        """Adds a sample."""
+        """Records a sample."""
         self.dropped = max(self.dropped, sample.dropped)
         self.slid |= sample.slid
 
     def collect(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
-        """Yields the pieces and adds their samples."""
+        """Yields the pieces and records their samples."""
         for piece in pieces:
             yield piece
             if piece.sample is not None:
@@ -249,7 +249,7 @@ def context_notes(overflow: Overflow, size: int) -> None:
 
 
 def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> dict[str, Any]:
-    """Returns a line of ``gpt sample --json`` for the last piece of a text."""
+    """Returns an object of ``gpt sample --json`` from the last piece of a text."""
     sample = piece.sample
     assert sample is not None
     values: dict[str, Any] = {"prompt_index": piece.prompt, "index": piece.index, "prompt": prompt}
@@ -319,7 +319,7 @@ def speed(measured: "Measured") -> None:
 
 
 def token_lines(window: "Window", losses: Any, tokenizer: "Tokenizer") -> None:
-    """Prints each scored token of a window as a line of JSON."""
+    """Prints a line of JSON for each scored token of a window."""
     for at, loss in enumerate(losses.tolist(), window.skipped):
         id = int(window.y[at])
         location = {"document": window.document, "position": window.start + at + 1}

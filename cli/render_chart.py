@@ -1,6 +1,6 @@
-"""Draws curves in a terminal: with braille dots, or with letters if Unicode or colours are missing.
+"""Draws curves in a terminal: with braille dots, or with letters if it lacks Unicode or colours.
 
-plotext is no alternative: its two versions in use, 5 and 6, have no function in common.
+plotext is no alternative, because versions 5 and 6, both in use, have no function in common.
 """
 
 import math
@@ -18,13 +18,13 @@ COLOURS = ("blue", "red", "green", "magenta", "yellow", "cyan")
 MARKS = "*o+x#@%&"
 PALE_MARK = "."
 GUTTER = 10  # Width of the labels on the left, in columns.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Bits of a braille character: four rows of two.
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Bits of braille dots: four rows of two.
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve of points (x, y), sorted by x. A non-finite y is a gap. Pale curves are drawn below the others."""
+    """A named curve of points (x, y), sorted by x. A non-finite y is a gap. Other curves cover pale curves."""
 
     name: str
     points: Sequence[Point]
@@ -38,16 +38,16 @@ class Series:
 
     @property
     def mark(self) -> str:
-        """The letter that draws the curve without colours."""
+        """The letter that draws the curve on a terminal without colours."""
         return PALE_MARK if self.pale else MARKS[self.colour % len(MARKS)]
 
 
 def chart(
     title: str, x_name: str, series: Sequence[Series], console: Console, height: int = 13, logarithmic: bool = False
 ) -> Text:
-    """Draws curves in one frame as wide as the console, up to 100 columns.
+    """Draws curves in a frame as wide as the console, up to 100 columns.
 
-    With ``logarithmic``, the y axis is logarithmic if the values span decades.
+    With ``logarithmic``, the y axis is logarithmic if the values span more than three decades.
     """
     points = [point for curve in series for point in curve.points if all(map(math.isfinite, point))]
     if not points:
@@ -93,7 +93,7 @@ def _draw_x_axis(x_axis: Axis, width: int, x_name: str, frame: str) -> str:
 def _draw_cells(
     series: Sequence[Series], x_axis: Axis, y_axis: Axis, width: int, height: int, use_braille: bool
 ) -> dict[tuple[int, int], tuple[str, str]]:
-    """Returns (row, column) → (character, style). Later curves cover earlier curves; pale curves are drawn first."""
+    """Returns (character, style) by (row, column). Later curves cover earlier and pale curves."""
     dots_across, dots_down = (2, 4) if use_braille else (1, 1)  # Dots per character, across and down.
     dots: dict[tuple[int, int], tuple[int, Series]] = {}
     for curve in sorted(series, key=lambda curve: not curve.pale):
@@ -111,7 +111,7 @@ def _draw_cells(
 
 
 def _interpolate(points: Sequence[Point], step: float) -> list[Point]:
-    """Returns the finite points, and points ``step`` apart between neighbours."""
+    """Returns the finite points, and interpolated points about ``step`` apart."""
     dense = [point for point in points if all(map(math.isfinite, point))]
     for (x0, y0), (x1, y1) in pairwise(points):
         if math.isfinite(y0) and math.isfinite(y1):

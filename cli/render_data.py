@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def size_in_words(size: int | None) -> str:
-    """Returns a size in up to three digits: ``460 kB``, ``7 MB``, ``28.5 GB``."""
+    """Formats a size in up to three digits: ``460 kB``, ``7 MB``, ``28.5 GB``."""
     if size is None:
         return ""
     value, units = float(size), ["bytes", "kB", "MB", "GB"]
@@ -27,7 +27,7 @@ def size_in_words(size: int | None) -> str:
 
 
 def status(entry: "CatalogueEntry") -> str:
-    """Returns ``in Python``, ``here``, ``3 of 14 files`` or ``to fetch``."""
+    """Returns a corpus's download status: ``in Python``, ``here``, ``3 of 14 files`` or ``to fetch``."""
     if entry.python:
         return "in Python"
     downloaded = sum(entry.is_here(file) for file in entry.all_files)
@@ -124,7 +124,7 @@ def fetch_result(entry: "CatalogueEntry", seconds: float, train: str, as_json: b
 
 
 def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
-    """Prints a token folder in detail. The JSON is its manifest, and whether its checksums were verified."""
+    """Prints a token folder in detail. JSON has the manifest, and whether the checksums were verified."""
     if as_json:
         render.json_line({"path": str(folder.path), **folder.manifest, "verified": verified})
         return

@@ -25,7 +25,7 @@ TOKEN_COLOURS = ("blue", "magenta", "green", "cyan", "yellow", "red")
 
 
 def show_spaces(text: str) -> str:
-    """Returns a token with leading and trailing spaces as dots."""
+    """Replaces a token's leading and trailing spaces by dots."""
     inner = text.strip(" ")
     leading = len(text) - len(text.lstrip(" ")) if inner else len(text)
     return "·" * leading + inner + "·" * (len(text) - leading - len(inner))
@@ -39,7 +39,7 @@ def ramp(share: float) -> tuple[int, int, int]:
 
 
 def attention(look: "Look", tokenizer: "Tokenizer") -> None:
-    """Prints the kinds of heads, the pattern of one head, and the most likely next tokens after each block."""
+    """Prints each head's kind, the pattern of one head, and the most likely next tokens after each block."""
     console = render.stdout()
     layer, head = find_clearest_head(look)
     if len(look.layers) * len(look.heads) > 1:
@@ -49,7 +49,7 @@ def attention(look: "Look", tokenizer: "Tokenizer") -> None:
 
 
 def find_clearest_head(look: "Look") -> tuple[int, int]:
-    """Returns the layer and head index with the clearest kind. Ignores the common kinds ``first`` and ``itself``."""
+    """Returns the layer and head indices with the clearest kind, ignoring the common kinds ``first`` and ``itself``."""
 
     def clarity(place: tuple[int, int]) -> float:
         lifts = [look.here.lift(kind) for kind in ("previous", "same", "matching")]
@@ -60,7 +60,7 @@ def find_clearest_head(look: "Look") -> tuple[int, int]:
 
 
 def _heads_table(look: "Look") -> Table:
-    """Returns a letter per head for what it mostly attends to."""
+    """Returns a table with a letter for each head's kind of keys."""
     from gpt import inspect
 
     columns = ["layer", *(["window"] if any(look.windows) else []), *map(str, look.heads)]
@@ -76,7 +76,7 @@ def _heads_table(look: "Look") -> Table:
 
 
 def print_pattern(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
-    """Prints a head's pattern: queries down, keys across. Without colours, weights are in tenths."""
+    """Prints a head's pattern: queries down, keys across. Without colours, prints tenths as digits."""
     from gpt.inspect import KINDS, mostly, token_text
 
     kind = mostly(look.here, look.probe, at, column)

@@ -43,7 +43,7 @@ class Shape:
 
 
 def breakdown(shape: Shape) -> None:
-    """Prints the GPT-3 table of a shape with a bar per matrix, then tied and additional parameters."""
+    """Prints the GPT-3 table of a shape with a bar per matrix, then tied and other parameters."""
     parts, config, console = shape.parts, shape.config, render.stdout()
     table = render.table("Matrix", "Dimensions", ">Parameters", ">Share", "", title=shape.name, show_footer=True)
     table.columns[0].footer, table.columns[2].footer = "Total weights", f"{parts.total_weights:,}"
@@ -71,7 +71,7 @@ def breakdown(shape: Shape) -> None:
 
 
 def side_by_side(shapes: Sequence[Shape]) -> None:
-    """Prints a comparison: matrices down, models across. A model without a gate has a dash in the gate's row."""
+    """Prints a comparison: matrices down, models across, with a dash for a missing matrix."""
     table = render.table("Matrix", *(f">{shape.name}" for shape in shapes))
     for row in max((shape.parts.rows for shape in shapes), key=len):
         table.add_row(row.matrix, *(_share(row.matrix, shape.parts) for shape in shapes))

@@ -1,4 +1,4 @@
-"""Prints the cost of training and sampling: memory, plans that fit, FLOPs, days."""
+"""Prints the cost of training and sampling: memory, plans that fit, FLOPs and days."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from gpt.plan_config import PlanConfig
 
 from . import render
 
-GPT3_FLOPS = 6  # Per parameter and token in the GPT-3 paper, without attention scores.
+GPT3_FLOPS = 6  # FLOPs per parameter and token in the GPT-3 paper, which ignores attention scores.
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A model's config, the plan's settings, and the training plans."""
+    """A model's config, the settings of ``gpt params``, and the resulting plans."""
 
     config: GPTConfig
     settings: PlanConfig
@@ -36,7 +36,7 @@ class Cost:
         return self.plans[-1]
 
     def data(self) -> dict[str, Any]:
-        """Returns the keys that costs add to ``gpt params --json``."""
+        """Returns the cost's keys of ``gpt params --json``."""
         return {
             "plan": self._plan(self.main_plan),
             "memory": self._memory(),

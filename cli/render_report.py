@@ -27,7 +27,7 @@ MAIN_SETTINGS = (  # Settings to print for a single run.
 
 
 def reports(run_reports: "Sequence[Report]") -> None:
-    """Prints results, curves, settings, samples and copied spans of runs."""
+    """Prints runs' results, curves, settings, samples and copied spans."""
     from .views_report import comparable_runs, describe_smoothing, time_unit
 
     console = render.stdout()
@@ -55,7 +55,7 @@ def reports(run_reports: "Sequence[Report]") -> None:
 def _print_chart(
     title: str, x_name: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool
 ) -> None:
-    """Prints a chart of the series that have points. Curves of other programs have no steps."""
+    """Prints a chart of the series with points. Curves of other programs can lack steps."""
     console.print(Text("\n"), end="")
     drawn = [curve for curve in series if curve.points]
     console.print(chart(title, x_name, drawn, console, height, logarithmic), no_wrap=True)
@@ -70,7 +70,7 @@ def _print_held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, t
 
 
 def _print_losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None, console: Console) -> None:
-    """Prints smoothed and held-out losses, and for a single run its raw losses in a pale colour."""
+    """Prints smoothed and held-out losses, and a single run's raw losses in a pale colour."""
     from .views_report import smoothed
 
     series = []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_bytes(data: bytes) -> None:
-    """Writes bytes to stdout unchanged; on a terminal as text."""
+    """Writes bytes to stdout unchanged, or as text on a terminal."""
     if sys.stdout.isatty():
         render.write(data.decode("utf-8", "backslashreplace"))
         return
@@ -112,7 +112,7 @@ def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
 
 
 def _role(tokenizer: "Tokenizer", id: int) -> str:
-    """Describes a special token that starts or ends a text; empty if that is obvious."""
+    """Describes a special token that starts or ends a text, except a single end-of-text."""
     if id == tokenizer.bos:
         return "  starts a text"
     return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""

@@ -105,7 +105,7 @@ def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | 
 
 
 def resolve_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
-    """Splits the choices and reads the schema file. Raises `UserError` for an empty constraint."""
+    """Splits ``choices`` at commas and reads the schema file. Raises `UserError` for an empty constraint."""
     settings = settings.changed("choices", ",".join(settings.choices))
     if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
         raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out to allow any text")

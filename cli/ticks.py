@@ -1,12 +1,12 @@
-"""Axes with round ticks, for numbers in float32's range. ``pages/chart.js`` does the same; a test compares the two."""
+"""Axes with round ticks, for numbers in float32's range. A test compares them with ``pages/chart.js``."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-FLAT = 1e-8  # A range narrower than this share of its largest number is widened.
-TINY = 1e-300  # A range narrower than this is widened, so that no tick step is subnormal.
+FLAT = 1e-8  # Ranges narrower than this share of their largest number are widened.
+TINY = 1e-300  # Narrower ranges are widened, so that no tick step is subnormal.
 TOLERANCE = 1e-6  # Tolerance for rounding errors, in steps.
 UNITS = {6: "M", 9: "B", 12: "T"}
 
@@ -30,7 +30,7 @@ class Axis:
 def axis(low: float, high: float, max_ticks: int, extend: bool = True) -> Axis:
     """Returns a linear axis with up to ``max_ticks`` ticks: multiples of 1, 2 or 5 times a power of ten.
 
-    With ``extend``, the axis ends at ticks. Otherwise it goes from ``low``, or from 0 if that is close, to ``high``.
+    With ``extend``, the axis ends at ticks. Otherwise it runs from ``low``, or 0 if close, to ``high``.
     """
     low, high = _widen(0.0 if not extend and 0 < low <= high / 10 else low, high)
     first, last, step, k = _find_step(
@@ -66,7 +66,7 @@ def _widen(low: float, high: float) -> tuple[float, float]:
 
 
 def _find_step(low: float, high: float, max_ticks: int, extend: bool, k: int) -> tuple[int, int, int, int]:
-    """Finds the finest step with up to ``max_ticks`` ticks: 1, 2 or 5 times 10^``k`` or a higher power of ten.
+    """Finds the finest step with up to ``max_ticks`` ticks: 1, 2 or 5 times 10^``k`` or higher powers of ten.
 
     Returns the first and last tick as multiples of the step, the step (1, 2 or 5) and its power of ten.
     """
@@ -82,12 +82,12 @@ def _find_step(low: float, high: float, max_ticks: int, extend: bool, k: int) ->
 
 
 def _scale(multiple: int, power: int) -> float:
-    """Returns number × 10^power, rounded once."""
+    """Returns ``multiple`` × 10^``power``, rounded once."""
     return float(f"{multiple}e{power}")
 
 
 def _labels(multiples: Sequence[int], k: int) -> list[str]:
-    """Returns labels for numbers × 10^k, with the same decimals and unit."""
+    """Returns labels of ``multiples`` × 10^``k`` with a common number of decimals and unit."""
     top_power = len(str(max(map(abs, multiples)))) - 1 + k  # Power of ten of the largest number.
     unit, suffix = 0, ""
     if top_power < -3 or top_power >= 15:

@@ -1,4 +1,4 @@
-"""The data of ``gpt inspect`` for ``--json`` and for pages."""
+"""The data of ``gpt inspect``, for ``--json`` and pages."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from .page import pack_array
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
-LARGEST_PAGE = 96 * 2**20  # Maximum bytes of patterns in a page. Browsers get slow far below.
+LARGEST_PAGE = 96 * 2**20  # Maximum bytes of patterns on a page; browsers get slow well below.
 MAX_NEXT_TOKENS = 100  # Number of most likely next tokens to list.
 Tree = dict[str, Any]
 
@@ -64,7 +64,7 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
 
 
 def _chance(look: inspect.Look, at: int) -> Tree:
-    """Returns the scores that uniform attention would have in layer ``at``."""
+    """Returns the scores of uniform attention in layer ``at``."""
     return {
         name: {kind: None if uniform is None else float(uniform[at]) for kind, uniform in measured.chance.items()}
         for name, measured in (("prompt", look.here), ("probe", look.probe))
@@ -98,8 +98,8 @@ def _scores(look: inspect.Look) -> list[Tree]:
 
 
 def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tree:
-    """Returns the data of ``pages/attention.js``. Weights have 16 bits, because there is one per head, query and key.
-    Raises `UserError` for a page too large for browsers."""
+    """Returns the data of ``pages/attention.js``. Packs attention weights in 16 bits to save space. Raises `UserError`
+    for a page too large for browsers."""
     T = len(look.ids)
     lower = look.patterns[..., np.tri(T, dtype=np.bool_)]  # (layers, heads, T (T + 1) / 2)
     if 2 * lower.size > LARGEST_PAGE:
@@ -171,7 +171,7 @@ def positions_data(position_info: inspect.Positions, model: str) -> Tree:
 
 
 def positions_page(position_info: inspect.Positions, model: str) -> Tree:
-    """Returns the data of ``pages/positions.js``. A large table is sampled evenly."""
+    """Returns the data of ``pages/positions.js``. Samples a large table evenly."""
     table: Tree | None = None
     if position_info.table is not None:
         step = [-(-size // MAX_TABLE_SIDE) for size in position_info.table.shape]

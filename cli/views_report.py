@@ -1,4 +1,4 @@
-"""The data of ``gpt report`` for ``--json``, for its page and for charts in the terminal."""
+"""The data of ``gpt report``, for ``--json``, its page and charts in the terminal."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ Tree = dict[str, Any]
 
 
 def report_data(report: Report, max_points: int | None = None) -> Tree:
-    """Returns a run's object in ``gpt report --json``, with up to ``max_points`` points per curve, or every step."""
+    """Returns a run's object of ``gpt report --json``. ``max_points`` limits the points per curve."""
     history = report.history
     steps, evals = report.columns(max_points)
     end = None
@@ -47,7 +47,7 @@ def _samples(report: Report) -> list[Tree]:
 
 
 def _copying(report: Report) -> Tree | None:
-    """Returns the longest span that the samples copy, and the share of their 8-grams that are copied."""
+    """Returns the longest span copied by the samples, and the share of copied 8-grams."""
     copying = report.copying
     if copying is None or not copying.samples:
         return None
@@ -84,7 +84,7 @@ NATS, BITS = "nats per token", "bits per byte"
 
 
 def choose_loss_unit(reports: Sequence[Report]) -> str:
-    """Returns the unit of losses: nats per token, or bits per byte if the runs have different tokenizers."""
+    """Returns the unit of losses: nats per token, or bits per byte for runs with different tokenizers."""
     tokenizers = {report.record.tokenizer and report.record.tokenizer.fingerprint for report in reports}
     if len(reports) == 1 or (len(tokenizers) == 1 and None not in tokenizers):
         return NATS
@@ -94,12 +94,12 @@ def choose_loss_unit(reports: Sequence[Report]) -> str:
 
 
 def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tree], str]:
-    """Returns runs with losses in a common unit, and the unit. Curves have up to ``max_points`` points."""
+    """Returns runs with losses in a common unit, and the unit. Limits curves to ``max_points`` points."""
     runs, unit = [report_data(report, max_points) for report in reports], choose_loss_unit(reports)
     names = [report.name for report in reports]
     for run in runs:
         if names.count(run["name"]) > 1:
-            run["name"] = run["run"]  # Runs of the same name are listed by path.
+            run["name"] = run["run"]  # Distinguish runs of the same name by path.
         for columns, key in ((run["steps"], "loss"), (run["evals"], "val_loss")):
             if unit == BITS:
                 columns[key] = [loss and finite(loss * run["bits_per_nat"]) for loss in columns[key]]
@@ -107,7 +107,7 @@ def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tr
 
 
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
-    """Returns the time unit for the longest run: its length in seconds, and its name."""
+    """Returns a time unit that suits the longest run: its length in seconds, and its name."""
     longest = max(
         event.seconds for report in reports for event in [*report.history.steps[-1:], *report.history.evals[-1:]]
     )
@@ -115,8 +115,8 @@ def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
 
 
 def smoothed(losses: Sequence[float | None]) -> list[float | None]:
-    """Returns the mean of a centred window around each loss. The window is smaller at the start of the curve, where the
-    loss falls fast. None stays None."""
+    """Returns the mean of a centred window around each loss, or None if the loss is None. Windows are smaller at the
+    start of the curve, where the loss falls fast, and at the end."""
     half_window = _half_window(len(losses))
     means: list[float | None] = []
     for at, loss in enumerate(losses):
@@ -132,7 +132,7 @@ def _half_window(points: int) -> int:
 
 
 def describe_smoothing(reports: Sequence[Report], max_points: int) -> tuple[str, str | None]:
-    """Describes the number of steps per point of raw and of smoothed curves; None for curves too short to smooth."""
+    """Describes how many steps a raw point averages, and a smoothed point, or None for short curves."""
     counts = [len(report.history.steps) for report in reports if report.history.steps] or [0]
     steps_per_point = [max(1, -(-count // max_points)) for count in counts]
     half_windows = [_half_window(-(-count // n)) for count, n in zip(counts, steps_per_point, strict=True)]

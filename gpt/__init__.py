@@ -1,6 +1,6 @@
 """Train and use your own GPT: ``gpt.train("book.txt")``, ``gpt.load("runs/book").generate("Once upon")``.
 
-Public names are imported on first use, so ``import gpt`` does not import torch.
+``import gpt`` does not import torch: public names are imported on first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The public Python API: `load` a model, generate and evaluate text with it, or `train` one."""
+"""The public Python API: trains and loads models, generates text, and measures loss."""
 
 import contextlib
 import functools
@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
 
 
 class Writing:
-    """A sample being generated: an iterable of text pieces that sets ``sample`` at the end."""
+    """Iterates over a sample's text pieces as they are generated, and sets ``sample`` at the end."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
@@ -73,7 +73,7 @@ class LanguageModel:
 
     @functools.cached_property
     def contexts(self) -> ContextPool:
-        """KV caches, reused across calls."""
+        """The KV caches, reused across calls."""
         return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
 
     @functools.cached_property
@@ -83,7 +83,7 @@ class LanguageModel:
     def write(
         self, prompt: str | list[int] = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0
     ) -> Writing:
-        """Generates one sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
+        """Generates a sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
         result depends only on the arguments."""
         config = replace(config or SampleConfig(), n_best=1)
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
@@ -97,22 +97,21 @@ class LanguageModel:
         num: int = 1,
         done: Collection[tuple[int, int]] = (),
     ) -> Iterator[Piece]:
-        """Yields the pieces of ``num`` samples or beams of each prompt, text by text. Batching does not change the
-        samples. Skips samples in ``done``, given as (prompt, index). Raises `UserError` for unsupported settings."""
+        """Yields the text pieces of ``num`` samples or beams per prompt, one sample after another. Batching does not
+        change the samples. Skips the (prompt, index) pairs in ``done``. Raises `UserError` for unsupported settings."""
         config = config or SampleConfig()
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
         """Returns ``num`` continuations of ``prompt``, or the ``n_best`` beams. ``settings`` are fields of
-        `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for unknown ones."""
+        `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for unknown settings."""
         config = from_dict(SampleConfig, settings, "generate")
         pieces = self.write_all([prompt], config, seed, num)
         return [piece.sample.text for piece in pieces if piece.sample is not None]
 
     def loss(self, text: str, stride: int | None = None) -> float:
-        """Returns the mean loss over ``text`` in nats per token. Raises `UserError` for a text of fewer than two
-        tokens."""
+        """Returns the mean loss over ``text`` in nats per token. Raises `UserError` below two tokens."""
         return self.evaluate([text], stride).loss
 
     def evaluate(
@@ -122,8 +121,7 @@ class LanguageModel:
         on_window: OnWindow | None = None,
         block_size: int | None = None,
     ) -> Evaluation:
-        """Measures the loss over documents, in windows of ``block_size`` tokens: by default the context length, up to
-        1,024."""
+        """Measures the loss over documents, in windows of ``block_size`` tokens (default: the context, up to 1,024)."""
         documents = Encoded(self.tokenizer.document(text).astype(np.int64) for text in texts)
         return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
 
@@ -138,7 +136,7 @@ class LanguageModel:
         block_size: int | None = None,
     ) -> Evaluation:
         """Measures the loss over files, folders or named corpora of any size, or over one ``side`` of a token folder
-        made with this model's tokenizer."""
+        with this model's tokenizer."""
         config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
@@ -155,8 +153,7 @@ def _open_documents(
     listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple["TokenFolder", Documents]]:
-    """Yields a token folder and its documents: one side of an existing folder, or a temporary folder of tokenized
-    texts."""
+    """Yields a token folder and its documents: one ``side`` of an existing folder, or all of ``texts``, tokenized."""
     from gpt.text.corpus import open_corpus
     from gpt.text.token_folder import TokenFolder
     from gpt.text.tokenize import tokenize
@@ -187,7 +184,7 @@ def _open_documents(
             finally:
                 stream.release()  # Windows cannot delete an open file.
     except Interrupted as interruption:
-        # The message of `tokenize` names the folder, which is already deleted.
+        # The message of `tokenize` names the deleted folder.
         raise Interrupted(interruption.signum) from None
 
 
@@ -202,13 +199,13 @@ def load(
     sampling: SampleConfig | None = None,
 ) -> LanguageModel:
     """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, or a
-    Transformers folder; None: the newest run. If the latest checkpoint is damaged, calls ``note`` and loads the
-    previous one. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing or
-    damaged.
+    Transformers folder. The default is the newest run. If the latest checkpoint is damaged, calls ``note`` and loads
+    the previous one. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing
+    or damaged.
 
-    ``sampling`` has the settings of later calls: the weights are then laid out for decoding, in ``dtype``. "int8" and
-    "int4" quantize them; quantized checkpoints stay as they are. Such a model can be neither trained nor saved, and the
-    default number of ``threads`` depends on its size.
+    With ``sampling``, the settings of later calls, lays out the weights for decoding, in ``dtype``. "int8" and "int4"
+    quantize them, unless the checkpoint is quantized. The model can then be neither trained nor saved, and the default
+    number of ``threads`` depends on its size.
     """
     model_path = folder.find_checkpoint(None if path is None else str(path), note)
     if base is not None:
@@ -223,13 +220,13 @@ def load(
     )
     finish, weight_dtype = None, torch.float32
     compiles = sampling is not None and sampling.compile == "on"
-    # Speculative decoding checks several tokens at a time with other kernels, so in int8 the texts could differ.
+    # Speculative decoding verifies several tokens per step with other kernels, so its int8 texts could differ.
     is_native = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
     if for_decoding or bits is not None:
         packed = for_decoding and (is_native or not compiles)
         finish, weight_dtype = functools.partial(prepare, compute=compute, packed=packed, keep=is_native), compute.dtype
     parameters = breakdown(hf.load_config(folder.home(model_path))).trainable
-    # The layout of the weights depends on the number of threads.
+    # The weight layout depends on the number of threads.
     devices.use_threads(compute, threads, parameters if for_decoding else None)
     loaded = checkpoint.load(model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, bits=bits)
     if bits not in (None, stored_bits):
@@ -240,10 +237,10 @@ def load(
 
 
 def _fit_dtype(path: Path, compute: Compute, dtype: str, casts: bool, note: Callable[[str], None]) -> Compute:
-    """Chooses bfloat16 if float32 weights exceed memory, ``dtype`` is "auto" and weights are cast to it
-    (``casts``). Raises `UserError` if the weights do not fit."""
+    """Chooses bfloat16 if float32 weights do not fit in memory, ``dtype`` is "auto" and loading ``casts`` weights.
+    Raises `UserError` if the weights do not fit."""
     counts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
-    # A tied embedding is laid out again as the unembedding.
+    # In float32, count a tied embedding twice: decoding copies it for the unembedding.
     parameters, full_size = counts.trainable, 4 * counts.total_weights
     if casts and dtype == "auto" and full_size > memory:
         note(
@@ -290,7 +287,7 @@ def bench(
     compile: str = "off",
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
-    """Measures how fast a model samples. ``target`` is a preset, with random weights, or a model as in `load`."""
+    """Measures generation speed. ``target`` is a preset, with random weights, or a model as in `load`."""
     from gpt.decoding.bench import measure
 
     config = config or BenchConfig()
@@ -330,10 +327,10 @@ def export(
     listen: "Listener" = lambda event: None,
     **settings: Any,
 ) -> "Exported":
-    """Writes a model to ``out``: a GGUF file if it ends in .gguf, otherwise a folder for publishing. ``model`` and
-    ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`: ``dtype``, ``license``, ``samples``. ``eval``
-    is a text, as in `train`, whose loss is measured before and after. ``listen`` is called with progress events. Raises
-    `UserError`, `WorkError`, and `Interrupted` after a signal."""
+    """Exports a model to ``out``: a GGUF file if the name ends in .gguf, otherwise a folder for publishing. ``model``
+    and ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`: ``dtype``, ``license``, ``samples``.
+    Measures the loss on the text ``eval``, given as in `train`, before and after. Calls ``listen`` with progress
+    events. Raises `UserError`, `WorkError`, and `Interrupted` after a signal."""
     from gpt.exporting import gguf_tokenizer
     from gpt.exporting import run as exports
     from gpt.exporting.source import open_source
@@ -396,18 +393,18 @@ def _compare(
     from gpt.exporting.provenance import joined, last_part
 
     evaluations: list[Evaluation] = []
-    done = 0
+    done_tokens = 0
 
     def on_window(window: object, losses: Sized, total: int) -> None:
-        nonlocal done
-        done += len(losses)
-        listen(events.Progress("scored", done, 2 * total, "tokens"))
+        nonlocal done_tokens
+        done_tokens += len(losses)
+        listen(events.Progress("scored", done_tokens, 2 * total, "tokens"))
 
     with _open_documents([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
         for weights in (source.weights, stored_weights):
             model = build_model(weights)
             evaluations.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, on_window))
-            del model  # One model in memory at a time.
+            del model  # Keep only one model in memory.
         name = "stdin" if text == "-" else last_part(text)
         name += ", the held-out part" if tokens.path == Path(text) else ""
         return Comparison(joined(name, list(map(asdict, tokens.sources()))), *evaluations)
@@ -415,7 +412,7 @@ def _compare(
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
     """Trains on files, folders or named corpora (default: ``pydocs``). ``settings`` are fields of `TrainConfig`:
-    ``steps``, ``preset``, ``out`` … ``listen`` is called with every event. Raises `UserError`, `WorkError`,
+    ``steps``, ``preset``, ``out`` … Calls ``listen`` with every event. Raises `UserError`, `WorkError` and
     `Interrupted`."""
     from gpt.training import run as runs
 
@@ -424,9 +421,9 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
 
 
 def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
-    """Resumes ``run`` exactly where it stopped; None: the newest unfinished run in ``runs/``. ``settings``: ``steps``
-    (more than before), ``device``, ``micro_batch``, ``keep``; in a distributed run also ``shard``, ``tensor``,
-    ``recompute``. Raises the same errors as `train`."""
+    """Resumes ``run`` exactly where it stopped. The default is the newest unfinished run in ``runs/``. ``settings`` can
+    change ``steps`` (only upward), ``device``, ``micro_batch`` and ``keep``, and in a distributed run ``shard``,
+    ``tensor`` and ``recompute``. Raises the same errors as `train`."""
     from gpt.training import run as runs
 
     return runs.resume(None if run is None else str(run), settings, (), listen)

@@ -1,7 +1,7 @@
-"""Model shapes and training options, with their types, defaults, bounds and help texts.
+"""Model shapes and training options, with their types, defaults, bounds and help texts. Imports no torch.
 
-The command line builds its options from these dataclasses; ``--config`` and ``--print-config`` read and write them as
-TOML (`gpt.settings`). Nothing here imports torch.
+The command line builds its options from these dataclasses. ``--config`` and ``--print-config`` read and write them as
+TOML (`gpt.settings`).
 """
 
 import codecs
@@ -21,26 +21,26 @@ Mlp = Literal["gelu", "swiglu"]
 Biases = Literal["all", "qkv", "none"]
 Layout = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
-DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # regular expression for a device's name
+DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # Regular expression for a device's name.
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]
 
 USUAL_DECAY = 0.1  # GPT-3's weight decay
 MOST_THREADS = 4096
-# Roles of linear maps in ``--lora-targets``, and names for groups of roles.
+# Roles of linear maps for ``--lora-targets``, and groups of roles.
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
-MOST_IDS = 2**24  # upper bound of a vocabulary size
-# At this width and above, a gated MLP's hidden width is a multiple of 256 instead of 64, which suits GPUs.
+MOST_IDS = 2**24  # Maximum vocabulary size.
+# Models of this width or wider have a gated MLP whose width is a multiple of 256, not 64, which is faster on GPUs.
 WIDE_MODEL = 512
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's scaling of RoPE frequencies for a longer context. Frequencies with fewer than ``low`` turns in the
-    ``original`` context are divided by ``factor``, those with more than ``high`` turns stay, and the rest are
-    interpolated."""
+    ``original`` context are divided by ``factor``, frequencies with more than ``high`` turns remain, and frequencies in
+    between are interpolated."""
 
     factor: float
     low: float
@@ -58,36 +58,36 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder's shape and properties; the defaults are GPT-2's. Raises `UserError` for a shape that cannot be built.
+    """A decoder's shape and properties, by default GPT-2's. Raises `UserError` for an impossible shape.
 
-    Bounds are far above GPT-3's 12,288 × 96: a larger number in a file means damage or malice.
+    Bounds are far above GPT-3's 12,288 × 96: a file with larger numbers is damaged or malicious.
     """
 
-    vocab_size: int = bounded(1, MOST_IDS)  # V: vocabulary size, including end-of-text
-    block_size: int = bounded(1, 2**24)  # T: context length in tokens
+    vocab_size: int = bounded(1, MOST_IDS)  # V, vocabulary size, including end-of-text
+    block_size: int = bounded(1, 2**24)  # T, context length in tokens
     n_layer: int = bounded(1, 2**14)  # number of blocks
     n_head: int = bounded(1, 2**14)  # attention heads per block
-    n_embd: int = bounded(1, 2**20)  # C: width of the residual stream
-    # dropout rate of embeddings, attention weights and residual branches in training
+    n_embd: int = bounded(1, 2**20)  # C, width of the residual stream
+    # Dropout rate of embeddings, attention weights and residual branches in training.
     dropout: float = bounded(0, 0.99, 0.0)
     positions: Positions = "learned"  # learned table, fixed sine/cosine table, or rotation of queries and keys (RoPE)
-    layer_norm_epsilon: float = bounded(1e-12, 1, 1e-5)  # added to the variance or the mean square in every norm
-    norm: Norm = "layernorm"  # LayerNorm, or RMSNorm (Zhang and Sennrich 2019) without mean and β
+    layer_norm_epsilon: float = bounded(1e-12, 1, 1e-5)  # ε in every norm
+    norm: Norm = "layernorm"  # LayerNorm, or RMSNorm (Zhang and Sennrich 2019)
     mlp: Mlp = "gelu"  # GELU, or SwiGLU with a gate (Shazeer 2020)
-    n_inner: int | None = bounded(1, 2**22, None)  # hidden width of the MLP; None: 4 C, or about 8/3 C with a gate
-    biases: Biases = "all"  # biases of linear maps: all, only queries, keys and values, or none
-    n_kv_head: int | None = bounded(1, 2**14, None)  # key/value heads (grouped-query attention); None: n_head
-    head_dim: int | None = bounded(1, 2**16, None)  # width of a head; None: n_embd / n_head
-    qk_norm: bool = False  # whether queries and keys are normalized before attention (RMSNorm with weights)
+    n_inner: int | None = bounded(1, 2**22, None)  # hidden width of the MLP, by default 4 C, or about 8/3 C with a gate
+    biases: Biases = "all"  # linear maps with biases: all, only queries, keys and values, or none
+    n_kv_head: int | None = bounded(1, 2**14, None)  # key/value heads (grouped-query attention), by default n_head
+    head_dim: int | None = bounded(1, 2**16, None)  # width of a head, by default n_embd / n_head
+    qk_norm: bool = False  # RMSNorm of queries and keys before attention
     rope_base: float = bounded(1, 10**12, 10_000.0)  # base of the RoPE frequencies
     rope_scaling: RopeScaling | None = None
-    window: int | None = bounded(1, 2**24, None)  # sliding window in tokens; None: full attention in all layers
-    window_layers: tuple[int, ...] | None = None  # layers with the window, counted from 0; None: 1, 3, 5 … as in GPT-3
+    window: int | None = bounded(1, 2**24, None)  # sliding window in tokens, or None for full attention in all layers
+    window_layers: tuple[int, ...] | None = None  # layers with the window, by default 1, 3, 5 … as in GPT-3
     tied: bool = True  # whether the LM head shares the embedding's weights
 
     def __post_init__(self) -> None:
         layers: Any = self.window_layers
-        # JSON has lists, not tuples.
+        # JSON has no tuples.
         object.__setattr__(self, "window_layers", tuple(layers) if isinstance(layers, list) else layers)
         check_options(self)
         if self.head_dim is None and self.n_embd % self.n_head:
@@ -106,24 +106,24 @@ class GPTConfig:
         self._leave_out_defaults()
 
     def _leave_out_defaults(self) -> None:
-        """Sets derived fields to None, so that a ``config.json`` with all fields gives an equal shape."""
+        """Sets fields with default values to None, so a ``config.json`` that spells them out gives an equal config."""
         has_windows = any(self.windows)
-        derived = {
+        defaults = {
             "n_kv_head": self.n_head,
             "head_dim": self.n_embd / self.n_head,
             "n_inner": self._default_mlp_width(),
             "window": None if has_windows else self.window,
             "window_layers": tuple(range(1, self.n_layer, 2)) if has_windows else self.window_layers,
         }
-        for name, value in derived.items():
+        for name, value in defaults.items():
             if getattr(self, name) == value:
                 object.__setattr__(self, name, None)
 
     def _check_positions(self) -> None:
         paired_widths = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
-        what, width = paired_widths.get(self.positions, ("", 0))
+        label, width = paired_widths.get(self.positions, ("", 0))
         if width % 2:
-            raise UserError(f"{self.positions} positions need an even {what}, not {width}", "dimensions are paired")
+            raise UserError(f"{self.positions} positions need an even {label}, not {width}", "dimensions are paired")
         if self.norm == "rmsnorm" and self.positions != "rotary":
             raise UserError(
                 f"{self.positions} positions do not work with --arch modern, which uses rotary positions",
@@ -138,13 +138,13 @@ class GPTConfig:
 
     @classmethod
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
-        """Returns a shape with an architecture's properties, overridden by ``properties``."""
+        """Returns a config with an architecture's properties, overridden by ``properties``."""
         return cls(*shape, **ARCHITECTURES[arch] | properties)
 
     @staticmethod
     def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Converts fields written by an older version. Raises `UserError` naming ``where`` for a model that is no
-        longer supported."""
+        """Converts fields of older versions. Raises `UserError` naming ``where`` for a model that is no longer
+        supported."""
         upgraded = dict(values)
         if upgraded.pop("arch", "gpt2") != "gpt2":
             raise UserError(f"{where} uses the old --arch modern, which is no longer supported", "train it again")
@@ -152,7 +152,7 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        """D: the width of a head."""
+        """D, the width of a head."""
         return self.head_dim or self.n_embd // self.n_head
 
     @property
@@ -166,7 +166,7 @@ class GPTConfig:
         return self.n_inner or self._default_mlp_width()
 
     def _default_mlp_width(self) -> int:
-        """A gated MLP has three maps instead of two, each about 2/3 as large."""
+        """Returns 4 C, or about 8/3 C with a gate, for a similar number of parameters."""
         if self.mlp == "gelu":
             return 4 * self.n_embd
         unit = 256 if self.n_embd >= WIDE_MODEL else 64
@@ -174,13 +174,13 @@ class GPTConfig:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer; None for full attention."""
+        """The sliding window of each layer, or None for full attention."""
         windowed_layers = range(1, self.n_layer, 2) if self.window_layers is None else self.window_layers
         return tuple(self.window if layer in windowed_layers else None for layer in range(self.n_layer))
 
     @property
     def layout(self) -> Layout:
-        """The Transformers family that computes the same model; ``gpt`` if none does. It decides a checkpoint's tensor
+        """The Transformers family that computes the same model, or ``gpt`` if none does. Decides a checkpoint's tensor
         names and ``config.json``."""
         any_window, all_windows = any(self.windows), all(self.windows)
         if (self.norm, self.mlp, self.biases, self.qk_norm) == ("layernorm", "gelu", "all", False):
@@ -199,7 +199,7 @@ class GPTConfig:
         return "gpt"
 
 
-# The properties of ``--arch``.
+# Properties of each ``--arch``.
 ARCHITECTURES: dict[Arch, dict[str, Any]] = {
     "gpt2": {
         "positions": "learned", "norm": "layernorm", "layer_norm_epsilon": 1e-5, "mlp": "gelu", "biases": "all",
@@ -214,7 +214,7 @@ ARCHITECTURES: dict[Arch, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """A named shape with its usual batch size and learning rate."""
+    """A named shape with a batch size and learning rate that suit it."""
 
     model: GPTConfig
     batch_tokens: int  # tokens per step
@@ -234,8 +234,8 @@ GPT2_VOCAB = 50_257
 _XL = "Table 2.1 of the GPT-3 paper gives 24 heads of 128 in a width of 2,048; 16 heads give the paper's total"
 _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128; 5,120 gives the paper's total"
 
-# GPT-2: Radford et al. 2019, table 2. GPT-3: Brown et al. 2020, table 2.1 (shape, batch in tokens, learning rate). The
-# GPT-2 paper gives no batch and learning rate; its sizes use those of the nearest GPT-3 model.
+# Shapes of GPT-2 are from Radford et al. 2019, table 2. Shapes, batch sizes and learning rates of GPT-3 are from Brown
+# et al. 2020, table 2.1; GPT-2 uses the batch and learning rate of the nearest GPT-3 model.
 PRESETS: dict[str, Preset] = {
     "pico": _gpt2(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
     "nano": _gpt2(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
@@ -259,7 +259,7 @@ PRESETS: dict[str, Preset] = {
     "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "for tens of megabytes", n_kv_head=2),
     "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "for hundreds of megabytes, on a GPU", n_kv_head=4),
     "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "for gigabytes, on a GPU", n_kv_head=4),
-    # Shapes from config.json on the Hub; batch and learning rate of the nearest GPT-3 model.
+    # Shapes from the Hub's config.json, with batch and learning rate of the nearest GPT-3 model.
     "smollm2-135m": _llama(
         30, 9, 576, 8192, 49_152, 524_288, 6e-4, n_kv_head=3, n_inner=1536, rope_base=100_000.0,
         layer_norm_epsilon=1e-5,
@@ -282,7 +282,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def find_preset(name: str) -> Preset:
-    """Returns the preset ``name``. Raises `UserError` with the nearest name if there is none."""
+    """Returns the preset ``name``. Raises `UserError` for an unknown name, with a suggestion."""
     if name not in PRESETS:
         raise UserError(f'there is no preset "{name}"', did_you_mean(name, PRESETS))
     return PRESETS[name]
@@ -318,7 +318,7 @@ class ReadConfig:
         check_options(self)
         try:
             codecs.lookup(self.encoding)
-        except (LookupError, ValueError):  # ValueError: the name is not text, or has a zero byte.
+        except (LookupError, ValueError):  # ValueError if the name is not text or has a zero byte.
             raise UserError(f'there is no encoding "{self.encoding}"', "utf-8, latin-1, cp1252, utf-16 …") from None
 
 
@@ -380,7 +380,7 @@ class TokenizeConfig(TextConfig):
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """The part, counted from 1, and the number of parts."""
+        """(I, N) for part I of N, counted from 1, or None for the whole."""
         if self.part is None:
             return None
         if match := re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", self.part):
@@ -392,7 +392,7 @@ class TokenizeConfig(TextConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TextConfig):
-    """Options of ``gpt train``. ``None``: chosen from the text's size, the preset or the device."""
+    """Options of ``gpt train``. If None, an option depends on the text's size, the preset or the device."""
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("steps", "epochs", "set the length of training"),
@@ -512,7 +512,7 @@ class TrainConfig(TextConfig):
     compile: Compile = _machine("auto", "Compile steps; auto: on GPUs, and on a CPU for small models in long runs")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "micro_batch", str(self.micro_batch))  # TOML and Python can pass a number.
+        object.__setattr__(self, "micro_batch", str(self.micro_batch))  # TOML and Python callers can pass a number.
         super().__post_init__()
         if self.preset != "auto":
             find_preset(self.preset)
@@ -533,7 +533,7 @@ class TrainConfig(TextConfig):
 
     @property
     def has_examples(self) -> bool:
-        """Whether it trains on pairs or conversations instead of running text."""
+        """Whether TEXT contains pairs or conversations instead of running text."""
         return self.pairs or self.chat
 
     def _check_adapters(self) -> None:

@@ -1,4 +1,4 @@
-"""Chooses a device and dtype from the machine's capabilities, never from timings."""
+"""Chooses a device, dtype and threads from the machine's capabilities, never from timings."""
 
 import contextlib
 import ctypes
@@ -21,17 +21,17 @@ from gpt.errors import UserError, did_you_mean
 from gpt.peaks import cores, host_memory
 from gpt.words import counted
 
-# Parameters per thread when decoding one token. Measured throughput of two threads relative to one, on two cores: 1.11
-# at 0.9 M parameters, 1.25 at 3.7 M, 1.35 at 12 M, 1.51 at 124 M; 0.4 at 0.9 M next to four other programs.
+# Parameters per thread when decoding. On two cores, the throughput of two threads relative to one was 1.11 at 0.9 M
+# parameters, 1.25 at 3.7 M, 1.35 at 12 M and 1.51 at 124 M, but 0.4 at 0.9 M next to four other programs.
 DECODED = 2_000_000
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
-MAX_KEPT_BYTES = 2**25  # the largest threshold that glibc accepts
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Constants of malloc.h.
+MAX_KEPT_BYTES = 2**25  # Maximum threshold that glibc accepts.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Compute:
-    """A device, the dtype of its matrix products, and the number of processes that share it. Trained weights are always
+    """A device, the dtype of its matrix products, and the number of processes that share it. Training keeps weights in
     float32."""
 
     device: torch.device
@@ -50,8 +50,7 @@ class Compute:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def memory(self) -> int:
-        """Returns this process's share of the device's total memory, in bytes. Choices based on free memory would vary
-        between runs."""
+        """Returns this process's share of the device's total memory in bytes. Free memory would vary between runs."""
         return self._memory() // self.shared_by
 
     def _memory(self) -> int:
@@ -69,7 +68,7 @@ class Compute:
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """Copies an array or nested lists to a device. A GPU reads contiguous pinned memory, so the host does not wait."""
+    """Copies an array or nested lists to a device. Uses pinned memory for a GPU, so that the host does not wait."""
     tensor = torch.as_tensor(values)
     if device.type != "cuda":
         return tensor.to(device)
@@ -77,24 +76,24 @@ def upload(values: Any, device: torch.device) -> Tensor:
 
 
 class Download:
-    """An asynchronous copy of tensors from one device to the host. A GPU sends them in one transfer of 32-bit elements.
+    """An asynchronous copy of tensors on one device to the host, packed into one transfer on a GPU.
 
-    Tensors are float32, or integers below 2³¹.
+    Tensors must be float32, or integers below 2³¹.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self.arrived: torch.cuda.Event | None = None  # None: `read` blocks until the device is done
+        self.arrived: torch.cuda.Event | None = None  # None if `read` copies synchronously
         self._tensors = tensors
         if tensors[0].device.type == "cuda":
             bits = [(tensor.float() if tensor.is_floating_point() else tensor.int()).flatten() for tensor in tensors]
             packed = torch.cat([tensor.view(torch.int32) for tensor in bits])
             self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=True).copy_(packed, non_blocking=True)
             self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            # The current device can be a different one.
+            # The tensors' device need not be current.
             self.arrived.record(torch.cuda.current_stream(packed.device))
 
     def read(self, wait: Callable[[torch.cuda.Event], object] = lambda event: event.synchronize()) -> list[Any]:
-        """Returns each tensor as a number or as nested lists. ``wait`` blocks until the device has reached an event."""
+        """Returns each tensor as a number or nested lists. ``wait`` blocks until the device reaches an event."""
         if self.arrived is None:
             return [tensor.tolist() for tensor in self._tensors]
         wait(self.arrived)
@@ -116,7 +115,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    """Sets the random generators' states, ignoring those of other devices. Raises TypeError or RuntimeError."""
+    """Restores the random generators' states, except of other devices. Raises TypeError or RuntimeError."""
     torch.set_rng_state(states["torch"].cpu())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
@@ -127,8 +126,8 @@ def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> Non
 def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -> Compute:
     """Chooses the device and dtype. Raises `UserError` if this machine does not have them.
 
-    On a CPU, ``auto`` trains in bfloat16 if the processor multiplies it natively, and otherwise computes in float32:
-    for inference, exactness is worth more than speed.
+    On a CPU, ``auto`` means bfloat16 for training if the processor multiplies it natively, and otherwise float32: for
+    inference, exactness is worth more than speed.
     """
     chosen = _device(device)
     if dtype == "auto":
@@ -163,10 +162,9 @@ def _device(name: str) -> torch.device:
 
 
 def use_threads(compute: Compute, requested: int | None = None, parameters: int | None = None) -> None:
-    """Sets the number of CPU threads: ``requested``, else ``OMP_NUM_THREADS``, else torch's default, limited to the
-    available cores. For decoding with a model of ``parameters``, the default is also limited to one thread per
-    `DECODED` parameters, because steps are too short for more. Starts `gpt.waiting`. Raises `UserError` for an invalid
-    number."""
+    """Sets the number of CPU threads: ``requested``, else ``OMP_NUM_THREADS``, else torch's default, up to the
+    available cores. For decoding with a model of ``parameters``, the default is up to one thread per `DECODED`
+    parameters, because steps are short. Starts `gpt.waiting`. Raises `UserError` for an invalid number."""
     if requested is not None and not 1 <= requested <= MOST_THREADS:
         raise UserError(f"threads is {requested:,}; it must be between 1 and {MOST_THREADS:,}")
     if compute.device.type != "cpu":
@@ -185,8 +183,8 @@ def use_threads(compute: Compute, requested: int | None = None, parameters: int 
 def keep_freed_memory() -> None:
     """Makes glibc keep freed blocks of up to `MAX_KEPT_BYTES` for reuse. Does nothing on other platforms.
 
-    Each training step reallocates the same activations. If glibc returned them to the system, each 4 KiB would cost a
-    page fault: 20,000 in a step of `micro`, a fifth of its time.
+    Every training step allocates the same activations. If glibc returned them to the system, every 4 KiB would cost a
+    page fault: 20,000 per step of `micro`, a fifth of its time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 NAME = "gpt-workshop"
 VERSION = "0.1.0"
-find_spec = PathFinder.find_spec  # Bypasses import hooks, because setuptools' hook warns about pip.
+find_spec = PathFinder.find_spec  # Bypasses import hooks: setuptools' hook warns about pip.
 
 
 def install(package: str) -> str:
@@ -23,8 +23,8 @@ def install(package: str) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """Returns the command that installs an extra. The installed gpt already satisfies the requirement, so only the
-    extra's packages are downloaded."""
+    """Returns the command that installs an extra. It downloads only the extra's packages, because gpt is already
+    installed."""
     return install(f'"{NAME}[{extra}]"')
 
 
@@ -33,8 +33,8 @@ def _quoted(path: str) -> str:
 
 
 def packages() -> dict[str, str]:
-    """Returns the versions of the installed dependencies, including those of extras."""
-    from importlib.metadata import PackageNotFoundError, requires, version  # This import takes 20 ms.
+    """Returns the versions of installed dependencies, extras included."""
+    from importlib.metadata import PackageNotFoundError, requires, version  # Takes 20 ms.
 
     versions = {}
     with contextlib.suppress(PackageNotFoundError):  # A source tree has no metadata.

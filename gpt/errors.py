@@ -5,11 +5,11 @@ import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-LONGEST = 5000  # maximum characters of a message; a path can have 4,096
+LONGEST = 5000  # Maximum characters of a message. A path can have 4,096.
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # torch on a CPU
     "not enough memory",  # torch on a CPU, on Windows
-    "could not create a primitive",  # oneDNN's messages for every failure
+    "could not create a primitive",  # oneDNN, for any failure
     "could not create a memory",
     "could not execute a primitive",
     "std::bad_alloc",
@@ -22,7 +22,7 @@ _OUT_OF_MEMORY = (
 class UserError(Exception):
     """An error that the user can fix: ``message`` is the problem, ``hint`` the next step.
 
-    The command line prints each on a line and exits with ``exit_code``.
+    The command line prints both and exits with ``exit_code``.
     """
 
     exit_code = 2
@@ -52,7 +52,7 @@ class NotANumber(WorkError):
 
 
 class PeerLost(WorkError):
-    """Another process of the run has ended. It reports the reason itself."""
+    """Another process of the run has ended, and reports the reason itself."""
 
     exit_code = 75  # EX_TEMPFAIL tells a launcher that this process is not the cause.
 
@@ -61,8 +61,8 @@ class PeerLost(WorkError):
 
 
 class Interrupted(BaseException):
-    """A signal ended the work in good order; ``message`` lists the saved data. Like KeyboardInterrupt, it is not an
-    Exception, so general handlers do not catch it."""
+    """A signal stopped the work; ``message`` lists the saved data. Not an Exception, like KeyboardInterrupt, so general
+    handlers do not catch it."""
 
     def __init__(self, signum: int, message: str = "interrupted") -> None:
         super().__init__(message)
@@ -97,7 +97,7 @@ def first_line(error: BaseException) -> str:
 
 
 def device_failure(error: BaseException) -> str | None:
-    """Returns the first line of CUDA's message if a device has failed for the rest of the process, or else None."""
+    """Returns the first line of CUDA's message if this process can no longer use the device, else None."""
     message = str(error).strip()
     is_failure = isinstance(error, RuntimeError) and message.startswith("CUDA error") and not is_out_of_memory(error)
     return first_line(error) if is_failure else None
@@ -110,8 +110,8 @@ def check_text(what: str, text: str, hint: str = "set your terminal to UTF-8") -
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out (OOM). Only Python and CUDA have a type for it; other messages contain one of
-    `_OUT_OF_MEMORY`."""
+    """Whether an error means out of memory (OOM). Only Python and CUDA have a type for it; other messages contain a
+    phrase of `_OUT_OF_MEMORY`."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
@@ -120,5 +120,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_threads(error: BaseException) -> bool:
-    """Whether the system refused another thread: memory or the number of threads is limited."""
+    """Whether the system refused to start a thread, because of a limit on memory or threads."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

@@ -1,4 +1,4 @@
-"""Measures the loss over whole texts, in fixed windows and without randomness."""
+"""Measures the loss over whole texts, deterministically, in fixed windows."""
 
 import codecs
 import contextlib
@@ -19,15 +19,16 @@ from gpt.model.decoder import GPT
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
-WINDOW = 1024  # default maximum in tokens; attention takes most of the time in longer windows
-TOKENS_AT_ONCE = 8192  # maximum positions in a batch of windows
-MAX_LOGITS = 2**26  # maximum logits in memory
-DECODE_CHUNK = 2**20  # ids decoded per call
+WINDOW = 1024  # Maximum default window. In longer windows, attention takes most of the time.
+TOKENS_AT_ONCE = 8192  # Maximum positions in a batch of windows.
+MAX_LOGITS = 2**26  # Maximum logits in memory.
+DECODE_CHUNK = 2**20  # Ids decoded per call.
 
 
 @dataclass(frozen=True)
 class Window:
-    """Up to ``block_size`` ids ``x`` and their next ids ``y``. Another window counts the first ``skipped`` targets."""
+    """Up to ``block_size`` ids ``x`` and their next ids ``y``. The first ``skipped`` targets count in earlier
+    windows."""
 
     document: int
     start: int
@@ -38,7 +39,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A text's loss in the usual units. ``tokens`` counts the predicted tokens: all except each document's first."""
+    """A text's loss in several units. ``tokens`` counts predicted tokens: all except each document's first."""
 
     loss: float  # nats per token
     tokens: int
@@ -49,17 +50,17 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp of the loss per token."""
+        """e to the loss per token."""
         return _exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
-        """Total loss in bits per byte of text: comparable across tokenizers."""
+        """Total loss in bits per byte of text, comparable across tokenizers."""
         return losses.bits_per_byte(self.loss * self.tokens, self.bytes)
 
     @property
     def word_perplexity(self) -> float:
-        """exp of the total loss per whitespace-separated word: comparable across tokenizers."""
+        """e to the total loss per whitespace-separated word, comparable across tokenizers."""
         return _exp(self.loss * self.tokens / self.words) if self.words else math.nan
 
 
@@ -68,7 +69,7 @@ def _exp(x: float) -> float:
 
 
 class Document(Protocol):
-    """A document's ids: an array or a `gpt.text.shards.TokenDocument`."""
+    """A document's ids, as an array or a `gpt.text.shards.TokenDocument`."""
 
     def __len__(self) -> int: ...
 
@@ -76,7 +77,7 @@ class Document(Protocol):
 
 
 class Documents(Protocol):
-    """Documents with known lengths: `gpt.text.shards.TokenDocuments` or `Encoded`."""
+    """Documents of known lengths, as `gpt.text.shards.TokenDocuments` or `Encoded`."""
 
     @property
     def lengths(self) -> Ids:
@@ -98,8 +99,8 @@ class Encoded(list[Ids]):
 
 
 def windows(documents: Iterable[Document], block_size: int, stride: int | None = None) -> Iterator[Window]:
-    """Yields windows that start every ``stride`` ids of each document; by default they do not overlap. Every id except
-    a document's first counts exactly once. Raises `UserError` for a stride beyond the context."""
+    """Yields windows that start every ``stride`` ids of each document, by default without overlap. Every id except a
+    document's first counts exactly once. Raises `UserError` for a stride beyond ``block_size``."""
     stride = block_size if stride is None else stride
     if not 1 <= stride <= block_size:
         raise UserError(f"stride is {stride}; it must be from 1 to the window, {block_size} tokens")
@@ -115,21 +116,21 @@ def spread_windows(documents: Documents, block_size: int, count: int) -> list[Wi
     counts = -(-np.maximum(documents.lengths - 1, 0) // block_size)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
-    selected = []
+    selected_windows = []
     for index in dict.fromkeys(i * total // count for i in range(count)) if total > count else range(total):
         document = int(np.searchsorted(ends, index, "right"))
         start = (index - int(ends[document] - counts[document])) * block_size
         ids = documents[document][start : start + block_size + 1]
-        selected.append(Window(document, start, ids[:-1], ids[1:], 0))
-    return selected
+        selected_windows.append(Window(document, start, ids[:-1], ids[1:], 0))
+    return selected_windows
 
 
 @torch.inference_mode()
 def score_positions(
     model: GPT, batch: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Pads windows to the longest and returns ``score(logits, targets)`` of each position, (n, T). Keeps at most
-    `MAX_LOGITS` logits in memory. Uncounted targets are `IGNORED`."""
+    """Pads windows to the longest and returns ``score(logits, targets)`` of each position, (n, T). Uncounted targets
+    are `IGNORED`. Keeps at most `MAX_LOGITS` logits in memory."""
     length = max(len(window.x) for window in batch)
     x = np.zeros((len(batch), length), np.int64)
     y = np.full((len(batch), length), losses.IGNORED, np.int64)
@@ -138,7 +139,7 @@ def score_positions(
         y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
     targets, chunk = upload(y.ravel(), compute.device), max(1, MAX_LOGITS // model.config.vocab_size)
     with compute.autocast():
-        # Only the trunk gathers sharded weights; model(x) does not.
+        # The trunk gathers sharded weights; model(x) does not.
         stream = model.trunk(upload(x, compute.device)).flatten(0, 1)
         parts = zip(torch.split(stream, chunk), torch.split(targets, chunk), strict=True)
         scores = [score(model.unembed(part), part_targets) for part, part_targets in parts]
@@ -148,8 +149,8 @@ def score_positions(
 def score_windows(
     model: GPT, all_windows: Iterable[Window], compute: Compute
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Yields every window, in order, with the losses of its counted targets in nats, without dropout. A GPU computes
-    the next batch while the caller reads one."""
+    """Yields all windows, in order, with the losses of their counted targets in nats, without dropout. A GPU computes a
+    batch while the caller reads the previous one."""
     pending: tuple[list[Window], Download] | None = None
     with _eval_mode(model):
         for batch in _batches(all_windows):
@@ -168,7 +169,7 @@ def _counted_losses(batch: list[Window], download: Download) -> Iterator[tuple[W
 
 
 def count_exact(model: GPT, all_windows: Iterable[Window], compute: Compute) -> tuple[int, int]:
-    """Counts the windows that greedy decoding would reproduce exactly, and all windows with counted targets."""
+    """Counts the windows whose targets greedy decoding reproduces exactly, and all windows with counted targets."""
     exact, count = 0, 0
     with _eval_mode(model):
         for batch in _batches(all_windows):
@@ -180,7 +181,7 @@ def count_exact(model: GPT, all_windows: Iterable[Window], compute: Compute) -> 
 
 
 def _misses(logits: Tensor, targets: Tensor) -> Tensor:
-    """True for counted targets that are not the most likely token."""
+    """Returns True for counted targets that are not the most likely token."""
     return (logits.argmax(-1) != targets) & (targets != losses.IGNORED)
 
 
@@ -209,7 +210,7 @@ def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 
 def total_loss(model: GPT, all_windows: Iterable[Window], compute: Compute) -> tuple[float, int]:
-    """Returns the sum of the losses of all counted targets in nats, and their number."""
+    """Returns the total loss of all counted targets in nats, and their number."""
     total, count = 0.0, 0
     for _, window_losses in score_windows(model, all_windows, compute):
         total += float(window_losses.sum())
@@ -217,7 +218,7 @@ def total_loss(model: GPT, all_windows: Iterable[Window], compute: Compute) -> t
     return total, count
 
 
-# Called with a window, its losses, and the total number of tokens to score.
+# Called with a window, its losses, and the number of tokens to score in all windows.
 OnWindow = Callable[[Window, npt.NDArray[np.float64], int], None]
 
 
@@ -230,8 +231,8 @@ def evaluate(
     on_window: OnWindow | None = None,
     block_size: int | None = None,
 ) -> Evaluation:
-    """Measures the loss over separate documents, in windows of ``block_size`` tokens: by default the context length, up
-    to `WINDOW`. ``on_window`` is called with each window's losses.
+    """Measures the loss over separate documents, in windows of ``block_size`` tokens (default: the context, up to
+    `WINDOW`). Calls ``on_window`` with each window's losses.
 
     Raises `UserError` if there is no token to predict, and `NotANumber` if the loss is NaN or infinite.
     """

@@ -1,4 +1,4 @@
-"""Events of a run and their JSON lines."""
+"""Events of a run, and their JSON lines in ``metrics.jsonl``."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from gpt.settings import Amount, Count, checked
 
 @dataclass(frozen=True)
 class Event:
-    """Fields of every event: steps done, tokens seen, and seconds since the command started."""
+    """Fields of every event: finished steps, trained tokens, and seconds since the command started."""
 
     kind: ClassVar[str]  # step, eval, sample …
     step: Count
@@ -25,8 +25,8 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step: loss in nats per token, gradient norm before clipping, throughput without evaluations, and its
-    share of the device's peak (`gpt.training.speed`), null if unknown."""
+    """An optimizer step: loss in nats per token, gradient norm before clipping, throughput without evaluations, and MFU
+    (`gpt.training.speed`), null if unknown."""
 
     loss: float
     lr: float
@@ -37,7 +37,7 @@ class StepEvent(Event):
 
 @dataclass(frozen=True)
 class EvalEvent(Event):
-    """An evaluation on held-out text, in nats per token. ``best``: the lowest loss so far."""
+    """An evaluation on held-out text, in nats per token. ``best`` marks the lowest loss so far."""
 
     val_loss: float
     best: bool
@@ -52,15 +52,15 @@ class SampleEvent(Event):
 
 @dataclass(frozen=True)
 class SaveEvent(Event):
-    """A checkpoint that is complete on disk. ``checkpoint`` is its folder's name in the run folder."""
+    """A checkpoint that is complete on disk. ``checkpoint`` is a subfolder of the run."""
 
     checkpoint: str
 
 
 @dataclass(frozen=True)
 class RollbackEvent(Event):
-    """The run went back to ``step``, because the loss at ``failed_step`` exploded or was not finite. From here the
-    learning rate is multiplied by ``rate_factor``."""
+    """A rollback to ``step``, because the loss at ``failed_step`` exploded or was not finite. Multiplies the learning
+    rate of the remaining steps by ``rate_factor``."""
 
     failed_step: int
     why: str
@@ -69,15 +69,15 @@ class RollbackEvent(Event):
 
 @dataclass(frozen=True)
 class ResumeEvent(Event):
-    """The run resumes from a checkpoint. Metrics of later steps are deleted."""
+    """A resume from a checkpoint, which deletes the metrics of later steps."""
 
     checkpoint: str
 
 
 @dataclass(frozen=True)
 class AnswersEvent(Event):
-    """How many pairs the best checkpoint answers exactly with greedy decoding: ``exact`` of ``asked``, at most 500
-    spread over all ``pairs`` of the training text. Held-out fields are null without held-out pairs."""
+    """The number of prompts that the best checkpoint answers exactly with greedy decoding: ``exact`` of ``asked``, up
+    to 500 spread over all ``pairs`` of the training text. Held-out fields are null without held-out pairs."""
 
     exact: int
     asked: int
@@ -90,7 +90,7 @@ class AnswersEvent(Event):
 @dataclass(frozen=True)
 class EndEvent(Event):
     """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. Losses are the
-    best checkpoint's over the whole held-out text; null without held-out text or after an interruption."""
+    best checkpoint's on all held-out text. They are null without held-out text or after a signal."""
 
     reason: str
     checkpoint: str | None
@@ -118,7 +118,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Plan:
-    """The length of the run, sent once before the first step. Not written to the metrics."""
+    """The length of the run, sent before the first step. Not written to the metrics."""
 
     steps: int
     batch_tokens: int
@@ -137,8 +137,8 @@ def to_json(event: Event) -> str:
 
 
 def from_json(line: str | bytes) -> Event:
-    """Parses a line that `to_json` wrote. Raises `UserError` unless every field has its type, numbers are finite and
-    texts are printable."""
+    """Parses a line of `to_json`. Raises `UserError` for a field of the wrong type, a number that is not finite, or
+    text with a lone surrogate."""
     try:
         values = json.loads(line)
         kind = values.pop("event")
@@ -155,10 +155,10 @@ def from_json(line: str | bytes) -> Event:
 
 
 def format_seconds(seconds: float) -> str:
-    """``47 s``, ``3 min 20 s`` or ``2 h 05 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    """Formats a duration as ``47 s``, ``3 min 20 s`` or ``2 h 05 min``."""
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds} s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60} min {whole_seconds % 60:02d} s"
+    return f"{whole_seconds // 3600} h {whole_seconds % 3600 // 60:02d} min"

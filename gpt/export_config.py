@@ -9,7 +9,7 @@ from gpt.settings import check_options, option
 FileType = Literal["f32", "f16", "q8_0", "q4_0"]
 FolderDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 ExportDtype = Literal[FileType, FolderDtype]
-# All license identifiers of the Hub, from its documentation of model cards.
+# The Hub's license identifiers, from its model card documentation.
 _LICENSES = """
 afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
 bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
@@ -46,7 +46,7 @@ class ExportConfig:
         object.__setattr__(self, "dtype", self.dtype or self.type)
         if self.license is None:
             return
-        object.__setattr__(self, "license", self.license.lower())  # SPDX spells it Apache-2.0.
+        object.__setattr__(self, "license", self.license.lower())  # SPDX identifiers have capitals: Apache-2.0.
         if self.license not in LICENSES:
             suggestion = did_you_mean(self.license, LICENSES)
             hint = suggestion if suggestion.startswith("did") else 'give "other", and add its name to the card by hand'

@@ -1,4 +1,4 @@
-"""Writes files and folders atomically: to a temporary sibling that is synced, then renamed. Modes follow the umask.
+"""Writes files and folders atomically: syncs a temporary sibling, then renames it. Modes follow the umask.
 
 Also reads untrusted JSON, computes checksums, takes locks and explains disk errors.
 """
@@ -24,23 +24,23 @@ from filelock import FileLock, Timeout
 
 from gpt.errors import UserError, WorkError, check_text
 
-JSON_LIMIT = 64 * 2**20  # bytes; gpt writes no larger file
-LINE_LIMIT = 2**20  # bytes
-LINES_LIMIT = 2**30  # bytes of a JSON-lines file
-MAX_NAME_BYTES = 255  # bytes
-DEEPEST = 64  # nesting levels of JSON
+JSON_LIMIT = 64 * 2**20  # Maximum bytes of a JSON file; gpt writes no larger ones.
+LINE_LIMIT = 2**20  # Maximum bytes of a line.
+LINES_LIMIT = 2**30  # Maximum bytes of a JSON-lines file.
+MAX_NAME_BYTES = 255
+DEEPEST = 64  # Maximum nesting levels of JSON.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 LOCK = ".lock"
-TEMPORARY, BACKUP = ".tmp-", ".tmp-was-"  # name prefixes of unfinished files and of replaced ones
+TEMPORARY, BACKUP = ".tmp-", ".tmp-was-"  # Name prefixes of unfinished files, and of replaced files.
 EXISTS_MESSAGE = "another process has created it in the meantime, and nothing is overwritten"
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
-    """Yields a file that becomes ``path`` at the end, and is deleted after an error. With a ``digest`` of the data,
-    first verifies the file on disk. Raises OSError (FileExistsError if ``new`` and ``path`` exists by then)."""
+    """Yields a temporary file and renames it to ``path`` at the end, or deletes it after an error. First compares the
+    file on disk with ``digest``, if given. Raises OSError (FileExistsError if ``new`` and ``path`` exists)."""
     temporary = path.parent / _temporary_name(path)
     try:
         with temporary.open("wb") as file:
@@ -60,17 +60,17 @@ def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = Fa
 
 
 def _temporary_name(path: Path) -> str:
-    """Keeps only the end of a long name, because names are limited to 255 bytes."""
+    """Returns a hidden sibling's name. Truncates a long name from the left, to stay below 255 bytes."""
     return f"{TEMPORARY}{os.getpid()}-{path.name[-50:]}"
 
 
 def write_file(path: Path, data: bytes) -> str:
-    """Writes ``data`` like `write_pieces`."""
+    """Writes ``data`` with `write_pieces`."""
     return write_pieces(path, [data])
 
 
 def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
-    """Writes pieces to ``path`` atomically, reads them back, and returns their sha256. Raises OSError like
+    """Writes pieces to ``path`` atomically, verifies them on disk, and returns their sha256. Raises OSError like
     `whole_file`."""
     digest = hashlib.sha256()
     with whole_file(path, digest, new) as file:
@@ -81,9 +81,9 @@ def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
 
 
 def side_by_side(task: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Returns ``task(name)`` for each file, from two threads: on one core, checksums and copies are slower than a disk.
-    Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and unlike a
-    multiprocessing pool they need no semaphore in /dev/shm."""
+    """Returns ``task(name)`` for each file, computed by two threads: on one core, checksums and copies are slower than
+    a disk. Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and
+    need no semaphore in /dev/shm, as a multiprocessing pool does."""
     names = list(names)
     remaining, results, errors = iter(names), dict[str, T](), list[BaseException]()
 
@@ -107,8 +107,8 @@ def side_by_side(task: Callable[[str], T], names: Iterable[str]) -> dict[str, T]
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in a folder durable, if the system can: Windows cannot open folders, some network shares cannot
-    sync them, and some folders are not readable. Raises OSError if the disk fails."""
+    """Makes renames in a folder durable if possible: Windows cannot open folders, some network shares cannot sync them,
+    and some folders are not readable. Raises OSError if the disk fails."""
     if sys.platform == "win32":
         return
     try:
@@ -125,8 +125,7 @@ def sync_folder(path: Path) -> None:
 
 
 def usable_name(name: str) -> str:
-    """Turns a file name into a folder name: valid UTF-8 without control characters, and short enough to append a
-    number."""
+    """Turns a file name into a folder name: UTF-8 without control characters, short enough to append a number."""
     clean = "".join("_" if unicodedata.category(char) in ("Cc", "Cs") else char for char in name)
     return clean.encode()[:100].decode(errors="ignore")
 
@@ -140,10 +139,10 @@ def make_folder(path: Path) -> None:
 
 
 def open_regular(path: Path, limit: int | None = None) -> BufferedReader:
-    """Opens a regular file of at most ``limit`` bytes, without blocking on a FIFO or device. Checks the open file
-    itself, so nothing can replace it in between.
+    """Opens a regular file of at most ``limit`` bytes, without blocking on a FIFO or device. Checks the file after
+    opening it, so no other file can replace it in between.
 
-    Raises `UserError` for anything else and for an impossible name, and OSError like `open`.
+    Raises `UserError` for any other file and for an invalid name, and OSError like `open`.
     """
     try:
         file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115
@@ -164,7 +163,7 @@ def _open_nonblocking(name: str, flags: int) -> int:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name from an untrusted file is valid in a folder on every system."""
+    """Whether an untrusted name is a valid, printable file name without folders."""
     fits = name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
     return fits and name != ".." and Path(name).name == name
 
@@ -179,7 +178,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def read_lines(file: BufferedReader) -> Iterator[bytes]:
-    """Yields the lines of a file, truncated to `LINE_LIMIT` bytes, so a longer line is not valid JSON."""
+    """Yields the lines of a file, truncated to `LINE_LIMIT` bytes, which makes longer lines invalid JSON."""
     while line := file.readline(LINE_LIMIT):
         yield line
         while len(line) == LINE_LIMIT and not line.endswith(b"\n"):
@@ -217,7 +216,7 @@ def to_json(values: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns an OSError from reading ``path``, or a file below it, into a `UserError`."""
+    """Turns an OSError while reading ``path``, or a file below it, into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -227,8 +226,8 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path, intact: str = "") -> Iterator[None]:
-    """Turns an OSError from writing ``path``, or a place that the error names, into a `WorkError`. ``intact`` adds to
-    the hint which data is unharmed."""
+    """Turns an OSError while writing ``path`` into a `WorkError`. Its hint includes ``intact``, a note about data that
+    is still intact."""
     try:
         yield
     except OSError as error:
@@ -247,7 +246,7 @@ def disk_errors(path: Path, intact: str = "") -> Iterator[None]:
 
 def check_new(path: Path, hint: str) -> None:
     """Raises `UserError` if ``path`` exists, even as a broken link, or is not UTF-8, and `WorkError` if no folder can
-    be created there. Call it before the work."""
+    be created there. Called before long work."""
     with disk_errors(path):
         check_text(f"the name {str(path)!r}", str(path), hint)
         if path.exists() or path.is_symlink():
@@ -258,14 +257,13 @@ def check_new(path: Path, hint: str) -> None:
 
 @contextlib.contextmanager
 def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
-    """Yields a folder that becomes ``target`` at the end, and is deleted after an error. With ``replace``, it replaces
-    an existing ``target``, and `recover` undoes a crash between the two renames. Otherwise raises OSError if ``target``
-    exists by then."""
-    # `recover` finds a replacement by name. A new folder's name is unique, because two processes can create the same
-    # folder.
+    """Yields a temporary folder and renames it to ``target`` at the end, or deletes it after an error. With
+    ``replace``, replaces an existing ``target`` in two renames; `recover` undoes a crash between them. Otherwise raises
+    OSError if ``target`` exists."""
+    # `recover` finds a replacement by name. The name of a new folder is unique, because two processes can create it.
     temporary = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
     backup = target.parent / f"{BACKUP}{target.name}"
-    shutil.rmtree(temporary, ignore_errors=True)  # A killed process can leave it behind.
+    shutil.rmtree(temporary, ignore_errors=True)  # A killed process can leave the folder behind.
     temporary.mkdir()
     try:
         yield temporary
@@ -290,7 +288,7 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def recover(parent: Path) -> None:
-    """Restores folders set aside by a killed `whole_folder`, and deletes unfinished files and folders."""
+    """Restores the backups of a killed `whole_folder`, and deletes unfinished files and folders."""
     for backup in parent.glob(f"{BACKUP}*"):
         target = parent / backup.name.removeprefix(BACKUP)
         if not target.exists():
@@ -304,7 +302,7 @@ def recover(parent: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, hint: str) -> Iterator[None]:
-    """Locks a folder. Raises `UserError` if another process has the lock."""
+    """Locks a folder. Raises `UserError` if another process holds the lock, or the file system has no locks."""
     lock = FileLock(folder / LOCK, timeout=0)
     with disk_errors(folder):
         try:
@@ -352,20 +350,19 @@ def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
 
 
 def in_home(subfolder: str) -> Path:
-    """Returns a folder in the user's home. If it cannot be created there, for example with the arbitrary uid of a
-    container, returns one in a private temporary folder. Raises `UserError` if another user owns that folder."""
-    with contextlib.suppress(RuntimeError):  # no HOME, and a uid without a name
+    """Returns a folder in the user's home. If home is not writable, as with the arbitrary uid of a container, returns
+    one in a private temporary folder. Raises `UserError` if another user owns that folder."""
+    with contextlib.suppress(RuntimeError):  # Without HOME, an unknown uid has no home.
         folder = Path.home() / subfolder
-        existing = next(parent for parent in (folder, *folder.absolute().parents) if os.access(parent, os.F_OK))
-        if existing == folder or os.access(existing, os.W_OK):
+        existing_parent = next(parent for parent in (folder, *folder.absolute().parents) if os.access(parent, os.F_OK))
+        if existing_parent == folder or os.access(existing_parent, os.W_OK):
             return folder
     owner = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
     return private_folder(Path(tempfile.gettempdir()) / f"gpt{owner}") / subfolder
 
 
 def private_folder(folder: Path) -> Path:
-    """Creates or checks a folder that only this user can access. Raises OSError, and `UserError` if others can access
-    it."""
+    """Creates or checks a folder that only this user can access. Raises OSError, and `UserError` if others can."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):

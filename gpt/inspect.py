@@ -1,5 +1,4 @@
-"""Inspects a decoder: attention patterns, logit lens, head scores, embedding neighbors, positions. Does not change the
-model."""
+"""Inspects a decoder: attention patterns, logit lens, head scores, embedding neighbors, positions."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Masks = dict[str, npt.NDArray[np.bool_]]
 
-# Kinds of keys that a head can attend to.
+# Kinds of keys to score heads by.
 KINDS = {
     "previous": "the token before",
     "first": "the first token",
@@ -30,15 +29,15 @@ KINDS = {
     "same": "an earlier copy of the same token",
     "matching": "what came after the same token earlier (induction)",
 }
-MIN_LIFT = 0.25  # minimum lift of a clear kind
-PROBE_TOKENS = 50  # random ids, which occur twice
-MOST_ROTATIONS = 2**17  # maximum positions to compare
+MIN_LIFT = 0.25  # Minimum lift of a clear kind.
+PROBE_TOKENS = 50  # Number of random ids that the probe repeats.
+MOST_ROTATIONS = 2**17  # Maximum RoPE positions to compare.
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Attention patterns, residual stream and logits of T ids. Patterns have a row per query and a column per key; rows
-    sum to one, with weight 0 for later keys."""
+    """Attention patterns, residual stream and logits of T ids. A pattern has a row per query and a column per key. Rows
+    sum to 1; later keys have weight 0."""
 
     ids: Ints  # (T)
     patterns: Floats  # (layers, H, T, T)
@@ -47,19 +46,18 @@ class Trace:
 
 
 def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Trace:
-    """Runs the model over ids (T) and returns its activations, with the patterns of ``layers`` (all).
+    """Runs the model over ids (T) and returns its activations, with the patterns of ``layers``, by default all.
 
-    Patterns are the softmax of the model's own queries and keys. Raises ValueError past the context, and `NotANumber`
-    for NaN or infinite logits.
+    Raises ValueError past the context, and `NotANumber` for NaN or infinite logits.
     """
-    selected = list(range(model.config.n_layer)) if layers is None else list(layers)
+    selected_layers = list(range(model.config.n_layer)) if layers is None else list(layers)
     idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
     patterns: dict[int, Tensor] = {}
     residual: list[Tensor] = []
 
     def record_pattern(module: Attention, args: tuple[Any, ...]) -> None:
         x, layer, rope = args[:3]
-        if layer in selected:
+        if layer in selected_layers:
             patterns[layer] = module.pattern(x, rope)[0].cpu()
 
     def record_residual(module: Any, args: tuple[Any, ...]) -> None:
@@ -75,12 +73,12 @@ def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = 
         model.train(training)
         for hook in hooks:
             hook.remove()
-    stacked = torch.stack([patterns[layer] for layer in selected]).numpy()
-    return Trace(idx[0].cpu().numpy(), stacked, torch.stack(residual).float(), logits)
+    stacked_patterns = torch.stack([patterns[layer] for layer in selected_layers]).numpy()
+    return Trace(idx[0].cpu().numpy(), stacked_patterns, torch.stack(residual).float(), logits)
 
 
 def _check_finite(what: str, tensor: Tensor) -> Tensor:
-    """Raises `NotANumber` unless every element is finite."""
+    """Returns the tensor. Raises `NotANumber` for NaN or infinite elements."""
     invalid = tensor.numel() - int(tensor.isfinite().sum())
     if invalid:
         raise NotANumber(f"{invalid:,} of {tensor.numel():,} {what} of the model are NaN or infinite")
@@ -89,9 +87,8 @@ def _check_finite(what: str, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Lens:
-    """The logit lens (nostalgebraist 2020): the most likely next tokens if the final norm and the unembedding are
-    applied to the residual stream after the embedding (row 0) and after each block. The last row is the model's
-    prediction."""
+    """The logit lens (nostalgebraist 2020): the most likely next tokens if the final norm and the unembedding read the
+    residual stream after the embedding (row 0) and after each block. The last row is the model's prediction."""
 
     ids: Ints  # (L + 1, T, K), most likely first
     probabilities: Floats  # (L + 1, T, K)
@@ -110,28 +107,28 @@ def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The share of attention that each head (layers, H) gives to each kind of keys, averaged over queries that have
-    such a key. ``chance`` is the share under uniform attention within the layer's window. None if no query has such a
+    """The share of attention that each head (layers, H) gives to each kind of keys, averaged over queries with a key of
+    this kind. ``chance`` is the share under uniform attention within the layer's window. None if no query has such a
     key."""
 
     scores: dict[str, Floats | None]
     chance: dict[str, Floats | None]  # (layers)
-    entropy: Floats  # (layers, H), bits, averaged over queries
-    distance: Floats  # (layers, H), average distance from query to key in tokens
+    entropy: Floats  # (layers, H), in bits, averaged over queries
+    distance: Floats  # (layers, H), average tokens from query to key
 
     def lift(self, kind: str) -> Floats | None:
-        """Returns the score above chance: 0 for uniform attention, 1 for full attention."""
+        """Returns the score rescaled to 0 for uniform attention and 1 for attention to this kind only."""
         score, chance = self.scores[kind], self.chance[kind]
         if score is None or chance is None:
             return None
         uniform = chance[:, None]
-        # A window of 1 is always uniform.
+        # A window of 1 has chance 1.
         lifted: Floats = ((score - uniform) / np.maximum(1 - uniform, 1e-9)).astype(np.float32)
         return lifted
 
 
 def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | None = None) -> HeadScores:
-    """Scores heads by their patterns (layers, H, T, T) over ids (T). ``windows``: each layer's sliding window; None:
+    """Scores heads by their patterns (layers, H, T, T) over ids (T), given each layer's sliding window, or None for
     full attention."""
     T = len(ids)
     window_sizes = np.array([min(window or T, T) for window in windows or [None] * len(patterns)])[:, None, None]
@@ -152,8 +149,8 @@ def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | Non
 
 
 def _masks(ids: Ints) -> Masks:
-    """Returns, for each kind, which keys (columns) are of that kind for each query (rows). Skips the first two queries,
-    which have too few keys to tell the kinds apart."""
+    """Returns a (T, T) mask per kind: whether a key (column) is of this kind for a query (row). Skips the first two
+    queries, whose few keys belong to several kinds."""
     T = len(ids)
     query, key = np.arange(T)[:, None], np.arange(T)[None]
     earlier = (key < query) & (query >= 2)
@@ -170,16 +167,16 @@ def _masks(ids: Ints) -> Masks:
 
 
 def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
-    """Returns fixed random ids, repeated once, at most ``block_size`` in total. They reveal induction heads (Olsson et
+    """Returns fixed random ids, repeated once and truncated to ``block_size``. They reveal induction heads (Olsson et
     al. 2022, "In-context Learning and Induction Heads")."""
-    known = np.array(sorted(tokenizer.backend.pieces), np.int64)
-    sample = np.random.default_rng(0).choice(known, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
+    known_ids = np.array(sorted(tokenizer.backend.pieces), np.int64)
+    sample = np.random.default_rng(0).choice(known_ids, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
     return np.tile(sample, 2)[:block_size]
 
 
 def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | None:
-    """Returns a head's kind of keys with the highest lift; None if no kind is clear. Kinds that the prompt does not
-    contain are scored on the probe."""
+    """Returns the kind of keys with a head's highest lift, or None if no kind is clear. A kind without keys in the
+    prompt is scored on the probe."""
     lifts = {}
     for kind in KINDS:
         lift = here.lift(kind)
@@ -194,14 +191,14 @@ def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | 
 class Look:
     """Patterns, head scores and logit lens for a prompt, in the selected ``layers`` and ``heads``."""
 
-    ids: Ints  # (T), the end of a long prompt
-    dropped: int  # ids cut off at the start
+    ids: Ints  # (T), truncated from the left to the context
+    dropped: int  # number of truncated ids
     layers: list[int]
     heads: list[int]
-    windows: list[int | None]  # of the selected layers
+    windows: list[int | None]  # windows of the selected layers
     patterns: Floats  # (len(layers), len(heads), T, T)
-    here: HeadScores  # on the prompt
-    probe: HeadScores  # on the probe
+    here: HeadScores  # scores on the prompt
+    probe: HeadScores  # scores on the probe
     lens: Lens
     logits: Floats  # (V), for the next token
 
@@ -209,8 +206,8 @@ class Look:
 def look(
     model: GPT, ids: Sequence[int] | Ints, tokenizer: Tokenizer, layer: int | None = None, head: int | None = None
 ) -> Look:
-    """Inspects how a model reads ids, in all heads or in one ``layer`` or ``head``. Raises `UserError` if these do not
-    exist, there are no ids, or the patterns do not fit in memory."""
+    """Inspects how a model reads ids, in all heads or in one ``layer`` or ``head``. Raises `UserError` for a missing
+    layer or head, for no ids, and for patterns that do not fit in memory."""
     config = model.config
     layers, heads = _select("layer", layer, config.n_layer), _select("head", head, config.n_head)
     prompt_ids = np.asarray(ids, np.int64)
@@ -252,9 +249,9 @@ def _select(what: str, number: int | None, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Word:
-    """A word and its ids. Several tokens are represented by their mean direction."""
+    """A word and its ids. The mean direction of its tokens represents the word."""
 
-    text: str  # as encoded, with its leading space
+    text: str  # including a leading space that was encoded
     ids: list[int]
 
 
@@ -275,13 +272,13 @@ class Embeddings:
         table = _check_finite("values of the embedding", model.wte.weight.detach().float()).cpu().numpy()
         norms = np.linalg.norm(table, axis=1, keepdims=True)
         self.rows: Floats = table / np.maximum(norms, 1e-30)
-        known = np.zeros(len(table), np.bool_)
-        known[tokenizer.known] = True
-        self.usable = known & (norms[:, 0] > 0)  # Unused ids and zero rows have no neighbors.
+        is_known = np.zeros(len(table), np.bool_)
+        is_known[tokenizer.known] = True
+        self.usable = is_known & (norms[:, 0] > 0)  # Excludes unused ids and zero rows.
 
     def find(self, word: str) -> Word:
-        """Encodes a word as in running text: after a space, unless it starts with white space or has fewer tokens
-        without one. Raises `UserError` for an empty word."""
+        """Encodes a word as in running text, with a leading space, unless it starts with white space or has fewer
+        tokens without it. Raises `UserError` for an empty word."""
         if not word.strip():
             raise UserError("a word is empty", "give a word that has letters")
         check_text("a word", word)
@@ -303,7 +300,7 @@ class Embeddings:
         return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in nearest_ids]
 
     def neighbors(self, word: Word, count: int) -> list[Near]:
-        """Returns the tokens nearest to a word, except its own."""
+        """Returns the tokens nearest to a word, except the word's own."""
         return self.nearest(self.vector(word), count, word.ids)
 
     def analogy(self, terms: Sequence[tuple[int, Word]], count: int) -> list[Near]:
@@ -339,13 +336,13 @@ def token_text(tokenizer: Tokenizer, id: int) -> str:
 
 @dataclass(frozen=True)
 class Positions:
-    """A decoder's position encoding. ``similarity[d]`` is the mean cosine similarity of rows d positions apart; for
-    RoPE, the attention score of two equal vectors that weight all frequencies equally."""
+    """A decoder's position encoding. ``similarity[d]`` is the mean cosine similarity of table rows d positions apart.
+    For RoPE, it is the attention score of equal vectors with equal weight on all frequencies."""
 
     kind: str  # learned, sinusoidal or rotary
     block_size: int
-    table: Floats | None  # (block_size, C); None for RoPE
-    similarity: Floats  # (block_size); for RoPE, up to `MOST_ROTATIONS`
+    table: Floats | None  # (block_size, C), or None for RoPE
+    similarity: Floats  # (block_size), or up to `MOST_ROTATIONS` for RoPE
 
 
 @torch.inference_mode()
@@ -358,7 +355,7 @@ def positions(model: GPT) -> Positions:
     rows = _check_finite("values of the position table", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
     size = len(unit)
-    # The power spectrum gives each column's autocorrelation, which compares all pairs d positions apart in one step.
+    # The power spectrum's inverse transform is the autocorrelation: the sum over all pairs d positions apart.
     spectrum = torch.fft.rfft(unit.double(), n=2 * size, dim=0).abs().square().sum(dim=1)
     sums = torch.fft.irfft(spectrum, n=2 * size)[:size]
     similarity = sums / torch.arange(size, 0, -1)

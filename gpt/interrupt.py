@@ -1,4 +1,4 @@
-"""Handles signals that ask a command to stop: the first requests an orderly end, the second stops it immediately."""
+"""Handles signals that ask a command to stop: finishes cleanly after the first, stops immediately after the second."""
 
 import signal
 import threading
@@ -17,18 +17,18 @@ SIGNALS: tuple[int, ...] = tuple(
 
 
 def heeded() -> tuple[int, ...]:
-    """Returns the signals that this process was not started to ignore. nohup ignores SIGHUP; a script's ``&`` ignores
-    SIGINT, which is meant for the foreground program."""
+    """Returns the signals that this process does not ignore. nohup makes it ignore SIGHUP, and a script's ``&`` makes
+    it ignore SIGINT, which is meant for the foreground program."""
     return tuple(signum for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN)
 
 
 class Stopped(Exception):
-    """A signal stopped work that does not have to finish."""
+    """Raised when a signal stops optional work."""
 
 
 class StopSignal:
-    """Records the first of the `heeded` signals in ``signum``, and raises `Interrupted` on the second, at any point;
-    files on disk stay intact. While ``at_once`` is set, the first signal raises.
+    """Records the first `heeded` signal in ``signum``, and raises `Interrupted` at the second, wherever the code is.
+    Files on disk stay intact. While ``at_once`` is set, the first signal raises.
 
     Does nothing outside the main thread, because Python handles signals only there.
     """
@@ -64,7 +64,7 @@ class StopSignal:
 
 
 def interruption(error: BaseException | None) -> Interrupted | None:
-    """Returns the `Interrupted` behind an error, if any, because other code can wrap it in its own exception."""
+    """Returns the `Interrupted` among an error's causes, if any: other code can wrap it in another exception."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__cause__ or error.__context__
     return error

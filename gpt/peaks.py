@@ -1,4 +1,4 @@
-"""Peak FLOP/s and memory of devices, from datasheets, and the memory and cores that this process can use."""
+"""Peak FLOP/s and memory of devices, from datasheets, and this process's memory and cores."""
 
 import math
 import os
@@ -16,25 +16,25 @@ PROC = Path("/proc/self")
 class Kind:
     """A device type to plan for."""
 
-    names: str  # regular expression that matches CUDA's full name
+    names: str  # regular expression for the full name that CUDA reports
     memory: int  # bytes
-    tflops: float = 0  # 0: unknown
-    bfloat16: bool = True  # whether tensor cores support it
+    tflops: float = 0  # 0 if unknown
+    bfloat16: bool = True  # whether tensor cores support bfloat16
 
     def peak(self, dtype: str) -> float | None:
-        """Returns the FLOP/s of matrix products in ``dtype``; None if unknown, as for float32, which can run as
-        TF32."""
+        """Returns the FLOP/s of matrix products in ``dtype``, or None if unknown. Float32 is unknown, because it can
+        run as TF32."""
         is_known = dtype == "float16" or (dtype == "bfloat16" and self.bfloat16)
         return 1e12 * self.tflops if is_known and self.tflops else None
 
 
 _A100, _V100 = r"A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|A100 \d+GB PCIe", r"V100-SXM2-\d+GB.*"
-# Memory is the datasheets', in gigabytes of 10⁹ bytes; CUDA reports up to 7 % more or less. TFLOP/s are for dense
-# matrix products in float16 and bfloat16 with float32 sums (datasheets also print twice that, for matrices that are
-# half zeros). Sources: NVIDIA's datasheet of each product, and for GeForce and RTX the tables at the end of its papers
-# "Ampere GA102", "Ada" and "RTX Blackwell GPU Architecture". A test computes them as multiprocessors × operations per
-# clock × boost clock. Names match in full, because the names of laptop GPUs and partitions (MIG) contain a larger GPU's
-# name, and their peaks are unknown.
+# Memory is from datasheets, in gigabytes of 10⁹ bytes; CUDA reports up to 7 % more or less. TFLOP/s are for dense
+# matrix products in float16 and bfloat16 with float32 sums. Datasheets also print twice as much, for sparse matrices.
+# Sources are NVIDIA's datasheets, and for GeForce and RTX the tables at the end of its papers "Ampere GA102", "Ada" and
+# "RTX Blackwell GPU Architecture". A test computes TFLOP/s as multiprocessors × operations per clock × boost clock.
+# Names must match in full: laptop GPUs and partitions (MIG), whose peaks are unknown, have names that contain a larger
+# GPU's.
 _SPECIFICATIONS: dict[str, tuple[str, int, float]] = {
     "b200-180gb": (r"B200", 180, 2250),
     "gh200-96gb": (r"GH200 .*", 96, 989.4),
@@ -69,14 +69,14 @@ KINDS: dict[str, Kind] = {
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """Returns the FLOP/s of matrix products in ``dtype`` on the device with this name; None if unknown."""
+    """Returns the FLOP/s of matrix products in ``dtype`` on the device that CUDA calls ``name``, or None if unknown."""
     product = re.sub(r"^(NVIDIA|Tesla) ", "", name)
     kind = next((candidate for candidate in KINDS.values() if re.fullmatch(candidate.names, product)), None)
     return None if kind is None else kind.peak(dtype)
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the device type with this name; ``cpu`` is this machine. Raises `UserError` for an unknown name."""
+    """Returns a device type by name; ``cpu`` is this machine. Raises `UserError` for an unknown name."""
     if name == "cpu":
         return Kind("cpu", host_memory())
     if name not in KINDS:
@@ -85,36 +85,36 @@ def find_kind(name: str) -> Kind:
 
 
 def host_memory() -> int:
-    """Returns the memory available to this process in bytes, free or not: the machine's, or the limit of its cgroup."""
+    """Returns the bytes of memory that this process can have, free or not: the machine's, or its cgroup's limit."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        physical = 8 * 2**30  # Windows has no sysconf: assume a common size.
-    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # cgroup versions 2, 2 and 1
+        physical = 8 * 2**30  # Windows has no sysconf, so assume 8 GiB.
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # Cgroup versions 2, 2 and 1.
     limits = [numbers[0] for group in _cgroups("memory") for name in names if (numbers := _numbers(group / name))]
     return min([physical, *limits])
 
 
 def cores() -> int:
-    """Returns the number of cores available to this process: its affinity, or its cgroup's CPU quota, rounded up."""
+    """Returns the number of cores in this process's affinity, limited by its cgroup's CPU quota, rounded up."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _cgroups("cpu"):
-        quota = _numbers(group / "cpu.max")  # Version 2 has quota and period in one file.
+        quota = _numbers(group / "cpu.max")  # Cgroup version 2 has quota and period in one file.
         quota = quota or _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
-        if len(quota) == 2 and min(quota) > 0:  # -1 means no quota.
+        if len(quota) == 2 and min(quota) > 0:  # A quota of -1 means none.
             count = min(count, math.ceil(quota[0] / quota[1]))
     return count
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """Yields the mounted folders of this process's cgroups and their ancestors, with the limits of ``controller``:
-    ``memory`` or ``cpu``."""
+    """Yields the mounted folders of this process's cgroups and their ancestors that have limits of ``controller``
+    (``memory`` or ``cpu``)."""
     try:
         memberships = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (PROC / "mountinfo").read_text().splitlines()]
-    except OSError:  # not Linux, or no /proc
+    except OSError:  # Not Linux, or /proc is missing.
         return
-    # Version 2 has an empty name.
+    # The name of cgroup version 2 is empty.
     paths = {name: path for _, names, path in memberships for name in names.split(",")}
     for mount, system in mounts:
         root, mount_point = mount.split()[3:5]
@@ -127,7 +127,7 @@ def _cgroups(controller: str) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Returns the numbers in a file; none if it is missing or contains ``max`` (no limit)."""
+    """Returns the numbers in a file, or an empty list for a missing file and for ``max``, which means no limit."""
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):

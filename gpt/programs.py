@@ -1,6 +1,6 @@
 """Caches programs that torch's compiler builds for this processor.
 
-The folder must be accessible only to the user: whoever writes machine code there can run it as the user.
+Only the user can access the cache folder, because gpt runs the machine code in it.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from gpt.files import file_sha256, private_folder, sync_folder, user_folder
 
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
-Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # a module and its example inputs
-KEPT = 50  # maximum number, some 4 MB each
-SCRATCH = "making-"  # name prefix of compilation folders
+Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # A module and its example inputs.
+KEPT = 50  # Maximum number of cached programs, about 4 MB each.
+SCRATCH = "making-"  # Name prefix of compilation folders.
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
     """Returns the program of ``key``, which identifies code, shapes and dtypes, for this torch, processor and number of
-    threads. Loads it from the cache, or compiles the graph from ``trace`` with extra Inductor ``options`` and announces
-    that with ``note``. The cache keeps the `KEPT` most recently used programs.
+    threads. Loads it from the cache, or calls ``note`` and compiles the graph from ``trace`` with extra Inductor
+    ``options``. The cache keeps the `KEPT` most recently used programs.
 
-    Raises any error of the compiler or the disk, and `UserError` for a folder that others can access.
+    Raises any compiler or disk error, and `UserError` for a folder that others can access.
     """
     folder, name = own_folder(), digest(key)
     for path in folder.glob(f"{name}-*.pt2"):
@@ -42,10 +42,10 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
             note(f"{path} is damaged")
             path.unlink(missing_ok=True)
             continue
-        # It was compiled on another system that shares this home folder.
+        # Loading fails if another system that shares this home folder compiled the program.
         with contextlib.suppress(RuntimeError):
             program = _opened(path)
-            with contextlib.suppress(OSError):  # The folder is read-only, or the file was just deleted.
+            with contextlib.suppress(OSError):  # Read-only folder, or a file deleted just now.
                 os.utime(path)
             return program
     if shutil.which(compiler()) is None:
@@ -58,16 +58,16 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
         path = folder / f"{name}-{file_sha256(built)}.pt2"
         os.replace(built, path)
     sync_folder(folder)
-    with contextlib.suppress(OSError):  # Another command is tidying too, or has a file open.
+    with contextlib.suppress(OSError):  # Another command is deleting files, or has one open.
         _tidy(folder)
     return _opened(path)
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether a program matches the sha256 in its name. A damaged one could crash the process."""
+    """Whether a program matches the sha256 in its name. Damaged programs could crash the process."""
     try:
         return path.stem.endswith(f"-{file_sha256(path)}")
-    except (OSError, UserError):  # a bad sector, or not a regular file
+    except (OSError, UserError):  # A bad sector, or not a regular file.
         return False
 
 
@@ -86,7 +86,7 @@ def compiler() -> str:
 
 
 def compiles_unasked() -> bool:
-    """Whether to compile by default. Not on macOS, where calling a missing compiler opens an installation dialog."""
+    """Whether to compile by default: not on macOS, where calling a missing compiler opens an installation dialog."""
     return sys.platform != "darwin" and shutil.which(compiler()) is not None
 
 
@@ -97,8 +97,8 @@ def digest(key: object) -> str:
     return hashlib.sha256(repr((torch.__version__, machine, _SETTINGS, key)).encode()).hexdigest()[:32]
 
 
-# Inductor settings. The wrapper only calls kernels, which have their own optimization level. Precompiled headers would
-# take 300 MB in the system's temporary folder, where other users could plant them.
+# Inductor settings. The wrapper only calls kernels, so it needs no optimization. Precompiled headers would take 300 MB
+# in the system's temporary folder, where other users could plant them.
 _SETTINGS: Mapping[str, object] = {
     "aot_inductor.package": True,
     "aot_inductor.compile_wrapper_opt_level": "O0",

@@ -12,7 +12,7 @@ from gpt.settings import check_options, field_types, option, without_none
 _PANELS = ("Text", "Sampling", "Beam search", "Machine", "Output")
 _text, _filter, _beam, _machine, _output = (partial(option, panel=name) for name in _PANELS)
 MAX_BEAMS = 1024
-MAX_BIAS = 10**9  # far above differences between logits, and far below overflow
+MAX_BIAS = 10**9  # Far above differences between logits, and far below overflow.
 
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
@@ -22,8 +22,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 class SampleConfig:
     """How to choose tokens and when to stop. Raises `UserError` for invalid values.
 
-    Filters apply in this order: bias, repetition penalty, presence and frequency penalties, no-repeat n-gram and
-    minimum tokens, temperature, top-k, top-p, min-p. Beams are ranked after the filters up to minimum tokens.
+    Filters apply in this order: bias, repetition penalty, presence and frequency penalties, no-repeat n-gram, minimum
+    tokens, temperature, top-k, top-p, min-p. Beam search uses only the filters before temperature.
     """
 
     temperature: float = _filter(
@@ -63,7 +63,7 @@ class SampleConfig:
     early_stopping: Literal["off", "on", "never"] = _beam(
         "off", "Stop at B finished beams (on), when a better one is unlikely (off) or impossible (never)"
     )
-    # Hidden, because the command line has -N.
+    # Hidden, because `gpt sample` has -N.
     n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MAX_BEAMS, hidden=True)
     max_tokens: int = _text(200, "Maximum number of tokens to generate", flags=("-n",), level="basic", low=0)
     min_tokens: int = _text(0, "Suppress end-of-text for the first N tokens", low=0)
@@ -117,7 +117,7 @@ class SampleConfig:
 
     @property
     def constraint(self) -> tuple[str, Any] | None:
-        """The name and value of the setting that constrains the text. Raises `UserError` if several are set."""
+        """Name and value of the setting that constrains the text, or None. Raises `UserError` if several are set."""
         constraints = [(name, value) for name in ("choices", "regex", "json_schema") if (value := getattr(self, name))]
         if len(constraints) > 1:
             raise UserError(f"{constraints[0][0]} and {constraints[1][0]} both constrain the text", "give one of them")
@@ -146,7 +146,7 @@ class SampleConfig:
         return replace(self, **{name.replace("-", "_"): value})
 
     def biases(self) -> list[tuple[str, float]]:
-        """Returns the tokens' texts and the values added to their logits."""
+        """Returns the tokens' texts and the values to add to their logits. Raises `UserError`."""
         pairs = []
         for word in self.bias:
             token, separator, number = word.rpartition("=")

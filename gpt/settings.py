@@ -1,4 +1,4 @@
-"""Dataclass fields that are also options: validation, TOML, and untrusted JSON."""
+"""Validates dataclass fields that are also options, and reads them from TOML and untrusted JSON."""
 
 import dataclasses
 import json
@@ -16,29 +16,29 @@ from gpt.errors import UserError, check_text, did_you_mean
 
 T = TypeVar("T")
 Level = Literal["basic", "more", "config"]
-MOST_TOML = 2**20  # bytes
-LARGEST = 3.4028234663852886e38  # the largest float32
+MOST_TOML = 2**20  # Maximum bytes of a settings file.
+LARGEST = 3.4028234663852886e38  # The largest float32.
 
 
 def without_none(kind: Any) -> Any:
-    """Returns ``kind`` for ``kind | None``, and any other type unchanged."""
-    kinds = [each for each in get_args(kind) if each is not type(None)]
+    """Returns ``kind`` for ``kind | None``, and other types unchanged."""
+    kinds = [member for member in get_args(kind) if member is not type(None)]
     return kinds[0] if type(None) in get_args(kind) and len(kinds) == 1 else kind
 
 
 @cache
 def _field_types(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls, include_extras=True)
-    return {each.name: hints[each.name] for each in dataclasses.fields(cls)}
+    return {entry.name: hints[entry.name] for entry in dataclasses.fields(cls)}
 
 
 def field_types(cls: type[Any]) -> dict[str, Any]:
     """Returns the type of each field of a dataclass."""
-    return _field_types(cls)  # type: ignore[arg-type]  # a class can be hashed
+    return _field_types(cls)  # type: ignore[arg-type]  # Classes are hashable.
 
 
 def check_options(config: Any) -> None:
-    """Raises `UserError` for a field of the wrong type or out of bounds. Converts a path to a string."""
+    """Raises `UserError` for a field of the wrong type or out of bounds. Converts paths to strings."""
     hints = field_types(type(config))
     for entry in dataclasses.fields(config):
         name, value, kind = entry.name, getattr(config, entry.name), without_none(hints[entry.name])
@@ -53,7 +53,7 @@ def check_options(config: Any) -> None:
             if value not in get_args(kind):
                 raise UserError(f'there is no {name} "{value}"', did_you_mean(str(value), get_args(kind)))
             continue
-        if kind == tuple[str, ...]:  # a repeatable option
+        if kind == tuple[str, ...]:  # A repeatable option.
             object.__setattr__(config, entry.name, _check_strings(name, value))
             continue
         allowed_types = (int, float) if kind is float else (get_origin(kind) or kind,)
@@ -95,9 +95,8 @@ def option(
     high: float = 2**53,
     hidden: bool = False,
 ) -> Any:
-    """Returns a field for a setting that is also an option. ``help``, ``panel``, ``metavar`` and ``shown`` (the default
-    in words) are for the help page. ``level`` is where the option is listed: ``--help`` (basic), ``--help-all`` (more),
-    or only the reference (config)."""
+    """Returns a field for a setting that is also an option. ``shown`` describes the default on the help page. ``level``
+    decides where the option is listed: ``--help`` (basic), ``--help-all`` (more), or only the reference (config)."""
     metadata = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
         "high": high, "hidden": hidden,
@@ -111,7 +110,7 @@ def bounded(low: float, high: float, default: Any = dataclasses.MISSING) -> Any:
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Returns ``cls(**values)``. Raises `UserError` naming ``where`` for an unknown key, with a suggestion."""
+    """Returns ``cls(**values)``. For an unknown key, raises `UserError` naming ``where``, with a suggestion."""
     known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -124,7 +123,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number for `checked`: ``Annotated[int, Within(0)]``."""
+    """Bounds of a number for `checked`, such as ``Annotated[int, Within(0)]``."""
 
     low: float
     high: float = 2**53
@@ -137,7 +136,7 @@ Amount = Annotated[float, Within(0)]
 
 def checked(cls: type[T], values: Any, where: str) -> T:
     """Builds a dataclass from untrusted JSON. Fields are numbers, strings, nested dataclasses, or lists and tables of
-    these. Checks types, bounds, and that numbers are finite, also as float32. A class's ``upgrade`` converts values of
+    these. Checks types and bounds, and that numbers are finite in float32. A class's ``upgrade`` converts values of
     older versions. Raises `UserError` naming ``where``."""
     if not isinstance(values, dict):
         raise UserError(f"{where} is damaged: it is not a JSON object")
@@ -152,9 +151,9 @@ def checked(cls: type[T], values: Any, where: str) -> T:
         if not _has_type(value, hints[key]):
             raise UserError(f"{where} is damaged: {key} is {reprlib.repr(value)}")
         arguments[key] = _convert(value, hints[key], where)
-    for each in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if each.name not in arguments and each.default is each.default_factory is dataclasses.MISSING:
-            raise UserError(f"{where} is damaged: it has no {each.name}")
+    for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if entry.name not in arguments and entry.default is entry.default_factory is dataclasses.MISSING:
+            raise UserError(f"{where} is damaged: it has no {entry.name}")
     try:
         return from_dict(cls, arguments, where)
     except UserError as error:
@@ -164,14 +163,14 @@ def checked(cls: type[T], values: Any, where: str) -> T:
 
 
 def _convert(value: Any, kind: Any, where: str) -> Any:
-    """Converts the tables in a value to dataclasses."""
+    """Converts tables in a value to dataclasses."""
     if not isinstance(value, (dict, list)):
         return value
     inner = without_none(kind)
     if dataclasses.is_dataclass(inner) and isinstance(inner, type) and isinstance(value, dict):
         return checked(inner, value, where)
     if get_origin(inner) in (list, tuple) and isinstance(value, list):
-        return get_origin(inner)(_convert(each, get_args(inner)[0], where) for each in value)
+        return get_origin(inner)(_convert(item, get_args(inner)[0], where) for item in value)
     return value
 
 
@@ -184,21 +183,21 @@ def _has_type(value: Any, kind: Any) -> bool:
     if origin is Annotated:
         return _has_type(value, kinds[0]) and kinds[1].low <= value <= kinds[1].high
     if origin in (Union, UnionType):
-        return any(_has_type(value, each) for each in kinds)
+        return any(_has_type(value, item) for item in kinds)
     if origin is Literal:
         return value in kinds
     if origin in (list, tuple):
-        return isinstance(value, (list, tuple)) and all(_has_type(each, kinds[0]) for each in value)
+        return isinstance(value, (list, tuple)) and all(_has_type(item, kinds[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_has_type(each, kinds[1]) for each in value.values())
+        return isinstance(value, dict) and all(_has_type(item, kinds[1]) for item in value.values())
     if dataclasses.is_dataclass(kind):
         return isinstance(value, dict)  # `_convert` checks its fields.
     return isinstance(value, kind) and (kind is bool or type(value) is not bool)
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
-    """Returns a flat table as TOML, without ``None``, which TOML does not have."""
-    # JSON strings, numbers and booleans are valid TOML, except for DEL, which json leaves unescaped.
+    """Returns a flat table as TOML, without None values, which TOML lacks."""
+    # JSON strings, numbers and booleans are valid TOML, except that json does not escape DEL.
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines).replace("\x7f", "\\u007F") + "\n"
 
@@ -207,5 +206,5 @@ def parse_toml(data: bytes, where: str) -> dict[str, Any]:
     """Parses TOML. Raises `UserError` naming ``where``."""
     try:
         return tomllib.loads(data.decode("utf-8-sig").replace("\r\n", "\n"))
-    except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8 and numbers with too many digits.
+    except (ValueError, RecursionError) as error:  # Includes invalid UTF-8 and too many digits.
         raise UserError(f"{where} is not TOML: {error}", "gpt train --print-config prints an example") from None

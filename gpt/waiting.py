@@ -1,10 +1,10 @@
 """Controls how torch's CPU threads wait for each other. Imports no torch.
 
 Threads synchronize thousands of times per second. GNU OpenMP, which torch uses on Linux, lets them spin until the last
-one arrives. That is fastest if each thread has a core, and very slow otherwise: next to one busy program on two cores,
-`nano` trained at a tenth of its speed. `watch` looks for threads that wait for a core. If a core is idle, the system
-has put two threads on one core, and `watch` moves them apart. If none is idle, other programs need the cores, and
-threads sleep for a while instead of spinning.
+thread arrives. Spinning is fastest if each thread has a core, and very slow otherwise: next to one busy program on two
+cores, `nano` trained at a tenth of its speed. `watch` finds threads that wait for a core. If a core is idle, the system
+has put two threads on one core, and `watch` moves them apart. If no core is idle, other programs need the cores, and
+`watch` turns spinning off for a while.
 
 Results do not depend on how threads wait.
 """
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# GNU OpenMP reads these when torch is imported. The spin time is its default, but with more OpenMP threads than cores
-# it does not spin at all, which is how `Spinning` turns spinning off (see GOMP_SPINCOUNT in its manual).
+# GNU OpenMP reads these variables when torch is imported. The spin count is its default. With this policy, OpenMP does
+# not spin if there are more OpenMP threads than cores (GOMP_SPINCOUNT in its manual), which `Spinning` uses.
 POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "300000"}
-TASKS = Path("/proc/self/task")  # Only Linux reports how long a thread waited.
+TASKS = Path("/proc/self/task")  # Only Linux reports how long threads waited.
 CPUS = Path("/proc/stat")
-PERIOD = 0.2  # seconds between samples
-# Threshold in seconds of waiting per second, over all threads. Next to one busy program on two cores it is 0.4 to 0.8;
-# without it, 0.05.
+PERIOD = 0.2  # Seconds between samples.
+# Minimum waiting seconds per second, over all threads, for `watch` to act. On two cores, threads wait 0.05 s, and next
+# to a busy program 0.4 to 0.8 s.
 MIN_WAITING = 0.3
-MIN_IDLE = 0.7  # share of a core's time
-# Seconds without spinning, doubled while threads still wait afterwards.
+MIN_IDLE = 0.7  # Minimum idle share of an idle core.
+# Seconds without spinning, doubled while threads still wait after a pause.
 FIRST_PAUSE, MAX_PAUSE = 1.0, 8.0
 
 
@@ -39,13 +39,12 @@ def set_policy() -> None:
         os.environ.update(POLICY)
 
 
-_watching = threading.Lock()  # locked by the first `watch`
+_watching = threading.Lock()  # The first `watch` locks it forever.
 
 
 def watch() -> None:
-    """Starts a thread that watches this process's threads. Does nothing without GNU OpenMP (on macOS and Windows,
-    OpenMP yields cores by itself), with a wait policy set by the user, or if the system does not report waiting
-    times."""
+    """Starts a thread that watches this process's threads. Does nothing without GNU OpenMP (other OpenMP libraries
+    yield cores by themselves), if the user has set a wait policy, or if the system does not report waiting times."""
     policy = {name: os.environ[name] for name in POLICY if name in os.environ}
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
     if policy not in ({}, POLICY) or not hasattr(openmp, "GOMP_parallel") or not next(TASKS.glob("*/schedstat"), None):
@@ -56,22 +55,22 @@ def watch() -> None:
 
 def end_threads() -> None:
     """Ends the calling thread's OpenMP threads before another thread computes. Otherwise there would be more threads
-    than cores, and without spinning a server would decode at half its speed."""
+    than cores, which turns spinning off, and a server would decode at half speed."""
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(openmp, "GOMP_parallel") and hasattr(openmp, "omp_pause_resource_all"):
         assert openmp is not None
-        openmp.omp_pause_resource_all(1)  # omp_pause_soft: the threads restart when needed
+        openmp.omp_pause_resource_all(1)  # 1 is omp_pause_soft: threads restart when needed.
 
 
 class Spinning:
-    """Turns spinning off and on with idle threads: GNU OpenMP does not spin with more threads than cores."""
+    """Turns spinning off by adding idle threads, since GNU OpenMP does not spin with more threads than cores."""
 
     def __init__(self, openmp: Any) -> None:
         self.openmp = openmp
         self.idlers: tuple[threading.Thread, threading.Event] | None = None
 
     def off(self) -> None:
-        """Lets threads sleep in their next wait."""
+        """Makes threads sleep instead of spin, from their next wait."""
         if self.idlers is None:
             done = threading.Event()
             thread = threading.Thread(target=self._idle, args=(done,), name="gpt-idlers", daemon=True)
@@ -87,14 +86,14 @@ class Spinning:
             self.idlers = None
 
     def _idle(self, done: threading.Event) -> None:
-        # A team ends with the thread that starts it. Its members only make this call.
+        # An OpenMP team lives as long as the thread that starts it. Its threads run only this call.
         self.openmp.GOMP_parallel(self.openmp.omp_get_level, None, len(os.sched_getaffinity(0)), 0)
         done.wait()
 
 
 @dataclass
 class CpuTimes:
-    """Waiting seconds of each thread of this process, and idle seconds of each core."""
+    """Waiting seconds of each thread in this process, and idle seconds of each core."""
 
     at: float
     waited: dict[int, float]
@@ -125,7 +124,7 @@ class CpuTimes:
 
 def _watch(spinning: Spinning) -> None:
     pause = FIRST_PAUSE
-    with contextlib.suppress(OSError):  # The system has stopped reporting.
+    with contextlib.suppress(OSError):  # The system stopped reporting.
         before = CpuTimes.now()
         while True:
             time.sleep(PERIOD)
@@ -142,8 +141,8 @@ def _watch(spinning: Spinning) -> None:
 
 
 def move_apart(shares: CpuTimes) -> bool:
-    """Moves threads that wait for a core to idle cores, one each; the system can move them again. Returns whether there
-    were idle cores."""
+    """Moves waiting threads to idle cores, one per core; the system can move them again. Returns whether any core is
+    idle."""
     allowed = os.sched_getaffinity(0)
     idle = [cpu for cpu, idle_share in shares.idle.items() if idle_share > MIN_IDLE and cpu in allowed]
     waiting = sorted(shares.waited, key=lambda task: -shares.waited[task])

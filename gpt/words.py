@@ -1,4 +1,4 @@
-"""Formats numbers as text, for people and for programs."""
+"""Formats counts, and values as JSON."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def counted(n: int, singular: str, plural: str = "") -> str:
-    """Returns ``1 step`` or ``2,000 steps``; ``plural`` is for irregular plurals."""
+    """Returns ``1 step`` or ``2,000 steps``. Irregular plurals are given as ``plural``."""
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 

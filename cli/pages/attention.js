@@ -1,12 +1,12 @@
 // Attention of every head, the logit lens and the next-token distribution for one prompt.
 const T = data.tokens.length, L = data.layers.length, H = data.heads.length, TRIANGLE = T * (T + 1) / 2;
-const weights = unpack(data.patterns, Uint16Array); // Lower triangles by layer, head and query.
+const weights = unpack(data.patterns, Uint16Array); // Lower triangles, by layer, head and query.
 const texts = data.tokens.map((token) => token.text);
 const AVERAGE = -1;
 const state = { layer: 0, head: H > 1 ? AVERAGE : 0, query: T - 1, key: null };
 const averages = new Map();
 
-// Returns T (T + 1) / 2 attention weights. Layer or head -1 is the mean over all layers or heads.
+// Returns T (T + 1) / 2 attention weights. Index -1 (AVERAGE) is the mean over layers or heads.
 function pattern(layer, head) {
   const name = layer + "/" + head;
   if (averages.has(name)) return averages.get(name);
@@ -48,7 +48,7 @@ function drawSmall(canvas, layer, head) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-// A grid of head buttons: one is in the tab order, and arrow keys move between them.
+// Head buttons in a grid. Tab reaches one button, and arrow keys move to the others.
 const cells = [];
 function headButton(layer, head, row, column) {
   const canvas = el("canvas", { "aria-hidden": "true" });
@@ -124,7 +124,7 @@ function drawBig() {
 }
 const clip = (text) => showSpaces(text).length > 12 ? showSpaces(text).slice(0, 11) + "…" : showSpaces(text);
 
-function drawMarks() { // Redraws the map with frames around the query's row and the key's cell.
+function drawMarks() { // Redraws the map, with frames around the query's row and the key's cell.
   drawBig();
   const { cell, margin } = geometry, context = big.getContext("2d");
   context.strokeStyle = colour("--hot");
@@ -133,7 +133,7 @@ function drawMarks() { // Redraws the map with frames around the query's row and
   if (state.key !== null) context.strokeRect(margin + state.key * cell - 1, margin + state.query * cell - 1, cell + 2, cell + 2);
 }
 
-// Shows what a token attends to: on the map, in the text and in the list.
+// Shows what a token attends to, on the map, in the text and in the list.
 function point(query, key) {
   state.query = query;
   state.key = key;
@@ -246,7 +246,7 @@ function control(name, label, attributes) {
   controls[name] = { input, output };
   return el("label", { for: name }, label, input, output);
 }
-// Returns probabilities by rank after temperature, top-k and top-p, applied in this order as in `gpt sample`.
+// Returns probabilities by rank after temperature, top-k and top-p, in this order, as in `gpt sample`.
 function distribution(temperature, k, p) {
   const greedy = temperature === 0;
   const unnormalized = order.map((id) => greedy ? 0 : Math.exp((logits[id] - logits[order[0]]) / temperature));

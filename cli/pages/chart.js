@@ -1,17 +1,17 @@
-// Charts with round ticks, as in `ticks.py`; a test compares the two.
+// Charts with round ticks. A test compares the ticks with `ticks.py`.
 const FLAT = 1e-8, TINY = 1e-300, TOLERANCE = 1e-6, UNITS = { 6: "M", 9: "B", 12: "T" };
 const scaleByPower = (number, power) => Number(`${number}e${power}`);
 const withDecimals = (value, decimals) => value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
 const range = (first, last) => Array.from({ length: Math.max(0, last - first + 1) }, (_, i) => first + i);
 
 // Returns an axis with up to `maxTicks` ticks: multiples of 1, 2 or 5 times a power of ten.
-// With `extend`, the axis ends at ticks. Otherwise it goes from `low`, or from 0 if that is close, to `high`.
+// With `extend`, the axis ends at ticks. Otherwise it runs from `low`, or 0 if close, to `high`.
 function axis(low, high, maxTicks, extend = true) {
   [low, high] = widen(!extend && 0 < low && low <= high / 10 ? 0 : low, high);
   const [first, last, step, k] = findStep(low, high, maxTicks, extend, Math.floor(Math.log10((high / 2 - low / 2) / maxTicks)) - 1);
   const numbers = range(first, last).map((n) => n * step).filter((n) => isFinite(scaleByPower(n, k))), ticks = numbers.map((n) => scaleByPower(n, k));
   if (extend) { low = Math.min(low, ...ticks); high = Math.max(high, ...ticks); }
-  // Halving avoids overflow of the span.
+  // Halving avoids overflow.
   return { low, high, ticks, labels: makeLabels(numbers, k), share: (value) => (value / 2 - low / 2) / (high / 2 - low / 2) };
 }
 
@@ -24,7 +24,7 @@ function logAxis(low, high, maxTicks) {
   return { low, high, ticks, labels: decades.map((n) => small ? withDecimals(scaleByPower(1, n), Math.max(0, -n)) : `1e${n}`), share: (value) => (Math.log10(value) - from) / (to - from) };
 }
 
-// Over more than three decades, a linear axis would show only the largest numbers.
+// Whether a range is so wide that a linear axis would show only the largest numbers.
 const spansDecades = (low, high) => low > 0 && high / 1000 > low;
 
 function widen(low, high) {
@@ -41,20 +41,20 @@ function findStep(low, high, maxTicks, extend, k) {
   }
 }
 
-// Returns labels for numbers × 10^k, with the same decimals and unit.
+// Returns labels of numbers × 10^k with a common number of decimals and unit.
 function makeLabels(numbers, k) {
   const top = String(Math.max(...numbers.map(Math.abs))).length - 1 + k, thousands = Math.floor(top / 3) * 3;
   const [unit, mark] = top < -3 || top >= 15 ? [top, `e${top}`] : top >= 6 && thousands - k <= 3 ? [thousands, UNITS[thousands]] : [0, ""];
   return numbers.map((n) => mark && !n ? "0" : withDecimals(scaleByPower(n, k - unit), Math.max(0, unit - k)) + mark);
 }
 
-// Draws a curve sample for a legend.
+// Draws a short line as a legend key.
 const key = ({ colour = "--soft", dash = "", pale = false, dots = false }) => svg("svg", { class: "key", viewBox: "0 0 26 10", "aria-hidden": "true" },
   svg("path", { class: pale ? "curve pale" : "curve", style: `stroke:var(${colour});stroke-dasharray:${dash}`, d: "M1 5H25" }),
   dots ? svg("circle", { cx: 13, cy: 5, r: 3, style: `fill:var(${colour})` }) : []);
 
-// Draws curves of points [x, y], pale curves below the others. A null y is a gap.
-// Redraws when the width changes. The pointer and the arrow keys read out values.
+// Draws curves of points [x, y] over pale curves. A null y is a gap.
+// Redraws when the width changes. The pointer and arrow keys select the values to read out.
 function lineChart({ name, title, x, series, legend = [], height = 240, logarithmic = false }) {
   const curves = [...series].sort((curve, other) => !!other.pale - !!curve.pale).filter((curve) => curve.points.some((p) => p[1] !== null));
   const caption = el("figcaption", {}, title ? el("h3", {}, title) : null,
@@ -92,7 +92,7 @@ function lineChart({ name, title, x, series, legend = [], height = 240, logarith
       cursor);
     if (at !== null) showReadout();
   }
-  // Round line caps turn a zero-length line at an isolated point into a dot.
+  // With round line caps, zero-length lines draw isolated points.
   const path = (points) => points.map((p, i) => p[1] === null ? "" : (i && points[i - 1][1] !== null ? "L" : "M")
     + `${sx(p[0]).toFixed(1)} ${sy(p[1]).toFixed(1)}` + (i && points[i - 1][1] !== null ? "" : "h0")).join("");
   function showReadout() {

@@ -1,4 +1,4 @@
-// The tokens nearest to words or to a sum of words.
+// The tokens nearest to words or to a sum of words, with cosines.
 heading(data.title, data.model, ...data.notes);
 const cards = el("div", { class: "cards narrow" });
 document.getElementById("main").append(cards);

@@ -1,5 +1,5 @@
 "use strict";
-// Shared by all pages: elements (text is never inserted as markup), colours, numbers.
+// Shared by all pages: elements, colours and numbers. Text is never inserted as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 
 function el(tag, attributes, ...children) {
@@ -34,16 +34,16 @@ function formatNumber(value) {
   return Number(value).toExponential(2);
 }
 
-// Heat-map colours between --low and --high, on a square-root scale: a linear scale would hide small weights.
+// Heat-map colours from --low to --high, on a square-root scale, because a linear scale would hide small weights.
 let ends = null;
-let steps = null; // The scale in 1,024 steps, as pixels.
+let steps = null; // The scale in 1,024 steps, as pixel values.
 function rampEnds() {
   const style = getComputedStyle(document.documentElement);
   const parse = (name) => style.getPropertyValue(name).trim().match(/[0-9a-f]{2}/gi).map((part) => parseInt(part, 16));
   ends = [parse("--low"), parse("--high")];
   steps = Uint32Array.from({ length: 1025 }, (_, i) => pixel(ramp(i / 1024)));
 }
-const pixel = (parts) => (255 << 24 | parts[2] << 16 | parts[1] << 8 | parts[0]) >>> 0; // Byte order of ImageData.
+const pixel = (parts) => (255 << 24 | parts[2] << 16 | parts[1] << 8 | parts[0]) >>> 0; // ImageData's byte order.
 function ramp(share) {
   const x = Math.sqrt(Math.min(1, Math.max(0, share)));
   return ends[0].map((low, i) => Math.round(low + (ends[1][i] - low) * x));
@@ -77,14 +77,14 @@ function section(title, ...children) {
   return node;
 }
 
-// Puts groups of sections side by side if the page is wide enough.
+// Places groups of sections side by side if the page is wide enough.
 function beside(...groups) {
   const box = el("div", { class: "beside" });
   groups[0][0].replaceWith(box);
   box.append(...groups.map((group) => el("div", {}, group)));
 }
 
-// Returns a token with leading and trailing spaces as dots; line breaks and tabs are already escaped.
+// Replaces a token's leading and trailing spaces by dots. Line breaks and tabs are already escaped.
 const showSpaces = (text) => text === "" ? "∅" : text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 
 function context2d(canvas, width, height) {

@@ -1,7 +1,7 @@
-// Parameters of each matrix as bars, and models side by side.
+// Parameters per matrix as bars, and a comparison of models.
 const shapes = data.shapes;
 heading(shapes.length > 1 ? `Parameters of ${shapes.length} models` : `Parameters of ${shapes[0].name}`, data.names);
-// Models without a gate have fewer rows, so take the longest list.
+// Use the longest list, because models without a gate have fewer rows.
 const kinds = shapes.map((shape) => shape.rows).reduce((a, b) => b.length > a.length ? b : a).map((row) => row.matrix);
 const colourOf = (matrix) => `var(--c${kinds.indexOf(matrix)})`;
 const norms = { layernorm: "LayerNorms", rmsnorm: "RMSNorms" };

@@ -1,4 +1,4 @@
-// The position embeddings as a picture, and similarity by distance.
+// The position embeddings as an image, and similarity by distance.
 heading("Positions", `${data.model}: ${data.kind}, ${data.block_size} places` + (data.table ? ` of ${data.n_embd} numbers` : ""));
 let table;
 const readout = el("p", { id: "readout", "aria-live": "polite" }, " ");

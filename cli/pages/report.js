@@ -1,7 +1,7 @@
-// Runs: overlaid curves, settings side by side, samples, copied spans.
+// A report on runs: overlaid curves, settings, samples and copied spans.
 const runs = data.runs, colours = runs.map((_, i) => `--c${i % 8}`), hidden = new Set();
 const formatMinutes = (seconds) => seconds === null || seconds === undefined ? "–" : seconds < 60 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(1)} min`;
-// A run's steps; curves of other programs have only evaluations.
+// Returns a run's steps, or its evaluations: curves of other programs can lack steps.
 const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
 heading(runs.length > 1 ? `${runs.length} runs` : runs[0].name, runs.map((run) => run.run).join(", "));
@@ -23,7 +23,7 @@ let xColumn = "step";
 const [unit, unitName] = data.time;
 const chartBox = el("div", { id: "curves" });
 const heldOutStyle = { dash: "5 4", dots: true };
-// Returns the curves of a chart. The loss chart has raw losses (pale), smoothed losses and held-out losses.
+// Returns the curves of a chart. The loss chart has raw (pale), smoothed and held-out losses.
 function series(name) {
   return runs.flatMap((run, i) => {
     if (hidden.has(i)) return [];

@@ -25,11 +25,11 @@ Positions = slice | Tensor  # positions shared by all rows, or (B, T) positions
 class _Span:
     """The columns that a part of a step writes and attends to, in layers with one window."""
 
-    rows: slice | None  # None: all rows
-    new_columns: slice | tuple[Tensor, Tensor]  # written columns, or rows (B, 1) and columns (B, T)
+    rows: slice | None  # all rows if None
+    new_columns: slice | tuple[Tensor, Tensor]  # columns to write, or rows (B, 1) and columns (B, T)
     visible_columns: slice
-    mask: Tensor | None  # True for visible columns, (…, T, visible_columns); None: all visible, or causal
-    gather_index: Tensor | None = None  # source of each column if the step overwrites visible columns, (B, columns)
+    mask: Tensor | None  # True where visible, (…, T, columns). None for one token or causal attention
+    gather_index: Tensor | None = None  # source of each column, (B, columns), if visible columns are overwritten
     was_empty: bool = False
 
     def append(self, stored: Tensor, new: Tensor) -> Tensor:
@@ -50,12 +50,12 @@ class _Span:
 
 
 def _make_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns zeros, because attention multiplies masked values by 0. On CPUs, except on Windows, small pages are
-    allocated on the first write, so unused context costs no memory."""
+    """Allocates zeros, because masked values enter attention with weight 0, and 0 · NaN is NaN. On CPUs, except on
+    Windows, the system allocates pages on first write, so unused context costs no memory."""
     if device.type != "cpu" or sys.platform == "win32":
         return torch.zeros(shape, device=device, dtype=dtype)
     size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)  # The system provides zeros.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)  # New memory is zero.
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -64,13 +64,12 @@ def _make_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
 class KVCache:
     """Keys and values of ``rows`` sequences of up to ``room`` positions.
 
-    Each layer has separate tensors for keys and values, (rows, K, columns, D). A compiled step would copy a single
-    tensor for all layers to write one layer: to the compiler, a write through a view creates a new tensor.
+    Each layer has its own key and value tensors, (rows, K, columns, D). If all layers shared a tensor, compiled code
+    would copy all of it to write one layer.
 
-    Position p is in column p modulo the number of columns. A windowed layer has columns for its window and
-    `params.SLACK` more positions, which a step can append and take back. Other layers have ``room`` columns. RoPE
-    positions are relative, so they can exceed ``room``, one at a time. ``kv_heads`` counts this rank's heads with
-    tensor parallelism.
+    Position p is in column p modulo the number of columns. A windowed layer has columns for its window plus
+    `params.SLACK` positions that can be appended and rewound. Other layers have ``room`` columns. With RoPE, positions
+    can exceed ``room``, one token per step. With tensor parallelism, ``kv_heads`` counts this rank's heads.
     """
 
     def __init__(
@@ -98,14 +97,13 @@ class KVCache:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def can_rewind(self, length: int, count: int) -> bool:
-        """Whether the last ``count`` of a row's ``length`` positions can be taken back. Earlier positions must still
-        have their whole window."""
+        """Whether dropping the last ``count`` of a row's ``length`` positions leaves a full window."""
         has_all_positions = all(columns >= min(self.room, length) for columns in self.columns.values())
         return has_all_positions or count <= SLACK
 
     def copy(self, source: int, target: int, start: int, stop: int, written: int) -> None:
-        """Copies positions ``start`` to ``stop`` to another row. If ``written``, the number of positions ever written
-        to either row, exceeds a layer's columns, copies all columns."""
+        """Copies positions ``start`` to ``stop`` to another row. Copies all columns of layers that have wrapped around:
+        more positions were ``written`` to either row than they have columns."""
         for tensor in (*self.keys, *self.values):
             columns = slice(start, stop) if written <= tensor.size(2) else slice(None)
             tensor[target, :, columns] = tensor[source, :, columns]
@@ -123,13 +121,13 @@ class KVCache:
 class Placement:
     """Positions of a step's tokens in a KV cache, and the columns that they attend to.
 
-    Each part is (first row, lengths, T): adjacent rows of ``lengths`` positions that get T more. The ids of one part
-    are (B, T). Several parts are packed as (1, N), and only attention separates them.
+    A part (first row, lengths, T) appends T tokens to adjacent rows, which have ``lengths`` positions. A single part
+    has ids (B, T). Several parts are packed into one sequence, (1, N), and only attention separates them.
     """
 
     def __init__(self, cache: KVCache, parts: Sequence[tuple[int, Sequence[int], int]]) -> None:
         self.cache = cache
-        self.end = max(max(lengths) + T for _, lengths, T in parts)  # last position + 1
+        self.end = max(max(lengths) + T for _, lengths, T in parts)  # one past the last position
         same_length = [lengths.count(lengths[0]) == len(lengths) for _, lengths, _ in parts]
         self.shape = (len(parts[0][1]), parts[0][2])
         if len(parts) == 1 and same_length[0]:
@@ -151,7 +149,7 @@ class Placement:
             offset += n * T
 
     def _make_span(self, window: int, rows: slice | None, lengths: Sequence[int], T: int, new: Positions) -> _Span:
-        """Makes the span of T ``new`` positions in layers with this window."""
+        """Makes the span of T ``new`` positions in layers with ``window``."""
         columns, device, room = self.cache.columns[window], self.cache.keys[0].device, self.cache.room
         max_length = max(lengths) + T
         if isinstance(new, slice) and max_length <= columns:
@@ -176,7 +174,7 @@ class Placement:
                 mask = _visibility_mask(new, _stored_positions(new[:, -1:], columns)[:, : len(column_indices)], window)
             index = torch.arange(len(new), device=device)[:, None]
             return _Span(rows, (index, new % columns), slice(0, len(column_indices)), mask)
-        # The step overwrites visible columns: it attends to old and new positions, then stores the last positions.
+        # The step overwrites visible columns, so it attends to old and new positions before it stores the last ones.
         positions_after = _stored_positions(new[:, -1:], columns)  # (B, columns)
         if not any(lengths):
             mask = _visibility_mask(new[:1], new[:1], window)[0, 0]
@@ -189,8 +187,8 @@ class Placement:
         return _Span(rows, slice(0, 0), slice(0, 0), mask, index)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None = None) -> Tensor:
-        """Stores a layer's new keys and values and computes attention, (B, H, T, D), in ``prefill_dtype`` for many
-        positions."""
+        """Stores a layer's new keys and values and computes attention, (B, H, T, D). Long causal prefills use
+        ``prefill_dtype``."""
         if len(self._parts) == 1:
             return self._attend(self._parts[0][2], layer, q, k, v, prefill_dtype)
         tokens, outputs = [tensor.transpose(1, 2)[0] for tensor in (q, k, v)], []  # (N, H, D)
@@ -210,8 +208,8 @@ class Placement:
         return kernels.attend(q, k, v, span.mask)
 
     def single(self, layer: int) -> tuple[Tensor, Tensor, tuple[int, int, int]] | None:
-        """Returns the cached keys and values of a one-token step, (K, columns, D), and (column to write, first visible
-        column, end of the visible columns). None if columns are not in position order."""
+        """Returns a one-token step's cached keys and values, (K, columns, D), and (column to write, first visible
+        column, end of the visible columns), or None if columns are not in position order."""
         span = self._parts[0][2][self.cache.windows[layer]]
         if not isinstance(span.new_columns, slice) or span.mask is not None or span.gather_index is not None:
             return None
@@ -221,17 +219,17 @@ class Placement:
 
 
 class EveryRow:
-    """The next position of every row of a KV cache, in steps of fixed shape. ``positions``, (rows), is on the device.
+    """A step of fixed shape that appends one token to every cache row, at ``positions``, (rows), on the device.
     Compiled GPU code reads only filled blocks."""
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
         self.cache = cache
         self.rows = torch.arange(len(positions), device=positions.device)
         self.columns = {window: positions % columns for window, columns in cache.columns.items()}
-        has_wide_heads = cache.keys[0].size(3) >= 16  # `flex_attention` needs heads of this size.
+        has_wide_heads = cache.keys[0].size(3) >= 16  # `flex_attention` requires head size 16 or more.
         in_blocks = has_wide_heads and positions.device.type == "cuda" and torch.compiler.is_compiling()
         make_mask = functools.partial(filled_blocks, cache.blocks) if in_blocks else sees_columns
-        # masks of columns, (rows, 1, 1, columns), or of blocks
+        # A mask per window: of columns, (rows, 1, 1, columns), or of blocks.
         self.masks: dict[int, Any] = {w: make_mask(positions, w, columns) for w, columns in cache.columns.items()}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None = None) -> Tensor:
@@ -242,7 +240,7 @@ class EveryRow:
         return kernels.attend(q, keys, values, self.masks[window])
 
 
-Places = Placement | EveryRow  # where blocks store keys and values
+Places = Placement | EveryRow  # where a step's keys and values go
 
 
 def sees_columns(positions: Tensor, window: int, columns: int) -> Tensor:
@@ -252,8 +250,8 @@ def sees_columns(positions: Tensor, window: int, columns: int) -> Tensor:
 
 
 def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
-    """Returns a `flex_attention` mask of the blocks filled up to the newest position of each row, (B). ``blocks``
-    starts with the indices of all blocks, int32."""
+    """Returns a `flex_attention` mask of the blocks that each row has filled. ``positions``, (B), are the rows' newest.
+    ``blocks``, int32, counts from 0."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def is_visible(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
@@ -264,9 +262,9 @@ def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) 
         return column <= positions[row]
 
     n_blocks = -(-columns // BLOCK)
-    filled = (positions // BLOCK + 1).clamp(max=n_blocks).int()[:, None, None]
+    block_counts = (positions // BLOCK + 1).clamp(max=n_blocks).int()[:, None, None]
     return BlockMask.from_kv_blocks(
-        filled,
+        block_counts,
         blocks[:n_blocks].expand(len(positions), 1, 1, -1),
         BLOCK_SIZE=BLOCK,
         mask_mod=is_visible if columns > window else is_filled,
@@ -276,12 +274,12 @@ def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) 
 
 
 def _stored_positions(last: Tensor, columns: int) -> Tensor:
-    """Returns the position in each column, (B, columns), after storing up to ``last``, (B, 1); negative if empty."""
+    """Returns the position in each column, (B, columns), if ``last``, (B, 1), is the newest; negative if empty."""
     return last - (last - torch.arange(columns, device=last.device)) % columns
 
 
 def _visibility_mask(new: Tensor, stored: Tensor, window: int) -> Tensor:
-    """Whether a ``new`` position, (B, T), sees a ``stored`` position, (B, S): (B, 1, T, S). Negative positions are
-    empty columns."""
+    """Returns the mask (B, 1, T, S) of ``stored`` positions (B, S) that ``new`` positions (B, T) attend to. Negative
+    positions are empty columns."""
     new, stored = new[:, :, None], stored[:, None, :]
     return ((stored <= new) & (stored > new - window) & (stored >= 0))[:, None]

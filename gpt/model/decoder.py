@@ -1,10 +1,11 @@
-"""The GPT decoder, bottom-up.
+"""The GPT decoder.
 
-Pre-norm blocks with causal self-attention and tied embeddings, as in GPT-2 (Radford et al. 2019) and GPT-3 (Brown et
-al. 2020). `GPTConfig` selects the components of Llama, Mistral, Qwen2 and Qwen3: RMSNorm (Zhang and Sennrich 2019),
-RoPE (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), query and key normalization (Henry et al. 2020),
-SwiGLU (Shazeer 2020) and sliding windows (Child et al. 2019). Parameters have GPT-2's names (`gpt.model.params`).
-Shapes: B sequences, T positions, C = n_embd, V = vocab_size, H query heads of size D, K key/value heads.
+It has pre-norm blocks with causal self-attention and tied embeddings, as in GPT-2 (Radford et al. 2019) and GPT-3
+(Brown et al. 2020). `GPTConfig` selects the components of Llama, Mistral, Qwen2 and Qwen3: RMSNorm (Zhang and Sennrich
+2019), RoPE (Su et al. 2021), grouped-query attention (Ainslie et al. 2023), query and key normalization (Henry et al.
+2020), SwiGLU (Shazeer 2020) and sliding windows (Child et al. 2019). Parameters have GPT-2's names
+(`gpt.model.params`). Shapes: B sequences, T positions, C = n_embd, V = vocab_size, H query heads of size D, K key/value
+heads.
 """
 
 import math
@@ -21,13 +22,13 @@ from gpt.model import kernels
 from gpt.model.cache import Placement, Places, Positions
 from gpt.model.positions import Rope, rotary_table, rotate, sine_table
 
-INIT_STD = 0.02  # standard deviation of GPT-2's initial matrices
-QK_SCALE = 1.2  # initial factor of the scores of normalized queries and keys
-ROPE_TABLE = 8192  # initial positions of the RoPE table
+INIT_STD = 0.02  # Standard deviation of GPT-2's initial matrices.
+QK_SCALE = 1.2  # Initial scale of attention scores with `qk_norm`.
+ROPE_TABLE = 8192  # Initial length of the RoPE table.
 
 
 class Linear(nn.Linear):
-    """A linear map that skips initialization on the meta device, where torch would spend seconds importing its
+    """A linear map that is not initialized on the meta device, where torch would spend seconds importing its
     compiler."""
 
     def reset_parameters(self) -> None:
@@ -41,7 +42,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An embedding table that skips initialization on the meta device, like `Linear`."""
+    """An embedding table that is not initialized on the meta device, like `Linear`."""
 
     def reset_parameters(self) -> None:
         """Skips the meta device."""
@@ -50,10 +51,10 @@ class Embedding(nn.Embedding):
 
 
 class Dropout(nn.Dropout):
-    """Dropout with a fast random mask on a CPU."""
+    """Dropout with a fast mask on CPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drops elements during training."""
+        """Zeroes random elements during training."""
         return kernels.drop(x, self.p) if self.training else x
 
 
@@ -65,7 +66,7 @@ class RMSNorm(nn.RMSNorm):
 
     @cached_property
     def eps_tensor(self) -> Tensor:
-        """ε as a CPU tensor, in the norm's dtype."""
+        """ε as a CPU tensor, in float32 or wider."""
         return torch.tensor(self.eps, dtype=torch.promote_types(self.weight.dtype, torch.float32), device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.window, self.dropout = config.head_size, window, config.dropout
         self.groups = config.n_head // config.kv_heads  # query heads per key/value head
-        self.prompts: torch.dtype | None = None  # dtype of attention over many positions; None: the model's
+        self.prompts: torch.dtype | None = None  # dtype of attention in long prefills, or None for the model's
         query_width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
         # c_attn computes queries, keys and values of all heads; c_proj is the output matrix W_O.
         self.c_attn = Linear(config.n_embd, query_width + 2 * kv_width, bias=config.biases != "none")
@@ -101,7 +102,7 @@ class Attention(nn.Module):
         self.resid_dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, layer: int, rope: Rope | None = None, places: Places | None = None) -> Tensor:
-        """Computes attention: (B, T, C) → (B, T, C). ``rope`` comes from `GPT.embed_at`."""
+        """(B, T, C) → (B, T, C), with ``rope`` from `GPT.embed_at`."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x, rope)
         if places is None:
@@ -114,12 +115,12 @@ class Attention(nn.Module):
 
     def qkv(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries (B, H, T, D) and keys (B, K, T, D), normalized and rotated, and values (B, K, T, D). H and K
-        are this rank's heads (`gpt.parallel.tensor`)."""
-        # Transposing comes last: compiled GPU code would copy transposed views three times.
+        count this rank's heads (`gpt.parallel.tensor`)."""
+        # Transpose last: compiled GPU code would copy transposed views three times.
         heads = self.c_attn(x).view(*x.shape[:2], -1, self.head_size)  # (B, T, H + 2 K, D)
         K = heads.size(2) // (self.groups + 2)
         qk, v = heads.split_with_sizes([(self.groups + 1) * K, K], dim=2)
-        if self.q_norm is None and rope is not None:  # One call rotates queries and keys together.
+        if self.q_norm is None and rope is not None:  # Rotate queries and keys in one call.
             qk = rotate(qk, rope)
         q, k = qk.split_with_sizes([self.groups * K, K], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -163,7 +164,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP. Each reads the normalized residual stream and adds to the stream."""
+    """Attention, then MLP. Both read the normalized residual stream and add to the stream."""
 
     def __init__(self, config: GPTConfig, window: int | None = None) -> None:
         super().__init__()
@@ -197,14 +198,14 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = Embedding(config.vocab_size, config.n_embd)  # also the unembedding if embeddings are tied
+        self.wte = Embedding(config.vocab_size, config.n_embd)  # also the unembedding if tied
         if config.positions == "learned":
             self.wpe = Embedding(config.block_size, config.n_embd)
         self.lay_tables()
         self.drop = Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, window) for window in config.windows)
         self.ln_f = make_norm(config)
-        # LM head of an untied model, or a faster copy of the embedding (`gpt.decoding.weights`)
+        # LM head of an untied model, or a decoding copy of the embedding (`gpt.decoding.weights`).
         self.lm_head: nn.Module | None = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
         self.kv_heads = config.kv_heads  # key/value heads of this rank (`gpt.parallel.tensor`)
         self.recompute = False  # whether the backward pass recomputes activations
@@ -215,8 +216,8 @@ class GPT(nn.Module):
         config, rope = self.config, None
         with torch.device("cpu"):  # `arange` takes a second on the meta device.
             if config.positions == "sinusoidal":
-                # The paper scales embeddings by √C to match the table. GPT-2's embeddings keep a scale of 0.02, so the
-                # table is scaled instead.
+                # The paper scales embeddings by √C to match the table. GPT-2's embeddings start at a scale of 0.02, so
+                # scale the table instead.
                 table = INIT_STD * sine_table(config.block_size, config.n_embd)
                 self.register_buffer("sine", table.to(device), persistent=False)
             if config.positions == "rotary":
@@ -224,13 +225,13 @@ class GPT(nn.Module):
         self.register_buffer("rope", rope, persistent=False)
 
     def initialize(self) -> None:
-        """Initializes all modules, in order, from torch's global generator."""
+        """Initializes all modules, in order, with torch's global random generator."""
         if not self.wte.weight.is_meta:
             for name, module in self.named_modules():
                 initialize(module, name, self.config)
 
     def position_table(self) -> Tensor | None:
-        """The table added to the embedding, (block_size, C), or None with RoPE."""
+        """Returns the table added to embeddings, (block_size, C), or None with RoPE."""
         match self.config.positions:
             case "learned":
                 return self.wpe.weight
@@ -240,13 +241,13 @@ class GPT(nn.Module):
                 return None
 
     def trunk(self, idx: Tensor, places: Placement | None = None) -> Tensor:
-        """Returns the normalized residual stream (B, T, C) for ids (B, T). With ``places``, ids follow the cached
-        positions. Raises ValueError past the context, except with RoPE and a cache."""
+        """Returns the normalized residual stream (B, T, C) for ids (B, T), which follow the cached positions of
+        ``places``. Raises ValueError past the context, except with RoPE and a cache."""
         x, rope = self.embed(idx, places)
         return self.stack(x, rope, places)
 
     def embed(self, idx: Tensor, places: Placement | None = None) -> tuple[Tensor, Rope | None]:
-        """Returns the first block's input (B, T, C) for ids (B, T), and RoPE rotations."""
+        """Returns the first block's input (B, T, C) for ids (B, T), and the RoPE rotations."""
         positions, end = (slice(0, idx.size(1)), idx.size(1)) if places is None else (places.positions, places.end)
         if end > self.config.block_size and (places is None or self.rope is None):
             raise ValueError(f"{end} tokens do not fit in the context of {self.config.block_size}")
@@ -254,7 +255,7 @@ class GPT(nn.Module):
         return self.embed_at(idx, positions)
 
     def embed_at(self, idx: Tensor, positions: Positions) -> tuple[Tensor, Rope | None]:
-        """Embeds ids (B, T) at ``positions``, a slice or (B, T), like `embed`. Rotations are None without RoPE."""
+        """Embeds ids (B, T) like `embed`, at ``positions``, a slice or (B, T). Rotations are None without RoPE."""
         x = self.wte(idx)
         table = self.position_table()
         if table is not None:
@@ -279,7 +280,7 @@ class GPT(nn.Module):
     def reach(self, positions: int) -> None:
         """Grows the RoPE table to ``positions``, which can exceed the context."""
         if self.rope is not None and positions > self.rope.size(1):
-            with torch.inference_mode(False):  # Training needs a normal tensor.
+            with torch.inference_mode(False):  # Training cannot use inference tensors.
                 self.rope = rotary_table(2 * positions, self.config).to(self.rope)
 
     @property
@@ -300,8 +301,8 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
-    """Initializes one module as GPT-2 does: normal matrices, scaled by 1/√(2·n_layer) if they write to the residual
-    stream, and zero biases. Query and key norms start at √1.2. Other norms keep torch's 1 and 0."""
+    """Initializes one module as GPT-2 does: matrices from a normal distribution, scaled by 1/√(2·n_layer) if they write
+    to the residual stream, and zero biases. Query and key norms start at √1.2. Other norms keep torch's 1 and 0."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         module.weight.normal_(0.0, INIT_STD)
         if name.endswith("c_proj"):

@@ -1,6 +1,6 @@
 """Fast computations for the decoder, on CPUs, on GPUs and under a compiler.
 
-Each docstring names the plain definition. tests/model/test_kernels.py checks that both agree up to rounding.
+Docstrings name the torch function or formula that each kernel matches up to rounding (tests/model/test_kernels.py).
 """
 
 import contextlib
@@ -13,29 +13,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_UNSPLIT_COLUMNS = 1024  # Above this, GPU attention for one query splits the columns.
-NARROW_ON = ("cuda",)  # devices with a bfloat16 residual stream under autocast
-SUMMED_ON = ("cuda",)  # devices where compiled code sums bias gradients in two steps
-PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # matmul attention for training on a CPU: maximum positions, sequences per call
-PLAIN_QUERIES = 128  # bfloat16 matmul attention without gradients: minimum positions, queries per call
+MAX_UNSPLIT_COLUMNS = 1024  # GPU attention for one query splits longer caches.
+NARROW_ON = ("cuda",)  # Devices that narrow the residual stream to bfloat16 under autocast.
+SUMMED_ON = ("cuda",)  # Devices where compiled code sums bias gradients in two steps.
+PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # Matmul attention in CPU training: maximum positions, sequences per call
+PLAIN_QUERIES = 128  # Queries per call, and minimum queries, of bfloat16 matmul attention on a CPU.
 
 
 @dataclass(frozen=True)
 class TracedInputs:
-    """Inputs that a traced step uses instead of random numbers, masks and `PLAIN_ROWS`."""
+    """Values that a traced step takes as inputs, instead of random numbers, masks and `PLAIN_ROWS`."""
 
-    dropout_masks: Iterator[Tensor]  # in the order of use
+    dropout_masks: Iterator[Tensor]  # masks in call order
     causal_bias: Tensor  # `bias` without a window
     window_bias: Tensor  # `bias` with the model's window
     batch_rows: int  # sequences per attention call
 
 
-_traced: TracedInputs | None = None  # set while a step is traced
+_traced: TracedInputs | None = None  # Set while a step is being traced.
 
 
 @contextlib.contextmanager
 def tracing(inputs: TracedInputs) -> Iterator[None]:
-    """Makes this module use ``inputs``, and `is_compiling` return True."""
+    """Makes kernels use ``inputs`` and `is_compiling` return True."""
     global _traced
     _traced = inputs
     try:
@@ -58,9 +58,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _BiasGradient(torch.autograd.Function):
-    """Computes the gradient of a bias, (out,), that y, (…, T, out), already includes, by summing over positions, then
-    sequences. Inductor fuses the first sum into the kernel that writes y's gradient. A single sum would need another
-    kernel that reads it again."""
+    """Sums the gradient of a bias, (out,), over positions first, then over sequences. y, (…, T, out), already includes
+    the bias. Inductor fuses the first sum into the kernel that writes y's gradient; a single sum would read that
+    gradient in another kernel."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, b: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ class _BiasGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (grad,) = grads
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        return grad, grad.sum(-2, dtype=wide).sum_to_size(grad.size(-1))
+        wide_dtype = torch.promote_types(grad.dtype, torch.float32)
+        return grad, grad.sum(-2, dtype=wide_dtype).sum_to_size(grad.size(-1))
 
 
 def drop(x: Tensor, p: float) -> Tensor:
@@ -84,14 +84,14 @@ def drop(x: Tensor, p: float) -> Tensor:
 
 
 def dropout_scale(p: float) -> float:
-    """The scale of kept elements, 1 / (1 − p), with p rounded to a multiple of 2⁻¹⁶."""
+    """Returns 1 / (1 − p), with p rounded to a multiple of 2⁻¹⁶."""
     return 2**16 / (2**16 - round(p * 2**16))
 
 
 def dropout_mask(n: int, p: float, dtype: torch.dtype) -> Tensor:
     """Draws a dropout mask, (n): 1 with probability 1 − p, to a resolution of 2⁻¹⁶, else 0.
 
-    Four elements share a random number: 87 µs for 131,072 elements on a CPU. Torch draws one per element: 600 µs.
+    Four elements share a random number: 131,072 elements take 87 µs on a CPU. Torch draws one per element, in 600 µs.
     """
     random_bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:n]
     return torch.ge(random_bits, round(p * 2**16) - 2**15, out=torch.empty(n, dtype=dtype))
@@ -112,15 +112,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 
 def _rms_scale(x: Tensor, eps: Tensor) -> Tensor:
     """1 / √(mean(x²) + ε) of each position, (…, C) → (…, 1), in float32 or wider."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_dtype)
     return torch.addcmul(eps, norm, norm, value=1 / x.size(-1)).rsqrt_()
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """RMSNorm in few kernels. Torch runs seven forward and more backward: with gradients, 387 µs at (16, 64, 128) and
-    1,786 at (16, 128, 256); LayerNorm takes 102 and 281. The gradient is LayerNorm's for mean 0, without the term of
-    the mean."""
+    """RMSNorm with fewer kernels than torch, which runs seven forward and more backward. With gradients, torch takes
+    387 µs at (16, 64, 128) and 1,786 at (16, 128, 256); its LayerNorm takes 102 and 281. The gradient is LayerNorm's
+    for mean 0, plus one term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
             None,
             [True, ctx.needs_input_grad[1], False],
         )
-        # Restores the mean of the gradient, which LayerNorm subtracts.
+        # LayerNorm subtracts the gradient's mean: add it back.
         dx += (scale * (grad @ w)[..., None]).div_(x.size(-1))
         return dx.to(x.dtype), None if dw is None else dw.to(weight.dtype), None
 
@@ -162,12 +162,12 @@ def narrowed(x: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, window: int | None = None) -> Tensor:
     """Computes softmax(q kᵀ / √D) v for queries (B, H, T, D), keys and values (B, K, S, D). Without a mask, attention
-    is causal, limited to ``window`` if given.
+    is causal, within ``window`` if given.
 
-    In CPU training, matrix products beat torch's fused attention while the scores of a few sequences fit in the
+    In CPU training, matrix products beat torch's fused attention if the scores of a few sequences fit in the
     processor's cache. Forward and backward in bfloat16 on two cores took 2.0 ms instead of 7.9 at (16, 4, 64, 32), 141
-    instead of 257 at (64, 6, 256, 64), and about the same at 512 positions. Without gradients, bfloat16 matrix products
-    win by skipping hidden keys: 1.9 ms instead of 5.1 at (1, 12, 512, 64).
+    instead of 257 at (64, 6, 256, 64), and the same at 512 positions. Without gradients, bfloat16 matrix products win
+    by skipping hidden keys: 1.9 ms instead of 5.1 at (1, 12, 512, 64).
     """
     T, S = q.size(2), k.size(2)
     if mask is not None and not isinstance(mask, Tensor):
@@ -188,7 +188,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
     groups = q.size(1) // k.size(1)
     causal = T > 1 and mask is None
     if groups > 1 and not causal and (T == 1 or q.device.type != "cpu"):
-        # Fused kernels with a mask don't support grouped-query attention, so each group becomes one head with more
+        # Fused kernels with a mask don't support grouped-query attention, so merge each group into one head with more
         # queries.
         if mask is not None and T > 1:
             mask = mask.repeat(*[1] * (mask.dim() - 2), groups, 1)
@@ -198,8 +198,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
-    """`attend` for one query, (B, H, 1, D), with `flex_attention`, which reads only filled blocks. Short caches are not
-    split, because merging takes two more kernels."""
+    """Computes attention of one query, (B, H, 1, D), with `flex_attention`, which reads only filled ``blocks``. Short
+    caches are not split, because merging takes two more kernels."""
     from torch.nn.attention.flex_attention import flex_attention
 
     options: Any = {"SPLIT_KV": 1} if k.size(2) <= MAX_UNSPLIT_COLUMNS else {}
@@ -209,7 +209,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
 def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:
     B, H, T, D = q.shape
     K, S = k.size(1), k.size(2)
-    # Each group of query heads becomes one head with more queries.
+    # Merge each group of query heads into one head with more queries.
     scores = (q * (1 / math.sqrt(D))).reshape(B, K, -1, D) @ k.transpose(2, 3)
     scores = scores.view(B, H, T, S).add_(bias(q, S, window))
     pattern = drop(scores.softmax(-1), dropout)
@@ -217,7 +217,7 @@ def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: i
 
 
 def bias(q: Tensor, S: int, window: int | None) -> Tensor:
-    """Returns the causal mask to add to the scores of queries q (B, H, T, D): (T, S), −∞ for hidden keys."""
+    """Returns the causal mask to add to scores, (T, S), −∞ for hidden keys, in the dtype of q (B, H, T, D)."""
     if _traced is not None:
         return (_traced.causal_bias if window is None else _traced.window_bias).to(q.dtype)
     T = q.size(2)
@@ -226,6 +226,6 @@ def bias(q: Tensor, S: int, window: int | None) -> Tensor:
 
 
 def visible(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
-    """Returns the causal mask (T, before + T): a position sees itself and earlier positions, ``window`` in total."""
+    """Returns the causal mask (T, before + T): positions attend to up to ``window`` positions, including themselves."""
     causal = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
     return causal if window is None or window >= before + T else causal.triu_(before + 1 - window)

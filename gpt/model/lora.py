@@ -1,8 +1,8 @@
 """LoRA adapters (Hu et al. 2021): a linear map computes W + s · B A, with frozen W and B A of rank R.
 
-A fused map stacks M matrices: query, key and value, or gate and up. If the family's layout stores them separately
-(`GPTConfig.layout`), each has an adapter, as in PEFT. In memory, a map's adapters share two tensors: ``a``, (M R, in),
-stacks the A matrices, and ``b``, (total rows, R), stacks the B matrices.
+A fused map stacks M matrices: query, key and value, or gate and up. If the checkpoint's layout stores them separately
+(`GPTConfig.layout`), every matrix has an adapter, as in PEFT. In memory, ``a``, (M R, in), stacks a map's A matrices,
+and ``b``, (total rows, R), its B matrices.
 """
 
 import itertools
@@ -27,12 +27,12 @@ _ROLES = {
 }  # fmt: skip
 
 
-STORED_FUSED = ("gpt2", "gpt")  # layouts that store query, key and value as one tensor
+STORED_FUSED = ("gpt2", "gpt")  # Layouts that store query, key and value as one tensor.
 
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """Rows of a linear map with one adapter: one role, or all roles if stored as one tensor."""
+    """Rows of a linear map with one adapter. Roles share an adapter if they are stored as one tensor."""
 
     roles: tuple[str, ...]
     start: int
@@ -60,8 +60,8 @@ class LowRank(nn.Linear):
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x Wᵀ + s · (x Aᵀ) Bᵀ with gradients for x, A and B. Autograd would allocate output-sized tensors for the
-    adapter's output and its scaling. Here, matrix products accumulate into existing tensors."""
+    """x Wᵀ + s · (x Aᵀ) Bᵀ with gradients for x, A and B. Matrix products accumulate into existing tensors; autograd
+    would allocate output-sized tensors for the adapter's output and its scaling."""
 
     @staticmethod
     def forward(
@@ -98,36 +98,36 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def _spread_b(b: Tensor, rows: tuple[tuple[int, int], ...], out_features: int) -> Tensor:
-    """Spreads the stacked B matrices, (total rows, R), over a block matrix (out, M R) that is 0 elsewhere."""
+    """Places the stacked B matrices, (total rows, R), in a block matrix (out, M R) of zeros."""
     if len(rows) == 1 and len(b) == out_features:
         return b
     rank, offset = b.size(1), 0
-    spread = b.new_zeros(out_features, len(rows) * rank)
+    block_matrix = b.new_zeros(out_features, len(rows) * rank)
     for index, (start, n) in enumerate(rows):
-        spread[start : start + n, index * rank : (index + 1) * rank] = b[offset : offset + n]
+        block_matrix[start : start + n, index * rank : (index + 1) * rank] = b[offset : offset + n]
         offset += n
-    return spread
+    return block_matrix
 
 
-def _collect_b(spread: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
+def _collect_b(block_matrix: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:
     """Inverts `_spread_b`."""
-    rank = spread.size(1) // len(rows)
+    rank = block_matrix.size(1) // len(rows)
     return torch.cat(
-        [spread[start : start + n, index * rank : (index + 1) * rank] for index, (start, n) in enumerate(rows)]
+        [block_matrix[start : start + n, index * rank : (index + 1) * rank] for index, (start, n) in enumerate(rows)]
     )
 
 
 def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.Parameter]:
-    """Freezes a model, adds adapters to its blocks' linear maps and returns the adapter parameters. Uses torch's global
-    generator."""
+    """Freezes a model, adds adapters to its blocks' linear maps and returns the adapter parameters. Draws from torch's
+    global generator."""
     model.requires_grad_(False)
-    added = []
+    adapter_parameters = []
     for name, matrices in adapted(model.config, find_roles(targets, model.config)).items():
         parent, _, child = name.rpartition(".")
         adapter = LowRank(model.get_submodule(name), rank, alpha / rank, matrices)  # type: ignore[arg-type]
         setattr(model.get_submodule(parent), child, adapter)
-        added += [adapter.a, adapter.b]
-    return added
+        adapter_parameters += [adapter.a, adapter.b]
+    return adapter_parameters
 
 
 def adapters(model: GPT) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def adapters(model: GPT) -> dict[str, Tensor]:
 
 
 def adapter_shapes(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, Shape]:
-    """Returns the shapes of `adapters` by name."""
+    """Returns the shapes of the tensors in `adapters`."""
     table, shapes = named_parameters(config), dict[str, Shape]()
     for name, matrices in adapted(config, roles).items():
         in_features = table[f"{name}.weight"].shape[1]
@@ -149,7 +149,7 @@ def adapter_shapes(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[s
 
 @torch.no_grad()
 def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float, roles: Sequence[str]) -> None:
-    """Adds ``tensors``, as returned by `adapters`, to the weights of a model without adapters."""
+    """Merges ``tensors``, as returned by `adapters`, into the weights of a model without adapters."""
     for name, matrices in adapted(model.config, roles).items():
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
@@ -159,7 +159,7 @@ def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float, roles: Sequen
 
 
 def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedMatrix, ...]]:
-    """Returns the matrices adapted for ``roles``, by module name."""
+    """Returns the matrices to adapt for ``roles``, by module name."""
     linears = {}
     for name, p in named_parameters(config).items():
         matrices = tuple(m for m in _adapted_matrices(p, config) if m.roles[0] in roles) if p.is_matrix else ()
@@ -169,26 +169,25 @@ def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedM
 
 
 def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
-    """Returns the roles that ``--lora-targets`` selects. Raises `UserError` for a role that the model doesn't have, and
-    for a partial selection of roles stored in one tensor."""
+    """Returns the roles that ``--lora-targets`` selects. Raises `UserError` if the model lacks a role, or if only part
+    of the roles in one tensor is selected."""
     names = targets.split(",")
     available = [matrix.roles for p in parameters(config) if p.is_matrix for matrix in _adapted_matrices(p, config)]
-    selected = {role for name in names for role in LORA_GROUPS.get(name, (name,))}
+    selected_roles = {role for name in names for role in LORA_GROUPS.get(name, (name,))}
     missing = [name for name in names if name not in LORA_GROUPS and name not in sum(available, ())]
     if missing:
         raise UserError(f"lora-targets: this model has no {missing[0]}", f"it has {', '.join(sum(available, ()))}")
     for roles in available:
-        if 0 < len(selected & set(roles)) < len(roles):
+        if 0 < len(selected_roles & set(roles)) < len(roles):
             raise UserError(
                 f"lora-targets: {', '.join(roles)} are a single tensor in {config.layout} and share an adapter",
                 "name all of them, or none",
             )
-    return tuple(role for role in LORA_ROLES if role in selected and role in sum(available, ()))
+    return tuple(role for role in LORA_ROLES if role in selected_roles and role in sum(available, ()))
 
 
 def _adapted_matrices(p: Parameter, config: GPTConfig) -> list[AdaptedMatrix]:
-    """Returns the separately adapted matrices of a linear map: its fused matrices if the layout separates them, else
-    the whole map."""
+    """Returns a linear map's matrices if the layout stores them separately, else the whole map."""
     roles = tuple(_ROLES[name] for name in p.matrices)
     if not p.fused or config.layout in STORED_FUSED:
         return [AdaptedMatrix(roles, 0, p.shape[0])]

@@ -1,4 +1,4 @@
-"""Cross-entropy in nats and in bits per byte."""
+"""Cross-entropy loss, in nats and in bits per byte."""
 
 import math
 from typing import Any
@@ -10,16 +10,16 @@ from torch import Tensor
 from gpt.model import kernels
 from gpt.model.memory import columns_of_logits, positions_at_once
 
-IGNORED = -100  # target of a position that the loss ignores
-FLOAT16_SCALE = 2**-4  # Prevents overflow when float16 logit gradients are summed over all positions.
+IGNORED = -100  # Target that the loss ignores.
+FLOAT16_SCALE = 2**-4  # Keeps sums of float16 logit gradients over all positions from overflowing.
 
 
 def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
     """Returns the sum of -log p(target), in nats, over targets (B, T) that are not `IGNORED`. The logits are x Wᵀ for
     the residual stream x, (B, T, C), and the unembedding W, (V, C).
 
-    At most ``chunk`` positions have logits at a time; 0 chooses automatically. On a GPU, zero rows outside the softmax
-    pad the vocabulary to a multiple of 64.
+    Computes logits for ``chunk`` positions at a time; 0 chooses automatically. On a GPU, pads the vocabulary to a
+    multiple of 64 with columns outside the softmax.
     """
     device_type = x.device.type
     columns = columns_of_logits(len(weight), device_type)
@@ -29,9 +29,9 @@ def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy whose forward pass computes the gradients: (softmax − one-hot) W for x, and (softmax −
-    one-hot)ᵀ x for the unembedding W. The backward pass scales them (Hsu et al. 2024, arXiv 2410.10989). Logits are
-    computed once, in chunks, and overwritten by their gradient."""
+    """Summed cross-entropy that computes gradients in the forward pass: (softmax − one-hot) W for x, and (softmax −
+    one-hot)ᵀ x for the unembedding W. The backward pass only scales them (Hsu et al. 2024, arXiv 2410.10989). Logits
+    are computed once, in chunks, and overwritten by their gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, columns: int, chunk: int) -> Tensor:
@@ -75,8 +75,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _overwrite_with_gradient(logits: Tensor, scratch: Tensor, targets: Tensor, factors: Tensor) -> Tensor:
-    """Overwrites logits (n, columns) with their gradient times ``factors`` and returns log p(target), (n, 1).
-    ``scratch`` is (n, V). Padding columns remain 0."""
+    """Overwrites logits (n, columns) with their gradient times ``factors`` and returns log p(target), (n, 1). Leaves
+    padding columns at 0. ``scratch`` is (n, V)."""
     log_p = torch.log_softmax(scratch.copy_(logits[:, : scratch.size(1)]), -1, out=scratch)
     target_log_p = log_p.gather(1, targets)
     log_p.exp_().scatter_(1, targets, target_log_p.expm1())  # p, or p − 1 for the target
@@ -85,7 +85,7 @@ def _overwrite_with_gradient(logits: Tensor, scratch: Tensor, targets: Tensor, f
 
 
 def _compute_gradient(logits: Tensor, targets: Tensor, factors: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Returns the gradient and log p(target) like `_overwrite_with_gradient`, in fusible operations."""
+    """Returns the gradient and log p(target) of `_overwrite_with_gradient`, in fusible operations."""
     column = torch.arange(logits.size(1), device=logits.device)
     wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_p = wide_logits.masked_fill(column >= vocab_size, -math.inf).log_softmax(-1)
@@ -95,10 +95,10 @@ def _compute_gradient(logits: Tensor, targets: Tensor, factors: Tensor, vocab_si
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns -log p(target) in nats, (N), for logits (N, V); 0 for `IGNORED` targets."""
+    """Returns -log p(target) in nats, (N), for logits (N, V), and 0 for `IGNORED` targets."""
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:
-    """Converts total nats over ``n_bytes`` to bits per byte, which are comparable between tokenizers."""
+    """Converts total nats over ``n_bytes`` to bits per byte, comparable across tokenizers."""
     return nats / math.log(2) / n_bytes if n_bytes else math.nan

@@ -1,7 +1,7 @@
 """Estimates a training step's memory in bytes, without importing torch.
 
-In tests, the estimate is at most 15 % above the actual memory and at most 2 % below. benchmarks/memory.md derives the
-terms. Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count a Megatron block the same way.
+In tests, the estimate is at most 15 % above and 2 % below the actual memory. benchmarks/memory.md derives the terms.
+Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count a Megatron block the same way.
 """
 
 import math
@@ -13,23 +13,22 @@ from gpt.config import GPTConfig, Mlp
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-PLAIN_UP_TO = 512  # copy of `kernels.PLAIN_UP_TO`, checked by a test, to avoid importing torch
-# Column multiple for matrix units. With an odd number of columns, like GPT-2's 50,257, a GPU can't use its fast
-# kernels.
+PLAIN_UP_TO = 512  # Copy of `kernels.PLAIN_UP_TO` that avoids importing torch; a test compares them.
+# Logits are padded to a multiple of `ALIGNED` columns. With an odd number, like GPT-2's 50,257, a GPU can't use its
+# fast kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)
-# Maximum number of logits in memory. On a CPU, they should fit in its caches. On a GPU, kernels count in int64 above
-# 2³¹, and torch has had errors there (pytorch#111484). A frozen unembedding can use smaller chunks, because it has no
-# gradient to accumulate.
-# Forward and backward on two cores in bfloat16, with 4,096 positions, 4,096 ids and width 256: 53 ms with 2²², 81 with
-# 2²⁴, and 149 with all logits and autograd.
+# Maximum number of logits in memory. On a CPU, they should fit in its caches. On a GPU, kernels index above 2³¹ in
+# int64, where torch has had errors (pytorch#111484). With a frozen unembedding, chunks can be smaller, because they
+# accumulate no gradient. Forward and backward on two cores in bfloat16, with 4,096 positions, 4,096 ids and width 256,
+# took 53 ms with 2²², 81 with 2²⁴, and 149 with all logits and autograd.
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
-LEAST_AT_ONCE = 512  # With fewer positions, reading the unembedding takes too long.
+LEAST_AT_ONCE = 512  # Minimum positions per chunk: with fewer, reading the unembedding takes too long.
 FLOAT = 4
-# Elements per hidden unit that the MLP saves for its gradient. GELU: its input and output. SwiGLU: the gate before and
-# after SiLU, the up-projection and the product.
+# Elements per hidden unit that the MLP saves for its gradient. GELU saves its input and output; SwiGLU saves the gate
+# before and after SiLU, the up-projection and the product.
 SAVED_BY_MLP: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
-MUON_UPDATES = 1.75  # float32 copies of the matrices: updates, and the gradients of the largest group
-MUON_GATHERED = 5.5  # copies of a rank's matrices if it gathers them from other ranks
+MUON_UPDATES = 1.75  # Float32 copies of the matrices: updates, and gradients of the largest group.
+MUON_GATHERED = 5.5  # Copies of a rank's matrices if it gathers them from other ranks.
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Setup:
     dtype: str = "bfloat16"  # dtype of matrix products, a key of `WIDTHS`; weights are float32
     optimizer: Literal["muon", "adamw"] = "muon"
     recompute: bool = False  # whether blocks save only their input and recompute the rest
-    loss_chunk: int = 0  # positions per chunk of logits; 0: `positions_at_once` decides
+    loss_chunk: int = 0  # positions per chunk of logits; if 0, `positions_at_once` decides
     data: int = 1  # data-parallel ranks
     shard: bool = False  # whether data-parallel ranks shard parameters, gradients and optimizer state
     tensor: int = 1  # tensor-parallel ranks
@@ -77,7 +76,7 @@ class Training:
     optimizer: int  # optimizer state, float32
     activations: int  # tensors saved for the backward pass of the trunk
     logits: int  # logits and all other tensors of the loss and its gradients
-    copies: int  # weights in the narrower dtype, or gathered from other ranks
+    copies: int  # narrower copies of weights, or weights gathered from other ranks
     snapshot: int  # parameters and optimizer state for a checkpoint, in host memory
     moments: Mapping[str, int]
 
@@ -88,7 +87,7 @@ class Training:
 
 
 def training(config: GPTConfig, setup: Setup) -> Training:
-    """Counts a rank's bytes in a training step after the first, when optimizer state exists."""
+    """Counts a rank's bytes in any training step after the first, which creates the optimizer state."""
     rank_counts = counts(config, setup.tensor)
     positions = setup.micro_batch * config.block_size
     parameters = gradients = FLOAT * -(-sum(rank_counts.values()) // setup.shard_ranks)
@@ -97,13 +96,13 @@ def training(config: GPTConfig, setup: Setup) -> Training:
     activations, loss, (fixed, blocks) = trunk(config, setup), loss_bytes(config, setup), weight_copies(config, setup)
     permanent = parameters + state + fixed + snapshot * (setup.device == "cpu")
     copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
-    # Gradients of earlier micro-batches, or the buckets of torch's DDP.
+    # Gradients of earlier micro-batches, or the gradient buckets of torch's DDP.
     accumulated = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard and setup.tensor == 1))
-    # A block's backward pass: MLP gradients, gathered weights, and recomputed activations.
+    # A block's backward pass needs MLP gradients, gathered weights, and recomputed activations.
     block_backward = positions * setup.width * config.mlp_width // setup.tensor * (2 if config.mlp == "swiglu" else 1)
     block_backward += blocks * setup.shard
     recomputed = positions * block(config, setup) * setup.recompute
-    # float32 gradient of the embedding. If tied, it comes from the logits first and from the ids last.
+    # Float32 gradient of the embedding. A tied embedding gets gradients from the logits first and from the ids last.
     table = FLOAT * rank_counts["embedding"]
     tables = 2 * config.tied + setup.accumulates + setup.shard
     moments = {
@@ -115,21 +114,20 @@ def training(config: GPTConfig, setup: Setup) -> Training:
 
 
 def optimizer_state(rank_counts: Mapping[Kind, int], optimizer: str) -> int:
-    """Bytes of optimizer state: two moments per parameter for AdamW. Muon needs one per element of the blocks' matrices
-    and two per other parameter."""
+    """Bytes of optimizer state: two moments per parameter for AdamW. Muon needs only one for the blocks' matrices."""
     momentum = rank_counts["linear"] if optimizer == "muon" else 0
     return FLOAT * (momentum + 2 * (sum(rank_counts.values()) - momentum))
 
 
 def trunk(config: GPTConfig, setup: Setup) -> int:
-    """Bytes that autograd saves for a micro-batch: the embeddings' dropout mask, the last norm's input and the blocks'
-    activations, or only block inputs with recomputation."""
+    """Bytes that autograd saves for a micro-batch: the embeddings' dropout mask, the last norm's input, and the blocks'
+    activations (with recomputation, only their inputs)."""
     C, T = config.n_embd, config.block_size
     per_block = setup.stream * C if setup.recompute else block(config, setup)
     saved = setup.micro_batch * T * (config.n_layer * per_block + FLOAT * C + _dropout_bytes(config, setup, FLOAT) * C)
     if setup.recompute:
         return saved
-    # Shared by all sequences: narrower RoPE cosines and sines, and the masks of fused sliding-window attention.
+    # All sequences share narrower RoPE cosines and sines, and the masks of fused sliding-window attention.
     rope_elements = config.n_layer * (2 + 2 * config.qk_norm) * config.head_size * (config.positions == "rotary")
     mask_elements = T * sum(window is not None and window < T for window in config.windows)
     return saved + setup.width * T * (
@@ -147,7 +145,7 @@ def block(config: GPTConfig, setup: Setup) -> int:
 
 
 def _dropout_bytes(config: GPTConfig, setup: Setup, width: int) -> int:
-    """Bytes per element that dropout saves: a bool on a GPU, a factor of ``width`` bytes on a CPU."""
+    """Bytes per element of a dropout mask: a bool on a GPU, ``width`` bytes on a CPU."""
     return 0 if config.dropout == 0 else width if setup.device == "cpu" else 1
 
 
@@ -158,29 +156,29 @@ def _attention_bytes(config: GPTConfig, setup: Setup) -> int:
     qkv = s * (q + 2 * k)
     normalizes_in_float32 = config.qk_norm and setup.autocast and setup.device == "cuda"
     match _attention_kernel(config, setup):
-        case "plain":  # Copies, c_attn's output if a view of it is saved, and the pattern, three times with dropout.
+        case "plain":  # Copies, c_attn's output if a view is saved, and the pattern (with dropout three times).
             return qkv * (1 + (config.qk_norm or K == 1)) + s * H * T * (3 if config.dropout else 1)
-        case "unfused":  # Torch uses float32, and keys and values for every query head.
+        case "unfused":  # Torch uses float32, and repeats keys and values for every query head.
             return qkv * config.qk_norm + 3 * FLOAT * (H * T + q)
-        case _:  # Rotated or normalized queries and keys, and one number per row of scores.
+        case _:  # Rotated or normalized queries and keys, and a float per row of scores.
             transforms_qk = config.qk_norm or config.positions == "rotary"
             return qkv + s * (q + k) * transforms_qk + FLOAT * (q + k) * normalizes_in_float32 + FLOAT * H
 
 
 def _attention_kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fused"]:
-    """The attention kernel: fused on a GPU. On a CPU, our matrix products for short contexts, else torch's kernel,
-    unfused with dropout and fused without."""
+    """Returns the attention kernel: torch's, which is fused except with dropout on a CPU, or our matrix products for
+    short contexts on a CPU."""
     if setup.device == "cuda":
         return "fused"
     return "plain" if config.block_size <= PLAIN_UP_TO else "unfused" if config.dropout else "fused"
 
 
 def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
-    """Bytes of permanent weight copies, and of block weight copies.
+    """Returns the bytes of permanent weight copies, and of copies for the blocks.
 
-    Autocast copies all block weights to the narrower dtype once per micro-batch. Sharding gathers all other weights
-    once, in float32. A block's backward pass needs its weights, the next block's weights and its gradients in the dtype
-    of products, and the previous block's gradients, which are in transit, in float32.
+    Autocast copies all block weights to the narrower dtype once per micro-batch. Sharding permanently gathers the
+    weights outside the blocks, in float32. A block's backward pass needs its own weights, the next block's weights and
+    its own gradients in the dtype of products, and the previous block's gradients, in transit, in float32.
     """
     rank_counts, s = counts(config, setup.tensor), setup.width
     blocks = rank_counts["linear"] + rank_counts["bias"]
@@ -192,7 +190,7 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
 
 def loss_bytes(config: GPTConfig, setup: Setup) -> int:
     """Bytes of the loss: the trunk's output and its gradient, logits, float32 softmax, the unembedding in the dtype of
-    products, and its gradient, which takes two float32 tensors with several chunks."""
+    products, and its gradient (two float32 tensors if there are several chunks)."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
     columns = columns_of_logits(V, setup.device)
@@ -208,7 +206,7 @@ def logits_at_once(config: GPTConfig, setup: Setup) -> int:
 
 
 def positions_at_once(positions: int, vocab_size: int, chunk: int, device: str, frozen: bool = False) -> int:
-    """Positions per chunk of logits, in chunks of nearly equal size. A nonzero ``chunk`` is the maximum."""
+    """Positions per chunk of logits. Chunks have nearly equal sizes, up to ``chunk`` if nonzero."""
     max_logits = LOGITS_ON_CPU if device == "cpu" else FROZEN_LOGITS if frozen else LOGITS
     max_chunk = min(chunk or positions, max(LEAST_AT_ONCE, max_logits // columns_of_logits(vocab_size, device)))
     return -(-positions // -(-positions // max_chunk))
@@ -220,12 +218,12 @@ def columns_of_logits(vocab_size: int, device: str) -> int:
 
 
 def _update_bytes(config: GPTConfig, setup: Setup) -> int:
-    """Working memory of an optimizer step. AdamW needs none. Muon needs all updates in float32, most gradients a second
-    time, and intermediate results for the matrices of one shape. It gathers sharded matrices."""
+    """Working memory of an optimizer step. AdamW needs none. Muon needs float32 updates, copies of most gradients,
+    intermediate results for matrices of one shape, and sharded matrices gathered from other ranks."""
     if setup.optimizer == "adamw":
         return 0
     shards, n = setup.shard_ranks * setup.tensor, counts(config, setup.tensor)["linear"]
-    if shards == 1:  # Copies in the dtype of products. Each rank works on its share.
+    if shards == 1:  # Copies in the dtype of products; data-parallel ranks share the work.
         workspace = n * (1.5 + 0.5 * setup.autocast + 1 / setup.data)
     else:
         largest = max(p.numel for p in parameters(config) if p.is_matrix)

@@ -1,7 +1,7 @@
-"""All parameters of a decoder, and their memory and FLOPs, without importing torch.
+"""All parameters of a decoder, their counts and their FLOPs, without importing torch.
 
-`parameters` is the only table of names and shapes. Counts, memory, checkpoints, adapters, tensor parallelism, optimizer
-groups and the GPT-3 table use it. A test compares it with `gpt.model.decoder`.
+`parameters` is the only table of names and shapes: memory, checkpoints, adapters, tensor parallelism, optimizer groups
+and the GPT-3 table use it. A test compares it with `gpt.model.decoder`.
 """
 
 import functools
@@ -14,22 +14,22 @@ from gpt.config import PRESETS, GPTConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["embedding", "positions", "linear", "bias", "norm", "unembedding"]
-SLACK = 64  # positions that a step of a windowed layer can append and take back
+SLACK = 64  # Cache columns beyond a layer's window, for appending and rewinding.
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of the decoder, or a tensor of every block."""
+    """A tensor of the decoder, or of every block."""
 
     name: str  # state_dict key, without the prefix ``h.0.`` … in the blocks
     shape: Shape  # (out, in) for a linear map, as in torch
     kind: Kind
     in_blocks: bool = True
-    split: int | None = None  # axis that tensor parallelism splits; None: every rank has the full tensor
-    unit: int = 1  # rows or columns that ``split`` keeps together: one head
+    split: int | None = None  # axis that tensor parallelism splits, or None if every rank has the full tensor
+    unit: int = 1  # rows or columns that stay together in a split: one head
     fused: tuple[int, ...] = ()  # rows of each matrix in a stack: query, key, value; or gate, up
     matrices: tuple[str, ...] = ()  # rows of the GPT-3 table, one per fused matrix
-    summed: bool = False  # whether a tensor-parallel rank only has its heads' part of the gradient
+    summed: bool = False  # whether tensor-parallel ranks must sum their heads' gradients
     trained: bool = True  # False for a fixed position table, which only checkpoints contain
 
     @property
@@ -39,20 +39,20 @@ class Parameter:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a block's linear weight, which Muon orthogonalizes and adapters change."""
+        """Whether this is a linear weight of a block. Muon and LoRA apply only to these."""
         return self.kind == "linear"
 
     @property
     def is_decayed(self) -> bool:
-        """Whether AdamW decays it: true except for biases and norms."""
+        """Whether AdamW decays the parameter: true except for biases and norms."""
         return len(self.shape) > 1
 
 
 @functools.lru_cache(maxsize=64)
 def parameters(config: GPTConfig) -> tuple[Parameter, ...]:
-    """Returns a decoder's parameters in model order, with one entry per block tensor.
+    """Returns a decoder's parameters in model order. A block's tensor has one entry for all blocks.
 
-    A tied model has no unembedding. In the GPT-3 table, W_V is called Value-Up and W_O Value-Down.
+    The GPT-3 table calls W_V Value-Up and W_O Value-Down.
     """
     C, head_size, V = config.n_embd, config.head_size, config.vocab_size
     query_width, hidden = config.n_head * head_size, config.mlp_width
@@ -92,20 +92,20 @@ def _linear(
     fused: tuple[int, ...] = (),
     matrices: tuple[str, ...] = (),
 ) -> list[Parameter]:
-    """Returns the parameters of a linear map. The bias is split if the rows are."""
+    """Returns a linear map's weight and bias. Splitting the rows also splits the bias."""
     weight = Parameter(f"{name}.weight", (out_features, in_features), "linear", True, split, unit, fused, matrices)
     bias_parameter = Parameter(f"{name}.bias", (out_features,), "bias", True, None if split else 0, unit, fused)
     return [weight, bias_parameter] if bias else [weight]
 
 
 def _norm(name: str, width: int, config: GPTConfig | None = None, in_blocks: bool = True) -> list[Parameter]:
-    """Returns a norm's weight, and a LayerNorm's β. Without ``config``, it is the RMSNorm of queries or keys."""
+    """Returns a norm's weight and a LayerNorm's β. Without ``config``, the norm is an RMSNorm of queries or keys."""
     parts = ("weight", "bias") if config is not None and config.norm == "layernorm" else ("weight",)
     return [Parameter(f"{name}.{part}", (width,), "norm", in_blocks, summed=config is None) for part in parts]
 
 
 def named_parameters(config: GPTConfig) -> dict[str, Parameter]:
-    """Returns the parameters of all blocks by full name, in model order."""
+    """Returns every parameter by full name, in model order."""
     table: dict[str, Parameter] = {}
     for in_blocks, group in itertools.groupby(parameters(config), key=lambda p: p.in_blocks):
         members = list(group)
@@ -138,10 +138,10 @@ class Breakdown:
 
     rows: list[Row]
     total_weights: int  # sum of the rows, including a tied unembedding
-    tied: int  # parameters saved by tied embeddings; 0 if untied
-    positions: int  # trained position table; 0 if fixed
-    biases: int  # biases of linear layers
-    layer_norms: int  # all norms: γ and β of LayerNorms, γ of RMSNorms
+    tied: int  # parameters that tying saves
+    positions: int  # parameters of a trained position table
+    biases: int  # parameters of biases in linear layers
+    layer_norms: int  # γ and β of LayerNorms, or γ of RMSNorms
 
     @property
     def trainable(self) -> int:
@@ -168,8 +168,8 @@ def breakdown(config: GPTConfig) -> Breakdown:
 
 
 def _table_rows(p: Parameter, n_layer: int) -> list[Row]:
-    """Returns the rows of a block's matrix, in alphabetical order like the paper's. An axis split by heads is written
-    as head size times heads."""
+    """Returns the table's rows for a fused matrix, in the paper's alphabetical order. An axis split by heads is printed
+    as head size × heads."""
     rows = []
     for matrix, out_features in sorted(zip(p.matrices, p.fused or p.shape[:1], strict=True)):
         sides, factors = [out_features, p.shape[1]], f"{n_layer:,}"
@@ -185,34 +185,34 @@ def flops_per_token(config: GPTConfig, context: int, adapters: int = 0) -> int:
 
     As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT, each of the N parameters in matrix products is
     multiplied and added once in the forward pass and twice in the backward pass. Attention adds 12·L·C·T, as if every
-    position attended to all T positions, or to its whole window. N excludes the position table, which is only added,
-    and counts the embedding once, as the unembedding. Recomputation and masking don't change the result. With
-    ``adapters`` trained parameters, the frozen parameters need no gradients: 4 N.
+    position attended to all T positions, or to its whole window. N excludes the position table and an untied embedding,
+    which are only looked up. Recomputation and masking don't change the result. With ``adapters`` trained parameters,
+    frozen parameters cost only 4 N, because they need no gradients.
     """
     n = multiplied(config)
     return (4 * n + 6 * adapters if adapters else 6 * n) + 12 * _score_products(config, context)
 
 
 def flops_sampled(config: GPTConfig, context: int) -> int:
-    """FLOPs of one position after ``context`` cached positions: 2 N + 4·L·C·T, the forward pass of
+    """FLOPs to generate a token after ``context`` cached positions: 2 N + 4·L·C·T, like the forward pass in
     `flops_per_token`."""
     return 2 * multiplied(config) + 4 * _score_products(config, context)
 
 
 def multiplied(config: GPTConfig) -> int:
-    """Parameters in matrix products: all except the position table and an untied embedding."""
+    """Number of parameters in matrix products: all except the position table and an untied embedding."""
     by_kind = counts(config)
     return sum(by_kind.values()) - by_kind["positions"] - (0 if config.tied else by_kind["embedding"])
 
 
 def _score_products(config: GPTConfig, context: int) -> int:
-    """Multiplications for the last position's scores, in all heads and layers: L·C·T if every layer is dense and the
-    heads' widths add up to C."""
+    """Multiplications for the last position's scores, over heads and layers: L·C·T without windows, if head widths add
+    up to C."""
     return config.n_head * config.head_size * seen(config, context)
 
 
 def seen(config: GPTConfig, context: int) -> int:
-    """Positions that the last position of ``context`` attends to, summed over layers."""
+    """Number of positions that the last of ``context`` positions attends to, summed over layers."""
     return sum(min(context, window or context) for window in config.windows)
 
 

@@ -1,4 +1,4 @@
-"""Plans training on N devices: setup, memory and duration. Doesn't import torch."""
+"""Plans the setup, memory and duration of training on N devices, without importing torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from gpt.plan_config import PlanConfig
 NODE = 8  # Devices per machine. Tensor parallelism communicates too much to cross machines.
 DAY = 86_400
 TOKENS = 20  # tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556)
-USABLE = 0.9  # share of GPU memory; the rest is for the CUDA context, cuBLAS and NCCL buffers, and fragmentation
-CPU_SHARE = 0.25  # share of the CPU memory that is free between steps; other programs need the rest
-MIN_LOSS_CHUNK = 128  # minimum positions per chunk of logits
+USABLE = 0.9  # Usable share of GPU memory; CUDA, cuBLAS, NCCL and fragmentation need the rest.
+CPU_SHARE = 0.25  # Share of free CPU memory that a step can use; other programs need the rest.
+MIN_LOSS_CHUNK = 128  # Minimum positions per chunk of logits.
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TrainingPlan:
     devices: int
     setup: Setup
     memory: Training  # bytes per rank
-    room: int  # usable bytes of a device
+    room: int  # bytes of a device that a step can use
     days: float | None  # None if the device's peak is unknown
 
     @property
@@ -46,9 +46,8 @@ class TrainingPlan:
 
 
 def plans(config: GPTConfig, request: PlanConfig, batch_tokens: int) -> list[TrainingPlan]:
-    """Returns a plan for 1, 2, 4 … and all devices: the first setup that fits, else the setup that needs the least
-    memory. Skips device counts that can't share a step's sequences evenly. Raises `UserError` if all devices together
-    can't."""
+    """Returns plans for 1, 2, 4 … and all devices: the first setup that fits, else the setup that needs the least
+    memory. Skips device counts that don't divide a step's sequences. Raises `UserError` if all devices don't."""
     if request.tensor is not None and config.kv_heads % request.tensor:
         head_kind = "" if config.kv_heads == config.n_head else " key/value"
         raise UserError(
@@ -75,7 +74,7 @@ def step_rows(config: GPTConfig, batch_tokens: int, is_requested: bool) -> int:
 
 
 def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> TrainingPlan | None:
-    """Returns the first plan that fits, else the plan that needs the least memory, or None."""
+    """Returns the first plan that fits, else the plan that needs the least memory, or None if there is no setup."""
     smallest: TrainingPlan | None = None
     kind = find_kind(request.kind)
     days = training_days(config, request, devices, kind)
@@ -89,7 +88,7 @@ def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int
 
 
 def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
-    """Yields setups, cheapest first. Sharding adds communication, and tensor parallelism adds more. Recomputation costs
+    """Yields setups, fastest first. Sharding adds communication, tensor parallelism adds more, and recomputation costs
     a third more."""
     memory = find_kind(request.kind).memory
     for shard, tensor in _parallelisms(config, request, devices):
@@ -114,7 +113,7 @@ def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> I
 
 
 def _parallelisms(config: GPTConfig, request: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
-    """Yields values for ``shard`` and ``tensor`` of `Setup`."""
+    """Yields pairs of ``shard`` and ``tensor`` for `Setup`."""
     for tensor in [request.tensor] if request.tensor else [n for n in divisors(NODE) if config.kv_heads % n == 0]:
         if devices % tensor:
             continue
@@ -135,12 +134,12 @@ def usable_bytes(config: GPTConfig, setup: Setup, memory: int) -> int:
 
 
 def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
-    """Whether a step fits in its `usable_bytes`."""
+    """Whether a step fits in a device's `usable_bytes`."""
     return training(config, setup).peak <= usable_bytes(config, setup, memory)
 
 
 def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
-    """Returns ``setup`` with the largest micro-batch that fits and divides a process's ``rows``, else with one sequence
+    """Returns ``setup`` with the largest micro-batch that fits and divides a rank's ``rows``, else with one sequence
     and logits `in_chunks`."""
     for micro_batch in reversed(divisors(rows)):
         setup = at_once(setup, micro_batch, rows)
@@ -150,18 +149,18 @@ def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
 
 
 def at_once(setup: Setup, micro_batch: int, rows: int) -> Setup:
-    """Returns ``setup`` with a micro-batch that divides a process's ``rows``."""
+    """Returns ``setup`` with ``micro_batch``, which divides a rank's ``rows``."""
     return replace(setup, micro_batch=micro_batch, accumulates=rows > micro_batch)
 
 
 def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
-    """Returns ``setup`` with the largest chunks of logits that fit, if all logits don't."""
+    """Halves the chunks of logits until the step fits, or until its memory no longer shrinks."""
     chunk, peak = logits_at_once(config, setup), training(config, setup).peak
     while chunk > MIN_LOSS_CHUNK and not fits(config, setup, memory):
         chunk = max(MIN_LOSS_CHUNK, chunk // 2)
         smaller = replace(setup, loss_chunk=chunk)
         if training(config, smaller).peak >= peak:
-            break  # The logits don't need most of the memory.
+            break  # Something other than logits needs the most memory.
         setup, peak = smaller, training(config, smaller).peak
     return setup
 
@@ -172,7 +171,7 @@ def trained_tokens(config: GPTConfig, request: PlanConfig) -> int:
 
 
 def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Kind) -> float | None:
-    """Days of training, from the FLOPs of all tokens and the devices' throughput at the requested MFU."""
+    """Days to compute the FLOPs of all tokens at the requested MFU; None if the peak is unknown."""
     peak = kind.peak(request.dtype)
     if peak is None:
         return None
@@ -181,7 +180,7 @@ def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Ki
 
 
 def _raise_uneven(config: GPTConfig, request: PlanConfig, rows: int) -> None:
-    """Raises `UserError` for work that can't be divided over all devices."""
+    """Raises `UserError` for sequences that all devices can't share evenly."""
     tensor, n = request.tensor, request.devices
     splits = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
     data = n // max(splits)

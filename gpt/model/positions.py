@@ -17,15 +17,15 @@ def rotary_rates(config: GPTConfig) -> Tensor:
 
 
 def rotary_table(positions: int, config: GPTConfig) -> Tensor:
-    """Returns cosines and sines, (2, positions, D), of the angles p / base^(2i / D) that rotate each pair (i, i + D/2)
-    at position p (Su et al. 2021, §3.2.2). The first half of the sines is negated for `rotate`."""
+    """Returns cosines and sines, (2, positions, D), of the angle p / base^(2i / D) of pair (i, i + D/2) at position p
+    (Su et al. 2021, §3.2.2). The first half of the sines is negated for `rotate`."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * rotary_rates(config)
     cos, sin = torch.cos(angle).float(), torch.sin(angle).float()
     return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)])
 
 
 def _stretch_rates(rates: Tensor, scaling: RopeScaling) -> Tensor:
-    """Stretches rotation rates to a longer context, as in Llama 3.1."""
+    """Slows rotation down for a longer context, as in Llama 3.1."""
     turns = scaling.original * rates / (2 * math.pi)
     unscaled_share = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return rates * (unscaled_share + (1 - unscaled_share) / scaling.factor)
@@ -38,9 +38,9 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def sine_table(block_size: int, n_embd: int) -> Tensor:
-    """Returns the sinusoidal positions of "Attention Is All You Need", §3.5, (block_size, n_embd).
+    """Returns the sinusoidal position table of "Attention Is All You Need", §3.5, (block_size, n_embd).
 
-    At position p, column 2i is sin(p / 10000^(2i/C)), and column 2i + 1 its cosine.
+    At position p, column 2i is sin(p / 10000^(2i/C)), and column 2i + 1 is its cosine.
     """
     position = torch.arange(block_size, dtype=torch.float64)[:, None]
     frequency = 10_000 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64) / n_embd)

@@ -12,19 +12,20 @@ from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
 
 LEVELS = 127  # largest int8 level
-GROUP = 32  # int4 elements of a row that share a scale
-MIDDLE = 8  # int4 level of 0
-# Scales tried per group. Compared with Q4_0's reference (largest element / −8), a trained model of 3.7 M parameters has
-# 11 % less squared error and 11 % less divergence from its original predictions. 128 scales are no better.
+GROUP = 32  # Int4 elements that share a scale.
+MIDDLE = 8  # Int4 level that represents 0.
+# Scales tried per group. With 8, a trained model of 3.7 M parameters has 11 % less squared error and 11 % less
+# divergence from its original predictions than with Q4_0's reference scale, largest element / −8. 128 scales are no
+# better.
 _SCALES_PER_GROUP = 8
-_CHUNK_SIZE = 2**18  # elements rounded at a time, to stay in the processor's cache
+_CHUNK_SIZE = 2**18  # Elements rounded at a time; they fit in the processor's cache.
 
 
 @dataclass(frozen=True)
 class Quantized:
     """A matrix (out, in) in int8 with a scale per row, or in int4 with a scale per 32 elements of a row."""
 
-    levels: Tensor  # int8 (out, in); or uint8 (out, in / 2): byte j of a group is element j + 16 · element (j + 16)
+    levels: Tensor  # int8 (out, in), or uint8 (out, in / 2) with elements j and j + 16 of a group in byte j
     scales: Tensor  # float32 (out), or float16 (out, in / 32)
 
     @property
@@ -43,7 +44,7 @@ class Quantized:
         return Quantized(self.levels.to(device), self.scales.to(device))
 
     def dequantize(self) -> Tensor:
-        """Returns the matrix in float32: each level times its scale."""
+        """Returns levels times scales, in float32."""
         if self.bits == 8:
             return self.levels.float().mul_(self.scales[:, None])
         groups = self.unpacked().float().sub_(MIDDLE).view(len(self.levels), -1, GROUP)
@@ -55,26 +56,26 @@ class Quantized:
         return torch.cat([pairs & 15, pairs >> 4], dim=-1).flatten(1)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Looks up rows by index, (…) → (…, in), in float32."""
+        """Looks up rows by id, (…) → (…, in), in float32."""
         flat_ids = ids.flatten()
         return Quantized(F.embedding(flat_ids, self.levels), self.scales[flat_ids]).dequantize().view(*ids.shape, -1)
 
 
 def whole(value: Tensor | Quantized) -> Tensor:
-    """Returns a parameter as a tensor, dequantized to float32 if quantized."""
+    """Returns a parameter as a tensor, dequantized to float32 if necessary."""
     return value.dequantize() if isinstance(value, Quantized) else value
 
 
 def to_int8(weight: Tensor) -> Quantized:
-    """Quantizes a matrix to int8; the largest element of each row becomes ±127. Raises `NotANumber` for NaN or
+    """Quantizes a matrix to int8, scaling the largest element of each row to ±127. Raises `NotANumber` for NaN or
     infinity."""
     return _in_parts(weight, _rows_to_int8)
 
 
 def to_int4(weight: Tensor) -> Quantized:
-    """Quantizes a matrix to int4; its row length must be a multiple of 32. Tries scales that put a group's largest
-    element near ±8, fits each by least squares and keeps the most accurate. Raises `NotANumber` for NaN or infinity,
-    and `UserError` for elements too large for a float16 scale."""
+    """Quantizes a matrix whose row length is a multiple of 32 to int4. Tries scales that put a group's largest element
+    near ±8, fits them by least squares and picks the most accurate. Raises `NotANumber` for NaN or infinity, and
+    `UserError` for elements too large for a float16 scale."""
     return _in_parts(weight, _rows_to_int4)
 
 
@@ -107,12 +108,12 @@ def _rows_to_int4(rows: Tensor) -> Quantized:
     best_scale, best_error = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
     for index in range(_SCALES_PER_GROUP):
         levels = _round_to_levels(groups, largest / -(MIDDLE - 1.5 + 3 * index / _SCALES_PER_GROUP))
-        fitted = (levels * groups).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True).clamp_(min=1)
-        scale = fitted.half().float()
+        fitted_scale = (levels * groups).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True).clamp_(min=1)
+        scale = fitted_scale.half().float()
         error = (_round_to_levels(groups, scale) * scale - groups).square_().sum(-1, keepdim=True)
         is_better = error < best_error
         best_scale, best_error = torch.where(is_better, scale, best_scale), torch.where(is_better, error, best_error)
-    if not best_error.isfinite().all():  # Some group has no scale with a finite error.
+    if not best_error.isfinite().all():  # Every scale of some group has an infinite or NaN error.
         if not rows.isfinite().all():
             raise _non_finite_error()
         raise UserError("weights are too large for int4, which has float16 scales", "use int8")
@@ -154,8 +155,8 @@ class QuantizedEmbedding(nn.Module):
 
 
 def round_matrices(model: GPT, bits: int, dtype: torch.dtype = torch.float32) -> GPT:
-    """Quantizes a model's matrices to ``bits`` and its embeddings to 8, in place, and returns the model. Embedding rows
-    are dequantized to ``dtype``."""
+    """Quantizes a model's matrices to ``bits`` and its embeddings to 8, in place, and returns the model. Dequantizes
+    embedding rows to ``dtype``."""
     embedding = to_int8(model.wte.weight)
     model.lm_head = QuantizedLinear(embedding if model.lm_head is None else to_int8(model.unembedding), None)
     for parent in list(model.modules()):

@@ -1,30 +1,30 @@
 "use strict";
-// The page of `gpt serve`: a text that the model continues, or a conversation. Text is never inserted as markup.
+// The page of `gpt serve`: a text to continue, or a conversation. Text is never inserted as markup.
 const $ = (id) => document.getElementById(id);
 const field = $("text"), question = $("question"), turns = $("turns");
 const shade = $("shade"), paper = $("paper"), likely = $("likely");
 const MAX_ALTERNATIVES = 10; // Alternatives per token.
-const CHUNK = 1000; // Maximum characters of a typed part, so that an edit redraws little.
+const CHUNK = 1000; // Maximum characters of a typed part. Short parts keep redraws small.
 
 // The text is a list of immutable parts. Typed text is {text}.
 // A generated token is {text, id, bytes, logprob, top, run, held, returned}. Consecutive tokens share a `run`.
-// `run.base` contains the ids before its first token, so the model can continue after any token from the same ids.
+// `run.base` contains the ids before the run, so the model can continue after any token from the same ids.
 // `held` contains the bytes of an incomplete character, which the next token completes.
-// `returned` means that the token ends with \r, which a text field shows as \n.
+// `returned` is true if the token ends with \r, which a text field shows as \n.
 // In a conversation, a question is {role, content, text: ""}.
-// An answer is {role, messages, text: ""} with the messages before it. Its tokens follow it, and it is their `run`.
-let parts = [], past = [], future = []; // `past` and `future` are lists of parts, for undo and redo.
-const totals = new WeakMap(); // The last part of a conversation → its number of tokens.
-let marks = []; // The element of each part, which shades the token.
+// An answer is {role, messages, text: ""} with the messages before it. The answer is the `run` of its tokens.
+let parts = [], past = [], future = []; // `past` and `future` contain lists of parts, for undo and redo.
+const totals = new WeakMap(); // Number of tokens of a conversation, by its last part.
+let marks = []; // Elements of the parts; they shade tokens.
 let chat = false; // Whether the page shows a conversation.
 let other = { parts: [], past: [], future: [], marks: [] }; // Parts, history and marks of the other mode.
 let model = { id: "gpt", context_length: Infinity };
 let job = null; // The running generation: {controller, ended}.
-let seen = -1; // Index of the part whose alternatives are open; -1 if none.
+let seen = -1; // Index of the part with open alternatives, or -1.
 let hovered = false; // Whether the pointer opened the alternatives.
-let editCursor = -1; // Cursor position after an edit; it opens no alternatives.
-let follow = true; // Whether the view scrolls along as the text grows.
-let last = { text: "", parts: [] }; // The state last set by the page, without later typing.
+let editCursor = -1; // Cursor position after an edit. Moving there opens no alternatives.
+let follow = true; // Whether the view scrolls as the text grows.
+let last = { text: "", parts: [] }; // The last state that the page set, before later typing.
 const thousands = (number) => number.toLocaleString("en-US");
 const textOf = (list) => list.map((part) => part.text).join("");
 
@@ -119,7 +119,7 @@ function mark(part) {
   return node;
 }
 
-// Updates the marks of changed parts.
+// Redraws the marks of changed parts.
 function draw() {
   let unchanged = 0;
   while (unchanged < parts.length && marks[unchanged]?.shows === parts[unchanged]) unchanged++;
@@ -147,7 +147,7 @@ function setParts(next) {
   count();
 }
 
-// Finds the leading parts that a text still starts with. Drops trailing short parts and invisible tokens.
+// Finds the leading parts that `text` still starts with, without trailing short parts and invisible tokens.
 function matchParts(list, text) {
   let end = 0, n = 0;
   while (n < list.length && text.startsWith(list[n].text, end)) end += list[n++].text.length;
@@ -155,7 +155,7 @@ function matchParts(list, text) {
   return { list, n, end };
 }
 
-// Tokens after an edit lose their probabilities, and get them back when the edit is reverted.
+// Splits edited text into parts. Text after an edit loses its probabilities until the edit is reverted.
 function handleEdit() {
   editCursor = field.selectionStart;
   const text = field.value, [previous, current] = [last.parts, parts].map((list) => matchParts(list, text));
@@ -174,7 +174,7 @@ function handleEdit() {
 
 // Generated tokens
 
-// Counts the bytes at the end that form an incomplete UTF-8 character.
+// Counts the trailing bytes of an incomplete UTF-8 character.
 function incompleteBytes(bytes) {
   for (let n = 1; n <= Math.min(3, bytes.length); n++) {
     const byte = bytes[bytes.length - n];
@@ -196,7 +196,7 @@ function addToken(list, entry, run, top = entry.top_logprobs) {
   list.push({ text, id: entry.id, bytes: entry.bytes, logprob: entry.logprob, top, run, held: bytes.subarray(n), returned });
 }
 
-// Adds or removes a replacement character for an incomplete character at the end.
+// Adds or removes the replacement character for an incomplete character at the end.
 function showIncomplete(list, incomplete) {
   const end = list.at(-1);
   if (!end?.held?.length || Boolean(end.signed) === incomplete) return list;
@@ -215,7 +215,7 @@ function settings() {
   const seed = $("seed").value ? $("seed").valueAsNumber : Math.floor(Math.random() * 2 ** 32);
   $("seed").placeholder = `random, last ${seed}`;
   const sampling = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
-  // Settings without a field are off, whatever the model's defaults.
+  // Turn off settings that have no field, because the model's defaults can turn them on.
   return { seed, min_p: 0, repetition_penalty: 1, ...Object.fromEntries(sampling) };
 }
 
@@ -231,7 +231,7 @@ function messages() {
   return [...system, ...turns.map((part) => ({ role: part.role, content: part.content ?? contentOf(part) }))];
 }
 
-// Returns the path and the body of a request for `run`, and the number of prompt ids if it is known.
+// Returns the path and body of a request for `run`, and the number of prompt ids if known.
 async function request(run, signal) {
   const fields = { ...settings(), stream: true, stream_options: { include_usage: true } };
   if (parts.at(-1) === run) return ["v1/chat/completions", { messages: run.messages, logprobs: true, top_logprobs: MAX_ALTERNATIVES, ...fields }];
@@ -241,7 +241,7 @@ async function request(run, signal) {
   return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MAX_ALTERNATIVES, token_details: true, ...fields }, ids.length];
 }
 
-// Continues the text or the conversation. Returns whether that changed anything.
+// Continues the text or conversation. Returns whether anything changed.
 async function write(from = parts) {
   if (job || !$("settings").reportValidity()) return false;
   const controller = new AbortController(), before = parts.slice();
@@ -289,7 +289,7 @@ async function write(from = parts) {
       if (event.usage) total = event.usage.total_tokens;
       if (choice?.finish_reason) complete = true;
       if (choice?.finish_reason === "length") outcome = "The length is reached.";
-      if (choice?.finish_reason === "stop") { // The last token is end-of-text, which has no text.
+      if (choice?.finish_reason === "stop") { // Drop end-of-text, the last token.
         const end = tokens.pop();
         outcome = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
       }
@@ -404,7 +404,7 @@ function currentTokens() {
   return chat ? totals.get(parts.at(-1)) : run && idsBefore(run, parts.length).length;
 }
 
-// Shows the number of tokens, and whether it exceeds the context. Counts unknown numbers when typing pauses.
+// Shows the number of tokens, and whether it exceeds the context. Tokenizes new text when typing pauses.
 let countTimer = 0;
 function count(n = currentTokens()) {
   clearTimeout(countTimer);
@@ -426,7 +426,7 @@ function count(n = currentTokens()) {
 
 const percent = (probability) => probability && probability < 0.00005 ? "< 0.01 %" : `${(100 * probability).toFixed(2)} %`;
 
-// Returns a token with visible spaces, control characters and invalid bytes.
+// Returns a token's text with escaped spaces, control characters and invalid bytes.
 function shown({ bytes }) {
   try {
     const text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(new Uint8Array(bytes));
@@ -467,7 +467,7 @@ function choice(alternative, part) {
   return item;
 }
 
-// Places the alternatives below the token, or above it if there is no room, inside the window.
+// Places the alternatives inside the window, below the token, or above if they do not fit.
 function place() {
   const box = marks[seen].getClientRects()[0], view = paper.getBoundingClientRect();
   if (!box || box.bottom < view.top || box.top > view.bottom) return close();
@@ -484,7 +484,7 @@ function close() {
   seen = -1;
 }
 
-// Replaces a token and the text after it, and continues. In a conversation, end-of-text ends the answer.
+// Replaces a token, drops the text after it, and continues. In a conversation, end-of-text ends the answer.
 async function pick(at, entry) {
   const { run, top } = parts[at], next = parts.slice(0, at);
   await stop();
@@ -506,7 +506,7 @@ function walk(by) {
   buttons[Math.max(0, Math.min(buttons.length - 1, to))].focus();
 }
 
-// Returns the index of the nearest generated token in one direction, or -1.
+// Returns the index of the nearest generated token in a direction, or -1.
 function nearestToken(at, by) {
   do at += by; while (parts[at] && !parts[at].run);
   return parts[at] ? at : -1;
@@ -532,7 +532,7 @@ document.addEventListener("selectionchange", () => {
   else if (!hovered) close();
 });
 
-let hoverTimer = 0; // The pointer must rest before it opens alternatives.
+let hoverTimer = 0; // Delays alternatives until the pointer rests.
 const closeIfLeft = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
 for (const node of [field, turns]) node.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
   clearTimeout(hoverTimer);
@@ -575,7 +575,7 @@ function actionFor({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCo
     const actions = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
     if (actions[key]) return () => actions[key][0](actions[key][1]);
   }
-  const inputs = ["INPUT", "TEXTAREA"]; // The browser handles undo in these elements.
+  const inputs = ["INPUT", "TEXTAREA"]; // Elements in which the browser handles undo.
   const editing = focused === field ? !job && field.value !== last.text : inputs.includes(focused.tagName);
   const isRedo = key.toLowerCase() === "y" || (key.toLowerCase() === "z" && shiftKey);
   if (mod && !editing && isRedo && future.length) return () => moveHistory(future, past);
@@ -610,5 +610,5 @@ $("key").addEventListener("submit", (event) => {
   load();
 });
 if (/Mac|iPhone|iPad/.test(navigator.platform)) $("mod").textContent = "⌘";
-field.focus(); // The autofocus attribute acts later and could steal the focus.
+field.focus(); // The autofocus attribute would act later and could steal the focus.
 load();
