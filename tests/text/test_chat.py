@@ -76,7 +76,7 @@ TAGGED = (
 TOOLS = "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{% if loop.index > 1 %}{% break %}{% endif %}{% endfor %}"
 
 
-# Templates that rewrite earlier messages, or start an answer differently from a finished answer.
+# Templates that rewrite earlier messages, or whose generation prompt differs from a finished answer.
 QWEN3 = """\
 {%- set ns = namespace(last=messages|length - 1, seen=false) %}
 {%- for message in messages[::-1] %}

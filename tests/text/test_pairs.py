@@ -245,8 +245,8 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run  # fmt: skip
 
 
-# Default adapters of a model this small get 2 to 37 pairs right, depending on rounding and seed, and untrained adapters get 0.
-# With this learning rate every tried seed got 39 or 40, if the base model was trained with this weight decay. With a
+# With the default learning rate, adapters of this small model get 2 to 37 pairs right, depending on rounding and seed.
+# Untrained adapters get 0. With this learning rate, every seed tried got 39 or 40. If the base model was trained with a
 # weight decay of 0.25, one seed of three got 0.
 @pytest.mark.parametrize(
     ("options", "minimum"), [slow([], 38), more(["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]

@@ -43,7 +43,7 @@ def test_damaged_shard_is_an_error(tmp_path: Path) -> None:
         path.write_bytes(bad)
         with pytest.raises(UserError, match=r"x\.ids"):
             Shard(path)
-    path.write_bytes(good[:16] + (399).to_bytes(4, "little") + good[20:])  # Changes the vocabulary size in the header.
+    path.write_bytes(good[:16] + (399).to_bytes(4, "little") + good[20:])  # The header now has a vocabulary of 399.
     assert Shard(path).take(1, 3).tolist() == [5, 6]
     with pytest.raises(UserError, match="contains id 399, outside its vocabulary of 399"):
         Shard(path).take(0, 6)
