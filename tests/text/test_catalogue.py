@@ -374,20 +374,20 @@ def test_rows_as_lines_and_published_held_out_text(
     toy |= {"rows": "lines", "field": "text"}
     toy["source"] |= {"files": [{"url": "a.parquet"}], "val": [{"url": "v.parquet"}]}
 
-    def tokenized(out: str, *args: str) -> TokenFolder:
-        done = gpt("tokenize", "wikitext-2", "-o", out, "--tokenizer", "bytes", "-q", *args)
-        assert done.code == 0, done.err
+    def tokenize_corpus(out: str, *args: str) -> TokenFolder:
+        result = gpt("tokenize", "wikitext-2", "-o", out, "--tokenizer", "bytes", "-q", *args)
+        assert result.code == 0, result.err
         return TokenFolder(out)
 
-    folder = tokenized("published")
+    folder = tokenize_corpus("published")
     assert folder.documents == 2  # A file of three rows is one document.
     streams = (folder.stream(side) for side in ("train", "val"))
     texts = [bytes(id for id in stream.take(0, len(stream)) if id < 256).decode() for stream in streams]
     assert texts == [" = Title = \n \n To be . \n", " Or not . \n"]
     assert folder.manifest["split"]["by"] == "text"
     Path("book.txt").write_text("Mine.")  # Options override the published split.
-    assert tokenized("fraction", "--val-fraction", "0.2").manifest["sources"]["count"] == 1
-    assert tokenized("text", "--val-text", "book.txt").manifest["sources"]["count"] == 2
+    assert tokenize_corpus("fraction", "--val-fraction", "0.2").manifest["sources"]["count"] == 1
+    assert tokenize_corpus("text", "--val-text", "book.txt").manifest["sources"]["count"] == 2
 
 
 def test_unknown_corpus_is_an_error(tmp_path: Path) -> None:

@@ -390,17 +390,17 @@ def test_skip_bad_trains_on_the_valid_conversations(gpt: Gpt, workdir: Path) -> 
     Path("chats.jsonl").write_text(make_jsonl([CHATS[0], []]))
     message = "chats.jsonl, line 2: it has no assistant message"
     one_line_of_what_and_what_next(gpt("train", "chats.jsonl", "--chat"), message)
-    done = gpt("train", "chats.jsonl", "--chat", "--skip-bad", "--val-fraction", "0", "--steps", "1")
-    assert done.code == 0, done.err
-    assert "gpt chat -m" in done.out
+    result = gpt("train", "chats.jsonl", "--chat", "--skip-bad", "--val-fraction", "0", "--steps", "1")
+    assert result.code == 0, result.err
+    assert "gpt chat -m" in result.out
 
 
 def test_chat_is_inferred_from_the_messages_key(gpt: Gpt, workdir: Path) -> None:
     Path("chats.jsonl").write_text(make_jsonl(CHATS))
-    done = gpt("train", "chats.jsonl", "--steps", "1")
-    assert done.code == 0, done.err
-    assert "chats.jsonl: every record has only messages: assuming --chat (--field KEY reads text instead)" in done.err
-    assert "gpt chat -m" in done.out
+    result = gpt("train", "chats.jsonl", "--steps", "1")
+    assert result.code == 0, result.err
+    assert "chats.jsonl: every record has only messages: assuming --chat (--field KEY reads text instead)" in result.err
+    assert "gpt chat -m" in result.out
     assert json.loads(Path("runs/chats/run.json").read_text())["settings"]["chat"] is True
 
 

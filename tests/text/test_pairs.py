@@ -60,17 +60,17 @@ def test_training_on_pairs_prints_counts_and_next_command(gpt: Gpt, file: Path) 
 def test_pairs_are_inferred_from_the_keys(gpt: Gpt, file: Path) -> None:
     options = ["--steps", "2", "--dtype", "float32", "--sample-every", "0"]
     assert gpt("train", file, "--pairs", *options, "-o", "asked").code == 0
-    done = gpt("train", file, *options, "-o", "inferred")
-    assert done.code == 0, done.err
+    result = gpt("train", file, *options, "-o", "inferred")
+    assert result.code == 0, result.err
     line = f"{file}: every record has only prompt and completion: assuming --pairs (--field KEY reads text instead)"
-    assert done.err.splitlines().count(line) == 1
+    assert result.err.splitlines().count(line) == 1
     assert json.loads(Path("inferred/run.json").read_text())["settings"]["pairs"] is True
     assert_same(Path("asked"), Path("inferred"))
-    done = gpt("train", file, "--field", "prompt", *options, "-o", "text")
-    assert (done.code, "assuming" in done.err) == (0, False), done.err
+    result = gpt("train", file, "--field", "prompt", *options, "-o", "text")
+    assert (result.code, "assuming" in result.err) == (0, False), result.err
     assert Path("text/tokens").exists()
-    done = gpt("train", file, "--batch-ramp", "9")
-    one_line_of_what_and_what_next(done, "--batch-ramp cannot be combined with --pairs")
+    result = gpt("train", file, "--batch-ramp", "9")
+    one_line_of_what_and_what_next(result, "--batch-ramp cannot be combined with --pairs")
 
 
 def test_kind_of_records_is_inferred(workdir: Path) -> None:
@@ -256,9 +256,9 @@ def test_trained_model_completes_its_pairs(
 ) -> None:
     pairs = PAIRS[:40]
     file.write_text(jsonl(pairs))
-    done = gpt("train", file, "--pairs", "--val-fraction", "0", "--init", base_model, *options, "--dtype", "float32")
-    assert done.code == 0, done.err
-    score = re.search(r"answered exactly \(greedy\): (\d+) of 40$", done.out, re.MULTILINE)
+    result = gpt("train", file, "--pairs", "--val-fraction", "0", "--init", base_model, *options, "--dtype", "float32")
+    assert result.code == 0, result.err
+    score = re.search(r"answered exactly \(greedy\): (\d+) of 40$", result.out, re.MULTILINE)
     assert score is not None
     assert int(score[1]) >= minimum
     config = SampleConfig(greedy=True, max_tokens=20)
@@ -269,8 +269,8 @@ def test_trained_model_completes_its_pairs(
 
 def test_answers_are_checked_on_a_sample_of_both_sides(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "ASKED", 10)
-    done = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
-    assert "answers" not in done.out
+    result = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
+    assert "answers" not in result.out
     lines = [json.loads(line) for line in Path("runs/pairs/metrics.jsonl").read_text().splitlines()]
     keys = ("asked", "pairs", "held_out_asked", "held_out_pairs")
     assert [[event[key] for key in keys] for event in lines if event["event"] == "answers"] == [[10, 59, 6, 6]]

@@ -327,9 +327,9 @@ def test_only_one_process_can_write_a_folder(texts: Path, tmp_path: Path, script
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "1", "-q", "--resume"]
 
     def second(self: unfinished_folder.ShardWriter, item: unfinished_folder.Item) -> None:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert f"error: another process is writing {out}" in done.stderr
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 2
+        assert f"error: another process is writing {out}" in result.stderr
         raise SimulatedCrash
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SimulatedCrash):
@@ -447,8 +447,8 @@ def test_training_on_tokens_equals_training_on_text(texts: Path, tmp_path: Path,
     assert gpt("eval", folder.path, "-m", token_run, "--split", "test").code == 2
     assert "tokenized: --field has no effect" in gpt("eval", folder.path, "-m", token_run, "--field", "x").err
     (tmp_path / "t.txt").write_text("the cat sat on the dog")
-    done = gpt("eval", tmp_path / "t.txt", "-m", token_run, "--split", "train", "-q")
-    assert (done.code, "t.txt is not a token folder" in done.err) == (0, True), done.err
+    eval_result = gpt("eval", tmp_path / "t.txt", "-m", token_run, "--split", "train", "-q")
+    assert (eval_result.code, "t.txt is not a token folder" in eval_result.err) == (0, True), eval_result.err
 
 
 def test_token_folder_with_another_tokenizer_is_an_error(
@@ -458,8 +458,8 @@ def test_token_folder_with_another_tokenizer_is_an_error(
     one_line_of_what_and_what_next(gpt("eval", other.path, "-m", run_folder), "was made with another tokenizer")
     same = tokenize(texts, tmp_path / "same", tokenizer=str(run_folder), vocab_size=None)
     assert gpt("eval", same.path, "-m", run_folder, "-q").code == 0
-    done = gpt("train", same.path, texts, "--out", tmp_path / "run")
-    one_line_of_what_and_what_next(done, "no other texts can be added")
+    result = gpt("train", same.path, texts, "--out", tmp_path / "run")
+    one_line_of_what_and_what_next(result, "no other texts can be added")
 
 
 @pytest.mark.usefixtures("small_slices")

@@ -294,8 +294,8 @@ def test_run_keeps_its_tokenizer_files(form: str, folders: dict[str, Path], load
     ours = load_both(form)[0]
     lines = [f"document {i}: it's 2024,  {words} </s>" for i, words in enumerate(make_text(60).split("."))]
     Path("a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines * 30), encoding="utf-8")
-    done = gpt("tokenize", "a.jsonl", "--tokenizer", folders[form], "-o", "tokens", "--jobs", "2")
-    assert done.code == 0, done.err
+    result = gpt("tokenize", "a.jsonl", "--tokenizer", folders[form], "-o", "tokens", "--jobs", "2")
+    assert result.code == 0, result.err
     documents = list(TokenFolder("tokens").stream("train").documents)
     assert documents[0][:].tolist() == ours.document(lines[0]).tolist()
     assert documents[0][:1].tolist() == [ours.bos]
@@ -345,9 +345,9 @@ def test_show_prints_start_and_end_tokens(folders: dict[str, Path], load_both: L
 def test_sentencepiece_file_is_an_error_with_a_hint(gpt: Gpt, workdir: Path) -> None:
     Path("folder").mkdir()
     Path("folder/tokenizer.model").write_bytes(b"\n")
-    done = gpt("tokenizer", "show", "folder")
-    one_line_of_what_and_what_next(done, "has only a tokenizer.model")
-    assert "save_pretrained" in done.err
+    result = gpt("tokenizer", "show", "folder")
+    one_line_of_what_and_what_next(result, "has only a tokenizer.model")
+    assert "save_pretrained" in result.err
 
 
 def test_vocab_and_merges_of_another_family_are_an_error(folders: dict[str, Path], tmp_path: Path) -> None:
