@@ -17,10 +17,10 @@ def test_judge_finds_violations(tmp_path: Path) -> None:
     (scratch / "tmp").mkdir(parents=True)
     cwd.mkdir()
     (cwd / "text.txt").write_text("mine")
-    before = hostile.tree(cwd)
+    before = hostile.snapshot(cwd)
 
     def find_faults(status: int, out: str = "", err: str = "", *words: str) -> list[str]:
-        result = hostile.Ended(status, out, err, 0.1, False)
+        result = hostile.Result(status, out, err, 0.1, False)
         return list(hostile.judge(hostile.Case([*words]), result, cwd, scratch, before))
 
     assert find_faults(2, "", "note\nerror: what is wrong\nhint: what to do\n") == []
