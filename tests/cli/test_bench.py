@@ -1,4 +1,4 @@
-"""``gpt bench``: output, and the bytes read per step."""
+"""``gpt bench``, and the bytes read per step."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_bench_of_a_preset_uses_random_weights(gpt: Gpt) -> None:
 
 
 def test_step_reads_every_matrix_once() -> None:
-    """A step reads everything except the position table, in every dtype."""
+    """A step does not read the position table."""
     config = GPTConfig(50, 16, 2, 2, 8)
     model = GPT(config)
     all_but_positions = sum(parameter.numel() for parameter in model.parameters()) - 16 * 8

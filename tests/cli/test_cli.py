@@ -69,7 +69,7 @@ assert not [name for name in sys.modules if name.startswith('gpt.training')]  # 
         library.nothing  # noqa: B018
 
 
-# Options. Tests in tests/docs compare docs/reference.md with the commands.
+# Options
 
 
 def test_completion_options_have_no_environment_variable(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def test_out_of_memory_is_an_error(gpt: Gpt, book: Path, monkeypatch: pytest.Mon
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals to try this on")
 @pytest.mark.parametrize(("command", "lines"), [("eval", 1000), slow("train", 1)])
 def test_progress_on_stderr_does_not_affect_stdout(run_folder: Path, book: Path, command: str, lines: int) -> None:
-    """In ``gpt eval … > file``, the terminal shows the progress bar and the file receives every line."""
+    """The terminal shows the progress bar, and stdout receives every line."""
     import pty
 
     args = {"eval": ["eval", book, "-m", run_folder, "--per-token"], "train": ["train", book, *QUICK, "--json"]}[
@@ -400,9 +400,9 @@ def test_eval_json_keys(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     assert shorter_stride["tokens"] == values["tokens"]
     assert shorter_stride["loss"] != values["loss"]
     one_line_of_what_and_what_next(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--stride", "33"), "stride is 33")
-    shown = gpt("eval", tmp_path / "t.txt", "-m", run_folder).out
-    assert f"{values['loss']:.4f}" in shown
-    assert "nats per token" in shown
+    output = gpt("eval", tmp_path / "t.txt", "-m", run_folder).out
+    assert f"{values['loss']:.4f}" in output
+    assert "nats per token" in output
 
 
 def test_eval_token_logprobs_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
@@ -494,7 +494,6 @@ def test_data_show(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_data_fetch(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Downloads from a local server."""
     (tmp_path / "served.txt").write_bytes(b"to be or not to be " * 1000)
     monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "cache" / "shakespeare"

@@ -1,4 +1,4 @@
-"""In every command, -m names the model and -o the output. Old forms and names of other programs get hints."""
+"""The option -m of every command, old forms, and hints for names of other programs."""
 
 import json
 import shlex
@@ -184,7 +184,7 @@ def test_unknown_names_get_no_hint(gpt: Gpt) -> None:
 
 
 def test_hints_name_existing_commands(gpt: Gpt) -> None:
-    """Hints name only existing commands and options, and only for names that do not exist."""
+    """Every hint leads from an unknown name to a known name."""
     import typer
     from gpt_cli import main, names
 

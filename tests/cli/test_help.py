@@ -1,4 +1,4 @@
-"""Help pages list every option, fit on a screen, and have valid examples."""
+"""Help pages and their examples."""
 
 import shlex
 from typing import Any

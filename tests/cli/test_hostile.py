@@ -1,4 +1,4 @@
-"""Hostile command lines: the judge finds violations, and `make test-more` runs a few cases."""
+"""The stress test of hostile command lines."""
 
 import subprocess
 import sys

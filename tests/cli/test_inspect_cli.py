@@ -1,4 +1,4 @@
-"""``gpt inspect``: output, files and errors."""
+"""``gpt inspect``."""
 
 import json
 import re
@@ -26,10 +26,10 @@ def test_attention_json_equals_the_model(gpt: Gpt, run_folder: Path) -> None:
     assert values["prompt"] == PROMPT
     assert values["dropped"] == 0
     output = traced.logits[-1].softmax(-1)
-    for each in (values["next"][0], values["next"][-1]):
-        assert each["probability"] == pytest.approx(float(output[each["token"]]), abs=1e-6)
+    for entry in (values["next"][0], values["next"][-1]):
+        assert entry["probability"] == pytest.approx(float(output[entry["token"]]), abs=1e-6)
     assert values["lens"][-1][-1][0]["token"] == values["next"][0]["token"] == int(output.argmax())
-    assert [(each["layer"], each["head"]) for each in values["scores"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(entry["layer"], entry["head"]) for entry in values["scores"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     expected = traced.patterns[1, 0][np.arange(2, len(ids)), np.arange(1, len(ids) - 1)].mean()
     assert values["scores"][2]["prompt"]["previous"] == pytest.approx(float(expected), abs=1e-5)
 
@@ -75,8 +75,8 @@ def test_neighbors_and_analogy(gpt: Gpt, run_folder: Path) -> None:
     table = inspect.Embeddings(loaded.model, loaded.tokenizer)
     for word, values_of_word in zip(("cat", "raining"), values["words"], strict=True):
         neighbors = table.neighbors(table.find(word), 4)
-        assert [each["token"] for each in values_of_word["neighbors"]] == [neighbor.id for neighbor in neighbors]
-        assert [each["cosine"] for each in values_of_word["neighbors"]] == pytest.approx(
+        assert [entry["token"] for entry in values_of_word["neighbors"]] == [neighbor.id for neighbor in neighbors]
+        assert [entry["cosine"] for entry in values_of_word["neighbors"]] == pytest.approx(
             [neighbor.cosine for neighbor in neighbors], abs=1e-5
         )
     text = gpt("inspect", "neighbors", "zzzqx", "-m", run_folder).out

@@ -26,7 +26,7 @@ PROMPT = 'the <script>a()</script> & "cat"'
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a file. The test fails if the page requests anything else or prints to the console."""
+    """Opens a file. Requests and console messages fail the test."""
     console_messages: list[str] = []
     requested_urls: list[str] = []
     pages = []
@@ -111,7 +111,7 @@ def test_keyboard_navigation_of_heads_tokens_and_map(open_page: Any, attention: 
         values["patterns"][1][1][2][1], abs=6e-4
     )
     box = page.locator("#map").bounding_box()
-    page.mouse.move(box["x"] + box["width"] - 8, box["y"] + box["height"] - 8)  # The last query and key
+    page.mouse.move(box["x"] + box["width"] - 8, box["y"] + box["height"] - 8)
     assert read_share(page.inner_text("#readout")) == pytest.approx(values["patterns"][1][1][-1][-1], abs=6e-4)
 
 
@@ -186,9 +186,9 @@ def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) 
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
     values = json.loads(gpt("inspect", "positions", "-m", run_folder, "--json").out)
-    shown = re.fullmatch(r"place 1, number 1: (\S+)", page.inner_text("#readout"))
-    assert shown
-    assert float(shown[1]) == pytest.approx(values["table"][1][1], rel=6e-3)
+    readout = re.fullmatch(r"place 1, number 1: (\S+)", page.inner_text("#readout"))
+    assert readout
+    assert float(readout[1]) == pytest.approx(values["table"][1][1], rel=6e-3)
     page = open_page(Path("t.html"))
     assert page.inner_text("#strip") == PROMPT
     page.locator("#strip .token").first.focus()
@@ -198,7 +198,7 @@ def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) 
 
 @pytest.mark.more
 def test_large_page_stays_small_and_fast(open_page: Any, workdir: Path) -> None:
-    """Tests 12 layers × 12 heads × 128 tokens with the ids of GPT-2: less than 5 MB, drawn within 8 s."""
+    """12 layers, 12 heads, 128 tokens and the vocabulary of GPT-2."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(50_257, 128, 12, 12, 48)).eval()
     tokenizer = bytes_tokenizer()
@@ -234,7 +234,7 @@ def test_data_cannot_end_its_script_tag() -> None:
     evil = "</script><script>a()</script><!--"
     text = pages.html("report", evil, {"name": evil}).decode()
     assert evil not in text
-    assert text.count("a()") == 2  # In the escaped title, and in the data
+    assert text.count("a()") == 2  # The escaped title and the data contain a().
     assert json.dumps(evil).replace("<", "\\u003c") in text
 
 
@@ -324,11 +324,10 @@ def test_page_axes_equal_terminal_axes(open_page: Any, gpt: Gpt, two_runs: list[
 
 @pytest.mark.parametrize("width", [360, 1600])
 def test_report_fits_the_window(open_page: Any, gpt: Gpt, two_runs: list[Path], width: int) -> None:
-    """Charts fill the width and have three to eight round ticks."""
     assert gpt("report", *two_runs, "-o", "r.html").code == 0
     page = open_page(Path("r.html"))
     page.set_viewport_size({"width": width, "height": 800})
-    # The content security policy of the page blocks wait_for_function.
+    # The page's content security policy blocks wait_for_function.
     charts_fit = (
         "[...document.querySelectorAll('figure > svg')].every(each => each.viewBox.baseVal.width === each.clientWidth)"
     )

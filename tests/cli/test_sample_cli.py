@@ -1,4 +1,4 @@
-"""``gpt sample``: beam search, prompt files, stop strings, log-probabilities, the context, sessions."""
+"""``gpt sample`` and interactive sessions."""
 
 import json
 import math
@@ -51,8 +51,8 @@ def test_beams_are_printed_best_first(gpt: Gpt, run_folder: Path) -> None:
         assert line["score"] == pytest.approx(line["logprob"] / length, abs=1e-5)
     scores = [line["score"] for line in lines]
     assert scores == sorted(scores, reverse=True)
-    shown = gpt(*args).out
-    assert shown == "".join(f"--- {i + 1} of 3 ---\nthe cat{line['text']}\n" for i, line in enumerate(lines))
+    output = gpt(*args).out
+    assert output == "".join(f"--- {i + 1} of 3 ---\nthe cat{line['text']}\n" for i, line in enumerate(lines))
 
 
 def test_options_without_effect_print_a_note(gpt: Gpt, run_folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_byte_order_marks_are_not_part_of_prompts(gpt: Gpt, run_folder: Path, pr
 def test_quiet_prints_only_the_text(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     args = ["sample", "the cat " * 40, "-m", run_folder, "-n", "3", "--length-penalty", "2"]
     loud, quiet = gpt(*args), gpt(*args, "--quiet")
-    assert loud.err.count("\n") >= 3  # Notes: an option without effect, the seed, a long prompt
+    assert loud.err.count("\n") >= 3  # Notes on an unused option, the seed, a long prompt
     assert (quiet.code, quiet.err) == (0, "")
     assert quiet.out.startswith("the cat ")
     file = gpt(*args, "-q", "--seed", "1", "-o", tmp_path / "s.jsonl")
@@ -402,7 +402,7 @@ def test_sampling_does_not_import_unused_modules(run_folder: Path, tmp_path: Pat
 
 
 def deny_access(monkeypatch: pytest.MonkeyPatch, folder_name: str) -> None:
-    """Makes ``stat`` fail with a permission error for files in folders called ``folder_name``."""
+    """Makes ``stat`` fail for files in folders called ``folder_name``."""
     stat = Path.stat
 
     def no_stat(path: Path, **kwargs: bool) -> os.stat_result:
@@ -432,7 +432,7 @@ def test_unreadable_run_is_named(run_folder: Path, workdir: Path, monkeypatch: p
             result.err
         )
         assert result.err.splitlines()[-1] == "hint: check its permissions"
-    shutil.copytree(run_folder, "runs/mine")  # Other runs are still found.
+    shutil.copytree(run_folder, "runs/mine")
     assert gpt("sample", "hi", "-n", "1").code == 0
     assert "runs here: runs/mine\n" in gpt("sample", "hi", "-m", "nowhere").err
     assert "no unfinished run" in gpt("train", "--resume").err
@@ -480,7 +480,7 @@ def test_samples_are_generated_lazily(run_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"my diary", b"a line\nand another", b"{", b'{"prompt_index": 0, "in'])
 def test_other_files_are_not_overwritten(gpt: Gpt, run_folder: Path, tmp_path: Path, content: bytes) -> None:
-    """A file without a complete line is continued only if it starts like a line of samples."""
+    """A partial line is replaced only if it starts like a sample."""
     out = tmp_path / "diary.txt"
     out.write_bytes(content)
     result = gpt("sample", "the", "-m", run_folder, "-n", "2", "--seed", "1", "-o", out)

@@ -1,4 +1,4 @@
-"""Control characters of untrusted text: escaped on terminals, unchanged in files and pipes."""
+"""Control characters are escaped on terminals, and unchanged in pipes."""
 
 import json
 import os
@@ -17,7 +17,7 @@ ESCAPED = "␛]0;owned␇␛[2J␍␈\\u009b31m␡\\u202e\\u2066"
 
 
 def run_on_terminal(*args: str | Path, cwd: Path, stdin: bytes = b"", **env: str) -> tuple[int, str]:
-    """Runs a command on a terminal. Returns the exit status and the terminal's output."""
+    """Returns the exit status and the terminal's output."""
     controller, terminal = os.openpty()
     output = bytearray()
 

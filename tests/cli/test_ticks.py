@@ -46,7 +46,7 @@ def test_ticks_are_evenly_spaced_and_cover_the_range(a: float, b: float, max_tic
     assert len(decimals) <= 1
     if extend:
         assert len(axis.ticks) >= 3 or max_ticks == 4
-        ends = (min(low, axis.ticks[0]), max(high, axis.ticks[-1]))  # The limits can extend by a millionth of a step.
+        ends = (min(low, axis.ticks[0]), max(high, axis.ticks[-1]))  # Limits extend by a millionth of a step.
         assert (axis.low, axis.high) == pytest.approx(ends, abs=abs(axis.ticks[-1] / 2 - axis.ticks[0] / 2) * 1e-5)
 
 

@@ -1,4 +1,4 @@
-"""``gpt tokenize``, and ``gpt data show`` of token folders: output and errors."""
+"""``gpt tokenize``, and ``gpt data show`` of token folders."""
 
 import json
 import os
@@ -17,7 +17,6 @@ from gpt.text.tokenizer import bytes_tokenizer
 
 @pytest.fixture
 def texts(workdir: Path) -> Path:
-    """A folder with two text files."""
     folder = workdir / "my texts"
     folder.mkdir()
     (folder / "a.txt").write_bytes(make_text(500).encode())
@@ -35,9 +34,9 @@ def test_next_command_is_printed(gpt: Gpt, texts: Path) -> None:
     result = run_tokenize(gpt, "my texts", "-o", "my tokens")
     assert result.out.startswith("saved  my tokens  (")
     assert result.out.endswith("train on it  gpt train 'my tokens'\n")
-    shown = gpt("data", "show", "my tokens").out
-    assert shown.startswith("folder  my tokens\n")
-    assert shown.endswith("gpt train 'my tokens'\n")
+    output = gpt("data", "show", "my tokens").out
+    assert output.startswith("folder  my tokens\n")
+    assert output.endswith("gpt train 'my tokens'\n")
     assert run_tokenize(gpt, "my texts", "-o", "p1", "--part", "1/2").out.endswith("gpt data merge PART... -o DIR\n")
     part = run_tokenize(gpt, "my texts", "-o", "p2", "--part", "2/2")  # The part is empty.
     assert part.out.endswith("gpt data merge PART... -o DIR\n")
@@ -55,9 +54,9 @@ def test_missing_training_text_is_printed(gpt: Gpt, texts: Path) -> None:
         shard | {"side": "val", "file": shard["file"].replace("train", "val")} for shard in values["shards"]
     ]
     manifest.write_text(json.dumps(values))
-    shown = gpt("data", "show", "tokens").out
-    assert "gpt train" not in shown
-    assert "nothing to train on" in shown
+    output = gpt("data", "show", "tokens").out
+    assert "gpt train" not in output
+    assert "nothing to train on" in output
 
 
 def test_data_show_of_an_invalid_name_is_an_error(gpt: Gpt, texts: Path) -> None:

@@ -1,4 +1,4 @@
-"""``gpt tokenizer``: output, files and errors. tests/cli/test_cli.py tests invalid arguments."""
+"""``gpt tokenizer``. tests/cli/test_cli.py tests invalid arguments."""
 
 import json
 import os
@@ -130,9 +130,9 @@ def test_show_counts_tokens_of_a_text(gpt: Gpt, book: Path) -> None:
     values = json.loads(gpt("tokenizer", "show", "bytes", "small.txt", "--json").out)
     assert list(values)[9:] == ["bytes", "tokens", "bytes_per_token", "ids_used"]
     assert [values[key] for key in list(values)[9:]] == [4, 4, 1.0, 3]
-    shown = gpt("tokenizer", "show", "bytes", "small.txt", "book.txt").out
-    assert "Most frequent" in shown
-    assert '"\\n"' in shown  # Line ends are escaped.
+    output = gpt("tokenizer", "show", "bytes", "small.txt", "book.txt").out
+    assert "Most frequent" in output
+    assert '"\\n"' in output  # Line ends are escaped.
 
 
 def test_encode_and_decode(gpt: Gpt, workdir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Responses of `gpt serve` to valid and invalid requests, compared with `gpt sample`."""
+"""Responses of `gpt serve`, compared with `gpt sample`."""
 
 import codecs
 import contextlib
@@ -148,7 +148,7 @@ def test_cached_tokens_are_counted(server: Served) -> None:
         answer = server.ask(prompt=prompts, n=n, max_tokens=2)
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
     *_, last = server.stream(prompt=[*shared, 8, 9], max_tokens=2, stream_options={"include_usage": True})
-    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # 21 if the cache still contains id 8
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # The cache can still contain id 8.
 
 
 def test_sampling_defaults_apply_to_missing_fields(model: LanguageModel) -> None:
@@ -206,7 +206,7 @@ def test_logprobs_equal_gpt_sample(
         if token.logprob is None:
             continue
         assert logprob == pytest.approx(token.logprob, abs=1e-5)
-        assert top[name] == logprob  # The floats are identical.
+        assert top[name] == logprob
         most_likely = [display_token(model, id) for id, _ in token.top]
         assert list(top)[:count] == most_likely
         assert len(top) == count + (name not in most_likely)
@@ -217,8 +217,8 @@ def test_logprobs_equal_gpt_sample(
 
 
 def token_offset(data: list[bytes], at: int) -> int:
-    """Returns the text offset of a token: the position of the character with its first byte."""
-    whole, bad_ends = b"".join(data), dict[int, int]()
+    """Returns the position of the character with the first byte of a token."""
+    all_bytes, bad_ends = b"".join(data), dict[int, int]()
 
     def record_error(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeDecodeError)
@@ -227,7 +227,7 @@ def token_offset(data: list[bytes], at: int) -> int:
 
     codecs.register_error("replaced", record_error)
     positions = list[int]()
-    for number, char in enumerate(whole.decode(errors="replaced")):
+    for number, char in enumerate(all_bytes.decode(errors="replaced")):
         positions += [number] * (bad_ends.get(len(positions), len(positions) + len(char.encode())) - len(positions))
     return [*positions, len(set(positions))][sum(map(len, data[:at]))]
 
@@ -251,9 +251,9 @@ def test_text_offsets_with_partial_characters() -> None:
         data = [pieces[id] for id in ids]
         assert delta.text == b"".join(data).decode(errors="replace")
         assert [offset for _, offset in delta.tokens] == [token_offset(data, at) for at in range(9)]
-        for (_, offset), each in zip(delta.tokens, data, strict=False):
+        for (_, offset), token_bytes in zip(delta.tokens, data, strict=False):
             with contextlib.suppress(UnicodeDecodeError):
-                assert delta.text[offset:].startswith(each.decode())
+                assert delta.text[offset:].startswith(token_bytes.decode())
 
 
 def display_token(model: LanguageModel, id: int) -> str:
@@ -265,7 +265,7 @@ def display_token(model: LanguageModel, id: int) -> str:
 
 
 def test_request_of_lm_evaluation_harness(server: Served, model: LanguageModel) -> None:
-    """lm-evaluation-harness sends prompts of ids, and compares log-probabilities to see if a token is greedy."""
+    """lm-evaluation-harness compares log-probabilities to see if a token is greedy."""
     prompts = [model.tokenizer.prompt(text) for text in (PROMPT, "dogs", "the mat while raining in")]
     answer = server.ask(prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1234)
     for choice, ids in zip(answer["choices"], prompts, strict=True):
@@ -299,13 +299,13 @@ def test_echo_of_long_and_empty_prompts(server: Served, model: LanguageModel) ->
 
 def test_streamed_logprobs_equal_the_whole_response(server: Served) -> None:
     body = {"prompt": PROMPT, "seed": 2, "max_tokens": 12, "logprobs": 3, "echo": True, "stop": ["an"]}
-    whole = server.ask(**body)["choices"][0]
+    choice = server.ask(**body)["choices"][0]
     parts = [chunk["choices"][0] for chunk in server.stream(**body)]
-    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert "".join(part["text"] for part in parts) == choice["text"]
     for key in ("tokens", "text_offset"):
-        assert [item for part in parts for item in part["logprobs"][key]] == whole["logprobs"][key]
+        assert [item for part in parts for item in part["logprobs"][key]] == choice["logprobs"][key]
     joined = [item for part in parts for item in part["logprobs"]["token_logprobs"]]
-    assert joined[1:] == pytest.approx(whole["logprobs"]["token_logprobs"][1:], abs=1e-5)
+    assert joined[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
 
 
 def test_streams_have_no_partial_characters_or_stop_strings(server: Served, model: LanguageModel) -> None:
@@ -314,10 +314,10 @@ def test_streams_have_no_partial_characters_or_stop_strings(server: Served, mode
     bias = {str(id): 100 for id in set(ids)}
     for seed, stop in enumerate(([], ["🦊"], ["�"])):
         body = {"prompt": "🦊", "logit_bias": bias, "seed": seed, "max_tokens": 20, "stop": stop}
-        whole = server.ask(**body)["choices"][0]
+        choice = server.ask(**body)["choices"][0]
         parts = [chunk["choices"][0]["text"] for chunk in server.stream(**body)]
-        assert "".join(parts) == whole["text"]
-        assert not any(each in whole["text"] for each in stop)
+        assert "".join(parts) == choice["text"]
+        assert not any(stop_string in choice["text"] for stop_string in stop)
     text = server.ask(prompt=PROMPT, temperature=0, max_tokens=40)["choices"][0]["text"]
     for stop in (text[5:9], text[-6:], text[:2], text[3:30]):
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "stop": [stop]}
@@ -336,7 +336,7 @@ def test_logit_bias_forces_and_forbids_tokens(server: Served, model: LanguageMod
 
 
 def test_penalties_equal_brute_force(server: Served, model: LanguageModel) -> None:
-    """Compares greedy decoding with a loop without a KV cache."""
+    """The expected text is decoded without a KV cache."""
     presence, frequency = 0.9, 0.6
     ids, counts = model.tokenizer.prompt(PROMPT), Counter[int]()
     start = len(ids)
@@ -432,20 +432,20 @@ def test_chat_with_json_schema(chat: Served) -> None:
     for settings in ({}, {"temperature": 0}, {"stream": True}):
         body = {"messages": CHAT, "response_format": response_format, "seed": 0, "max_tokens": 30, "n": 3, **settings}
         if "stream" in settings:
-            chunks = [each["choices"][0] for each in chat.stream("/v1/chat/completions", **body)]
+            chunks = [choice["choices"][0] for choice in chat.stream("/v1/chat/completions", **body)]
             texts = ["".join(c["delta"]["content"] for c in chunks if c["index"] == index) for index in range(3)]
         else:
-            texts = [each["message"]["content"] for each in chat.ask("/v1/chat/completions", **body)["choices"]]
+            texts = [choice["message"]["content"] for choice in chat.ask("/v1/chat/completions", **body)["choices"]]
         assert all(json.loads(text) in ({"a": 1}, {"a": "b"}) for text in texts), texts
 
 
 DOCS = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
 
 
-def documented_fields(what: str) -> set[str]:
-    """Returns the fields in table rows of the docs that start with ``what``."""
+def documented_fields(prefix: str) -> set[str]:
+    """Returns the fields of table rows in the docs that start with ``prefix``."""
     rows = re.findall(r"^\| (.+) \| (.+) \|$", DOCS, re.MULTILINE)
-    return {name for fields, happens in rows if happens.startswith(what) for name in re.findall(r"`(\w+)`", fields)}
+    return {name for fields, happens in rows if happens.startswith(prefix) for name in re.findall(r"`(\w+)`", fields)}
 
 
 ROUTES = (
@@ -576,7 +576,6 @@ def chat_model(model: LanguageModel, template: str = TEMPLATE) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def chat(model: LanguageModel) -> Iterator[Served]:
-    """A server with a chat template."""
     with served(chat_model(model)) as started:
         yield started
 
@@ -673,7 +672,7 @@ def test_message_cannot_be_both_answered_and_continued(template_server: Served) 
 
 def test_tokenize_route_accepts_messages(chat: Served, server: Served) -> None:
     tokenizer = chat.service.tokenizer
-    special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # Parsed as a special token, as in a chat
+    special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # A special token, as in a chat
     for messages in ([special], [{"role": "user", "content": "the cat " * 200}]):  # Longer than the context
         response = chat.ask("/v1/tokenize", messages=messages, prompt=None, model="tiny", add_special_tokens=False)
         assert response["tokens"] == template.prompt(tokenizer, messages)

@@ -1,4 +1,4 @@
-"""`gpt serve` under load, with clients that disconnect, stall or send garbage, and when the engine fails."""
+"""`gpt serve` under load, with bad clients, and after engine errors."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from gpt.serve.metrics import ServerMetrics
 from gpt.serve.texts import Prompt
 from gpt.serve_config import ServeConfig
 
-LONG_REQUEST = {"prompt": "the cat", "max_tokens": 4000, "ignore_eos": True}  # Runs for seconds
+LONG_REQUEST = {"prompt": "the cat", "max_tokens": 4000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +51,17 @@ def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
         time.sleep(0.002)
 
 
-def wait_for_bytes(sock: socket.socket, what: bytes) -> None:
-    """Reads from ``sock`` until it has received ``what``."""
+def wait_for_bytes(sock: socket.socket, expected: bytes) -> None:
+    """Reads from ``sock`` until it has received ``expected``."""
     data = b""
     sock.settimeout(10)
-    while what not in data:
+    while expected not in data:
         part = sock.recv(2**16)
         assert part, data[-500:]
         data += part
 
 
 def wait_until_running(server: Served) -> None:
-    """Waits until the engine is running a request."""
     wait_until(lambda: server.service.worker.engine.running)
 
 
@@ -186,7 +185,6 @@ def test_slow_templates_and_large_texts_block_no_other_request(
 
 
 def test_requests_count_from_the_first_byte(single_slot: Served) -> None:
-    """Requests count before their bodies arrive."""
     with single_slot.connect() as first, single_slot.connect() as second:
         for client in (first, second):
             client.sendall(request(LONG_REQUEST)[:-5])
@@ -220,7 +218,7 @@ def test_incomplete_requests_time_out(model: LanguageModel, monkeypatch: pytest.
         assert api.raw(complete[:-3]).startswith(b"HTTP/1.1 408 ")
         for part in (complete[:20], b"", b"G"):
             assert api.raw(part) == b""  # The server closes the connection.
-        with api.connect() as sock:  # The second request of a connection times out, too.
+        with api.connect() as sock:  # A second request times out, too.
             sock.sendall(complete + b"POST /v1/comp")
             assert received(sock).count(b"HTTP/1.1 200") == 1
 
@@ -392,7 +390,7 @@ def test_api_key_is_required(model: LanguageModel) -> None:
 def test_nan_ends_only_its_request(model: LanguageModel) -> None:
     broken = load(model.path)
     with torch.no_grad():
-        broken.model.wte.weight[7] = torch.nan  # Only prompts read this row; the LM head has a packed copy.
+        broken.model.wte.weight[7] = torch.nan  # The LM head has a packed copy of this row.
     with served(broken) as api, ThreadPoolExecutor(4) as pool:
         bodies = [{"prompt": [7, 1] if number % 2 else [1, 2], "logit_bias": {"7": -100}} for number in range(8)]
         answers = list(pool.map(lambda body: api.post("/v1/completions", **body), bodies))
@@ -493,7 +491,6 @@ def test_error_in_a_step_reaches_all_requests_and_the_next_works(
 
 
 def draw_request(rng: random.Random, number: int) -> dict[str, Any]:
-    """Draws a request with random settings."""
     words = ["the", "cat", "sat", "on", "mat", "while", "raining", "dogs", "chased", "Zürich;", "naïve"]
     choices: list[dict[str, Any]] = [
         {}, {"temperature": 0}, {"temperature": 1.5, "top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eos": True},
@@ -516,7 +513,6 @@ def read_texts(answer: httpx.Response, body: dict[str, Any]) -> list[str]:
 
 
 def expected_texts(model: LanguageModel, body: dict[str, Any]) -> list[str]:
-    """Returns the texts that `gpt sample` generates."""
     settings = {key: value for key, value in body.items() if key not in ("prompt", "seed", "n", "stream", "ignore_eos")}
     config = SampleConfig(**{"temperature": 1.0, **settings}, ignore_eot=body.get("ignore_eos", False))
     pieces = model.write_all([body["prompt"]], config, body["seed"], body["n"])
@@ -525,7 +521,6 @@ def expected_texts(model: LanguageModel, body: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("count, clients", [(32, 8), more(400, 64)])
 def test_concurrent_mixed_requests_equal_gpt_sample(model: LanguageModel, count: int, clients: int) -> None:
-    """Some clients disconnect early."""
     rng = random.Random(count)
     bodies = [draw_request(rng, number) for number in range(count)]
     leaving = {number for number in range(count) if rng.random() < 0.2}
@@ -554,7 +549,7 @@ def test_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.Monk
     import resource
 
     file_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count = min(10_000, (file_limit - 200) // 2)  # Both ends of a connection are in this process.
+    count = min(10_000, (file_limit - 200) // 2)  # Both ends are in this process.
     monkeypatch.setattr(server, "most_connections", lambda: count - 100)
     with served(model) as api:
         socks = [api.connect() for _ in range(count)]
@@ -649,7 +644,7 @@ class Process:
 
 @pytest.fixture
 def serve(run_folder: Path) -> Iterator[Callable[..., Process]]:
-    """Starts `gpt serve`; the fixture stops it after the test."""
+    """Starts `gpt serve` and stops it after the test."""
     if sys.platform == "win32":
         pytest.skip("Windows has no signals for one process")
     with contextlib.ExitStack() as stack:

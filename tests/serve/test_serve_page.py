@@ -1,4 +1,4 @@
-"""The page of ``gpt serve`` in a browser: text and numbers equal the API, and nothing else is requested."""
+"""The page of ``gpt serve`` in a browser, compared with the API."""
 
 import base64
 import contextlib
@@ -20,12 +20,12 @@ from conftest import FAST, make_text, more, spawn
 
 KEY = "the key"
 NAME = "<img src=x onerror='window.taken = 1'>"
-# The template rejects messages that start with an exclamation mark.
+# The template rejects messages with a leading exclamation mark.
 TEMPLATE = """{% for m in messages %}{% if m.content[:1] == "!" %}{{ raise_exception("no bangs") }}{% endif %}
 {{- m.role[0] }}:{{ m.content }}
 {% endfor %}a:"""
 ANSWERED = "job === null && document.getElementById('go').textContent === 'Send'"
-NAMELESS = (  # The number of fields and buttons without a label for screen readers
+NAMELESS = (  # Fields and buttons without a label for screen readers
     "[...document.querySelectorAll('input, textarea, button')]"
     ".filter((x) => !(x.labels?.length || x.getAttribute('aria-label') || x.textContent.trim())).length"
 )
@@ -51,7 +51,7 @@ def test_the_page_is_self_contained() -> None:
 
 @pytest.fixture(scope="module")
 def address(run_folder: Path) -> Iterator[str]:
-    """A server with an API key and a model name that looks like markup."""
+    """A server with an API key and markup as its name."""
     with serve_model(run_folder) as started:
         yield started
 
@@ -66,8 +66,8 @@ def chat_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     settings = FAST | {"block_size": 1024, "batch_tokens": 1024}
     run = gpt.train(folder / "text.txt", out=str(folder / "run"), steps=1, **settings).run
     (checkpoint,) = run.glob("step-*")
-    ours = shutil.ignore_patterns("gpt.json", "checksums.json", "*.tiktoken", "training.*")
-    shutil.copytree(checkpoint, folder / "model", ignore=ours)  # A Transformers folder
+    gpt_files = shutil.ignore_patterns("gpt.json", "checksums.json", "*.tiktoken", "training.*")
+    shutil.copytree(checkpoint, folder / "model", ignore=gpt_files)  # A Transformers folder
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     with serve_model(folder / "model") as started:
         yield started
@@ -82,11 +82,11 @@ def serve_model(model: Path) -> Iterator[str]:
         process = spawn("serve", "-m", model, "--port", "0", "--compile", "off", "--name", NAME)
     try:
         log = ""
-        while not (found := re.search(r"at (http://\S+)", log)):
+        while not (match := re.search(r"at (http://\S+)", log)):
             line = process.stderr.readline()  # type: ignore
             assert line, log
             log += line
-        yield found[1]
+        yield match[1]
     finally:
         process.terminate()
         try:
@@ -97,7 +97,6 @@ def serve_model(model: Path) -> Iterator[str]:
 
 
 def post(address: str, path: str, **values: Any) -> Any:
-    """Sends a request to the API and returns the response."""
     request = urllib.request.Request(
         f"{address}/{path}", json.dumps(values).encode(),
         {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
@@ -114,7 +113,7 @@ def request_completion(address: str, **values: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
-    """Opens the page. The test fails on requests to other hosts, console messages, or text parsed as markup."""
+    """Opens the page. Foreign requests, console messages and markup in text fail the test."""
     console_messages: list[str] = []
     requested_urls: list[str] = []
     pages = []
@@ -143,7 +142,7 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 
 
 def wait_until(page: Any, condition: str) -> None:
-    """Waits for a condition. The page's content security policy blocks the wait function of Playwright."""
+    """Waits for a condition. The page's content security policy blocks wait_for_function."""
     for _ in range(1500):
         if page.evaluate(condition):
             return
@@ -153,12 +152,11 @@ def wait_until(page: Any, condition: str) -> None:
 
 @pytest.fixture
 def open_chat(open_page: Callable[..., Any], chat_address: str) -> Callable[..., Any]:
-    """Opens the page of the model with a chat template."""
     return functools.partial(open_page, address=chat_address)
 
 
 def write_text(page: Any, text: str | None = None, wait: bool = True, **settings: Any) -> str:
-    """Types a text and settings, generates, and returns the value of the text field."""
+    """Types text and settings, generates, and returns the new text."""
     for name, value in settings.items():
         page.fill(f"#{name}", str(value))
     if text is not None:
@@ -171,7 +169,6 @@ def write_text(page: Any, text: str | None = None, wait: bool = True, **settings
 
 
 def send_message(page: Any, content: str, wait: bool = True, **settings: Any) -> None:
-    """Types settings and a message, and sends the message."""
     for name, value in settings.items():
         page.fill(f"#{name}", str(value))
     page.fill("#question", content)
@@ -182,26 +179,26 @@ def send_message(page: Any, content: str, wait: bool = True, **settings: Any) ->
 
 
 def read_conversation(page: Any) -> list[tuple[str, str]]:
-    """Returns the author and the text of every displayed message."""
+    """Returns author and text of every message."""
     turns = page.evaluate("[...document.querySelectorAll('.turn')].map((turn) => [turn.dataset.who, turn.textContent])")
     return [(who, text) for who, text in turns]
 
 
 def messages(*contents: str, system: str = "") -> list[dict[str, str]]:
     """Builds alternating messages of user and assistant."""
-    alternating = [{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(contents)]
+    alternating = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
     return [{"role": "system", "content": system}, *alternating] if system else alternating
 
 
 def record_requests(page: Any) -> list[dict[str, Any]]:
-    """Returns a list that receives the bodies of all later generation requests."""
+    """Returns a list that receives all later request bodies."""
     bodies: list[dict[str, Any]] = []
-    page.on("request", lambda each: bodies.append(each.post_data_json) if "completions" in each.url else None)
+    page.on("request", lambda request: bodies.append(request.post_data_json) if "completions" in request.url else None)
     return bodies
 
 
 def read_marks(page: Any) -> list[dict[str, Any]]:
-    """Returns the highlighted tokens, with CSS class and log-probability."""
+    """Returns the highlighted tokens."""
     tokens: list[dict[str, Any]] = page.evaluate(
         "marks.filter((m) => m.shows.run).map((m) => ({ text: m.textContent, id: m.shows.id, kind: m.className,"
         " logprob: m.shows.logprob }))"
@@ -210,7 +207,6 @@ def read_marks(page: Any) -> list[dict[str, Any]]:
 
 
 def read_alternatives(page: Any) -> list[tuple[str, str]]:
-    """Returns the displayed alternatives with their probabilities."""
     return [tuple(button.inner_text().split("\n")) for button in page.locator("#list button").all()]
 
 
@@ -243,7 +239,9 @@ def test_text_and_numbers_equal_the_api(open_page: Any, address: str) -> None:
         assert text == re.sub("\r\n?", "\n", prompt + expected["text"])
         tokens = expected["logprobs"]["content"][: len(read_marks(page))]
         assert len(tokens) >= len(expected["logprobs"]["content"]) - 1
-        assert [(each["id"], each["logprob"]) for each in tokens] == [(m["id"], m["logprob"]) for m in read_marks(page)]
+        assert [(entry["id"], entry["logprob"]) for entry in tokens] == [
+            (m["id"], m["logprob"]) for m in read_marks(page)
+        ]
         for at, token in list(enumerate(tokens))[::7]:
             page.evaluate("(at) => open(parts.findIndex((part) => part.run) + at)", at)
             rows = token["top_logprobs"] + ([] if token["id"] in [x["id"] for x in token["top_logprobs"]] else [token])
@@ -294,16 +292,16 @@ def test_choosing_an_alternative_with_the_keyboard(open_page: Any, address: str)
         page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowDown")
     alternative = page.evaluate("parts[seen].top[1]")
-    before = post(address, "tokenize", prompt="the cat")["tokens"] + [each["id"] for each in tokens[:at]]
+    before = post(address, "tokenize", prompt="the cat")["tokens"] + [token["id"] for token in tokens[:at]]
     page.keyboard.press("Enter")
     wait_until(page, DONE)
     assert page.evaluate("document.activeElement.id") == "text"
     after = request_completion(address, prompt=[*before, alternative["id"]], seed=7, max_tokens=10)
-    ids = [each["id"] for each in after["logprobs"]["content"]]
+    ids = [token["id"] for token in after["logprobs"]["content"]]
     new_tokens = read_marks(page)
-    assert [each["id"] for each in new_tokens[:at]] == [each["id"] for each in tokens[:at]]
+    assert [token["id"] for token in new_tokens[:at]] == [token["id"] for token in tokens[:at]]
     assert (new_tokens[at]["id"], new_tokens[at]["logprob"]) == (alternative["id"], alternative["logprob"])
-    assert [each["id"] for each in new_tokens[at + 1 :]] == ids[: len(new_tokens) - at - 1]
+    assert [token["id"] for token in new_tokens[at + 1 :]] == ids[: len(new_tokens) - at - 1]
     assert len(new_tokens) >= at + 1 + len(ids) - 1
     page.keyboard.press("Control+z")
     assert page.input_value("#text") == text
@@ -325,7 +323,7 @@ def test_choosing_an_alternative_with_the_mouse(open_page: Any) -> None:
     assert read_marks(page)[3]["id"] == word["id"]
     page.mouse.move(5, 5)
     box = page.locator("#shade .token").nth(2).bounding_box()
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)  # The click also sets the cursor.
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     wait_until(page, "marks.filter((m) => m.shows.run).indexOf(marks[seen]) === 2")
     page.mouse.click(5, 5)
     assert page.locator("#likely").is_hidden()
@@ -352,7 +350,7 @@ def test_edit_removes_later_probabilities(open_page: Any, address: str) -> None:
     page = open_page()
     text = write_text(page, "the cat", seed=9, max_tokens=20)
     before = read_marks(page)
-    edge = len("the cat") + sum(len(each["text"]) for each in before[:6])
+    edge = len("the cat") + sum(len(token["text"]) for token in before[:6])
     page.evaluate("(at) => field.setSelectionRange(at, at)", edge)
     page.keyboard.type("<b>")
     assert page.input_value("#text") == text[:edge] + "<b>" + text[edge:]
@@ -389,7 +387,7 @@ def test_partial_characters(open_page: Any) -> None:
     tokens = (b"\xef\xbb\xbfa", dog[:1], dog[1:3], dog[3:] + b"\r", b"\nb", b"\xff", b"c\xc3")
     mock_answer(page, *(make_entry(data, id) for id, data in enumerate(tokens, 300)))
     assert write_text(page, "x") == "x\ufeffa🐕\nb\ufffdc\ufffd"
-    assert [each["text"] for each in read_marks(page)] == ["\ufeffa", "", "", "🐕\n", "b", "", "\ufffdc\ufffd"]
+    assert [token["text"] for token in read_marks(page)] == ["\ufeffa", "", "", "🐕\n", "b", "", "\ufffdc\ufffd"]
     page.evaluate("open(2)")
     assert read_alternatives(page)[0][0] == "\\xf0"
     page.click("#after")
@@ -559,10 +557,10 @@ def test_conversation_equals_the_api(open_chat: Any, chat_address: str) -> None:
         contents.append(choice["message"]["content"])
         assert choice["finish_reason"] == "length"
         tokens += choice["logprobs"]["content"]
-    shown = read_conversation(page)
-    assert [who for who, _ in shown] == ["You", "Model"] * 2
-    assert [text for _, text in shown] == [re.sub("\r\n?", "\n", each) for each in contents]
-    assert [(each["id"], each["logprob"]) for each in tokens] == [(m["id"], m["logprob"]) for m in read_marks(page)]
+    turns = read_conversation(page)
+    assert [who for who, _ in turns] == ["You", "Model"] * 2
+    assert [text for _, text in turns] == [re.sub("\r\n?", "\n", entry) for entry in contents]
+    assert [(entry["id"], entry["logprob"]) for entry in tokens] == [(m["id"], m["logprob"]) for m in read_marks(page)]
     assert page.inner_text("#length") == f"The conversation has {expected['usage']['total_tokens']} tokens."
     assert page.inner_text("#status") == "The length is reached."
     assert page.input_value("#question") == ""
@@ -574,7 +572,7 @@ def test_conversation_equals_the_api(open_chat: Any, chat_address: str) -> None:
         page.keyboard.press("ArrowLeft")
     page.keyboard.press("Escape")
     assert page.evaluate("[document.activeElement.id, likely.hidden, job]") == ["question", True, None]
-    assert read_conversation(page) == shown
+    assert read_conversation(page) == turns
     page.locator(".token").nth(4).click()
     assert page.evaluate("marks[seen].shows.id") == tokens[4]["id"]
     page.locator(".turn").first.click()
@@ -582,22 +580,20 @@ def test_conversation_equals_the_api(open_chat: Any, chat_address: str) -> None:
 
 
 def open_alternatives(page: Any, turn: int, token: int) -> dict[str, Any]:
-    """Clicks on a token of a turn, and returns the most likely other alternative."""
+    """Clicks on a token, and returns the most likely other token."""
     page.locator(".turn").nth(turn).locator(".token").nth(token).click()
     alternative: dict[str, Any] = page.evaluate("parts[seen].top.find((each) => each.id !== parts[seen].id)")
     return alternative
 
 
 def choose_alternative(page: Any, token: dict[str, Any]) -> None:
-    """Clicks on a displayed alternative."""
     at = page.evaluate("(id) => parts[seen].top.findIndex((x) => x.id === id)", token["id"])
     page.locator("#list button").nth(at).click()
     wait_until(page, ANSWERED)
 
 
 def decode_tokens(tokens: list[dict[str, Any]]) -> str:
-    """Decodes the bytes of tokens from the API."""
-    return bytes(byte for each in tokens for byte in each["bytes"]).decode("utf-8", "replace")
+    return bytes(byte for token in tokens for byte in token["bytes"]).decode("utf-8", "replace")
 
 
 def test_alternatives_in_a_conversation(open_chat: Any, chat_address: str) -> None:
@@ -609,24 +605,26 @@ def test_alternatives_in_a_conversation(open_chat: Any, chat_address: str) -> No
     first = messages("the cat 🐕", system="Be a cat.")
     answer = post(chat_address, "v1/chat/completions", messages=first, **options)["choices"][0]
     second = messages("the cat 🐕", answer["message"]["content"], "dogs", system="Be a cat.")
-    shown, lengths = read_conversation(page), [page.inner_text("#length")]
+    turns, lengths = read_conversation(page), [page.inner_text("#length")]
     page.fill("#system", "Be a dog.")  # Earlier answers keep the old system message.
-    for turn, history in ((3, second), (1, first)):  # The last answer, then the first
+    for turn, history in ((3, second), (1, first)):
         tokens = post(chat_address, "v1/chat/completions", messages=history, **options)["choices"][0]["logprobs"][
             "content"
         ]
         other = open_alternatives(page, turn, 5)
         choose_alternative(page, other)
         expected_tokens = [*tokens[:5], other]
-        prompt = post(chat_address, "tokenize", messages=history)["tokens"] + [each["id"] for each in expected_tokens]
+        prompt = post(chat_address, "tokenize", messages=history)["tokens"] + [token["id"] for token in expected_tokens]
         assert (
             prompt[: -len(expected_tokens)] == post(chat_address, "tokenize", prompt=render_template(history))["tokens"]
         )
         after = post(chat_address, "v1/completions", prompt=prompt, logprobs=10, token_details=True, **settings)
         expected_tokens += after["choices"][0]["logprobs"]["content"]
         shown_now = read_conversation(page)
-        assert shown_now[:turn] == shown[:turn] and len(shown_now) == turn + 1
-        assert [each["id"] for each in expected_tokens] == [m["id"] for m in read_marks(page)][-len(expected_tokens) :]
+        assert shown_now[:turn] == turns[:turn] and len(shown_now) == turn + 1
+        assert [token["id"] for token in expected_tokens] == [m["id"] for m in read_marks(page)][
+            -len(expected_tokens) :
+        ]
         assert shown_now[turn] == ("Model", re.sub("\r\n?", "\n", decode_tokens(expected_tokens)))
         assert page.evaluate("document.activeElement.id") == "question"
         lengths.append(page.inner_text("#length"))
@@ -638,12 +636,11 @@ def test_alternatives_in_a_conversation(open_chat: Any, chat_address: str) -> No
         page.click("#undo")
     assert len(read_conversation(page)) == 4 and page.inner_text("#length") == lengths[1]
     page.click("#undo")
-    assert (read_conversation(page), page.inner_text("#length")) == (shown, lengths[0])
+    assert (read_conversation(page), page.inner_text("#length")) == (turns, lengths[0])
 
 
 def render_template(messages: list[dict[str, str]]) -> str:
-    """Renders a conversation like ``TEMPLATE``."""
-    return "".join(f"{each['role'][0]}:{each['content']}\n" for each in messages) + "a:"
+    return "".join(f"{message['role'][0]}:{message['content']}\n" for message in messages) + "a:"
 
 
 def test_special_tokens_as_alternatives(open_chat: Any, chat_address: str) -> None:
@@ -661,8 +658,8 @@ def test_special_tokens_as_alternatives(open_chat: Any, chat_address: str) -> No
         make_entry(b"!", 304),
     )
     send_message(page, "the cat")
-    shown = read_conversation(page)
-    assert shown[1] == ("Model", "a🐕!")
+    turns = read_conversation(page)
+    assert turns[1] == ("Model", "a🐕!")
     page.unroute("**/v1/**completions")
     requests = record_requests(page)
     for token, text in ((2, "a\ufffd"), (0, "")):
@@ -671,7 +668,7 @@ def test_special_tokens_as_alternatives(open_chat: Any, chat_address: str) -> No
         assert (read_conversation(page)[1], page.inner_text("#status")) == (("Model", text), "The answer ends here.")
         assert page.evaluate("document.activeElement.id") == "question"
         page.click("#undo")
-        assert read_conversation(page) == shown
+        assert read_conversation(page) == turns
     assert requests == []
     mock_answer(page, make_entry(b" on", 305))
     page.evaluate("open(3)")
@@ -686,14 +683,14 @@ def test_alternatives_at_the_context_limit_and_after_an_error(open_chat: Any) ->
     """An answer that fills the context ends with the alternative. Undo restores the answer after an error."""
     page = open_chat()
     send_message(page, "the cat", max_tokens=4, seed=1)
-    shown = read_conversation(page)
+    turns = read_conversation(page)
     other = open_alternatives(page, 1, 3)
     page.route("**/tokenize", lambda route: route.abort())
     choose_alternative(page, other)
     assert page.inner_text("#error") == "The server cannot be reached. Is it still running?"
     page.click("#undo")
     page.unroute("**/tokenize")
-    assert read_conversation(page) == shown
+    assert read_conversation(page) == turns
     requests = record_requests(page)
     length = int(re.findall(r"\d+", page.inner_text("#length"))[0])
     page.evaluate("(length) => { model.context_length = length; }", length)
@@ -717,7 +714,7 @@ def test_regenerate_clear_and_undo(open_chat: Any) -> None:
     second = read_conversation(page)
     assert second[:3] == first[:3]
     assert second[3] != first[3]
-    assert [each["content"] for each in requests[-1]["messages"]] == ["the cat", first[1][1], "the dog"]
+    assert [message["content"] for message in requests[-1]["messages"]] == ["the cat", first[1][1], "the dog"]
     assert page.input_value("#question") == "a draft"
     page.click("#fresh")
     assert read_conversation(page) == []
@@ -743,13 +740,13 @@ def test_stop_keeps_partial_answers_and_restores_unanswered_questions(open_chat:
     wait_until(page, ANSWERED)
     assert page.inner_text("#status") == "Stopped."
     assert page.input_value("#question") == "a draft"
-    shown = read_conversation(page)
-    assert len(shown) == 2 and 8 <= page.locator(".token").count() < 900
+    turns = read_conversation(page)
+    assert len(turns) == 2 and 8 <= page.locator(".token").count() < 900
     send_message(page, "go on", max_tokens=2)
-    assert read_conversation(page)[:2] == shown
+    assert read_conversation(page)[:2] == turns
     pending_routes: list[Any] = []
     page.route("**/v1/chat/completions", lambda route: pending_routes.append(route))
-    shown = read_conversation(page)
+    turns = read_conversation(page)
     for press in ("#again", None):  # No token has arrived yet.
         if press:
             page.click(press)
@@ -759,7 +756,7 @@ def test_stop_keeps_partial_answers_and_restores_unanswered_questions(open_chat:
         wait_until(page, "job !== null")
         page.click("#go")
         wait_until(page, ANSWERED)
-        assert read_conversation(page) == shown
+        assert read_conversation(page) == turns
     wait_until(page, "question.value === 'too slow\\nmore'")
     assert page.evaluate("past.length") == 2
 
@@ -777,11 +774,11 @@ def test_errors_in_a_conversation(open_chat: Any) -> None:
     assert page.input_value("#question") == "the cat " * 1000
     send_message(page, "the cat")
     assert error.is_hidden()
-    shown = read_conversation(page)
+    turns = read_conversation(page)
     mock_answer(page, make_entry(b" sat"), end='data: {"error": {"message": "out of <b>memory</b>"}}\n\n')
     send_message(page, "and?")
     assert error.inner_text() == "out of <b>memory</b>"
-    assert read_conversation(page) == [*shown, ("You", "and?"), ("Model", " sat")]
+    assert read_conversation(page) == [*turns, ("You", "and?"), ("Model", " sat")]
     page.unroute("**/v1/**completions")
     page.evaluate("sessionStorage.setItem('gpt-key', 'old')")
     send_message(page, "and the key?")
@@ -844,7 +841,7 @@ def test_message_box_keys(open_chat: Any) -> None:
 def test_chat_and_plain_modes_keep_separate_texts(open_chat: Any, open_page: Any, chat_address: str) -> None:
     page = open_chat()
     send_message(page, "the cat", max_tokens=4, seed=1)
-    shown = read_conversation(page)
+    turns = read_conversation(page)
     page.click("#plain")
     assert page.evaluate("document.activeElement.id") == "text"
     assert page.locator(".in-chat:visible").count() == 0
@@ -855,15 +852,15 @@ def test_chat_and_plain_modes_keep_separate_texts(open_chat: Any, open_page: Any
     tokens = read_marks(page)
     page.click("#chat")
     assert page.locator(".in-plain:visible").count() == 0
-    assert read_conversation(page) == shown
+    assert read_conversation(page) == turns
     send_message(page, "and?")
-    assert read_conversation(page)[:2] == shown
+    assert read_conversation(page)[:2] == turns
     page.click("#plain")
     assert (page.input_value("#text"), read_marks(page)) == (text, tokens)
     page.keyboard.press("Control+z")
     assert page.input_value("#text") == "the dog"
-    plain = open_page()  # A model without a chat template
-    assert plain.locator(".in-chat:visible, #modes:visible").count() == 0
+    plain_page = open_page()  # A model without a chat template
+    assert plain_page.locator(".in-chat:visible, #modes:visible").count() == 0
 
 
 def test_conversation_on_a_phone(open_chat: Any) -> None:
@@ -877,7 +874,7 @@ def test_conversation_on_a_phone(open_chat: Any) -> None:
     assert page.evaluate("paper.scrollWidth <= paper.clientWidth")
     texts = [".turn.user", ".token", "#question", "#system", "#chat", "#list button"]
     colors = "(name) => [getComputedStyle(document.querySelector(name)).color, getComputedStyle(document.body).color]"
-    for name in texts:  # Default browser colors may not fit the color scheme.
+    for name in texts:  # Browser defaults ignore the color scheme.
         color, body = page.evaluate(colors, name)
         assert color == body, name
     assert page.evaluate(NAMELESS) == 0

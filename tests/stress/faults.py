@@ -1,8 +1,8 @@
-"""Stress test with hundreds of faults: killed and interrupted runs, failing disks, damaged checkpoints.
+"""Hundreds of faults: killed and interrupted runs, failing disks, damaged checkpoints.
 
     python -m tests.stress.faults [--quick] [kills|signals|ranks|disk|damage]...
 
-Every killed or interrupted run is resumed and must end in the same state as an uninterrupted run. POSIX only.
+Every run is resumed and must end in the same state as an uninterrupted run. POSIX only.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def torn(run: Path) -> list[str]:
 
 
 def wait_for_save(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
-    """Waits until a random checkpoint of the first twelve is being written."""
+    """Waits until a random checkpoint is being written."""
     saves, target = 0, rng.randint(1, 12)
     was_writing = False
     while process.poll() is None and saves < target:
@@ -95,7 +95,7 @@ def wait_for_step(run: Path, process: "subprocess.Popen[str]", rng: random.Rando
 
 
 def resume_and_check(place: Path, run: Path, words: list[str], expected: str) -> str | None:
-    """Resumes a run to the end and deletes it. Returns an error, or None."""
+    """Resumes and deletes a run. Returns an error, or None."""
     process = start(*words, cwd=place)
     _, err = process.communicate(timeout=600)
     if process.returncode:
@@ -111,7 +111,7 @@ def resume_and_check(place: Path, run: Path, words: list[str], expected: str) ->
 
 
 def resume_arguments(run: Path) -> list[str]:
-    """Returns the arguments that resume a run. Deletes a run without ``run.json`` and returns an empty list."""
+    """Returns the arguments that resume a run. Deletes a run without ``run.json``."""
     if folder.is_run(run):
         return ["train", "--resume", str(run), "--quiet"]
     shutil.rmtree(run, ignore_errors=True)
@@ -121,7 +121,7 @@ def resume_arguments(run: Path) -> list[str]:
 def killed(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
     """Kills a run and resumes it. Returns when it was killed, or an error.
 
-    Runs with an odd ``number`` are killed during a save, every fourth run at a random time, the rest at a random step.
+    An odd ``number`` kills during a save, a multiple of four at a random time, the rest at a random step.
     """
     rng = random.Random(number)
     run = place / f"killed-{number}"
@@ -144,7 +144,7 @@ def killed(place: Path, text: Path, number: int, seconds: float, expected: str) 
 
 
 def stopped(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """Sends SIGINT, SIGTERM or SIGHUP to a run at a random step, and resumes it with the printed command."""
+    """Sends a signal to a run at a random step, and resumes it with the printed command."""
     rng = random.Random(1000 + number)
     run = place / f"stopped-{number}"
     process = start("train", str(text), "-o", str(run), *TINY, cwd=place)
@@ -206,7 +206,7 @@ def kill_rank(place: Path, text: Path, number: int, expected: str, seconds: list
 
 
 def kill_ranks(count: int, place: Path) -> tuple[Counter[str], float]:
-    """Returns the outcomes, and the maximum time in seconds until every process had ended."""
+    """Returns the outcomes, and the maximum seconds until every process ended."""
     text, baseline, seconds = write_text(place / "text.txt"), place / "whole", [0.0]
     _, err = start("train", str(text), "-o", str(baseline), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
     assert folder.checkpoints(baseline), err
@@ -215,7 +215,7 @@ def kill_ranks(count: int, place: Path) -> tuple[Counter[str], float]:
 
 
 def many(numbers: range, place: Path, *kinds: Callable[..., str]) -> list[Counter[str]]:
-    """Returns the outcomes of ``numbers`` for every function in ``kinds``. Two runs are active at a time."""
+    """Calls ``kinds`` with ``numbers``, two runs at a time. Returns the outcomes."""
     text = write_text(place / "text.txt", 4_000)
     started = time.monotonic()
     baseline = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
@@ -234,7 +234,7 @@ def many(numbers: range, place: Path, *kinds: Callable[..., str]) -> list[Counte
 
 
 class FailingDisk:
-    """Makes the ``n``-th write, sync, rename or mkdir below ``root`` fail, and counts all of them."""
+    """Counts writes, syncs, renames and mkdirs below ``root``, and fails the ``n``-th."""
 
     def __init__(self, root: Path, n: int, code: int) -> None:
         self.root, self.n, self.code = str(root), n, code
@@ -306,7 +306,7 @@ class _FailingFile:
 
 
 def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1) -> Counter[str]:
-    """Makes every write, sync and rename of a save (or one in ``every``) fail in turn. Returns the outcomes."""
+    """Fails every ``every``-th write, sync and rename of a save in turn. Returns the outcomes."""
     files = small_checkpoint_files()
     run = place / "run"
     outcomes: Counter[str] = Counter()
@@ -331,7 +331,7 @@ def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1)
             if not disk.operation:
                 break
             outcomes[_check_after_failure(run, before, save_error, disk.operation)] += 1
-            checkpoint.write(run / folder.step_name(2), files)  # The disk works again.
+            checkpoint.write(run / folder.step_name(2), files)
             assert not torn(run), disk.operation
     return outcomes
 
@@ -352,7 +352,7 @@ def _check_after_failure(run: Path, before: dict[Path, bytes], error: OSError | 
 
 @functools.cache
 def small_checkpoint_files() -> dict[str, Any]:
-    """Returns the checkpoint files of a small model after three steps, with training state."""
+    """Returns the checkpoint files of a small training run."""
     import gpt
     from gpt.runs import checkpoint
 
@@ -477,7 +477,7 @@ def _generate_hostile(good: Path, name: str, data: bytes, rng: random.Random) ->
         yield Damaged(name, f"{key} = {str(value)[:20]}", json.dumps(record).encode(), signed=True)
 
 
-# Readers accept any value of these keys or never read them, so a forged value with matching checksums loads.
+# With matching checksums, readers accept any value of these keys.
 UNCHECKED_KEYS = {
     "lr", "warmup", "decay", "weight_decay", "clip", "eval_every", "patience", "save_every", "keep",
     "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile", "merge_lora",
@@ -492,7 +492,7 @@ UNCHECKED_KEYS = {
 
 @dataclass
 class DamageResults:
-    """Outcomes of reading damaged copies, and the peak memory as a multiple of the copy's size."""
+    """Outcomes, and the peak memory as a multiple of the copy's size."""
 
     outcomes: Counter[str]
     memory: float = 0.0
@@ -513,7 +513,7 @@ def damaged_copies(place: Path, count: int) -> DamageResults:
 
 
 def damaged_tokens(place: Path, count: int) -> DamageResults:
-    """Reads ``count`` damaged copies of a token folder. Damage that changes no id is ignored."""
+    """Reads damaged copies of a token folder. Damage that changes no id is ignored."""
     from gpt.config import TokenizeConfig
     from gpt.text.tokenize import tokenize_texts
 
@@ -576,7 +576,7 @@ def _read_outcome(damage: Damaged, bad: Path, read: Callable[[Path], None]) -> s
 
 
 def peak_memory(reset: bool = False) -> int:
-    """Returns the peak resident memory in bytes since the last reset, or 0 if the system does not report it."""
+    """Returns the peak resident memory in bytes since the last reset, or 0 if unknown."""
     with contextlib.suppress(OSError):
         if reset:
             Path("/proc/self/clear_refs").write_text("5")

@@ -2,8 +2,8 @@
 
     python -m tests.stress.forged [CASES] [FILE]...
 
-Checksums are updated, so that later checks are tested. Every command must work, or reject the file with a one-line
-error. Internal errors, system errors, hangs and unbounded memory are reported. POSIX only.
+Checksums are updated to reach later checks. Every command must work, or reject the file with a one-line error, in
+limited time and memory. POSIX only.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from gpt.runs import folder
 from gpt.text.token_folder import MANIFEST, PROGRESS, SOURCES
 from tests.stress.faults import format_outcomes, peak_memory, write_text
 
-CPU_SECONDS, WALL_SECONDS = 20, 300  # Limits of CPU time and wall time per command
+CPU_SECONDS, WALL_SECONDS = 20, 300  # Limits per command
 MEMORY = 2**30  # Bytes that a command can allocate
 MAX_STEPS = 6  # Limit for resumed runs
 DELETED = "(gone)"  # This value deletes the key.
 DEEP = 100_000
 VALUES = {
     DELETED: "",
-    **{each: each for each in ("null", "true", "-1", "0", "0.5", "7")},
+    **{literal: literal for literal in ("null", "true", "-1", "0", "0.5", "7")},
     "2**40": str(2**40), "10**18": str(10**18), "10**30": str(10**30), "10**5000": "1" + 5000 * "0",
-    **{each: each for each in ("1e38", "1e308", "NaN", "-Infinity")},
+    **{literal: literal for literal in ("1e38", "1e308", "NaN", "-Infinity")},
     "empty text": '""', "escape": r'"\u001b[31m\u0007"', "half a pair": r'"\ud800"', "zero byte": r'"a\u0000b"',
     "dots": '"../.."', "device": '"/dev/zero"', "hub": '"hf:"',
     "long text": '"' + 300_000 * "x" + '"', "long path": '"' + 3000 * "x/" + '"',
@@ -76,18 +76,18 @@ def make(place: Path) -> None:
     for name in ("run", "lora"):
         _copy_unfinished(place / name, place / f"begun-{name}")
     gpt.export(place / "run", place / "exported", dtype="int8")
-    theirs, step = place / "theirs", place / "run" / folder.step_name(12)
-    theirs.mkdir()
+    transformers_folder, step = place / "theirs", place / "run" / folder.step_name(12)
+    transformers_folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
-        shutil.copy(step / name, theirs)
+        shutil.copy(step / name, transformers_folder)
     part = "model-00001-of-00001.safetensors"
-    shutil.copy(step / "model.safetensors", theirs / part)
+    shutil.copy(step / "model.safetensors", transformers_folder / part)
     from safetensors import safe_open
 
     from gpt.runs.checkpoint import INDEX
 
-    with safe_open(theirs / part, framework="np") as opened:
-        (theirs / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(opened.keys(), part)}))
+    with safe_open(transformers_folder / part, framework="np") as opened:
+        (transformers_folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(opened.keys(), part)}))
     from gpt.config import TokenizeConfig
     from gpt.text import tokenize, unfinished_folder
 
@@ -108,7 +108,7 @@ def _copy_unfinished(run: Path, copy: Path) -> None:
 
 
 def _sign(name: str) -> Callable[[Path], None]:
-    """Returns a function that updates the checksums in subfolder ``name`` of a forged folder."""
+    """Returns a function that updates the checksums of subfolder ``name``."""
 
     def sign(bad: Path) -> None:
         (bad / name / folder.CHECKSUMS).unlink()
@@ -173,7 +173,7 @@ class ForgedText:
 
 
 def forge(text: str, lines: bool, rng: random.Random) -> Iterator[ForgedText]:
-    """Yields ``text`` with one value replaced, in random order. With ``lines``, only a sample of lines is forged."""
+    """Yields ``text`` with one value replaced. With ``lines``, only a sample of lines is forged."""
     parts = text.splitlines() if lines else [text]
     line_numbers = sorted(
         {*range(min(2, len(parts))), *rng.sample(range(len(parts)), min(10, len(parts))), len(parts) - 1}
@@ -193,7 +193,7 @@ def forge(text: str, lines: bool, rng: random.Random) -> Iterator[ForgedText]:
 
 
 def _json_paths(value: Any, prefix: JsonPath = ()) -> Iterator[JsonPath]:
-    """Yields the path to every nested value. Long lists and objects yield only the first and last two items."""
+    """Yields the path to every nested value, but of long lists and objects only the first and last two."""
     yield prefix
     items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
     if len(items) > 40:
@@ -238,14 +238,14 @@ def run_command(words: list[str]) -> str:
     readable = error_lines and not any(
         words in error_lines[0] for words in ("internal error in gpt", "system error", "out of memory")
     )
-    if code in (1, 2) and readable:  # Status 1: for example, a high learning rate made the loss NaN.
+    if code in (1, 2) and readable:  # Status 1: a forged learning rate can make the loss NaN.
         return "refused" if len(error_lines[0]) < 6000 else f"LONG: {error_lines[0][:100]}"
     return f"exit {code}: {err.strip()[-300:]}"
 
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """Raises `CommandTimeout` if the block takes more than `CPU_SECONDS` of CPU time or `WALL_SECONDS` of wall time."""
+    """Raises `CommandTimeout` after `CPU_SECONDS` or `WALL_SECONDS`."""
 
     def raise_timeout(signum: int, frame: Any) -> NoReturn:
         raise CommandTimeout(f"{signal.Signals(signum).name}: it does not end")
@@ -278,7 +278,7 @@ def run_commands(place: Path, subject: Subject, case: ForgedText, rng: random.Ra
 
 @contextlib.contextmanager
 def limit_steps() -> Iterator[None]:
-    """Stops every run after `MAX_STEPS` steps. A forged file can validly request 10¹⁸ steps."""
+    """Limits runs to `MAX_STEPS` steps. A forged file can validly request 10¹⁸."""
     from gpt.training.loop import Trainer
 
     original_step, original_train = Trainer.step, Trainer.train
@@ -299,7 +299,7 @@ def limit_steps() -> Iterator[None]:
 
 
 def tried(place: Path, count: int, only: tuple[str, ...] = (), seed: int = 0) -> tuple[Counter[str], list[str]]:
-    """Tests about ``count`` forged files, spread over all subjects. Returns the outcomes and the errors."""
+    """Tests about ``count`` forged files. Returns the outcomes and the errors."""
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
     errors = []

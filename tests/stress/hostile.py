@@ -1,15 +1,15 @@
-"""Hostile and clumsy command lines: thousands of random cases, run and judged.
+"""Hostile command lines: runs and judges thousands of random cases.
 
     python -m tests.stress.hostile [--cases 3000] [--first 0] [--seed 1] [--each 100] [--case N]
 
-A case is a command with options, environment variables, a TOML file, stdin and files. Any of them can be nonsense:
-missing, empty, a folder, a pipe without a writer, a device, a name with control characters or invalid UTF-8, or numbers
-that are huge, negative, NaN or in other digits. A case must end in time with a documented exit status, end errors with
-``error`` and ``hint`` lines, print only JSON if requested, leave no temporary files, and keep the user's files unchanged.
-A command that runs longer, for example for a trillion steps, gets SIGINT and must exit like after Ctrl-C.
+A case is a command with options, environment variables, a TOML file, stdin and files. Any of them can be nonsense: an
+empty file, a folder, a pipe without a writer, a device, control characters, invalid UTF-8, or numbers that are huge,
+negative, NaN or in other digits. A case must exit in time with a documented status, end errors with ``error`` and
+``hint``, print only JSON if requested, leave no temporary files, and change no user files. A slow command gets SIGINT and
+must exit like after Ctrl-C.
 
 Cases run in forks of this process, which has imported everything and computed nothing. Every ``--each``-th case is a
-subprocess. ``--case N`` runs a single case and shows the output.
+subprocess. ``--case N`` shows the output of case N.
 """
 
 import argparse
@@ -42,8 +42,8 @@ import gpt
 from gpt.config import TrainConfig
 
 PATIENCE = 4.0  # Seconds until a case is interrupted
-GRACE = 60.0  # Seconds from the interrupt until a case is killed, which is a fault
-MEMORY = 6 * 2**30  # Bytes of address space that a case can use on top of this process
+GRACE = 60.0  # Seconds from interrupt to kill, which is a fault
+MEMORY = 6 * 2**30  # Bytes of address space per case, on top of this process
 STATUSES = (0, 1, 2, 130, 143)
 EXAMPLE = "the cat sat on the mat, and the dog ran after the cat. " * 300
 CHANCE = 0.25  # Probability of a nonsense value
@@ -119,7 +119,7 @@ class Result:
 
 
 def import_modules() -> None:
-    """Imports every module that a command can need, which makes forks start fast."""
+    """Imports all modules once for all forks."""
     for package in (gpt, gpt_cli):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
@@ -138,7 +138,7 @@ def list_commands() -> dict[tuple[str, ...], Any]:
 
 
 def draw(rng: random.Random, commands: dict[tuple[str, ...], Any]) -> Case:
-    """Draws a command with arguments, and options on the command line or in the environment."""
+    """Draws a command with arguments, options and environment variables."""
     group = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     path = rng.choice([item for item in commands if item[0] == group])
     case = Case(
@@ -237,7 +237,7 @@ def make_files(place: Path) -> None:
 
 
 def run(case: Case, cwd: Path, scratch: Path, as_subprocess: bool = False, patience: float = PATIENCE) -> Result:
-    """Runs a case in ``cwd``, in a fork or a subprocess. ``scratch`` receives output and temporary files."""
+    """Runs a case in ``cwd``. ``scratch`` receives output and temporary files."""
     shutil.rmtree(scratch, ignore_errors=True)
     (scratch / "tmp").mkdir(parents=True)
     (scratch / "in").write_bytes(case.stdin)
@@ -302,7 +302,7 @@ def _run_child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str
 
 
 def _wait(pid: int, started: float, patience: float) -> tuple[int, bool]:
-    """Waits for a case. Returns the exit status (-9 if killed), and whether the case was interrupted."""
+    """Returns the exit status (-9 if killed), and whether the case was interrupted."""
     interrupted = False
     while True:
         ended_pid, status = os.waitpid(pid, os.WNOHANG)
@@ -360,7 +360,7 @@ def is_json(line: str) -> bool:
 
 
 def snapshot(place: Path) -> dict[str, Any]:
-    """Returns the mode, size and modification time of every path below a folder."""
+    """Returns mode, size and time of every path below a folder."""
     return {
         str(path.relative_to(place)): (stat.st_mode, (stat.st_size, stat.st_mtime_ns) if path.is_file() else 0)
         for path in place.rglob("*")
@@ -371,7 +371,7 @@ def snapshot(place: Path) -> dict[str, Any]:
 def run_case(
     seed: int, number: int, place: Path, commands: dict[tuple[str, ...], Any], subprocess_interval: int
 ) -> tuple[Any, ...]:
-    """Draws case ``number``, runs it in a copy of the user's files, and judges the result."""
+    """Draws, runs and judges case ``number``."""
     case = draw(random.Random(f"{seed}/{number}"), commands)
     cwd, scratch = place / "cwd", place / "beside"
     shutil.rmtree(cwd, ignore_errors=True)
@@ -405,10 +405,10 @@ def main(words: list[str]) -> None:
             counts["clean" if not faults else "unclean"] += 1
             if faults or args.case is not None:
                 print(f"case {number}: {'; '.join(faults) or 'clean'} ({result.seconds:.1f} s)\n  {case}")
-                shown = (
+                output = (
                     result.err if args.case is not None else result.err[-600:] if result.status != -9 else result.err
                 )
-                print("".join(f"    {line!r:.300}\n" for line in shown.splitlines()), flush=True)
+                print("".join(f"    {line!r:.300}\n" for line in output.splitlines()), flush=True)
     print(f"{len(numbers):,} cases of seed {args.seed} in {time.monotonic() - started:.0f} s: {dict(counts)}")
 
 

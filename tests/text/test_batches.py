@@ -71,7 +71,7 @@ def test_ranks_partition_the_batch(length: int, rows_per_rank: int, ranks: int, 
 
 
 def test_trillions_of_tokens_cost_no_memory() -> None:
-    batches = Batches(Ring(10**13), 8, 1000, 0)  # The number of windows does not fit into 32 bits.
+    batches = Batches(Ring(10**13), 8, 1000, 0)  # The window count exceeds 32 bits.
     x, _ = batches.global_batch(10**9)  # This step is many epochs later.
     assert x.shape == (1000, 8)
     assert len(set(x[:, 0].tolist())) == 1000

@@ -1,4 +1,4 @@
-"""Places to split a text: no split changes an id, and long texts have enough of them."""
+"""Splitting long texts without changing their ids."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 
 def tiktoken_pattern(name: str) -> str:
-    """Returns the pattern of a tiktoken encoding without downloading its ranks."""
+    """Returns a tiktoken pattern without downloading the ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: BYTES)
         return str(openai.ENCODING_CONSTRUCTORS[name]()["pat_str"])
@@ -45,7 +45,7 @@ SPLITTABLE = ["gpt2", "cl100k", "o200k", "llama3", "qwen", "minbpe", "smollm2"]
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
-    """Ranks whose tokens cross every kind of wrong split: spaces, line ends, punctuation, digits, combining marks."""
+    """Ranks with tokens across spaces, line ends, punctuation, digits and combining marks."""
     runs = "".join(
         f"{space * length}x"
         for space in (" ", "\n", "\t ", " \n", "./", "!\n", "12", "か。")
@@ -54,7 +54,7 @@ def ranks() -> dict[bytes, int]:
     return learn_tokenizer([make_text(), (runs + "e\u0301\u0301 it's WE'LL 'll o'\n/\n") * 3], 700).backend.ranks
 
 
-# With a token for every length of a run, any split inside the run changes the ids.
+# Tokens of every run length make any split visible.
 RUN_TOKENS = {run * n: 0 for run in (b" ", b"\n", b"\t", b"a", b"7", b"!", b"e\xcc\x81") for n in range(2, 90)}
 RUN_RANKS = {token: rank for rank, token in enumerate([*BYTES, *RUN_TOKENS])}
 

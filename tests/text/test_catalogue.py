@@ -1,4 +1,4 @@
-"""Named corpora, and downloads from a local server that misbehaves on demand."""
+"""Named corpora, and downloads from a faulty server."""
 
 import errno
 import hashlib
@@ -39,8 +39,6 @@ NO_WAIT = (0.0, 0.0)  # Two retries without a delay
 
 
 class Site:
-    """The files and faults of a test server."""
-
     def __init__(self) -> None:
         self.url = ""
         self.files = {"/x": DATA}
@@ -162,7 +160,7 @@ def test_download_gives_up_after_retries_without_progress(
         fetch(site.url + "/x", target, CHECKSUM, waits=(1, 2))
     assert [seconds for seconds in waits if seconds] == [1, 2, 1, 2]
     assert not target.exists()
-    assert fetch(site.url + "/x", target, CHECKSUM).read_bytes() == DATA  # The next call succeeds.
+    assert fetch(site.url + "/x", target, CHECKSUM).read_bytes() == DATA
     assert site.log[-1] == ("bytes=1000-", 206, len(DATA) - 1000)
 
 
@@ -321,7 +319,7 @@ def test_python_corpora_skip_tests_and_unreadable_files(tmp_path: Path, monkeypa
 
 @pytest.fixture
 def toy(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A corpus of two training files and a held-out file, in place of wikitext-2."""
+    """Two training files and a held-out file, in place of wikitext-2."""
     monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "corpora"))
     site.files |= {"/a.txt": b"to be " * 1000, "/b.txt": b"or not ", "/v.txt": b"to be?"}
     files = [{"url": "a.txt", "size": 6000, "sha256": hashlib.sha256(b"to be " * 1000).hexdigest()}, {"url": "b.txt"}]

@@ -1,4 +1,4 @@
-"""Chat templates render like in Transformers, and training on conversations learns only the answers."""
+"""Chat templates, and training on conversations."""
 
 import json
 import re
@@ -35,7 +35,7 @@ CHAT = [
 ]
 QUESTION = CHAT[:3]
 
-# Short templates with the features of well-known templates.
+# Short forms of well-known templates
 LLAMA3 = (
     "{{- bos_token }}{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
     "{%- if messages[0]['role'] == 'system' %}{%- set said = messages[0]['content'] | trim %}"
@@ -76,7 +76,7 @@ TAGGED = (
 TOOLS = "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{% if loop.index > 1 %}{% break %}{% endif %}{% endfor %}"
 
 
-# Templates that rewrite earlier messages, or whose generation prompt differs from a finished answer.
+# Templates that rewrite earlier messages, or whose generation prompt differs from a finished answer
 QWEN3 = """\
 {%- set ns = namespace(last=messages|length - 1, seen=false) %}
 {%- for message in messages[::-1] %}
@@ -118,7 +118,7 @@ def with_chat_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 
 
 def load_both(folder: Path, form: str, template: str) -> tuple[Tokenizer, Any]:
-    """Returns our tokenizer and the Transformers tokenizer of a form with a template."""
+    """Returns our tokenizer and the Transformers tokenizer."""
     vocabularies.write(form, folder)
     (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     return find_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
@@ -129,10 +129,9 @@ def read(name: str, **config: Any) -> list[Conversation]:
 
 
 def read_back(messages: list[Any]) -> Conversation:
-    """Writes a conversation to a file and reads it back."""
     Path("one.jsonl").write_text(make_jsonl([messages]))
-    (found,) = read("one.jsonl")
-    return found
+    (conversation,) = read("one.jsonl")
+    return conversation
 
 
 def make_jsonl(chats: list[Any]) -> str:
@@ -141,62 +140,62 @@ def make_jsonl(chats: list[Any]) -> str:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_rendered_text_and_ids_equal_transformers(name: str, tmp_path: Path) -> None:
-    ours, theirs = load_both(tmp_path / "form", *TEMPLATES[name])
+    tokenizer, reference = load_both(tmp_path / "form", *TEMPLATES[name])
     for messages in (QUESTION, [SYSTEM, *QUESTION]):
         if messages[0] is SYSTEM and name == "mistral":
             with pytest.raises(UserError, match="no system line"):
-                chat.render(ours, messages)
+                chat.render(tokenizer, messages)
             continue
-        expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert chat.render(ours, messages) == expected
-        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert chat.prompt(ours, messages) == ids
-    expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
-    assert chat.render(ours, CHAT, answer=False) == expected
-    for last in ("  5", "The answer is ", "\n", "", "CONTINUE_FINAL_MESSAGE_TAG"):  # Open answers
+        expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert chat.render(tokenizer, messages) == expected
+        ids = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert chat.prompt(tokenizer, messages) == ids
+    expected = reference.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
+    assert chat.render(tokenizer, CHAT, answer=False) == expected
+    for last in ("  5", "The answer is ", "\n", "", "CONTINUE_FINAL_MESSAGE_TAG"):  # Unfinished answers
         messages = [*QUESTION, {"role": "assistant", "content": last}]
         try:
-            expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+            expected = reference.apply_chat_template(messages, tokenize=False, continue_final_message=True)
         except ValueError:  # The template stops before the last message.
             with pytest.raises(UserError, match="cannot be continued"):
-                chat.render(ours, messages, answer=False, open_end=True)
+                chat.render(tokenizer, messages, answer=False, open_end=True)
             continue
-        assert chat.render(ours, messages, answer=False, open_end=True) == expected
+        assert chat.render(tokenizer, messages, answer=False, open_end=True) == expected
 
 
 def test_template_variables_equal_transformers(tmp_path: Path) -> None:
     template = (
         "{{ enable_thinking is defined }}{{ enable_thinking }}{{ more | tojson }}{{ self is defined }}{{ bos_token }}"
     )
-    ours, theirs = load_both(tmp_path / "form", "llama2", template)
+    tokenizer, reference = load_both(tmp_path / "form", "llama2", template)
     for variables in ({}, {"enable_thinking": False}, {"more": {"é": [1, 2.5, None, "日本"]}}):
         variables = {"more": [], **variables}
-        expected = theirs.apply_chat_template(QUESTION, tokenize=False, **variables)
-        assert chat.render(ours, QUESTION, answer=False, variables=variables) == expected
-    assert chat.render(ours, QUESTION, variables={"more": 0, "self": 1, "bos_token": "x"}).endswith("True<s>")
+        expected = reference.apply_chat_template(QUESTION, tokenize=False, **variables)
+        assert chat.render(tokenizer, QUESTION, answer=False, variables=variables) == expected
+    assert chat.render(tokenizer, QUESTION, variables={"more": 0, "self": 1, "bos_token": "x"}).endswith("True<s>")
 
 
 @pytest.mark.parametrize("form", ["smollm2", "qwen", "llama2", "unigram"])
 def test_answer_mask_equals_transformers(form: str, tmp_path: Path) -> None:
-    """Compares ChatML without generation tags with the Transformers mask for tagged ChatML."""
+    """The Transformers mask needs ChatML with generation tags."""
     folder = vocabularies.write(form, tmp_path / "form")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    ours = chat.with_template(find_tokenizer(str(folder)))
-    save_tokenizer(ours, tmp_path / "saved")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    ((text, spans),), ends = chat.answers(ours, [SYSTEM, *CHAT])
-    ids, counts = ours.encode_marked(text, spans)
-    tagged = TAGGED if ours.bos is None else "{{ bos_token }}" + TAGGED
-    expected = theirs.apply_chat_template(
+    tokenizer = chat.with_template(find_tokenizer(str(folder)))
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    reference = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    ((text, spans),), ends = chat.answers(tokenizer, [SYSTEM, *CHAT])
+    ids, counts = tokenizer.encode_marked(text, spans)
+    tagged = TAGGED if tokenizer.bos is None else "{{ bos_token }}" + TAGGED
+    expected = reference.apply_chat_template(
         [SYSTEM, *CHAT], chat_template=tagged, return_dict=True, return_assistant_tokens_mask=True
     )
     assert ids.tolist() == expected["input_ids"]
     assert counts.astype(int).tolist() == expected["assistant_masks"]
-    assert ends == {ours.all_specials["<|im_end|>"]} <= ours.ends
-    ((text, spans),), _ = chat.answers(with_chat_template(ours, tagged), [SYSTEM, *CHAT])
-    assert ours.encode_marked(text, spans)[1].tolist() == counts.tolist()
+    assert ends == {tokenizer.all_specials["<|im_end|>"]} <= tokenizer.ends
+    ((text, spans),), _ = chat.answers(with_chat_template(tokenizer, tagged), [SYSTEM, *CHAT])
+    assert tokenizer.encode_marked(text, spans)[1].tolist() == counts.tolist()
 
 
 REASONING = "<think>\nthe question was and it is 4\n</think>\n\n"
@@ -212,25 +211,25 @@ REASONING = "<think>\nthe question was and it is 4\n</think>\n\n"
 def test_rewriting_template_gives_one_row_per_answer(
     tmp_path: Path, form: str, template: str, header: str, thinks: bool, answer: str
 ) -> None:
-    ours, theirs = load_both(tmp_path / "form", form, template)
+    tokenizer, reference = load_both(tmp_path / "form", form, template)
     messages = [SYSTEM, *CHAT[:1], {"role": "assistant", "content": answer}, *CHAT[2:]]
-    rows, ends = chat.answers(ours, messages)
+    rows, ends = chat.answers(tokenizer, messages)
     end = "<|im_end|>" if thinks else "</s>"
-    assert ends == {ours.all_specials[end]}
+    assert ends == {tokenizer.all_specials[end]}
     for (text, ((start, stop),)), number in zip(rows, (2, 4), strict=True):
-        assert text == theirs.apply_chat_template(messages[: number + 1], tokenize=False)
+        assert text == reference.apply_chat_template(messages[: number + 1], tokenize=False)
         content = messages[number]["content"]
         words = content.removeprefix(REASONING) if thinks else content.rpartition("</think>")[2]
         reasoning = content.removesuffix(words) or "<think>\n\n</think>\n\n"
         words = words.lstrip("\n") if thinks else words
         assert text[start:stop] == (reasoning if thinks else "") + words + end
         assert text[:start].endswith(header)
-    encoder = ChatEncoder(ours, 512, skip_bad=False)
+    encoder = ChatEncoder(tokenizer, 512, skip_bad=False)
     encoded = encoder.encode([Conversation(messages, "")])
     assert (len(encoded), encoded.examples) == (2, 1)
     assert "1 conversation with several answers became a row per answer" in next(encoder.notes())
     for row, number in zip(encoded, (2, 4), strict=True):
-        assert row.ids.tolist() == theirs.apply_chat_template(messages[: number + 1], return_dict=False)
+        assert row.ids.tolist() == reference.apply_chat_template(messages[: number + 1], return_dict=False)
 
 
 @pytest.mark.parametrize(
@@ -319,18 +318,22 @@ def file(workdir: Path) -> Path:
 
 
 def assert_equal_in_transformers(folder: Path) -> None:
-    """Checks that Transformers gives the same ids, logits and end tokens."""
-    ours, theirs = library.load(folder), AutoTokenizer.from_pretrained(folder)
+    """Compares ids, logits and end tokens."""
+    tokenizer, reference = library.load(folder), AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = chat.prompt(ours.tokenizer, QUESTION)
-    assert theirs.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False) == ids
-    assert theirs.apply_chat_template(CHATS[1], tokenize=False) == chat.answers(ours.tokenizer, CHATS[1])[0][0][0]
-    end = theirs.convert_tokens_to_ids("<|im_end|>")
-    assert end in ours.tokenizer.ends
-    assert set(model.generation_config.eos_token_id) == ours.tokenizer.ends
+    ids = chat.prompt(tokenizer.tokenizer, QUESTION)
+    assert reference.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False) == ids
+    assert (
+        reference.apply_chat_template(CHATS[1], tokenize=False) == chat.answers(tokenizer.tokenizer, CHATS[1])[0][0][0]
+    )
+    end = reference.convert_tokens_to_ids("<|im_end|>")
+    assert end in tokenizer.tokenizer.ends
+    assert set(model.generation_config.eos_token_id) == tokenizer.tokenizer.ends
     with torch.no_grad():
         x = torch.tensor([ids[-8:]])
-        torch.testing.assert_close(model(x).logits, ours.model(x)[..., : model.config.vocab_size], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            model(x).logits, tokenizer.model(x)[..., : model.config.vocab_size], rtol=1e-3, atol=1e-4
+        )
 
 
 def test_chat_model_trained_from_scratch_loads_in_transformers(file: Path) -> None:
@@ -383,7 +386,7 @@ def test_bad_conversation_is_named_or_skipped(workdir: Path, line: Any, message:
     Path("chats.jsonl").write_text(make_jsonl(CHATS[:1]) + json.dumps(line) + "\n")
     with pytest.raises(UserError, match=f"^chats.jsonl, line 2: {message}"):
         read("chats.jsonl")
-    assert [each.messages for each in read("chats.jsonl", skip_bad=True)] == CHATS[:1]
+    assert [conversation.messages for conversation in read("chats.jsonl", skip_bad=True)] == CHATS[:1]
 
 
 def test_skip_bad_trains_on_the_valid_conversations(gpt: Gpt, workdir: Path) -> None:
@@ -409,7 +412,7 @@ def test_conversations_in_parquet_and_json(workdir: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(rows), "chats.parquet", row_group_size=5)
     Path("chats.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
     for name in ("chats.parquet", "chats.json"):
-        assert [each.messages for each in read(name)] == CHATS
+        assert [conversation.messages for conversation in read(name)] == CHATS
     assert read("chats.json")[1].where.startswith("chats.json, line ")
     tool_call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     for table, message in (
@@ -440,14 +443,18 @@ def test_gpt_chat_session(gpt: Gpt, file: Path) -> None:
 
 def test_conversation_formats_of_other_tools(workdir: Path) -> None:
     role_names, expected = {"system": "system", "user": "human", "assistant": "gpt"}, [SYSTEM, *CHAT]
-    sharegpt = {"conversations": [{"from": role_names[each["role"]], "value": each["content"]} for each in expected]}
-    parts = [{**each, "content": [{"type": "text", "text": part} for part in each["content"]]} for each in CHAT]
+    sharegpt = {
+        "conversations": [{"from": role_names[message["role"]], "value": message["content"]} for message in expected]
+    }
+    parts = [
+        {**message, "content": [{"type": "text", "text": part} for part in message["content"]]} for message in CHAT
+    ]
     lines: list[Any] = [
         sharegpt,
         {"conversation": expected, "tools": "[]"},
         {"messages": json.dumps(expected)},
         {"messages": parts, "system": SYSTEM["content"]},
-        {"messages": [{**each, "tool_calls": None, "name": "x"} for each in expected], "tools": []},
+        {"messages": [{**message, "tool_calls": None, "name": "x"} for message in expected], "tools": []},
     ]
     Path("chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path("chats.json").write_text(json.dumps({"version": 1, "data": [sharegpt]}))
@@ -457,9 +464,9 @@ def test_conversation_formats_of_other_tools(workdir: Path) -> None:
     Path("chats.csv").write_text(f'messages\n"{quoted}"\n')
     for name in ("chats.jsonl", "chats.json", "one.parquet", "two.parquet", "chats.csv"):
         conversations = read(name)
-        assert [each.messages for each in conversations] == [expected] * (len(lines) if name == "chats.jsonl" else 1), (
-            name
-        )
+        assert [conversation.messages for conversation in conversations] == [expected] * (
+            len(lines) if name == "chats.jsonl" else 1
+        ), name
 
 
 @pytest.mark.parametrize("template", [chat.CHATML, TAGGED, QWEN3])
@@ -498,7 +505,7 @@ def test_conversation_can_start_with_the_assistant() -> None:
         tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), prefix + template)
         rows, _ = chat.answers(tokenizer, messages)
         learned = [text[start:end] for text, spans in rows for start, end in spans]
-        answers = [f"{each['content']}<|im_end|>" for each in messages if each["role"] == "assistant"]
-        assert [each.rpartition("</think>\n\n")[2] for each in learned] == answers
+        answers = [f"{item['content']}<|im_end|>" for item in messages if item["role"] == "assistant"]
+        assert [item.rpartition("</think>\n\n")[2] for item in learned] == answers
         prompt, *_ = ChatEncoder(tokenizer, 64, skip_bad=False).prompt(Conversation(messages[:1], ""))
         assert prompt.count("im_start") > 1

@@ -1,4 +1,4 @@
-"""Training on pairs of prompt and completion. Only completions count in the loss."""
+"""Training on pairs of prompt and completion."""
 
 import csv
 import gzip
@@ -33,7 +33,7 @@ TRANSLATIONS = [
     for who in OBJECTS
 ]
 PAIRS = [{"prompt": "I love you =>", "completion": " ti amo"}, *TRANSLATIONS]
-EOT = 256  # End-of-text of the bytes tokenizer
+EOT = 256
 
 
 def jsonl(pairs: list[Any]) -> str:
@@ -168,7 +168,7 @@ def test_batches_depend_only_on_seed_and_step() -> None:
 
 
 def test_gradient_accumulation_weighs_targets_equally(file: Path) -> None:
-    """Micro-batches have different numbers of targets, and every target has the same weight."""
+    """Micro-batches differ in their number of targets."""
 
     def train_losses(micro_batch: str) -> tuple[Any, list[float]]:
         settings = {**TINY, "batch_tokens": 150, "pairs": True, "steps": 6, "dtype": "float32", "tokenizer": "bytes"}
@@ -233,7 +233,7 @@ def test_held_out_pairs_from_another_file(file: Path) -> None:
 
 @pytest.fixture(scope="module")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model trained on the words of the pairs in random order."""
+    """A small model trained on shuffled words of the pairs."""
     folder, rng = tmp_path_factory.mktemp("base"), random.Random(0)
     words = sorted({word for pair in PAIRS for text in pair.values() for word in text.split()})
     text = "".join(rng.choice(words) + rng.choice("   \n") for _ in range(4000))
@@ -245,9 +245,8 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run  # fmt: skip
 
 
-# With the default learning rate, adapters of this small model get 2 to 37 pairs right, depending on rounding and seed.
-# Untrained adapters get 0. With this learning rate, every seed tried got 39 or 40. If the base model was trained with a
-# weight decay of 0.25, one seed of three got 0.
+# Adapters get 2 to 37 pairs right with the default learning rate, depending on rounding and seed, and 39 or 40 with this
+# learning rate. Untrained adapters get 0. With a base model of weight decay 0.25, one seed of three got 0.
 @pytest.mark.parametrize(
     ("options", "minimum"), [slow([], 38), more(["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]
 )

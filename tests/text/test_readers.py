@@ -1,4 +1,4 @@
-"""Reading documents: all formats, archives, compression, and kinds of damage."""
+"""Document formats, archives, compression, encodings and damage."""
 
 import contextlib
 import csv
@@ -44,7 +44,7 @@ def source(name: str, data: bytes) -> Source:
 
 
 def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[str]:
-    """Yields whole documents, and checks the chunks that they consist of."""
+    """Joins chunks to documents, and checks the chunks."""
     chunks: list[str] = []
     for chunk in reader.documents(source, on_bytes):
         assert chunk.text
@@ -74,7 +74,7 @@ def read(name: str, data: bytes, **config: Any) -> list[str]:
 
 
 def strip_marks(text: str) -> str:
-    """Removes byte-order marks from the start of the text and of every line, where files may have been joined."""
+    """Removes byte-order marks from the starts of lines."""
     return re.sub("(?m)^\ufeff+", "", text)
 
 
@@ -186,7 +186,7 @@ def test_block_size_does_not_change_decoding(data: bytes, block: int) -> None:
 
 
 def check_strict(data: bytes, codec: str, name: str, **config: str) -> None:
-    """Checks that ``data`` decodes like in Python, or that the error names the first invalid byte."""
+    """Checks the decoded text, or the error for the first invalid byte."""
     try:
         expected = data.decode(codec)
     except UnicodeDecodeError as error:
@@ -311,7 +311,7 @@ def test_bad_input_is_one_error_line_and_can_be_skipped(case: str) -> None:
         ("x.jsonl.gz", gzip.compress(make_jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
         ("x.txt.zst", compress_zstd(b"one\n---\ntwo") + compress_zstd(b"\n---\nthree")[:-1], ["one\n", "two\n"], 1),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # Bytes make bad ids: gzip stores the time.
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # gzip bytes contain the time.
 )  # fmt: skip
 def test_documents_before_the_damage_are_kept(name: str, data: bytes, expected: list[str], skipped: int) -> None:
     reader = Reader(ReadConfig(skip_bad=True, split_on="---"))
@@ -395,7 +395,7 @@ def test_surrogates_and_bad_bytes_are_replaced_and_counted() -> None:
     assert list(documents(reader, source("x.jsonl", data))) == ["\ufffd 🐕 \ufffd \ufffd"]
     assert list(documents(reader, source("x.csv", b"text\nZ\xffrich\n"))) == ["Z\ufffdrich"]
     assert reader.replaced == 4
-    with pytest.raises(UserError, match="zero byte"):  # A zero byte is an error in every encoding.
+    with pytest.raises(UserError, match="zero byte"):  # Zero bytes are never replaced.
         read("x", b"a\xff\0", errors="replace")
 
 
@@ -455,7 +455,7 @@ def test_invalid_settings_are_errors() -> None:
 def test_missing_package_is_named(name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(WorkError, match="needs the package") as error:
-        read(name, b"", skip_bad=True)  # The file is not at fault, so skip_bad has no effect.
+        read(name, b"", skip_bad=True)  # skip_bad does not skip this.
     assert error.value.hint == install_extra(extra)
 
 

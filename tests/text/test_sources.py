@@ -25,9 +25,9 @@ from gpt.text.documents import Skipped
 from gpt.text.unpack import Source
 
 
-def read_texts(found: list[Source]) -> list[str]:
+def read_texts(all_sources: list[Source]) -> list[str]:
     reader = documents.Reader(ReadConfig())
-    return [chunk.text for source in found for chunk in reader.documents(source)]
+    return [chunk.text for source in all_sources for chunk in reader.documents(source)]
 
 
 def create_files(folder: Path, *names: str) -> None:
@@ -59,7 +59,7 @@ def test_duplicate_files_are_read_once(workdir: Path) -> None:
 
 
 def find_with_notes(text: str) -> tuple[list[str], list[str]]:
-    """Returns the names of the sources, and the notes."""
+    """Returns source names and notes."""
     notes: list[str] = []
     return [source.name for source in sources.find([text], note=notes.append)], notes
 
@@ -72,7 +72,8 @@ def test_links_to_folders_are_followed(workdir: Path) -> None:
     }.items():  # fmt: skip
         Path(link).symlink_to(target)
     create_files(workdir, "tokens/manifest.json", "tokens/tokenizer.tiktoken")
-    names = ["c/b.txt", "c/x", "c/a/f.txt", "c/d/y.txt", "c/h/z.txt"]  # Every file once, in alphabetical order
+    # Every file is listed once, and files before folders.
+    names = ["c/b.txt", "c/x", "c/a/f.txt", "c/d/y.txt", "c/h/z.txt"]
     assert find_with_notes("c") == (names, [])
     assert sorted(read_texts(sources.find(["c/**/*.txt"]))) == [f"text of {name}.txt" for name in "bfxyz"]
     assert sorted(read_texts(sources.find(["c/*"]))) == [f"text of {name}.txt" for name in "bfxyz"]
@@ -111,8 +112,8 @@ def test_glob_patterns(workdir: Path) -> None:
     assert names("t/?.[a-m]*") == ["t/c.md"]
     assert names("t/**/*.txt") == ["t/a.txt", "t/b.txt", "t/sub/e.txt"]
     assert names("t/*") == names("t/**") == ["t/a.txt", "t/b.txt", "t/c.md", "t/sub/e.txt"]
-    assert names("odd[1].txt") == ["odd[1].txt"]  # An existing file takes precedence over a pattern.
-    assert names("pydocs") == ["pydocs"]  # A file takes precedence over a corpus.
+    assert names("odd[1].txt") == ["odd[1].txt"]  # Files take precedence over patterns.
+    assert names("pydocs") == ["pydocs"]  # Files take precedence over corpora.
     with pytest.raises(UserError, match=r"no file matches t/\*.csv"):
         sources.find(["t/*.csv"])
 
@@ -172,7 +173,7 @@ def test_missing_source_is_an_error(workdir: Path) -> None:
         with pytest.raises(UserError, match=message) as error:
             sources.find([text], Skipped())
         assert type(error.value) is UserError
-    assert sources.find([])[0].name.startswith("pydocs/")  # A folder called pydocs does not shadow the default corpus.
+    assert sources.find([])[0].name.startswith("pydocs/")  # A folder does not shadow the default corpus.
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_special_files_below_a_url_are_skipped(workdir: Path) -> None:
 
 
 def test_short_reads_do_not_change_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resume skips chunks, so chunks must depend only on the text."""
+    """A resume skips chunks, which must depend only on the text."""
     import fsspec
 
     files, text = fsspec.filesystem("memory"), "one two\n" * 200_000

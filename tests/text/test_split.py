@@ -1,4 +1,4 @@
-"""The split into training and held-out text."""
+"""Training and held-out text."""
 
 import io
 
@@ -23,7 +23,7 @@ def sources(*texts: str) -> list[Source]:
 
 
 def split_texts(texts: list[str], fraction: float, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Returns the documents of the training and the held-out side."""
+    """Returns the training and the held-out documents."""
     text_sources = sources(*texts)
     rule = plan_split(text_sources, survey(text_sources, READING), READING, fraction, seed)
     sides: tuple[list[str], list[str]] = ([], [])

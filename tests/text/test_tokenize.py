@@ -35,14 +35,14 @@ SMALL = {
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrinks the limits, so that a short text has many groups, slices and items."""
+    """Shrinks groups, slices and items, so that a short text has many."""
     for name, value in SMALL.items():
         monkeypatch.setattr(name, value)
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with long and short documents, and enough JSON lines for a split by hash."""
+    """Long and short documents, and enough JSON lines for a split by hash."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "a.txt").write_bytes(make_text(6000).encode())
     for number in range(8):
@@ -180,7 +180,7 @@ def crash_after(count: int) -> Callable[..., None]:
 
 
 def tokenize_until_crash(texts: Path, out: Path, count: int, **settings: object) -> None:
-    """Starts a folder that crashes while writing the slice after ``count`` slices."""
+    """Crashes after writing ``count`` slices."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SimulatedCrash):
         patch.setattr(unfinished_folder.ShardWriter, "_write", crash_after(count))
         tokenize(texts, out, **settings)
@@ -199,7 +199,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path: Path) -> list[str]:
-    """The command line of a subprocess with small slices."""
+    """A command line with small slices."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(small=SMALL))
     return [sys.executable, str(path), "tokenize"]
@@ -271,7 +271,7 @@ def test_resume_refuses_changed_settings_and_files(texts: Path, tmp_path: Path) 
     assert_resume_refused(r"b3\.md has changed since")
     (tmp_path / "b3.md").replace(copy / "b3.md")
     finished = hashes(tokenize(copy, out, resume=True).path)
-    assert hashes(tokenize(copy, out, resume=True).path) == finished  # The folder is already finished.
+    assert hashes(tokenize(copy, out, resume=True).path) == finished
     assert_resume_refused("was started with another split", seed=2)
     (copy / "b3.md").write_text("other")
     assert_resume_refused(r"b3\.md has changed since")
@@ -298,7 +298,7 @@ def test_bad_text_keeps_finished_slices_and_can_be_skipped(
     single = tokenize(copy, tmp_path / "whole", **BYTES, val_fraction=0.0, **milder)
     assert single.manifest[counted] == 1
     assert hashes(tokenize(copy, out, resume=True, **BYTES, val_fraction=0.0, **milder).path) == hashes(single.path)
-    # A resume can relax the handling of bad text, not tighten it.
+    # A resume can only relax the handling of bad text.
     with pytest.raises(UserError, match="was started with "):
         tokenize(copy, out, resume=True, **BYTES, val_fraction=0.0)
 
@@ -454,8 +454,8 @@ def test_training_on_tokens_equals_training_on_text(texts: Path, tmp_path: Path,
 def test_token_folder_with_another_tokenizer_is_an_error(
     texts: Path, tmp_path: Path, run_folder: Path, gpt: Callable[..., Done]
 ) -> None:
-    other = tokenize(texts, tmp_path / "other", vocab_size=300)
-    one_line_of_what_and_what_next(gpt("eval", other.path, "-m", run_folder), "was made with another tokenizer")
+    other_folder = tokenize(texts, tmp_path / "other", vocab_size=300)
+    one_line_of_what_and_what_next(gpt("eval", other_folder.path, "-m", run_folder), "was made with another tokenizer")
     same = tokenize(texts, tmp_path / "same", tokenizer=str(run_folder), vocab_size=None)
     assert gpt("eval", same.path, "-m", run_folder, "-q").code == 0
     result = gpt("train", same.path, texts, "--out", tmp_path / "run")

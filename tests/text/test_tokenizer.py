@@ -1,4 +1,4 @@
-"""Encoding and decoding, saved tokenizers, and parity with tiktoken and the tokenizers library."""
+"""Tokenizers: parity with other libraries, and saved files."""
 
 import hashlib
 import json
@@ -49,15 +49,15 @@ def test_round_trip_and_parity_on_any_text(text: str, trained: tokenizer.Tokeniz
 @needs_shared
 def test_gpt2_ids_equal_tiktoken_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
-    ours = tokenizer.gpt2_tokenizer()
-    assert (ours.vocab_size, ours.eot) == (50_257, 50_256)
+    bpe = tokenizer.gpt2_tokenizer()
+    assert (bpe.vocab_size, bpe.eot) == (50_257, 50_256)
     reference = tiktoken.get_encoding("r50k_base")
-    hf_tokenizer = HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(ours)))
+    hf_tokenizer = HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(bpe)))
     for text in [*HARD, make_text(500), (SHARED / "data" / "tinyshakespeare.txt").read_text()[:100_000]]:
-        assert ours.encode(text).tolist() == reference.encode_ordinary(text)
+        assert bpe.encode(text).tolist() == reference.encode_ordinary(text)
         if "<|endoftext|>" not in text:
-            assert hf_tokenizer.encode(text).ids == ours.encode(text).tolist()
-    assert len(tokenizer_files.merging_pairs(ours.backend.ranks)) == 50_000
+            assert hf_tokenizer.encode(text).ids == bpe.encode(text).tolist()
+    assert len(tokenizer_files.merging_pairs(bpe.backend.ranks)) == 50_000
 
 
 def test_vocabulary_too_large_for_the_text_is_an_error() -> None:
@@ -73,7 +73,7 @@ def test_vocabulary_too_large_for_the_text_is_an_error() -> None:
 def test_id_outside_the_vocabulary_is_an_error(trained: tokenizer.Tokenizer) -> None:
     with pytest.raises(UserError, match="id 400 is outside the vocabulary of 400"):
         trained.check([1, 400])
-    assert trained.decode([ord("a"), 400, 2**40]) == "a"  # A model can have more ids than its tokenizer.
+    assert trained.decode([ord("a"), 400, 2**40]) == "a"  # Models can have more ids.
 
 
 def test_trained_tokens_have_a_maximum_length() -> None:
@@ -82,15 +82,15 @@ def test_trained_tokens_have_a_maximum_length() -> None:
     learned = tokenizer.learn_tokenizer_up_to([text], 5000)
     assert max(len(token.decode("utf-8", "replace")) for token in learned.backend.ranks) <= tokenizer.LONGEST_LEARNT
     tokenizer_files.to_tokenizer_json(learned)
-    assert time.monotonic() - started < 20  # a token of 100,000 bytes would take many minutes
+    assert time.monotonic() - started < 20  # A token of 100,000 bytes would take many minutes.
 
 
-# tiktoken encodings, with local ranks instead of a download
+# tiktoken encodings
 
 
 @pytest.fixture
 def offline_encodings(trained: tokenizer.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Gives every tiktoken encoding the trained ranks. The list receives the URLs of the downloads."""
+    """Replaces downloads with the trained ranks, and lists the URLs."""
     fetched: list[str] = []
 
     def load(url: str, expected_hash: str) -> dict[bytes, int]:
@@ -115,7 +115,7 @@ def test_every_tiktoken_encoding_can_be_named(offline_encodings: list[str]) -> N
         loaded = tokenizer_files.find_tokenizer(name)
         assert loaded.name == ("gpt2" if name == "r50k_base" else name)
         assert loaded.decode(loaded.encode(HARD[4]).tolist()) == HARD[4]
-        file = tokenizer._FILES.get(name, name)  # An error tells the user to download this file.
+        file = tokenizer._FILES.get(name, name)  # Errors name this file.
         assert offline_encodings == ([] if name == "bytes" else [f"{tokenizer.ENCODINGS_URL}{file}.tiktoken"])
 
 
@@ -158,49 +158,49 @@ def test_offline_error_gives_url_and_cache_path(name: str, tmp_path: Path, monke
 
 @lru_cache
 def pattern_tokenizer(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
-    """Returns a tokenizer with trained ranks and another pattern, and the same in the tokenizers library."""
+    """Returns a tokenizer with another pattern, here and in the tokenizers library."""
     trained = tokenizer.learn_tokenizer([make_text()], 400)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: dict(trained.backend.ranks))
         patch.setattr(tiktoken.registry, "ENCODINGS", {})
         encodings = {name: tokenizer.named_tokenizer(name) for name in ("cl100k_base", "o200k_base")}
     odd = tokenizer.Tokenizer("odd", ByteBPE(r"\S+\s*|\s+", trained.backend.ranks), 400, "<|end|>", {"<|user|>": 999})
-    ours = odd if name == "odd" else encodings[name]
-    return ours, HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(ours)))
+    bpe = odd if name == "odd" else encodings[name]
+    return bpe, HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(bpe)))
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=50) | st.text(st.sampled_from(" \n\r\t'/sSlLtdm19.!-aBか。\u0301é\u00a0"), max_size=40))
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
 def test_parity_under_other_patterns(name: str, text: str) -> None:
-    ours, theirs = pattern_tokenizer(name)
-    assert ours.decode(ours.encode(text).tolist()) == text
-    assert theirs.encode(text).ids == ours.encode(text, specials=True).tolist()
+    bpe, reference = pattern_tokenizer(name)
+    assert bpe.decode(bpe.encode(text).tolist()) == text
+    assert reference.encode(text).ids == bpe.encode(text, specials=True).tolist()
 
 
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
 def test_tokenizer_json_round_trip(name: str, tmp_path: Path) -> None:
-    ours, theirs = pattern_tokenizer(name)
+    bpe, reference = pattern_tokenizer(name)
     if name == "odd":
         with pytest.raises(UserError, match="has 2 special tokens, none of them"):
-            tokenizer_files.from_tokenizer_json(tokenizer_files.to_tokenizer_json(ours), "x")
+            tokenizer_files.from_tokenizer_json(tokenizer_files.to_tokenizer_json(bpe), "x")
         return
-    (tmp_path / "tokenizer.json").write_text(theirs.to_str(), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(reference.to_str(), encoding="utf-8")
     for word in (tmp_path, tmp_path / "tokenizer.json"):
         loaded = tokenizer_files.find_tokenizer(str(word))
-        assert (loaded.pattern, loaded.all_specials) == (ours.pattern, ours.all_specials)
-        assert [loaded.encode(text).tolist() for text in HARD] == [ours.encode(text).tolist() for text in HARD]
-    for word, id in ours.all_specials.items():
-        assert theirs.token_to_id(word) == id
+        assert (loaded.pattern, loaded.all_specials) == (bpe.pattern, bpe.all_specials)
+        assert [loaded.encode(text).tolist() for text in HARD] == [bpe.encode(text).tolist() for text in HARD]
+    for word, id in bpe.all_specials.items():
+        assert reference.token_to_id(word) == id
 
 
 def test_token_that_no_merge_produces(trained: tokenizer.Tokenizer) -> None:
     ranks = {**trained.backend.ranks, b"zqxj": len(trained.backend.ranks)}
-    ours = tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), len(ranks))
-    values = tokenizer_files.to_tokenizer_json(ours)
+    bpe = tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), len(ranks))
+    values = tokenizer_files.to_tokenizer_json(bpe)
     hf_ids = lambda: HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids
-    assert hf_ids() == ours.encode("zqxj").tolist()
-    assert tokenizer_files.from_tokenizer_json(values, "x").fingerprint == ours.fingerprint
+    assert hf_ids() == bpe.encode("zqxj").tolist()
+    assert tokenizer_files.from_tokenizer_json(values, "x").fingerprint == bpe.fingerprint
     values["model"]["ignore_merges"] = False
     library_tokenizer = tokenizer_files.from_tokenizer_json(values, "x")
     assert isinstance(library_tokenizer.backend, Library)
@@ -258,10 +258,10 @@ def test_saved_folder_loads_here_and_in_transformers(tmp_path: Path) -> None:
         tokenizer_files.save_tokenizer(source, folder)
         loaded = tokenizer_files.find_tokenizer(str(folder))
         assert (loaded.fingerprint, loaded.specials) == (source.fingerprint, source.specials)
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        assert all(theirs.convert_tokens_to_ids(word) == id for word, id in source.all_specials.items())
+        reference = transformers.AutoTokenizer.from_pretrained(folder)
+        assert all(reference.convert_tokens_to_ids(word) == id for word, id in source.all_specials.items())
         for text in [*HARD, "<|user|> the cat's mat <|bot|>WE'LL SEE<|endoftext|>"]:
-            assert theirs(text)["input_ids"] == source.encode(text, specials=True).tolist()
+            assert reference(text)["input_ids"] == source.encode(text, specials=True).tolist()
     with pytest.raises(UserError, match="already exists"):
         tokenizer_files.save_tokenizer(trained, saved)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["own"]

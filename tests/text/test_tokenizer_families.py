@@ -1,4 +1,4 @@
-"""Tokenizers of other model families, compared with the tokenizers library and Transformers."""
+"""Tokenizers of other model families."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def copy_with(folder: Path, target: Path, **changes: Any) -> Path:
 
 
 def stream_text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Streams ``ids`` and checks the text against decoding them in one call."""
+    """Streams ``ids`` and compares with decoding them together."""
     stream = TextStream(tokenizer)
     text = "".join(map(stream.push, ids)) + stream.flush()
     assert text == tokenizer.decode(ids)
@@ -77,30 +77,33 @@ every_form = pytest.mark.parametrize("form", vocabularies.FORMS)
 @settings(max_examples=150, deadline=None)
 @given(text=ANY)
 def test_ids_equal_the_tokenizers_library(form: str, text: str, load_both: LoadBoth) -> None:
-    ours, theirs = load_both(form)
-    assert ours.prompt(text) == (theirs.encode(text).ids or [ours.eot])
-    theirs.encode_special_tokens = True
-    assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False).ids
-    theirs.encode_special_tokens = False
+    tokenizer, reference = load_both(form)
+    assert tokenizer.prompt(text) == (reference.encode(text).ids or [tokenizer.eot])
+    reference.encode_special_tokens = True
+    assert tokenizer.encode(text).tolist() == reference.encode(text, add_special_tokens=False).ids
+    reference.encode_special_tokens = False
 
 
 @every_form
 def test_ids_equal_transformers(form: str, folders: dict[str, Path], load_both: LoadBoth) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(folders[form]), load_both(form)[0]
-    words = [*ours.all_specials, *ours.words]
+    reference, tokenizer = transformers.AutoTokenizer.from_pretrained(folders[form]), load_both(form)[0]
+    words = [*tokenizer.all_specials, *tokenizer.words]
     for text in [*TEXTS, "".join(words), f"a {words[0]} b{words[-1]}c"]:
-        assert ours.prompt(text) == (theirs(text).input_ids or [ours.eot]), text
+        assert tokenizer.prompt(text) == (reference(text).input_ids or [tokenizer.eot]), text
 
 
 @every_form
 @settings(max_examples=100, deadline=None)
 @given(text=ANY)
 def test_streamed_text_equals_decoded_text(form: str, text: str, load_both: LoadBoth) -> None:
-    ours, theirs = load_both(form)
-    ids = ours.encode(text).tolist()
-    assert [ids_of_text.tolist() for ids_of_text in ours.encode_all([text, "a"])] == [ids, ours.encode("a").tolist()]
-    whole, decoded = stream_text(ours, ids), theirs.decode(ids, skip_special_tokens=False)
+    tokenizer, reference = load_both(form)
+    ids = tokenizer.encode(text).tolist()
+    assert [ids_of_text.tolist() for ids_of_text in tokenizer.encode_all([text, "a"])] == [
+        ids,
+        tokenizer.encode("a").tolist(),
+    ]
+    whole, decoded = stream_text(tokenizer, ids), reference.decode(ids, skip_special_tokens=False)
     assert whole in (decoded, f" {decoded}")  # The library drops the leading space.
     if form in ("gpt2", "llama3", "smollm2"):
         assert whole == text
@@ -110,15 +113,15 @@ def test_streamed_text_equals_decoded_text(form: str, text: str, load_both: Load
 def test_spaces_between_words_equal_the_library(
     form: str, load_both: LoadBoth, folders: dict[str, Path], gpt: Gpt
 ) -> None:
-    ours, theirs = load_both(form)
+    tokenizer, reference = load_both(form)
     text = "12 345, don't word . word ! <think> 2024 word <think>word"
-    ids = ours.encode(text).tolist()
-    decoded = theirs.decode(ids, skip_special_tokens=False)
-    assert ids == theirs.encode(text).ids
-    assert ours.document_bytes(ids).decode() == decoded
+    ids = tokenizer.encode(text).tolist()
+    decoded = reference.decode(ids, skip_special_tokens=False)
+    assert ids == reference.encode(text).ids
+    assert tokenizer.document_bytes(ids).decode() == decoded
     assert gpt("tokenizer", "decode", *map(str, ids), "--tokenizer", str(folders[form])).out == decoded
-    assert evaluate.count_text(ours, [np.array(ids, np.uint32)]) == (len(decoded.encode()), len(decoded.split()))
-    assert ours.decode(ids[:5]) + ours.decode(ids[5:]) == f" {decoded}"
+    assert evaluate.count_text(tokenizer, [np.array(ids, np.uint32)]) == (len(decoded.encode()), len(decoded.split()))
+    assert tokenizer.decode(ids[:5]) + tokenizer.decode(ids[5:]) == f" {decoded}"
 
 
 @pytest.mark.parametrize(
@@ -133,24 +136,26 @@ def test_spaces_between_words_equal_the_library(
 def test_added_tokens_decode_like_the_library(
     form: str, words: list[Any], text: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    theirs = HFTokenizer.from_file(str(folders[form] / "tokenizer.json"))
-    theirs.add_tokens(words)
-    ours = tokenizer_files.find_tokenizer(str(copy_with(folders[form], tmp_path / "a", **json.loads(theirs.to_str()))))
-    ids = ours.encode(text).tolist()
-    assert max(ids) == ours.vocab_size - 1  # The text contains the last added token.
-    decoded = theirs.decode(ids, skip_special_tokens=False)
-    assert stream_text(ours, ids) in (decoded, f" {decoded}")
+    reference = HFTokenizer.from_file(str(folders[form] / "tokenizer.json"))
+    reference.add_tokens(words)
+    tokenizer = tokenizer_files.find_tokenizer(
+        str(copy_with(folders[form], tmp_path / "a", **json.loads(reference.to_str())))
+    )
+    ids = tokenizer.encode(text).tolist()
+    assert max(ids) == tokenizer.vocab_size - 1  # The text contains the last added token.
+    decoded = reference.decode(ids, skip_special_tokens=False)
+    assert stream_text(tokenizer, ids) in (decoded, f" {decoded}")
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
 def test_older_post_processors_add_the_start_token(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    theirs = HFTokenizer.from_file(str(folders["wordpiece"] / "tokenizer.json"))
-    theirs.add_special_tokens(["[CLS]", "[SEP]"])
-    begin, end = ((word, theirs.token_to_id(word)) for word in ("[CLS]", "[SEP]"))
-    theirs.post_processor = getattr(processors, f"{kind}Processing")(end, begin)
-    folder = copy_with(folders["wordpiece"], tmp_path / "begun", **json.loads(theirs.to_str()))
+    reference = HFTokenizer.from_file(str(folders["wordpiece"] / "tokenizer.json"))
+    reference.add_special_tokens(["[CLS]", "[SEP]"])
+    begin, end = ((word, reference.token_to_id(word)) for word in ("[CLS]", "[SEP]"))
+    reference.post_processor = getattr(processors, f"{kind}Processing")(end, begin)
+    folder = copy_with(folders["wordpiece"], tmp_path / "begun", **json.loads(reference.to_str()))
     expected = AutoTokenizer.from_pretrained(folder)("a word").input_ids
     assert [*tokenizer_files.find_tokenizer(str(folder)).prompt("a word"), end[1]] == expected
 
@@ -169,11 +174,11 @@ def test_eos_token_from_special_tokens_map(folders: dict[str, Path], tmp_path: P
 
 
 def test_byte_level_pieces_without_decoder_decode_to_bytes(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The normalizer makes the tokenizers library run this tokenizer, which decodes like tiktoken."""
+    """With a normalizer, the tokenizers library runs this tokenizer."""
     folder = copy_with(folders["gpt2"], tmp_path / "a", decoder=None, normalizer={"type": "Lowercase"})
-    ours = tokenizer_files.find_tokenizer(str(folder))
-    assert not isinstance(ours.backend, ByteBPE)
-    assert ours.decode(ours.encode("Zürich 日本 12").tolist()) == "zürich 日本 12"
+    tokenizer = tokenizer_files.find_tokenizer(str(folder))
+    assert not isinstance(tokenizer.backend, ByteBPE)
+    assert tokenizer.decode(tokenizer.encode("Zürich 日本 12").tolist()) == "zürich 日本 12"
 
 
 @pytest.mark.parametrize("config_value", [None, True, False])
@@ -192,8 +197,8 @@ def test_prefix_space_equals_transformers(
     if config_value is not None:
         config["add_prefix_space"] = config_value
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    ours, theirs = tokenizer_files.find_tokenizer(str(path)), transformers.AutoTokenizer.from_pretrained(path)
-    assert ours.prompt("cat it's word") == theirs("cat it's word").input_ids
+    tokenizer, reference = tokenizer_files.find_tokenizer(str(path)), transformers.AutoTokenizer.from_pretrained(path)
+    assert tokenizer.prompt("cat it's word") == reference("cat it's word").input_ids
 
 
 @pytest.mark.parametrize("form", ["gpt2", "unigram"])
@@ -213,20 +218,20 @@ def test_byte_order_marks_are_ignored(form: str, folders: dict[str, Path], tmp_p
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=20).filter(lambda text: "▁" not in text and not text.startswith(" ")))
 def test_continuation_gets_no_prefix_space(form: str, text: str, load_both: LoadBoth) -> None:
-    ours = load_both(form)[0]
-    assert ours.decode(ours.encode(text, continues=True).tolist()) == text
-    assert ours.document_bytes(ours.document(text).tolist()).decode() == text
+    tokenizer = load_both(form)[0]
+    assert tokenizer.decode(tokenizer.encode(text, continues=True).tolist()) == text
+    assert tokenizer.document_bytes(tokenizer.document(text).tolist()).decode() == text
 
 
 @every_form
 def test_start_and_end_tokens(form: str, load_both: LoadBoth) -> None:
-    ours = load_both(form)[0]
+    tokenizer = load_both(form)[0]
     begin = {"llama3": "<|begin_of_text|>", "llama2": "<s>", "mistral": "<s>"}.get(form)
-    assert ours.bos == (None if begin is None else ours.all_specials[begin])
+    assert tokenizer.bos == (None if begin is None else tokenizer.all_specials[begin])
     end = {"llama3": "<|eot_id|>", "qwen": "<|im_end|>", "llama2": "</s>", "mistral": "</s>", "unigram": "</s>"}
-    assert ours.eot_token == end.get(form, "<|endoftext|>")
-    assert ours.opening == ([ours.eot] if ours.bos is None else [ours.eot, ours.bos])
-    assert ours.chat_template == (vocabularies.TEMPLATE if form in ("llama3", "qwen") else None)
+    assert tokenizer.eot_token == end.get(form, "<|endoftext|>")
+    assert tokenizer.opening == ([tokenizer.eot] if tokenizer.bos is None else [tokenizer.eot, tokenizer.bos])
+    assert tokenizer.chat_template == (vocabularies.TEMPLATE if form in ("llama3", "qwen") else None)
 
 
 def test_generation_config_adds_end_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -264,10 +269,12 @@ def test_saving_preserves_the_tokenizer(form: str, folders: dict[str, Path], tmp
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(ANY, max_size=9), size=st.integers(1, 40))
 def test_splitting_does_not_change_the_ids(form: str, texts: list[str], size: int, load_both: LoadBoth) -> None:
-    ours = load_both(form)[0]
-    parts = [part for part, _ in boundaries.parts([*texts, "some words"], ours.pattern, size)]
-    assert ours.encode("".join(texts) + "some words").tolist() == [id for part in parts for id in ours.encode(part)]
-    assert len(list(boundaries.parts(["some words "] * 9, ours.pattern, 10))) > 4
+    tokenizer = load_both(form)[0]
+    parts = [part for part, _ in boundaries.parts([*texts, "some words"], tokenizer.pattern, size)]
+    assert tokenizer.encode("".join(texts) + "some words").tolist() == [
+        id for part in parts for id in tokenizer.encode(part)
+    ]
+    assert len(list(boundaries.parts(["some words "] * 9, tokenizer.pattern, 10))) > 4
 
 
 def test_tokenizer_saved_by_an_older_version(load_both: LoadBoth, tmp_path: Path) -> None:
@@ -289,27 +296,27 @@ def test_tokenizer_saved_by_an_older_version(load_both: LoadBoth, tmp_path: Path
 
 @pytest.mark.parametrize("form", ["llama3", "mistral"])
 def test_run_keeps_its_tokenizer_files(form: str, folders: dict[str, Path], load_both: LoadBoth, gpt: Gpt) -> None:
-    """The checkpoint encodes prompts like Transformers; token folders start documents like the model family."""
+    """The checkpoint encodes prompts like Transformers, and token folders start documents like the model family."""
     transformers = pytest.importorskip("transformers")
-    ours = load_both(form)[0]
+    tokenizer = load_both(form)[0]
     lines = [f"document {i}: it's 2024,  {words} </s>" for i, words in enumerate(make_text(60).split("."))]
     Path("a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines * 30), encoding="utf-8")
     result = gpt("tokenize", "a.jsonl", "--tokenizer", folders[form], "-o", "tokens", "--jobs", "2")
     assert result.code == 0, result.err
     documents = list(TokenFolder("tokens").stream("train").documents)
-    assert documents[0][:].tolist() == ours.document(lines[0]).tolist()
-    assert documents[0][:1].tolist() == [ours.bos]
+    assert documents[0][:].tolist() == tokenizer.document(lines[0]).tolist()
+    assert documents[0][:1].tolist() == [tokenizer.bos]
     step = train(Path("tokens"), steps=1, out="run", vocab_size=None)[0].checkpoint
-    for name, data in ours.files.items():
+    for name, data in tokenizer.files.items():
         assert (step / name).read_bytes() == (folders[form] / name).read_bytes() == data
-    theirs = transformers.AutoTokenizer.from_pretrained(step)
-    prompts = ["document 7", "", f"{ours.eot_token} x"]
+    reference = transformers.AutoTokenizer.from_pretrained(step)
+    prompts = ["document 7", "", f"{tokenizer.eot_token} x"]
     config = SampleConfig(greedy=True, max_tokens=3, echo_logprobs=True, logprobs=0)
     for piece in load(str(step), device="cpu").write_all(prompts, config):
         if piece.sample is not None:
             assert piece.sample.prompt_logprobs is not None
             fed = [token.id for token in piece.sample.prompt_logprobs]
-            assert fed == theirs(prompts[piece.prompt]).input_ids
+            assert fed == reference(prompts[piece.prompt]).input_ids
 
 
 @pytest.mark.parametrize(
@@ -329,13 +336,13 @@ def test_any_end_token_ends_generation(settings: dict[str, Any], bias: dict[int,
 
 
 def test_show_prints_start_and_end_tokens(folders: dict[str, Path], load_both: LoadBoth, gpt: Gpt) -> None:
-    ours, folder = load_both("mistral")[0], folders["mistral"]
-    shown = json.loads(gpt("tokenizer", "show", folder, "--json").out)
-    assert (shown["bos"], shown["ends"], shown["pattern"]) == (ours.bos, sorted(ours.ends), "")
+    tokenizer, folder = load_both("mistral")[0], folders["mistral"]
+    values = json.loads(gpt("tokenizer", "show", folder, "--json").out)
+    assert (values["bos"], values["ends"], values["pattern"]) == (tokenizer.bos, sorted(tokenizer.ends), "")
     assert "tokenizers library" in gpt("tokenizer", "show", folder).out
     assert "tiktoken" in gpt("tokenizer", "show", folders["gpt2"]).out
     encoded = json.loads(gpt("tokenizer", "encode", "it's é☃", "--tokenizer", folder, "--json").out)
-    assert encoded["tokens"] == ours.encode("it's é☃").tolist()
+    assert encoded["tokens"] == tokenizer.encode("it's é☃").tolist()
     assert len(encoded["pieces"]) == len(encoded["tokens"])
 
 
@@ -387,21 +394,21 @@ def test_modified_saved_folder_is_an_error(folders: dict[str, Path], tmp_path: P
         tokenizer_files.find_tokenizer(str(tmp_path / "own"))
 
 
-# The tokenizers library gives the same ids for our tokenizer.json files
+# Parity with the tokenizers library
 
 
 @pytest.mark.parametrize("step", [37, more(1)])
 def test_both_regex_engines_classify_characters_alike(step: int) -> None:
-    """Tests every character (above Latin, one in ``step``) where a regex must tell letters, numbers, white space and
-    contractions apart. Two-byte tokens show if a character is in the same piece as the one before it."""
+    """Tests every character, or one in ``step`` above Latin, where a regex must tell letters, numbers, white space and
+    contractions apart. Two-byte tokens show if neighboring characters share a piece."""
     characters = backends.byte_characters()
     pairs = [bytes([first, second]) for first in b"a1 !\n'" for second in range(256)]
     ranks = {token: id for id, token in enumerate([*(bytes([byte]) for byte in range(256)), *pairs])}
     vocab = {"".join(characters[byte] for byte in token): id for token, id in ranks.items()}
-    theirs = HFTokenizer(models.BPE(vocab=vocab, merges=[(characters[a], characters[b]) for a, b in pairs]))
-    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    ours = ByteBPE(boundaries.GPT2_PATTERN, ranks)
-    codes = {  # Without scripts of 1,000 or more similar characters, and with only the first private-use characters
+    reference = HFTokenizer(models.BPE(vocab=vocab, merges=[(characters[a], characters[b]) for a, b in pairs]))
+    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = ByteBPE(boundaries.GPT2_PATTERN, ranks)
+    codes = {  # Scripts of 1,000 or more similar characters and most private-use characters are left out.
         *range(0x3400), *range(0x9FF0, 0xAC10), *range(0xD790, 0xD800), *range(0xE000, 0xE010), *range(0xF8F0, 0x12000),
         *range(0x13440, 0x14410), *range(0x16000, 0x17000), *range(0x18D00, 0x18E00), *range(0x1AFF0, 0x20000),
     }  # fmt: skip
@@ -409,8 +416,8 @@ def test_both_regex_engines_classify_characters_alike(step: int) -> None:
     for pattern in ("a{}", " {}", "1{}", "'{}l"):
         for start in range(0, len(tested), 10_000):
             texts = [pattern.format(character) + "!" for character in tested[start : start + 10_000]]
-            ids = ours._encoding.encode_ordinary_batch(texts, num_threads=1)
-            assert ids == [each.ids for each in theirs.encode_batch(texts)]
+            ids = tokenizer._encoding.encode_ordinary_batch(texts, num_threads=1)
+            assert ids == [encoding.ids for encoding in reference.encode_batch(texts)]
 
 
 @pytest.mark.parametrize("ends", ["", "b", "e", "be"])

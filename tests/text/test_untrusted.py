@@ -20,7 +20,7 @@ from gpt.text.tokenizer import bytes_tokenizer
 
 
 def make_library_tokenizer(**parts: Any) -> Library:
-    """Builds a BPE of single characters with ``parts`` of a ``tokenizer.json``."""
+    """Builds a BPE of single characters."""
     vocab = {char: id for id, char in enumerate(["<unk>", "\u2581", *map(chr, range(32, 127))])}
     model = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>", **parts.pop("model", {})}
     values = {"version": "1.0", "added_tokens": [], "pre_tokenizer": None, "decoder": {"type": "Fuse"}, "model": model}
@@ -102,7 +102,7 @@ def test_memory_is_bounded_if_a_normalizer_expands_text(monkeypatch: pytest.Monk
 
 
 def test_built_in_patterns_have_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a suspended process would fail when it resumes."""
+    """A suspended process can continue."""
     monkeypatch.setattr(untrusted, "SECONDS", 0.0)
     monkeypatch.setattr(untrusted, "RATE", 1e9)
     assert len(bytes_tokenizer().encode("ab " * 100_000)) == 300_000
