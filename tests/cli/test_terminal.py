@@ -52,7 +52,7 @@ def is_printable(text: str) -> bool:
 def test_errors_show_control_characters(workdir: Path) -> None:
     Path("c.toml").write_text(f"{json.dumps(CONTROL)} = 3\n", encoding="utf-8")
     code, output = run_on_terminal("train", "--config", "c.toml", cwd=workdir)
-    assert (code, output.count("\x1b[1;31m")) == (2, 1)  # Red, printed by rich
+    assert (code, output.count("\x1b[1;31m")) == (2, 1)  # rich prints the error in red.
     assert f'c.toml: unknown key "{ESCAPED}"' in output
     name = CONTROL.replace("/", "")
     code, output = run_on_terminal("sample", "x", "-m", name, cwd=workdir)

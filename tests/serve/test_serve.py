@@ -672,7 +672,7 @@ def test_message_cannot_be_both_answered_and_continued(template_server: Served) 
 
 def test_tokenize_route_accepts_messages(chat: Served, server: Served) -> None:
     tokenizer = chat.service.tokenizer
-    special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # A special token, as in a chat
+    special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # As in a chat, this becomes a special token.
     for messages in ([special], [{"role": "user", "content": "the cat " * 200}]):  # Longer than the context
         response = chat.ask("/v1/tokenize", messages=messages, prompt=None, model="tiny", add_special_tokens=False)
         assert response["tokens"] == template.prompt(tokenizer, messages)

@@ -1,4 +1,4 @@
-"""`gpt serve` under load, with bad clients, and after engine errors."""
+"""`gpt serve` under load, with faulty clients, and after engine errors."""
 
 import contextlib
 import json
@@ -115,7 +115,7 @@ def test_idle_stream_gets_keep_alive_comments(single_slot: Served, monkeypatch: 
         running.sendall(request({**LONG_REQUEST, "stream": True}))
         wait_until_running(single_slot)
         waiting.sendall(request({"prompt": "a", "max_tokens": 1, "stream": True}))
-        wait_for_bytes(waiting, b"\r\n: keep-alive\n\n\r\n")  # The comment is an HTTP chunk.
+        wait_for_bytes(waiting, b"\r\n: keep-alive\n\n\r\n")  # The comment is a separate HTTP chunk.
         running.close()
         wait_for_bytes(waiting, b"data: [DONE]\n\n")
     single_slot.idle()

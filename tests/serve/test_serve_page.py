@@ -51,7 +51,7 @@ def test_the_page_is_self_contained() -> None:
 
 @pytest.fixture(scope="module")
 def address(run_folder: Path) -> Iterator[str]:
-    """A server with an API key and markup as its name."""
+    """A server with an API key and markup as the model name."""
     with serve_model(run_folder) as started:
         yield started
 

@@ -306,7 +306,7 @@ class _FailingFile:
 
 
 def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1) -> Counter[str]:
-    """Fails every ``every``-th write, sync and rename of a save in turn. Returns the outcomes."""
+    """Makes every write, sync and rename of a save, or one in ``every``, fail in turn. Returns the outcomes."""
     files = small_checkpoint_files()
     run = place / "run"
     outcomes: Counter[str] = Counter()

@@ -278,7 +278,7 @@ def run_commands(place: Path, subject: Subject, case: ForgedText, rng: random.Ra
 
 @contextlib.contextmanager
 def limit_steps() -> Iterator[None]:
-    """Limits runs to `MAX_STEPS` steps. A forged file can validly request 10¹⁸."""
+    """Limits runs to `MAX_STEPS` steps. A forged file can validly request 10¹⁸ steps."""
     from gpt.training.loop import Trainer
 
     original_step, original_train = Trainer.step, Trainer.train

@@ -455,7 +455,7 @@ def test_invalid_settings_are_errors() -> None:
 def test_missing_package_is_named(name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(WorkError, match="needs the package") as error:
-        read(name, b"", skip_bad=True)  # skip_bad does not skip this.
+        read(name, b"", skip_bad=True)  # A missing package is an error even with skip_bad.
     assert error.value.hint == install_extra(extra)
 
 

@@ -102,7 +102,7 @@ def test_memory_is_bounded_if_a_normalizer_expands_text(monkeypatch: pytest.Monk
 
 
 def test_built_in_patterns_have_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspended process can continue."""
+    """A suspended process must not hit a time limit."""
     monkeypatch.setattr(untrusted, "SECONDS", 0.0)
     monkeypatch.setattr(untrusted, "RATE", 1e9)
     assert len(bytes_tokenizer().encode("ab " * 100_000)) == 300_000
