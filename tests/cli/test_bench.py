@@ -1,4 +1,4 @@
-"""``gpt bench``: what it tells, and what a step reads."""
+"""``gpt bench``, and the bytes read per step."""
 
 import json
 from pathlib import Path
@@ -17,9 +17,9 @@ from gpt.model.quantize import round_matrices
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
-def test_json_has_every_figure(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("bench", "-m", run_folder, "--json", "--rounds", "1", "--batch", "2")
-    values = json.loads(done.out)
+def test_bench_json_keys(gpt: Gpt, run_folder: Path) -> None:
+    result = gpt("bench", "-m", run_folder, "--json", "--rounds", "1", "--batch", "2")
+    values = json.loads(result.out)
     assert list(values) == [
         "name", "parameters", "device", "dtype", "compiled", "prompt_tokens", "new_tokens", "batch", "rounds",
         "prefill_tokens_per_second", "decode_tokens_per_second", "first_token_seconds", "memory_bytes", "read_bytes",
@@ -32,17 +32,17 @@ def test_json_has_every_figure(gpt: Gpt, run_folder: Path) -> None:
     assert values["memory_bytes"] > values["read_bytes"] > 0
 
 
-def test_a_preset_gets_random_weights(gpt: Gpt) -> None:
-    shown = gpt("bench", "-m", "nano", "-n", "3", "--rounds", "1", "--dtype", "int8").out
-    assert "nano" in shown
-    assert "int8" in shown
-    assert "GB/s" in shown
-    done = gpt("bench", "-m", "nano", "-n", "60")
-    assert (done.code, "16 + 60 tokens do not fit in the context of 64" in done.err) == (2, True)
+def test_bench_of_a_preset_uses_random_weights(gpt: Gpt) -> None:
+    output = gpt("bench", "-m", "nano", "-n", "3", "--rounds", "1", "--dtype", "int8").out
+    assert "nano" in output
+    assert "int8" in output
+    assert "GB/s" in output
+    result = gpt("bench", "-m", "nano", "-n", "60")
+    assert (result.code, "16 + 60 tokens do not fit in the context of 64" in result.err) == (2, True)
 
 
-def test_a_step_reads_each_matrix_once() -> None:
-    """GPT-2 124M: all but the table of positions, in each arithmetic."""
+def test_step_reads_every_matrix_once() -> None:
+    """A step does not read the position table."""
     config = GPTConfig(50, 16, 2, 2, 8)
     model = GPT(config)
     all_but_positions = sum(parameter.numel() for parameter in model.parameters()) - 16 * 8
@@ -53,20 +53,20 @@ def test_a_step_reads_each_matrix_once() -> None:
     assert cache_bytes(PRESETS["gpt2"].model, 10, 4) == 2 * 12 * 768 * 10 * 4
 
 
-def test_what_no_machine_holds_is_refused_at_once(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for words, said in (
+def test_impossible_sizes_are_an_error(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, message in (
         (["--batch", "1000000000"], "batch is 1000000000; it must be between 1 and 65,536"),
         (["--rounds", "1000000000000000"], "rounds is 1000000000000000; it must be between 1 and 1,000"),
     ):
-        done = gpt("bench", "-m", run_folder, *words)
-        assert done.code == 2
-        assert said in done.err
+        result = gpt("bench", "-m", run_folder, *words)
+        assert result.code == 2
+        assert message in result.err
     monkeypatch.setattr(Compute, "memory", lambda self: 2**20)
-    kept = "the KV cache of 65,536 sequences of 32 tokens takes 1.1 GB, but the weights leave 0.0 GB"
+    cache_error = "the KV cache of 65,536 sequences of 32 tokens takes 1.1 GB, but the weights leave 0.0 GB"
     for words in (
         ["bench", "-m", run_folder, "--batch", "65536", "-n", "24"],
         ["sample", "x", "-m", run_folder, "-N", "65536", "--batch", "65536", "-n", "31", "--seed", "1"],
     ):
-        done = gpt(*words)
-        assert (done.code, done.out) == (2, "")
-        assert kept in done.err
+        result = gpt(*words)
+        assert (result.code, result.out) == (2, "")
+        assert cache_error in result.err

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which status."""
+"""Command-line output, errors and exit statuses."""
 
 import functools
 import http.server
@@ -40,7 +40,7 @@ LIGHT = (
 )  # fmt: skip
 
 
-def test_light_commands_import_nothing_heavy() -> None:
+def test_light_commands_do_not_import_torch() -> None:
     code = (
         "import sys\nfrom gpt_cli.main import main\n"
         "for line in sys.argv[1:]:\n"
@@ -48,12 +48,12 @@ def test_light_commands_import_nothing_heavy() -> None:
         "    heavy = {'torch', 'numpy', 'transformers', 'tiktoken', 'safetensors'} & set(sys.modules)\n"
         "    assert not heavy, (line, heavy)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *LIGHT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code, *LIGHT], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
-def test_import_gpt_is_light() -> None:
+def test_importing_gpt_does_not_import_torch() -> None:
     code = """
 import sys, gpt
 assert 'torch' not in sys.modules
@@ -69,10 +69,10 @@ assert not [name for name in sys.modules if name.startswith('gpt.training')]  # 
         library.nothing  # noqa: B018
 
 
-# Options: docs/reference.md lists them all, and tests/docs fail where one is new or lost
+# Options
 
 
-def test_options_for_completion_have_no_twin(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_options_have_no_environment_variable(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPT_SHOW_COMPLETION", "1")
     out = gpt("--help").out
     assert "--install-completion" in out
@@ -90,28 +90,28 @@ def book(workdir: Path) -> Path:
     return path
 
 
-def test_train_says_where_how_good_and_what_next(gpt: Gpt, book: Path) -> None:
-    done = gpt("train", book, *QUICK)
-    assert done.code == 0
-    assert re.search(r"saved\s+runs.book.step-00000\d", done.out)
-    assert re.search(r"loss\s+\d\.\d{4} nats per token, \d\.\d{4} bits per byte", done.out)
-    assert re.search(r'more\s+gpt sample "Once upon" -m runs.book', done.out)
-    assert "1 document;" in done.err
-    assert "held-out" in done.err
+def test_train_prints_checkpoint_loss_and_next_command(gpt: Gpt, book: Path) -> None:
+    result = gpt("train", book, *QUICK)
+    assert result.code == 0
+    assert re.search(r"saved\s+runs.book.step-00000\d", result.out)
+    assert re.search(r"loss\s+\d\.\d{4} nats per token, \d\.\d{4} bits per byte", result.out)
+    assert re.search(r'more\s+gpt sample "Once upon" -m runs.book', result.out)
+    assert "1 document;" in result.err
+    assert "held-out" in result.err
 
 
-def test_train_json_is_the_contracts(gpt: Gpt, book: Path) -> None:
-    done = gpt("train", book, *QUICK, "--json")
-    values = json.loads(done.out)
+def test_train_json_keys(gpt: Gpt, book: Path) -> None:
+    result = gpt("train", book, *QUICK, "--json")
+    values = json.loads(result.out)
     assert list(values) == [
         "run", "checkpoint", "steps", "tokens_seen", "val_loss", "val_tokens", "bits_per_byte", "tokens_per_second",
         "seconds", "parameters", "device", "dtype",
     ]  # fmt: skip
     assert (values["steps"], values["tokens_seen"], values["device"], values["dtype"]) == (4, 256, "cpu", "float32")
     assert Path(values["checkpoint"]).parent == Path(values["run"])
-    done = gpt("train", book, *QUICK, "--json", "--quiet", "--val-fraction", "0")
-    assert json.loads(done.out)["val_loss"] is None
-    assert done.err == ""
+    result = gpt("train", book, *QUICK, "--json", "--quiet", "--val-fraction", "0")
+    assert json.loads(result.out)["val_loss"] is None
+    assert result.err == ""
 
 
 def test_train_from_stdin_and_folders(gpt: Gpt, workdir: Path) -> None:
@@ -124,36 +124,40 @@ def test_train_from_stdin_and_folders(gpt: Gpt, workdir: Path) -> None:
     assert Path("runs/stdin").exists()
 
 
-def test_precedence_option_environment_file_default(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precedence_is_option_environment_file_default(
+    gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import tomllib
 
-    def printed(*args: str) -> dict[str, object]:
-        done = gpt("train", "--print-config", *args)
-        assert done.code == 0, done.err
-        return tomllib.loads(done.out)
+    def print_config(*args: str) -> dict[str, object]:
+        result = gpt("train", "--print-config", *args)
+        assert result.code == 0, result.err
+        return tomllib.loads(result.out)
 
-    assert printed()["keep"] == 2
+    assert print_config()["keep"] == 2
     Path("c.toml").write_text("keep = 3\nsteps = 30\nlr = 0.5\nmicro_batch = 2\n")
-    assert printed("--config", "c.toml")["keep"] == 3
+    assert print_config("--config", "c.toml")["keep"] == 3
     Path("marked.toml").write_bytes("\ufeffkeep = 7\r\n".encode())
-    assert printed("--config", "marked.toml")["keep"] == 7
+    assert print_config("--config", "marked.toml")["keep"] == 7
     monkeypatch.setenv("GPT_TRAIN_KEEP", "4")
     monkeypatch.setenv("GPT_TRAIN_CONFIG", "c.toml")
-    assert printed()["keep"] == 4
-    assert printed("--keep", "5")["keep"] == 5
-    assert printed()["steps"] == 30
-    again = gpt("train", "--print-config", "--out", "x").out
-    Path("d.toml").write_text(again, encoding="utf-8")
-    assert gpt("train", "--print-config", "--config", "d.toml").out == again
-    for line, said in {
+    assert print_config()["keep"] == 4
+    assert print_config("--keep", "5")["keep"] == 5
+    assert print_config()["steps"] == 30
+    config = gpt("train", "--print-config", "--out", "x").out
+    Path("d.toml").write_text(config, encoding="utf-8")
+    assert gpt("train", "--print-config", "--config", "d.toml").out == config
+    for line, message in {
         "stesp = 3": 'unknown key "stesp"', "steps =": "is not TOML", "lr = true": "lr is true", "pairs = 'no'": "pairs is 'no'"
     }.items():  # fmt: skip
         Path("c.toml").write_text(line)
-        one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), said)
+        one_line_of_what_and_what_next(gpt("train", "--config", "c.toml"), message)
     one_line_of_what_and_what_next(gpt("train", "--config", "none.toml"), "cannot read none.toml")
 
 
-def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_work_for_every_command(
+    gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GPT_SAMPLE_MAX_TOKENS", "3")
     monkeypatch.setenv("GPT_SAMPLE_JSON", "1")
     monkeypatch.setenv("GPT_SAMPLE_MODEL", str(run_folder))
@@ -212,59 +216,61 @@ def test_environment_twins_reach_every_command(gpt: Gpt, run_folder: Path, monke
         (["tokenizer", "decode", "257", "--tokenizer", "bytes"], "id 257 is outside the vocabulary of 257"),
     ],
 )  # fmt: skip
-def test_wrong_input_is_one_clear_line(gpt: Gpt, book: Path, args: list[str], message: str) -> None:
+def test_invalid_input_is_one_error_line(gpt: Gpt, book: Path, args: list[str], message: str) -> None:
     Path("empty.txt").touch()
     Path("byte.txt").write_bytes(b"x")
     Path("binary.bin").write_bytes(b"ELF\0\1\2")
     Path("latin.txt").write_bytes(b"one\ntwo c\xe9")
     before = set(Path().rglob("*"))
     one_line_of_what_and_what_next(gpt(*args), message)
-    assert set(Path().rglob("*")) == before  # nothing half-written
+    assert set(Path().rglob("*")) == before  # No partial files are left.
 
 
-def test_suggestions(gpt: Gpt, book: Path) -> None:
-    for line, meant in {
+def test_typos_get_suggestions(gpt: Gpt, book: Path) -> None:
+    for line, suggestion in {
         "trian": "train", "train --stesp 3": "--steps", "train shakespear": "shakespeare", "params gpt3-175": "gpt3-175b",
         "train book.txt --preset gtp2": "gpt2", "train book.txt --device cdua": "cuda", "data show wikitext": "wikitext-2",
     }.items():  # fmt: skip
         one_line_of_what_and_what_next(gpt(*line.split()), "")
-        assert meant in gpt(*line.split()).err
+        assert suggestion in gpt(*line.split()).err
 
 
-def test_option_beats_the_twin_of_what_it_excludes(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_option_overrides_a_conflicting_environment_variable(
+    gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GPT_TRAIN_STEPS", "5")
-    done = gpt("train", "--print-config", "--epochs", "2")
-    assert "epochs = 2.0" in done.out
-    assert "steps" not in done.out
-    both = gpt("train", "--print-config", "--epochs", "2", "--steps", "3")
-    one_line_of_what_and_what_next(both, "--steps and --epochs both")
+    result = gpt("train", "--print-config", "--epochs", "2")
+    assert "epochs = 2.0" in result.out
+    assert "steps" not in result.out
+    conflict = gpt("train", "--print-config", "--epochs", "2", "--steps", "3")
+    one_line_of_what_and_what_next(conflict, "--steps and --epochs both")
 
 
-def test_bare_gpt_is_help(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPT_VERSION", "4.1")  # somebody else's variable
-    done = gpt()
-    assert done.code == 0
-    assert "Usage:" in done.out
-    assert "sample" in done.out
+def test_gpt_without_arguments_prints_help(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPT_VERSION", "4.1")  # A variable of another program
+    result = gpt()
+    assert result.code == 0
+    assert "Usage:" in result.out
+    assert "sample" in result.out
 
 
-def test_out_with_a_slash_and_texts_named_like_a_corpus(gpt: Gpt, book: Path) -> None:
+def test_out_with_trailing_slash_and_folder_named_like_a_corpus(gpt: Gpt, book: Path) -> None:
     for _ in range(2):
         assert gpt("train", book, *QUICK, "-o", "r/x/").code == 0
     assert sorted(path.name for path in Path("r").iterdir()) == ["x", "x-2"]
-    Path("pydocs").mkdir()  # a run of that name, say, where one trains again without TEXT
+    Path("pydocs").mkdir()  # A folder must not shadow the default corpus.
     assert gpt("train", *QUICK, "--vocab-size", "300").code == 0
     assert json.loads(Path("runs/pydocs/run.json").read_text())["sources"][0]["name"].startswith("pydocs/")
 
 
-def test_a_diverged_run_is_status_1_and_saves_no_nan(gpt: Gpt, book: Path) -> None:
-    done = gpt("train", book, *QUICK, "--lr", "1e12", "--warmup", "0", "--eval-every", "1", "--schedule", "constant")
-    one_line_of_what_and_what_next(done, "at a learning rate of 1e+12", code=1)
+def test_diverged_run_exits_1_and_saves_no_nan(gpt: Gpt, book: Path) -> None:
+    result = gpt("train", book, *QUICK, "--lr", "1e12", "--warmup", "0", "--eval-every", "1", "--schedule", "constant")
+    one_line_of_what_and_what_next(result, "at a learning rate of 1e+12", code=1)
     for path in Path("runs/book").glob("step-*/model.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(path).values())
 
 
-def test_out_of_memory_is_said(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_an_error(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt.training import parallel
 
     def fail(*args: object) -> None:
@@ -277,8 +283,8 @@ def test_out_of_memory_is_said(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals to try this on")
 @pytest.mark.parametrize(("command", "lines"), [("eval", 1000), slow("train", 1)])
-def test_a_terminal_on_stderr_takes_nothing_from_stdout(run_folder: Path, book: Path, command: str, lines: int) -> None:
-    """`gpt eval … > file` on a terminal: the bar is on the terminal and every line is in the file."""
+def test_progress_on_stderr_does_not_affect_stdout(run_folder: Path, book: Path, command: str, lines: int) -> None:
+    """The terminal shows the progress bar, and stdout receives every line."""
     import pty
 
     args = {"eval": ["eval", book, "-m", run_folder, "--per-token"], "train": ["train", book, *QUICK, "--json"]}[
@@ -289,18 +295,18 @@ def test_a_terminal_on_stderr_takes_nothing_from_stdout(run_folder: Path, book: 
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args)], stdout=subprocess.PIPE, stderr=slave, cwd=book.parent
     )
-    shown = b""
+    terminal_output = b""
     out = process.communicate(timeout=120)[0]
     while select.select([master], [], [], 0.1)[0]:
-        shown += os.read(master, 65536)
+        terminal_output += os.read(master, 65536)
     os.close(master)
     os.close(slave)
     assert process.returncode == 0
     assert len([json.loads(line) for line in out.decode().splitlines()]) >= lines
-    assert b"tokens" in shown
+    assert b"tokens" in terminal_output
 
 
-def test_the_live_line() -> None:
+def test_training_status_line() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with progress.TrainDisplay(quiet=False, console=console) as display:
         display(events.Plan(100, 64))
@@ -312,7 +318,7 @@ def test_the_live_line() -> None:
     assert "step 10/100" in line
     assert "loss 4.500  held-out 3.250 (best)  320 tokens/s  18 s left" in line
     assert line.count("━") == 20
-    assert "▁" in line  # the recent losses
+    assert "▁" in line  # Sparkline of recent losses
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "first line" in text
     assert "second" in text
@@ -321,34 +327,34 @@ def test_the_live_line() -> None:
 # gpt sample
 
 
-def test_sample_echoes_streams_and_repeats(gpt: Gpt, run_folder: Path) -> None:
-    one = gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "20")
-    assert one.out.startswith("the cat")
-    assert one.out.endswith("\n")
-    assert one.err == ""
-    assert gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "20").out == one.out
-    assert gpt("sample", "the cat", "-m", run_folder, "--seed", "6", "-n", "20").out != one.out
-    without = gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "20", "--no-echo")
-    assert "the cat" + without.out == one.out
+def test_same_seed_repeats_the_sample(gpt: Gpt, run_folder: Path) -> None:
+    first = gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "20")
+    assert first.out.startswith("the cat")
+    assert first.out.endswith("\n")
+    assert first.err == ""
+    assert gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "20").out == first.out
+    assert gpt("sample", "the cat", "-m", run_folder, "--seed", "6", "-n", "20").out != first.out
+    no_echo = gpt("sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "20", "--no-echo")
+    assert "the cat" + no_echo.out == first.out
 
 
-def test_a_drawn_seed_is_printed_and_repeats(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("sample", "the", "-m", run_folder, "-n", "30")
-    seed = re.fullmatch(r".+step-\d+, seed (\d+)\n", done.err)
+def test_random_seed_is_printed_and_repeats(gpt: Gpt, run_folder: Path) -> None:
+    result = gpt("sample", "the", "-m", run_folder, "-n", "30")
+    seed = re.fullmatch(r".+step-\d+, seed (\d+)\n", result.err)
     assert seed
-    assert gpt("sample", "the", "-m", run_folder, "-n", "30", "--seed", seed[1]).out == done.out
+    assert gpt("sample", "the", "-m", run_folder, "-n", "30", "--seed", seed[1]).out == result.out
     assert gpt("sample", "the", "-m", run_folder, "-n", "30", "--greedy").err == ""
 
 
-def test_sample_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("sample", "the cat", "-m", run_folder, "-N", "3", "--seed", "5", "-n", "12", "--ignore-eot", "--json")
-    lines = [json.loads(line) for line in done.out.splitlines()]
+def test_sample_json_keys(gpt: Gpt, run_folder: Path) -> None:
+    result = gpt("sample", "the cat", "-m", run_folder, "-N", "3", "--seed", "5", "-n", "12", "--ignore-eot", "--json")
+    lines = [json.loads(line) for line in result.out.splitlines()]
     assert [line["index"] for line in lines] == [0, 1, 2]
     tokenizer = library.load(run_folder).tokenizer
     for line in lines:
         assert list(line) == ["prompt_index", "index", "prompt", "text", "tokens", "logprob", "finish_reason", "seed"]
-        said = [line[key] for key in ("prompt_index", "prompt", "finish_reason", "seed")]
-        assert said == [0, "the cat", "length", 5]
+        values = [line[key] for key in ("prompt_index", "prompt", "finish_reason", "seed")]
+        assert values == [0, "the cat", "length", 5]
         assert len(line["tokens"]) == 12
         assert line["logprob"] < 0
         assert tokenizer.decode(line["tokens"]) == line["text"]
@@ -357,13 +363,13 @@ def test_sample_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
     assert greedy["seed"] is None
 
 
-def test_sample_past_the_context_says_so(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("sample", "the", "-m", run_folder, "-n", "100", "--greedy", "--ignore-eot")
-    assert "outgrew the context of 32 tokens" in done.err
+def test_sample_beyond_the_context_prints_a_note(gpt: Gpt, run_folder: Path) -> None:
+    result = gpt("sample", "the", "-m", run_folder, "-n", "100", "--greedy", "--ignore-eot")
+    assert "outgrew the context of 32 tokens" in result.err
 
 
 @pytest.mark.parametrize("encoding", [slow("ascii"), more("cp1252")])
-def test_narrow_encodings_end_nothing(run_folder: Path, encoding: str) -> None:
+def test_narrow_output_encodings(run_folder: Path, encoding: str) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     code = "from gpt_cli.main import run; run()"
     for args in (
@@ -372,34 +378,34 @@ def test_narrow_encodings_end_nothing(run_folder: Path, encoding: str) -> None:
         ["params", "gpt2"],
         ["--help"],
     ):
-        done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout
+        result = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout
     args = ["sample", "é 🐕", "-n", "3", "--seed", "1", "-m", str(run_folder), "--json"]
-    done = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, check=True)
-    assert json.loads(done.stdout.decode(encoding))["prompt"] == "é 🐕"
+    result = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, check=True)
+    assert json.loads(result.stdout.decode(encoding))["prompt"] == "é 🐕"
 
 
 # gpt eval
 
 
-def test_eval_json_is_the_contracts(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_eval_json_keys(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes("the cat sat in Zürich\n".encode() * 9)
     values = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json").out)
     assert list(values) == [
         "loss", "perplexity", "bits_per_byte", "word_perplexity", "tokens", "bytes", "words", "stride", "block_size",
     ]  # fmt: skip
     assert (values["bytes"], values["words"], values["stride"], values["block_size"]) == (9 * 23, 45, 32, 32)
-    better = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json", "--stride", "4").out)
-    assert better["tokens"] == values["tokens"]
-    assert better["loss"] != values["loss"]
+    shorter_stride = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json", "--stride", "4").out)
+    assert shorter_stride["tokens"] == values["tokens"]
+    assert shorter_stride["loss"] != values["loss"]
     one_line_of_what_and_what_next(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--stride", "33"), "stride is 33")
-    shown = gpt("eval", tmp_path / "t.txt", "-m", run_folder).out
-    assert f"{values['loss']:.4f}" in shown
-    assert "nats per token" in shown
+    output = gpt("eval", tmp_path / "t.txt", "-m", run_folder).out
+    assert f"{values['loss']:.4f}" in output
+    assert "nats per token" in output
 
 
-def test_eval_tokens_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_eval_token_logprobs_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()
     for name in ("a.txt", "b.txt"):
         (tmp_path / "t" / name).write_bytes(make_text(60).encode())
@@ -431,7 +437,7 @@ def test_params_table(gpt: Gpt) -> None:
     assert "a fixed sine table has none" in gpt("params", "gpt2", "--positions", "sinusoidal").out
 
 
-def test_params_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
+def test_params_json_keys(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("params", "gpt2", "--json").out)
     assert list(values) == [
         "name", "config", "rows", "total_weights", "tied", "positions", "biases", "layer_norms", "trainable",
@@ -446,8 +452,8 @@ def test_params_json_is_the_contracts(gpt: Gpt, run_folder: Path) -> None:
 def test_params_side_by_side(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     out = gpt("params", "gpt2", "gpt3-125m", run_folder).out
     assert out.split()[:4] == ["Matrix", "gpt2", "gpt3-125m", str(run_folder)]
-    said = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
-    assert said == [json.loads(gpt("params", name, "--json").out) for name in ("gpt2", "gpt3-125m")]
+    values = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
+    assert values == [json.loads(gpt("params", name, "--json").out) for name in ("gpt2", "gpt3-125m")]
     one_line_of_what_and_what_next(gpt("params", "gpt2", "gtp3-125m"), 'no preset, run or checkpoint "gtp3-125m"')
     one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "does not name a format")
 
@@ -488,7 +494,6 @@ def test_data_show(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_data_fetch(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a server of our own."""
     (tmp_path / "served.txt").write_bytes(b"to be or not to be " * 1000)
     monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "cache" / "shakespeare"
@@ -499,28 +504,28 @@ def test_data_fetch(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(catalogue, "describe", lambda name: dict(toml))
         thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
         thread.start()
-        done = gpt("data", "fetch", "shakespeare")
+        result = gpt("data", "fetch", "shakespeare")
         httpd.shutdown()
         thread.join()
-    assert done.code == 0, done.err
-    assert f"{folder}  (1 file, 19,000 bytes)" in done.out
-    assert "gpt train shakespeare" in done.out
+    assert result.code == 0, result.err
+    assert f"{folder}  (1 file, 19,000 bytes)" in result.out
+    assert "gpt train shakespeare" in result.out
     assert json.loads(gpt("data", "show", "shakespeare", "--json").out)["status"] == "here"
     values = json.loads(gpt("data", "fetch", "shakespeare", "--json", "--quiet").out)
     assert list(values) == ["name", "folder", "files", "bytes", "seconds", "train"]
     assert values["files"] == [str(folder / "served.txt")]
 
 
-def test_data_fetch_of_what_python_has(gpt: Gpt) -> None:
+def test_fetching_a_python_corpus_downloads_nothing(gpt: Gpt) -> None:
     assert "nothing to download" in gpt("data", "fetch", "pydocs").out
     assert json.loads(gpt("data", "fetch", "stdlib", "--json").out)["folder"] is None
 
 
-def test_the_rate_of_a_continued_fetch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_of_a_resumed_download(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0)
     with progress.Bar("fetched", "bytes", quiet=False) as bar:
         bar.reach(900, 1000)
         bar.reach(950, 1000)
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "fetched 900/1,000 bytes  0 bytes/s"  # they came another time
+    assert first == "fetched 900/1,000 bytes  0 bytes/s"  # Bytes of earlier downloads don't count.
     assert re.fullmatch(r"fetched 950/1,000 bytes  [\d,]+ bytes/s  0 s left", second)

@@ -1,4 +1,4 @@
-"""One grammar: -m names the model, -o the output, words are text. Former forms, and the names of other programs."""
+"""The option -m of every command, old forms, and hints for names of other programs."""
 
 import json
 import shlex
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from conftest import Gpt, make_text
-from conftest import one_line_of_what_and_what_next as refused
+from conftest import one_line_of_what_and_what_next as assert_error
 
 from gpt.runs import folder
 
 
 @pytest.fixture
 def run(run_folder: Path, workdir: Path) -> str:
-    """The newest run, beside a text."""
+    """The newest run, and a text file."""
     shutil.copytree(run_folder, "runs/book")
     Path("t.txt").write_bytes(make_text(60).encode())
     return "runs/book"
@@ -24,7 +24,7 @@ def run(run_folder: Path, workdir: Path) -> str:
 # The model
 
 
-def test_the_model_is_the_newest_runs_or_named_by_m(gpt: Gpt, run: str) -> None:
+def test_model_is_the_newest_run_or_named_by_m(gpt: Gpt, run: str) -> None:
     for words in (["eval", "t.txt", "--json"], ["tokenizer", "encode", "the cat"], ["tokenizer", "decode", "40", "50"]):
         newest, named = gpt(*words), gpt(*words, "-m", run)
         assert (newest.code, newest.out) == (0, named.out), newest.err
@@ -34,60 +34,60 @@ def test_the_model_is_the_newest_runs_or_named_by_m(gpt: Gpt, run: str) -> None:
     assert json.loads(gpt("bench", "--rounds", "1", "-n", "2", "--json").out)["name"].startswith(run)
 
 
-def test_the_former_first_word_of_eval(gpt: Gpt, run: str) -> None:
+def test_old_form_of_eval(gpt: Gpt, run: str) -> None:
     for model in (run, f"{run}:best", str(next(Path(run).glob("step-*")))):
-        now = gpt("eval", "t.txt", "t.txt", "-m", model, "--json")
-        former = gpt("eval", model, "t.txt", "t.txt", "--json")
-        assert (former.code, former.out) == (0, now.out)
-        assert f"use -m {model} to name the model; the next release drops the old form\n" in former.err
-        assert "use -m" not in now.err
+        current = gpt("eval", "t.txt", "t.txt", "-m", model, "--json")
+        old = gpt("eval", model, "t.txt", "t.txt", "--json")
+        assert (old.code, old.out) == (0, current.out)
+        assert f"use -m {model} to name the model; the next release drops the old form\n" in old.err
+        assert "use -m" not in current.err
 
 
-def test_with_m_every_word_is_a_text(gpt: Gpt, run: str) -> None:
-    Path("nano").write_text("the cat sat on the mat")  # named like a preset
+def test_with_m_every_word_is_text(gpt: Gpt, run: str) -> None:
+    Path("nano").write_text("the cat sat on the mat")  # The file is named like a preset.
     assert json.loads(gpt("eval", "nano", "t.txt", "--json").out)["bytes"] > Path("t.txt").stat().st_size
     shutil.copy("t.txt", Path(run) / "notes.txt")
     inside = gpt("eval", f"{run}/notes.txt", "t.txt", "-m", run, "--json")
     assert json.loads(inside.out)["bytes"] == 2 * Path("t.txt").stat().st_size
 
 
-def test_a_model_without_a_text(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_without_text_is_an_error(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (run, f"{run}:latest", "hf:me/tiny", "gpt2"):
-        done = gpt("eval", model)
-        refused(done, f"{model} is a model, and there is no TEXT")
-        assert done.err.endswith(f"hint: gpt eval TEXT -m {model}\n")
-    refused(gpt("eval", "gpt2", "t.txt"), "there is no run or checkpoint gpt2")
+        result = gpt("eval", model)
+        assert_error(result, f"{model} is a model, and there is no TEXT")
+        assert result.err.endswith(f"hint: gpt eval TEXT -m {model}\n")
+    assert_error(gpt("eval", "gpt2", "t.txt"), "there is no run or checkpoint gpt2")
     monkeypatch.setenv("GPT_EVAL_MODEL", run)
     assert gpt("eval", "t.txt").code == 0
 
 
-def test_the_former_word_of_export_and_bench(gpt: Gpt, run: str) -> None:
-    done = gpt("export", run, "-o", "a.gguf", "--type", "q8_0", "--json")
-    assert (done.code, json.loads(done.out)["type"]) == (0, "q8_0")
-    assert f"use -m {run} to name the model" in done.err
+def test_old_form_of_export_and_bench(gpt: Gpt, run: str) -> None:
+    result = gpt("export", run, "-o", "a.gguf", "--type", "q8_0", "--json")
+    assert (result.code, json.loads(result.out)["type"]) == (0, "q8_0")
+    assert f"use -m {run} to name the model" in result.err
     assert json.loads(gpt("export", "-m", run, "-o", "b.gguf", "--dtype", "q8_0", "--json").out)["type"] == "q8_0"
     assert Path("a.gguf").stat().st_size == Path("b.gguf").stat().st_size
-    done = gpt("bench", "nano", "--rounds", "1", "-n", "2", "--json")
-    assert json.loads(done.out)["name"] == "nano"
-    assert "use -m nano to name the model" in done.err
-    refused(gpt("export", "-m", run, "b", "-o", "c"), "gpt export takes no TEXT, and b was given")
-    refused(gpt("bench", "nano", "b"), "gpt bench takes no TEXT, and b was given")
+    result = gpt("bench", "nano", "--rounds", "1", "-n", "2", "--json")
+    assert json.loads(result.out)["name"] == "nano"
+    assert "use -m nano to name the model" in result.err
+    assert_error(gpt("export", "-m", run, "b", "-o", "c"), "gpt export takes no TEXT, and b was given")
+    assert_error(gpt("bench", "nano", "b"), "gpt bench takes no TEXT, and b was given")
 
 
-def test_former_names_of_options(gpt: Gpt, run: str) -> None:
-    for former, now in {
+def test_old_option_names(gpt: Gpt, run: str) -> None:
+    for old, current in {
         "eval t.txt --tokens": "eval t.txt --per-token",
         "sample the --beam 3 --n-best 2 -n 5": "sample the --beam 3 -N 2 -n 5",
         "params gpt2 --memory": "params gpt2 --devices 1",
         "params gpt2 --flops --time": "params gpt2 --devices 1",
     }.items():
-        done = gpt(*former.split())
-        assert (done.code, done.out) == (0, gpt(*now.split()).out), former
-        flags = [word for word in former.split() if word.startswith("--") and word not in now]
-        assert not [flag for flag in flags if flag in gpt(former.split()[0], "--help").out]
+        result = gpt(*old.split())
+        assert (result.code, result.out) == (0, gpt(*current.split()).out), old
+        flags = [word for word in old.split() if word.startswith("--") and word not in current]
+        assert not [flag for flag in flags if flag in gpt(old.split()[0], "--help").out]
 
 
-def test_twins_of_former_names(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_old_option_names(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPT_PARAMS_TIME", "1")
     assert "days" in gpt("params", "gpt2").out
     monkeypatch.setenv("GPT_EXPORT_TYPE", "f32")
@@ -99,17 +99,17 @@ def test_twins_of_former_names(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPat
 # gpt chat
 
 
-def test_chat_is_sample_i(gpt: Gpt, run: str) -> None:
-    how = ["-m", run, "-n", "6", "--seed", "3", "--temperature", "0.5"]
-    chat, sample = (gpt(*words, *how, stdin=b"the cat\n/retry\n") for words in (["chat"], ["sample", "-i"]))
+def test_chat_equals_sample_i(gpt: Gpt, run: str) -> None:
+    options = ["-m", run, "-n", "6", "--seed", "3", "--temperature", "0.5"]
+    chat, sample = (gpt(*words, *options, stdin=b"the cat\n/retry\n") for words in (["chat"], ["sample", "-i"]))
     assert (chat.code, chat.out, chat.err) == (0, sample.out, sample.err)
     assert chat.out.count("the cat") == 2
     assert gpt("chat", "-n", "6", "--seed", "3", "--temperature", "0.5", stdin=b"the cat\n/retry\n").out == chat.out
-    done = gpt("chat", run)
-    refused(done, f"unexpected extra argument(s) ({run})")
-    assert "-m names the model" in done.err
-    refused(gpt("chat", "--seed", "-1"), "seed is -1")
-    refused(gpt("chat", "-m", "nowhere"), "there is no run or checkpoint nowhere")
+    result = gpt("chat", run)
+    assert_error(result, f"unexpected extra argument(s) ({run})")
+    assert "-m names the model" in result.err
+    assert_error(gpt("chat", "--seed", "-1"), "seed is -1")
+    assert_error(gpt("chat", "-m", "nowhere"), "there is no run or checkpoint nowhere")
 
 
 # Names of other programs
@@ -168,33 +168,33 @@ def test_chat_is_sample_i(gpt: Gpt, run: str) -> None:
         ("tokenizer train --output x", "--out: "),
     ],
 )  # fmt: skip
-def test_names_of_other_programs(gpt: Gpt, line: str, hint: str) -> None:
+def test_names_of_other_programs_get_hints(gpt: Gpt, line: str, hint: str) -> None:
     words = shlex.split(line)
-    done = gpt(*words)
+    result = gpt(*words)
     name = next((word.split("=")[0] for word in words if word.startswith("-")), words[0])
     kind = "option" if name.startswith("-") else "command"
-    refused(done, f"there is no {kind} {name}")
-    assert hint in done.err.splitlines()[1]
+    assert_error(result, f"there is no {kind} {name}")
+    assert hint in result.err.splitlines()[1]
 
 
-def test_no_answer_where_nothing_is_known(gpt: Gpt) -> None:
-    refused(gpt("sample", "--learning-rate", "1"), "No such option: --learning-rate")
-    refused(gpt("train", "--stesp", "1"), "--steps")
-    refused(gpt("trian"), "train")
+def test_unknown_names_get_no_hint(gpt: Gpt) -> None:
+    assert_error(gpt("sample", "--learning-rate", "1"), "No such option: --learning-rate")
+    assert_error(gpt("train", "--stesp", "1"), "--steps")
+    assert_error(gpt("trian"), "train")
 
 
-def test_what_is_answered_is_here(gpt: Gpt) -> None:
-    """Every name that the answers give is a command or an option of ours, and none of the brought ones is."""
+def test_hints_name_existing_commands(gpt: Gpt) -> None:
+    """Every hint leads from an unknown name to a known name."""
     import typer
     from gpt_cli import main, names
 
     root = typer.main.get_command(main.make_app())
     commands: dict[str, Sequence[str]] = {}
     for name, command in root.commands.items():  # type: ignore[attr-defined]
-        for each in [command, *getattr(command, "commands", {}).values()]:
-            commands[name] = [*commands.get(name, []), *(flag for param in each.params for flag in param.opts)]
+        for subcommand in [command, *getattr(command, "commands", {}).values()]:
+            commands[name] = [*commands.get(name, []), *(flag for param in subcommand.params for flag in param.opts)]
     known = {flag for flags in commands.values() for flag in flags}
-    assert {ours for ours in names._OPTIONS if ours not in known} == set()
+    assert {option for option in names._OPTIONS if option not in known} == set()
     assert not {*names.COMMANDS} & {*commands}
     for hint in names.COMMANDS.values():
         for word in hint.replace(",", " ").split("gpt ")[1:]:
@@ -202,19 +202,19 @@ def test_what_is_answered_is_here(gpt: Gpt) -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_names_that_lack_their_folder_or_hf(gpt: Gpt) -> None:
+def test_model_names_without_folder_or_hf_get_hints(gpt: Gpt) -> None:
     for name, hint in {
         "book": 'did you mean "' + str(Path("runs", "book")) + '"?',
         "owner/model": '"hf:owner/model"',
         "runs/bok": "runs here: ",
     }.items():
-        done = gpt("eval", "t.txt", "-m", name)
-        refused(done, f"there is no run or checkpoint {Path(name)}")
-        assert hint in done.err
+        result = gpt("eval", "t.txt", "-m", name)
+        assert_error(result, f"there is no run or checkpoint {Path(name)}")
+        assert hint in result.err
 
 
 @pytest.mark.usefixtures("workdir")
-def test_an_address_or_a_folder_of_texts_is_not_a_model() -> None:
+def test_urls_and_text_folders_are_not_models() -> None:
     Path("texts").mkdir()
     Path("texts/config.json").write_text('{"a": 1}')
     assert not folder.names_model("texts")

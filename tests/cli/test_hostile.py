@@ -1,4 +1,4 @@
-"""Hostile command lines: their judge sees what is wrong, and `make test-more` runs some."""
+"""The stress test of hostile command lines."""
 
 import subprocess
 import sys
@@ -10,31 +10,31 @@ from conftest import ROOT
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it forks")
 
 
-def test_the_judge(tmp_path: Path) -> None:
+def test_judge_finds_violations(tmp_path: Path) -> None:
     from tests.stress import hostile
 
-    cwd, beside = tmp_path / "cwd", tmp_path / "beside"
-    (beside / "tmp").mkdir(parents=True)
+    cwd, scratch = tmp_path / "cwd", tmp_path / "beside"
+    (scratch / "tmp").mkdir(parents=True)
     cwd.mkdir()
     (cwd / "text.txt").write_text("mine")
-    before = hostile.tree(cwd)
+    before = hostile.snapshot(cwd)
 
-    def judged(status: int, out: str = "", err: str = "", *words: str) -> list[str]:
-        ended = hostile.Ended(status, out, err, 0.1, False)
-        return list(hostile.judge(hostile.Case([*words]), ended, cwd, beside, before))
+    def find_faults(status: int, out: str = "", err: str = "", *words: str) -> list[str]:
+        result = hostile.Result(status, out, err, 0.1, False)
+        return list(hostile.judge(hostile.Case([*words]), result, cwd, scratch, before))
 
-    assert judged(2, "", "note\nerror: what is wrong\nhint: what to do\n") == []
-    assert judged(-9) == ["status -9"]
-    assert judged(1, "", "error: internal error in gpt: x\nhint: y\n") == ["internal error in gpt"]
-    assert judged(0, "NaN\n", "", "--json") == ["stdout is not JSON"]
+    assert find_faults(2, "", "note\nerror: what is wrong\nhint: what to do\n") == []
+    assert find_faults(-9) == ["status -9"]
+    assert find_faults(1, "", "error: internal error in gpt: x\nhint: y\n") == ["internal error in gpt"]
+    assert find_faults(0, "NaN\n", "", "--json") == ["stdout is not JSON"]
     (cwd / "text.txt").write_text("gone")
     (cwd / ".tmp-1-x").touch()
-    assert judged(0) == ["left behind: ['.tmp-1-x']", "changed: ['text.txt']"]
+    assert find_faults(0) == ["left behind: ['.tmp-1-x']", "changed: ['text.txt']"]
 
 
 @pytest.mark.more
-def test_some_cases_are_run() -> None:
+def test_a_few_cases_run_clean() -> None:
     command = [sys.executable, "-m", "tests.stress.hostile", "--cases", "4", "--seed", "7", "--each", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.stdout.splitlines()[-1].startswith("4 cases of seed 7 in "), done.stderr
-    assert "'clean': 4" in done.stdout
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.stdout.splitlines()[-1].startswith("4 cases of seed 7 in "), result.stderr
+    assert "'clean': 4" in result.stdout

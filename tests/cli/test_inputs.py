@@ -1,4 +1,4 @@
-"""What commands read: bounds, devices that never end, and pipes that keep one waiting."""
+"""Command input: size limits, endless devices and slow pipes."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Gpt, spawn
-from conftest import one_line_of_what_and_what_next as refused
+from conftest import one_line_of_what_and_what_next as assert_error
 from gpt_cli import inputs
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="devices and named pipes are Unix's")
@@ -30,34 +30,34 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="devices and nam
         ("train --val-text", "/dev/zero is a device, not a text"),
     ],
 )
-def test_devices_that_never_end(gpt: Gpt, workdir: Path, words: str, message: str) -> None:
-    refused(gpt(*words.split(), "/dev/zero"), message)
+def test_endless_devices_are_an_error(gpt: Gpt, workdir: Path, words: str, message: str) -> None:
+    assert_error(gpt(*words.split(), "/dev/zero"), message)
     assert os.listdir() == []
 
 
-def test_all_prompts_together_have_a_bound(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_total_size_of_prompts_is_limited(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "MOST_PROMPTS", 100)
     lines = b'{"prompt": "the cat"}\n'  # 22 bytes
-    done = gpt("sample", "--prompts", "-", "-m", "none", stdin=5 * lines)
-    refused(done, "stdin has more than 100 bytes")
+    result = gpt("sample", "--prompts", "-", "-m", "none", stdin=5 * lines)
+    assert_error(result, "stdin has more than 100 bytes")
     assert "there is no run" in gpt("sample", "--prompts", "-", "-m", "none", stdin=4 * lines).err
 
 
-def test_ids_from_stdin_have_a_bound_and_ascii_digits(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_from_stdin_are_limited_and_have_ascii_digits(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "MOST_TEXT", 5)
-    refused(gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 105"), "stdin has mo")
+    assert_error(gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 105"), "stdin has mo")
     assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 33").out == "H!"
     assert 'error: "٣" is not a token id' in gpt("tokenizer", "decode", "٣", "--tokenizer", "bytes").err
 
 
-def test_closed_stdin_is_an_error_of_two_lines(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io, "TextIOWrapper", lambda buffer: None)  # with which the fixture makes sys.stdin
-    refused(gpt("sample", "--prompt-file", "-"), "there is no standard input to read")
-    refused(gpt("sample", "-i", "-m", run_folder, "--greedy"), "there is no standard input to read")
+def test_closed_stdin_is_an_error(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "TextIOWrapper", lambda buffer: None)  # The fixture makes sys.stdin with this class.
+    assert_error(gpt("sample", "--prompt-file", "-"), "there is no standard input to read")
+    assert_error(gpt("sample", "-i", "-m", run_folder, "--greedy"), "there is no standard input to read")
 
 
 @pytest.mark.slow
-def test_a_silent_pipe_is_told_of_and_can_be_interrupted(workdir: Path) -> None:
+def test_silent_pipe_prints_a_note_and_can_be_interrupted(workdir: Path) -> None:
     os.mkfifo("pipe")
     with spawn("sample", "--prompt-file", "pipe") as process:
         assert process.stderr is not None
@@ -68,7 +68,7 @@ def test_a_silent_pipe_is_told_of_and_can_be_interrupted(workdir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipe_that_is_written_in_time_is_read_in_silence(run_folder: Path, workdir: Path) -> None:
+def test_fast_pipe_prints_no_note(run_folder: Path, workdir: Path) -> None:
     os.mkfifo("pipe")
     with spawn("sample", "--prompts", "pipe", "-m", run_folder, "-n", "2", "--greedy") as process:
         with open("pipe", "w") as pipe:
@@ -79,15 +79,15 @@ def test_a_pipe_that_is_written_in_time_is_read_in_silence(run_folder: Path, wor
 
 
 @pytest.mark.slow
-def test_a_terminal_is_told_how_to_end(workdir: Path) -> None:
-    ours, theirs = os.openpty()
-    with spawn("sample", "--prompts", "-", stdin=theirs) as process:
+def test_terminal_input_prints_how_to_end(workdir: Path) -> None:
+    controller, terminal = os.openpty()
+    with spawn("sample", "--prompts", "-", stdin=terminal) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "reading prompts from stdin; end with Ctrl-D\n"
-        os.write(ours, b"\x04")
+        os.write(controller, b"\x04")
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err.splitlines()[0]) == (2, "error: stdin contains no prompt")
-    with spawn("tokenize", "-", "-o", "tokens", stdin=theirs) as process:
+    with spawn("tokenize", "-", "-o", "tokens", stdin=terminal) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "reading the text from stdin; end with Ctrl-D\n"
         time.sleep(0.2)
@@ -98,7 +98,7 @@ def test_a_terminal_is_told_how_to_end(workdir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_conversation_survives_bytes_that_are_no_text(run_folder: Path, workdir: Path) -> None:
+def test_interactive_session_survives_invalid_utf8(run_folder: Path, workdir: Path) -> None:
     env = {**os.environ, "PYTHONUTF8": "1"}
     with spawn("sample", "-i", "-m", run_folder, "-n", "0", stdin=subprocess.PIPE, env=env) as process:
         assert process.stdin is not None

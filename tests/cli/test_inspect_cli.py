@@ -1,4 +1,4 @@
-"""``gpt inspect``: what it prints, writes and refuses."""
+"""``gpt inspect``."""
 
 import json
 import re
@@ -15,76 +15,76 @@ from gpt import inspect
 PROMPT = "the cat sat on the mat while the cat"
 
 
-def test_attention_json_is_what_the_model_computes(gpt: Gpt, run_folder: Path) -> None:
+def test_attention_json_equals_the_model(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json").out)
     loaded = library.load(run_folder, dtype="float32")
     ids = loaded.tokenizer.encode(PROMPT).tolist()
-    seen = inspect.trace(loaded.model, ids)
+    traced = inspect.trace(loaded.model, ids)
     assert values["tokens"] == ids
     assert "".join(values["pieces"]) == PROMPT
-    assert np.abs(np.array(values["patterns"]) - seen.patterns).max() < 1e-6
+    assert np.abs(np.array(values["patterns"]) - traced.patterns).max() < 1e-6
     assert values["prompt"] == PROMPT
     assert values["dropped"] == 0
-    output = seen.logits[-1].softmax(-1)
-    for each in (values["next"][0], values["next"][-1]):
-        assert each["probability"] == pytest.approx(float(output[each["token"]]), abs=1e-6)
+    output = traced.logits[-1].softmax(-1)
+    for entry in (values["next"][0], values["next"][-1]):
+        assert entry["probability"] == pytest.approx(float(output[entry["token"]]), abs=1e-6)
     assert values["lens"][-1][-1][0]["token"] == values["next"][0]["token"] == int(output.argmax())
-    assert [(each["layer"], each["head"]) for each in values["scores"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    by_hand = seen.patterns[1, 0][np.arange(2, len(ids)), np.arange(1, len(ids) - 1)].mean()
-    assert values["scores"][2]["prompt"]["previous"] == pytest.approx(float(by_hand), abs=1e-5)
+    assert [(entry["layer"], entry["head"]) for entry in values["scores"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    expected = traced.patterns[1, 0][np.arange(2, len(ids)), np.arange(1, len(ids) - 1)].mean()
+    assert values["scores"][2]["prompt"]["previous"] == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_attention_in_a_terminal(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--layer", "1", "--head", "0")
-    assert "layer 1, head 0" in done.out
+    result = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--layer", "1", "--head", "0")
+    assert "layer 1, head 0" in result.out
     values = json.loads(gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json").out)
-    rows = re.findall(r"^ *\S+ ((?:[.\d] )+) *$", done.out, re.MULTILINE)
+    rows = re.findall(r"^ *\S+ ((?:[.\d] )+) *$", result.out, re.MULTILINE)
     assert len(rows) == len(values["tokens"])
     for row, shares in zip(rows, values["patterns"][1][0], strict=True):
         tenths = [0 if mark == "." else int(mark) for mark in row.split()]
         assert len(tenths) == sum(share > 0 for share in shares)
         assert all(abs(tenth - 10 * share) <= 1 for tenth, share in zip(tenths, shares, strict=False))
-    assert f"{values['next'][0]['probability']:.3f}" in done.out
+    assert f"{values['next'][0]['probability']:.3f}" in result.out
     assert "what heads mostly attend to" in gpt("inspect", "attention", PROMPT, "-m", run_folder).out
 
 
-def test_attention_of_a_prompt_beyond_the_context(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("inspect", "attention", PROMPT * 9, "-m", run_folder, "--json")
-    values = json.loads(done.out)
+def test_attention_truncates_a_long_prompt(gpt: Gpt, run_folder: Path) -> None:
+    result = gpt("inspect", "attention", PROMPT * 9, "-m", run_folder, "--json")
+    values = json.loads(result.out)
     assert len(values["tokens"]) == 32
-    assert re.search(r"the prompt has \d+ tokens; showing the last 32, which fit the context", done.err)
+    assert re.search(r"the prompt has \d+ tokens; showing the last 32, which fit the context", result.err)
     whole = library.load(run_folder).tokenizer.encode(PROMPT * 9).tolist()
     assert values["tokens"] == whole[-32:]
     assert values["dropped"] == len(whole) - 32
 
 
-def test_attention_reads_files_and_one_token(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+def test_attention_reads_files_and_single_tokens(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     Path("p.txt").write_text("z")
     values = json.loads(gpt("inspect", "attention", "--prompt-file", "p.txt", "-m", run_folder, "--json").out)
     assert values["patterns"] == [[[[1.0]]] * 2] * 2
     assert values["scores"][0]["prompt"]["previous"] is None
-    done = gpt("inspect", "attention", "--prompt-file", "-", "-m", run_folder, "-o", "a.html", stdin=b"the cat")
-    assert done.code == 0
-    assert re.fullmatch(r"saved  a\.html  \([\d,]+ bytes\)\n", done.out)
+    result = gpt("inspect", "attention", "--prompt-file", "-", "-m", run_folder, "-o", "a.html", stdin=b"the cat")
+    assert result.code == 0
+    assert re.fullmatch(r"saved  a\.html  \([\d,]+ bytes\)\n", result.out)
 
 
-def test_neighbors(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("inspect", "neighbors", "cat", "raining", "-k", "4", "-m", run_folder, "--json")
-    values = json.loads(done.out)
+def test_neighbors_and_analogy(gpt: Gpt, run_folder: Path) -> None:
+    result = gpt("inspect", "neighbors", "cat", "raining", "-k", "4", "-m", run_folder, "--json")
+    values = json.loads(result.out)
     loaded = library.load(run_folder)
     table = inspect.Embeddings(loaded.model, loaded.tokenizer)
-    for word, said in zip(("cat", "raining"), values["words"], strict=True):
-        found = table.neighbors(table.find(word), 4)
-        assert [each["token"] for each in said["neighbors"]] == [near.id for near in found]
-        assert [each["cosine"] for each in said["neighbors"]] == pytest.approx(
-            [near.cosine for near in found], abs=1e-5
+    for word, values_of_word in zip(("cat", "raining"), values["words"], strict=True):
+        neighbors = table.neighbors(table.find(word), 4)
+        assert [entry["token"] for entry in values_of_word["neighbors"]] == [neighbor.id for neighbor in neighbors]
+        assert [entry["cosine"] for entry in values_of_word["neighbors"]] == pytest.approx(
+            [neighbor.cosine for neighbor in neighbors], abs=1e-5
         )
     text = gpt("inspect", "neighbors", "zzzqx", "-m", run_folder).out
     assert re.search(r'"zzzqx" is \d tokens, represented by their mean: ', text)
     assert "cat − dogs + mat" in gpt("inspect", "analogy", "cat - dogs + mat", "-m", run_folder).out
 
 
-def test_positions(gpt: Gpt, run_folder: Path) -> None:
+def test_positions_output(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("inspect", "positions", "-m", run_folder, "--json").out)
     table = library.load(run_folder).model.wpe.weight.detach().numpy()
     assert values["positions"] == "learned"
@@ -95,25 +95,25 @@ def test_positions(gpt: Gpt, run_folder: Path) -> None:
     assert f"{values['similarity'][31]:.3f}" in text
 
 
-def test_tokens(gpt: Gpt, run_folder: Path) -> None:
+def test_tokens_output(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("tokenizer", "encode", "Zürich\n\x00 cat", "--show", "-m", run_folder, "--json").out)
     tokenizer = library.load(run_folder).tokenizer
     assert tokenizer.decode(values["tokens"]) == "Zürich\n\x00 cat"
     assert values["bytes"] == 13
     assert "\\x00" in "".join(values["pieces"])
-    done = gpt("tokenizer", "encode", "--show", "a cat", "-m", run_folder)
+    result = gpt("tokenizer", "encode", "--show", "a cat", "-m", run_folder)
     pieces = [tokenizer.decode([id]) for id in tokenizer.encode("a cat").tolist()]
-    assert done.out.splitlines()[0] == "|".join(pieces)
-    former = gpt("inspect", "tokens", "a cat", "-m", run_folder)
-    assert (former.code, former.out) == (0, done.out)
-    assert former.err == "use gpt tokenizer encode --show; the next release drops gpt inspect tokens\n"
+    assert result.out.splitlines()[0] == "|".join(pieces)
+    old_command = gpt("inspect", "tokens", "a cat", "-m", run_folder)
+    assert (old_command.code, old_command.out) == (0, result.out)
+    assert old_command.err == "use gpt tokenizer encode --show; the next release drops gpt inspect tokens\n"
 
 
-def test_the_former_option_of_a_prompt(gpt: Gpt, run_folder: Path) -> None:
-    now = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json")
-    assert now.code == 0
+def test_old_prompt_option(gpt: Gpt, run_folder: Path) -> None:
+    expected = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json")
+    assert expected.code == 0
     for flag in ("-p", "--prompt"):
-        assert gpt("inspect", "attention", flag, PROMPT, "-m", run_folder, "--json").out == now.out
+        assert gpt("inspect", "attention", flag, PROMPT, "-m", run_folder, "--json").out == expected.out
 
 
 @pytest.mark.parametrize(
@@ -125,60 +125,58 @@ def test_the_former_option_of_a_prompt(gpt: Gpt, run_folder: Path) -> None:
     ],
     ids=lambda args: " ".join(args)[:28],
 )  # fmt: skip
-def test_every_form_in_a_file(gpt: Gpt, run_folder: Path, workdir: Path, args: list[str]) -> None:
+def test_every_file_format(gpt: Gpt, run_folder: Path, workdir: Path, args: list[str]) -> None:
     from PIL import Image
 
-    said = gpt(*args, "-m", run_folder, "--json").out
+    expected = gpt(*args, "-m", run_folder, "--json").out
     for ending in ("html", "PNG", "svg", "pdf", "json"):
-        done = gpt(*args, "-m", run_folder, "-o", f"out.{ending}")
-        assert done.code == 0, done.err
-        assert done.out.startswith(f"saved  out.{ending}")
-    assert json.loads(Path("out.json").read_bytes()) == json.loads(said)
+        result = gpt(*args, "-m", run_folder, "-o", f"out.{ending}")
+        assert result.code == 0, result.err
+        assert result.out.startswith(f"saved  out.{ending}")
+    assert json.loads(Path("out.json").read_bytes()) == json.loads(expected)
     with Image.open("out.PNG") as image:
         assert image.width > 300
         assert len(image.convert("RGB").getcolors(2**24) or []) > 10
     assert Path("out.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
     assert Path("out.pdf").read_bytes().startswith(b"%PDF")
     page = Path("out.html").read_text(encoding="utf-8")
-    asks = r"(src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)"
-    assert re.search(asks, page) is None
-    assert page.count("<script") == page.count("</script") == 2  # the data and the program
+    external_reference = r"(src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)"
+    assert re.search(external_reference, page) is None
+    assert page.count("<script") == page.count("</script") == 2  # Data and program
 
 
-def test_what_is_refused(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(message: str, *args: str | Path) -> None:
+def test_inspect_errors(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def assert_error(message: str, *args: str | Path) -> None:
         one_line_of_what_and_what_next(gpt("inspect", *args, "-m", run_folder), message)
 
-    refused("there is no layer 2", "attention", "x", "--layer", "2")
-    refused("there is no head 2", "attention", "x", "--head", "2")
-    refused("there is no prompt to look at", "attention")
-    refused("a prompt and --prompt-file were both given", "attention", "x", "--prompt-file", "y")
-    refused("a word is empty", "neighbors", "")
-    refused("count is 0", "neighbors", "cat", "-k", "0")
-    refused("a sum needs at least two words", "analogy", "cat")
-    refused("there is nothing to encode", "tokens")
-    refused("two prompts were given", "attention", "x", "-p", "y")
-    refused("there is no folder", "positions", "-o", "none/x.html")
-    refused("does not name a format", "positions", "-o", "x.gif")
+    assert_error("there is no layer 2", "attention", "x", "--layer", "2")
+    assert_error("there is no head 2", "attention", "x", "--head", "2")
+    assert_error("there is no prompt to look at", "attention")
+    assert_error("a prompt and --prompt-file were both given", "attention", "x", "--prompt-file", "y")
+    assert_error("a word is empty", "neighbors", "")
+    assert_error("count is 0", "neighbors", "cat", "-k", "0")
+    assert_error("a sum needs at least two words", "analogy", "cat")
+    assert_error("there is nothing to encode", "tokens")
+    assert_error("two prompts were given", "attention", "x", "-p", "y")
+    assert_error("there is no folder", "positions", "-o", "none/x.html")
+    assert_error("does not name a format", "positions", "-o", "x.gif")
     Path("x.html").mkdir()
-    refused("x.html is a folder", "positions", "-o", "x.html")
+    assert_error("x.html is a folder", "positions", "-o", "x.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refused("images need the package matplotlib", "positions", "-o", "x.png")
+    assert_error("images need the package matplotlib", "positions", "-o", "x.png")
     one_line_of_what_and_what_next(gpt("inspect", "tokens", "x", "-m", "nowhere"), "there is no run or checkpoint")
 
 
-def test_a_page_that_no_browser_would_take(
-    gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_page_is_an_error(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt_cli import views
 
     monkeypatch.setattr(views, "LARGEST_PAGE", 100)
-    done = gpt("inspect", "attention", PROMPT, "-m", run_folder, "-o", "a.html")
-    one_line_of_what_and_what_next(done, "the page would contain")
+    result = gpt("inspect", "attention", PROMPT, "-m", run_folder, "-o", "a.html")
+    one_line_of_what_and_what_next(result, "the page would contain")
     assert not Path("a.html").exists()
 
 
-def test_words_that_are_no_text(gpt: Gpt, run_folder: Path) -> None:
+def test_words_that_are_not_utf8(gpt: Gpt, run_folder: Path) -> None:
     for words in (["neighbors", "\udcff"], ["analogy", "\udcff", "+", "cat"]):
-        done = gpt("inspect", *words, "-m", run_folder)
-        assert (done.code, done.err.splitlines()[0]) == (2, "error: a word is not UTF-8")
+        result = gpt("inspect", *words, "-m", run_folder)
+        assert (result.code, result.err.splitlines()[0]) == (2, "error: a word is not UTF-8")

@@ -1,4 +1,4 @@
-"""The pages in a real browser: what they show, that they can be walked with keys, that they ask nobody for anything."""
+"""HTML pages in a browser: numbers, keyboard navigation, and no network requests."""
 
 import json
 import re
@@ -26,28 +26,28 @@ PROMPT = 'the <script>a()</script> & "cat"'
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a file, and fails the test where the page asked for anything else or complained."""
-    said: list[str] = []
-    asked: list[str] = []
+    """Opens a file. Requests and console messages fail the test."""
+    console_messages: list[str] = []
+    requested_urls: list[str] = []
     pages = []
 
-    def opened(path: Path, **settings: Any) -> Any:
+    def open_file(path: Path, **settings: Any) -> Any:
         page = browser.new_page(viewport={"width": 1200, "height": 900}, **settings)
         page.set_default_timeout(60_000)
         pages.append(page)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: console_messages.append(message.text))
+        page.on("pageerror", lambda error: console_messages.append(str(error)))
+        page.on("request", lambda request: requested_urls.append(request.url))
         page.goto(path.absolute().as_uri())
         page.wait_for_selector("body[data-ready]")
         return page
 
-    yield opened
+    yield open_file
     for page in pages:
         page.close()
-    assert said == []
-    assert all(url.startswith("file:") for url in asked)
-    assert len(asked) == len(pages)
+    assert console_messages == []
+    assert all(url.startswith("file:") for url in requested_urls)
+    assert len(requested_urls) == len(pages)
 
 
 @pytest.fixture
@@ -57,24 +57,24 @@ def attention(gpt: Gpt, run_folder: Path, workdir: Path) -> tuple[Path, dict[str
     return Path("a.html"), json.loads(gpt(*args, "--json").out)
 
 
-def number(text: str) -> float:
-    found = re.search(r"gives (\d\.\d+) to", text)
-    assert found, text
-    return float(found[1])
+def read_share(text: str) -> float:
+    match = re.search(r"gives (\d\.\d+) to", text)
+    assert match, text
+    return float(match[1])
 
 
-def test_numbers_on_the_page_are_those_of_the_json(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
+def test_attention_page_equals_the_json(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
     path, values = attention
     page = open_page(path)
-    assert page.inner_text("#strip").replace("·", " ") == PROMPT  # what was typed is text
+    assert page.inner_text("#strip").replace("·", " ") == PROMPT  # The prompt is never markup.
     assert page.locator("script").count() == 2
-    for own in values["scores"]:
-        layer, head = own["layer"], own["head"]
+    for scores in values["scores"]:
+        layer, head = scores["layer"], scores["head"]
         page.click(f'button[data-layer="{layer}"][data-head="{head}"]')
         assert page.get_attribute(f'button[data-layer="{layer}"][data-head="{head}"]', "aria-pressed") == "true"
         cells = page.locator("#facts td").all_inner_texts()
-        expected = [share for kind in own["prompt"] for share in (
-            own["prompt"][kind], values["chance"]["prompt"][kind], own["probe"][kind], values["chance"]["probe"][kind],
+        expected = [share for kind in scores["prompt"] for share in (
+            scores["prompt"][kind], values["chance"]["prompt"][kind], scores["probe"][kind], values["chance"]["probe"][kind],
         )]  # fmt: skip
         assert cells == [pytest.approx("–") if x is None else f"{x:.3f}" for x in expected]
         for query in (0, 3, len(values["tokens"]) - 1):
@@ -82,14 +82,14 @@ def test_numbers_on_the_page_are_those_of_the_json(open_page: Any, attention: tu
             listed = page.locator("#attends td.number").all_inner_texts()
             row = sorted(values["patterns"][layer][head][query][: query + 1], reverse=True)
             assert [float(x) for x in listed] == pytest.approx(row[:8], abs=6e-4)
-            assert number(page.inner_text("#readout")) == pytest.approx(row[0], abs=6e-4)
+            assert read_share(page.inner_text("#readout")) == pytest.approx(row[0], abs=6e-4)
     average = [[sum(x) / len(x) for x in zip(*rows, strict=True)] for rows in zip(*values["patterns"][1], strict=True)]
     page.click('button[data-layer="1"][data-head="-1"]')
     page.locator("#strip .token").nth(4).hover()
-    assert number(page.inner_text("#readout")) == pytest.approx(max(average[4]), abs=6e-4)
+    assert read_share(page.inner_text("#readout")) == pytest.approx(max(average[4]), abs=6e-4)
 
 
-def test_keys_walk_heads_tokens_and_the_map(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
+def test_keyboard_navigation_of_heads_tokens_and_map(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
     path, values = attention
     page = open_page(path)
     page.click('button[data-layer="0"][data-head="0"]')
@@ -106,16 +106,16 @@ def test_keys_walk_heads_tokens_and_the_map(open_page: Any, attention: tuple[Pat
     page.focus("#map")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowLeft")
-    share = number(page.inner_text("#readout"))
+    share = read_share(page.inner_text("#readout"))
     assert share == pytest.approx(values["patterns"][1][1][2][0], abs=6e-4) or share == pytest.approx(
         values["patterns"][1][1][2][1], abs=6e-4
     )
     box = page.locator("#map").bounding_box()
-    page.mouse.move(box["x"] + box["width"] - 8, box["y"] + box["height"] - 8)  # the last query and key
-    assert number(page.inner_text("#readout")) == pytest.approx(values["patterns"][1][1][-1][-1], abs=6e-4)
+    page.mouse.move(box["x"] + box["width"] - 8, box["y"] + box["height"] - 8)
+    assert read_share(page.inner_text("#readout")) == pytest.approx(values["patterns"][1][1][-1][-1], abs=6e-4)
 
 
-def test_next_token_is_drawn_as_gpt_sample_draws(
+def test_next_token_probabilities_equal_gpt_sample(
     open_page: Any, run_folder: Path, attention: tuple[Path, dict[str, Any]]
 ) -> None:
     path, values = attention
@@ -132,22 +132,22 @@ def test_next_token_is_drawn_as_gpt_sample_draws(
         if temperature == 0:
             expected = torch.nn.functional.one_hot(logits.argmax(), len(logits)).float()
         else:
-            warmed = filters.warm(logits, temperature)
-            expected = filters.keep_top_p(filters.keep_top_k(warmed, k), p).softmax(-1)
+            scaled = filters.warm(logits, temperature)
+            expected = filters.keep_top_p(filters.keep_top_k(scaled, k), p).softmax(-1)
         rows = page.locator("#next tbody tr").all()
         assert len(rows) == 25
         for row in rows:
             id = int(row.get_attribute("data-id"))
             assert float(row.locator(".now").inner_text()) == pytest.approx(float(expected[id]), abs=6e-5)
-        kept = int((expected > 0).sum())
-        assert page.inner_text("#next-facts").startswith(f"{kept:,} of {len(logits):,} tokens can be drawn")
+        count = int((expected > 0).sum())
+        assert page.inner_text("#next-facts").startswith(f"{count:,} of {len(logits):,} tokens can be drawn")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_is_enough_to_read(open_page: Any, attention: tuple[Path, dict[str, Any]], scheme: str) -> None:
-    """4.5 to 1, as WCAG's AA wants it; light and dark as the system is, and by a button."""
+def test_colors_have_enough_contrast(open_page: Any, attention: tuple[Path, dict[str, Any]], scheme: str) -> None:
+    """WCAG AA requires 4.5 to 1. The color scheme follows the system and a button."""
     page = open_page(attention[0], color_scheme=scheme)
-    backs = ["rgb(255, 255, 255)", "rgb(20, 23, 27)"][:: 1 if scheme == "light" else -1]
+    backgrounds = ["rgb(255, 255, 255)", "rgb(20, 23, 27)"][:: 1 if scheme == "light" else -1]
     style = "const s = getComputedStyle(document.documentElement), probe = document.createElement('i'); document.body.append(probe);"
     names = [
         *map("--{}".format, ("text", "soft", "mark", "warn", "hot", *(f"c{n}" for n in range(8)), "back", "panel"))
@@ -155,17 +155,17 @@ def test_contrast_is_enough_to_read(open_page: Any, attention: tuple[Path, dict[
     colours = page.evaluate(
         f"() => {{ {style} return {names}.map(n => {{ probe.style.color = s.getPropertyValue(n); return getComputedStyle(probe).color; }}); }}"
     )
-    *inks, back, panel = colours
+    *inks, background, panel = colours
     for name, ink in zip(names, inks, strict=False):
-        assert min(contrast(ink, back), contrast(ink, panel)) >= 4.5, name
+        assert min(contrast(ink, background), contrast(ink, panel)) >= 4.5, name
     cells = page.evaluate(
         "[...document.querySelectorAll('#lens td, #strip .token')].map(c => [getComputedStyle(c).color, getComputedStyle(c).backgroundColor])"
     )
-    for text, back in cells:
-        if "0, 0, 0, 0" not in back:
-            assert contrast(text, back) >= 4.5, (text, back)
-    for back in backs:
-        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == back
+    for text, background in cells:
+        if "0, 0, 0, 0" not in background:
+            assert contrast(text, background) >= 4.5, (text, background)
+    for background in backgrounds:
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == background
         page.click("#theme")
 
 
@@ -175,10 +175,10 @@ def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) 
         "t": ["tokenizer", "encode", "--show", PROMPT],
     }.items():  # fmt: skip
         assert gpt(*args, "-m", run_folder, "-o", f"{name}.html").code == 0
-    said = json.loads(gpt("inspect", "neighbors", "cat", "-m", run_folder, "--json").out)["words"][0]["neighbors"]
+    neighbors = json.loads(gpt("inspect", "neighbors", "cat", "-m", run_folder, "--json").out)["words"][0]["neighbors"]
     page = open_page(Path("n.html"))
     cosines = page.locator("section").first.locator("tbody td:nth-child(3)").all_inner_texts()
-    assert cosines == [f"{each['cosine']:.4f}" for each in said]
+    assert cosines == [f"{neighbor['cosine']:.4f}" for neighbor in neighbors]
     assert page.locator("h2").all_inner_texts() == ["cat", "<b>"]
     assert open_page(Path("a.html")).locator("h2").all_inner_texts() == ["cat − mat"]
     page = open_page(Path("p.html"))
@@ -186,9 +186,9 @@ def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) 
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowRight")
     values = json.loads(gpt("inspect", "positions", "-m", run_folder, "--json").out)
-    shown = re.fullmatch(r"place 1, number 1: (\S+)", page.inner_text("#readout"))
-    assert shown
-    assert float(shown[1]) == pytest.approx(values["table"][1][1], rel=6e-3)
+    readout = re.fullmatch(r"place 1, number 1: (\S+)", page.inner_text("#readout"))
+    assert readout
+    assert float(readout[1]) == pytest.approx(values["table"][1][1], rel=6e-3)
     page = open_page(Path("t.html"))
     assert page.inner_text("#strip") == PROMPT
     page.locator("#strip .token").first.focus()
@@ -197,8 +197,8 @@ def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) 
 
 
 @pytest.mark.more
-def test_a_large_page_is_small_and_quick(open_page: Any, workdir: Path) -> None:
-    """12 layers × 12 heads × 128 tokens, GPT-2's ids: under 5 MB, drawn in under 2 s."""
+def test_large_page_stays_small_and_fast(open_page: Any, workdir: Path) -> None:
+    """12 layers, 12 heads, 128 tokens and the vocabulary of GPT-2."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(50_257, 128, 12, 12, 48)).eval()
     tokenizer = bytes_tokenizer()
@@ -207,14 +207,14 @@ def test_a_large_page_is_small_and_quick(open_page: Any, workdir: Path) -> None:
     Path("big.html").write_bytes(pages.html("attention", "big", views.attention_page(look, tokenizer, "big")))
     assert Path("big.html").stat().st_size < 5e6
     page = open_page(Path("big.html"))
-    drawn = (
+    draw_time = (
         "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))))"
     )
-    assert page.evaluate(drawn) < 8000  # milliseconds since it began to load; 2000 on a machine that does nothing else
+    assert page.evaluate(draw_time) < 8000  # Milliseconds since loading started; 2000 on an idle machine
     assert page.locator(".heads button").count() == 12 * 13 + 1
 
 
-def test_a_window_is_said_and_shown(open_page: Any, workdir: Path) -> None:
+def test_sliding_window_is_shown(open_page: Any, workdir: Path) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(257, 16, 2, 4, 32, n_kv_head=2, window=3)).eval()
     look = inspect.look(model, list(b"a band here"), bytes_tokenizer())
@@ -225,20 +225,20 @@ def test_a_window_is_said_and_shown(open_page: Any, workdir: Path) -> None:
     assert page.inner_text("#readout").startswith("layer 1, window 3, head 2: ")
     shares = [float(x) for x in page.locator("#attends td.number").all_inner_texts()]
     assert sum(shares) == pytest.approx(1, abs=0.01) and sum(share > 0 for share in shares) == 3
-    even = [row.locator("td.number").all_inner_texts()[1] for row in page.locator("#facts tbody tr").all()]
+    chances = [row.locator("td.number").all_inner_texts()[1] for row in page.locator("#facts tbody tr").all()]
     expected = [look.here.chance[kind] for kind in inspect.KINDS]
-    assert even == ["–" if each is None else f"{each[1]:.3f}" for each in expected]
+    assert chances == ["–" if chance is None else f"{chance[1]:.3f}" for chance in expected]
 
 
-def test_data_cannot_end_the_script_that_holds_it() -> None:
+def test_data_cannot_end_its_script_tag() -> None:
     evil = "</script><script>a()</script><!--"
     text = pages.html("report", evil, {"name": evil}).decode()
     assert evil not in text
-    assert text.count("a()") == 2  # in the title, escaped, and in the data
+    assert text.count("a()") == 2  # The escaped title and the data contain a().
     assert json.dumps(evil).replace("<", "\\u003c") in text
 
 
-def test_report(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+def test_report_page(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     assert gpt("report", *two_runs, "-o", "r.html").code == 0
     values = [json.loads(line) for line in gpt("report", *two_runs, "--json").out.splitlines()]
     page = open_page(Path("r.html"))
@@ -251,7 +251,7 @@ def test_report(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
         assert cells[3] == f"{loss:.4f}"
     charts = "figure[data-chart='loss'] path"
     charts = f"{charts}.curve:not(.key *)"
-    assert page.locator(charts).count() == 6  # of two runs each step's loss, the smoothed and the held-out one
+    assert page.locator(charts).count() == 6  # Raw, smoothed and held-out loss of two runs
     assert page.locator(charts).evaluate_all("all => all.map(each => each.classList.contains('pale'))") == [
         True, True, False, False, False, False,
     ]  # fmt: skip
@@ -276,7 +276,7 @@ def test_report(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     assert page.locator("[data-sample='1']").inner_text() == "</script><b>Zürich</b>"
 
 
-def test_a_report_beside_another_program(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+def test_report_with_another_program(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     points = ({"step": n, "seconds": n, "val_loss": 4 - n, "bits_per_byte": 6 - 1.5 * n} for n in (1, 2))
     Path("peer.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
     assert gpt("report", "one", "peer.jsonl", "-o", "r.html").code == 0
@@ -286,7 +286,7 @@ def test_a_report_beside_another_program(open_page: Any, gpt: Gpt, two_runs: lis
     ]  # fmt: skip
     assert page.locator("figure[data-chart='loss'] figcaption").inner_text().split("\n")[0] == "Loss, bits per byte"
     curves = page.locator("figure[data-chart='loss'] path.curve:not(.key *)")
-    for axis, count in (("step", 4), ("seconds", 4), ("tokens", 3)):  # whose tokens are not known
+    for axis, count in (("step", 4), ("seconds", 4), ("tokens", 3)):  # The other program has no token counts.
         page.select_option("#axis", axis)
         assert curves.count() == count
     assert page.locator("[data-sample]").count() == 1
@@ -299,38 +299,44 @@ RANGES = [
 ]  # fmt: skip
 
 
-def test_axes_on_a_page_are_those_in_the_terminal(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+def test_page_axes_equal_terminal_axes(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     assert gpt("report", two_runs[0], "-o", "r.html").code == 0
     page = open_page(Path("r.html"))
-    asked = [(low, high, most, extend) for low, high in RANGES for most in (4, 6, 8) for extend in (True, False)]
-    decades = [(*ends, most) for ends in ((1e-3, 1e4), (2.0, 3e38), (5e-324, 3e38), (3.0, 4.0)) for most in (4, 8)]
-    ours: tuple[tuple[str, Callable[..., ticks.Axis], list[Any]], ...] = (
-        ("axis", ticks.axis, asked),
+    axis_args = [
+        (low, high, max_ticks, extend) for low, high in RANGES for max_ticks in (4, 6, 8) for extend in (True, False)
+    ]
+    decades = [
+        (*ends, max_ticks) for ends in ((1e-3, 1e4), (2.0, 3e38), (5e-324, 3e38), (3.0, 4.0)) for max_ticks in (4, 8)
+    ]
+    axes: tuple[tuple[str, Callable[..., ticks.Axis], list[Any]], ...] = (
+        ("axis", ticks.axis, axis_args),
         ("logAxis", ticks.log_axis, decades),
     )
-    for name, axis, all_asked in ours:
-        drawn = f"all => all.map((one) => {{ const a = {name}(...one); return [[a.low, a.high, ...a.ticks].map(String), a.labels]; }})"
-        for one, found in zip(all_asked, page.evaluate(drawn, all_asked), strict=True):
-            same = axis(*one)
-            assert [[float(x) for x in found[0]], found[1]] == [[same.low, same.high, *same.ticks], same.labels], one
+    for name, axis, all_args in axes:
+        script = f"all => all.map((one) => {{ const a = {name}(...one); return [[a.low, a.high, ...a.ticks].map(String), a.labels]; }})"
+        for args, drawn_axis in zip(all_args, page.evaluate(script, all_args), strict=True):
+            expected = axis(*args)
+            assert [[float(x) for x in drawn_axis[0]], drawn_axis[1]] == [
+                [expected.low, expected.high, *expected.ticks],
+                expected.labels,
+            ], args
 
 
 @pytest.mark.parametrize("width", [360, 1600])
-def test_a_report_fits_its_window(open_page: Any, gpt: Gpt, two_runs: list[Path], width: int) -> None:
-    """No page is wider than its window; charts are as wide as their place, with four to eight round ticks."""
+def test_report_fits_the_window(open_page: Any, gpt: Gpt, two_runs: list[Path], width: int) -> None:
     assert gpt("report", *two_runs, "-o", "r.html").code == 0
     page = open_page(Path("r.html"))
     page.set_viewport_size({"width": width, "height": 800})
-    # Not by wait_for_function, which the page's policy forbids to evaluate anything twice.
-    fitted = (
+    # The page's content security policy blocks wait_for_function.
+    charts_fit = (
         "[...document.querySelectorAll('figure > svg')].every(each => each.viewBox.baseVal.width === each.clientWidth)"
     )
-    began = time.monotonic()
-    while not page.evaluate(fitted):
-        assert time.monotonic() - began < 20
+    started = time.monotonic()
+    while not page.evaluate(charts_fit):
+        assert time.monotonic() - started < 20
         time.sleep(0.02)
     assert page.evaluate("document.documentElement.scrollWidth") == width
-    boxes = [each.bounding_box() for each in page.locator("figure > svg").all()]
+    boxes = [chart.bounding_box() for chart in page.locator("figure > svg").all()]
     assert boxes[0]["width"] > 0.85 * width
     assert len({round(box["y"]) for box in boxes[1:]}) == {360: 3, 1600: 1}[width]
     for figure in page.locator("figure").all():
@@ -340,15 +346,15 @@ def test_a_report_fits_its_window(open_page: Any, gpt: Gpt, two_runs: list[Path]
             assert len({len(label.partition(".")[2]) for label in labels}) == 1
 
 
-def test_a_report_of_a_run_that_went_wrong(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
-    """NaN, huge and missing numbers leave gaps, and nothing breaks."""
-    told = [json.loads(line) for line in Path("one/metrics.jsonl").read_text().splitlines()]
-    for at, each in enumerate(told):
-        each["step"] += 10**15
-        if each["event"] == "step":
-            each["loss"] = [None, 1e30, 2.0, 3e38, 3.0][at % 5]
-    Path("one/metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
-    first = next(each for each in told if each["event"] == "step")
+def test_report_of_a_diverged_run(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+    """NaN, huge and missing numbers leave gaps."""
+    metrics = [json.loads(line) for line in Path("one/metrics.jsonl").read_text().splitlines()]
+    for at, record in enumerate(metrics):
+        record["step"] += 10**15
+        if record["event"] == "step":
+            record["loss"] = [None, 1e30, 2.0, 3e38, 3.0][at % 5]
+    Path("one/metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
+    first = next(record for record in metrics if record["event"] == "step")
     Path("two/metrics.jsonl").write_text(json.dumps({**first, "loss": None, "grad_norm": 1e38}) + "\n")
     assert gpt("report", "one", "two").code == 0
     assert gpt("report", "one", "two", "-o", "r.html").code == 0
@@ -360,7 +366,7 @@ def test_a_report_of_a_run_that_went_wrong(open_page: Any, gpt: Gpt, two_runs: l
     assert not any("NaN" in shape or "Infinity" in shape for shape in shapes)
 
 
-def test_params(open_page: Any, gpt: Gpt, workdir: Path) -> None:
+def test_params_page(open_page: Any, gpt: Gpt, workdir: Path) -> None:
     assert gpt("params", "gpt2", "gpt3-175b", "-o", "p.html").code == 0
     page = open_page(Path("p.html"))
     for name in ("gpt2", "gpt3-175b"):

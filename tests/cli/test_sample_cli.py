@@ -1,4 +1,4 @@
-"""``gpt sample``: beams, many prompts, stops, log-probabilities, the context."""
+"""``gpt sample`` and interactive sessions."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import Done, Gpt, slow, spawn
-from conftest import one_line_of_what_and_what_next as refused
+from conftest import one_line_of_what_and_what_next as assert_error
 
 import gpt as library
 from gpt.config import GPTConfig
@@ -26,9 +26,9 @@ from gpt.text.tokenizer import bytes_tokenizer
 PROMPTS = ["the cat", "Zürich 🐕 and a longer prompt than the others", "", "it"]
 
 
-def lines_of(done: Done) -> list[dict[str, Any]]:
-    assert done.code == 0, done.err
-    return [json.loads(line) for line in done.out.splitlines()]
+def read_samples(result: Done) -> list[dict[str, Any]]:
+    assert result.code == 0, result.err
+    return [json.loads(line) for line in result.out.splitlines()]
 
 
 @pytest.fixture
@@ -38,12 +38,12 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-# Beams
+# Beam search
 
 
-def test_beams_are_told_best_first(gpt: Gpt, run_folder: Path) -> None:
+def test_beams_are_printed_best_first(gpt: Gpt, run_folder: Path) -> None:
     args = ["sample", "the cat", "-m", run_folder, "--beam", "4", "-N", "3", "-n", "10"]
-    lines = lines_of(gpt(*args, "--json"))
+    lines = read_samples(gpt(*args, "--json"))
     assert [line["index"] for line in lines] == [0, 1, 2]
     for line in lines:
         assert line["seed"] is None
@@ -51,67 +51,67 @@ def test_beams_are_told_best_first(gpt: Gpt, run_folder: Path) -> None:
         assert line["score"] == pytest.approx(line["logprob"] / length, abs=1e-5)
     scores = [line["score"] for line in lines]
     assert scores == sorted(scores, reverse=True)
-    shown = gpt(*args).out
-    assert shown == "".join(f"--- {i + 1} of 3 ---\nthe cat{line['text']}\n" for i, line in enumerate(lines))
+    output = gpt(*args).out
+    assert output == "".join(f"--- {i + 1} of 3 ---\nthe cat{line['text']}\n" for i, line in enumerate(lines))
 
 
-def test_what_beams_do_not_use_is_said(gpt: Gpt, run_folder: Path) -> None:
-    done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "-t", "0.5", "--top-k", "3")
-    assert done.err == "--temperature, --top-k have no effect with --beam\n"
+def test_options_without_effect_print_a_note(gpt: Gpt, run_folder: Path) -> None:
+    result = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "-t", "0.5", "--top-k", "3")
+    assert result.err == "--temperature, --top-k have no effect with --beam\n"
     assert gpt("sample", "the", "-m", run_folder, "-t", "0", "-n", "3").err == ""
-    done = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "--speculate", "2")
-    assert done.err == "--speculate has no effect with --beam\n"
+    result = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "--speculate", "2")
+    assert result.err == "--speculate has no effect with --beam\n"
     args = ["--greedy", "--length-penalty", "2", "--early-stopping", "on"]
-    said = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
-    assert said == "--length-penalty has no effect without --beam\n--early-stopping has no effect without --beam\n"
+    notes = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
+    assert notes == "--length-penalty has no effect without --beam\n--early-stopping has no effect without --beam\n"
 
 
 # Many prompts
 
 
-def test_many_prompts_equal_one_by_one(gpt: Gpt, run_folder: Path, prompts: Path) -> None:
-    for how in (["--seed", "3", "-N", "2"], ["--beam", "2", "-N", "2"], ["--greedy"]):
-        args = ["-m", run_folder, "-n", "15", "--json", *how]
-        together = lines_of(gpt("sample", "--prompts", prompts, *args))
-        assert len(together) == len(PROMPTS) * (1 if how == ["--greedy"] else 2)
+def test_batched_prompts_equal_single_prompts(gpt: Gpt, run_folder: Path, prompts: Path) -> None:
+    for options in (["--seed", "3", "-N", "2"], ["--beam", "2", "-N", "2"], ["--greedy"]):
+        args = ["-m", run_folder, "-n", "15", "--json", *options]
+        together = read_samples(gpt("sample", "--prompts", prompts, *args))
+        assert len(together) == len(PROMPTS) * (1 if options == ["--greedy"] else 2)
         for number, prompt in enumerate(PROMPTS):
-            mine = [line for line in together if line["prompt_index"] == number]
-            for line, alone in zip(mine, lines_of(gpt("sample", prompt, *args)), strict=True):
+            lines = [line for line in together if line["prompt_index"] == number]
+            for line, single in zip(lines, read_samples(gpt("sample", prompt, *args)), strict=True):
                 assert line["prompt"] == prompt
                 for key in ("logprob", "score"):
-                    assert line.pop(key, 0) == pytest.approx(alone.pop(key, 0), abs=1e-4)
-                assert line == {**alone, "prompt_index": number}
+                    assert line.pop(key, 0) == pytest.approx(single.pop(key, 0), abs=1e-4)
+                assert line == {**single, "prompt_index": number}
         for batch in ("1", "3"):
-            some = lines_of(gpt("sample", "--prompts", prompts, *args, "--batch", batch))
-            assert [line["tokens"] for line in some] == [line["tokens"] for line in together]
+            rebatched = read_samples(gpt("sample", "--prompts", prompts, *args, "--batch", batch))
+            assert [line["tokens"] for line in rebatched] == [line["tokens"] for line in together]
 
 
-def test_byte_order_marks_are_no_prompt(gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_byte_order_marks_are_not_part_of_prompts(gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path) -> None:
     args = ["-m", run_folder, "-n", "3", "--greedy", "--json"]
-    plain, marked = prompts.read_bytes(), tmp_path / "marked"
-    marked.write_bytes("\ufeff".encode() + plain + "\ufeff\n\ufeff".encode() + plain)  # two files, appended
-    texts = [line["text"] for line in lines_of(gpt("sample", "--prompts", prompts, *args))]
-    assert [line["text"] for line in lines_of(gpt("sample", "--prompts", marked, *args))] == texts * 2
+    data, marked = prompts.read_bytes(), tmp_path / "marked"
+    marked.write_bytes("\ufeff".encode() + data + "\ufeff\n\ufeff".encode() + data)  # Two joined files
+    texts = [line["text"] for line in read_samples(gpt("sample", "--prompts", prompts, *args))]
+    assert [line["text"] for line in read_samples(gpt("sample", "--prompts", marked, *args))] == texts * 2
     marked.write_text(PROMPTS[1], encoding="utf-8-sig")
     for name, stdin in ((marked, b""), ("-", marked.read_bytes())):
-        (line,) = lines_of(gpt("sample", "--prompt-file", name, *args, stdin=stdin))
+        (line,) = read_samples(gpt("sample", "--prompt-file", name, *args, stdin=stdin))
         assert (line["prompt"], line["text"]) == (PROMPTS[1], texts[1])
-    told = gpt("sample", "-i", *args[:-1], stdin=marked.read_bytes())
-    assert told.out == gpt("sample", "-i", *args[:-1], stdin=PROMPTS[1].encode()).out
+    session = gpt("sample", "-i", *args[:-1], stdin=marked.read_bytes())
+    assert session.out == gpt("sample", "-i", *args[:-1], stdin=PROMPTS[1].encode()).out
 
 
-def test_quiet_samples_print_the_text_alone(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_quiet_prints_only_the_text(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     args = ["sample", "the cat " * 40, "-m", run_folder, "-n", "3", "--length-penalty", "2"]
     loud, quiet = gpt(*args), gpt(*args, "--quiet")
-    assert loud.err.count("\n") >= 3  # a setting without effect, the seed, a long prompt
+    assert loud.err.count("\n") >= 3  # Notes on an unused option, the seed, a long prompt
     assert (quiet.code, quiet.err) == (0, "")
     assert quiet.out.startswith("the cat ")
     file = gpt(*args, "-q", "--seed", "1", "-o", tmp_path / "s.jsonl")
     assert (file.code, file.err) == (0, "")
-    assert gpt("sample", "-q").code == 2  # an error is no note
+    assert gpt("sample", "-q").code == 2  # Errors are printed anyway.
 
 
-def test_prompts_on_a_terminal_have_a_line_above_each(gpt: Gpt, run_folder: Path, prompts: Path) -> None:
+def test_every_prompt_gets_a_heading(gpt: Gpt, run_folder: Path, prompts: Path) -> None:
     out = gpt("sample", "--prompts", prompts, "-m", run_folder, "-n", "4", "--greedy").out
     assert out.startswith("--- prompt 1 of 4 ---\nthe cat")
     assert out.count("---\n") == 4
@@ -119,15 +119,15 @@ def test_prompts_on_a_terminal_have_a_line_above_each(gpt: Gpt, run_folder: Path
     assert piped.out == out
 
 
-@pytest.mark.parametrize("how", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "-N", "2"]])
-def test_a_file_of_samples_is_gone_on_with(
-    gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, how: list[str]
+@pytest.mark.parametrize("options", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "-N", "2"]])
+def test_output_file_resumes_after_any_cut(
+    gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, options: list[str]
 ) -> None:
-    args = ["sample", "--prompts", prompts, "-m", run_folder, "-n", "12", *how]
+    args = ["sample", "--prompts", prompts, "-m", run_folder, "-n", "12", *options]
     whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     assert gpt(*args, "-o", whole, "--batch", "1").code == 0
     data = whole.read_bytes()
-    assert lines_of(gpt(*args, "--json", "--batch", "1")) == [json.loads(line) for line in data.splitlines()]
+    assert read_samples(gpt(*args, "--json", "--batch", "1")) == [json.loads(line) for line in data.splitlines()]
     ends = [match.end() for match in re.finditer(b"\n", data)]
     for cut in (0, 40, ends[0], ends[2], ends[2] + 7, ends[4], len(data) - 1, len(data)):
         part.write_bytes(data[:cut])
@@ -135,12 +135,12 @@ def test_a_file_of_samples_is_gone_on_with(
         assert gpt(*without_seed, "-o", part, "--batch", "1").code == 0
         assert part.read_bytes() == data
     lines = data.splitlines(keepends=True)
-    part.write_bytes(lines[0] + lines[3])  # not only the first ones
+    part.write_bytes(lines[0] + lines[3])  # Lines can be missing anywhere.
     assert gpt(*args, "-o", part, "--batch", "1").code == 0
     assert sorted(part.read_bytes().splitlines(keepends=True)) == sorted(lines)
 
 
-def test_a_bad_line_of_prompts_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_invalid_prompt_line_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     for line, message in {
         '{"prompt": "b", "temperature": 1}': 'line 2: unknown key "temperature"',
         '{"prompt": 5}': 'line 2 has no text "prompt"',
@@ -149,45 +149,47 @@ def test_a_bad_line_of_prompts_is_named(gpt: Gpt, run_folder: Path, tmp_path: Pa
         "[" * 100_000: "line 2 is not JSON",
     }.items():
         (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
-        refused(gpt("sample", "--prompts", tmp_path / "p.jsonl", "-m", run_folder), message)
+        assert_error(gpt("sample", "--prompts", tmp_path / "p.jsonl", "-m", run_folder), message)
 
 
-def test_files_that_cannot_be_gone_on_with(gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_output_file_that_cannot_be_resumed_is_an_error(
+    gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path
+) -> None:
     args = ["sample", "--prompts", prompts, "-m", run_folder, "-n", "3"]
     out = tmp_path / "o.jsonl"
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
-    refused(gpt("sample", "--prompts", tmp_path / "latin.jsonl"), "is not UTF-8: byte 0xe9")
-    refused(gpt("sample", "--prompts", tmp_path / "empty.jsonl"), "contains no prompt")
-    refused(gpt("sample", "--prompts", tmp_path / "none.jsonl"), "cannot read")
-    refused(gpt("sample", "x", "--prompts", prompts), "a prompt and --prompts were both given")
-    refused(gpt(*args, "-o", tmp_path / "none" / "o.jsonl"), "cannot write")
-    refused(gpt(*args, "-o", tmp_path), "cannot write")
+    assert_error(gpt("sample", "--prompts", tmp_path / "latin.jsonl"), "is not UTF-8: byte 0xe9")
+    assert_error(gpt("sample", "--prompts", tmp_path / "empty.jsonl"), "contains no prompt")
+    assert_error(gpt("sample", "--prompts", tmp_path / "none.jsonl"), "cannot read")
+    assert_error(gpt("sample", "x", "--prompts", prompts), "a prompt and --prompts were both given")
+    assert_error(gpt(*args, "-o", tmp_path / "none" / "o.jsonl"), "cannot write")
+    assert_error(gpt(*args, "-o", tmp_path), "cannot write")
     assert gpt(*args, "-o", out, "--seed", "1").code == 0
     before = out.read_bytes()
-    refused(gpt(*args, "-o", out, "--seed", "2"), "has seed 1, not 2")
-    refused(gpt(*args, "-o", out, "--greedy"), "was written with different settings")
+    assert_error(gpt(*args, "-o", out, "--seed", "2"), "has seed 1, not 2")
+    assert_error(gpt(*args, "-o", out, "--greedy"), "was written with different settings")
     first = before.splitlines(keepends=True)[0]
     for line, message in (
         (first.replace(b'"seed": 1', b'"seed": 2'), "line 5 has seed 2; earlier lines have 1"),
         (first.replace(b'"index": 0', b'"index": "0"'), "line 5 is a sample for another prompt"),
     ):
         (tmp_path / "two.jsonl").write_bytes(before + line)
-        refused(gpt(*args, "-o", tmp_path / "two.jsonl"), message)
-    refused(gpt("sample", "other", "-m", run_folder, "-o", out), "is a sample for another prompt")
-    refused(gpt(*args, "-o", prompts), "line 1 is not a sample: it has no 'prompt_index'")
+        assert_error(gpt(*args, "-o", tmp_path / "two.jsonl"), message)
+    assert_error(gpt("sample", "other", "-m", run_folder, "-o", out), "is a sample for another prompt")
+    assert_error(gpt(*args, "-o", prompts), "line 1 is not a sample: it has no 'prompt_index'")
     assert out.read_bytes() == before
     assert len(prompts.read_text(encoding="utf-8").splitlines()) == 5
 
 
-# Stops, filters, bias
+# Stop strings, filters, bias
 
 
-def test_stop_texts_end_and_are_not_shown(gpt: Gpt, run_folder: Path) -> None:
+def test_stop_strings_end_the_text_and_are_not_printed(gpt: Gpt, run_folder: Path) -> None:
     args = ["sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "40", "--ignore-eot"]
-    [whole] = lines_of(gpt(*args, "--json"))
+    [whole] = read_samples(gpt(*args, "--json"))
     for stop in (whole["text"][5:8], whole["text"][10], " "):
-        [cut] = lines_of(gpt(*args, "--json", "--stop", stop, "--stop", "never there"))
+        [cut] = read_samples(gpt(*args, "--json", "--stop", stop, "--stop", "never there"))
         assert cut["text"] == whole["text"][: whole["text"].index(stop)]
         assert cut["finish_reason"] == "stop"
         assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])]
@@ -196,16 +198,16 @@ def test_stop_texts_end_and_are_not_shown(gpt: Gpt, run_folder: Path) -> None:
 
 def test_bias_names_a_token(gpt: Gpt, run_folder: Path) -> None:
     args = ["sample", "the cat", "-m", run_folder, "-n", "5", "--json"]
-    [line] = lines_of(gpt(*args, "--greedy", "--bias", "z=1000"))
+    [line] = read_samples(gpt(*args, "--greedy", "--bias", "z=1000"))
     assert line["text"] == "zzzzz"
-    [line] = lines_of(gpt(*args, "--greedy", "--bias", "<|endoftext|>=1000"))
+    [line] = read_samples(gpt(*args, "--greedy", "--bias", "<|endoftext|>=1000"))
     assert (line["tokens"], line["finish_reason"]) == ([], "eot")
-    refused(gpt(*args, "--bias", "qqq=1"), 'bias: "qqq" is 3 tokens')
-    refused(gpt(*args, "--bias", "z"), 'bias is "z"')
-    refused(gpt(*args, "--bias", "z=nan"), 'bias is "z=nan"')
+    assert_error(gpt(*args, "--bias", "qqq=1"), 'bias: "qqq" is 3 tokens')
+    assert_error(gpt(*args, "--bias", "z"), 'bias is "z"')
+    assert_error(gpt(*args, "--bias", "z=nan"), 'bias is "z=nan"')
 
 
-def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path) -> None:
+def test_invalid_options_are_errors(gpt: Gpt, run_folder: Path) -> None:
     for args, message in {
         "--min-p 1.5": "min-p is 1.5",
         "-t nan": "temperature is nan",
@@ -222,39 +224,41 @@ def test_what_means_nothing_is_refused(gpt: Gpt, run_folder: Path) -> None:
         "--logprobs -2 --json": "logprobs is -2",
         "--dtype int7": 'there is no dtype "int7"',
     }.items():
-        refused(gpt("sample", "the", "-m", run_folder, "-n", "3", *shlex.split(args)), message)
+        assert_error(gpt("sample", "the", "-m", run_folder, "-n", "3", *shlex.split(args)), message)
     assert 'did you mean "int8"?' in gpt("bench", "-m", run_folder, "--dtype", "int7").err
 
 
 # Log-probabilities
 
 
-def test_log_probabilities_sum_to_the_samples_and_to_evals(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_logprobs_sum_to_the_sample_and_to_eval(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     prompt = "the cat sat on the mat in Zürich"
-    for how in (["--seed", "1"], ["--beam", "2"]):
-        wanted = ["-n", "9", "--json", "--logprobs", "3", "--echo-logprobs", *how]
-        [line] = lines_of(gpt("sample", prompt, "-m", run_folder, *wanted))
+    for sampling in (["--seed", "1"], ["--beam", "2"]):
+        options = ["-n", "9", "--json", "--logprobs", "3", "--echo-logprobs", *sampling]
+        [line] = read_samples(gpt("sample", prompt, "-m", run_folder, *options))
         assert sum(token["logprob"] for token in line["logprobs"]) == pytest.approx(line["logprob"], abs=1e-5)
         ids = [token["token"] for token in line["logprobs"]]
         assert ids[: len(line["tokens"])] == line["tokens"]
         (tmp_path / "t.txt").write_text(prompt, encoding="utf-8")
         values = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json").out)
-        of_prompt = [token["logprob"] for token in line["prompt_logprobs"]]
-        assert of_prompt[0] is None
-        assert -sum(of_prompt[1:]) == pytest.approx(values["loss"] * values["tokens"], abs=1e-3)
+        prompt_logprobs = [token["logprob"] for token in line["prompt_logprobs"]]
+        assert prompt_logprobs[0] is None
+        assert -sum(prompt_logprobs[1:]) == pytest.approx(values["loss"] * values["tokens"], abs=1e-3)
         for token in [*line["logprobs"], *line["prompt_logprobs"][1:]]:
             top = [other["logprob"] for other in token["top"]]
             assert len(top) == 3
             assert top == sorted(top, reverse=True)
             assert token["logprob"] <= top[0] + 1e-6
-    [line] = lines_of(gpt("sample", prompt, "-m", run_folder, "-n", "0", "--json", "--echo-logprobs", "--seed", "1"))
+    [line] = read_samples(
+        gpt("sample", prompt, "-m", run_folder, "-n", "0", "--json", "--echo-logprobs", "--seed", "1")
+    )
     assert (line["tokens"], line["logprob"], line["finish_reason"]) == ([], 0, "length")
-    assert [token["logprob"] for token in line["prompt_logprobs"]] == pytest.approx(of_prompt, abs=1e-4)
+    assert [token["logprob"] for token in line["prompt_logprobs"]] == pytest.approx(prompt_logprobs, abs=1e-4)
 
 
-def test_end_of_text_counts_in_the_sum(gpt: Gpt, run_folder: Path) -> None:
-    wanted = ["--greedy", "--bias", "<|endoftext|>=1000", "--json", "--logprobs", "0"]
-    [line] = lines_of(gpt("sample", "the", "-m", run_folder, *wanted))
+def test_end_of_text_counts_in_the_logprob(gpt: Gpt, run_folder: Path) -> None:
+    options = ["--greedy", "--bias", "<|endoftext|>=1000", "--json", "--logprobs", "0"]
+    [line] = read_samples(gpt("sample", "the", "-m", run_folder, *options))
     assert line["tokens"] == []
     assert [token["text"] for token in line["logprobs"]] == ["<|endoftext|>"]
     assert line["logprob"] == line["logprobs"][0]["logprob"] < 0
@@ -264,60 +268,60 @@ def test_end_of_text_counts_in_the_sum(gpt: Gpt, run_folder: Path) -> None:
 # The context
 
 
-def test_a_long_prompt_keeps_its_end_and_says_so(gpt: Gpt, run_folder: Path) -> None:
+def test_long_prompt_is_truncated_from_the_left(gpt: Gpt, run_folder: Path) -> None:
     text = "the cat sat on the mat " * 20
     loaded = library.load(run_folder)
     ids = loaded.tokenizer.encode(text).tolist()
-    done = gpt("sample", text, "-m", run_folder, "--greedy", "-n", "3")
-    left_out = len(ids) - 32
-    assert f"the prompt has {len(ids)} tokens, but the context only 32: dropped the first {left_out}" in done.err
+    result = gpt("sample", text, "-m", run_folder, "--greedy", "-n", "3")
+    dropped = len(ids) - 32
+    assert f"the prompt has {len(ids)} tokens, but the context only 32: dropped the first {dropped}" in result.err
     end = loaded.tokenizer.decode(ids[-32:])
     assert loaded.tokenizer.encode(end).tolist() == ids[-32:]
-    assert gpt("sample", end, "-m", run_folder, "--greedy", "-n", "3", "--no-echo").out == done.out[len(text) :]
+    assert gpt("sample", end, "-m", run_folder, "--greedy", "-n", "3", "--no-echo").out == result.out[len(text) :]
 
 
-def test_generate_from_python(run_folder: Path) -> None:
+def test_generate_in_python(run_folder: Path) -> None:
     model = library.load(run_folder)
     best = model.generate("the cat", beam=4, n_best=2, max_tokens=8)
     assert len(best) == 2
-    written = model.write("the cat", SampleConfig(beam=4, n_best=2, max_tokens=8))
-    assert "".join(written) == written.sample.text == best[0]
+    writer = model.write("the cat", SampleConfig(beam=4, n_best=2, max_tokens=8))
+    assert "".join(writer) == writer.sample.text == best[0]
     pieces = list(model.write_all(["a", "b"], seed=3))
     assert [piece.prompt for piece in pieces if piece.sample] == [0, 1]
     assert all(math.isfinite(piece.sample.logprob) for piece in pieces if piece.sample)
 
 
-# Prompt after prompt
+# Interactive sessions
 
 
-def talk(gpt: Gpt, run_folder: Path, *lines: str) -> Done:
+def run_session(gpt: Gpt, run_folder: Path, *lines: str) -> Done:
     stdin = "".join(f"{line}\n" for line in lines).encode()
     return gpt("chat", "-m", run_folder, "-n", "8", "--seed", "1", stdin=stdin)
 
 
-def test_a_conversation_writes_after_each_prompt(gpt: Gpt, run_folder: Path) -> None:
-    def written(prompt: str, *args: str) -> str:
+def test_session_equals_single_samples(gpt: Gpt, run_folder: Path) -> None:
+    def sample(prompt: str, *args: str) -> str:
         return gpt("sample", prompt, "-m", run_folder, "-n", "8", "--seed", "1", *args).out
 
-    assert talk(gpt, run_folder, "the cat", "it").out == written("the cat") + written("it")
-    done = talk(gpt, run_folder, "the cat", "/retry")
-    second = lines_of(gpt("sample", "the cat", "-m", run_folder, "-n", "8", "--seed", "1", "-N", "2", "--json"))[1]
-    assert done.out == written("the cat") + "the cat" + second["text"] + "\n"
-    more = talk(gpt, run_folder, "the cat", "/more").out
-    first = written("the cat").removesuffix("\n")
-    assert more == first + "\n" + written(first).removeprefix(first)
-    assert talk(gpt, run_folder, "/set temperature 0", "the").out == written("the", "--greedy")
-    assert talk(gpt, run_folder, "/set max-tokens=3", "the").out == written("the", "-n", "3")
-    assert talk(gpt, run_folder, "a\\", "b").out == written("a\nb")
-    assert talk(gpt, run_folder, '"""', "a", "", 'b"""').out == written("a\n\nb")
-    assert talk(gpt, run_folder, "//the").out == written("/the")
-    assert talk(gpt, run_folder, "the", "/quit", "never").out == written("the")
-    assert "temperature 0.8\n" in talk(gpt, run_folder, "/set").out
-    assert "/retry" in talk(gpt, run_folder, "/help").out
-    assert talk(gpt, run_folder, f"/model {run_folder}", "the").out == written("the")
+    assert run_session(gpt, run_folder, "the cat", "it").out == sample("the cat") + sample("it")
+    result = run_session(gpt, run_folder, "the cat", "/retry")
+    second = read_samples(gpt("sample", "the cat", "-m", run_folder, "-n", "8", "--seed", "1", "-N", "2", "--json"))[1]
+    assert result.out == sample("the cat") + "the cat" + second["text"] + "\n"
+    continued = run_session(gpt, run_folder, "the cat", "/more").out
+    first = sample("the cat").removesuffix("\n")
+    assert continued == first + "\n" + sample(first).removeprefix(first)
+    assert run_session(gpt, run_folder, "/set temperature 0", "the").out == sample("the", "--greedy")
+    assert run_session(gpt, run_folder, "/set max-tokens=3", "the").out == sample("the", "-n", "3")
+    assert run_session(gpt, run_folder, "a\\", "b").out == sample("a\nb")
+    assert run_session(gpt, run_folder, '"""', "a", "", 'b"""').out == sample("a\n\nb")
+    assert run_session(gpt, run_folder, "//the").out == sample("/the")
+    assert run_session(gpt, run_folder, "the", "/quit", "never").out == sample("the")
+    assert "temperature 0.8\n" in run_session(gpt, run_folder, "/set").out
+    assert "/retry" in run_session(gpt, run_folder, "/help").out
+    assert run_session(gpt, run_folder, f"/model {run_folder}", "the").out == sample("the")
 
 
-def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path) -> None:
+def test_errors_do_not_end_a_session(gpt: Gpt, run_folder: Path) -> None:
     mistakes = {
         "/set temprature 1": ('there is no setting "temprature"', 'did you mean "temperature"?'),
         "/set temperature x": ("temperature is 'x'", ""),
@@ -326,49 +330,49 @@ def test_a_mistake_ends_no_conversation(gpt: Gpt, run_folder: Path) -> None:
         "/more": ("there is no text yet", "enter a prompt"),
         "/model nowhere": ("there is no run or checkpoint nowhere", "train one"),
     }
-    done = talk(gpt, run_folder, *mistakes, "the")
-    assert done.code == 0
-    errors = done.err.split("error: ")[1:]
-    for said, (message, hint) in zip(errors, mistakes.values(), strict=True):
-        assert said.startswith(message) and hint in said
-    assert done.out.startswith("the")
+    result = run_session(gpt, run_folder, *mistakes, "the")
+    assert result.code == 0
+    errors = result.err.split("error: ")[1:]
+    for error, (message, hint) in zip(errors, mistakes.values(), strict=True):
+        assert error.startswith(message) and hint in error
+    assert result.out.startswith("the")
 
 
-def test_a_conversation_is_alone(gpt: Gpt, run_folder: Path) -> None:
-    for more in (["--json"], ["x"], ["-o", "o.jsonl"], ["-N", "2"]):
-        refused(gpt("sample", "-i", "-m", run_folder, *more), "--interactive cannot be combined")
+def test_interactive_excludes_other_options(gpt: Gpt, run_folder: Path) -> None:
+    for options in (["--json"], ["x"], ["-o", "o.jsonl"], ["-N", "2"]):
+        assert_error(gpt("sample", "-i", "-m", run_folder, *options), "--interactive cannot be combined")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_text_but_not_the_session(run_folder: Path, tmp_path: Path) -> None:
     import pty
 
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["XDG_STATE_HOME"] = str(tmp_path)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it, and so would what they start
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Children of background jobs ignore SIGINT.
         words = ["sample", "-i", "-m", str(run_folder), "-n", "10000000", "--ignore-eot"]
         os.execv(sys.executable, [sys.executable, "-c", "from gpt_cli.main import run; run()", *words])
-    shown = b""
+    output = b""
 
-    def until(text: bytes) -> None:
-        nonlocal shown
-        shown = b""
-        while text not in shown:
-            shown += os.read(terminal, 4096)
+    def wait_for(text: bytes) -> None:
+        nonlocal output
+        output = b""
+        while text not in output:
+            output += os.read(terminal, 4096)
 
-    until(b"> ")
+    wait_for(b"> ")
     os.write(terminal, b"the cat\n")
-    until(b"the cat\r\n")  # what the terminal shows of the typing
-    while len(shown) < 300:
-        shown += os.read(terminal, 4096)
+    wait_for(b"the cat\r\n")  # Echo of the terminal
+    while len(output) < 300:
+        output += os.read(terminal, 4096)
     os.write(terminal, b"\x03")
-    until(b"> ")
+    wait_for(b"> ")
     os.write(terminal, b"/set max-tokens 3\n")
-    until(b"> ")
+    wait_for(b"> ")
     os.write(terminal, b"it\n")
-    until(b"> ")
+    wait_for(b"> ")
     os.write(terminal, b"\x04")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert (tmp_path / "gpt" / "history").read_text().splitlines()[-3:] == ["the cat", "/set max-tokens 3", "it"]
@@ -376,8 +380,8 @@ def test_on_a_terminal_ctrl_c_ends_the_text_and_not_the_program(run_folder: Path
 
 
 @pytest.mark.slow
-def test_sampling_imports_no_more_than_it_needs(run_folder: Path, tmp_path: Path) -> None:
-    """Guards the time that it takes to start: torch's compiler alone takes seconds to import."""
+def test_sampling_does_not_import_unused_modules(run_folder: Path, tmp_path: Path) -> None:
+    """Protects startup time. Importing torch's compiler takes seconds."""
     config, rotary = GPTConfig.of("modern", 257, 32, 1, 2, 8), tmp_path / "rotary"
     checkpoint.save(rotary, GPT(config), checkpoint.TokenizerFiles(bytes_tokenizer(), config), {})
     code = (
@@ -390,30 +394,28 @@ def test_sampling_imports_no_more_than_it_needs(run_folder: Path, tmp_path: Path
         " 'gpt.text.tokenize', 'gpt.decoding.bench', 'gpt.inspect', 'gpt_cli.train', 'gpt_cli.params'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
-# What may not be read
+# Permissions
 
 
-def locked(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Has the system refuse to say anything of what lies in folders called ``what``, as it does to other users."""
+def deny_access(monkeypatch: pytest.MonkeyPatch, folder_name: str) -> None:
+    """Makes ``stat`` fail for files in folders called ``folder_name``."""
     stat = Path.stat
 
     def no_stat(path: Path, **kwargs: bool) -> os.stat_result:
-        if path.parent.name == what:
+        if path.parent.name == folder_name:
             raise PermissionError(13, "Permission denied", str(path))
         return stat(path, **kwargs)
 
     monkeypatch.setattr(Path, "stat", no_stat)
 
 
-def test_a_run_that_may_not_be_read_is_named(
-    run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt
-) -> None:
+def test_unreadable_run_is_named(run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt) -> None:
     shutil.copytree(run_folder, "runs/theirs")
-    locked(monkeypatch, "theirs")
+    deny_access(monkeypatch, "theirs")
     Path("t.txt").write_text("the cat sat", encoding="utf-8")
     for command in (
         ["sample", "hi", "-m", "runs/theirs"],
@@ -425,44 +427,46 @@ def test_a_run_that_may_not_be_read_is_named(
         ["train", "--resume", "runs/theirs"],
         ["train", "t.txt", "--init", "runs/theirs"],
     ):
-        done = gpt(*command)
-        assert (done.code, "cannot read runs/theirs/run.json: Permission denied" in done.err) == (2, True), done.err
-        assert done.err.splitlines()[-1] == "hint: check its permissions"
-    shutil.copytree(run_folder, "runs/mine")  # others are found beside it
+        result = gpt(*command)
+        assert (result.code, "cannot read runs/theirs/run.json: Permission denied" in result.err) == (2, True), (
+            result.err
+        )
+        assert result.err.splitlines()[-1] == "hint: check its permissions"
+    shutil.copytree(run_folder, "runs/mine")
     assert gpt("sample", "hi", "-n", "1").code == 0
     assert "runs here: runs/mine\n" in gpt("sample", "hi", "-m", "nowhere").err
     assert "no unfinished run" in gpt("train", "--resume").err
 
 
-def test_a_checkpoint_that_may_not_be_read_is_named(
+def test_unreadable_checkpoint_is_named(
     run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt
 ) -> None:
     shutil.copytree(run_folder, "mine")
     step = json.loads(Path("mine/index.json").read_text(encoding="utf-8"))["latest"]
-    locked(monkeypatch, step)
+    deny_access(monkeypatch, step)
     for model in (f"mine/{step}", f"mine:{step}"):
-        done = gpt("sample", "hi", "-m", model)
-        assert (done.code, f"cannot read mine/{step}/" in done.err) == (2, True), done.err
-    done = gpt("sample", "hi", "-n", "1", "-m", "mine:latest")
-    assert done.code == 0
-    assert "Permission denied: using the checkpoint before it" in done.err
+        result = gpt("sample", "hi", "-m", model)
+        assert (result.code, f"cannot read mine/{step}/" in result.err) == (2, True), result.err
+    result = gpt("sample", "hi", "-n", "1", "-m", "mine:latest")
+    assert result.code == 0
+    assert "Permission denied: using the checkpoint before it" in result.err
 
 
-def test_a_best_that_cannot_be_told_is_said(run_folder: Path, workdir: Path, gpt: Gpt) -> None:
+def test_damaged_best_checkpoint_prints_a_note(run_folder: Path, workdir: Path, gpt: Gpt) -> None:
     shutil.copytree(run_folder, "mine")
     step = json.loads(Path("mine/index.json").read_text(encoding="utf-8"))["best"]
     assert "other checkpoints" not in gpt("sample", "hi", "-n", "1", "-m", "mine").err
     Path("mine", step, "gpt.json").write_text("{", encoding="utf-8")
-    done = gpt("sample", "hi", "-n", "1", "-m", "mine")
-    assert f"mine/{step}/gpt.json is damaged: it is not JSON: using the best of the other checkpoints" in done.err
+    result = gpt("sample", "hi", "-n", "1", "-m", "mine")
+    assert f"mine/{step}/gpt.json is damaged: it is not JSON: using the best of the other checkpoints" in result.err
 
 
 # Many samples
 
 
 @pytest.mark.slow
-def test_samples_are_made_as_they_are_read(run_folder: Path, tmp_path: Path) -> None:
-    """However many are asked for, the first ones come at once, and a pipe that is closed then is no error."""
+def test_samples_are_generated_lazily(run_folder: Path, tmp_path: Path) -> None:
+    """The first samples of a huge request are printed immediately. A closed pipe is not an error."""
     args = ["sample", "the", "-m", run_folder, "-n", "3", "--seed", "1", "--json"]
     with spawn(*args, "-N", str(2**63 - 1)) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -470,20 +474,20 @@ def test_samples_are_made_as_they_are_read(run_folder: Path, tmp_path: Path) -> 
         process.stdout.close()
         assert (process.wait(timeout=60), "rror" in process.stderr.read()) == (0, False)
     assert [line["index"] for line in lines] == list(range(40))
-    few = library.load(run_folder).write_all(["the"], SampleConfig(max_tokens=3), 1, 40)
-    assert [piece.sample.text for piece in few if piece.sample] == [line["text"] for line in lines]
+    pieces = library.load(run_folder).write_all(["the"], SampleConfig(max_tokens=3), 1, 40)
+    assert [piece.sample.text for piece in pieces if piece.sample] == [line["text"] for line in lines]
 
 
 @pytest.mark.parametrize("content", [b"my diary", b"a line\nand another", b"{", b'{"prompt_index": 0, "in'])
-def test_a_file_that_is_no_sample_is_left_as_it_is(gpt: Gpt, run_folder: Path, tmp_path: Path, content: bytes) -> None:
-    """Also where it has no whole line: what was cut off by us begins as our lines do."""
+def test_other_files_are_not_overwritten(gpt: Gpt, run_folder: Path, tmp_path: Path, content: bytes) -> None:
+    """A partial line is replaced only if it starts like a sample."""
     out = tmp_path / "diary.txt"
     out.write_bytes(content)
-    done = gpt("sample", "the", "-m", run_folder, "-n", "2", "--seed", "1", "-o", out)
+    result = gpt("sample", "the", "-m", run_folder, "-n", "2", "--seed", "1", "-o", out)
     if content.startswith(b"{"):
-        assert (done.code, len(out.read_bytes().splitlines())) == (0, 1)
+        assert (result.code, len(out.read_bytes().splitlines())) == (0, 1)
     else:
-        refused(done, "diary.txt, line ")
+        assert_error(result, "diary.txt, line ")
         assert out.read_bytes() == content
 
 
@@ -500,10 +504,10 @@ def test_structured_output(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
         (["--json-schema", schema], ['{"a":1', '{"a":"b"']),
         (["--beam", "2", "-N", "2", "--choices", "yes,no"], ["yes", "no"]),
     ):
-        lines = lines_of(gpt(*args, *options))
+        lines = read_samples(gpt(*args, *options))
         assert all(line["text"].startswith(tuple(texts)) for line in lines), lines
         assert {line["finish_reason"] for line in lines} <= {"stop", "eot", "length"}
-    assert lines_of(gpt(*args, "--json-schema", "-", stdin=b'{"const": [1]}'))[0]["text"] == "[1]"
+    assert read_samples(gpt(*args, "--json-schema", "-", stdin=b'{"const": [1]}'))[0]["text"] == "[1]"
 
 
 @pytest.mark.parametrize("options, message", [
@@ -513,5 +517,5 @@ def test_structured_output(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (["--json-schema", "none.json"], "cannot read none.json: No such file or directory"),
     (["--regex", "a", "--ignore-eot"], "structured output cannot ignore end-of-text"),
 ])  # fmt: skip
-def test_structured_output_that_cannot_be(gpt: Gpt, run_folder: Path, options: list[str], message: str) -> None:
-    refused(gpt("sample", "the", "-m", run_folder, *options), message)
+def test_invalid_structured_output_is_an_error(gpt: Gpt, run_folder: Path, options: list[str], message: str) -> None:
+    assert_error(gpt("sample", "the", "-m", run_folder, *options), message)

@@ -1,4 +1,4 @@
-"""Axes: round ticks for any numbers, labelled alike."""
+"""Axis ticks are round and have consistent labels."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ finite = st.floats(-1e38, 1e38)
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "most", "extend", "labels"),
+    ("low", "high", "max_ticks", "extend", "labels"),
     [
         (2.308, 6.942, 8, True, ["2", "3", "4", "5", "6", "7"]),
         (1.5e-5, 0.008, 6, True, ["0.000", "0.002", "0.004", "0.006", "0.008"]),
@@ -24,33 +24,33 @@ finite = st.floats(-1e38, 1e38)
         (5e-324, 1e-310, 6, True, ["-0.5", "0.0", "0.5"]),
     ],
 )  # fmt: skip
-def test_labels(low: float, high: float, most: int, extend: bool, labels: list[str]) -> None:
-    assert ticks.axis(low, high, most, extend).labels == labels
+def test_tick_labels(low: float, high: float, max_ticks: int, extend: bool, labels: list[str]) -> None:
+    assert ticks.axis(low, high, max_ticks, extend).labels == labels
 
 
 @given(finite, finite, st.integers(4, 8), st.booleans())
 @example(1.0000001, 1.0000001, 4, True)
-def test_ticks_are_round_even_and_around_the_numbers(a: float, b: float, most: int, extend: bool) -> None:
+def test_ticks_are_evenly_spaced_and_cover_the_range(a: float, b: float, max_ticks: int, extend: bool) -> None:
     low, high = sorted((a, b))
-    found = ticks.axis(low, high, most, extend)
-    assert 1 <= len(found.ticks) <= most
-    assert len(found.labels) == len(found.ticks) == len(set(found.labels))
-    assert found.low <= low
-    assert found.high >= high
-    assert -1e-6 <= found.share(low) <= found.share(high) <= 1 + 1e-6
-    shares = [found.share(tick) for tick in found.ticks]
+    axis = ticks.axis(low, high, max_ticks, extend)
+    assert 1 <= len(axis.ticks) <= max_ticks
+    assert len(axis.labels) == len(axis.ticks) == len(set(axis.labels))
+    assert axis.low <= low
+    assert axis.high >= high
+    assert -1e-6 <= axis.share(low) <= axis.share(high) <= 1 + 1e-6
+    shares = [axis.share(tick) for tick in axis.ticks]
     assert all(-1e-6 <= share <= 1 + 1e-6 for share in shares)
     steps = [after - before for before, after in pairwise(shares)]
     assert steps == pytest.approx([steps[0]] * len(steps), abs=1e-6) if steps else True
-    decimals = {len(label.partition("e")[0].rstrip("MBT").partition(".")[2]) for label in found.labels if label != "0"}
+    decimals = {len(label.partition("e")[0].rstrip("MBT").partition(".")[2]) for label in axis.labels if label != "0"}
     assert len(decimals) <= 1
     if extend:
-        assert len(found.ticks) >= 3 or most == 4
-        ends = (min(low, found.ticks[0]), max(high, found.ticks[-1]))  # or a millionth of a step beyond
-        assert (found.low, found.high) == pytest.approx(ends, abs=abs(found.ticks[-1] / 2 - found.ticks[0] / 2) * 1e-5)
+        assert len(axis.ticks) >= 3 or max_ticks == 4
+        ends = (min(low, axis.ticks[0]), max(high, axis.ticks[-1]))  # Limits extend by a millionth of a step.
+        assert (axis.low, axis.high) == pytest.approx(ends, abs=abs(axis.ticks[-1] / 2 - axis.ticks[0] / 2) * 1e-5)
 
 
-def test_decades() -> None:
+def test_logarithmic_axis() -> None:
     assert ticks.log_axis(0.002, 50, 8).labels == ["0.001", "0.01", "0.1", "1", "10", "100"]
     assert ticks.log_axis(2, 3e7, 5).labels == ["1e0", "1e2", "1e4", "1e6", "1e8"]
     assert ticks.log_axis(2, 3, 5).labels == ["1", "10"]

@@ -1,4 +1,4 @@
-"""``gpt tokenizer``: what it prints, writes and refuses. (Wrong words: tests/cli/test_cli.py.)"""
+"""``gpt tokenizer``. tests/cli/test_cli.py tests invalid arguments."""
 
 import json
 import os
@@ -21,31 +21,31 @@ def book(workdir: Path) -> Path:
     return path
 
 
-def learn(gpt: Gpt, book: Path, *args: str) -> Done:
-    done = gpt("tokenizer", "train", book, "-o", "vocab", "--vocab-size", "400", *args)
-    assert done.code == 0, done.err
-    return done
+def train_tokenizer(gpt: Gpt, book: Path, *args: str) -> Done:
+    result = gpt("tokenizer", "train", book, "-o", "vocab", "--vocab-size", "400", *args)
+    assert result.code == 0, result.err
+    return result
 
 
-def test_train_says_where_and_from_how_much(gpt: Gpt, book: Path) -> None:
-    done = learn(gpt, book)
+def test_train_prints_folder_and_size(gpt: Gpt, book: Path) -> None:
+    result = train_tokenizer(gpt, book)
     size = book.stat().st_size
-    assert f"saved  vocab  (400 ids from {size:,} bytes in" in done.out
-    assert "gpt tokenizer show vocab" in done.out
+    assert f"saved  vocab  (400 ids from {size:,} bytes in" in result.out
+    assert "gpt tokenizer show vocab" in result.out
     assert sorted(path.name for path in Path("vocab").iterdir()) == [
         "gpt.json", "tokenizer.json", "tokenizer.tiktoken", "tokenizer_config.json",
     ]  # fmt: skip
-    again = gpt("tokenizer", "train", book, "-o", "vocab")
-    assert (again.code, "vocab already exists" in again.err) == (2, True)
-    done = gpt("tokenizer", "train", book, "-o", "other", "--sample-bytes", "5000")
-    read = re.search(r"([\d,]+) of ([\d,]+) bytes", done.out)
-    assert read and 4000 < int(read[1].replace(",", "")) <= 5000 and read[2] == f"{size:,}"
+    second = gpt("tokenizer", "train", book, "-o", "vocab")
+    assert (second.code, "vocab already exists" in second.err) == (2, True)
+    result = gpt("tokenizer", "train", book, "-o", "other", "--sample-bytes", "5000")
+    sampled = re.search(r"([\d,]+) of ([\d,]+) bytes", result.out)
+    assert sampled and 4000 < int(sampled[1].replace(",", "")) <= 5000 and sampled[2] == f"{size:,}"
     assert [path.name for path in Path().iterdir() if path.name.startswith(".tmp")] == []
 
 
 def test_train_json_and_special_tokens(gpt: Gpt, book: Path) -> None:
-    done = learn(gpt, book, "--special", "<|user|>", "--special", "<|bot|>", "--json", "--quiet")
-    values = json.loads(done.out)
+    result = train_tokenizer(gpt, book, "--special", "<|user|>", "--special", "<|bot|>", "--json", "--quiet")
+    values = json.loads(result.out)
     assert list(values) == [
         "out", "vocab_size", "end_of_text", "specials", "fingerprint", "sampled_bytes", "bytes", "seconds",
     ]  # fmt: skip
@@ -53,25 +53,25 @@ def test_train_json_and_special_tokens(gpt: Gpt, book: Path) -> None:
     assert values["specials"] == {"<|user|>": 398, "<|bot|>": 399}
     assert values["sampled_bytes"] == values["bytes"] == book.stat().st_size
     assert find_tokenizer("vocab").fingerprint == values["fingerprint"]
-    assert done.err == ""
+    assert result.err == ""
 
 
-def test_what_is_refused_before_the_work(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_before_training(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for special in ("\udcff", "<|endoftext|>"):
-        done = gpt("tokenizer", "train", "nowhere.txt", "-o", "v2", "--special", special)
-        assert (done.code, "special token" in done.err) == (2, True), done.err
+        result = gpt("tokenizer", "train", "nowhere.txt", "-o", "v2", "--special", special)
+        assert (result.code, "special token" in result.err) == (2, True), result.err
     monkeypatch.setattr("gpt.text.vocabulary.open_corpus", None)
     Path("link").symlink_to("nowhere")
     for command in (["tokenizer", "train"], ["tokenize"]):
-        done = gpt(*command, book, "-o", "book.txt/x")
-        assert (done.code, "cannot write book.txt/x: Not a directory" in done.err) == (1, True)
+        result = gpt(*command, book, "-o", "book.txt/x")
+        assert (result.code, "cannot write book.txt/x: Not a directory" in result.err) == (1, True)
 
-        done = gpt(*command, book, "-o", "link")
-        assert (done.code, "link already exists" in done.err) == (2, True)
+        result = gpt(*command, book, "-o", "link")
+        assert (result.code, "link already exists" in result.err) == (2, True)
 
 
-def test_what_may_not_be_read_or_written_is_named(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learn(gpt, book)
+def test_permission_errors_name_the_path(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_tokenizer(gpt, book)
     mkdir, stat = os.mkdir, Path.stat
 
     def no_mkdir(path: str, *args: int) -> None:
@@ -90,32 +90,32 @@ def test_what_may_not_be_read_or_written_is_named(gpt: Gpt, book: Path, monkeypa
     monkeypatch.setattr(Path, "stat", no_stat)
     for command in (["tokenizer", "train"], ["tokenize"]):
         for out in ("locked/x", "lk/x"):
-            done = gpt(*command, book, "-o", out)
-            assert (done.code, f"cannot write {out}: Permission denied" in done.err) == (1, True), done.err
+            result = gpt(*command, book, "-o", out)
+            assert (result.code, f"cannot write {out}: Permission denied" in result.err) == (1, True), result.err
     for command in (["tokenizer", "show"], ["data", "show"], ["train"]):
-        done = gpt(*command, "lk/v")
-        assert (done.code, "cannot read lk/v" in done.err) == (2, True), done.err
-        assert "permissions" in done.err
+        result = gpt(*command, "lk/v")
+        assert (result.code, "cannot read lk/v" in result.err) == (2, True), result.err
+        assert "permissions" in result.err
 
-    opened = os.open
+    real_open = os.open
 
     def no_open(path: str, *args: int) -> int:
         if str(path).endswith("gpt.json"):
             raise PermissionError(13, "Permission denied", path)
-        return opened(path, *args)
+        return real_open(path, *args)
 
     monkeypatch.setattr(os, "open", no_open)
-    done = gpt("tokenizer", "show", "vocab")
-    assert (done.code, "cannot read vocab/gpt.json: Permission denied" in done.err) == (2, True), done.err
+    result = gpt("tokenizer", "show", "vocab")
+    assert (result.code, "cannot read vocab/gpt.json: Permission denied" in result.err) == (2, True), result.err
 
 
-def test_show(gpt: Gpt, book: Path) -> None:
-    learn(gpt, book, "--special", "<|user|>")
-    done = gpt("tokenizer", "show", "vocab", "--longest", "3")
-    assert done.code == 0
-    assert "<|user|>" in done.out
-    assert "9–16" in done.out
-    assert "Most frequent" not in done.out
+def test_show_output(gpt: Gpt, book: Path) -> None:
+    train_tokenizer(gpt, book, "--special", "<|user|>")
+    result = gpt("tokenizer", "show", "vocab", "--longest", "3")
+    assert result.code == 0
+    assert "<|user|>" in result.out
+    assert "9–16" in result.out
+    assert "Most frequent" not in result.out
     values = json.loads(gpt("tokenizer", "show", "vocab", "--longest", "3", "--json").out)
     keys = ["name", "vocab_size", "end_of_text", "specials", "bos", "ends", "pattern", "fingerprint", "longest"]
     assert list(values) == keys
@@ -125,14 +125,14 @@ def test_show(gpt: Gpt, book: Path) -> None:
     assert json.loads(gpt("tokenizer", "show", "bytes", "--longest", "0", "--json").out)["longest"] == []
 
 
-def test_show_with_text_counts_it(gpt: Gpt, book: Path) -> None:
+def test_show_counts_tokens_of_a_text(gpt: Gpt, book: Path) -> None:
     Path("small.txt").write_text("aab\n")
     values = json.loads(gpt("tokenizer", "show", "bytes", "small.txt", "--json").out)
     assert list(values)[9:] == ["bytes", "tokens", "bytes_per_token", "ids_used"]
     assert [values[key] for key in list(values)[9:]] == [4, 4, 1.0, 3]
-    shown = gpt("tokenizer", "show", "bytes", "small.txt", "book.txt").out
-    assert "Most frequent" in shown
-    assert '"\\n"' in shown  # escaped, not printed
+    output = gpt("tokenizer", "show", "bytes", "small.txt", "book.txt").out
+    assert "Most frequent" in output
+    assert '"\\n"' in output  # Line ends are escaped.
 
 
 def test_encode_and_decode(gpt: Gpt, workdir: Path) -> None:
@@ -144,27 +144,27 @@ def test_encode_and_decode(gpt: Gpt, workdir: Path) -> None:
     assert values == {"tokens": [104, 195, 169], "pieces": ["h", "\ufffd", "\ufffd"]}
 
 
-def test_encode_special(gpt: Gpt, book: Path) -> None:
-    learn(gpt, book, "--special", "<|user|>")
+def test_encode_special_tokens(gpt: Gpt, book: Path) -> None:
+    train_tokenizer(gpt, book, "--special", "<|user|>")
     text = "<|user|> hi<|endoftext|>"
-    plain = [int(id) for id in gpt("tokenizer", "encode", text, "--tokenizer", "vocab").out.split()]
+    ordinary = [int(id) for id in gpt("tokenizer", "encode", text, "--tokenizer", "vocab").out.split()]
     special = [int(id) for id in gpt("tokenizer", "encode", text, "--tokenizer", "vocab", "--special").out.split()]
-    assert not {398, 399} & set(plain)
+    assert not {398, 399} & set(ordinary)
     assert (special[0], special[-1]) == (399, 398)
-    for ids in (plain, special):
+    for ids in (ordinary, special):
         assert gpt("tokenizer", "decode", *map(str, ids), "--tokenizer", "vocab").out == text
 
 
-def test_decode_writes_bytes_as_they_are(workdir: Path) -> None:
+def test_decode_writes_raw_bytes(workdir: Path) -> None:
     code = "from gpt_cli.main import run; run()"
     ids = " ".join(map(str, range(256))).encode()
     command = [sys.executable, "-c", code, "tokenizer", "decode", "-", "--tokenizer", "bytes"]
-    done = subprocess.run(command, input=ids, capture_output=True, check=True)
-    assert done.stdout == bytes(range(256))
+    result = subprocess.run(command, input=ids, capture_output=True, check=True)
+    assert result.stdout == bytes(range(256))
 
 
-def test_no_command_imports_torch(gpt: Gpt, book: Path) -> None:
-    learn(gpt, book)
+def test_tokenizer_commands_do_not_import_torch(gpt: Gpt, book: Path) -> None:
+    train_tokenizer(gpt, book)
     code = (
         "import sys\nfrom gpt_cli.main import main\n"
         "for args in (['train', 'book.txt', '-o', 'v2', '--vocab-size', '300'], ['show', 'vocab', 'book.txt'],\n"
@@ -172,16 +172,16 @@ def test_no_command_imports_torch(gpt: Gpt, book: Path) -> None:
         "    assert main(['tokenizer', *args]) == 0\n"
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
-def test_train_takes_a_tokenizer_by_its_folder(gpt: Gpt, book: Path) -> None:
-    learn(gpt, book)
-    few = [
+def test_train_accepts_a_tokenizer_folder(gpt: Gpt, book: Path) -> None:
+    train_tokenizer(gpt, book)
+    options = [
         "--steps", "1", "--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-tokens", "8",
         "--sample-every", "0",
     ]  # fmt: skip
-    done = gpt("train", book, "--tokenizer", "vocab", *few, "-o", "run")
-    assert done.code == 0, done.err
+    result = gpt("train", book, "--tokenizer", "vocab", *options, "-o", "run")
+    assert result.code == 0, result.err
     assert find_tokenizer("run").fingerprint == find_tokenizer("vocab").fingerprint != bytes_tokenizer().fingerprint

@@ -1,4 +1,4 @@
-"""The answers of `gpt serve` to correct and to wrong requests, against `gpt sample`."""
+"""Responses of `gpt serve`, compared with `gpt sample`."""
 
 import codecs
 import contextlib
@@ -47,12 +47,12 @@ def model(run_folder: Path) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def server(model: LanguageModel) -> Iterator[Served]:
-    with served(model) as found:
-        yield found
+    with served(model) as started:
+        yield started
 
 
 def sample(model: LanguageModel, prompt: str = PROMPT, seed: int = 0, index: int = 0, **settings: Any) -> Sample:
-    """A text of `gpt sample` with the server's defaults."""
+    """Generates a sample like `gpt sample`, with the server's defaults."""
     config = SampleConfig(**{"temperature": 1.0, "max_tokens": 16, **settings})
     writing = model.write(prompt, config, seed, index)
     list(writing)
@@ -60,7 +60,7 @@ def sample(model: LanguageModel, prompt: str = PROMPT, seed: int = 0, index: int
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"], "additionalProperties": False}
-SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a request, and of `gpt sample`
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # Request fields, and `gpt sample` options
     ({}, {}),
     ({"temperature": 0}, {"greedy": True}),
     ({"temperature": 0.5, "top_p": 0.8}, {"temperature": 0.5, "top_p": 0.8}),
@@ -93,19 +93,19 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a request, and o
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("asked, settings", SETTINGS, ids=str)
-def test_a_text_is_that_of_gpt_sample(server: Served, model: LanguageModel, asked: Any, settings: Any) -> None:
-    body = {"prompt": PROMPT, "seed": 3, "n": 2, **{key: value for key, value in asked.items() if key != "n"}}
+@pytest.mark.parametrize("fields, settings", SETTINGS, ids=str)
+def test_text_equals_gpt_sample(server: Served, model: LanguageModel, fields: Any, settings: Any) -> None:
+    body = {"prompt": PROMPT, "seed": 3, "n": 2, **{key: value for key, value in fields.items() if key != "n"}}
     expected = [sample(model, seed=3, index=index, **settings) for index in range(2)]
     answer = server.ask(**body)
-    assert [choice["text"] for choice in answer["choices"]] == [each.text for each in expected]
+    assert [choice["text"] for choice in answer["choices"]] == [expected_sample.text for expected_sample in expected]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-    reasons = ["length" if each.finish_reason == "length" else "stop" for each in expected]
+    reasons = ["length" if expected_sample.finish_reason == "length" else "stop" for expected_sample in expected]
     assert [choice["finish_reason"] for choice in answer["choices"]] == reasons
-    count = sum(len(each.tokens) + (each.finish_reason == "eot") for each in expected)
+    count = sum(len(expected_sample.tokens) + (expected_sample.finish_reason == "eot") for expected_sample in expected)
     prompt = len(model.tokenizer.prompt(PROMPT))
     usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
-    usage["prompt_tokens_details"] = {"cached_tokens": 0}  # it is shorter than what is reused
+    usage["prompt_tokens_details"] = {"cached_tokens": 0}  # The prompt is too short for the prefix cache.
     assert answer["usage"] == usage
     assert answer["object"] == "text_completion"
     assert answer["model"] == "tiny"
@@ -114,22 +114,22 @@ def test_a_text_is_that_of_gpt_sample(server: Served, model: LanguageModel, aske
     chunks = server.stream(**body, stream_options={"include_usage": True})
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"] == usage
-    for index, each in enumerate(expected):
-        of_this = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
-        assert "".join(choice["text"] for choice in of_this) == each.text
-        assert [choice["finish_reason"] for choice in of_this[:-1]] == [None] * (len(of_this) - 1)
-        assert of_this[-1]["finish_reason"] == reasons[index]
+    for index, expected_sample in enumerate(expected):
+        choices = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in choices) == expected_sample.text
+        assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1]["finish_reason"] == reasons[index]
     assert all(c["usage"] is None and c["id"] == chunks[0]["id"] for c in chunks[:-1])
 
 
-def test_a_seed_is_that_of_gpt_sample(server: Served, model: LanguageModel) -> None:
+def test_seed_equals_gpt_sample(server: Served, model: LanguageModel) -> None:
     for seed in (7, -5, 2**63 - 1, -(2**63)):
         assert server.ask(prompt=PROMPT, seed=seed)["choices"][0]["text"] == sample(model, seed=seed).text
-    for seed in ({}, {"seed": -1}):  # one is drawn
+    for seed in ({}, {"seed": -1}):  # The server draws a random seed.
         assert len({server.ask(prompt=PROMPT, max_tokens=30, **seed)["choices"][0]["text"] for _ in range(4)}) > 1
 
 
-def test_prompts_are_a_text_or_ids_or_several(server: Served, model: LanguageModel) -> None:
+def test_prompts_can_be_text_ids_or_lists(server: Served, model: LanguageModel) -> None:
     texts = [PROMPT, "dogs chased", ""]
     ids = [model.tokenizer.prompt(text) for text in texts]
     expected = [sample(model, text, index=index).text for text in texts for index in range(2)]
@@ -148,85 +148,88 @@ def test_cached_tokens_are_counted(server: Served) -> None:
         answer = server.ask(prompt=prompts, n=n, max_tokens=2)
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
     *_, last = server.stream(prompt=[*shared, 8, 9], max_tokens=2, stream_options={"include_usage": True})
-    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # the id 8 if its text is still there
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # The cache can still contain id 8.
 
 
-def test_sampling_defaults_hold_where_a_request_says_nothing(model: LanguageModel) -> None:
-    told = list[str]()
+def test_sampling_defaults_apply_to_missing_fields(model: LanguageModel) -> None:
+    warnings = list[str]()
     config = {
         "temperature": 0.5, "top_k": "many", "top_p": 0.9, "min_p": math.nan, "repetition_penalty": 1.5,
         "do_sample": True, "max_new_tokens": 3, "eos_token_id": 0,
     }  # fmt: skip
-    found = protocol.sampling_defaults(config, told.append)
-    assert found == {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.5}
-    assert [line.split()[3] for line in told] == ["top_k", "min_p"]
-    assert protocol.sampling_defaults({**found, "do_sample": False}, pytest.fail)["temperature"] == 0
-    assert not protocol.sampling_defaults({"do_sample": 1}, told.append)
-    assert "do_sample is 1; it must be true or false" in told[-1]
-    with served(model, sampling=found) as server:
-        for asked, settings in (
+    defaults = protocol.sampling_defaults(config, warnings.append)
+    assert defaults == {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.5}
+    assert [line.split()[3] for line in warnings] == ["top_k", "min_p"]
+    assert protocol.sampling_defaults({**defaults, "do_sample": False}, pytest.fail)["temperature"] == 0
+    assert not protocol.sampling_defaults({"do_sample": 1}, warnings.append)
+    assert "do_sample is 1; it must be true or false" in warnings[-1]
+    with served(model, sampling=defaults) as server:
+        for fields, settings in (
             ({}, {}), ({"temperature": None, "top_p": 1}, {"top_p": 0.0}), ({"temperature": 0}, {"greedy": True}),
             ({"repeat_penalty": 1}, {"repetition_penalty": 0.0}),
         ):  # fmt: skip
-            answer = server.ask(prompt=PROMPT, seed=1, **asked)
-            assert answer["choices"][0]["text"] == sample(model, seed=1, **{**found, **settings}).text
+            answer = server.ask(prompt=PROMPT, seed=1, **fields)
+            assert answer["choices"][0]["text"] == sample(model, seed=1, **{**defaults, **settings}).text
 
 
-def test_the_best_of_several(server: Served, model: LanguageModel) -> None:
-    """Those with the highest mean log-probability, best first; all of them are counted."""
-    every = [sample(model, index=index) for index in range(6)]
-    mean = {each.text: each.logprob / (len(each.tokens) + (each.finish_reason == "eot")) for each in every}
+def test_best_of_returns_the_most_likely_choices(server: Served, model: LanguageModel) -> None:
+    """Choices are ordered by mean log-probability; usage counts all candidates."""
+    candidates = [sample(model, index=index) for index in range(6)]
+    mean = {
+        candidate.text: candidate.logprob / (len(candidate.tokens) + (candidate.finish_reason == "eot"))
+        for candidate in candidates
+    }
     answer = server.ask(prompt=PROMPT, seed=0, n=2, best_of=6)
     assert [choice["text"] for choice in answer["choices"]] == sorted(mean, key=lambda text: -mean[text])[:2]
-    counted = sum(len(each.tokens) + (each.finish_reason == "eot") for each in every)
+    counted = sum(len(candidate.tokens) + (candidate.finish_reason == "eot") for candidate in candidates)
     assert answer["usage"]["completion_tokens"] == counted
 
 
-@pytest.mark.parametrize("count, new, echo", [(5, 12, False), (5, 12, True), (1, 0, True), (0, 1, False)])
-def test_log_probabilities_are_those_of_gpt_sample(
-    server: Served, model: LanguageModel, count: int, new: int, echo: bool
+@pytest.mark.parametrize("count, max_tokens, echo", [(5, 12, False), (5, 12, True), (1, 0, True), (0, 1, False)])
+def test_logprobs_equal_gpt_sample(
+    server: Served, model: LanguageModel, count: int, max_tokens: int, echo: bool
 ) -> None:
     prompt = "Zürich; naïve 🐕"
-    expected = sample(model, prompt, max_tokens=new, logprobs=count, echo_logprobs=echo)
-    answer = server.ask(prompt=prompt, seed=0, max_tokens=new, logprobs=count, echo=echo)
+    expected = sample(model, prompt, max_tokens=max_tokens, logprobs=count, echo_logprobs=echo)
+    answer = server.ask(prompt=prompt, seed=0, max_tokens=max_tokens, logprobs=count, echo=echo)
     choice, tokens = answer["choices"][0], [*(expected.prompt_logprobs or ()), *(expected.logprobs or ())]
-    found = choice["logprobs"]
+    logprobs = choice["logprobs"]
     assert choice["text"] == (prompt if echo else "") + expected.text
-    assert len(found["tokens"]) == len(tokens)
-    assert found["tokens"] == [shown(model, token.id) for token in tokens]
+    assert len(logprobs["tokens"]) == len(tokens)
+    assert logprobs["tokens"] == [display_token(model, token.id) for token in tokens]
     if echo:
-        assert found["token_logprobs"][0] is None
-        assert found["top_logprobs"][0] is None
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["top_logprobs"][0] is None
     for token, name, logprob, top in zip(
-        tokens, found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+        tokens, logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
         if token.logprob is None:
             continue
         assert logprob == pytest.approx(token.logprob, abs=1e-5)
-        assert top[name] == logprob  # the same float
-        likeliest = [shown(model, id) for id, _ in token.top]
-        assert list(top)[:count] == likeliest
-        assert len(top) == count + (name not in likeliest)
+        assert top[name] == logprob
+        most_likely = [display_token(model, id) for id, _ in token.top]
+        assert list(top)[:count] == most_likely
+        assert len(top) == count + (name not in most_likely)
         assert max(top.values()) == next(iter(top.values()))
     data = [model.tokenizer.decode_bytes([token.id]) for token in tokens if token.id not in model.tokenizer.ends]
     assert b"".join(data).decode(errors="replace") == choice["text"]
-    assert found["text_offset"] == [place(data, at) for at in range(len(tokens))]
+    assert logprobs["text_offset"] == [token_offset(data, at) for at in range(len(tokens))]
 
 
-def place(data: list[bytes], at: int) -> int:
-    """The place of a token in the text of all: that of the character which its first byte is a part of."""
-    whole, bad = b"".join(data), dict[int, int]()
+def token_offset(data: list[bytes], at: int) -> int:
+    """Returns the position of the character with the first byte of a token."""
+    all_bytes, bad_ends = b"".join(data), dict[int, int]()
 
-    def replaced(error: UnicodeError) -> tuple[str, int]:
+    def record_error(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeDecodeError)
-        bad[error.start] = error.end
+        bad_ends[error.start] = error.end
         return "�", error.end
 
-    codecs.register_error("replaced", replaced)
-    places = list[int]()
-    for number, char in enumerate(whole.decode(errors="replaced")):
-        places += [number] * (bad.get(len(places), len(places) + len(char.encode())) - len(places))
-    return [*places, len(set(places))][sum(map(len, data[:at]))]
+    codecs.register_error("replaced", record_error)
+    positions = list[int]()
+    for number, char in enumerate(all_bytes.decode(errors="replaced")):
+        positions += [number] * (bad_ends.get(len(positions), len(positions) + len(char.encode())) - len(positions))
+    return [*positions, len(set(positions))][sum(map(len, data[:at]))]
 
 
 PIECES = [
@@ -234,26 +237,26 @@ PIECES = [
 ]
 
 
-def test_offsets_are_places_in_the_text_whatever_tokens_are_cut_off() -> None:
-    every = [*(bytes([byte]) for byte in range(256)), *PIECES]
-    tokenizer = Tokenizer("bpe", ByteBPE(GPT2_PATTERN, {piece: id for id, piece in enumerate(every)}), len(every))
-    chance = random.Random(1)
-    cut = [0x61, 0xF0, 0x9F, 0x90, 0x95, 0xE0, 0x80, 0xBD, *range(256, len(every))]
+def test_text_offsets_with_partial_characters() -> None:
+    pieces = [*(bytes([byte]) for byte in range(256)), *PIECES]
+    tokenizer = Tokenizer("bpe", ByteBPE(GPT2_PATTERN, {piece: id for id, piece in enumerate(pieces)}), len(pieces))
+    rng = random.Random(1)
+    partial_ids = [0x61, 0xF0, 0x9F, 0x90, 0x95, 0xE0, 0x80, 0xBD, *range(256, len(pieces))]
     for _ in range(500):
-        ids = chance.choices(cut, k=8)
+        ids = rng.choices(partial_ids, k=8)
         config = SampleConfig(logprobs=0)
         choice = Choice(tokenizer, config, Prompt([tokenizer.eot], 1), False)
         tokens = tuple(Token(id, -1.0) for id in [*ids, tokenizer.eot])
         delta = choice.push(Update(0, tokens=tokens, reason="eot"))
-        data = [every[id] for id in ids]
+        data = [pieces[id] for id in ids]
         assert delta.text == b"".join(data).decode(errors="replace")
-        assert [offset for _, offset in delta.tokens] == [place(data, at) for at in range(9)]
-        for (_, offset), each in zip(delta.tokens, data, strict=False):
+        assert [offset for _, offset in delta.tokens] == [token_offset(data, at) for at in range(9)]
+        for (_, offset), token_bytes in zip(delta.tokens, data, strict=False):
             with contextlib.suppress(UnicodeDecodeError):
-                assert delta.text[offset:].startswith(each.decode())
+                assert delta.text[offset:].startswith(token_bytes.decode())
 
 
-def shown(model: LanguageModel, id: int) -> str:
+def display_token(model: LanguageModel, id: int) -> str:
     data = model.tokenizer.decode_bytes([id])
     try:
         return data.decode()
@@ -261,23 +264,23 @@ def shown(model: LanguageModel, id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def test_what_the_harness_asks_for(server: Served, model: LanguageModel) -> None:
-    """lm-evaluation-harness: ids of several lengths, one more token than it looks at, greedy or not by comparison."""
+def test_request_of_lm_evaluation_harness(server: Served, model: LanguageModel) -> None:
+    """lm-evaluation-harness compares log-probabilities to see if a token is greedy."""
     prompts = [model.tokenizer.prompt(text) for text in (PROMPT, "dogs", "the mat while raining in")]
     answer = server.ask(prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1234)
     for choice, ids in zip(answer["choices"], prompts, strict=True):
-        found = choice["logprobs"]
-        assert len(found["token_logprobs"]) == len(ids) + 1
+        logprobs_of_choice = choice["logprobs"]
+        assert len(logprobs_of_choice["token_logprobs"]) == len(ids) + 1
         with torch.inference_mode():
             logits = model.model.unembed(model.model.trunk(torch.tensor([ids])))[0, :, : model.tokenizer.vocab_size]
             logprobs = logits.log_softmax(-1)
         for at in range(1, len(ids)):
-            assert found["token_logprobs"][at] == pytest.approx(float(logprobs[at - 1, ids[at]]), abs=1e-5)
-            greedy = found["token_logprobs"][at] == max(found["top_logprobs"][at].values())
+            assert logprobs_of_choice["token_logprobs"][at] == pytest.approx(float(logprobs[at - 1, ids[at]]), abs=1e-5)
+            greedy = logprobs_of_choice["token_logprobs"][at] == max(logprobs_of_choice["top_logprobs"][at].values())
             assert greedy == (int(logprobs[at - 1].argmax()) == ids[at])
 
 
-def test_an_echo_of_ids_that_are_no_characters(server: Served, model: LanguageModel) -> None:
+def test_echo_of_partial_characters(server: Served, model: LanguageModel) -> None:
     half = model.tokenizer.encode("🦊").tolist()[:-1]
     choice = server.ask(prompt=half, echo=True, logprobs=0, max_tokens=2, temperature=0)["choices"][0]
     assert choice["text"].startswith("�")
@@ -285,8 +288,8 @@ def test_an_echo_of_ids_that_are_no_characters(server: Served, model: LanguageMo
     assert choice["logprobs"]["text_offset"][len(half)] == len(model.tokenizer.decode(half))
 
 
-def test_an_echo_without_log_probabilities_and_an_empty_one(server: Served, model: LanguageModel) -> None:
-    long = "the cat sat on the mat " * 20  # longer than the context
+def test_echo_of_long_and_empty_prompts(server: Served, model: LanguageModel) -> None:
+    long = "the cat sat on the mat " * 20  # Longer than the context
     assert server.ask(prompt=long, echo=True, max_tokens=0)["choices"][0]["text"] == long
     chunks = server.stream(prompt="", echo=True, max_tokens=3, seed=0)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == sample(model, "", max_tokens=3).text
@@ -294,27 +297,27 @@ def test_an_echo_without_log_probabilities_and_an_empty_one(server: Served, mode
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
-def test_log_probabilities_of_a_stream_are_those_of_the_whole(server: Served) -> None:
+def test_streamed_logprobs_equal_the_whole_response(server: Served) -> None:
     body = {"prompt": PROMPT, "seed": 2, "max_tokens": 12, "logprobs": 3, "echo": True, "stop": ["an"]}
-    whole = server.ask(**body)["choices"][0]
+    choice = server.ask(**body)["choices"][0]
     parts = [chunk["choices"][0] for chunk in server.stream(**body)]
-    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert "".join(part["text"] for part in parts) == choice["text"]
     for key in ("tokens", "text_offset"):
-        assert [each for part in parts for each in part["logprobs"][key]] == whole["logprobs"][key]
-    joined = [each for part in parts for each in part["logprobs"]["token_logprobs"]]
-    assert joined[1:] == pytest.approx(whole["logprobs"]["token_logprobs"][1:], abs=1e-5)
+        assert [item for part in parts for item in part["logprobs"][key]] == choice["logprobs"][key]
+    joined = [item for part in parts for item in part["logprobs"]["token_logprobs"]]
+    assert joined[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
 
 
-def test_streams_have_whole_characters_and_nothing_of_a_stop_text(server: Served, model: LanguageModel) -> None:
-    """Ids that are bytes of characters are forced, so that pieces would be halves."""
+def test_streams_have_no_partial_characters_or_stop_strings(server: Served, model: LanguageModel) -> None:
+    """A bias forces tokens that are parts of characters."""
     ids = model.tokenizer.encode("🦊").tolist()
     bias = {str(id): 100 for id in set(ids)}
     for seed, stop in enumerate(([], ["🦊"], ["�"])):
         body = {"prompt": "🦊", "logit_bias": bias, "seed": seed, "max_tokens": 20, "stop": stop}
-        whole = server.ask(**body)["choices"][0]
+        choice = server.ask(**body)["choices"][0]
         parts = [chunk["choices"][0]["text"] for chunk in server.stream(**body)]
-        assert "".join(parts) == whole["text"]
-        assert not any(each in whole["text"] for each in stop)
+        assert "".join(parts) == choice["text"]
+        assert not any(stop_string in choice["text"] for stop_string in stop)
     text = server.ask(prompt=PROMPT, temperature=0, max_tokens=40)["choices"][0]["text"]
     for stop in (text[5:9], text[-6:], text[:2], text[3:30]):
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "stop": [stop]}
@@ -323,7 +326,7 @@ def test_streams_have_whole_characters_and_nothing_of_a_stop_text(server: Served
         assert server.ask(**body)["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_bias_forces_and_forbids(server: Served, model: LanguageModel) -> None:
+def test_logit_bias_forces_and_forbids_tokens(server: Served, model: LanguageModel) -> None:
     id = int(model.tokenizer.encode("z")[0])
     assert server.ask(prompt=PROMPT, max_tokens=5, logit_bias={str(id): 100})["choices"][0]["text"] == "zzzzz"
     first = server.ask(prompt=PROMPT, temperature=0, max_tokens=1, logprobs=1)["choices"][0]
@@ -332,8 +335,8 @@ def test_a_bias_forces_and_forbids(server: Served, model: LanguageModel) -> None
     assert other["text"] != first["text"]
 
 
-def test_penalties_by_brute_force(server: Served, model: LanguageModel) -> None:
-    """Greedy texts with a loop that computes the whole model anew for each token."""
+def test_penalties_equal_brute_force(server: Served, model: LanguageModel) -> None:
+    """The expected text is decoded without a KV cache."""
     presence, frequency = 0.9, 0.6
     ids, counts = model.tokenizer.prompt(PROMPT), Counter[int]()
     start = len(ids)
@@ -351,14 +354,14 @@ def test_penalties_by_brute_force(server: Served, model: LanguageModel) -> None:
     assert answer["choices"][0]["text"] != server.ask(**body)["choices"][0]["text"]
 
 
-DEEP = json.loads("[" * 900 + "]" * 900)
+DEEP_LIST = json.loads("[" * 900 + "]" * 900)
 
 
 @pytest.mark.parametrize(
     "field, value",
     [
         ("prompt", 5), ("prompt", []), ("prompt", [[]]), ("prompt", [True]), ("prompt", [1, "a"]), ("prompt", [400]),
-        ("prompt", [2**70]), ("prompt", DEEP), ("prompt", ["a"] * 129), ("prompt", "ab " * 3000), ("max_tokens", "5"),
+        ("prompt", [2**70]), ("prompt", DEEP_LIST), ("prompt", ["a"] * 129), ("prompt", "ab " * 3000), ("max_tokens", "5"),
         ("max_tokens", -2), ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", 10**300), ("temperature", 101),
         ("temperature", [1]), ("top_p", 1.1), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 129), ("best_of", 129),
         ("stop", {}), ("stop", [1]), ("stop", ["a"] * 257), ("stop", "a" * 1001), ("seed", 1.5), ("seed", 2**63),
@@ -369,7 +372,7 @@ DEEP = json.loads("[" * 900 + "]" * 900)
     ],
     ids=lambda value: f"{value!s:.20}",
 )  # fmt: skip
-def test_a_wrong_value_is_refused_by_its_name(server: Served, field: str, value: Any) -> None:
+def test_invalid_value_error_names_the_field(server: Served, field: str, value: Any) -> None:
     error = server.refuse(**{"prompt": "a", field: value})
     assert error["param"] == field
     assert field in error["message"]
@@ -377,7 +380,7 @@ def test_a_wrong_value_is_refused_by_its_name(server: Served, field: str, value:
     assert error["type"] == "invalid_request_error"
 
 
-def test_what_contradicts_itself_is_refused(server: Served) -> None:
+def test_contradictory_fields_are_an_error(server: Served) -> None:
     assert server.refuse(max_tokens=1)["param"] == "prompt"
     assert server.refuse(prompt=None)["param"] == "prompt"
     assert server.refuse(prompt="a", n=3, best_of=2)["param"] == "best_of"
@@ -415,34 +418,34 @@ WRONG_CONSTRAINTS: list[tuple[dict[str, Any], str, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize("asked, message, param", WRONG_CONSTRAINTS, ids=lambda each: str(each)[:60])
-def test_constraints_that_cannot_be_followed(
-    server: Served, asked: dict[str, Any], message: str, param: str | None
+@pytest.mark.parametrize("fields, message, param", WRONG_CONSTRAINTS, ids=lambda each: str(each)[:60])
+def test_invalid_constraint_is_an_error(
+    server: Served, fields: dict[str, Any], message: str, param: str | None
 ) -> None:
-    error = server.refuse(prompt=PROMPT, **asked)
+    error = server.refuse(prompt=PROMPT, **fields)
     assert error["message"].startswith(message), error["message"]
     assert error["param"] == param
 
 
-def test_a_chat_answers_in_json(chat: Served) -> None:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+def test_chat_with_json_schema(chat: Served) -> None:
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     for settings in ({}, {"temperature": 0}, {"stream": True}):
-        asked = {"messages": CHAT, "response_format": form, "seed": 0, "max_tokens": 30, "n": 3, **settings}
+        body = {"messages": CHAT, "response_format": response_format, "seed": 0, "max_tokens": 30, "n": 3, **settings}
         if "stream" in settings:
-            chunks = [each["choices"][0] for each in chat.stream("/v1/chat/completions", **asked)]
+            chunks = [choice["choices"][0] for choice in chat.stream("/v1/chat/completions", **body)]
             texts = ["".join(c["delta"]["content"] for c in chunks if c["index"] == index) for index in range(3)]
         else:
-            texts = [each["message"]["content"] for each in chat.ask("/v1/chat/completions", **asked)["choices"]]
+            texts = [choice["message"]["content"] for choice in chat.ask("/v1/chat/completions", **body)["choices"]]
         assert all(json.loads(text) in ({"a": 1}, {"a": "b"}) for text in texts), texts
 
 
 DOCS = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
 
 
-def documented(what: str) -> set[str]:
-    """The fields for which the documentation's table says ``what`` happens."""
+def documented_fields(prefix: str) -> set[str]:
+    """Returns the fields of table rows in the docs that start with ``prefix``."""
     rows = re.findall(r"^\| (.+) \| (.+) \|$", DOCS, re.MULTILINE)
-    return {name for fields, happens in rows if happens.startswith(what) for name in re.findall(r"`(\w+)`", fields)}
+    return {name for fields, happens in rows if happens.startswith(prefix) for name in re.findall(r"`(\w+)`", fields)}
 
 
 ROUTES = (
@@ -451,33 +454,33 @@ ROUTES = (
 )
 
 
-@pytest.mark.parametrize("route, asked, refused", ROUTES, ids=["completions", "chats"])
-def test_each_field_of_other_servers_is_refused_by_name_or_changes_nothing(
-    chat: Served, route: str, asked: dict[str, Any], refused: dict[str, Any]
+@pytest.mark.parametrize("route, body, refused", ROUTES, ids=["completions", "chats"])
+def test_unsupported_fields_are_refused_or_ignored(
+    chat: Served, route: str, body: dict[str, Any], refused: dict[str, Any]
 ) -> None:
-    asked = {**asked, "seed": 0, "max_tokens": 4}
-    expected = chat.ask(route, **asked)["choices"]
+    body = {**body, "seed": 0, "max_tokens": 4}
+    expected = chat.ask(route, **body)["choices"]
     for at in range(max(map(len, refused.values()))):
         neutral = {name: values[at % len(values)] for name, values in refused.items() if values}
-        assert chat.ask(route, **asked, **neutral)["choices"] == expected
-    assert chat.ask(route, **asked, **dict.fromkeys(refused))["choices"] == expected
+        assert chat.ask(route, **body, **neutral)["choices"] == expected
+    assert chat.ask(route, **body, **dict.fromkeys(refused))["choices"] == expected
     for name, value in zip(refused, itertools.cycle(("x", 0.5, {"a": 1})), strict=False):
-        error = chat.refuse(route, **asked, **{name: value})
+        error = chat.refuse(route, **body, **{name: value})
         assert error["param"] == name
         assert name in error["message"]
     for value in (0, 0.5, "x", [1], {"a": 1}, True):
-        assert chat.ask(route, **asked, **dict.fromkeys(documented("accepted"), value))["choices"] == expected
+        assert chat.ask(route, **body, **dict.fromkeys(documented_fields("accepted"), value))["choices"] == expected
 
 
-def test_the_documentation_names_each_field() -> None:
+def test_docs_list_every_field() -> None:
     refused = {**protocol.REFUSED, **protocol.REFUSED_IN_COMPLETIONS, **protocol.REFUSED_IN_CHATS}
-    assert documented("not supported") == set(refused)
-    assert documented("other names") == set(protocol.ALIASES)
-    assert len(documented("accepted")) > 30
+    assert documented_fields("not supported") == set(refused)
+    assert documented_fields("other names") == set(protocol.ALIASES)
+    assert len(documented_fields("accepted")) > 30
 
 
-def test_names_of_other_servers(server: Served, model: LanguageModel) -> None:
-    for asked, settings in (
+def test_field_aliases_of_other_servers(server: Served, model: LanguageModel) -> None:
+    for fields, settings in (
         ({"n_predict": 5}, {"max_tokens": 5}),
         ({"max_completion_tokens": 5}, {"max_tokens": 5}),
         ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
@@ -485,18 +488,18 @@ def test_names_of_other_servers(server: Served, model: LanguageModel) -> None:
         ({"repeat_penalty": 1.0, "repeat_last_n": 64}, {}),
         ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram": 2}),
     ):
-        assert server.ask(prompt=PROMPT, seed=0, **asked)["choices"][0]["text"] == sample(model, **settings).text
+        assert server.ask(prompt=PROMPT, seed=0, **fields)["choices"][0]["text"] == sample(model, **settings).text
     assert len(server.ask(prompt=PROMPT, n_cmpl=3)["choices"]) == 3
-    for asked in ({"n_predict": "x"}, {"repeat_penalty": -1}, {"n_predict": 5, "max_tokens": 6}):
-        error = server.refuse(prompt=PROMPT, **asked)
-        assert error["param"] == next(iter(asked))
+    for fields in ({"n_predict": "x"}, {"repeat_penalty": -1}, {"n_predict": 5, "max_tokens": 6}):
+        error = server.refuse(prompt=PROMPT, **fields)
+        assert error["param"] == next(iter(fields))
         assert error["param"] in error["message"]
     for penalty in ({"repeat_penalty": 2}, {"presence_penalty": 1}, {"frequency_penalty": -1}):
         for last in (0, 64):
             assert server.refuse(prompt=PROMPT, **penalty, repeat_last_n=last)["param"] == "repeat_last_n"
 
 
-def test_ids_that_end_a_text(server: Served, model: LanguageModel) -> None:
+def test_stop_token_ids_end_generation(server: Served, model: LanguageModel) -> None:
     expected = sample(model, max_tokens=12, ignore_eot=True)
     body = {"prompt": PROMPT, "seed": 0, "max_tokens": 12, "ignore_eos": True}
     for at in (0, 5, 11):
@@ -510,27 +513,27 @@ def test_ids_that_end_a_text(server: Served, model: LanguageModel) -> None:
         parts = [chunk["choices"][0]["text"] for chunk in server.stream(**body, stop_token_ids=[end], stop=["🦊"])]
         assert "".join(parts) == choice["text"]
     assert server.ask(**body, stop_token_ids=[])["choices"][0]["finish_reason"] == "length"
-    for wrong in (5, [1.5], ["a"], {}, [True], [1] * 300):
-        assert server.refuse(**body, stop_token_ids=wrong)["param"] == "stop_token_ids"
+    for invalid in (5, [1.5], ["a"], {}, [True], [1] * 300):
+        assert server.refuse(**body, stop_token_ids=invalid)["param"] == "stop_token_ids"
     assert server.refuse(**body, stop_token_ids=[1], min_tokens=3)["param"] == "stop_token_ids"
 
 
-def test_halves_of_surrogates_and_control_characters(server: Served) -> None:
+def test_unpaired_surrogates_and_control_characters(server: Served) -> None:
     answer = server.ask(prompt="a\ud800b\x00\x1b[31m", echo=True, max_tokens=0, stop=["\udfff"])
     assert answer["choices"][0]["text"] == "a�b\x00\x1b[31m"
 
 
-def test_models(server: Served) -> None:
-    listed = server.client.get("/v1/models").json()
-    assert listed["object"] == "list"
-    (one,) = listed["data"]
-    assert (one["id"], one["object"], one["context_length"]) == ("tiny", "model", 32)
-    assert server.client.get("/models/tiny").json() == one
+def test_models_route(server: Served) -> None:
+    response = server.client.get("/v1/models").json()
+    assert response["object"] == "list"
+    (model,) = response["data"]
+    assert (model["id"], model["object"], model["context_length"]) == ("tiny", "model", 32)
+    assert server.client.get("/models/tiny").json() == model
     error = server.client.get("/v1/models/no/such").json()["error"]
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
-def test_the_tokenizer_as_the_harness_reads_it(server: Served, model: LanguageModel) -> None:
+def test_tokenizer_routes_of_lm_evaluation_harness(server: Served, model: LanguageModel) -> None:
     info = server.client.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"], info["pad_token"]) == ("<|endoftext|>", None, None)
     for text in ("", "it’s raining", "a <|endoftext|> b", "\x00🐕"):
@@ -562,7 +565,7 @@ def test_health_metrics_and_unknown_routes(server: Served) -> None:
     assert server.client.get("/").headers["content-security-policy"].startswith("default-src 'none'")
 
 
-def test_the_routes_answer_without_v1(server: Served, model: LanguageModel) -> None:
+def test_routes_work_without_v1(server: Served, model: LanguageModel) -> None:
     assert server.ask("/completions", prompt=PROMPT, seed=0)["choices"][0]["text"] == sample(model).text
     assert server.client.get("/v1/health").status_code == server.client.get("/v1/tokenizer_info").status_code == 200
 
@@ -573,12 +576,11 @@ def chat_model(model: LanguageModel, template: str = TEMPLATE) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def chat(model: LanguageModel) -> Iterator[Served]:
-    """A server whose tokenizer has a chat template."""
-    with served(chat_model(model)) as found:
-        yield found
+    with served(chat_model(model)) as started:
+        yield started
 
 
-def test_a_chat_is_the_text_of_its_template(chat: Served, model: LanguageModel) -> None:
+def test_chat_equals_completion_of_the_rendered_template(chat: Served, model: LanguageModel) -> None:
     expected = sample(model, TEXT, max_tokens=8, logprobs=2)
     body = {"messages": CHAT, "seed": 0, "max_completion_tokens": 8, "logprobs": True, "top_logprobs": 2}
     answer = chat.ask("/v1/chat/completions", **body)
@@ -586,41 +588,43 @@ def test_a_chat_is_the_text_of_its_template(chat: Served, model: LanguageModel) 
     assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
     assert answer["object"] == "chat.completion"
     assert answer["usage"]["prompt_tokens"] == len(model.tokenizer.prompt(TEXT))
-    told = choice["logprobs"]["content"]
-    assert [each["token"] for each in told] == [shown(model, token.id) for token in expected.logprobs or ()]
-    for each, token in zip(told, expected.logprobs or (), strict=True):
-        assert each["logprob"] == pytest.approx(token.logprob, abs=1e-5)
-        assert bytes(each["bytes"]) == model.tokenizer.decode_bytes([token.id])
-        assert [other["token"] for other in each["top_logprobs"]] == [shown(model, id) for id, _ in token.top]
+    logprobs = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in logprobs] == [
+        display_token(model, token.id) for token in expected.logprobs or ()
+    ]
+    for entry, token in zip(logprobs, expected.logprobs or (), strict=True):
+        assert entry["logprob"] == pytest.approx(token.logprob, abs=1e-5)
+        assert bytes(entry["bytes"]) == model.tokenizer.decode_bytes([token.id])
+        assert [other["token"] for other in entry["top_logprobs"]] == [display_token(model, id) for id, _ in token.top]
     chunks = chat.stream("/v1/chat/completions", **body, n=1, stream_options={"include_usage": True})
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1]) == expected.text
     assert chunks[-2]["choices"][0]["finish_reason"] == choice["finish_reason"]
-    assert chunks[-1]["usage"] | answer["usage"] == answer["usage"]  # cached tokens apart
+    assert chunks[-1]["usage"] | answer["usage"] == answer["usage"]  # Cached tokens can differ.
     assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
     assert [e for c in chunks[1:-1] for e in c["choices"][0]["logprobs"]["content"]] == [
-        {**each, "logprob": pytest.approx(each["logprob"], abs=1e-5), "top_logprobs": [
-            {**other, "logprob": pytest.approx(other["logprob"], abs=1e-5)} for other in each["top_logprobs"]]}
-        for each in told
+        {**entry, "logprob": pytest.approx(entry["logprob"], abs=1e-5), "top_logprobs": [
+            {**other, "logprob": pytest.approx(other["logprob"], abs=1e-5)} for other in entry["top_logprobs"]]}
+        for entry in logprobs
     ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def prefilled(model: LanguageModel) -> Iterator[Served]:
-    """A server whose template shows what it was given."""
+def template_server(model: LanguageModel) -> Iterator[Served]:
+    """A server whose template prints its variables."""
     template = (
         "{% for m in messages %}{{ m.role[0] }}:{{ m.reasoning_content }}{{ m.name }}{{ m.content }}\n{% endfor %}"
         "{{ enable_thinking }}{% if add_generation_prompt %}a:{% endif %}"
     )
-    with served(chat_model(model, template)) as found:
-        yield found
+    with served(chat_model(model, template)) as started:
+        yield started
 
 
-SAID = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "the cat "}]
+MESSAGES = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "the cat "}]
 
 
 @pytest.mark.parametrize(
-    "asked, text",
+    "fields, text",
     [
         ({"enable_thinking": False}, "u:it\na:the cat \nFalsea:"),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": "\ud800"}}, "u:it\na:the cat \n\ufffda:"),
@@ -631,50 +635,48 @@ SAID = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "the
     ],
     ids=str,
 )  # fmt: skip
-def test_fields_that_the_template_reads(
-    prefilled: Served, model: LanguageModel, asked: dict[str, Any], text: str
+def test_template_receives_request_fields(
+    template_server: Served, model: LanguageModel, fields: dict[str, Any], text: str
 ) -> None:
-    body = {"messages": SAID, **asked}
-    answer = prefilled.ask("/v1/chat/completions", **body, seed=0, max_tokens=6)
+    body = {"messages": MESSAGES, **fields}
+    answer = template_server.ask("/v1/chat/completions", **body, seed=0, max_tokens=6)
     assert answer["choices"][0]["message"]["content"] == sample(model, text, max_tokens=6).text
-    tokenized = prefilled.ask("/tokenize", **body)
+    tokenized = template_server.ask("/tokenize", **body)
     assert tokenized["tokens"] == model.tokenizer.encode(text).tolist()
     assert tokenized["count"] == answer["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
-    "field, value, says",
+    "field, value, message",
     [
         ("chat_template_kwargs", [], "an object"), ("chat_template_kwargs", {"a": "x" * 20_000}, "16,384"),
-        ("chat_template_kwargs", {"a": DEEP}, "deep"), ("enable_thinking", "no", "true or false"),
+        ("chat_template_kwargs", {"a": DEEP_LIST}, "deep"), ("enable_thinking", "no", "true or false"),
         ("continue_final_message", "content", "true or false"), ("add_generation_prompt", 1, "true or false"),
         *(("chat_template_kwargs", {name: 1}, f'"{name}"') for name in
           ("messages", "add_generation_prompt", "tools", "bos_token", "eos_token", "namespace", "documents")),
     ],
     ids=lambda value: f"{value!s:.20}",
 )  # fmt: skip
-def test_wrong_fields_for_the_template_are_refused_by_name(
-    prefilled: Served, field: str, value: Any, says: str
-) -> None:
-    error = prefilled.refuse("/v1/chat/completions", **{"messages": SAID, field: value})
+def test_invalid_template_field_error_names_it(template_server: Served, field: str, value: Any, message: str) -> None:
+    error = template_server.refuse("/v1/chat/completions", **{"messages": MESSAGES, field: value})
     assert error["param"] == field
-    assert says in error["message"]
-    assert prefilled.refuse("/tokenize", **{"messages": SAID, field: value}) == error
+    assert message in error["message"]
+    assert template_server.refuse("/tokenize", **{"messages": MESSAGES, field: value}) == error
 
 
-def test_a_message_is_either_answered_or_continued(prefilled: Served) -> None:
+def test_message_cannot_be_both_answered_and_continued(template_server: Served) -> None:
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    error = prefilled.refuse("/v1/chat/completions", messages=SAID, **both)
+    error = template_server.refuse("/v1/chat/completions", messages=MESSAGES, **both)
     assert error["param"] == "continue_final_message"
 
 
-def test_conversations_are_tokenized(chat: Served, server: Served) -> None:
+def test_tokenize_route_accepts_messages(chat: Served, server: Served) -> None:
     tokenizer = chat.service.tokenizer
-    special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # an id of its own, as in a chat
-    for messages in ([special], [{"role": "user", "content": "the cat " * 200}]):  # counted beyond the context too
-        found = chat.ask("/v1/tokenize", messages=messages, prompt=None, model="tiny", add_special_tokens=False)
-        assert found["tokens"] == template.prompt(tokenizer, messages)
-        assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 32)
+    special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # As in a chat, this becomes a special token.
+    for messages in ([special], [{"role": "user", "content": "the cat " * 200}]):  # Longer than the context
+        response = chat.ask("/v1/tokenize", messages=messages, prompt=None, model="tiny", add_special_tokens=False)
+        assert response["tokens"] == template.prompt(tokenizer, messages)
+        assert (response["count"], response["max_model_len"]) == (len(response["tokens"]), 32)
     assert tokenizer.eot in chat.ask("/tokenize", messages=[special])["tokens"]
     info = chat.client.get("/tokenizer_info").json()
     assert info["eos_token_ids"] == info["special_token_ids"] == [tokenizer.eot]
@@ -688,18 +690,18 @@ def test_conversations_are_tokenized(chat: Served, server: Served) -> None:
      ("add_special_tokens", True), ("chat_template", "{{ 1 }}")],
     ids=lambda value: f"{value!s:.20}",
 )  # fmt: skip
-def test_a_wrong_field_beside_messages_is_refused_by_name(chat: Served, field: str, value: Any) -> None:
+def test_invalid_tokenize_field_error_names_it(chat: Served, field: str, value: Any) -> None:
     assert chat.refuse("/tokenize", **{"messages": CHAT, field: value})["param"] == field
 
 
-def test_chats_with_several_choices_and_without_a_number_of_tokens(chat: Served, model: LanguageModel) -> None:
+def test_chat_with_several_choices_or_without_max_tokens(chat: Served, model: LanguageModel) -> None:
     answer = chat.ask("/v1/chat/completions", messages=CHAT, n=3, seed=1, max_tokens=6)
     expected = [sample(model, TEXT, 1, index, max_tokens=6).text for index in range(3)]
     assert [choice["message"]["content"] for choice in answer["choices"]] == expected
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    for nothing in ({}, {"max_tokens": None}):
-        short = chat.ask("/v1/chat/completions", messages=[{"role": "a", "content": "b"}], ignore_eos=True, **nothing)
-        assert short["usage"]["total_tokens"] == 32  # what the context has room for
+    for no_limit in ({}, {"max_tokens": None}):
+        full = chat.ask("/v1/chat/completions", messages=[{"role": "a", "content": "b"}], ignore_eos=True, **no_limit)
+        assert full["usage"]["total_tokens"] == 32  # The answer fills the context.
 
 
 @pytest.mark.parametrize(
@@ -713,12 +715,12 @@ def test_chats_with_several_choices_and_without_a_number_of_tokens(chat: Served,
     ],
     ids=lambda value: f"{value!s:.20}",
 )  # fmt: skip
-def test_a_wrong_value_of_a_chat_is_refused_by_its_name(chat: Served, field: str, value: Any) -> None:
+def test_invalid_chat_value_error_names_the_field(chat: Served, field: str, value: Any) -> None:
     error = chat.refuse("/v1/chat/completions", **{"messages": CHAT, field: value})
     assert error["param"] == field
 
 
-def test_tools_are_refused_by_name(chat: Served) -> None:
+def test_tools_are_not_supported(chat: Served) -> None:
     for body in (
         {"tools": [{"type": "function"}]},
         {"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
@@ -728,74 +730,77 @@ def test_tools_are_refused_by_name(chat: Served) -> None:
         assert "tools are not supported yet" in error["message"]
 
 
-def test_a_chat_longer_than_the_context_is_refused(chat: Served) -> None:
+def test_chat_longer_than_the_context_is_an_error(chat: Served) -> None:
     messages = [{"role": "user", "content": "a cat " * 40}]
     error = chat.refuse("/v1/chat/completions", messages=messages, max_tokens=1)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert "the model's context has 32" in error["message"]
 
 
-def test_a_context_that_is_shorter_than_the_models_slides(model: LanguageModel) -> None:
+def test_shorter_context_option_slides_the_window(model: LanguageModel) -> None:
     config = ServeConfig(context=16, max_batch=2)
     context = servers.make_context(model.model, model.compute, config)
     assert (context.size, context.cache.room, len(context.slots)) == (16, 16, 2)
     assert len([*generate(context, [1, 2, 3], SampleConfig(max_tokens=40, ignore_eot=True), ends=())]) == 40
 
 
-def test_more_tokens_than_there_is_room_for_are_as_many_as_there_is(model: LanguageModel) -> None:
-    with served(chat_model(model), limit_tokens=20) as found:
+def test_max_tokens_is_reduced_to_the_limit(model: LanguageModel) -> None:
+    with served(chat_model(model), limit_tokens=20) as server:
         for tokens in (8192, -1, 2**31):
-            for route, asked in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": CHAT})):
-                answer = found.ask(route, **asked, max_tokens=tokens, ignore_eos=True)
+            for route, fields in (
+                ("/v1/completions", {"prompt": PROMPT}),
+                ("/v1/chat/completions", {"messages": CHAT}),
+            ):
+                answer = server.ask(route, **fields, max_tokens=tokens, ignore_eos=True)
                 assert answer["choices"][0]["finish_reason"] == "length"
-                room = 32 - answer["usage"]["prompt_tokens"] if "chat" in route else 20
-                assert answer["usage"]["completion_tokens"] == min(20, room)
+                limit = 32 - answer["usage"]["prompt_tokens"] if "chat" in route else 20
+                assert answer["usage"]["completion_tokens"] == min(20, limit)
 
 
-def test_many_stop_texts_and_empty_ones(server: Served) -> None:
+def test_many_and_empty_stop_strings(server: Served) -> None:
     text = server.ask(prompt=PROMPT, temperature=0, max_tokens=20)["choices"][0]["text"]
     for stop in ("", [""], ["", *(f"🦊{n}" for n in range(200))]):
         assert server.ask(prompt=PROMPT, temperature=0, max_tokens=20, stop=stop)["choices"][0]["text"] == text
 
 
-def test_no_line_end_of_any_kind_is_written_as_it_is() -> None:
+def test_json_escapes_every_line_separator() -> None:
     text = "".join(map(chr, range(0x3000)))
     data = answers.to_json({"text": text})
     assert json.loads(data) == {"text": text}
     assert len(data.decode().splitlines()) == 1
 
 
-def test_a_chat_without_a_template_says_how_to_get_one(server: Served) -> None:
+def test_chat_without_template_error_has_a_hint(server: Served) -> None:
     error = server.refuse("/v1/chat/completions", messages=CHAT)
     assert "chat template" in error["message"]
     assert "/v1/completions" in error["message"]
 
 
-def test_a_template_that_renders_nothing_is_told(model: LanguageModel) -> None:
-    with served(chat_model(model, "{% if false %}x{% endif %}")) as found:
-        error = found.refuse("/v1/chat/completions", messages=CHAT)
+def test_empty_rendered_template_is_an_error(model: LanguageModel) -> None:
+    with served(chat_model(model, "{% if false %}x{% endif %}")) as server:
+        error = server.refuse("/v1/chat/completions", messages=CHAT)
     assert "the chat template renders this conversation as nothing" in error["message"]
 
 
-def test_clients_get_no_hint_for_the_command_line() -> None:
-    for error, told in (
+def test_api_errors_have_no_command_line_hints() -> None:
+    for error, message in (
         (UserError("too long", "take fewer --max-tokens"), "too long"),
         (UserError("no template", "train it with gpt train --chat"), "no template"),
         (UserError("no text", "send one"), "no text (send one)"),
     ):
-        assert protocol.ApiError.of(error).message == told
+        assert protocol.ApiError.of(error).message == message
 
 
-def test_a_log_probability_is_never_a_number_that_json_lacks() -> None:
+def test_logprobs_are_always_valid_json() -> None:
     tokens = [(Token(97, -math.inf, ((98, 0.0), (99, -math.inf))), 0)]
-    for found in (completion_logprobs(bytes_tokenizer(), tokens), chat_logprobs(bytes_tokenizer(), tokens)):
-        json.dumps(found, allow_nan=False)
+    for logprobs in (completion_logprobs(bytes_tokenizer(), tokens), chat_logprobs(bytes_tokenizer(), tokens)):
+        json.dumps(logprobs, allow_nan=False)
 
 
-def test_every_answer_has_a_request_id_and_a_line_of_the_access_log(model: LanguageModel) -> None:
+def test_every_response_has_a_request_id_and_an_access_log_line(model: LanguageModel) -> None:
     body = {"prompt": "a secret", "max_tokens": 2, "ignore_eos": True}
-    key, made = {"Authorization": "Bearer sesame"}, r"[0-9a-f]{32}"
-    asked: list[tuple[str, dict[str, Any]]] = [
+    key, drawn_id = {"Authorization": "Bearer sesame"}, r"[0-9a-f]{32}"
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions 200 2", {"json": body, "headers": key}),
         ("/v1/completions 200 2", {"json": {**body, "stream": True}, "headers": key}),
         ("/v1/completions 400 0", {"json": {}, "headers": key}),
@@ -803,21 +808,21 @@ def test_every_answer_has_a_request_id_and_a_line_of_the_access_log(model: Langu
         ("/no%0Asuch%20route 404 0", {"params": {"key": "sesame"}}),
         ("/health 403 0", {"headers": {"Host": "evil.example"}}),
     ]
-    valid = ("mine-1", "x" * 128)
-    with served(model, access_log=True, api_key="sesame") as found:
-        for given in (None, *valid, "x" * 129, "a b", "é"):
-            for wanted, fields in asked:
-                path, status, tokens = wanted.split()
-                own = {} if given is None else {"X-Request-ID": given.encode()}
-                headers = {**fields.get("headers", {}), **own}
-                answer = found.client.request("POST", path, **{**fields, "headers": headers})
+    accepted = ("mine-1", "x" * 128)
+    with served(model, access_log=True, api_key="sesame") as server:
+        for request_id in (None, *accepted, "x" * 129, "a b", "é"):
+            for case, fields in cases:
+                path, status, tokens = case.split()
+                id_header = {} if request_id is None else {"X-Request-ID": request_id.encode()}
+                headers = {**fields.get("headers", {}), **id_header}
+                answer = server.client.request("POST", path, **{**fields, "headers": headers})
                 assert answer.status_code == int(status)
                 id = answer.headers["x-request-id"]
-                assert id == given if given in valid else re.fullmatch(made, id)
-                while not found.notes:  # it comes after the answer
+                assert id == request_id if request_id in accepted else re.fullmatch(drawn_id, id)
+                while not server.notes:  # The log line comes after the response.
                     time.sleep(0.001)
                 assert re.fullmatch(
                     rf"time=\S+\+00:00 id={id} method=POST path={path} status={status} prompt_tokens=[0-9]+ "
-                    rf"completion_tokens={tokens} seconds=[0-9.]+", found.notes.pop(),
+                    rf"completion_tokens={tokens} seconds=[0-9.]+", server.notes.pop(),
                 )  # fmt: skip
-                assert not found.notes
+                assert not server.notes

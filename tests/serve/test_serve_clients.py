@@ -1,4 +1,4 @@
-"""`gpt serve` as the `openai` package sees it."""
+"""`gpt serve` with the `openai` client."""
 
 import socket
 from collections.abc import Iterator
@@ -26,24 +26,24 @@ def model(run_folder: Path) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def server(model: LanguageModel) -> Iterator[Served]:
-    with served(model, api_key="sesame") as found:
-        yield found
+    with served(model, api_key="sesame") as started:
+        yield started
 
 
 @pytest.fixture
 def client(server: Served) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="sesame", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="sesame", max_retries=0) as api:
+        yield api
 
 
 def test_completions_and_their_streams(client: Any, model: LanguageModel) -> None:
     expected = model.generate("the cat", seed=3, num=2, temperature=1.0, max_tokens=12)
-    asked = {"model": "tiny", "prompt": "the cat", "seed": 3, "n": 2, "max_tokens": 12, "logprobs": 2}
-    answer = client.completions.create(**asked)
+    body = {"model": "tiny", "prompt": "the cat", "seed": 3, "n": 2, "max_tokens": 12, "logprobs": 2}
+    answer = client.completions.create(**body)
     assert [choice.text for choice in answer.choices] == expected
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     texts = ["", ""]
-    *chunks, last = client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    *chunks, last = client.completions.create(**body, stream=True, stream_options={"include_usage": True})
     for chunk in chunks:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == expected
@@ -51,24 +51,24 @@ def test_completions_and_their_streams(client: Any, model: LanguageModel) -> Non
     logprobs = answer.choices[0].logprobs
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert top[token] == logprob
-    ours = client.completions.create(**asked, extra_body={"top_k": 1})
-    assert len({choice.text for choice in ours.choices}) == 1
+    extended = client.completions.create(**body, extra_body={"top_k": 1})
+    assert len({choice.text for choice in extended.choices}) == 1
 
 
 def test_chats_and_their_streams(client: Any) -> None:
-    asked = {"model": "tiny", "messages": CHAT, "seed": 1, "max_completion_tokens": 8}
-    answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+    body = {"model": "tiny", "messages": CHAT, "seed": 1, "max_completion_tokens": 8}
+    answer = client.chat.completions.create(**body, logprobs=True, top_logprobs=3)
     message = answer.choices[0].message
     assert message.role == "assistant"
     assert len(answer._request_id) == 32
-    told = answer.choices[0].logprobs.content
-    assert all(len(each.top_logprobs) == 3 for each in told)
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+    logprobs = answer.choices[0].logprobs.content
+    assert all(len(token.top_logprobs) == 3 for token in logprobs)
+    chunks = list(client.chat.completions.create(**body, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
     assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
 
 
-def test_answers_of_a_type(client: Any) -> None:
+def test_structured_output(client: Any) -> None:
     from pydantic import BaseModel
 
     class Answer(BaseModel):
@@ -80,7 +80,7 @@ def test_answers_of_a_type(client: Any) -> None:
     assert answer.choices[0].text in ("a", "b")
 
 
-def test_errors_are_its_exceptions(client: Any, server: Served) -> None:
+def test_errors_raise_openai_exceptions(client: Any, server: Served) -> None:
     create = client.completions.create
     with pytest.raises(openai.BadRequestError) as caught:
         create(model="tiny", prompt="a", temperature=-1)
@@ -106,7 +106,7 @@ def test_errors_are_its_exceptions(client: Any, server: Served) -> None:
         server.server.in_flight.count -= 100
 
 
-def test_paths_as_clients_join_them(server: Served) -> None:
+def test_extra_slashes_in_paths(server: Served) -> None:
     for path in ("/v1/models/", "//v1/models", "/v1//models", "/v1/health/", "/v1/models/tiny/"):
         answer = server.client.get(path, follow_redirects=False)
         assert answer.status_code == 200, path
@@ -116,20 +116,22 @@ def test_paths_as_clients_join_them(server: Served) -> None:
         assert answer.status_code == 200, path
 
 
-def test_what_is_missing_is_named(client: Any, server: Served) -> None:
+def test_unsupported_features_are_named(client: Any, server: Served) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     with pytest.raises(openai.BadRequestError, match=r"part of type .*image_url"):
         messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "a"}, image]}]
         client.chat.completions.create(model="tiny", messages=messages)
-    json = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
-    answer = server.client.post("/v1/completions", content=b"\x1f\x8b", headers={**json, "Content-Encoding": "gzip"})
+    json_headers = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
+    answer = server.client.post(
+        "/v1/completions", content=b"\x1f\x8b", headers={**json_headers, "Content-Encoding": "gzip"}
+    )
     assert answer.status_code == 415 and "gzip" in answer.json()["error"]["message"]
     answer = server.client.get("/v1/models", headers={"Origin": "null"})
     assert answer.status_code == 403 and "--cors null" not in answer.text and "over HTTP" in answer.text
 
 
-def test_a_health_check_needs_no_host(server: Served) -> None:
-    """HAProxy's is HTTP/1.0 without one, which no browser sends."""
+def test_health_check_needs_no_host_header(server: Served) -> None:
+    """HAProxy checks health with HTTP/1.0 and no Host header, unlike a browser."""
     with socket.create_connection(("127.0.0.1", server.port)) as sock:
         sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert b" 200 " in sock.recv(100)
@@ -138,7 +140,7 @@ def test_a_health_check_needs_no_host(server: Served) -> None:
         assert b" 403 " in sock.recv(100)
 
 
-def test_an_error_in_a_stream_is_raised(client: Any, server: Served) -> None:
+def test_error_in_a_stream_raises(client: Any, server: Served) -> None:
     stream = client.completions.create(
         model="tiny", prompt="a", stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
     )

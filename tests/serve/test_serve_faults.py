@@ -1,4 +1,4 @@
-"""`gpt serve` under load, beside clients that leave, stall or lie, and when the engine fails."""
+"""`gpt serve` under load, with faulty clients, and after engine errors."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from gpt.serve.metrics import ServerMetrics
 from gpt.serve.texts import Prompt
 from gpt.serve_config import ServeConfig
 
-LONG = {"prompt": "the cat", "max_tokens": 4000, "ignore_eos": True}  # runs for seconds
+LONG_REQUEST = {"prompt": "the cat", "max_tokens": 4000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -38,131 +38,128 @@ def model(run_folder: Path) -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def one(model: LanguageModel) -> Iterator[Served]:
-    """A server that generates one text at a time, and lets one request wait."""
-    with served(model, rows=1, queue=1, access_log=True) as found:
-        yield found
+def single_slot(model: LanguageModel) -> Iterator[Served]:
+    """A server with one slot and a queue of one request."""
+    with served(model, rows=1, queue=1, access_log=True) as started:
+        yield started
 
 
-def until(holds: Callable[[], object], seconds: float = 10) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
     end = time.monotonic() + seconds
-    while not holds():
+    while not condition():
         assert time.monotonic() < end, "it does not come"
         time.sleep(0.002)
 
 
-def until_sent(sock: socket.socket, what: bytes) -> None:
-    """Reads what a server sends until it has sent ``what``."""
+def wait_for_bytes(sock: socket.socket, expected: bytes) -> None:
+    """Reads from ``sock`` until it has received ``expected``."""
     data = b""
     sock.settimeout(10)
-    while what not in data:
+    while expected not in data:
         part = sock.recv(2**16)
         assert part, data[-500:]
         data += part
 
 
-def begun(server: Served) -> None:
-    """Waits until something is generated."""
-    until(lambda: server.service.worker.engine.running)
+def wait_until_running(server: Served) -> None:
+    wait_until(lambda: server.service.worker.engine.running)
 
 
 @pytest.mark.parametrize("body", [{"stream": True}, {}, {"n": 5}, {"prompt": "cat " * 2000}])
-def test_a_client_that_leaves_is_cancelled_and_its_slot_is_free(one: Served, body: dict[str, Any]) -> None:
-    sock = one.connect()
-    sock.sendall(request({**LONG, **body}))
-    begun(one)
+def test_disconnect_cancels_and_frees_the_slot(single_slot: Served, body: dict[str, Any]) -> None:
+    sock = single_slot.connect()
+    sock.sendall(request({**LONG_REQUEST, **body}))
+    wait_until_running(single_slot)
     if body.get("stream"):
         assert b"data: " in sock.recv(2**16) + sock.recv(2**16)
-    left = time.monotonic()
+    disconnected = time.monotonic()
     sock.close()
-    assert one.ask(prompt="the cat", max_tokens=2)["usage"]["completion_tokens"] <= 2
-    assert time.monotonic() - left < 1.5
-    one.idle(1)
-    until(lambda: any(" status=499 " in line for line in one.notes[-2:]))
-    assert b"gpt_requests_cancelled_total" in one.client.get("/metrics").content
+    assert single_slot.ask(prompt="the cat", max_tokens=2)["usage"]["completion_tokens"] <= 2
+    assert time.monotonic() - disconnected < 1.5
+    single_slot.idle(1)
+    wait_until(lambda: any(" status=499 " in line for line in single_slot.notes[-2:]))
+    assert b"gpt_requests_cancelled_total" in single_slot.client.get("/metrics").content
 
 
-def test_a_client_that_leaves_while_it_waits_is_forgotten(one: Served) -> None:
-    first, second = one.connect(), one.connect()
-    first.sendall(request({**LONG, "stream": True}))
-    begun(one)
-    second.sendall(request(LONG))
-    until(lambda: len(one.service.pending) == 2)
+def test_disconnect_removes_a_queued_request(single_slot: Served) -> None:
+    first, second = single_slot.connect(), single_slot.connect()
+    first.sendall(request({**LONG_REQUEST, "stream": True}))
+    wait_until_running(single_slot)
+    second.sendall(request(LONG_REQUEST))
+    wait_until(lambda: len(single_slot.service.pending) == 2)
     second.close()
-    until(lambda: len(one.service.pending) == 1)
-    assert not one.service.worker.failure
+    wait_until(lambda: len(single_slot.service.pending) == 1)
+    assert not single_slot.service.worker.failure
     first.close()
-    one.idle()
+    single_slot.idle()
 
 
-def test_a_full_queue_says_when_to_come_again(one: Served) -> None:
-    with one.connect() as running, one.connect() as waiting:
-        running.sendall(request({**LONG, "stream": True}))
-        begun(one)
-        waiting.sendall(request(LONG))
-        until(lambda: len(one.service.pending) == 2)
-        answer = one.post("/v1/completions", prompt="a")
+def test_full_queue_sends_retry_after(single_slot: Served) -> None:
+    with single_slot.connect() as running, single_slot.connect() as waiting:
+        running.sendall(request({**LONG_REQUEST, "stream": True}))
+        wait_until_running(single_slot)
+        waiting.sendall(request(LONG_REQUEST))
+        wait_until(lambda: len(single_slot.service.pending) == 2)
+        answer = single_slot.post("/v1/completions", prompt="a")
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["code"] == "queue_full"
-        assert one.client.get("/health").status_code == 200  # it is never too busy to say so
-    one.idle()
-    one.ask(prompt="a", max_tokens=1)
+        assert single_slot.client.get("/health").status_code == 200  # The health check is not queued.
+    single_slot.idle()
+    single_slot.ask(prompt="a", max_tokens=1)
 
 
-def test_a_quiet_stream_gets_comments(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_stream_gets_keep_alive_comments(single_slot: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "QUIET_SECONDS", 0.05)
-    with one.connect() as running, one.connect() as waiting:
-        running.sendall(request({**LONG, "stream": True}))
-        begun(one)
+    with single_slot.connect() as running, single_slot.connect() as waiting:
+        running.sendall(request({**LONG_REQUEST, "stream": True}))
+        wait_until_running(single_slot)
         waiting.sendall(request({"prompt": "a", "max_tokens": 1, "stream": True}))
-        until_sent(waiting, b"\r\n: keep-alive\n\n\r\n")  # chunks of their own
+        wait_for_bytes(waiting, b"\r\n: keep-alive\n\n\r\n")  # The comment is a separate HTTP chunk.
         running.close()
-        until_sent(waiting, b"data: [DONE]\n\n")
-    one.idle()
+        wait_for_bytes(waiting, b"data: [DONE]\n\n")
+    single_slot.idle()
 
 
-def test_what_clients_left_behind_is_never_computed(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go = list[str](), threading.Event()
+def test_disconnected_requests_are_never_computed(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenized, go = list[str](), threading.Event()
 
     def read_prompt(tokenizer: Any, prompt: Any) -> Prompt:
-        begun.append(prompt[:5])
+        tokenized.append(prompt[:5])
         go.wait(20)
         return texts.read_prompt(tokenizer, prompt)
 
     monkeypatch.setattr(app, "read_prompt", read_prompt)
-    with served(model, queue=20, limit_tokens=100_000) as found:
+    with served(model, queue=20, limit_tokens=100_000) as api:
         for prompt in ("large" * 20_000, "small"):
-            clients = [found.connect() for _ in range(6)]
+            clients = [api.connect() for _ in range(6)]
             for client in clients:
                 client.sendall(request({"prompt": prompt}))
-            until(lambda: found.server.in_flight.count == 6)
+            wait_until(lambda: api.server.in_flight.count == 6)
             for client in clients:
                 client.close()
-            until(lambda: found.server.in_flight.count == found.server.in_flight.bytes == 0)
+            wait_until(lambda: api.server.in_flight.count == api.server.in_flight.bytes == 0)
         go.set()
-        assert found.ask(prompt="next", max_tokens=1)
-        assert begun.count("large") <= flight.THREADS["large text"]
-        assert begun.count("small") <= flight.THREADS["text"]
-        assert "gpt_requests_cancelled_total 12.0" in found.client.get("/metrics").text
+        assert api.ask(prompt="next", max_tokens=1)
+        assert tokenized.count("large") <= flight.THREADS["large text"]
+        assert tokenized.count("small") <= flight.THREADS["text"]
+        assert "gpt_requests_cancelled_total 12.0" in api.client.get("/metrics").text
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_prompt_that_cannot_fit_is_never_tokenized(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, chat: bool
-) -> None:
+def test_oversized_prompt_is_never_tokenized(model: LanguageModel, monkeypatch: pytest.MonkeyPatch, chat: bool) -> None:
     tokenizer = replace(model.tokenizer, files={"chat_template.jinja": b"{{ messages[0]['content'] }}"})
-    longest = max(len(tokenizer.decode_bytes([id])) for id in tokenizer.known)
-    with served(replace(model, tokenizer=tokenizer), limit_tokens=50) as found:
+    max_bytes = max(len(tokenizer.decode_bytes([id])) for id in tokenizer.known)
+    with served(replace(model, tokenizer=tokenizer), limit_tokens=50) as api:
         monkeypatch.setattr(type(tokenizer), "encode", lambda *args, **kwargs: pytest.fail("it was tokenized"))
-        text = "x" * (50 * longest + 1)
+        text = "x" * (50 * max_bytes + 1)
         body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-        error = found.refuse("/v1/chat/completions" if chat else "/v1/completions", **body)
+        error = api.refuse("/v1/chat/completions" if chat else "/v1/completions", **body)
         assert error["code"] == "context_length_exceeded"
         assert "prompt has at least 51 tokens; the limit is 50" in error["message"]
 
 
-def test_a_slow_template_holds_up_no_completion_and_large_texts_no_small_ones(
+def test_slow_templates_and_large_texts_block_no_other_request(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, waiting = threading.Event(), list[str]()
@@ -174,56 +171,55 @@ def test_a_slow_template_holds_up_no_completion_and_large_texts_no_small_ones(
 
     monkeypatch.setattr(app.chat, "render", render)
     templated = replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": b"x"}))
-    with served(templated, queue=20) as found, contextlib.ExitStack() as held:
+    with served(templated, queue=20) as api, contextlib.ExitStack() as connections:
         for content in ("hello", "hello" * 20_000):
             for _ in range(3):
-                client = held.enter_context(found.connect())
+                client = connections.enter_context(api.connect())
                 client.sendall(request({"messages": [{"role": "user", "content": content}]}, "/v1/chat/completions"))
-        until(lambda: len(waiting) == 1)
+        wait_until(lambda: len(waiting) == 1)
         assert waiting[0].startswith("gpt-chat")
-        assert found.ask(prompt="a", max_tokens=1)
-        assert found.ask(prompt="a", max_tokens=1, user="x" * 100_000)
+        assert api.ask(prompt="a", max_tokens=1)
+        assert api.ask(prompt="a", max_tokens=1, user="x" * 100_000)
         go.set()
-        until(lambda: found.server.in_flight.count == 0)
+        wait_until(lambda: api.server.in_flight.count == 0)
 
 
-def test_requests_count_from_their_first_byte(one: Served) -> None:
-    """Also those whose bodies are still to come."""
-    with one.connect() as first, one.connect() as second:
+def test_requests_count_from_the_first_byte(single_slot: Served) -> None:
+    with single_slot.connect() as first, single_slot.connect() as second:
         for client in (first, second):
-            client.sendall(request(LONG)[:-5])
-        until(lambda: one.server.in_flight.count == 2)
-        assert one.refuse(prompt="a", status=429)["code"] == "queue_full"
-        assert one.client.get("/health").status_code == 200
-    until(lambda: one.server.in_flight.count == 0)
-    assert one.ask(prompt="a", max_tokens=1)
+            client.sendall(request(LONG_REQUEST)[:-5])
+        wait_until(lambda: single_slot.server.in_flight.count == 2)
+        assert single_slot.refuse(prompt="a", status=429)["code"] == "queue_full"
+        assert single_slot.client.get("/health").status_code == 200
+    wait_until(lambda: single_slot.server.in_flight.count == 0)
+    assert single_slot.ask(prompt="a", max_tokens=1)
 
 
 @pytest.mark.slow
-def test_who_does_not_read_is_dropped_and_holds_up_nobody(
+def test_stalled_reader_is_dropped_and_blocks_no_other_request(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "STALLED_SECONDS", 0.5)
-    with served(model, rows=2) as found, found.connect() as stalled:
-        body = {**LONG, "stream": True, "logprobs": 20, "n": 2}
+    with served(model, rows=2) as api, api.connect() as stalled:
+        body = {**LONG_REQUEST, "stream": True, "logprobs": 20, "n": 2}
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.sendall(request(body))
-        begun(found)
-        found.ask(prompt="a", max_tokens=3)
-        found.idle(60)
-        assert "gpt_requests_cancelled_total 1.0" in found.client.get("/metrics").text
+        wait_until_running(api)
+        api.ask(prompt="a", max_tokens=3)
+        api.idle(60)
+        assert "gpt_requests_cancelled_total 1.0" in api.client.get("/metrics").text
 
 
-def test_a_half_sent_body_or_head_ends(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_requests_time_out(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
-    whole = request({"prompt": "a"})
-    with served(model) as found:
-        assert found.raw(whole[:-3]).startswith(b"HTTP/1.1 408 ")
-        for part in (whole[:20], b"", b"G"):
-            assert found.raw(part) == b""  # the connection is closed
-        with found.connect() as sock:  # after a first request too
-            sock.sendall(whole + b"POST /v1/comp")
+    complete = request({"prompt": "a"})
+    with served(model) as api:
+        assert api.raw(complete[:-3]).startswith(b"HTTP/1.1 408 ")
+        for part in (complete[:20], b"", b"G"):
+            assert api.raw(part) == b""  # The server closes the connection.
+        with api.connect() as sock:  # A second request times out, too.
+            sock.sendall(complete + b"POST /v1/comp")
             assert received(sock).count(b"HTTP/1.1 200") == 1
 
 
@@ -238,42 +234,44 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
     ],
     ids=lambda body: repr(body[:16]),
 )  # fmt: skip
-def test_a_body_that_is_no_request_is_refused(one: Served, body: bytes) -> None:
-    answer = one.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+def test_malformed_body_is_an_error(single_slot: Served, body: bytes) -> None:
+    answer = single_slot.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert len(answer.content) < 600
 
 
-def test_a_body_of_another_type_is_refused(one: Served) -> None:
-    """What a form or a script of another page may send without being asked first."""
+def test_other_content_types_are_refused(single_slot: Served) -> None:
+    """Browsers send these types across origins without a preflight."""
     for kind in ("", "text/plain", "application/jsonx"):
-        answer = one.client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+        answer = single_slot.client.post("/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": kind})
         assert answer.status_code == 415
 
 
-def test_bodies_that_are_too_large_or_come_in_chunks(one: Served) -> None:
+def test_chunked_and_oversized_bodies(single_slot: Served) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 1, "x": "y" * 3_000_000}).encode()
-    kind = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json"}
 
     def chunks(body: bytes) -> Iterator[bytes]:
         for at in range(0, len(body), 50_000):
             yield body[at : at + 50_000]
 
-    assert one.client.post("/v1/completions", content=chunks(body), headers=kind).status_code == 200
-    assert one.client.post("/v1/completions", content=body + b" " * 1_500_000, headers=kind).status_code == 413
-    assert one.client.post("/v1/completions", content=chunks(body * 2), headers=kind).status_code == 413
-    assert one.ask(prompt="a", max_tokens=1)
+    assert single_slot.client.post("/v1/completions", content=chunks(body), headers=headers).status_code == 200
+    assert (
+        single_slot.client.post("/v1/completions", content=body + b" " * 1_500_000, headers=headers).status_code == 413
+    )
+    assert single_slot.client.post("/v1/completions", content=chunks(body * 2), headers=headers).status_code == 413
+    assert single_slot.ask(prompt="a", max_tokens=1)
 
 
-def test_large_bodies_at_once_have_a_bound(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_large_bodies_are_limited(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight, "MOST_BODIES", 500_000)
     large = HEAD + b"Content-Length: 400000\r\n\r\n" + b" " * 390_000
-    with served(model) as found, found.connect() as first:
+    with served(model) as api, api.connect() as first:
         first.sendall(large)
-        until(lambda: found.server.in_flight.bytes >= 390_000)
-        assert found.raw(large).startswith(b"HTTP/1.1 429 ")
-        found.ask(prompt="a", max_tokens=1)  # a small one is taken
+        wait_until(lambda: api.server.in_flight.bytes >= 390_000)
+        assert api.raw(large).startswith(b"HTTP/1.1 429 ")
+        api.ask(prompt="a", max_tokens=1)  # Small bodies are still accepted.
 
 
 @pytest.mark.parametrize(
@@ -289,36 +287,36 @@ def test_large_bodies_at_once_have_a_bound(model: LanguageModel, monkeypatch: py
     ],
     ids=lambda data: repr(data[:40]),
 )  # fmt: skip
-def test_garbage_gets_one_answer_or_none_and_the_next_request_is_answered(one: Served, data: bytes) -> None:
-    with one.connect() as sock:
+def test_server_survives_garbage(single_slot: Served, data: bytes) -> None:
+    with single_slot.connect() as sock:
         sock.settimeout(0.5)
         with contextlib.suppress(ConnectionError):
             sock.sendall(data)
         answer = received(sock)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 ")
     assert b" 500 " not in answer.split(b"\r\n")[0]
-    assert one.ask(prompt="a", max_tokens=1)["object"] == "text_completion"
+    assert single_slot.ask(prompt="a", max_tokens=1)["object"] == "text_completion"
 
 
 def test_foreign_hosts_and_origins_are_refused(model: LanguageModel) -> None:
-    with served(model, cors=("https://example.org",)) as found:
-        own = f"127.0.0.1:{found.port}"
+    with served(model, cors=("https://example.org",)) as api:
+        own_host = f"127.0.0.1:{api.port}"
         body = {"json": {"prompt": "a", "max_tokens": 1}}
 
-        def status(host: str = own, **headers: str) -> int:
-            return found.client.post("/v1/completions", headers={"Host": host, **headers}, **body).status_code
+        def status(host: str = own_host, **headers: str) -> int:
+            return api.client.post("/v1/completions", headers={"Host": host, **headers}, **body).status_code
 
-        for host in (own, "localhost", f"localhost:{found.port}", "LOCALHOST", "[::1]:80", "127.0.0.1"):
+        for host in (own_host, "localhost", f"localhost:{api.port}", "LOCALHOST", "[::1]:80", "127.0.0.1"):
             assert status(host) == 200
-        for host in (f"evil.example:{found.port}", "127.0.0.1.evil.example", "localhost.evil", "", "0.0.0.0"):
+        for host in (f"evil.example:{api.port}", "127.0.0.1.evil.example", "localhost.evil", "", "0.0.0.0"):
             assert status(host) == 403
-        assert status(Origin=f"http://{own}") == 200
+        assert status(Origin=f"http://{own_host}") == 200
         for origin in ("https://evil.example", "null", "http://127.0.0.1:1", "https://example.org.evil", "é"):
-            answer = found.client.post("/v1/completions", headers={"Origin": origin.encode()}, **body)
+            answer = api.client.post("/v1/completions", headers={"Origin": origin.encode()}, **body)
             assert answer.status_code == 403
             assert "access-control-allow-origin" not in answer.headers
-            assert found.client.get("/health", headers={"Origin": origin.encode()}).status_code == 403
-        wrong = found.client.post("/v1/completions", headers={"Origin": "https://example.org"}, json={})
+            assert api.client.get("/health", headers={"Origin": origin.encode()}).status_code == 403
+        wrong = api.client.post("/v1/completions", headers={"Origin": "https://example.org"}, json={})
         assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (400, "https://example.org")
 
 
@@ -326,46 +324,46 @@ ORIGINS = ("https://example.org", "http://127.0.0.1:5173", "app://obsidian.md", 
 STAINLESS = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-retry-count"
 
 
-def test_a_preflight_allows_the_headers_that_a_client_has(model: LanguageModel) -> None:
-    with served(model, cors=ORIGINS) as found:
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": STAINLESS}
+def test_preflight_allows_the_requested_headers(model: LanguageModel) -> None:
+    with served(model, cors=ORIGINS) as api:
+        preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": STAINLESS}
         for origin in ORIGINS:
-            before = found.client.options("/v1/completions", headers={"Origin": origin, **asked})
+            before = api.client.options("/v1/completions", headers={"Origin": origin, **preflight})
             assert before.status_code == 204
             assert before.headers["access-control-allow-origin"] == origin
             assert before.headers["access-control-allow-headers"] == STAINLESS
             assert "access-control-allow-private-network" not in before.headers
             body = {"json": {"prompt": "a", "max_tokens": 1}}
-            after = found.client.post("/v1/completions", headers={"Origin": origin, "X-Stainless-OS": "Linux"}, **body)
+            after = api.client.post("/v1/completions", headers={"Origin": origin, "X-Stainless-OS": "Linux"}, **body)
             assert (after.status_code, after.headers["access-control-allow-origin"]) == (200, origin)
-        private = {"Origin": ORIGINS[0], "Access-Control-Request-Private-Network": "true", **asked}
-        answer = found.client.options("/v1/completions", headers=private)
+        private = {"Origin": ORIGINS[0], "Access-Control-Request-Private-Network": "true", **preflight}
+        answer = api.client.options("/v1/completions", headers=private)
         assert answer.headers["access-control-allow-private-network"] == "true"
         for origin in ("app://obsidian", "tauri://evil", "chrome-extension://x", "null", "https://example.org:444"):
-            answer = found.client.options("/v1/completions", headers={**private, "Origin": origin})
+            answer = api.client.options("/v1/completions", headers={**private, "Origin": origin})
             assert answer.status_code == 403
             assert not [name for name in answer.headers if name.startswith("access-control")]
             assert "gpt serve --cors" in answer.json()["error"]["message"]
 
 
-def test_other_names_of_the_server_are_allowed_by_an_option(model: LanguageModel) -> None:
+def test_allow_host_option(model: LanguageModel) -> None:
     body = {"json": {"prompt": "a", "max_tokens": 1}}
-    with served(model, allow_host=("host.docker.internal", "Box.lan", "[fe80::1]")) as found:
+    with served(model, allow_host=("host.docker.internal", "Box.lan", "[fe80::1]")) as api:
         for host in ("HOST.docker.internal:8000", "box.lan", "[fe80::1]:80", "localhost"):
-            own = {"Host": host, "Origin": f"http://{host}"}
-            assert found.client.post("/v1/completions", headers={"Host": host}, **body).status_code == 200
-            assert found.client.post("/v1/completions", headers=own, **body).status_code == 200
+            headers = {"Host": host, "Origin": f"http://{host}"}
+            assert api.client.post("/v1/completions", headers={"Host": host}, **body).status_code == 200
+            assert api.client.post("/v1/completions", headers=headers, **body).status_code == 200
         for host in ("docker.internal", "host.docker.internal.evil", "a.box.lan", "fe80::1", ""):
-            answer = found.client.post("/v1/completions", headers={"Host": host}, **body)
+            answer = api.client.post("/v1/completions", headers={"Host": host}, **body)
             assert answer.status_code == 403
             assert "gpt serve --allow-host" in answer.json()["error"]["message"]
 
 
-def test_a_key_is_asked_for(model: LanguageModel) -> None:
-    with served(model, api_key="sesame-1") as found:
+def test_api_key_is_required(model: LanguageModel) -> None:
+    with served(model, api_key="sesame-1") as api:
         body = {"json": {"prompt": "a", "max_tokens": 1}}
         right = {"Authorization": "Bearer sesame-1"}
-        assert found.client.post("/v1/completions", headers=right, **body).status_code == 200
+        assert api.client.post("/v1/completions", headers=right, **body).status_code == 200
         wrong = (
             "Bearer",
             "Bearer sesame-11",
@@ -374,128 +372,125 @@ def test_a_key_is_asked_for(model: LanguageModel) -> None:
             b"Bearer \xff\xfe",
             "Bearer " + "a" * 5000,
         )
-        for headers in ({}, *({"Authorization": each} for each in wrong)):
-            answer = found.client.post("/v1/completions", headers=headers, **body)
+        for headers in ({}, *({"Authorization": key} for key in wrong)):
+            answer = api.client.post("/v1/completions", headers=headers, **body)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
             assert "sesame-1" not in answer.text
         for route in ("/metrics", "/tokenizer_info", "/v1/metrics"):
-            assert found.client.get(route).status_code == 401
-            assert found.client.get(route, headers=right).status_code == 200
+            assert api.client.get(route).status_code == 401
+            assert api.client.get(route, headers=right).status_code == 200
         for route in ("/health", "/v1/health", "/v1/models", "/models/tiny", "/"):
-            assert found.client.get(route).status_code == 200
+            assert api.client.get(route).status_code == 200
         for route in ("/tokenize", "/detokenize", "/v1/chat/completions"):
-            assert found.post(route).status_code == 401
+            assert api.post(route).status_code == 401
 
 
-def test_not_a_number_ends_its_request_alone(model: LanguageModel) -> None:
+def test_nan_ends_only_its_request(model: LanguageModel) -> None:
     broken = load(model.path)
     with torch.no_grad():
-        broken.model.wte.weight[7] = torch.nan  # in prompts; the unembedding is laid out apart
-    with served(broken) as found, ThreadPoolExecutor(4) as pool:
+        broken.model.wte.weight[7] = torch.nan  # The LM head has a packed copy of this row.
+    with served(broken) as api, ThreadPoolExecutor(4) as pool:
         bodies = [{"prompt": [7, 1] if number % 2 else [1, 2], "logit_bias": {"7": -100}} for number in range(8)]
-        answers = list(pool.map(lambda body: found.post("/v1/completions", **body), bodies))
+        answers = list(pool.map(lambda body: api.post("/v1/completions", **body), bodies))
         assert [answer.status_code for answer in answers] == [200, 500] * 4
         assert "NaN or infinite" in answers[1].json()["error"]["message"]
-        stream = found.post("/v1/completions", prompt=[7], stream=True).text
+        stream = api.post("/v1/completions", prompt=[7], stream=True).text
         assert "NaN or infinite" in stream
         assert "[DONE]" not in stream
         assert "finish_reason" not in stream
 
 
 @pytest.mark.parametrize("where", ["add", "cancel", "measured", "delivered"])
-def test_an_error_outside_a_step_ends_health_and_every_request(
+def test_error_outside_a_step_fails_health_and_all_requests(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("a fault of the worker")
 
-    with served(model, rows=2) as found, found.connect() as running:
-        running.sendall(request({**LONG, "stream": True}))
-        begun(found)
+    with served(model, rows=2) as api, api.connect() as running:
+        running.sendall(request({**LONG_REQUEST, "stream": True}))
+        wait_until_running(api)
         target = {
             "add": (Engine, "add"), "cancel": (Engine, "cancel"), "measured": (ServerMetrics, "stepped"),
-            "delivered": (type(found.service.worker), "_send"),
+            "delivered": (type(api.service.worker), "_send"),
         }  # fmt: skip
         if where == "delivered":
-            sent = type(found.service.worker)._send
+            original_send = type(api.service.worker)._send
 
-            def once(worker: Any, updates: Any) -> None:
-                monkeypatch.setattr(type(worker), "_send", sent)
+            def fail_once(worker: Any, updates: Any) -> None:
+                monkeypatch.setattr(type(worker), "_send", original_send)
                 fail()
 
-            monkeypatch.setattr(*target[where], once)
+            monkeypatch.setattr(*target[where], fail_once)
         else:
             monkeypatch.setattr(*target[where], fail)
         if where in ("add", "cancel"):
-            with found.connect() as other:
-                other.sendall(request({**LONG, "stream": True}))
+            with api.connect() as other:
+                other.sendall(request({**LONG_REQUEST, "stream": True}))
                 if where == "add":
-                    until_sent(other, b"a fault of the worker")
+                    wait_for_bytes(other, b"a fault of the worker")
                 else:
-                    until(lambda: found.service.worker.engine.running == 2)
-        began = time.monotonic()
-        until(lambda: found.client.get("/health").status_code == 500)
-        until_sent(running, b"a fault of the worker")
-        assert found.post("/v1/completions", prompt="a").status_code == 500
-        assert time.monotonic() - began < 5
-        assert "gpt_texts_running 0.0" in found.client.get("/metrics").text
+                    wait_until(lambda: api.service.worker.engine.running == 2)
+        started = time.monotonic()
+        wait_until(lambda: api.client.get("/health").status_code == 500)
+        wait_for_bytes(running, b"a fault of the worker")
+        assert api.post("/v1/completions", prompt="a").status_code == 500
+        assert time.monotonic() - started < 5
+        assert "gpt_texts_running 0.0" in api.client.get("/metrics").text
 
 
-def test_gauges_return_to_zero_however_the_last_text_ends(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ended(status: int) -> None:
+def test_gauges_return_to_zero(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def assert_idle_after(status: int) -> None:
         line = f'gpt_requests_total{{route="/completions",status="{status}"}} 1.0'
-        until(lambda: {"gpt_texts_running 0.0", line} <= {*found.client.get("/metrics").text.splitlines()})
+        wait_until(lambda: {"gpt_texts_running 0.0", line} <= {*api.client.get("/metrics").text.splitlines()})
 
     (text,) = model.generate("the cat", greedy=True, max_tokens=5)
-    with served(model) as found:
-        found.ask(prompt="the cat", max_tokens=50, temperature=0, stop=text[1:3])
-        ended(200)
-        with found.connect() as sock:
-            sock.sendall(request({**LONG, "stream": True}))
-            begun(found)
-        ended(499)
-        with found.connect() as sock:
-            sock.sendall(request({**LONG, "stream": True}))
-            begun(found)
+    with served(model) as api:
+        api.ask(prompt="the cat", max_tokens=50, temperature=0, stop=text[1:3])
+        assert_idle_after(200)
+        with api.connect() as sock:
+            sock.sendall(request({**LONG_REQUEST, "stream": True}))
+            wait_until_running(api)
+        assert_idle_after(499)
+        with api.connect() as sock:
+            sock.sendall(request({**LONG_REQUEST, "stream": True}))
+            wait_until_running(api)
             monkeypatch.setattr(Engine, "step", lambda engine: 1 / 0)
-            until_sent(sock, b"ZeroDivisionError")
-        ended(500)
+            wait_for_bytes(sock, b"ZeroDivisionError")
+        assert_idle_after(500)
 
 
 @pytest.mark.parametrize(
-    "error, says",
+    "error, message",
     [(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"), (ZeroDivisionError("x"), "internal error in gpt")],
     ids=["memory", "fault"],
 )  # fmt: skip
-def test_an_error_of_a_step_is_told_to_all_and_the_next_request_works(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+def test_error_in_a_step_reaches_all_requests_and_the_next_works(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     expected = model.generate("the cat", seed=0, temperature=1.0, max_tokens=16)
     step = Engine.step
 
-    def fails(engine: Engine) -> Any:
+    def failing_step(engine: Engine) -> Any:
         updates = step(engine)
         if engine.running >= 2:
             raise error
         return updates
 
-    with served(model) as found, ThreadPoolExecutor(2) as pool:
-        monkeypatch.setattr(Engine, "step", fails)
-        texts = list(pool.map(lambda stream: found.post("/v1/completions", **LONG, stream=stream), [True, False]))
+    with served(model) as api, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(Engine, "step", failing_step)
+        texts = list(pool.map(lambda stream: api.post("/v1/completions", **LONG_REQUEST, stream=stream), [True, False]))
         assert texts[0].status_code == 200
-        assert says in texts[0].text
+        assert message in texts[0].text
         assert "[DONE]" not in texts[0].text
         assert texts[1].status_code == 500
-        assert says in texts[1].json()["error"]["message"]
-        assert [found.ask(prompt="the cat", seed=0)["choices"][0]["text"]] == expected
+        assert message in texts[1].json()["error"]["message"]
+        assert [api.ask(prompt="the cat", seed=0)["choices"][0]["text"]] == expected
 
 
-def mixed(rng: random.Random, number: int) -> dict[str, Any]:
-    """A request of any kind."""
+def draw_request(rng: random.Random, number: int) -> dict[str, Any]:
     words = ["the", "cat", "sat", "on", "mat", "while", "raining", "dogs", "chased", "Zürich;", "naïve"]
     choices: list[dict[str, Any]] = [
         {}, {"temperature": 0}, {"temperature": 1.5, "top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eos": True},
@@ -507,18 +502,17 @@ def mixed(rng: random.Random, number: int) -> dict[str, Any]:
             "stream": rng.random() < 0.5, **rng.choice(choices)}  # fmt: skip
 
 
-def texts_of(answer: httpx.Response, body: dict[str, Any]) -> list[str]:
-    """The texts of an answer, a stream or not."""
+def read_texts(answer: httpx.Response, body: dict[str, Any]) -> list[str]:
+    """Returns the texts of a response, streamed or not."""
     if not body["stream"]:
         return [choice["text"] for choice in answer.json()["choices"]]
-    found = [""] * body["n"]
+    texts = [""] * body["n"]
     for chunk in events(answer.text):
-        found[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
-    return found
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    return texts
 
 
 def expected_texts(model: LanguageModel, body: dict[str, Any]) -> list[str]:
-    """The texts of `gpt sample`."""
     settings = {key: value for key, value in body.items() if key not in ("prompt", "seed", "n", "stream", "ignore_eos")}
     config = SampleConfig(**{"temperature": 1.0, **settings}, ignore_eot=body.get("ignore_eos", False))
     pieces = model.write_all([body["prompt"]], config, body["seed"], body["n"])
@@ -526,28 +520,27 @@ def expected_texts(model: LanguageModel, body: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("count, clients", [(32, 8), more(400, 64)])
-def test_mixed_requests_at_once_equal_gpt_sample(model: LanguageModel, count: int, clients: int) -> None:
-    """Some clients leave in the middle."""
+def test_concurrent_mixed_requests_equal_gpt_sample(model: LanguageModel, count: int, clients: int) -> None:
     rng = random.Random(count)
-    bodies = [mixed(rng, number) for number in range(count)]
+    bodies = [draw_request(rng, number) for number in range(count)]
     leaving = {number for number in range(count) if rng.random() < 0.2}
 
     def ask(number: int) -> list[str] | None:
         if number in leaving:
-            with found.connect() as sock:
+            with api.connect() as sock:
                 sock.sendall(request({**bodies[number], "max_tokens": 500, "ignore_eos": True}))
                 if number % 2:
                     sock.recv(100)
             return None
-        answer = found.post("/v1/completions", **bodies[number])
+        answer = api.post("/v1/completions", **bodies[number])
         assert answer.status_code == 200, answer.text
-        return texts_of(answer, bodies[number])
+        return read_texts(answer, bodies[number])
 
-    with served(model, rows=8, queue=100) as found, ThreadPoolExecutor(clients) as pool:
-        told = list(pool.map(ask, range(count)))
-        found.idle()
-    differ = [n for n, texts in enumerate(told) if texts is not None and texts != expected_texts(model, bodies[n])]
-    assert len(differ) <= count // 100, differ  # near-ties
+    with served(model, rows=8, queue=100) as api, ThreadPoolExecutor(clients) as pool:
+        responses = list(pool.map(ask, range(count)))
+        api.idle()
+    wrong = [n for n, texts in enumerate(responses) if texts is not None and texts != expected_texts(model, bodies[n])]
+    assert len(wrong) <= count // 100, wrong  # Rounding can decide near-ties differently.
 
 
 @pytest.mark.slow
@@ -555,22 +548,22 @@ def test_mixed_requests_at_once_equal_gpt_sample(model: LanguageModel, count: in
 def test_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count = min(10_000, (files - 200) // 2)  # both ends are in this process
+    file_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = min(10_000, (file_limit - 200) // 2)  # Both ends are in this process.
     monkeypatch.setattr(server, "most_connections", lambda: count - 100)
-    with served(model) as found:
-        socks = [found.connect() for _ in range(count)]
-        assert found.ask(prompt="a", max_tokens=1)
+    with served(model) as api:
+        socks = [api.connect() for _ in range(count)]
+        assert api.ask(prompt="a", max_tokens=1)
         for sock in socks:
             sock.close()
-        assert found.ask(prompt="a", max_tokens=1)
+        assert api.ask(prompt="a", max_tokens=1)
 
 
 # The command
 
 
 @pytest.mark.parametrize(
-    "settings, says",
+    "settings, message",
     [
         ({"host": "0.0.0.0"}, "others can reach 0.0.0.0"), ({"api_key": "é"}, "the key"), ({"api_key": ""}, "the key"),
         ({"cors": ("*",)}, "not an origin"), ({"cors": ("https://a.b/c",)}, "not an origin"), ({"cors": ("null",)}, "not an origin"),
@@ -579,24 +572,24 @@ def test_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.Monk
         ({"grace": -1.0}, "grace"), ({"queue": -1}, "queue"),
     ],
 )  # fmt: skip
-def test_settings_without_a_meaning(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_invalid_settings_are_errors(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         ServeConfig(**settings)
     assert ServeConfig(host="0.0.0.0", api_key="secret").host == "0.0.0.0"
 
 
-def test_what_cannot_be_served_is_told_before_it_listens(gpt: Gpt, run_folder: Path) -> None:
+def test_startup_errors_come_before_listening(gpt: Gpt, run_folder: Path) -> None:
     one_line_of_what_and_what_next(gpt("serve", "-m", run_folder, "--host", "0.0.0.0"), "there is no key")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         one_line_of_what_and_what_next(gpt("serve", "-m", run_folder, "--port", port), f"port {port}")
-    key = gpt("serve", "-m", run_folder, "--host", "no.such.host.invalid", "--api-key", "k")
-    assert key.code == 2
-    assert "cannot listen at no.such.host.invalid" in key.err
-    assert "GPT_SERVE_API_KEY" in key.err
+    error = gpt("serve", "-m", run_folder, "--host", "no.such.host.invalid", "--api-key", "k")
+    assert error.code == 2
+    assert "cannot listen at no.such.host.invalid" in error.err
+    assert "GPT_SERVE_API_KEY" in error.err
 
 
-def test_sampling_defaults_are_printed_at_the_start(
+def test_sampling_defaults_are_printed_at_startup(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20.0, "eos_token_id": 1}')
@@ -606,14 +599,14 @@ def test_sampling_defaults_are_printed_at_the_start(
 
     monkeypatch.setattr(server, "listen", stop)
     for defaults in ("model", "openai"):
-        told = list[str]()
+        notes = list[str]()
         config = ServeConfig(port=0, max_batch=1, defaults=defaults)
         with pytest.raises(UserError, match="before it listens"):
-            server.serve(model.model, model.tokenizer, model.compute, "tiny", config, note=told.append, path=tmp_path)
-        said = (
+            server.serve(model.model, model.tokenizer, model.compute, "tiny", config, note=notes.append, path=tmp_path)
+        expected = (
             "sampling defaults from generation_config.json: temperature 0.6, top_k 20; --defaults openai turns them off"
         )
-        assert told == [said] * (defaults == "model")
+        assert notes == [expected] * (defaults == "model")
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match=r"generation_config\.json") as caught:
         server.serve(
@@ -622,7 +615,7 @@ def test_sampling_defaults_are_printed_at_the_start(
     assert "--defaults openai" in caught.value.hint
 
 
-def test_a_model_that_does_not_fit_is_told(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_cache_larger_than_memory_is_an_error(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(model.compute), "memory", lambda compute: 300_000)
     monkeypatch.setattr(server, "listen", lambda config: pytest.fail("it listens"))
     with pytest.raises(UserError, match="the KV cache of") as caught:
@@ -631,7 +624,7 @@ def test_a_model_that_does_not_fit_is_told(model: LanguageModel, monkeypatch: py
 
 
 class Process:
-    """`gpt serve` in a process of its own."""
+    """A `gpt serve` subprocess."""
 
     def __init__(self, run: Path, *words: str, **kwargs: Any) -> None:
         self.process = spawn("serve", "-m", run, "--port", "0", "--compile", "off", *words, **kwargs)
@@ -651,22 +644,22 @@ class Process:
 
 @pytest.fixture
 def serve(run_folder: Path) -> Iterator[Callable[..., Process]]:
-    """Starts `gpt serve`, which ends with the test."""
+    """Starts `gpt serve` and stops it after the test."""
     if sys.platform == "win32":
         pytest.skip("Windows has no signals for one process")
     with contextlib.ExitStack() as stack:
 
         def start(*words: str, **kwargs: Any) -> Process:
-            found = Process(run_folder, *words, **kwargs)
-            for end in (found.process.communicate, found.process.kill, found.client.close):
+            process = Process(run_folder, *words, **kwargs)
+            for end in (process.process.communicate, process.process.kill, process.client.close):
                 stack.callback(end)
-            return found
+            return process
 
         yield start
 
 
 @pytest.mark.slow
-def test_compiled_steps_write_the_same_text(serve: Callable[..., Process], run_folder: Path) -> None:
+def test_compiled_steps_generate_the_same_text(serve: Callable[..., Process], run_folder: Path) -> None:
     process = serve("--compile", "on", "--dtype", "float32")
     body = {"prompt": "the cat", "temperature": 0, "max_tokens": 20}
     text = process.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
@@ -675,10 +668,10 @@ def test_compiled_steps_write_the_same_text(serve: Callable[..., Process], run_f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, more(signal.SIGINT), more(signal.SIGHUP)])
-def test_a_signal_lets_running_requests_go_on_for_a_while(serve: Callable[..., Process], signum: int) -> None:
+def test_signal_starts_the_grace_period(serve: Callable[..., Process], signum: int) -> None:
     process = serve("--grace", "1")
-    said = process.line.partition(" at http")[0]
-    assert said.startswith("serving ") and "/" not in said  # no path of this machine
+    announcement = process.line.partition(" at http")[0]
+    assert announcement.startswith("serving ") and "/" not in announcement  # No local path is printed.
     lines = process.stream()
     next(lines)
     process.process.send_signal(signum)
@@ -697,22 +690,22 @@ def test_a_signal_lets_running_requests_go_on_for_a_while(serve: Callable[..., P
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once_and_an_idle_server_at_the_first(serve: Callable[..., Process]) -> None:
+def test_second_signal_exits_immediately(serve: Callable[..., Process]) -> None:
     process = serve()
     lines = process.stream()
     next(lines)
     process.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
-    began = time.monotonic()
+    started = time.monotonic()
     process.process.send_signal(signal.SIGINT)
     status, err = process.end()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - started < 8
     assert status == 130
     assert "Traceback" not in err
 
 
 @pytest.mark.slow
-def test_signals_that_were_ignored_at_the_start_stay_ignored_and_the_key_comes_from_the_environment(
+def test_ignored_signals_stay_ignored_and_api_key_comes_from_environment(
     serve: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ignore() -> None:
@@ -720,16 +713,16 @@ def test_signals_that_were_ignored_at_the_start_stay_ignored_and_the_key_comes_f
             signal.signal(signum, signal.SIG_IGN)
 
     monkeypatch.setenv("GPT_SERVE_API_KEY", "sesame")
-    found = serve("--name", "book", preexec_fn=ignore)
-    assert found.line.startswith("serving book at http://127.0.0.1:")
+    process = serve("--name", "book", preexec_fn=ignore)
+    assert process.line.startswith("serving book at http://127.0.0.1:")
     for signum in (signal.SIGINT, signal.SIGHUP):
-        found.process.send_signal(signum)
+        process.process.send_signal(signum)
     time.sleep(0.3)
     body = {"prompt": "a", "model": "book", "max_tokens": 1}
-    assert found.client.post("/v1/completions", json=body).status_code == 401
-    found.client.headers["Authorization"] = "Bearer sesame"
-    assert found.client.post("/v1/completions", json=body).status_code == 200
-    found.process.send_signal(signal.SIGTERM)
-    status, err = found.end()
+    assert process.client.post("/v1/completions", json=body).status_code == 401
+    process.client.headers["Authorization"] = "Bearer sesame"
+    assert process.client.post("/v1/completions", json=body).status_code == 200
+    process.process.send_signal(signal.SIGTERM)
+    status, err = process.end()
     assert status == 143
     assert "sesame" not in err

@@ -1,8 +1,8 @@
-"""Tries faults by the hundred: runs killed or interrupted, failing disks, damaged checkpoints.
+"""Hundreds of faults: killed and interrupted runs, failing disks, damaged checkpoints.
 
     python -m tests.stress.faults [--quick] [kills|signals|ranks|disk|damage]...
 
-Every run that was killed or interrupted is resumed and must end in the same state as an uninterrupted one. POSIX only.
+Every run is resumed and must end in the same state as an uninterrupted run. POSIX only.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ TINY = [
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
 
 
-# Runs that end before their time
+# Killed and interrupted runs
 
 
 def write_text(path: Path, count: int = 12_000) -> Path:
@@ -60,42 +60,42 @@ def start(*words: str, cwd: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=cwd, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes)
 
 
-def state_sum(run: Path) -> str:
+def state_checksum(run: Path) -> str:
     path = run / folder.checkpoints(run)[-1].name
     names = ("model.safetensors", "training.safetensors")
     return hashlib.sha256(b"".join((path / name).read_bytes() for name in names)).hexdigest()
 
 
 def torn(run: Path) -> list[str]:
-    """Returns errors for a run's checkpoints that have a name and are not whole."""
-    bad = []
+    """Returns the checksum errors of a run's checkpoints."""
+    errors = []
     for entry in folder.checkpoints(run):
         try:
             folder.verify_checksums(run / entry.name, training=True)
         except UserError as error:
-            bad.append(error.message)
-    return bad
+            errors.append(error.message)
+    return errors
 
 
-def in_a_save(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
-    """Waits until a random one of the first twelve checkpoints is being written."""
-    seen, wanted = 0, rng.randint(1, 12)
-    was = False
-    while process.poll() is None and seen < wanted:
+def wait_for_save(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
+    """Waits until a random checkpoint is being written."""
+    saves, target = 0, rng.randint(1, 12)
+    was_writing = False
+    while process.poll() is None and saves < target:
         writing = run.is_dir() and any(run.glob(".tmp-step-*"))
-        seen += writing and not was
-        was = writing
+        saves += writing and not was_writing
+        was_writing = writing
     time.sleep(rng.random() * 0.01)
 
 
-def at_a_step(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
-    metrics, wanted = run / "metrics.jsonl", rng.randint(1, 110)
-    while process.poll() is None and (not metrics.exists() or metrics.read_text().count('"event": "step"') < wanted):
+def wait_for_step(run: Path, process: "subprocess.Popen[str]", rng: random.Random) -> None:
+    metrics, target = run / "metrics.jsonl", rng.randint(1, 110)
+    while process.poll() is None and (not metrics.exists() or metrics.read_text().count('"event": "step"') < target):
         time.sleep(rng.random() * 0.02)
 
 
-def go_on(place: Path, run: Path, words: list[str], expected: str) -> str | None:
-    """Resumes a run until its end, and deletes it; returns what went wrong, or None."""
+def resume_and_check(place: Path, run: Path, words: list[str], expected: str) -> str | None:
+    """Resumes and deletes a run. Returns an error, or None."""
     process = start(*words, cwd=place)
     _, err = process.communicate(timeout=600)
     if process.returncode:
@@ -104,14 +104,14 @@ def go_on(place: Path, run: Path, words: list[str], expected: str) -> str | None
         return err
     if torn(run):
         return f"torn: {torn(run)}"
-    if state_sum(run) != expected:
+    if state_checksum(run) != expected:
         return "another state than that of a run that went through"
     shutil.rmtree(run, ignore_errors=True)
     return None
 
 
-def resuming(run: Path) -> list[str]:
-    """The words that resume a run; none where it had not begun, and what there is of it is deleted."""
+def resume_arguments(run: Path) -> list[str]:
+    """Returns the arguments that resume a run. Deletes a run without ``run.json``."""
     if folder.is_run(run):
         return ["train", "--resume", str(run), "--quiet"]
     shutil.rmtree(run, ignore_errors=True)
@@ -119,50 +119,49 @@ def resuming(run: Path) -> list[str]:
 
 
 def killed(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """Kills a run and resumes it; returns when it was killed, or what went wrong.
+    """Kills a run and resumes it. Returns when it was killed, or an error.
 
-    Runs with an odd ``number`` are killed within a save, every fourth at a random moment from the command's start on,
-    the rest at a random step.
+    An odd ``number`` kills during a save, a multiple of four at a random time, the rest at a random step.
     """
     rng = random.Random(number)
     run = place / f"killed-{number}"
     train = ["train", str(text), "-o", str(run), *TINY]
     process = start(*train, cwd=place)
     if number % 2:
-        in_a_save(run, process, rng)
+        wait_for_save(run, process, rng)
     elif number % 4:
-        at_a_step(run, process, rng)
+        wait_for_step(run, process, rng)
     else:
         time.sleep(rng.random() * seconds)
     process.kill()
     process.communicate()
-    when = "finished" if process.returncode == 0 else "before run.json"
+    moment = "finished" if process.returncode == 0 else "before run.json"
     if folder.is_run(run) and process.returncode:
-        when = "within a save" if any(run.glob(".tmp-step-*")) else "training" if any(run.glob("step-*")) else "begun"
+        moment = "within a save" if any(run.glob(".tmp-step-*")) else "training" if any(run.glob("step-*")) else "begun"
         if torn(run):
             return f"torn after the kill: {torn(run)}"
-    return go_on(place, run, resuming(run) or train, expected) or when
+    return resume_and_check(place, run, resume_arguments(run) or train, expected) or moment
 
 
 def stopped(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """Sends a run SIGINT, SIGTERM or SIGHUP at a random step, and resumes it by the command that it prints."""
+    """Sends a signal to a run at a random step, and resumes it with the printed command."""
     rng = random.Random(1000 + number)
     run = place / f"stopped-{number}"
     process = start("train", str(text), "-o", str(run), *TINY, cwd=place)
     signum = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    at_a_step(run, process, rng)
+    wait_for_step(run, process, rng)
     process.send_signal(signum)
     _, err = process.communicate(timeout=600)
     if process.returncode == 0:
-        return "finished" if state_sum(run) == expected else "another state"
+        return "finished" if state_checksum(run) == expected else "another state"
     if process.returncode not in (128 + signum, -signum) or "Traceback" in err:
         return f"exit {process.returncode}: {err}"
     command = re.search(r"resume with: gpt (.*)", err)
     if command is None and folder.is_run(run) and json.loads((run / folder.RECORD).read_text()).get("ended"):
-        return "finished"  # it came while Python ended
+        return "finished"  # The signal arrived while Python was exiting.
     if command is None:
         return "before the first step" if not folder.is_run(run) else f"no command: {err}"
-    return go_on(place, run, [*shlex.split(command[1]), "--quiet"], expected) or "saved and gone on with"
+    return resume_and_check(place, run, [*shlex.split(command[1]), "--quiet"], expected) or "saved and gone on with"
 
 
 def process_of(launcher: int, rank: int) -> int | None:
@@ -174,10 +173,10 @@ def process_of(launcher: int, rank: int) -> int | None:
     return None
 
 
-def rank_killed(place: Path, text: Path, number: int, expected: str, took: list[float]) -> str:
-    """Kills one of a run's two processes at a random moment, and resumes the run with two.
+def kill_rank(place: Path, text: Path, number: int, expected: str, seconds: list[float]) -> str:
+    """Kills a random rank of a run with two ranks, and resumes the run.
 
-    ``took`` gets the seconds from the kill until the command ended.
+    ``seconds`` receives the seconds from the kill until the command ended.
     """
     rng = random.Random(2000 + number)
     run = place / f"rank-{number}"
@@ -189,103 +188,106 @@ def rank_killed(place: Path, text: Path, number: int, expected: str, took: list[
     while step >= 5 and process.poll() is None and not (run / folder.step_name(step // 5 * 5)).exists():
         time.sleep(0.005)
     time.sleep(rng.random() * (0.1 if step >= 5 else 5))
-    killed = time.monotonic()
+    killed_at = time.monotonic()
     with contextlib.suppress(ProcessLookupError):
         os.kill(victim, signal.SIGKILL)
     _, err = process.communicate(timeout=600)
     if process.returncode == 0:
         return "finished"
-    took.append(time.monotonic() - killed)
+    seconds.append(time.monotonic() - killed_at)
     lines = err.splitlines()
     if process.returncode != 1 or not lines[0].startswith(f"error: process {rank} of 2 was killed by SIGKILL"):
         return f"exit {process.returncode}: {err}"
-    when = "while training" if any(run.glob("step-*")) else "before the first checkpoint"
-    return go_on(place, run, resuming(run) or train, expected) or f"same state, rank {rank} killed {when}"
+    moment = "while training" if any(run.glob("step-*")) else "before the first checkpoint"
+    return (
+        resume_and_check(place, run, resume_arguments(run) or train, expected)
+        or f"same state, rank {rank} killed {moment}"
+    )
 
 
-def ranks(count: int, place: Path) -> tuple[Counter[str], float]:
-    """Returns the outcomes, and the longest time in seconds until all processes of a command had ended."""
-    text, whole, took = write_text(place / "text.txt"), place / "whole", [0.0]
-    _, err = start("train", str(text), "-o", str(whole), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
-    assert folder.checkpoints(whole), err
-    expected = state_sum(whole)
-    return Counter(rank_killed(place, text, number, expected, took) for number in range(count)), max(took)
+def kill_ranks(count: int, place: Path) -> tuple[Counter[str], float]:
+    """Returns the outcomes, and the maximum seconds until every process ended."""
+    text, baseline, seconds = write_text(place / "text.txt"), place / "whole", [0.0]
+    _, err = start("train", str(text), "-o", str(baseline), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
+    assert folder.checkpoints(baseline), err
+    expected = state_checksum(baseline)
+    return Counter(kill_rank(place, text, number, expected, seconds) for number in range(count)), max(seconds)
 
 
 def many(numbers: range, place: Path, *kinds: Callable[..., str]) -> list[Counter[str]]:
-    """Returns the outcomes of the runs of ``numbers`` of each of ``kinds``, two at a time."""
+    """Calls ``kinds`` with ``numbers``, two runs at a time. Returns the outcomes."""
     text = write_text(place / "text.txt", 4_000)
-    began = time.monotonic()
-    whole = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
-    _, err = whole.communicate(timeout=600)
-    assert whole.returncode == 0, err
-    seconds = time.monotonic() - began
-    expected = state_sum(place / "whole")
+    started = time.monotonic()
+    baseline = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
+    _, err = baseline.communicate(timeout=600)
+    assert baseline.returncode == 0, err
+    seconds = time.monotonic() - started
+    expected = state_checksum(place / "whole")
     with ThreadPoolExecutor(2) as pool:
         return [
-            Counter(pool.map(lambda number, one=one: one(place, text, number, seconds * 1.3, expected), numbers))
-            for one in kinds
+            Counter(pool.map(lambda number, kind=kind: kind(place, text, number, seconds * 1.3, expected), numbers))
+            for kind in kinds
         ]
 
 
-# A disk that fails
+# Failing disks
 
 
 class FailingDisk:
-    """Makes the n-th write, sync, rename or mkdir below ``root`` fail, and counts them all."""
+    """Counts writes, syncs, renames and mkdirs below ``root``, and fails the ``n``-th."""
 
     def __init__(self, root: Path, n: int, code: int) -> None:
         self.root, self.n, self.code = str(root), n, code
         self.count = 0
-        self.what = ""
+        self.operation = ""
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         self._patches = contextlib.ExitStack()
         path_open, replace, fsync, mkdir = Path.open, os.replace, os.fsync, Path.mkdir
 
-        def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if "b" in mode and any(c in mode for c in "wax") and self._mine(path):
+        def open_or_fail(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "b" in mode and any(c in mode for c in "wax") and self._is_below_root(path):
                 self._maybe_fail(f"open {path.name}")
-                return _File(path_open(path, mode, *args, **kwargs), self, path.name)
+                return _FailingFile(path_open(path, mode, *args, **kwargs), self, path.name)
             return path_open(path, mode, *args, **kwargs)
 
-        def replaced(source: Any, target: Any, **kwargs: Any) -> None:
-            if self._mine(target):
+        def replace_or_fail(source: Any, target: Any, **kwargs: Any) -> None:
+            if self._is_below_root(target):
                 self._maybe_fail(f"rename to {Path(target).name}")
             replace(source, target, **kwargs)
 
-        def synced(descriptor: int) -> None:
+        def sync_or_fail(descriptor: int) -> None:
             self._maybe_fail("sync")
             fsync(descriptor)
 
-        def made(path: Path, *args: Any, **kwargs: Any) -> None:
-            if self._mine(path):
+        def mkdir_or_fail(path: Path, *args: Any, **kwargs: Any) -> None:
+            if self._is_below_root(path):
                 self._maybe_fail(f"make {path.name}")
             mkdir(path, *args, **kwargs)
 
-        for target, name, new in (
-            (Path, "open", opened), (os, "replace", replaced), (os, "fsync", synced), (Path, "mkdir", made),
+        for target, name, replacement in (
+            (Path, "open", open_or_fail), (os, "replace", replace_or_fail), (os, "fsync", sync_or_fail), (Path, "mkdir", mkdir_or_fail),
         ):  # fmt: skip
-            self._patches.enter_context(mock.patch.object(target, name, new))
+            self._patches.enter_context(mock.patch.object(target, name, replacement))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
 
-    def _mine(self, path: Any) -> bool:
+    def _is_below_root(self, path: Any) -> bool:
         return str(path).startswith(self.root)
 
-    def _maybe_fail(self, what: str) -> None:
-        with self._lock:  # two files are written side by side
+    def _maybe_fail(self, operation: str) -> None:
+        with self._lock:  # Two files are written in parallel.
             self.count += 1
-            mine = self.count == self.n
-        if mine:
-            self.what = what
-            raise OSError(self.code, os.strerror(self.code), what)
+            fails = self.count == self.n
+        if fails:
+            self.operation = operation
+            raise OSError(self.code, os.strerror(self.code), operation)
 
 
-class _File:
+class _FailingFile:
     def __init__(self, file: Any, disk: FailingDisk, name: str) -> None:
         self._file, self._disk, self._name = file, disk, name
 
@@ -304,7 +306,7 @@ class _File:
 
 
 def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1) -> Counter[str]:
-    """Makes every write, sync and rename of a save, or one in ``every``, fail in turn; returns the outcomes."""
+    """Makes every write, sync and rename of a save, or one in ``every``, fail in turn. Returns the outcomes."""
     files = small_checkpoint_files()
     run = place / "run"
     outcomes: Counter[str] = Counter()
@@ -318,54 +320,54 @@ def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1)
             run.mkdir()
             checkpoint.write(run / folder.step_name(1), files)
             before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-            failed = None
+            save_error = None
             with FailingDisk(run, n, code) as disk:
                 try:
                     checkpoint.write(run / folder.step_name(2), files)
                     folder.prune(run, keep=1, newest=2)
                     folder.write_index(run)
                 except OSError as error:
-                    failed = error
-            if not disk.what:
+                    save_error = error
+            if not disk.operation:
                 break
-            outcomes[_after_failure(run, before, failed, disk.what)] += 1
-            checkpoint.write(run / folder.step_name(2), files)  # the disk works again
-            assert not torn(run), disk.what
+            outcomes[_check_after_failure(run, before, save_error, disk.operation)] += 1
+            checkpoint.write(run / folder.step_name(2), files)
+            assert not torn(run), disk.operation
     return outcomes
 
 
-def _after_failure(run: Path, before: dict[Path, bytes], failed: OSError | None, what: str) -> str:
-    if failed is None:
-        return f"no error: {what}"
+def _check_after_failure(run: Path, before: dict[Path, bytes], error: OSError | None, operation: str) -> str:
+    if error is None:
+        return f"no error: {operation}"
     if torn(run):
-        return f"torn: {what}"
+        return f"torn: {operation}"
     names = [entry.name for entry in folder.checkpoints(run)]
     if folder.step_name(2) not in names and any(not p.exists() or p.read_bytes() != d for p, d in before.items()):
-        return f"the old one is harmed: {what}"
+        return f"the old one is harmed: {operation}"
     return "the old one is intact, the new one " + ("whole" if folder.step_name(2) in names else "not there")
 
 
-# Damage
+# Damaged files
 
 
 @functools.cache
 def small_checkpoint_files() -> dict[str, Any]:
-    """Returns the files of a small model's checkpoint after three steps, training state included."""
+    """Returns the checkpoint files of a small training run."""
     import gpt
     from gpt.runs import checkpoint
 
-    kept: list[dict[str, Any]] = []
+    checkpoints: list[dict[str, Any]] = []
     write = checkpoint.write
 
-    def keep(target: Path, contents: Any) -> None:
-        kept.append(dict(contents))
+    def record_files(target: Path, contents: Any) -> None:
+        checkpoints.append(dict(contents))
         write(target, contents)
 
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "batch_tokens": 64, "tokenizer": "bytes"}
-    with tempfile.TemporaryDirectory() as place, mock.patch.object(checkpoint, "write", keep):
+    with tempfile.TemporaryDirectory() as place, mock.patch.object(checkpoint, "write", record_files):
         text = write_text(Path(place) / "text.txt", 500)
         gpt.train(text, out=f"{place}/run", steps=3, dtype="float32", sample_every=0, **shape)
-    return kept[-1]
+    return checkpoints[-1]
 
 
 def read_all(path: Path) -> None:
@@ -389,7 +391,7 @@ def read_all(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A damaged file of a copy. ``signed``: the checksums were made to fit, as a forger would."""
+    """A damaged file. ``signed`` means that the checksums are updated to match."""
 
     file: str
     kind: str
@@ -403,41 +405,41 @@ HOSTILE_NUMBERS: list[Any] = [
 HOSTILE_NAMES = ["../../etc/passwd", "/etc/passwd", "a\0b", "x" * 10_000, "model.safetensors/../x"]
 
 
-def damages(good: Path, rng: random.Random) -> Iterator[Damaged]:
+def generate_damage(good: Path, rng: random.Random) -> Iterator[Damaged]:
     names = sorted(path.name for path in good.iterdir())
     while True:
         name = rng.choice(names)
         data = (good / name).read_bytes()
         kind = rng.choice(["cut", "flipped", "swapped", "emptied", "another file", "longer", "zeros", "hostile"])
         if kind == "hostile":
-            yield from _hostile(good, name, data, rng)
+            yield from _generate_hostile(good, name, data, rng)
             continue
-        at, to = sorted(rng.randrange(len(data) + 1) for _ in range(2))
+        start, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
         if kind == "flipped":
-            at = min(at, len(data) - 1)
-            new = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+            start = min(start, len(data) - 1)
+            changed = data[:start] + bytes([data[start] ^ (1 << rng.randrange(8))]) + data[start + 1 :]
         else:
-            new = {
-                "cut": data[:at],
-                "swapped": data[to:] + data[at:to] + data[:at],
+            changed = {
+                "cut": data[:start],
+                "swapped": data[end:] + data[start:end] + data[:start],
                 "emptied": b"",
                 "another file": (good / rng.choice([other for other in names if other != name])).read_bytes(),
-                "longer": data + data[at:to] + b"\0",
-                "zeros": data[:at] + bytes(to - at) + data[to:],
+                "longer": data + data[start:end] + b"\0",
+                "zeros": data[:start] + bytes(end - start) + data[end:],
             }[kind]
-        if new != data:
-            yield Damaged(name, kind, new, signed=False)
+        if changed != data:
+            yield Damaged(name, kind, changed, signed=False)
 
 
-def _hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator[Damaged]:
+def _generate_hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator[Damaged]:
     if name.endswith(".safetensors"):
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
         tensor = rng.choice([key for key in header if key != "__metadata__"])
         kind = rng.choice(["length", "shape", "offsets", "dtype", "name", "nested", "many"])
         if kind == "length":
-            forged = rng.choice([0, 2**63, 2**64 - 1, length * 2, 10**8])
-            yield Damaged(name, kind, struct.pack("<Q", forged) + data[8:], signed=True)
+            forged_length = rng.choice([0, 2**63, 2**64 - 1, length * 2, 10**8])
+            yield Damaged(name, kind, struct.pack("<Q", forged_length) + data[8:], signed=True)
             return
         if kind == "nested":
             text = b'{"a":' * 50_000
@@ -450,8 +452,8 @@ def _hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator
                 "offsets": {"data_offsets": rng.choice([[0, 2**62], [5, 1], [-4, 0], [2**63, 2**63 + 4]])},
                 "dtype": {"dtype": rng.choice(["F64", "BOOL", "F8_E4M3", "Q9", 7])},
             }.get(kind, {})
-            about = header.pop(tensor) | change
-            header[tensor if kind != "name" else rng.choice(HOSTILE_NAMES)] = about
+            entry = header.pop(tensor) | change
+            header[tensor if kind != "name" else rng.choice(HOSTILE_NAMES)] = entry
             text = json.dumps(header).encode()
         yield Damaged(name, kind, struct.pack("<Q", len(text)) + text + data[8 + length :], signed=True)
     elif name == folder.CHECKSUMS:
@@ -463,20 +465,20 @@ def _hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator
         if rng.random() < 0.1:
             yield Damaged(name, "nested", b"[" * 200_000, signed=True)
             return
-        at = record = json.loads(data)
-        key = rng.choice(sorted(at))
-        while isinstance(at[key], dict) and at[key] and rng.random() < 0.9:
-            at = at[key]
-            key = rng.choice(sorted(at))
+        parent = record = json.loads(data)
+        key = rng.choice(sorted(parent))
+        while isinstance(parent[key], dict) and parent[key] and rng.random() < 0.9:
+            parent = parent[key]
+            key = rng.choice(sorted(parent))
         value = rng.choice(HOSTILE_NUMBERS)
-        if value == at[key] or key in FREE:
+        if value == parent[key] or key in UNCHECKED_KEYS:
             return
-        at[key] = value
+        parent[key] = value
         yield Damaged(name, f"{key} = {str(value)[:20]}", json.dumps(record).encode(), signed=True)
 
 
-# Keys that may hold another value of their kind, or are not read: with checksums that fit, no reader can object.
-FREE = {
+# With matching checksums, readers accept any value of these keys.
+UNCHECKED_KEYS = {
     "lr", "warmup", "decay", "weight_decay", "clip", "eval_every", "patience", "save_every", "keep",
     "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile", "merge_lora",
     "preset", "step_seconds", "seconds", "first_step", "metrics_bytes", "settled_step", "measured_step",
@@ -489,14 +491,14 @@ FREE = {
 
 
 @dataclass
-class Tried:
-    """Outcomes of reading damaged copies, and the most memory that one took, in multiples of the copy's size."""
+class DamageResults:
+    """Outcomes, and the peak memory as a multiple of the copy's size."""
 
     outcomes: Counter[str]
     memory: float = 0.0
 
 
-def damaged_copies(place: Path, count: int) -> Tried:
+def damaged_copies(place: Path, count: int) -> DamageResults:
     from gpt.runs import checkpoint
 
     good = place / folder.step_name(3)
@@ -507,11 +509,11 @@ def damaged_copies(place: Path, count: int) -> Tried:
         (bad / folder.CHECKSUMS).unlink()
         folder.write_checksums(bad)
 
-    return _try(good, damages(good, random.Random(1)), count, read_all, sign)
+    return _read_copies(good, generate_damage(good, random.Random(1)), count, read_all, sign)
 
 
-def damaged_tokens(place: Path, count: int) -> Tried:
-    """Reads ``count`` damaged copies of a folder of tokens; damage that changes no id may pass."""
+def damaged_tokens(place: Path, count: int) -> DamageResults:
+    """Reads damaged copies of a token folder. Damage that changes no id is ignored."""
     from gpt.config import TokenizeConfig
     from gpt.text.tokenize import tokenize_texts
 
@@ -523,8 +525,8 @@ def damaged_tokens(place: Path, count: int) -> Tried:
         if read_tokens(path) == expected:
             raise UserError("nothing that is read was changed")
 
-    plain = (damage for damage in damages(good, random.Random(2)) if not damage.signed)
-    return _try(good, plain, count, read, lambda bad: None)
+    unsigned = (damage for damage in generate_damage(good, random.Random(2)) if not damage.signed)
+    return _read_copies(good, unsigned, count, read, lambda bad: None)
 
 
 def read_tokens(path: Path) -> str:
@@ -541,13 +543,13 @@ def read_tokens(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _try(
-    good: Path, some: Iterator[Damaged], count: int, read: Callable[[Path], None], sign: Callable[[Path], None]
-) -> Tried:
-    tried = Tried(Counter())
+def _read_copies(
+    good: Path, damages: Iterator[Damaged], count: int, read: Callable[[Path], None], sign: Callable[[Path], None]
+) -> DamageResults:
+    results = DamageResults(Counter())
     size = sum(path.stat().st_size for path in good.iterdir())
     bad = good.with_name("bad")
-    for number, damage in zip(range(count), some, strict=False):
+    for number, damage in zip(range(count), damages, strict=False):
         shutil.rmtree(bad, ignore_errors=True)
         bad.mkdir()
         for path in good.iterdir():
@@ -557,13 +559,13 @@ def _try(
         if damage.signed:
             sign(bad)
         before = peak_memory(reset=True)
-        tried.outcomes[_refused(damage, bad, read)] += 1
-        if number > 20:  # allocators are warm
-            tried.memory = max(tried.memory, (peak_memory() - before) / (size + len(damage.data)))
-    return tried
+        results.outcomes[_read_outcome(damage, bad, read)] += 1
+        if number > 20:  # The first reads warm up the allocators.
+            results.memory = max(results.memory, (peak_memory() - before) / (size + len(damage.data)))
+    return results
 
 
-def _refused(damage: Damaged, bad: Path, read: Callable[[Path], None]) -> str:
+def _read_outcome(damage: Damaged, bad: Path, read: Callable[[Path], None]) -> str:
     try:
         read(bad)
     except UserError as error:
@@ -574,12 +576,12 @@ def _refused(damage: Damaged, bad: Path, read: Callable[[Path], None]) -> str:
 
 
 def peak_memory(reset: bool = False) -> int:
-    """Returns the peak resident memory in bytes since the last reset; 0 where the system does not tell."""
+    """Returns the peak resident memory in bytes since the last reset, or 0 if unknown."""
     with contextlib.suppress(OSError):
         if reset:
             Path("/proc/self/clear_refs").write_text("5")
-        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-        return 1024 * int(found[1]) if found else 0
+        match = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        return 1024 * int(match[1]) if match else 0
     return 0
 
 
@@ -593,33 +595,33 @@ def main(words: list[str]) -> None:
     counts = QUICK if quick else COUNTS
     rows: list[list[str]] = []
 
-    def add(what: str, outcomes: Counter[str], note: str = "") -> None:
-        rows.append([what, f"{outcomes.total():,}", listed(outcomes) + note])
+    def add_row(label: str, outcomes: Counter[str], note: str = "") -> None:
+        rows.append([label, f"{outcomes.total():,}", format_outcomes(outcomes) + note])
         print(*rows[-1], sep=": ", flush=True)
 
     for part in parts:
         place = Path(tempfile.mkdtemp(prefix="gpt-faults-"))
         if part in ("kills", "signals"):
             (outcomes,) = many(range(counts[part]), place, killed if part == "kills" else stopped)
-            add("SIGKILL at a random moment" if part == "kills" else "a signal at a random moment", outcomes)
+            add_row("SIGKILL at a random moment" if part == "kills" else "a signal at a random moment", outcomes)
         elif part == "ranks":
-            outcomes, seconds = ranks(counts[part], place)
-            add("SIGKILL of one of two ranks", outcomes, f"; all processes had ended within {seconds:.1f} s")
+            outcomes, seconds = kill_ranks(counts[part], place)
+            add_row("SIGKILL of one of two ranks", outcomes, f"; all processes had ended within {seconds:.1f} s")
         elif part == "disk":
             outcomes = failing_saves(place, ERRORS[:1] if quick else ERRORS)
-            add("a failing write, sync or rename of a save", outcomes)
+            add_row("a failing write, sync or rename of a save", outcomes)
         else:
-            for what, do in (("checkpoint", damaged_copies), ("token folder", damaged_tokens)):
-                tried = do(place, counts["damage"])
-                memory = f"; peak memory {tried.memory:.2f} times its size"
-                add(f"a damaged copy of a {what}", tried.outcomes, memory)
+            for label, read_damaged in (("checkpoint", damaged_copies), ("token folder", damaged_tokens)):
+                results = read_damaged(place, counts["damage"])
+                memory = f"; peak memory {results.memory:.2f} times its size"
+                add_row(f"a damaged copy of a {label}", results.outcomes, memory)
         shutil.rmtree(place, ignore_errors=True)
     if not quick:
         command = f"python -m tests.stress.faults {' '.join(words)}".strip()
         write_section("faults", measured("Faults", command, [], [Table(["fault", "times", "outcomes"], rows)]))
 
 
-def listed(outcomes: Counter[str]) -> str:
+def format_outcomes(outcomes: Counter[str]) -> str:
     return ", ".join(f"{outcome}: {count}" for outcome, count in outcomes.most_common())
 
 

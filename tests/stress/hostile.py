@@ -1,16 +1,15 @@
-"""Hostile and clumsy command lines: thousands of them, each drawn from a seed, run, and judged.
+"""Hostile command lines: runs and judges thousands of random cases.
 
     python -m tests.stress.hostile [--cases 3000] [--first 0] [--seed 1] [--each 100] [--case N]
 
-A case is a command with options, environment twins, a TOML file, stdin and files, any of which may be nonsense:
-missing, empty, a folder, a pipe that nobody writes, a device, a name of control characters or of bytes that are no
-UTF-8, numbers that are huge, negative, NaN or written in other digits. It must end within its time with a status that
-the contract knows, say on its last two lines what is wrong and what to do, print JSON alone where that was asked for,
-leave no temporary file, and leave the user's files as they were. A command that is still running after a while (it may
-have been asked for a trillion steps) gets SIGINT, and must end as a user's Ctrl-C would end it.
+A case is a command with options, environment variables, a TOML file, stdin and files. Any of them can be nonsense: an
+empty file, a folder, a pipe without a writer, a device, control characters, invalid UTF-8, or numbers that are huge,
+negative, NaN or in other digits. A case must exit in time with a documented status, end errors with ``error`` and
+``hint``, print only JSON if requested, leave no temporary files, and change no user files. A slow command gets SIGINT and
+must exit like after Ctrl-C.
 
-Cases run in forks of this process, which has imported everything and computed nothing; each ``--each``-th one is a
-process of its own. ``--case N`` runs a single one and shows what it prints.
+Cases run in forks of this process, which has imported everything and computed nothing. Every ``--each``-th case is a
+subprocess. ``--case N`` shows the output of case N.
 """
 
 import argparse
@@ -42,12 +41,12 @@ from gpt_cli import main as cli
 import gpt
 from gpt.config import TrainConfig
 
-PATIENCE = 4.0  # seconds until a case is interrupted
-GRACE = 60.0  # and until it is killed after that, which is a fault; a machine may be busy
-MEMORY = 6 * 2**30  # bytes of address space that a case may take more than this process has
+PATIENCE = 4.0  # Seconds until a case is interrupted
+GRACE = 60.0  # Seconds from interrupt to kill, which is a fault
+MEMORY = 6 * 2**30  # Bytes of address space per case, on top of this process
 STATUSES = (0, 1, 2, 130, 143)
 EXAMPLE = "the cat sat on the mat, and the dog ran after the cat. " * 300
-CHANCE = 0.25  # that a value is nonsense
+CHANCE = 0.25  # Probability of a nonsense value
 WEIGHTS = {
     "train": 20, "sample": 24, "eval": 8, "tokenize": 8, "params": 8, "report": 4, "bench": 3, "inspect": 12,
     "tokenizer": 10, "data": 3, "export": 6, "serve": 2, "chat": 4,
@@ -81,7 +80,7 @@ GOOD: dict[str, list[str]] = {
     "encoding": ["utf-8", "latin-1"], "special": ["<|x|>"], "preset": ["nano"], "micro_batch": ["auto", "1"],
     "eval": ["text.txt"], "license": ["mit", "Apache-2.0"], "samples": ["1"],
 }  # fmt: skip
-BOUNDED = {  # what starts processes, which take seconds, or downloads
+BOUNDED = {  # Options that start processes or downloads
     "nproc": ["0", "1", "-1", "x", "1025", "1000", "nan"],
     "jobs": ["0", "1", "2", "-1", "x", "1025", "1e9"],
     "tensor": ["0", "1", "-1", "x", "1025"],
@@ -105,13 +104,13 @@ class Case:
 
     def __str__(self) -> str:
         twins = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        said = " ".join([*twins, "gpt", shlex.join(self.words)])
-        extra = f"  c.toml: {self.toml!r:.200}" if "c.toml" in said else ""
-        return f"{said!r:.600}{extra}  stdin: {self.stdin[:40]!r}  {self.encoding}"
+        command = " ".join([*twins, "gpt", shlex.join(self.words)])
+        extra = f"  c.toml: {self.toml!r:.200}" if "c.toml" in command else ""
+        return f"{command!r:.600}{extra}  stdin: {self.stdin[:40]!r}  {self.encoding}"
 
 
 @dataclass
-class Ended:
+class Result:
     status: int
     out: str
     err: str
@@ -119,37 +118,42 @@ class Ended:
     interrupted: bool
 
 
-def warm() -> None:
-    """Imports all that a command may import, so that forks need not."""
+def import_modules() -> None:
+    """Imports all modules once for all forks."""
     for package in (gpt, gpt_cli):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    importlib.import_module("torch._dynamo")  # as torch's optimizers do
+    importlib.import_module("torch._dynamo")  # Torch optimizers import this.
 
 
-def commands() -> dict[tuple[str, ...], Any]:
+def list_commands() -> dict[tuple[str, ...], Any]:
     root: Any = typer.main.get_command(cli.make_app())
-    found: dict[tuple[str, ...], Any] = {}
+    commands: dict[tuple[str, ...], Any] = {}
     for name, command in root.commands.items():
         inner = getattr(command, "commands", None)
-        for sub, each in inner.items() if inner else [("", command)]:
-            found[(name, sub) if sub else (name,)] = each
-    return found
+        for subcommand, command_object in inner.items() if inner else [("", command)]:
+            commands[(name, subcommand) if subcommand else (name,)] = command_object
+    return commands
 
 
-def draw(rng: random.Random, known: dict[tuple[str, ...], Any]) -> Case:
-    """Draws a case: a command with some options, on the command line or in the environment, and arguments."""
-    top = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    path = rng.choice([each for each in known if each[0] == top])
-    case = Case(list(path), toml=toml(rng), stdin=stdin(rng), encoding=rng.choice(["utf-8"] * 4 + ["ascii", "latin-1"]))
-    params = [each for each in known[path].params if each.name not in ("help", "context")]
-    options = [each for each in params if each.opts[0].startswith("-")]
-    arguments = [each for each in params if each not in options]
+def draw(rng: random.Random, commands: dict[tuple[str, ...], Any]) -> Case:
+    """Draws a command with arguments, options and environment variables."""
+    group = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    path = rng.choice([item for item in commands if item[0] == group])
+    case = Case(
+        list(path),
+        toml=draw_toml(rng),
+        stdin=draw_stdin(rng),
+        encoding=rng.choice(["utf-8"] * 4 + ["ascii", "latin-1"]),
+    )
+    params = [item for item in commands[path].params if item.name not in ("help", "context")]
+    options = [item for item in params if item.opts[0].startswith("-")]
+    arguments = [item for item in params if item not in options]
     if path == ("train",) and rng.random() < 0.9:
         case.words += TINY
     if path[0] in ("sample", "chat", "export", "tokenizer", "inspect", "eval", "bench", "serve") and rng.random() < 0.9:
-        case.words += ["-m", "run"] if any(each.name == "model" for each in options) else []
+        case.words += ["-m", "run"] if any(item.name == "model" for item in options) else []
     if path in (("sample",), ("chat",)):
         case.words += ["-n", "4"]
     if path == ("export",) and rng.random() < 0.8:
@@ -157,55 +161,57 @@ def draw(rng: random.Random, known: dict[tuple[str, ...], Any]) -> Case:
     if path == ("serve",) and rng.random() < 0.9:
         case.words += ["--port", "0"]
     for option in rng.sample(options, min(len(options), rng.choice([0, 1, 1, 2, 2, 3, 5]))):
-        give(rng, case, path, option)
+        add_option(rng, case, path, option)
     for argument in arguments:
         if argument.name and rng.random() < 0.9:
-            case.words += [value(rng, argument) for _ in range(1 if argument.nargs == 1 else rng.choice([1, 1, 2]))]
+            case.words += [
+                draw_value(rng, argument) for _ in range(1 if argument.nargs == 1 else rng.choice([1, 1, 2]))
+            ]
     if rng.random() < 0.05:
         case.words.insert(rng.randrange(len(case.words) + 1), rng.choice(WORDS))
     return case
 
 
-def give(rng: random.Random, case: Case, path: tuple[str, ...], option: Any) -> None:
-    flag, twin = rng.choice(option.opts), "_".join(["GPT", *path, option.name]).upper()
+def add_option(rng: random.Random, case: Case, path: tuple[str, ...], option: Any) -> None:
+    flag, variable = rng.choice(option.opts), "_".join(["GPT", *path, option.name]).upper()
     if option.is_flag:
         if rng.random() < 0.7:
             case.words.append(flag)
         else:
-            case.env[twin] = rng.choice(["1", "0", "true", "x", "", "2"])
+            case.env[variable] = rng.choice(["1", "0", "true", "x", "", "2"])
         return
-    given = value(rng, option)
+    text = draw_value(rng, option)
     if rng.random() < 0.2:
-        case.env[twin] = given
+        case.env[variable] = text
     elif flag.startswith("--") and rng.random() < 0.5:
-        case.words.append(f"{flag}={given}")
+        case.words.append(f"{flag}={text}")
     else:
-        case.words += [flag, given]
+        case.words += [flag, text]
 
 
-def value(rng: random.Random, param: Any) -> str:
-    kind = param.type_descriptor.annotation
+def draw_value(rng: random.Random, param: Any) -> str:
+    value_type = param.type_descriptor.annotation
     if param.name in BOUNDED:
         return rng.choice(BOUNDED[param.name])
     if rng.random() < CHANCE:
-        return rng.choice(NUMBERS if kind in (int, float) and rng.random() < 0.8 else WORDS)
+        return rng.choice(NUMBERS if value_type in (int, float) and rng.random() < 0.8 else WORDS)
     metavar = str(param.metavar or "")
     if param.name in GOOD:
         return rng.choice(GOOD[param.name])
     if "|" in metavar:
         return rng.choice(metavar.strip("[].").split("|"))
-    return rng.choice({int: ["1", "2", "3", "8"], float: ["0.5", "1", "0"]}.get(kind, WORDS))
+    return rng.choice({int: ["1", "2", "3", "8"], float: ["0.5", "1", "0"]}.get(value_type, WORDS))
 
 
-def toml(rng: random.Random) -> str:
+def draw_toml(rng: random.Random) -> str:
     if rng.random() < 0.2:
         return rng.choice(BAD_TOML)
     names = [*TrainConfig.__dataclass_fields__, "stesp", "\x1b[31m", ""]
-    some = rng.sample([name for name in names if name not in BOUNDED], rng.randint(0, 3))
-    return "".join(f"{json.dumps(name)} = {rng.choice(TOML)}\n" for name in some)
+    drawn_names = rng.sample([name for name in names if name not in BOUNDED], rng.randint(0, 3))
+    return "".join(f"{json.dumps(name)} = {rng.choice(TOML)}\n" for name in drawn_names)
 
 
-def stdin(rng: random.Random) -> bytes:
+def draw_stdin(rng: random.Random) -> bytes:
     return rng.choice(
         [
             b"", b"the cat\n", b"/set temperature nan\n/retry\nthe\n/model missing\n/more\n/quit\n", b"\xff\xfe\x00",
@@ -215,7 +221,7 @@ def stdin(rng: random.Random) -> bytes:
     )  # fmt: skip
 
 
-def prepare(place: Path) -> None:
+def make_files(place: Path) -> None:
     place.mkdir()
     (place / "text.txt").write_text(EXAMPLE)
     (place / "latin.txt").write_bytes("é\n".encode("latin-1") * 20)
@@ -226,43 +232,47 @@ def prepare(place: Path) -> None:
     (place / "broken.jsonl").write_text('{"prompt": "the"\n{"text": 3}\nnull\n')
     (place / "deep.json").write_text("[" * 100_000)
     for words in (["train", "text.txt", *TINY, "-o", "run", "--quiet"], ["tokenize", "text.txt", "-o", "tokens"]):
-        done = run(Case(words), place, place.parent / "made", patience=120)
-        assert done.status == 0, done.err
+        result = run(Case(words), place, place.parent / "made", patience=120)
+        assert result.status == 0, result.err
 
 
-def run(case: Case, cwd: Path, beside: Path, apart: bool = False, patience: float = PATIENCE) -> Ended:
-    """Runs a case in ``cwd``, in a fork or as a process of its own; ``beside`` is for what it prints and its TMPDIR."""
-    shutil.rmtree(beside, ignore_errors=True)
-    (beside / "tmp").mkdir(parents=True)
-    (beside / "in").write_bytes(case.stdin)
-    (beside / "home").mkdir()
+def run(case: Case, cwd: Path, scratch: Path, as_subprocess: bool = False, patience: float = PATIENCE) -> Result:
+    """Runs a case in ``cwd``. ``scratch`` receives output and temporary files."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    (scratch / "tmp").mkdir(parents=True)
+    (scratch / "in").write_bytes(case.stdin)
+    (scratch / "home").mkdir()
     env = {
-        **{name: each for name, each in os.environ.items() if not name.startswith("GPT_")},
-        "TMPDIR": str(beside / "tmp"), "HOME": str(beside / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "XDG_CACHE_HOME": str(beside / "home"), "PYTHONIOENCODING": case.encoding,
+        **{name: value for name, value in os.environ.items() if not name.startswith("GPT_")},
+        "TMPDIR": str(scratch / "tmp"), "HOME": str(scratch / "home"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(scratch / "home"), "PYTHONIOENCODING": case.encoding,
         **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9"), **case.env,
     }  # fmt: skip
     started = time.monotonic()
-    with (beside / "in").open("rb") as given, (beside / "out").open("wb") as out, (beside / "err").open("wb") as err:
-        files = (given.fileno(), out.fileno(), err.fileno())
-        if apart:
+    with (
+        (scratch / "in").open("rb") as stdin_file,
+        (scratch / "out").open("wb") as out,
+        (scratch / "err").open("wb") as err,
+    ):
+        files = (stdin_file.fileno(), out.fileno(), err.fileno())
+        if as_subprocess:
             command = [sys.executable, "-m", "gpt_cli", *map(os.fsencode, case.words)]
-            streams = {"stdin": given, "stdout": out, "stderr": err}
+            streams = {"stdin": stdin_file, "stdout": out, "stderr": err}
             process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **streams)
             pid = process.pid
         else:
             sys.stdout.flush()
             pid = os.fork()
             if not pid:
-                _child(case, cwd, files, env, patience)
-        status, interrupted = _wait(pid, started, 3 * patience if apart else patience)
-        if apart:
+                _run_child(case, cwd, files, env, patience)
+        status, interrupted = _wait(pid, started, 3 * patience if as_subprocess else patience)
+        if as_subprocess:
             process.returncode = status
-    texts = [(beside / name).read_bytes().decode(case.encoding, "replace") for name in ("out", "err")]
-    return Ended(status, *texts, time.monotonic() - started, interrupted)
+    texts = [(scratch / name).read_bytes().decode(case.encoding, "replace") for name in ("out", "err")]
+    return Result(status, *texts, time.monotonic() - started, interrupted)
 
 
-def _child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str, str], patience: float) -> None:
+def _run_child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str, str], patience: float) -> None:
     status = 99
     try:
         os.setsid()
@@ -277,9 +287,9 @@ def _child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str, st
         sys.stderr = open(  # noqa: SIM115
             2, "w", encoding=case.encoding, errors="backslashreplace", buffering=1, closefd=False
         )
-        faulthandler.dump_traceback_later(patience + GRACE - 2)  # of a case that hangs
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
+        faulthandler.dump_traceback_later(patience + GRACE - 2)  # Traceback of a hanging case
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         status = cli.main(case.words)
         sys.stdout.flush()
@@ -292,47 +302,48 @@ def _child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str, st
 
 
 def _wait(pid: int, started: float, patience: float) -> tuple[int, bool]:
-    """Waits for a case; returns its exit status, -9 if it had to be killed, and whether it was interrupted."""
+    """Returns the exit status (-9 if killed), and whether the case was interrupted."""
     interrupted = False
     while True:
-        got, status = os.waitpid(pid, os.WNOHANG)
-        if got:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it may have left at work
+                os.killpg(pid, signal.SIGKILL)  # Child processes that are still running
             return os.waitstatus_to_exitcode(status), interrupted
-        spent = time.monotonic() - started
-        if not interrupted and spent > patience:
+        elapsed = time.monotonic() - started
+        if not interrupted and elapsed > patience:
             interrupted = True
             os.kill(pid, signal.SIGINT)
-        if spent > patience + GRACE:
+        if elapsed > patience + GRACE:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return -9, True
         time.sleep(0.002)
 
 
-def judge(case: Case, ended: Ended, cwd: Path, beside: Path, before: dict[str, Any]) -> Iterator[str]:
-    if ended.status not in STATUSES:
-        yield f"status {ended.status}"
-    if ended.status in (130, 143) and not ended.interrupted:
-        yield f"status {ended.status} without a signal"
-    for said in ("Traceback", "internal error in gpt", "LEFT main"):
-        if said in ended.err and "--debug" not in case.words:
-            yield said
-    lines = ended.err.splitlines()
-    if ended.status in (1, 2) and [line.split(": ")[0] for line in lines[-2:]] != ["error", "hint"]:
+def judge(case: Case, result: Result, cwd: Path, scratch: Path, before: dict[str, Any]) -> Iterator[str]:
+    if result.status not in STATUSES:
+        yield f"status {result.status}"
+    if result.status in (130, 143) and not result.interrupted:
+        yield f"status {result.status} without a signal"
+    for pattern in ("Traceback", "internal error in gpt", "LEFT main"):
+        if pattern in result.err and "--debug" not in case.words:
+            yield pattern
+    lines = result.err.splitlines()
+    if result.status in (1, 2) and [line.split(": ")[0] for line in lines[-2:]] != ["error", "hint"]:
         yield "no error and hint at the end"
     if sum(line.startswith("error: ") for line in lines) > 1 and not {"-i", "--interactive", "chat"} & {*case.words}:
         yield "several errors"
     if "--json" in case.words and not {"--print-config", "--help"} & {*case.words}:
-        whole = ended.out if ended.status == 0 else ended.out.rpartition("\n")[0]
-        if not all(map(is_json, whole.splitlines())):
+        output = result.out if result.status == 0 else result.out.rpartition("\n")[0]
+        if not all(map(is_json, output.splitlines())):
             yield "stdout is not JSON"
-    left = [path for place in (cwd, beside / "tmp") for path in place.rglob("*") if path.name.startswith(".tmp-")]
-    left += [path for path in (beside / "tmp").iterdir() if not path.name.startswith("torchinductor")]  # torch's own
-    if left:
-        yield f"left behind: {[path.name for path in left]}"
-    after = tree(cwd)
+    leftovers = [path for place in (cwd, scratch / "tmp") for path in place.rglob("*") if path.name.startswith(".tmp-")]
+    # Torch creates torchinductor folders.
+    leftovers += [path for path in (scratch / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+    if leftovers:
+        yield f"left behind: {[path.name for path in leftovers]}"
+    after = snapshot(cwd)
     changed = [name for name, state in before.items() if after.get(name) != state]
     allowed = ("run",) if any(word.startswith("--resume") for word in case.words) else ()
     if changed := [name for name in changed if not name.startswith(allowed or "\0")]:
@@ -340,34 +351,36 @@ def judge(case: Case, ended: Ended, cwd: Path, beside: Path, before: dict[str, A
 
 
 def is_json(line: str) -> bool:
-    """Whether a line is JSON; NaN is not."""
+    """Whether a line is JSON without NaN or infinity."""
     try:
-        json.loads(line, parse_constant=int)  # which refuses them
+        json.loads(line, parse_constant=int)  # int() rejects NaN and Infinity.
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def tree(place: Path) -> dict[str, Any]:
-    """Returns every path below a folder with its mode, size and modification time."""
+def snapshot(place: Path) -> dict[str, Any]:
+    """Returns mode, size and time of every path below a folder."""
     return {
-        str(path.relative_to(place)): (about.st_mode, (about.st_size, about.st_mtime_ns) if path.is_file() else 0)
+        str(path.relative_to(place)): (stat.st_mode, (stat.st_size, stat.st_mtime_ns) if path.is_file() else 0)
         for path in place.rglob("*")
-        if (about := path.lstat()) and path.name != ".lock"
+        if (stat := path.lstat()) and path.name != ".lock"
     }
 
 
-def one(seed: int, number: int, place: Path, known: dict[tuple[str, ...], Any], each: int) -> tuple[Any, ...]:
-    """Draws case ``number``, runs it in a copy of the user's files, and judges it."""
-    case = draw(random.Random(f"{seed}/{number}"), known)
-    cwd, beside = place / "cwd", place / "beside"
+def run_case(
+    seed: int, number: int, place: Path, commands: dict[tuple[str, ...], Any], subprocess_interval: int
+) -> tuple[Any, ...]:
+    """Draws, runs and judges case ``number``."""
+    case = draw(random.Random(f"{seed}/{number}"), commands)
+    cwd, scratch = place / "cwd", place / "beside"
     shutil.rmtree(cwd, ignore_errors=True)
     shutil.copytree(place / "files", cwd)
     os.mkfifo(cwd / "fifo")
     (cwd / "c.toml").write_bytes(case.toml.encode("utf-8", "surrogateescape"))
-    before = tree(cwd)
-    ended = run(case, cwd, beside, bool(each) and number % each == 0)
-    return case, ended, list(judge(case, ended, cwd, beside, before))
+    before = snapshot(cwd)
+    result = run(case, cwd, scratch, bool(subprocess_interval) and number % subprocess_interval == 0)
+    return case, result, list(judge(case, result, cwd, scratch, before))
 
 
 def main(words: list[str]) -> None:
@@ -377,24 +390,26 @@ def main(words: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--each", type=int, default=100, help="each so many is a process of its own; 0: none")
     parser.add_argument("--case", type=int, help="this one alone, with what it prints")
-    asked = parser.parse_args(words)
-    numbers = range(asked.first, asked.first + asked.cases) if asked.case is None else [asked.case]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has ignored for what runs behind it
-    warm()
-    known, started = commands(), time.monotonic()
+    args = parser.parse_args(words)
+    numbers = range(args.first, args.first + args.cases) if args.case is None else [args.case]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells ignore SIGINT for background jobs.
+    import_modules()
+    commands, started = list_commands(), time.monotonic()
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="gpt-hostile-") as folder:
         place = Path(folder)
-        prepare(place / "files")
+        make_files(place / "files")
         for number in numbers:
-            case, ended, faults = one(asked.seed, number, place, known, asked.each)
-            counts["interrupted" if ended.interrupted else f"status {ended.status}"] += 1
+            case, result, faults = run_case(args.seed, number, place, commands, args.each)
+            counts["interrupted" if result.interrupted else f"status {result.status}"] += 1
             counts["clean" if not faults else "unclean"] += 1
-            if faults or asked.case is not None:
-                print(f"case {number}: {'; '.join(faults) or 'clean'} ({ended.seconds:.1f} s)\n  {case}")
-                shown = ended.err if asked.case is not None else ended.err[-600:] if ended.status != -9 else ended.err
-                print("".join(f"    {line!r:.300}\n" for line in shown.splitlines()), flush=True)
-    print(f"{len(numbers):,} cases of seed {asked.seed} in {time.monotonic() - started:.0f} s: {dict(counts)}")
+            if faults or args.case is not None:
+                print(f"case {number}: {'; '.join(faults) or 'clean'} ({result.seconds:.1f} s)\n  {case}")
+                output = (
+                    result.err if args.case is not None else result.err[-600:] if result.status != -9 else result.err
+                )
+                print("".join(f"    {line!r:.300}\n" for line in output.splitlines()), flush=True)
+    print(f"{len(numbers):,} cases of seed {args.seed} in {time.monotonic() - started:.0f} s: {dict(counts)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which tokens a step trains on."""
+"""The tokens of each training step."""
 
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from gpt.text.batches import Batches, Ramp
 
 
 class Ring:
-    """Numbers on a ring, in memory."""
+    """A token stream in memory that wraps around."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -22,8 +22,8 @@ class Ring:
         return np.arange(start, start + length) % self.length
 
 
-def test_each_epoch_has_an_order_of_its_own() -> None:
-    """Whatever the place where the ring is cut."""
+def test_every_epoch_has_a_different_order() -> None:
+    """The orders differ by more than a rotation."""
     batches = Batches(Ring(8 * 50), 8, 50, 1)
     orders = [batches._starts(np.arange(50) + 50 * epoch) // 8 for epoch in range(3)]
     steps = {tuple(((order - np.roll(order, 1)) % 50).tolist()) for order in orders}
@@ -39,39 +39,40 @@ def test_an_epoch_sees_every_token_once(length: int, rows: int, seed: int) -> No
     for step in range(-(-batches.windows // rows)):
         x, y = batches.global_batch(step)
         assert x.shape == y.shape == (rows, 8)
-        assert np.array_equal(y, (x + 1) % length)  # the stream is a ring
+        assert np.array_equal(y, (x + 1) % length)  # The stream wraps around.
         inputs += list(x)
     seen = np.concatenate(inputs[: batches.windows])
     assert len(set(seen.tolist())) == len(seen) == batches.windows * 8
     assert length - len(seen) < 8
 
 
-def test_batches_are_a_function_of_seed_and_step() -> None:
+def test_batches_depend_only_on_seed_and_step() -> None:
     ids = Ring(10_000)
-    one, same, other = Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 2)
+    batches, same, other = Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 2)
     for step in range(5):
-        one.global_batch(step)
-    assert np.array_equal(one.global_batch(1000)[0], same.global_batch(1000)[0])
-    assert not np.array_equal(one.global_batch(1000)[0], other.global_batch(1000)[0])
-    epoch = one.windows // 4
-    first = {int(x) for step in range(epoch) for x in one.global_batch(step)[0][:, 0]}
-    second = {int(x) for step in range(epoch, 2 * epoch) for x in one.global_batch(step)[0][:, 0]}
-    assert {x % 16 for x in first if x < 9000} != {x % 16 for x in second if x < 9000}  # the cuts shift
+        batches.global_batch(step)
+    assert np.array_equal(batches.global_batch(1000)[0], same.global_batch(1000)[0])
+    assert not np.array_equal(batches.global_batch(1000)[0], other.global_batch(1000)[0])
+    epoch = batches.windows // 4
+    first = {int(x) for step in range(epoch) for x in batches.global_batch(step)[0][:, 0]}
+    second = {int(x) for step in range(epoch, 2 * epoch) for x in batches.global_batch(step)[0][:, 0]}
+    # Windows start elsewhere in the next epoch.
+    assert {x % 16 for x in first if x < 9000} != {x % 16 for x in second if x < 9000}
 
 
 @settings(deadline=None)
-@given(length=st.integers(16, 300), each=st.integers(1, 5), ranks=st.integers(1, 6), step=st.integers(0, 500))
-def test_ranks_are_disjoint_and_together_the_batch(length: int, each: int, ranks: int, step: int) -> None:
-    batches = Batches(Ring(length), 4, each * ranks, 3)
+@given(length=st.integers(16, 300), rows_per_rank=st.integers(1, 5), ranks=st.integers(1, 6), step=st.integers(0, 500))
+def test_ranks_partition_the_batch(length: int, rows_per_rank: int, ranks: int, step: int) -> None:
+    batches = Batches(Ring(length), 4, rows_per_rank * ranks, 3)
     x, y = batches.global_batch(step)
     parts = [batches.global_batch(step, rank, ranks) for rank in range(ranks)]
     assert np.array_equal(np.concatenate([part[0] for part in parts]), x)
     assert np.array_equal(np.concatenate([part[1] for part in parts]), y)
 
 
-def test_trillions_of_ids_cost_what_a_thousand_do() -> None:
-    batches = Batches(Ring(10**13), 8, 1000, 0)  # more windows than 32 bits count
-    x, _ = batches.global_batch(10**9)  # epochs later, at once
+def test_trillions_of_tokens_cost_no_memory() -> None:
+    batches = Batches(Ring(10**13), 8, 1000, 0)  # The window count exceeds 32 bits.
+    x, _ = batches.global_batch(10**9)  # This step is many epochs later.
     assert x.shape == (1000, 8)
     assert len(set(x[:, 0].tolist())) == 1000
 
@@ -80,7 +81,7 @@ def test_trillions_of_ids_cost_what_a_thousand_do() -> None:
     rows=st.integers(1, 300), first=st.integers(1, 300), over=st.integers(1, 5000), unit=st.integers(1, 40),
     n=st.integers(1, 20_000),
 )  # fmt: skip
-def test_a_batch_grows_along_its_line(rows: int, first: int, over: int, unit: int, n: int) -> None:
+def test_batch_ramp_is_linear(rows: int, first: int, over: int, unit: int, n: int) -> None:
     first = min(first, rows)
     ramp = Ramp(rows, first, over, unit)
     starts = [ramp.before(step) for step in range(200)]
@@ -95,14 +96,14 @@ def test_a_batch_grows_along_its_line(rows: int, first: int, over: int, unit: in
     assert ramp.before(ramp.steps(n)) >= n > ramp.before(ramp.steps(n) - 1)
 
 
-def test_a_growing_batch_leaves_no_token_out() -> None:
+def test_batch_ramp_skips_no_token() -> None:
     batches = Batches(Ring(8 * 97), 8, 10, 5, Ramp(10, 1, 60, 2))
     rows = [batches.global_batch(step)[0] for step in range(97)]
     assert len({int(x) for x in np.concatenate(rows)[:97, 0]}) == 97
     assert (rows[0].shape, rows[-1].shape) == ((1, 8), (10, 8))
 
 
-def test_a_batch_that_grows_for_ages_is_known_at_once() -> None:
+def test_very_long_batch_ramp_is_fast() -> None:
     ramp = Ramp(800, 50, 10**15, 25)
     assert [ramp.before(step + 1) - ramp.before(step) for step in (0, 10**12, 10**13)] == [50, 75, 800]
     assert ramp.before(ramp.steps(10**18)) >= 10**18 > ramp.before(ramp.steps(10**18) - 1)

@@ -1,4 +1,4 @@
-"""Where a text may be cut: a cut that changes an id, or that is missing where the engine needs it, is found here."""
+"""Splitting long texts without changing their ids."""
 
 import time
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from gpt.text.tokenizer import Tokenizer, learn_tokenizer
 BYTES = {bytes([byte]): byte for byte in range(256)}
 
 
-def pattern_of(name: str) -> str:
-    """The pattern of one of tiktoken's encodings, without its ranks, which would be fetched."""
+def tiktoken_pattern(name: str) -> str:
+    """Returns a tiktoken pattern without downloading the ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: BYTES)
         return str(openai.ENCODING_CONSTRUCTORS[name]()["pat_str"])
@@ -28,8 +28,8 @@ def pattern_of(name: str) -> str:
 
 PATTERNS = {
     "gpt2": GPT2_PATTERN,
-    "cl100k": pattern_of("cl100k_base"),
-    "o200k": pattern_of("o200k_base"),
+    "cl100k": tiktoken_pattern("cl100k_base"),
+    "o200k": tiktoken_pattern("o200k_base"),
     "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "qwen": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "minbpe": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -40,12 +40,12 @@ PATTERNS = {
     "looks behind": r"(?<=x)y+|\w+|\W",
 }
 MOSTLY_SLOW = [name if name in ("gpt2", "o200k") else slow(name) for name in PATTERNS]
-KNOWN = ["gpt2", "cl100k", "o200k", "llama3", "qwen", "minbpe", "smollm2"]
+SPLITTABLE = ["gpt2", "cl100k", "o200k", "llama3", "qwen", "minbpe", "smollm2"]
 
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
-    """Tokens across everything that a wrong cut would part: spaces, line ends, punctuation, digits, marks."""
+    """Ranks with tokens across spaces, line ends, punctuation, digits and combining marks."""
     runs = "".join(
         f"{space * length}x"
         for space in (" ", "\n", "\t ", " \n", "./", "!\n", "12", "か。")
@@ -54,14 +54,14 @@ def ranks() -> dict[bytes, int]:
     return learn_tokenizer([make_text(), (runs + "e\u0301\u0301 it's WE'LL 'll o'\n/\n") * 3], 700).backend.ranks
 
 
-# Tokens of all lengths of a run, so that every cut inside one shows.
-RUNS_OF = {run * n: 0 for run in (b" ", b"\n", b"\t", b"a", b"7", b"!", b"e\xcc\x81") for n in range(2, 90)}
-LONG_RANKS = {token: rank for rank, token in enumerate([*BYTES, *RUNS_OF])}
+# Tokens of every run length make any split visible.
+RUN_TOKENS = {run * n: 0 for run in (b" ", b"\n", b"\t", b"a", b"7", b"!", b"e\xcc\x81") for n in range(2, 90)}
+RUN_RANKS = {token: rank for rank, token in enumerate([*BYTES, *RUN_TOKENS])}
 
 
 def tokenizers(ranks: dict[bytes, int], pattern: str) -> Iterator[Tokenizer]:
-    for each in (ranks, BYTES):
-        yield Tokenizer("test", ByteBPE(pattern, each), len(each))
+    for token_ranks in (ranks, BYTES):
+        yield Tokenizer("test", ByteBPE(pattern, token_ranks), len(token_ranks))
 
 
 HARD = st.text(
@@ -75,19 +75,17 @@ TEXTS = st.one_of(
 @settings(max_examples=100, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=12), size=st.integers(1, 40))
 @pytest.mark.parametrize("name", MOSTLY_SLOW)
-def test_a_text_in_parts_has_the_ids_of_the_whole(
-    name: str, texts: list[str], size: int, ranks: dict[bytes, int]
-) -> None:
+def test_splitting_does_not_change_the_ids(name: str, texts: list[str], size: int, ranks: dict[bytes, int]) -> None:
     parts = [part for part, _ in boundaries.parts(texts, PATTERNS[name], size)]
     assert "".join(parts) == "".join(texts)
     assert all(parts)
-    for each in tokenizers(ranks, PATTERNS[name]):
-        ids = [id for part in parts for id in each.encode(part).tolist()]
-        assert ids == each.encode("".join(texts)).tolist()
+    for tokenizer in tokenizers(ranks, PATTERNS[name]):
+        ids = [id for part in parts for id in tokenizer.encode(part).tolist()]
+        assert ids == tokenizer.encode("".join(texts)).tolist()
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_parts_of_ordinary_text_are_about_as_long_as_asked(name: str) -> None:
+@pytest.mark.parametrize("name", SPLITTABLE)
+def test_parts_of_ordinary_text_have_about_the_requested_length(name: str) -> None:
     text = make_text(6000)
     parts = list(boundaries.parts([text[i : i + 500] for i in range(0, len(text), 500)], PATTERNS[name], 2000))
     assert "".join(part for part, _ in parts) == text
@@ -95,8 +93,8 @@ def test_parts_of_ordinary_text_are_about_as_long_as_asked(name: str) -> None:
     assert len(parts) > len(text) / 4000
 
 
-@pytest.mark.parametrize("name", sorted(set(PATTERNS) - set(KNOWN)))
-def test_under_a_pattern_of_unknown_form_nothing_is_cut(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(set(PATTERNS) - set(SPLITTABLE)))
+def test_unknown_pattern_is_never_split(name: str) -> None:
     text = (make_text(3000) + " " * 50_000 + "x") * 2
     assert list(boundaries.parts([text[:1000], text[1000:]], PATTERNS[name], 500)) == [(text, False)]
 
@@ -106,9 +104,7 @@ def test_under_a_pattern_of_unknown_form_nothing_is_cut(name: str) -> None:
     [("MOST_UNCUT", PATTERNS["lines"]), ("MOST_WHOLE", "")],
     ids=["unknown form", "the tokenizers library"],
 )
-def test_a_document_without_a_place_to_cut_does_not_fill_the_memory(
-    limit: str, pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unsplittable_document_is_bounded(limit: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundaries, limit, 1000)
     assert list(boundaries.parts(["7" * 10] * 100, pattern, 100)) == [("7" * 1000, False)]
     with pytest.raises(
@@ -118,49 +114,49 @@ def test_a_document_without_a_place_to_cut_does_not_fill_the_memory(
     assert "--split-on" in error.value.hint
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_long_runs_are_cut_anywhere_and_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", SPLITTABLE)
+def test_long_runs_are_split_anywhere_and_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundaries, "LONGEST", 64)
     monkeypatch.setattr(boundaries, "STEP", 16)
     for run in (" ", "\n", "a", "7", "!"):
-        found = list(boundaries.parts([f"one word {run * 200}", " end"], PATTERNS[name], 16))
-        assert "".join(part for part, _ in found) == f"one word {run * 200} end"
-        assert sum(anywhere for _, anywhere in found) == 3
-        assert max(len(part) for part, _ in found) <= 64 + 16
+        parts = list(boundaries.parts([f"one word {run * 200}", " end"], PATTERNS[name], 16))
+        assert "".join(part for part, _ in parts) == f"one word {run * 200} end"
+        assert sum(anywhere for _, anywhere in parts) == 3
+        assert max(len(part) for part, _ in parts) <= 64 + 16
 
 
 @pytest.mark.parametrize("name", [slow("gpt2"), more("cl100k"), more("o200k")])
-def test_millions_of_one_character_take_linear_time_and_no_stack(name: str) -> None:
-    each = Tokenizer("test", ByteBPE(PATTERNS[name], BYTES), 256)
-    merging = Tokenizer("test", ByteBPE(PATTERNS[name], LONG_RANKS), len(LONG_RANKS))
+def test_long_runs_take_linear_time_and_constant_stack(name: str) -> None:
+    byte_tokenizer = Tokenizer("test", ByteBPE(PATTERNS[name], BYTES), 256)
+    merging_tokenizer = Tokenizer("test", ByteBPE(PATTERNS[name], RUN_RANKS), len(RUN_RANKS))
     started = time.process_time()
     for run in (" ", "\n", "\t \n ", "a", "^", "7"):
         for text in ("!" + run * 1_100_000, "\n" + run * 1_100_000 + "  9"):
-            assert each.encode(text).astype(np.uint8).tobytes() == text.encode()
-    assert len(merging.encode("a" * 1_100_000)) < 20_000
-    assert time.process_time() - started < 30  # quadratic time would take hours
+            assert byte_tokenizer.encode(text).astype(np.uint8).tobytes() == text.encode()
+    assert len(merging_tokenizer.encode("a" * 1_100_000)) < 20_000
+    assert time.process_time() - started < 30  # Quadratic time would take hours.
 
 
-def test_what_the_engine_cannot_do_is_said() -> None:
-    hopeless = Tokenizer("test", ByteBPE(r"(?:a|b)+(?!c)|[\s\S]", BYTES), 256)
+def test_engine_failure_is_an_error() -> None:
+    tokenizer = Tokenizer("test", ByteBPE(r"(?:a|b)+(?!c)|[\s\S]", BYTES), 256)
     with pytest.raises(UserError, match="fails on a text of 3,000,001 characters"):
-        hopeless.encode("a" * 3_000_000 + "c")
+        tokenizer.encode("a" * 3_000_000 + "c")
 
-    class PanicException(BaseException):  # as pyo3 names it
+    class PanicException(BaseException):  # pyo3 uses this name.
         pass
 
     class Encoding:
         def encode_to_numpy(self, text: str, **_: object) -> None:
             raise PanicException("called `Result::unwrap()` on an `Err` value")
 
-    hopeless.backend.__dict__["_encoding"] = Encoding()
+    tokenizer.backend.__dict__["_encoding"] = Encoding()
     with pytest.raises(UserError, match="fails on a text of 3 characters"):
-        hopeless.encode("abc")
+        tokenizer.encode("abc")
 
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(TEXTS | st.sampled_from([backends._BETWEEN, backends._BETWEEN[:-1]]), max_size=6))
-def test_texts_encoded_in_one_call_have_their_own_ids(texts: list[str], ranks: dict[bytes, int]) -> None:
+def test_batch_encoding_equals_single_encoding(texts: list[str], ranks: dict[bytes, int]) -> None:
     for name in ("gpt2", "cl100k", "lines"):
-        each = Tokenizer("test", ByteBPE(PATTERNS[name], ranks), len(ranks))
-        assert [ids.tolist() for ids in each.encode_all(texts)] == [each.encode(text).tolist() for text in texts]
+        bpe = Tokenizer("test", ByteBPE(PATTERNS[name], ranks), len(ranks))
+        assert [ids.tolist() for ids in bpe.encode_all(texts)] == [bpe.encode(text).tolist() for text in texts]

@@ -1,4 +1,4 @@
-"""Named corpora, and download them from a server of our own that misbehaves on demand."""
+"""Named corpora, and downloads from a faulty server."""
 
 import errno
 import hashlib
@@ -34,22 +34,20 @@ from gpt.text.token_folder import TokenFolder
 from gpt.text.unpack import Source
 
 DATA = random.Random(0).randbytes(1_000_000)
-SUM = hashlib.sha256(DATA).hexdigest()
-AT_ONCE = (0.0, 0.0)  # two further tries, without waiting
+CHECKSUM = hashlib.sha256(DATA).hexdigest()
+NO_WAIT = (0.0, 0.0)  # Two retries without a delay
 
 
 class Site:
-    """Files behind a server, and its manners."""
-
     def __init__(self) -> None:
         self.url = ""
         self.files = {"/x": DATA}
-        self.cuts: list[int] = []  # after how many bytes the next answers end
-        self.statuses: list[int] = []  # what the next answers are instead of files
+        self.cuts: list[int] = []  # Sizes at which the next responses break off
+        self.statuses: list[int] = []  # Statuses of the next responses
         self.redirects: dict[str, str] = {}
         self.ranges = self.lengths = True
-        self.pause = 0.0  # seconds between blocks
-        self.offset = 0  # how far beside the Range the answer begins
+        self.pause = 0.0  # Seconds between blocks
+        self.offset = 0  # Distance from the requested start, in bytes
         self.log: list[tuple[str | None, int, int]] = []  # Range, status, bytes sent
 
     @property
@@ -65,10 +63,10 @@ class Site:
             request.end_headers()
             return
         data = self.files[request.path]
-        asked = request.headers.get("Range")
+        requested_range = request.headers.get("Range")
         start, status = 0, 200
-        if asked and self.ranges:
-            start = int(asked.removeprefix("bytes=").removesuffix("-")) + self.offset
+        if requested_range and self.ranges:
+            start = int(requested_range.removeprefix("bytes=").removesuffix("-")) + self.offset
             status = 206 if start < len(data) else 416
         body = data[start:]
         request.send_response(status)
@@ -77,7 +75,7 @@ class Site:
         if self.lengths:
             request.send_header("Content-Length", str(len(body)))
         body = body[: self.cuts.pop(0)] if self.cuts else body
-        self.log.append((asked, status, len(body)))
+        self.log.append((requested_range, status, len(body)))
         request.end_headers()
         for at in range(0, len(body), 100_000):
             request.wfile.write(body[at : at + 100_000])
@@ -86,10 +84,10 @@ class Site:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    site, quiet = Site(), lambda *args: None  # clients of these tests go away in the middle
-    methods = {"do_GET": lambda request: site.answer(request), "log_message": quiet}
+    site, ignore = Site(), lambda *args: None  # Clients disconnect during responses.
+    methods = {"do_GET": lambda request: site.answer(request), "log_message": ignore}
     handler = type("Handler", (http.server.BaseHTTPRequestHandler,), methods)
-    with type("Server", (http.server.ThreadingHTTPServer,), {"handle_error": quiet})(
+    with type("Server", (http.server.ThreadingHTTPServer,), {"handle_error": ignore})(
         ("127.0.0.1", 0), handler
     ) as httpd:
         site.url = f"http://127.0.0.1:{httpd.server_address[1]}"
@@ -108,34 +106,34 @@ def target(tmp_path: Path) -> Path:
 # One file
 
 
-def test_a_whole_file_once(site: Site, target: Path) -> None:
-    seen: list[tuple[int, int | None]] = []
+def test_complete_file_is_downloaded_once(site: Site, target: Path) -> None:
+    progress: list[tuple[int, int | None]] = []
     umask = os.umask(0o027)
     try:
-        assert fetch(site.url + "/x", target, SUM, len(DATA), lambda *pair: seen.append(pair)) == target
+        assert fetch(site.url + "/x", target, CHECKSUM, len(DATA), lambda *pair: progress.append(pair)) == target
     finally:
         os.umask(umask)
     assert target.read_bytes() == DATA
     if sys.platform != "win32":
         assert stat.S_IMODE(target.stat().st_mode) == 0o640
     assert {path.name for path in target.parent.iterdir()} == {"x.bin", ".x.bin.ok", ".x.bin.lock"}
-    assert seen[0] == (0, len(DATA))
-    assert seen[-1] == (len(DATA), len(DATA))
-    assert all(a <= b for (a, _), (b, _) in pairwise(seen))
-    fetch(site.url + "/x", target, SUM, len(DATA))
+    assert progress[0] == (0, len(DATA))
+    assert progress[-1] == (len(DATA), len(DATA))
+    assert all(a <= b for (a, _), (b, _) in pairwise(progress))
+    fetch(site.url + "/x", target, CHECKSUM, len(DATA))
     assert len(site.log) == 1
 
 
-def test_what_the_server_refuses(site: Site, target: Path) -> None:
+def test_missing_file_is_an_error_and_busy_server_is_retried(site: Site, target: Path) -> None:
     with pytest.raises(WorkError, match="cannot download .*/none: HTTP Error 404") as error:
-        fetch(site.url + "/none", target, SUM)
+        fetch(site.url + "/none", target, CHECKSUM)
     assert f"download {site.url}/none; then put it at {target}" in error.value.hint
-    assert len(site.log) == 1  # another try would not help
+    assert len(site.log) == 1  # A 404 is not retried.
     site.statuses = [503, 429]
-    assert fetch(site.url + "/x", target, SUM, waits=AT_ONCE).read_bytes() == DATA
+    assert fetch(site.url + "/x", target, CHECKSUM, waits=NO_WAIT).read_bytes() == DATA
 
 
-def test_no_network_is_said_at_once(target: Path) -> None:
+def test_refused_connection_is_not_retried(target: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}/x"
     with pytest.raises(WorkError, match=f"cannot download {url}: .*refused") as error:
@@ -143,59 +141,62 @@ def test_no_network_is_said_at_once(target: Path) -> None:
     assert str(target) in error.value.hint
 
 
-def test_cut_connections_are_continued(site: Site, target: Path) -> None:
+def test_cut_download_resumes(site: Site, target: Path) -> None:
     site.cuts = [1, 100_000, 123_457, 10, 299_999]
     ends = list(accumulate(site.cuts))
-    assert fetch(site.url + "/x", target, SUM, len(DATA), waits=AT_ONCE).read_bytes() == DATA
-    assert site.sent == len(DATA)  # nothing twice
-    assert [asked for asked, _, _ in site.log] == [None, *(f"bytes={end}-" for end in ends)]
+    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA), waits=NO_WAIT).read_bytes() == DATA
+    assert site.sent == len(DATA)  # No byte is sent twice.
+    assert [requested_range for requested_range, _, _ in site.log] == [None, *(f"bytes={end}-" for end in ends)]
     assert {status for _, status, _ in site.log[1:]} == {206}
 
 
-def test_a_few_tries_without_progress_are_enough(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(download, "time", SimpleNamespace(sleep=waited.append))  # other threads sleep too
+def test_download_gives_up_after_retries_without_progress(
+    site: Site, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(download, "time", SimpleNamespace(sleep=waits.append))  # Other threads call time.sleep, too.
     site.cuts = [0, 0, 1000, 0, 0]
     with pytest.raises(WorkError, match="was cut after 1,000 of 1,000,000 bytes"):
-        fetch(site.url + "/x", target, SUM, waits=(1, 2))
-    assert [seconds for seconds in waited if seconds] == [1, 2, 1, 2]
+        fetch(site.url + "/x", target, CHECKSUM, waits=(1, 2))
+    assert [seconds for seconds in waits if seconds] == [1, 2, 1, 2]
     assert not target.exists()
-    assert fetch(site.url + "/x", target, SUM).read_bytes() == DATA  # the next time
+    assert fetch(site.url + "/x", target, CHECKSUM).read_bytes() == DATA
     assert site.log[-1] == ("bytes=1000-", 206, len(DATA) - 1000)
 
 
 @pytest.mark.parametrize(
-    ("manners", "then", "statuses"),
+    ("faults", "new_data", "statuses"),
     [({"ranges": False}, DATA, [200, 200]), ({}, DATA[:1000], [200, 416, 200]), ({"offset": 5}, DATA, [200, 206, 200])],
     ids=["without ranges", "shrank", "from another place"],
 )
-def test_what_is_no_continuation_is_fetched_anew(
-    site: Site, target: Path, manners: dict[str, Any], then: bytes, statuses: list[int]
+def test_download_restarts_if_it_cannot_resume(
+    site: Site, target: Path, faults: dict[str, Any], new_data: bytes, statuses: list[int]
 ) -> None:
-    site.__dict__.update(manners)
+    site.__dict__.update(faults)
     site.cuts = [300_000]
     with pytest.raises(WorkError):
         fetch(site.url + "/x", target, waits=())
-    site.files["/x"] = then
-    assert fetch(site.url + "/x", target, waits=()).read_bytes() == then
+    site.files["/x"] = new_data
+    assert fetch(site.url + "/x", target, waits=()).read_bytes() == new_data
     assert [status for _, status, _ in site.log] == statuses
 
 
-def test_a_wrong_sum_leaves_nothing(site: Site, target: Path) -> None:
+def test_wrong_checksum_removes_the_download(site: Site, target: Path) -> None:
     site.files["/x"] = b"x" + DATA[1:]
     with pytest.raises(
         WorkError, match=r"1,000,000 bytes that differ from the published file: their sha256 is \w{16}…"
     ):
-        fetch(site.url + "/x", target, SUM, len(DATA))
+        fetch(site.url + "/x", target, CHECKSUM, len(DATA))
     assert [path.name for path in target.parent.iterdir()] == [".x.bin.lock"]
     site.files["/x"] = DATA
-    assert fetch(site.url + "/x", target, SUM, len(DATA)).read_bytes() == DATA
+    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA)).read_bytes() == DATA
 
 
-def test_wrong_sizes(site: Site, target: Path) -> None:
+def test_wrong_size_is_an_error(site: Site, target: Path) -> None:
     with pytest.raises(WorkError, match="has 1,000,000 bytes, not the 999 that were published"):
         fetch(site.url + "/x", target, None, 999)
-    assert not [path for path in target.parent.iterdir() if path.suffix in (".part", ".bin")]  # not even fetched
+    # The body was never fetched.
+    assert not [path for path in target.parent.iterdir() if path.suffix in (".part", ".bin")]
     site.lengths = False
     assert fetch(site.url + "/x", target).read_bytes() == DATA
     target.unlink()
@@ -216,10 +217,10 @@ def test_redirects_never_leave_https(site: Site, target: Path) -> None:
     with pytest.raises(WorkError, match="redirects from http to ftp"):
         fetch(site.url + "/away", target)
     site.redirects["/moved"] = site.url + "/x"
-    assert fetch(site.url + "/moved", target, SUM).read_bytes() == DATA
+    assert fetch(site.url + "/moved", target, CHECKSUM).read_bytes() == DATA
 
 
-def test_a_full_disk(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_an_error(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -228,79 +229,81 @@ def test_a_full_disk(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) 
         fetch(site.url + "/x", target)
 
 
-def test_interrupted_and_continued(site: Site, target: Path) -> None:
+def test_interrupted_download_resumes(site: Site, target: Path) -> None:
     def interrupt(done: int, total: int | None) -> None:
         if done > 500_000:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fetch(site.url + "/x", target, SUM, len(DATA), interrupt)
+        fetch(site.url + "/x", target, CHECKSUM, len(DATA), interrupt)
     assert not target.exists()
-    assert fetch(site.url + "/x", target, SUM, len(DATA)).read_bytes() == DATA
-    asked, status, sent = site.log[-1]
-    assert (asked, status) == (f"bytes={len(DATA) - sent}-", 206)
+    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA)).read_bytes() == DATA
+    requested_range, status, sent = site.log[-1]
+    assert (requested_range, status) == (f"bytes={len(DATA) - sent}-", 206)
     assert sent < 500_000
 
 
-def test_whole_but_not_yet_renamed(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_partial_file_is_not_fetched_again(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(download, "file_sha256", lambda path: 1 / 0)
-        fetch(site.url + "/x", target, SUM, len(DATA))
-    assert fetch(site.url + "/x", target, SUM, len(DATA)).read_bytes() == DATA
+        fetch(site.url + "/x", target, CHECKSUM, len(DATA))
+    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA)).read_bytes() == DATA
     assert len(site.log) == 1
 
 
-def test_two_at_once_fetch_it_once(site: Site, target: Path) -> None:
+def test_concurrent_calls_download_once(site: Site, target: Path) -> None:
     site.pause = 0.03
-    seen: list[set[int]] = [set() for _ in range(4)]
+    progress: list[set[int]] = [set() for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        run = lambda own: fetch(site.url + "/x", target, SUM, len(DATA), lambda done, total: own.add(done)).read_bytes()
-        assert list(pool.map(run, seen)) == [DATA] * 4
+        run = lambda seen: fetch(
+            site.url + "/x", target, CHECKSUM, len(DATA), lambda done, total: seen.add(done)
+        ).read_bytes()
+        assert list(pool.map(run, progress)) == [DATA] * 4
     assert site.sent == len(DATA)
-    assert all(any(0 < done < len(DATA) for done in own) for own in seen)  # who waits sees how far it is
+    assert all(any(0 < done < len(DATA) for done in seen) for seen in progress)  # Waiting callers see the progress.
 
 
-def test_what_counts_as_whole(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_file_is_recognized(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target.parent.mkdir()
-    target.write_bytes(DATA)  # put there by hand
+    target.write_bytes(DATA)  # A file that gpt did not download
     assert is_whole(target, None, None)
-    assert is_whole(target, SUM, len(DATA))
+    assert is_whole(target, CHECKSUM, len(DATA))
     assert not is_whole(target, None, 5)
     assert not is_whole(target, "0" * 64, None)
-    with monkeypatch.context() as patch:  # once summed, it is not read again while it stays as it is
+    with monkeypatch.context() as patch:  # An unchanged file is hashed only once.
         patch.setattr(download, "file_sha256", lambda path: 1 / 0)
-        assert is_whole(target, SUM, None)
+        assert is_whole(target, CHECKSUM, None)
         os.utime(target, ns=(1, 1))
         with pytest.raises(ZeroDivisionError):
-            is_whole(target, SUM, None)
+            is_whole(target, CHECKSUM, None)
     target.write_bytes(DATA[::-1])
-    assert not is_whole(target, SUM, len(DATA))
-    assert fetch(site.url + "/x", target, SUM, len(DATA)).read_bytes() == DATA
+    assert not is_whole(target, CHECKSUM, len(DATA))
+    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA)).read_bytes() == DATA
 
 
 # The catalogue
 
 
-def content(source: Source) -> bytes:
+def read_source(source: Source) -> bytes:
     with source.open() as stream:
         return stream.read()
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("pydocs", 400_000, 700_000), ("stdlib", 5_000_000, 100_000_000)])
-def test_corpora_of_pythons_own(name: str, least: int, most: int) -> None:
+@pytest.mark.parametrize(("name", "low", "high"), [("pydocs", 400_000, 700_000), ("stdlib", 5_000_000, 100_000_000)])
+def test_corpora_from_the_python_installation(name: str, low: int, high: int) -> None:
     sources = catalogue.sources(name)
     assert len(sources) > 70
-    assert least < sum(source.size for source in sources) < most
+    assert low < sum(source.size for source in sources) < high
     for source in random.Random(0).sample(sources, 20):
-        for _ in range(2):  # each time from the first byte
-            assert len(content(source)) == source.size
+        for _ in range(2):  # Every open starts at the first byte.
+            assert len(read_source(source)) == source.size
     assert all((source.time > 0) == (name == "stdlib") for source in sources)
     assert ("stdlib/json/decoder.py" in {source.name for source in sources}) == (name == "stdlib")
     assert not any("/test/" in source.name or "site-packages" in source.name for source in sources)
     assert catalogue.val_sources(name) == catalogue.fetch(name) == []
 
 
-def test_what_of_python_is_left_out_or_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_corpora_skip_tests_and_unreadable_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test").mkdir()
     for name, data in {"a.py": b"ok", "b.py": b"caf\xe9", "c.py": b"\0", "d.txt": b"ok", "test/e.py": b"ok"}.items():
         (tmp_path / name).write_bytes(data)
@@ -316,7 +319,7 @@ def test_what_of_python_is_left_out_or_missing(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def toy(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A corpus of two files and a held-out one, in the place of wikitext-2."""
+    """Two training files and a held-out file, in place of wikitext-2."""
     monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "corpora"))
     site.files |= {"/a.txt": b"to be " * 1000, "/b.txt": b"or not ", "/v.txt": b"to be?"}
     files = [{"url": "a.txt", "size": 6000, "sha256": hashlib.sha256(b"to be " * 1000).hexdigest()}, {"url": "b.txt"}]
@@ -326,36 +329,38 @@ def toy(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str
     return toy
 
 
-def test_fetched_corpora(site: Site, toy: dict[str, Any], tmp_path: Path) -> None:
+def test_downloaded_corpus(site: Site, toy: dict[str, Any], tmp_path: Path) -> None:
     corpus = catalogue.corpus("wikitext-2")
-    assert corpus.size is None  # one file's is not known
+    assert corpus.size is None  # One file has no published size.
     assert not any(corpus.is_here(file) for file in corpus.all_files)
     sources = catalogue.sources("wikitext-2")
     assert [(source.name, source.size) for source in sources] == [("wikitext-2/a.txt", 6000), ("wikitext-2/b.txt", 7)]
-    assert content(sources[1]) == b"or not "
+    assert read_source(sources[1]) == b"or not "
     assert (tmp_path / "corpora" / "wikitext-2" / "b.txt").stat().st_mtime_ns == sources[1].time
     assert [corpus.is_here(file) for file in corpus.all_files] == [True, True, False]
     (val,) = catalogue.val_sources("wikitext-2")
-    assert (val.name, content(val)) == ("wikitext-2/v.txt", b"to be?")
+    assert (val.name, read_source(val)) == ("wikitext-2/v.txt", b"to be?")
     site.files.clear()
     assert [path.name for path in catalogue.fetch("wikitext-2")] == ["a.txt", "b.txt", "v.txt"]
-    assert [content(source) for source in catalogue.sources("wikitext-2")] == [b"to be " * 1000, b"or not "]
+    assert [read_source(source) for source in catalogue.sources("wikitext-2")] == [b"to be " * 1000, b"or not "]
 
 
-def test_progress_and_room_are_over_all_files(site: Site, toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_and_disk_check_cover_all_files(
+    site: Site, toy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     toy["source"]["size"] = 6013
     catalogue.val_sources("wikitext-2")
     with monkeypatch.context() as patch, pytest.raises(WorkError, match="not enough space for 6,007 bytes"):
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=6006))
         catalogue.fetch("wikitext-2")
-    assert len(site.log) == 1  # it is seen before the first of them
-    seen: list[int] = []
-    catalogue.fetch("wikitext-2", lambda done, total: seen.append(done) if total == 6013 else seen.append(-1))
-    assert (seen[0], seen[-1]) == (0, 6007)  # the last file was here, so nothing was to be told
-    assert seen == sorted(seen)
+    assert len(site.log) == 1  # The check runs before the first download.
+    progress: list[int] = []
+    catalogue.fetch("wikitext-2", lambda done, total: progress.append(done) if total == 6013 else progress.append(-1))
+    assert (progress[0], progress[-1]) == (0, 6007)  # The last file is already there.
+    assert progress == sorted(progress)
 
 
-def test_rows_that_are_lines_and_a_published_held_out_text(
+def test_rows_as_lines_and_published_held_out_text(
     gpt: Callable[..., Done], site: Site, toy: dict[str, Any], workdir: Path
 ) -> None:
     import pyarrow as pa
@@ -367,23 +372,23 @@ def test_rows_that_are_lines_and_a_published_held_out_text(
     toy |= {"rows": "lines", "field": "text"}
     toy["source"] |= {"files": [{"url": "a.parquet"}], "val": [{"url": "v.parquet"}]}
 
-    def tokenized(out: str, *args: str) -> TokenFolder:
-        done = gpt("tokenize", "wikitext-2", "-o", out, "--tokenizer", "bytes", "-q", *args)
-        assert done.code == 0, done.err
+    def tokenize_corpus(out: str, *args: str) -> TokenFolder:
+        result = gpt("tokenize", "wikitext-2", "-o", out, "--tokenizer", "bytes", "-q", *args)
+        assert result.code == 0, result.err
         return TokenFolder(out)
 
-    folder = tokenized("published")
-    assert folder.documents == 2  # a file is one document, though it has three rows
+    folder = tokenize_corpus("published")
+    assert folder.documents == 2  # A file of three rows is one document.
     streams = (folder.stream(side) for side in ("train", "val"))
     texts = [bytes(id for id in stream.take(0, len(stream)) if id < 256).decode() for stream in streams]
     assert texts == [" = Title = \n \n To be . \n", " Or not . \n"]
     assert folder.manifest["split"]["by"] == "text"
-    Path("book.txt").write_text("Mine.")  # what was asked for beats it
-    assert tokenized("fraction", "--val-fraction", "0.2").manifest["sources"]["count"] == 1
-    assert tokenized("text", "--val-text", "book.txt").manifest["sources"]["count"] == 2
+    Path("book.txt").write_text("Mine.")  # Options override the published split.
+    assert tokenize_corpus("fraction", "--val-fraction", "0.2").manifest["sources"]["count"] == 1
+    assert tokenize_corpus("text", "--val-text", "book.txt").manifest["sources"]["count"] == 2
 
 
-def test_unknown_names_are_not_files(tmp_path: Path) -> None:
+def test_unknown_corpus_is_an_error(tmp_path: Path) -> None:
     for name, hint in {"wikitext2": 'did you mean "wikitext-2"?', "../pyproject": "known: "}.items():
         with pytest.raises(UserError, match="there is no corpus") as error:
             catalogue.corpus(name)
@@ -393,7 +398,7 @@ def test_unknown_names_are_not_files(tmp_path: Path) -> None:
 ROW = re.compile(r"\| `(?P<name>[^`]+)` \| [^|]+ \| (?P<size>[^|]+) \| (?P<license>[^|]+) \| [^|]+ \|")
 
 
-def test_every_entry_is_whole_and_in_the_table() -> None:
+def test_every_corpus_is_complete_and_in_the_table() -> None:
     text = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     rows = {row["name"]: (row["size"], row["license"]) for row in ROW.finditer(text)}
     assert set(rows) == set(catalogue.names()) == {path.stem for path in (ROOT / "data").glob("*.toml")}
@@ -419,7 +424,7 @@ def test_every_entry_is_whole_and_in_the_table() -> None:
 
 
 @needs_shared
-def test_shakespeares_sum_is_the_usual_file() -> None:
+def test_shakespeare_checksum() -> None:
     data = (SHARED / "data" / "tinyshakespeare.txt").read_bytes()
     (file,) = catalogue.corpus("shakespeare").files
     assert (file.size, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())

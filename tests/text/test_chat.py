@@ -1,4 +1,4 @@
-"""Conversations: chat templates give transformers' texts and ids, answers alone count, models learn to answer."""
+"""Chat templates, and training on conversations."""
 
 import json
 import re
@@ -35,7 +35,7 @@ CHAT = [
 ]
 QUESTION = CHAT[:3]
 
-# Short templates with what well-known ones use.
+# Short forms of well-known templates
 LLAMA3 = (
     "{{- bos_token }}{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
     "{%- if messages[0]['role'] == 'system' %}{%- set said = messages[0]['content'] | trim %}"
@@ -76,7 +76,7 @@ TAGGED = (
 TOOLS = "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{% if loop.index > 1 %}{% break %}{% endif %}{% endfor %}"
 
 
-# Templates that rewrite earlier messages, or begin an answer as they do not write it, with the ends of others' turns.
+# Templates that rewrite earlier messages, or whose generation prompt differs from a finished answer
 QWEN3 = """\
 {%- set ns = namespace(last=messages|length - 1, seen=false) %}
 {%- for message in messages[::-1] %}
@@ -117,8 +117,8 @@ def with_chat_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
     return replace(tokenizer, files={**tokenizer.files, CHAT_TEMPLATE: template.encode()})
 
 
-def both(folder: Path, form: str, template: str) -> tuple[Tokenizer, Any]:
-    """Ours and transformers', of a form with a template."""
+def load_both(folder: Path, form: str, template: str) -> tuple[Tokenizer, Any]:
+    """Returns our tokenizer and the Transformers tokenizer."""
     vocabularies.write(form, folder)
     (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
     return find_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
@@ -128,111 +128,112 @@ def read(name: str, **config: Any) -> list[Conversation]:
     return read_examples([name], TextConfig(val_fraction=0, **config), Conversation).train
 
 
-def reread(messages: list[Any]) -> Conversation:
-    """A conversation, from a file."""
-    Path("one.jsonl").write_text(jsonl([messages]))
-    (found,) = read("one.jsonl")
-    return found
+def read_back(messages: list[Any]) -> Conversation:
+    Path("one.jsonl").write_text(make_jsonl([messages]))
+    (conversation,) = read("one.jsonl")
+    return conversation
 
 
-def jsonl(chats: list[Any]) -> str:
-    return "".join(json.dumps({"messages": each}) + "\n" for each in chats)
+def make_jsonl(chats: list[Any]) -> str:
+    return "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_texts_and_ids_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    ours, theirs = both(tmp_path / "form", *TEMPLATES[name])
+def test_rendered_text_and_ids_equal_transformers(name: str, tmp_path: Path) -> None:
+    tokenizer, reference = load_both(tmp_path / "form", *TEMPLATES[name])
     for messages in (QUESTION, [SYSTEM, *QUESTION]):
         if messages[0] is SYSTEM and name == "mistral":
             with pytest.raises(UserError, match="no system line"):
-                chat.render(ours, messages)
+                chat.render(tokenizer, messages)
             continue
-        wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert chat.render(ours, messages) == wanted
-        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert chat.prompt(ours, messages) == ids
-    wanted = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
-    assert chat.render(ours, CHAT, answer=False) == wanted
-    for last in ("  5", "The answer is ", "\n", "", "CONTINUE_FINAL_MESSAGE_TAG"):  # an answer that goes on
+        expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert chat.render(tokenizer, messages) == expected
+        ids = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert chat.prompt(tokenizer, messages) == ids
+    expected = reference.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
+    assert chat.render(tokenizer, CHAT, answer=False) == expected
+    for last in ("  5", "The answer is ", "\n", "", "CONTINUE_FINAL_MESSAGE_TAG"):  # Unfinished answers
         messages = [*QUESTION, {"role": "assistant", "content": last}]
         try:
-            wanted = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-        except ValueError:  # a template that breaks off before the last message
+            expected = reference.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        except ValueError:  # The template stops before the last message.
             with pytest.raises(UserError, match="cannot be continued"):
-                chat.render(ours, messages, answer=False, open_end=True)
+                chat.render(tokenizer, messages, answer=False, open_end=True)
             continue
-        assert chat.render(ours, messages, answer=False, open_end=True) == wanted
+        assert chat.render(tokenizer, messages, answer=False, open_end=True) == expected
 
 
-def test_variables_of_a_template_are_those_of_transformers(tmp_path: Path) -> None:
+def test_template_variables_equal_transformers(tmp_path: Path) -> None:
     template = (
         "{{ enable_thinking is defined }}{{ enable_thinking }}{{ more | tojson }}{{ self is defined }}{{ bos_token }}"
     )
-    ours, theirs = both(tmp_path / "form", "llama2", template)
-    for given in ({}, {"enable_thinking": False}, {"more": {"é": [1, 2.5, None, "日本"]}}):
-        given = {"more": [], **given}
-        wanted = theirs.apply_chat_template(QUESTION, tokenize=False, **given)
-        assert chat.render(ours, QUESTION, answer=False, variables=given) == wanted
-    assert chat.render(ours, QUESTION, variables={"more": 0, "self": 1, "bos_token": "x"}).endswith("True<s>")
+    tokenizer, reference = load_both(tmp_path / "form", "llama2", template)
+    for variables in ({}, {"enable_thinking": False}, {"more": {"é": [1, 2.5, None, "日本"]}}):
+        variables = {"more": [], **variables}
+        expected = reference.apply_chat_template(QUESTION, tokenize=False, **variables)
+        assert chat.render(tokenizer, QUESTION, answer=False, variables=variables) == expected
+    assert chat.render(tokenizer, QUESTION, variables={"more": 0, "self": 1, "bos_token": "x"}).endswith("True<s>")
 
 
 @pytest.mark.parametrize("form", ["smollm2", "qwen", "llama2", "unigram"])
-def test_what_counts_is_what_transformers_marks(form: str, tmp_path: Path) -> None:
-    """ChatML without tags, against transformers' mask for ChatML with them."""
+def test_answer_mask_equals_transformers(form: str, tmp_path: Path) -> None:
+    """The Transformers mask needs ChatML with generation tags."""
     folder = vocabularies.write(form, tmp_path / "form")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    ours = chat.with_template(find_tokenizer(str(folder)))
-    save_tokenizer(ours, tmp_path / "saved")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    ((text, spans),), ends = chat.answers(ours, [SYSTEM, *CHAT])
-    ids, counts = ours.encode_marked(text, spans)
-    tagged = TAGGED if ours.bos is None else "{{ bos_token }}" + TAGGED
-    wanted = theirs.apply_chat_template(
+    tokenizer = chat.with_template(find_tokenizer(str(folder)))
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    reference = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    ((text, spans),), ends = chat.answers(tokenizer, [SYSTEM, *CHAT])
+    ids, counts = tokenizer.encode_marked(text, spans)
+    tagged = TAGGED if tokenizer.bos is None else "{{ bos_token }}" + TAGGED
+    expected = reference.apply_chat_template(
         [SYSTEM, *CHAT], chat_template=tagged, return_dict=True, return_assistant_tokens_mask=True
     )
-    assert ids.tolist() == wanted["input_ids"]
-    assert counts.astype(int).tolist() == wanted["assistant_masks"]
-    assert ends == {ours.all_specials["<|im_end|>"]} <= ours.ends
-    ((text, spans),), _ = chat.answers(with_chat_template(ours, tagged), [SYSTEM, *CHAT])
-    assert ours.encode_marked(text, spans)[1].tolist() == counts.tolist()
+    assert ids.tolist() == expected["input_ids"]
+    assert counts.astype(int).tolist() == expected["assistant_masks"]
+    assert ends == {tokenizer.all_specials["<|im_end|>"]} <= tokenizer.ends
+    ((text, spans),), _ = chat.answers(with_chat_template(tokenizer, tagged), [SYSTEM, *CHAT])
+    assert tokenizer.encode_marked(text, spans)[1].tolist() == counts.tolist()
 
 
-THOUGHT = "<think>\nthe question was and it is 4\n</think>\n\n"
+REASONING = "<think>\nthe question was and it is 4\n</think>\n\n"
 
 
 @pytest.mark.parametrize(
     ("form", "template", "header", "thinks"),
     [("qwen", QWEN3, "<|im_start|>assistant\n", True), ("llama2", R1, "Assistant:", False)],
 )
-@pytest.mark.parametrize("answer", ["4", "A", " A", "<b>4</b>", "", THOUGHT + "4", THOUGHT + "assistant", "a\n\nb "])
-def test_a_template_that_rewrites_messages_gives_a_row_per_answer(
+@pytest.mark.parametrize(
+    "answer", ["4", "A", " A", "<b>4</b>", "", REASONING + "4", REASONING + "assistant", "a\n\nb "]
+)
+def test_rewriting_template_gives_one_row_per_answer(
     tmp_path: Path, form: str, template: str, header: str, thinks: bool, answer: str
 ) -> None:
-    ours, theirs = both(tmp_path / "form", form, template)
+    tokenizer, reference = load_both(tmp_path / "form", form, template)
     messages = [SYSTEM, *CHAT[:1], {"role": "assistant", "content": answer}, *CHAT[2:]]
-    rows, ends = chat.answers(ours, messages)
+    rows, ends = chat.answers(tokenizer, messages)
     end = "<|im_end|>" if thinks else "</s>"
-    assert ends == {ours.all_specials[end]}
+    assert ends == {tokenizer.all_specials[end]}
     for (text, ((start, stop),)), number in zip(rows, (2, 4), strict=True):
-        assert text == theirs.apply_chat_template(messages[: number + 1], tokenize=False)
+        assert text == reference.apply_chat_template(messages[: number + 1], tokenize=False)
         content = messages[number]["content"]
-        words = content.removeprefix(THOUGHT) if thinks else content.rpartition("</think>")[2]
-        thought = content.removesuffix(words) or "<think>\n\n</think>\n\n"
+        words = content.removeprefix(REASONING) if thinks else content.rpartition("</think>")[2]
+        reasoning = content.removesuffix(words) or "<think>\n\n</think>\n\n"
         words = words.lstrip("\n") if thinks else words
-        assert text[start:stop] == (thought if thinks else "") + words + end
+        assert text[start:stop] == (reasoning if thinks else "") + words + end
         assert text[:start].endswith(header)
-    encoder = ChatEncoder(ours, 512, skip_bad=False)
+    encoder = ChatEncoder(tokenizer, 512, skip_bad=False)
     encoded = encoder.encode([Conversation(messages, "")])
     assert (len(encoded), encoded.examples) == (2, 1)
     assert "1 conversation with several answers became a row per answer" in next(encoder.notes())
     for row, number in zip(encoded, (2, 4), strict=True):
-        assert row.ids.tolist() == theirs.apply_chat_template(messages[: number + 1], return_dict=False)
+        assert row.ids.tolist() == reference.apply_chat_template(messages[: number + 1], return_dict=False)
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ namespace(__init__=1) }}", "no member"),
@@ -244,8 +245,8 @@ def test_a_template_that_rewrites_messages_gives_a_row_per_answer(
         ("{% include 'x' %}", "rejects"),
     ],
 )  # fmt: skip
-def test_a_template_that_fails_or_asks_for_too_much_is_refused(template: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_failing_or_oversized_template_is_an_error(template: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         chat.render(with_chat_template(bytes_tokenizer(), template), QUESTION)
 
 
@@ -253,40 +254,40 @@ def test_a_template_that_fails_or_asks_for_too_much_is_refused(template: str, sa
     "template",
     [
         slow("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
-        "{{ range(99999) | map('string') | sum(start='') if 0 else 7 ** (10 ** 9) }}",  # no Python between
+        "{{ range(99999) | map('string') | sum(start='') if 0 else 7 ** (10 ** 9) }}",  # No Python code runs during this call.
     ],
 )
-def test_a_template_that_computes_for_ever_is_ended(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_template_times_out(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "SECONDS", 0.5)
     tokenizer = with_chat_template(bytes_tokenizer(), template)
-    for _ in range(2):  # the second time in a new process
-        began = time.monotonic()
+    for _ in range(2):  # The second call starts a new process.
+        started = time.monotonic()
         with pytest.raises(UserError, match="takes longer than 0.5 s"):
             chat.render(tokenizer, QUESTION)
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - started < 4
 
 
-def test_no_template_and_ones_that_cannot_be_learnt_from() -> None:
+def test_missing_or_untrainable_template_is_an_error() -> None:
     with pytest.raises(UserError, match="no chat template"):
         chat.render(bytes_tokenizer(), QUESTION)
-    later = chat.CHATML.replace("message['content']", "(message['content'] if loop.last else '…')")
+    rewriting = chat.CHATML.replace("message['content']", "(message['content'] if loop.last else '…')")
     tokenizer = chat.with_template(bytes_tokenizer())
     with pytest.raises(UserError, match="changes earlier messages when an answer is added"):
-        chat.answers(with_chat_template(tokenizer, later), CHAT)
+        chat.answers(with_chat_template(tokenizer, rewriting), CHAT)
     with pytest.raises(UserError, match="does not end an answer with a special token"):
         chat.answers(with_chat_template(bytes_tokenizer(), chat.CHATML), CHAT)
 
 
-def test_a_long_conversation_is_cut_at_a_turn() -> None:
+def test_long_conversation_is_truncated_after_an_answer() -> None:
     messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
     turn = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
     whole = f"{turn}\n{turn.replace('a<', 'c<').replace('b<', 'd<')}\n"
-    long, short = (len(re.sub(r"<\|\w+\|>", "s", text)) for text in (whole, turn))  # in tokens
-    both, one = "b<|im_end|>d<|im_end|>", "b<|im_end|>"
+    long, short = (len(re.sub(r"<\|\w+\|>", "s", text)) for text in (whole, turn))  # Lengths in tokens
+    both_answers, first_answer = "b<|im_end|>d<|im_end|>", "b<|im_end|>"
     for size, text, counts, note in (
-        (long - 1, whole, both, ""),
-        (long - 3, turn, one, "1 cut after the last answer"),  # of the second turn a part fits, or nothing
-        (short - 1, turn, one, "1 cut after the last answer"),
+        (long - 1, whole, both_answers, ""),
+        (long - 3, turn, first_answer, "1 cut after the last answer"),  # The second turn fits in part, or not.
+        (short - 1, turn, first_answer, "1 cut after the last answer"),
         (short - 2, turn.removesuffix("<|im_end|>"), "b", "1 within the first"),
         (short - 3, "", "", "1 skipped"),
     ):
@@ -295,7 +296,7 @@ def test_a_long_conversation_is_cut_at_a_turn() -> None:
         texts = [encoder.tokenizer.decode(row.ids.tolist()) for row in rows]
         counted = [encoder.tokenizer.decode(row.ids[row.counts].tolist()) for row in rows]
         assert ("".join(texts), "".join(counted), len(rows)) == (text, counts, bool(text)), size
-        assert [row.bytes for row in rows] == [len(each.replace("<|im_end|>", "")) for each in counted]
+        assert [row.bytes for row in rows] == [len(answer.replace("<|im_end|>", "")) for answer in counted]
         assert note in next(encoder.notes(), "") and bool(note) == any(encoder.notes())
 
 
@@ -306,61 +307,65 @@ CHATS = [
      {"role": "assistant", "content": f"{WORDS[5 - number]}."}]
     for number, word in enumerate(WORDS)
 ] * 4  # fmt: skip
-SHORT: dict[str, Any] = {**TINY, "chat": True, "block_size": 128, "dtype": "float32"}
+SETTINGS: dict[str, Any] = {**TINY, "chat": True, "block_size": 128, "dtype": "float32"}
 
 
 @pytest.fixture
 def file(workdir: Path) -> Path:
     path = workdir / "chats.jsonl"
-    path.write_text(jsonl(CHATS))
+    path.write_text(make_jsonl(CHATS))
     return path
 
 
-def same_in_transformers(folder: Path) -> None:
-    """The folder's ids and logits are transformers' own, which ends where we do."""
-    ours, theirs = library.load(folder), AutoTokenizer.from_pretrained(folder)
+def assert_equal_in_transformers(folder: Path) -> None:
+    """Compares ids, logits and end tokens."""
+    tokenizer, reference = library.load(folder), AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = chat.prompt(ours.tokenizer, QUESTION)
-    assert theirs.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False) == ids
-    assert theirs.apply_chat_template(CHATS[1], tokenize=False) == chat.answers(ours.tokenizer, CHATS[1])[0][0][0]
-    end = theirs.convert_tokens_to_ids("<|im_end|>")
-    assert end in ours.tokenizer.ends
-    assert set(model.generation_config.eos_token_id) == ours.tokenizer.ends
+    ids = chat.prompt(tokenizer.tokenizer, QUESTION)
+    assert reference.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False) == ids
+    assert (
+        reference.apply_chat_template(CHATS[1], tokenize=False) == chat.answers(tokenizer.tokenizer, CHATS[1])[0][0][0]
+    )
+    end = reference.convert_tokens_to_ids("<|im_end|>")
+    assert end in tokenizer.tokenizer.ends
+    assert set(model.generation_config.eos_token_id) == tokenizer.tokenizer.ends
     with torch.no_grad():
         x = torch.tensor([ids[-8:]])
-        torch.testing.assert_close(model(x).logits, ours.model(x)[..., : model.config.vocab_size], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            model(x).logits, tokenizer.model(x)[..., : model.config.vocab_size], rtol=1e-3, atol=1e-4
+        )
 
 
-def test_a_model_learns_from_nothing_and_transformers_reads_it(file: Path) -> None:
-    result = library.train(file, steps=3, **SHORT)
+def test_chat_model_trained_from_scratch_loads_in_transformers(file: Path) -> None:
+    result = library.train(file, steps=3, **SETTINGS)
     assert {"<|im_start|>", "<|im_end|>"} <= library.load(result.run).tokenizer.all_specials.keys()
     assert result.val_loss is not None
-    same_in_transformers(result.checkpoint)
+    assert_equal_in_transformers(result.checkpoint)
 
 
-def test_a_model_without_the_special_tokens_gets_rows_for_them(run_folder: Path, workdir: Path) -> None:
+def test_missing_special_tokens_are_added_to_the_model(run_folder: Path, workdir: Path) -> None:
     file = workdir / "chats.jsonl"
-    file.write_text(jsonl([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 20))
+    file.write_text(make_jsonl([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 20))
     before = library.load(run_folder)
-    known = before.tokenizer.vocab_size
-    heard: list[Any] = []
-    result = library.train(file, init=run_folder, chat=True, steps=2, lr=0.0, dtype="float32", listen=heard.append)
+    old_size = before.tokenizer.vocab_size
+    received: list[Any] = []
+    result = library.train(file, init=run_folder, chat=True, steps=2, lr=0.0, dtype="float32", listen=received.append)
     after = library.load(result.run)
-    assert after.tokenizer.vocab_size == after.model.config.vocab_size == known + 2
+    assert after.tokenizer.vocab_size == after.model.config.vocab_size == old_size + 2
     table = after.model.wte.weight
-    torch.testing.assert_close(table[:known], before.model.wte.weight)
-    for id in (known, known + 1):
+    torch.testing.assert_close(table[:old_size], before.model.wte.weight)
+    for id in (old_size, old_size + 1):
         torch.testing.assert_close(table[id], before.model.wte.weight.mean(0))
-    assert any(isinstance(event, events.EvalEvent) and event.step == 0 for event in heard)
-    same_in_transformers(result.checkpoint)
-    again = library.train(file, init=result.run, chat=True, steps=1, lora_rank=2, dtype="float32", sample_every=0)
-    assert library.load(again.run).tokenizer == after.tokenizer
+    assert any(isinstance(event, events.EvalEvent) and event.step == 0 for event in received)
+    assert_equal_in_transformers(result.checkpoint)
+    adapted = library.train(file, init=result.run, chat=True, steps=1, lora_rank=2, dtype="float32", sample_every=0)
+    assert library.load(adapted.run).tokenizer == after.tokenizer
     with pytest.raises(UserError, match="lacks the special tokens for one, which adapters cannot learn"):
         library.train(file, init=run_folder, chat=True, steps=1, lora_rank=2)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ({"messages": []}, "it has no assistant message"),
         ({"messages": "hi"}, 'it has no list of objects "messages"'),
@@ -377,28 +382,28 @@ def test_a_model_without_the_special_tokens_gets_rows_for_them(run_folder: Path,
         ({"conversations": [{"from": "observation", "value": "5"}, {"from": "gpt", "value": "5"}]}, "it uses tools"),
     ],
 )  # fmt: skip
-def test_a_wrong_line_is_named_or_left_out(workdir: Path, line: Any, said: str) -> None:
-    Path("chats.jsonl").write_text(jsonl(CHATS[:1]) + json.dumps(line) + "\n")
-    with pytest.raises(UserError, match=f"^chats.jsonl, line 2: {said}"):
+def test_bad_conversation_is_named_or_skipped(workdir: Path, line: Any, message: str) -> None:
+    Path("chats.jsonl").write_text(make_jsonl(CHATS[:1]) + json.dumps(line) + "\n")
+    with pytest.raises(UserError, match=f"^chats.jsonl, line 2: {message}"):
         read("chats.jsonl")
-    assert [each.messages for each in read("chats.jsonl", skip_bad=True)] == CHATS[:1]
+    assert [conversation.messages for conversation in read("chats.jsonl", skip_bad=True)] == CHATS[:1]
 
 
-def test_conversations_are_trained_on_without_the_wrong_ones(gpt: Gpt, workdir: Path) -> None:
-    Path("chats.jsonl").write_text(jsonl([CHATS[0], []]))
+def test_skip_bad_trains_on_the_valid_conversations(gpt: Gpt, workdir: Path) -> None:
+    Path("chats.jsonl").write_text(make_jsonl([CHATS[0], []]))
     message = "chats.jsonl, line 2: it has no assistant message"
     one_line_of_what_and_what_next(gpt("train", "chats.jsonl", "--chat"), message)
-    done = gpt("train", "chats.jsonl", "--chat", "--skip-bad", "--val-fraction", "0", "--steps", "1")
-    assert done.code == 0, done.err
-    assert "gpt chat -m" in done.out
+    result = gpt("train", "chats.jsonl", "--chat", "--skip-bad", "--val-fraction", "0", "--steps", "1")
+    assert result.code == 0, result.err
+    assert "gpt chat -m" in result.out
 
 
-def test_conversations_are_inferred_from_the_key(gpt: Gpt, workdir: Path) -> None:
-    Path("chats.jsonl").write_text(jsonl(CHATS))
-    done = gpt("train", "chats.jsonl", "--steps", "1")
-    assert done.code == 0, done.err
-    assert "chats.jsonl: every record has only messages: assuming --chat (--field KEY reads text instead)" in done.err
-    assert "gpt chat -m" in done.out
+def test_chat_is_inferred_from_the_messages_key(gpt: Gpt, workdir: Path) -> None:
+    Path("chats.jsonl").write_text(make_jsonl(CHATS))
+    result = gpt("train", "chats.jsonl", "--steps", "1")
+    assert result.code == 0, result.err
+    assert "chats.jsonl: every record has only messages: assuming --chat (--field KEY reads text instead)" in result.err
+    assert "gpt chat -m" in result.out
     assert json.loads(Path("runs/chats/run.json").read_text())["settings"]["chat"] is True
 
 
@@ -407,14 +412,14 @@ def test_conversations_in_parquet_and_json(workdir: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(rows), "chats.parquet", row_group_size=5)
     Path("chats.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
     for name in ("chats.parquet", "chats.json"):
-        assert [each.messages for each in read(name)] == CHATS
+        assert [conversation.messages for conversation in read(name)] == CHATS
     assert read("chats.json")[1].where.startswith("chats.json, line ")
-    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    tool_call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     for table, message in (
         (pa.table({"text": ["x"]}), 'x.parquet: it has no "messages"; its columns: text'),
         (pa.table({"messages": ["x"]}), 'x.parquet, row 1: it has no list of objects "messages"'),
         (pa.table({"messages": [CHAT], "tools": [json.dumps([{"type": "function"}])]}), "row 1: it uses tools"),
-        (pa.table({"messages": [CHAT, CHAT, [CHAT[0], called]]}), "x.parquet, row 3: it uses tools"),
+        (pa.table({"messages": [CHAT, CHAT, [CHAT[0], tool_call]]}), "x.parquet, row 3: it uses tools"),
     ):
         parquet.write_table(table, "x.parquet")
         with pytest.raises(UserError, match=message):
@@ -422,79 +427,85 @@ def test_conversations_in_parquet_and_json(workdir: Path) -> None:
     assert len(read("x.parquet", skip_bad=True)) == 2
 
 
-def test_a_conversation_at_the_prompt(gpt: Gpt, file: Path) -> None:
-    run = library.train(file, steps=2, **SHORT).run
+def test_gpt_chat_session(gpt: Gpt, file: Path) -> None:
+    run = library.train(file, steps=2, **SETTINGS).run
     lines = (
         b"Spell 1.\n/retry\n/more\n/system Be brief.\nAnd 2?\n/clear\nHello\n/help\n" + b"And more words to read?\n" * 6
     )
-    done = gpt("chat", "-m", run, "--seed", "1", "-n", "6", stdin=lines)
-    assert done.code == 0, done.err
-    assert "messages were dropped" in done.err
-    assert "/system TEXT" in done.out
+    result = gpt("chat", "-m", run, "--seed", "1", "-n", "6", stdin=lines)
+    assert result.code == 0, result.err
+    assert "messages were dropped" in result.err
+    assert "/system TEXT" in result.out
     model = library.load(run)
     ids = chat.prompt(model.tokenizer, [{"role": "user", "content": "Spell 1."}])
-    assert done.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))
+    assert result.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))
 
 
-def test_conversations_as_other_tools_write_them(workdir: Path) -> None:
-    names, plain = {"system": "system", "user": "human", "assistant": "gpt"}, [SYSTEM, *CHAT]
-    sharegpt = {"conversations": [{"from": names[each["role"]], "value": each["content"]} for each in plain]}
-    parts = [{**each, "content": [{"type": "text", "text": part} for part in each["content"]]} for each in CHAT]
+def test_conversation_formats_of_other_tools(workdir: Path) -> None:
+    role_names, expected = {"system": "system", "user": "human", "assistant": "gpt"}, [SYSTEM, *CHAT]
+    sharegpt = {
+        "conversations": [{"from": role_names[message["role"]], "value": message["content"]} for message in expected]
+    }
+    parts = [
+        {**message, "content": [{"type": "text", "text": part} for part in message["content"]]} for message in CHAT
+    ]
     lines: list[Any] = [
         sharegpt,
-        {"conversation": plain, "tools": "[]"},
-        {"messages": json.dumps(plain)},
+        {"conversation": expected, "tools": "[]"},
+        {"messages": json.dumps(expected)},
         {"messages": parts, "system": SYSTEM["content"]},
-        {"messages": [{**each, "tool_calls": None, "name": "x"} for each in plain], "tools": []},
+        {"messages": [{**message, "tool_calls": None, "name": "x"} for message in expected], "tools": []},
     ]
     Path("chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path("chats.json").write_text(json.dumps({"version": 1, "data": [sharegpt]}))
     parquet.write_table(pa.Table.from_pylist([sharegpt]), "one.parquet")
-    parquet.write_table(pa.table({"messages": [json.dumps(plain)], "tools": [None]}), "two.parquet")
-    quoted = json.dumps(plain).replace('"', '""')
+    parquet.write_table(pa.table({"messages": [json.dumps(expected)], "tools": [None]}), "two.parquet")
+    quoted = json.dumps(expected).replace('"', '""')
     Path("chats.csv").write_text(f'messages\n"{quoted}"\n')
     for name in ("chats.jsonl", "chats.json", "one.parquet", "two.parquet", "chats.csv"):
-        found = read(name)
-        assert [each.messages for each in found] == [plain] * (len(lines) if name == "chats.jsonl" else 1), name
+        conversations = read(name)
+        assert [conversation.messages for conversation in conversations] == [expected] * (
+            len(lines) if name == "chats.jsonl" else 1
+        ), name
 
 
 @pytest.mark.parametrize("template", [chat.CHATML, TAGGED, QWEN3])
-def test_answers_of_weight_0_are_not_learned(template: str, workdir: Path) -> None:
-    found = reread([CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}])
-    assert (found.messages, found.context) == (CHAT, [1])
+def test_answers_of_weight_0_are_not_trained(template: str, workdir: Path) -> None:
+    conversation = read_back([CHAT[0], {**CHAT[1], "weight": 0}, CHAT[2], {**CHAT[3], "weight": 1}])
+    assert (conversation.messages, conversation.context) == (CHAT, [1])
     tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), template)
-    every, _ = chat.answers(tokenizer, CHAT)
-    some, _ = chat.answers(tokenizer, found.messages, found.context)
-    assert some[-1][0] == every[-1][0]
-    learned = [[text[start:end] for text, spans in rows for start, end in spans] for rows in (every, some)]
+    all_rows, _ = chat.answers(tokenizer, CHAT)
+    weighted_rows, _ = chat.answers(tokenizer, conversation.messages, conversation.context)
+    assert weighted_rows[-1][0] == all_rows[-1][0]
+    learned = [[text[start:end] for text, spans in rows for start, end in spans] for rows in (all_rows, weighted_rows)]
     assert learned[1] == learned[0][1:]
 
 
-def test_templates_get_the_reasoning_of_a_message(workdir: Path) -> None:
+def test_templates_receive_reasoning(workdir: Path) -> None:
     thinking = chat.CHATML.replace("message['content']", "message.get('reasoning_content', '') + message['content']")
     tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), thinking)
     for name in ("reasoning_content", "thinking", "reasoning"):
-        found = reread([CHAT[0], {**CHAT[1], name: "Two, two: "}])
-        (((text, ((start, end),)),), _) = chat.answers(tokenizer, found.messages)
+        conversation = read_back([CHAT[0], {**CHAT[1], name: "Two, two: "}])
+        (((text, ((start, end),)),), _) = chat.answers(tokenizer, conversation.messages)
         assert text[start:end] == "Two, two: It is 4.\n\nSure!<|im_end|>"
 
 
-def test_the_developer_is_the_system_to_a_template_without_one(workdir: Path) -> None:
-    found = reread([{**SYSTEM, "role": "developer"}, *CHAT])
+def test_developer_role_falls_back_to_system(workdir: Path) -> None:
+    conversation = read_back([{**SYSTEM, "role": "developer"}, *CHAT])
     tokenizer = chat.with_template(bytes_tokenizer())
-    assert chat.render(tokenizer, found.messages) == chat.render(tokenizer, [SYSTEM, *CHAT])
-    own = with_chat_template(tokenizer, "{# developer #}" + chat.CHATML)
-    assert chat.render(own, found.messages).startswith("<|im_start|>developer\n")
+    assert chat.render(tokenizer, conversation.messages) == chat.render(tokenizer, [SYSTEM, *CHAT])
+    with_developer = with_chat_template(tokenizer, "{# developer #}" + chat.CHATML)
+    assert chat.render(with_developer, conversation.messages).startswith("<|im_start|>developer\n")
 
 
-def test_a_conversation_that_the_assistant_begins() -> None:
-    needs_one = "{% if messages[0].role == 'system' %}!{% endif %}"
+def test_conversation_can_start_with_the_assistant() -> None:
+    prefix = "{% if messages[0].role == 'system' %}!{% endif %}"
     messages = [{"role": "assistant", "content": "im_end"}, *CHAT]
     for template in (chat.CHATML, QWEN3):
-        tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), needs_one + template)
+        tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), prefix + template)
         rows, _ = chat.answers(tokenizer, messages)
         learned = [text[start:end] for text, spans in rows for start, end in spans]
-        said = [f"{each['content']}<|im_end|>" for each in messages if each["role"] == "assistant"]
-        assert [each.rpartition("</think>\n\n")[2] for each in learned] == said
+        answers = [f"{item['content']}<|im_end|>" for item in messages if item["role"] == "assistant"]
+        assert [item.rpartition("</think>\n\n")[2] for item in learned] == answers
         prompt, *_ = ChatEncoder(tokenizer, 64, skip_bad=False).prompt(Conversation(messages[:1], ""))
         assert prompt.count("im_start") > 1

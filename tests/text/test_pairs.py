@@ -1,4 +1,4 @@
-"""Pairs of prompt and completion: read, split, batched; the loss counts completions alone, and they are learnt."""
+"""Training on pairs of prompt and completion."""
 
 import csv
 import gzip
@@ -26,14 +26,14 @@ from gpt.training import evaluation
 from gpt.training.example_rows import ExampleRows, PairEncoder, RowBatches
 
 VERBS = ["love ama", "see vede", "hear sente", "call chiama", "find trova", "know conosce", "help aiuta", "want vuole"]
-WHO = ["you ti", "him lo", "her la", "them li", "us ci", "me mi", "it lo", "all tutti"]
+OBJECTS = ["you ti", "him lo", "her la", "them li", "us ci", "me mi", "it lo", "all tutti"]
 TRANSLATIONS = [
     {"prompt": f"{verb.split()[0]} {who.split()[0]} =>", "completion": f" {who.split()[1]} {verb.split()[1]}"}
     for verb in VERBS
-    for who in WHO
+    for who in OBJECTS
 ]
-BY_HEART = [{"prompt": "I love you =>", "completion": " ti amo"}, *TRANSLATIONS]
-EOT = 256  # of plain bytes
+PAIRS = [{"prompt": "I love you =>", "completion": " ti amo"}, *TRANSLATIONS]
+EOT = 256
 
 
 def jsonl(pairs: list[Any]) -> str:
@@ -43,37 +43,37 @@ def jsonl(pairs: list[Any]) -> str:
 @pytest.fixture
 def file(workdir: Path) -> Path:
     path = workdir / "pairs.jsonl"
-    path.write_text(jsonl(BY_HEART))
+    path.write_text(jsonl(PAIRS))
     return path
 
 
-def test_what_is_said_and_measured(gpt: Gpt, file: Path) -> None:
-    done = gpt("train", file, "--pairs", "--steps", "4", "--dtype", "float32")
-    assert done.code == 0, done.err
-    assert "59 pairs to train on, 6 held out" in done.err  # a tenth of 65
-    assert "gpt sample 'want her =>' --greedy -m" in done.out  # the first that is held out
+def test_training_on_pairs_prints_counts_and_next_command(gpt: Gpt, file: Path) -> None:
+    result = gpt("train", file, "--pairs", "--steps", "4", "--dtype", "float32")
+    assert result.code == 0, result.err
+    assert "59 pairs to train on, 6 held out" in result.err  # A tenth of 65 is held out.
+    assert "gpt sample 'want her =>' --greedy -m" in result.out  # The first held-out prompt
     record = json.loads(Path("runs/pairs/run.json").read_text())
     assert record["sources"][0]["documents"] == 65
     assert not Path("runs/pairs/tokens").exists()
 
 
 def test_pairs_are_inferred_from_the_keys(gpt: Gpt, file: Path) -> None:
-    how = ["--steps", "2", "--dtype", "float32", "--sample-every", "0"]
-    assert gpt("train", file, "--pairs", *how, "-o", "asked").code == 0
-    done = gpt("train", file, *how, "-o", "inferred")
-    assert done.code == 0, done.err
+    options = ["--steps", "2", "--dtype", "float32", "--sample-every", "0"]
+    assert gpt("train", file, "--pairs", *options, "-o", "asked").code == 0
+    result = gpt("train", file, *options, "-o", "inferred")
+    assert result.code == 0, result.err
     line = f"{file}: every record has only prompt and completion: assuming --pairs (--field KEY reads text instead)"
-    assert done.err.splitlines().count(line) == 1
+    assert result.err.splitlines().count(line) == 1
     assert json.loads(Path("inferred/run.json").read_text())["settings"]["pairs"] is True
     assert_same(Path("asked"), Path("inferred"))
-    done = gpt("train", file, "--field", "prompt", *how, "-o", "text")
-    assert (done.code, "assuming" in done.err) == (0, False), done.err
+    result = gpt("train", file, "--field", "prompt", *options, "-o", "text")
+    assert (result.code, "assuming" in result.err) == (0, False), result.err
     assert Path("text/tokens").exists()
-    done = gpt("train", file, "--batch-ramp", "9")
-    one_line_of_what_and_what_next(done, "--batch-ramp cannot be combined with --pairs")
+    result = gpt("train", file, "--batch-ramp", "9")
+    one_line_of_what_and_what_next(result, "--batch-ramp cannot be combined with --pairs")
 
 
-def test_what_is_inferred(workdir: Path) -> None:
+def test_kind_of_records_is_inferred(workdir: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -95,68 +95,68 @@ def test_what_is_inferred(workdir: Path) -> None:
     Path("empty.jsonl").touch()
     Path("objects.json").write_text("{}")
 
-    def inferred(*names: str) -> Any:
+    def infer_kind(*names: str) -> Any:
         return kind_of(names, TextConfig(skip_bad=True))
 
     for names in (
         ["pairs.jsonl"], ["pairs.jsonl.gz"], ["pairs.json"], ["pairs.parquet"], ["pairs.csv"], ["folder"],
         ["pairs.jsonl", "folder"], ["pairs.json*"],
     ):  # fmt: skip
-        assert inferred(*names) is Pair, names
+        assert infer_kind(*names) is Pair, names
     for name in ("chats.jsonl", "chats.jsonl.gz", "chats.json", "chats.parquet"):
-        assert inferred(name) is Conversation, name
+        assert infer_kind(name) is Conversation, name
     for names in (
         ["texts.jsonl"], ["texts.json"], ["pairs.txt"], ["pairs.txt.gz"], ["chats.txt"], ["more.jsonl"], ["late.jsonl"],
         ["bad.jsonl"], ["empty.jsonl"], ["objects.json"], ["pairs.jsonl", "chats.jsonl"], ["pairs.jsonl", "pairs.txt"],
         ["nowhere.jsonl"], ["pairs.jsonl", "-"], ["pydocs"], ["http://127.0.0.1:9/pairs.jsonl"], [],
     ):  # fmt: skip
-        assert inferred(*names) is None, names
+        assert infer_kind(*names) is None, names
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="they have no names that are not UTF-8")
-def test_a_file_whose_name_is_not_utf8(file: Path) -> None:
+def test_file_name_that_is_not_utf8(file: Path) -> None:
     file.rename("\udce9.jsonl")
-    found = read_examples(["\udce9.jsonl"], TextConfig(val_fraction=0), Pair)
-    assert len(found.train) == len(BY_HEART)
+    examples = read_examples(["\udce9.jsonl"], TextConfig(val_fraction=0), Pair)
+    assert len(examples.train) == len(PAIRS)
 
 
-def test_the_held_out_loss_is_the_completions(file: Path) -> None:
-    """Against the same computed by hand from the checkpoint."""
+def test_held_out_loss_counts_only_completions(file: Path) -> None:
+    """The expected loss comes from the checkpoint's logits."""
     result = library.train(file, pairs=True, steps=6, dtype="float32", sample_every=0)
     model = library.load(result.run)
     total, count, size = 0.0, 0, 0
-    for pair in BY_HEART[-6:]:
+    for pair in PAIRS[-6:]:
         prompt = model.tokenizer.encode(pair["prompt"]).tolist()
         completion = [*model.tokenizer.encode(pair["completion"]).tolist(), model.tokenizer.eot]
         with torch.no_grad():
-            logs = model.model(torch.tensor([prompt + completion[:-1]]))[0].log_softmax(-1)
-        total -= sum(float(logs[len(prompt) - 1 + at, id]) for at, id in enumerate(completion))
+            logprobs = model.model(torch.tensor([prompt + completion[:-1]]))[0].log_softmax(-1)
+        total -= sum(float(logprobs[len(prompt) - 1 + at, id]) for at, id in enumerate(completion))
         count += len(completion)
         size += len(pair["completion"].encode())
     assert result.val_loss == pytest.approx(total / count, rel=1e-5)
     assert result.bits_per_byte == pytest.approx(total / np.log(2) / size, rel=1e-5)
 
 
-def rows_of(*pairs: tuple[str, str]) -> ExampleRows:
+def encode_pairs(*pairs: tuple[str, str]) -> ExampleRows:
     encoder = PairEncoder(bytes_tokenizer(), 64, skip_bad=False)
     return encoder.encode([Pair(*pair, f"line {number}") for number, pair in enumerate(pairs)])
 
 
 def test_rows_and_targets() -> None:
-    pairs = rows_of(("ab", "cde"), ("", "x"), ("pqr", ""))
+    pairs = encode_pairs(("ab", "cde"), ("", "x"), ("pqr", ""))
     x, y = RowBatches(pairs, 3, seed=1).global_batch(0)
     assert x.shape == y.shape == (3, 5)
     targets = {chr(row[0] % EOT): target.tolist() for row, target in zip(x, y, strict=True)}
     assert targets == {
         "a": [IGNORED, *b"cde", EOT],
-        "\0": [ord("x"), EOT, *[IGNORED] * 3],  # an empty prompt: the end of text is before it
+        "\0": [ord("x"), EOT, *[IGNORED] * 3],  # End-of-text comes before an empty prompt.
         "p": [IGNORED, IGNORED, EOT, IGNORED, IGNORED],
     }
     assert pairs.targets == 4 + 2 + 1 == int((y != IGNORED).sum())
 
 
-def test_batches_are_a_function_of_seed_and_step() -> None:
-    pairs = rows_of(*((f"p{number}", "c") for number in range(10)))
+def test_batches_depend_only_on_seed_and_step() -> None:
+    pairs = encode_pairs(*((f"p{number}", "c") for number in range(10)))
     batches = RowBatches(pairs, 4, seed=3)
     drawn = [row[1] for step in range(5) for row in batches.global_batch(step)[0].tolist()]
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == [ord(str(number)) for number in range(10)]
@@ -167,29 +167,29 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
         assert np.array_equal(np.concatenate([half[side] for half in halves]), whole[side])
 
 
-def test_accumulation_counts_every_target_alike(file: Path) -> None:
-    """Parts of a batch hold different numbers of targets; together they weigh as in one."""
+def test_gradient_accumulation_weighs_targets_equally(file: Path) -> None:
+    """Micro-batches differ in their number of targets."""
 
-    def run(micro_batch: str) -> tuple[Any, list[float]]:
+    def train_losses(micro_batch: str) -> tuple[Any, list[float]]:
         settings = {**TINY, "batch_tokens": 150, "pairs": True, "steps": 6, "dtype": "float32", "tokenizer": "bytes"}
-        heard: list[Any] = []
-        result = library.train(file, micro_batch=micro_batch, listen=heard.append, **settings)
-        return json.loads((result.run / "run.json").read_text())["resolved"]["rows"], losses(heard)
+        received: list[Any] = []
+        result = library.train(file, micro_batch=micro_batch, listen=received.append, **settings)
+        return json.loads((result.run / "run.json").read_text())["resolved"]["rows"], losses(received)
 
-    rows, one_by_one = run("1")
+    rows, one_by_one = train_losses("1")
     assert rows > 1
-    assert one_by_one == pytest.approx(run(str(rows))[1], rel=1e-4)
+    assert one_by_one == pytest.approx(train_losses(str(rows))[1], rel=1e-4)
 
 
-def test_pairs_in_whatever_they_are_packed(workdir: Path) -> None:
+def test_pairs_in_compressed_and_text_files(workdir: Path) -> None:
     Path("a.jsonl.gz").write_bytes(gzip.compress(jsonl(TRANSLATIONS[:5]).encode()))
     Path("b.txt").write_text("\n" + jsonl(TRANSLATIONS[5:9]) + "\n")
-    found = read_examples(["a.jsonl.gz", "b.txt"], TextConfig(val_fraction=0), Pair)
-    assert [(pair.prompt, pair.completion) for pair in found.train] == [tuple(p.values()) for p in TRANSLATIONS[:9]]
-    assert found.train[5].where == "b.txt, line 2"
+    examples = read_examples(["a.jsonl.gz", "b.txt"], TextConfig(val_fraction=0), Pair)
+    assert [(pair.prompt, pair.completion) for pair in examples.train] == [tuple(p.values()) for p in TRANSLATIONS[:9]]
+    assert examples.train[5].where == "b.txt, line 2"
     Path("bad.jsonl").write_text(jsonl([TRANSLATIONS[0], {"prompt": "x"}, TRANSLATIONS[1]]))
-    found = read_examples(["bad.jsonl"], TextConfig(val_fraction=0, skip_bad=True), Pair)
-    assert (len(found.train), found.skipped) == (2, 1)
+    examples = read_examples(["bad.jsonl"], TextConfig(val_fraction=0, skip_bad=True), Pair)
+    assert (len(examples.train), examples.skipped) == (2, 1)
 
 
 def test_pairs_in_tables_and_json(workdir: Path) -> None:
@@ -204,12 +204,12 @@ def test_pairs_in_tables_and_json(workdir: Path) -> None:
         writer.writerows(quoted)
     parquet.write_table(pa.Table.from_pylist([*quoted, {"prompt": "x", "completion": None}]), "d.parquet")
     for name, where in {"a.json": "line 1", "c.csv": "line 2", "d.parquet": "row 1"}.items():
-        found = read_examples([name], TextConfig(val_fraction=0, skip_bad=True), Pair)
-        assert [{"prompt": pair.prompt, "completion": pair.completion} for pair in found.train] == quoted
-        assert (found.train[0].where, found.skipped) == (f"{name}, {where}", name == "d.parquet")
+        examples = read_examples([name], TextConfig(val_fraction=0, skip_bad=True), Pair)
+        assert [{"prompt": pair.prompt, "completion": pair.completion} for pair in examples.train] == quoted
+        assert (examples.train[0].where, examples.skipped) == (f"{name}, {where}", name == "d.parquet")
 
 
-def test_the_split() -> None:
+def test_pairs_split() -> None:
     few = [Pair(str(number), "", "") for number in range(20)]
     assert split(few, 0.1, 1) == (few[:18], few[18:])
     assert split(few, 0.01, 1) == (few[:19], few[19:])
@@ -218,25 +218,25 @@ def test_the_split() -> None:
     train, held_out = split(many, 0.1, 1)
     assert 60 < len(held_out) < 140
     assert sorted([*train, *held_out], key=lambda pair: int(pair.prompt)) == many
-    assert set(held_out) <= set(split([*many, *few], 0.1, 1)[1])  # more pairs move none
+    assert set(held_out) <= set(split([*many, *few], 0.1, 1)[1])  # Added pairs don't move the others.
     assert split(many, 0.1, 2)[1] != held_out
     assert len(split(many, 1e-9, 1)[1]) == 1
     with pytest.raises(UserError, match="too few pairs"):
         split(few[:1], 0.1, 1)
 
 
-def test_a_held_out_file_of_its_own(file: Path) -> None:
+def test_held_out_pairs_from_another_file(file: Path) -> None:
     Path("val.jsonl").write_text(jsonl(TRANSLATIONS[:3]))
-    found = read_examples([str(file)], TextConfig(val_text="val.jsonl"), Pair)
-    assert (len(found.train), len(found.held_out)) == (65, 3)
+    examples = read_examples([str(file)], TextConfig(val_text="val.jsonl"), Pair)
+    assert (len(examples.train), len(examples.held_out)) == (65, 3)
 
 
 @pytest.fixture(scope="module")
-def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model that has read the words of the pairs in another order."""
-    folder, chance = tmp_path_factory.mktemp("base"), random.Random(0)
-    words = sorted({word for pair in BY_HEART for text in pair.values() for word in text.split()})
-    text = "".join(chance.choice(words) + chance.choice("   \n") for _ in range(4000))
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model trained on shuffled words of the pairs."""
+    folder, rng = tmp_path_factory.mktemp("base"), random.Random(0)
+    words = sorted({word for pair in PAIRS for text in pair.values() for word in text.split()})
+    text = "".join(rng.choice(words) + rng.choice("   \n") for _ in range(4000))
     (folder / "text.txt").write_text(text)
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "batch_tokens": 512}
     return library.train(
@@ -245,34 +245,36 @@ def model_to_tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run  # fmt: skip
 
 
-# By default adapters of so small a model give 2 to 37 of them, as rounding and the seed have it; untrained ones 0. With
-# their rate here 39 or 40 by every seed that was tried, on a model of that decay; with 0.25 one seed of three gave 0.
+# Adapters get 2 to 37 pairs right with the default learning rate, depending on rounding and seed, and 39 or 40 with this
+# learning rate. Untrained adapters get 0. With a base model of weight decay 0.25, one seed of three got 0.
 @pytest.mark.parametrize(
-    ("options", "least"), [slow([], 38), more(["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]
+    ("options", "minimum"), [slow([], 38), more(["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]
 )
-def test_pairs_are_given_back(gpt: Gpt, model_to_tune: Path, file: Path, options: list[str], least: int) -> None:
-    pairs = BY_HEART[:40]
+def test_trained_model_completes_its_pairs(
+    gpt: Gpt, base_model: Path, file: Path, options: list[str], minimum: int
+) -> None:
+    pairs = PAIRS[:40]
     file.write_text(jsonl(pairs))
-    done = gpt("train", file, "--pairs", "--val-fraction", "0", "--init", model_to_tune, *options, "--dtype", "float32")
-    assert done.code == 0, done.err
-    said = re.search(r"answered exactly \(greedy\): (\d+) of 40$", done.out, re.MULTILINE)
-    assert said is not None
-    assert int(said[1]) >= least
+    result = gpt("train", file, "--pairs", "--val-fraction", "0", "--init", base_model, *options, "--dtype", "float32")
+    assert result.code == 0, result.err
+    score = re.search(r"answered exactly \(greedy\): (\d+) of 40$", result.out, re.MULTILINE)
+    assert score is not None
+    assert int(score[1]) >= minimum
     config = SampleConfig(greedy=True, max_tokens=20)
     pieces = library.load("runs/pairs").write_all([pair["prompt"] for pair in pairs], config)
-    answers = [(each.sample.text, each.sample.finish_reason) for each in pieces if each.sample is not None]
-    assert sum(answer == (p["completion"], "eot") for answer, p in zip(answers, pairs, strict=True)) == int(said[1])
+    answers = [(piece.sample.text, piece.sample.finish_reason) for piece in pieces if piece.sample is not None]
+    assert sum(answer == (p["completion"], "eot") for answer, p in zip(answers, pairs, strict=True)) == int(score[1])
 
 
-def test_both_sides_are_asked_and_of_many_pairs_a_sample(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_checked_on_a_sample_of_both_sides(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "ASKED", 10)
-    done = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
-    assert "answers" not in done.out
+    result = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
+    assert "answers" not in result.out
     lines = [json.loads(line) for line in Path("runs/pairs/metrics.jsonl").read_text().splitlines()]
     keys = ("asked", "pairs", "held_out_asked", "held_out_pairs")
-    assert [[each[key] for key in keys] for each in lines if each["event"] == "answers"] == [[10, 59, 6, 6]]
-    again = gpt("train", "--resume", "runs/pairs")
-    assert "answered exactly (greedy): 0 of 10 (of 59) trained on, 0 of 6 held out" in again.out
+    assert [[event[key] for key in keys] for event in lines if event["event"] == "answers"] == [[10, 59, 6, 6]]
+    resumed = gpt("train", "--resume", "runs/pairs")
+    assert "answered exactly (greedy): 0 of 10 (of 59) trained on, 0 of 6 held out" in resumed.out
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_both_sides_are_asked_and_of_many_pairs_a_sample(gpt: Gpt, file: Path, m
         ([{"prompt": "a" * 30, "completion": "b" * 40}] * 3, ["--tokenizer", "bytes"], "line 1: the pair has 70 tokens, but the context holds 64"),
     ],
 )  # fmt: skip
-def test_wrong_pairs_are_one_clear_line(
+def test_invalid_pairs_are_one_error_line(
     gpt: Gpt, workdir: Path, lines: list[Any], options: list[str], message: str
 ) -> None:
     Path("pairs.jsonl").write_text(jsonl(lines))
@@ -293,7 +295,7 @@ def test_wrong_pairs_are_one_clear_line(
     assert not Path("runs").exists()
 
 
-def test_pairs_need_a_text_that_is_not_tokenized(gpt: Gpt, file: Path) -> None:
+def test_pairs_cannot_be_tokenized_text(gpt: Gpt, file: Path) -> None:
     one_line_of_what_and_what_next(gpt("train", "--pairs"), "--pairs needs a TEXT")
     assert gpt("tokenize", file, "--field", "prompt", "-o", "tokens", "--tokenizer", "bytes", "--quiet").code == 0
     one_line_of_what_and_what_next(gpt("train", "tokens", "--pairs"), "tokens is tokenized")

@@ -1,4 +1,4 @@
-"""From sources to documents: every format, every wrapping, every way to be bad."""
+"""Document formats, archives, compression, encodings and damage."""
 
 import contextlib
 import csv
@@ -44,23 +44,23 @@ def source(name: str, data: bytes) -> Source:
 
 
 def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[str]:
-    """Whole documents; what a chunk must be is checked on the way."""
-    held: list[str] = []
+    """Joins chunks to documents, and checks the chunks."""
+    chunks: list[str] = []
     for chunk in reader.documents(source, on_bytes):
         assert chunk.text
-        if chunk.begins and held:
-            yield "".join(held)
-            held = []
-        assert chunk.begins or held
-        assert not held[1:] or len(held[0]) >= reading.HEAD
-        held.append(chunk.text)
-    if held:
-        yield "".join(held)
+        if chunk.begins and chunks:
+            yield "".join(chunks)
+            chunks = []
+        assert chunk.begins or chunks
+        assert not chunks[1:] or len(chunks[0]) >= reading.HEAD
+        chunks.append(chunk.text)
+    if chunks:
+        yield "".join(chunks)
 
 
 @contextlib.contextmanager
-def at_most(mebibytes: int) -> Iterator[None]:
-    """No more memory is taken."""
+def limit_memory(mebibytes: int) -> Iterator[None]:
+    """Checks the peak of traced memory."""
     tracemalloc.start()
     try:
         yield
@@ -73,12 +73,12 @@ def read(name: str, data: bytes, **config: Any) -> list[str]:
     return list(documents(Reader(ReadConfig(**config)), source(name, data)))
 
 
-def unmarked(text: str) -> str:
-    """A text without byte-order marks: at its start, and of files that were appended to it."""
+def strip_marks(text: str) -> str:
+    """Removes byte-order marks from the starts of lines."""
     return re.sub("(?m)^\ufeff+", "", text)
 
 
-def zipped(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+def make_zip(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", method) as archive:
         for name, data in members:
@@ -86,7 +86,7 @@ def zipped(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> b
     return out.getvalue()
 
 
-def tarred(*members: tuple[str, bytes]) -> bytes:
+def make_tar(*members: tuple[str, bytes]) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         folder = tarfile.TarInfo("folder")
@@ -99,74 +99,74 @@ def tarred(*members: tuple[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-def zstd(data: bytes) -> bytes:
+def compress_zstd(data: bytes) -> bytes:
     return lib_zstd.compress(data)
 
 
-def jsonl(texts: list[str]) -> bytes:
+def make_jsonl(texts: list[str]) -> bytes:
     return "".join(json.dumps({"n": n, "text": text}) + "\r\n\n"[n % 2 :] for n, text in enumerate(texts)).encode()
 
 
-def table(texts: list[str], delimiter: str) -> bytes:
+def make_table(texts: list[str], delimiter: str) -> bytes:
     out = io.StringIO(newline="")
     csv.writer(out, delimiter=delimiter).writerows([["n", "text"], *enumerate(texts)])
     return b"\xef\xbb\xbf" + out.getvalue().encode()
 
 
-def parquet(texts: list[str | None], kind: str = "string") -> bytes:
+def make_parquet(texts: list[str | None], type_name: str = "string") -> bytes:
     import pyarrow as pa
     from pyarrow import parquet as pq
 
-    kinds = {"string_view": pa.string_view(), "dictionary": pa.dictionary(pa.int32(), pa.string())}
-    made = pa.array(texts, kinds.get(kind) or getattr(pa, kind)())
+    types = {"string_view": pa.string_view(), "dictionary": pa.dictionary(pa.int32(), pa.string())}
+    column = pa.array(texts, types.get(type_name) or getattr(pa, type_name)())
     out = io.BytesIO()
-    pq.write_table(pa.table({"n": list(range(len(texts))), "text": made}), out)
+    pq.write_table(pa.table({"n": list(range(len(texts))), "text": column}), out)
     return out.getvalue()
 
 
 FORMATS: dict[str, Callable[[list[str]], bytes]] = {
     "x.txt": lambda texts: "---\r\n".join(texts).encode(),
-    "x.jsonlines": jsonl,
-    "X.NDJSON": jsonl,
-    "x.csv": partial(table, delimiter=","),
+    "x.jsonlines": make_jsonl,
+    "X.NDJSON": make_jsonl,
+    "x.csv": partial(make_table, delimiter=","),
     "x.json": lambda texts: json.dumps([{"n": n, "text": text} for n, text in enumerate(texts)], indent=1).encode(),
-    "x.parquet": parquet,
-    "x.zip": lambda texts: zipped(*((f"{n:03}.txt", text.encode()) for n, text in enumerate(texts))),
-    "x.tar": lambda texts: tarred(*((f"./{n:03}", text.encode()) for n, text in enumerate(texts))),
-    "nested.zip": lambda texts: zipped(("a/b.jsonl.gz", gzip.compress(jsonl(texts[:9]))), ("c.parquet", parquet(texts[9:]))),
-    "nested.tar": lambda texts: tarred(("a.zip", zipped(("b.csv", table(texts[:9], ",")))), ("c.tgz", gzip.compress(tarred(*((f"{n}", t.encode()) for n, t in enumerate(texts[9:])))))),
+    "x.parquet": make_parquet,
+    "x.zip": lambda texts: make_zip(*((f"{n:03}.txt", text.encode()) for n, text in enumerate(texts))),
+    "x.tar": lambda texts: make_tar(*((f"./{n:03}", text.encode()) for n, text in enumerate(texts))),
+    "nested.zip": lambda texts: make_zip(("a/b.jsonl.gz", gzip.compress(make_jsonl(texts[:9]))), ("c.parquet", make_parquet(texts[9:]))),
+    "nested.tar": lambda texts: make_tar(("a.zip", make_zip(("b.csv", make_table(texts[:9], ",")))), ("c.tgz", gzip.compress(make_tar(*((f"{n}", t.encode()) for n, t in enumerate(texts[9:])))))),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])
-@pytest.mark.parametrize(("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
+@pytest.mark.parametrize(("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", compress_zstd)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_in_every_wrapping(name: str, ending: str, pack: Callable[[bytes], bytes], skip_bad: bool) -> None:
+def test_every_format_and_compression(name: str, ending: str, pack: Callable[[bytes], bytes], skip_bad: bool) -> None:
     data = pack(FORMATS[name](DOCUMENTS))
     if name == "x.txt" and ending:
         data += pack(b"---\nanother member, or frame")
-    reader, seen = Reader(ReadConfig(split_on="---", skip_bad=skip_bad)), [0]
-    found = list(documents(reader, source(name + ending, data), seen.append))
-    assert found == DOCUMENTS + ["another member, or frame"] * (len(found) > len(DOCUMENTS))
-    assert len(found) == len(DOCUMENTS) + (name == "x.txt" and ending != "")
-    assert seen == sorted(seen) and seen[-1] == len(data)
+    reader, byte_counts = Reader(ReadConfig(split_on="---", skip_bad=skip_bad)), [0]
+    texts = list(documents(reader, source(name + ending, data), byte_counts.append))
+    assert texts == DOCUMENTS + ["another member, or frame"] * (len(texts) > len(DOCUMENTS))
+    assert len(texts) == len(DOCUMENTS) + (name == "x.txt" and ending != "")
+    assert byte_counts == sorted(byte_counts) and byte_counts[-1] == len(data)
     assert (reader.skipped.count, reader.replaced) == (0, 0)
 
 
-def test_kinds_of_strings_in_parquet() -> None:
+def test_parquet_string_types() -> None:
     for kind in ("large_string", "string_view", "dictionary"):
-        assert read("x.parquet", parquet(["one", None, "", "zwölf"] * 50, kind)) == ["one", "zwölf"] * 50
-    assert read("x.parquet", parquet([None, None], "null")) == []
+        assert read("x.parquet", make_parquet(["one", None, "", "zwölf"] * 50, kind)) == ["one", "zwölf"] * 50
+    assert read("x.parquet", make_parquet([None, None], "null")) == []
 
 
-def test_fields() -> None:
+def test_field_names() -> None:
     lines = b'\xef\xbb\xbf{"a.b": "one", "a": {"b": 2}}\n\n  \n{"a.b": ""}\n{"a.b": null}'
     assert read("x.jsonl", lines, field="a.b") == ["one"]
     assert read("x.csv", b'n,"a.b"\n\n1,"x ""y""\r\nz"\n2,\n3,t', field="a.b") == ['x "y"\r\nz', "t"]
 
 
-def test_nothing_in_it_is_no_document() -> None:
-    empty = {"x.zip": zipped(), "x.tar": tarred(), "x.txt.gz": gzip.compress(b""), "x.parquet": parquet([])}
+def test_empty_files_have_no_documents() -> None:
+    empty = {"x.zip": make_zip(), "x.tar": make_tar(), "x.txt.gz": gzip.compress(b""), "x.parquet": make_parquet([])}
     for name, data in {**empty, **dict.fromkeys(("x", "x.jsonl", "x.csv"), b""), "y.csv": b"text\n"}.items():
         assert read(name, data) == [], name
 
@@ -176,39 +176,39 @@ def test_nothing_in_it_is_no_document() -> None:
     st.integers(1, 8),
 )
 @settings(max_examples=300)
-def test_decoding_is_exact_whatever_the_blocks(data: bytes, block: int) -> None:
+def test_block_size_does_not_change_decoding(data: bytes, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
         reader = Reader(ReadConfig(errors="replace"))
-        assert "".join(documents(reader, source("x", data))) == unmarked(data.decode(errors="replace"))
+        assert "".join(documents(reader, source("x", data))) == strip_marks(data.decode(errors="replace"))
         assert reader.replaced == data.decode(errors="replace").count("\ufffd") - data.count(b"\xef\xbf\xbd")
         check_strict(data, "utf-8", "UTF-8")
 
 
 def check_strict(data: bytes, codec: str, name: str, **config: str) -> None:
-    """What is read is the text in this encoding, or the first byte that is not is named."""
+    """Checks the decoded text, or the error for the first invalid byte."""
     try:
         expected = data.decode(codec)
     except UnicodeDecodeError as error:
-        start = error.start + 3 * (codec == "utf-8-sig")  # it counts from behind the mark
+        start = error.start + 3 * (codec == "utf-8-sig")  # Python counts from the end of the byte-order mark.
         line = data[:start].decode(codec).count("\n") + 1
         with pytest.raises(UserError, match=f"is not {name}: byte 0x{data[start]:02x} at offset {start}, line {line}$"):
             read("x", data, **config)
     else:
-        assert "".join(read("x", data, **config)) == unmarked(expected)
+        assert "".join(read("x", data, **config)) == strip_marks(expected)
 
 
 @given(st.text(st.sampled_from("aé日\n🐕\ufeff"), max_size=30), st.binary(max_size=3), st.integers(1, 5),
        st.sampled_from(["utf-8-sig", "utf-16", "utf-16-be", "utf-32-le", "latin-1", "cp1252", "ascii", "shift_jis", "gb18030", "euc_jp"]))  # fmt: skip
 @settings(max_examples=300)
-def test_other_encodings_are_decoded_as_python_does(text: str, tail: bytes, block: int, encoding: str) -> None:
+def test_other_encodings_decode_like_python(text: str, tail: bytes, block: int, encoding: str) -> None:
     data = text.encode(encoding, "replace").replace(b"?", b"\n") + tail
     expected = data.decode(encoding, "replace")
     if "\0" in expected:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
-        assert "".join(read("x", data, encoding=encoding, errors="replace")) == unmarked(expected)
+        assert "".join(read("x", data, encoding=encoding, errors="replace")) == strip_marks(expected)
         check_strict(data, encoding, encoding, encoding=encoding)
 
 
@@ -219,9 +219,7 @@ LINES = st.lists(
 
 @given(LINES, st.sampled_from(["---", "", "-", "x"]), st.integers(1, 7), st.sampled_from([1, 10, 1000]), st.booleans())
 @settings(max_examples=500)
-def test_split_on_is_a_split_of_the_lines(
-    lines: list[str], separator: str, block: int, head: int, skip_bad: bool
-) -> None:
+def test_split_on_matches_whole_lines(lines: list[str], separator: str, block: int, head: int, skip_bad: bool) -> None:
     expected = [""]
     for line in [part + "\n" for part in lines[:-1]] + lines[-1:]:
         if line and line.removesuffix("\n").removesuffix("\r") == separator:
@@ -232,8 +230,8 @@ def test_split_on_is_a_split_of_the_lines(
         patch.setattr(formats, "BLOCK", block)
         patch.setattr(reading, "HEAD", head)
         patch.setattr(reading, "LENGTH", 2 * head)
-        found = read("x", "\n".join(lines).encode(), split_on=separator, skip_bad=skip_bad)
-        assert found == [document for document in expected if document]
+        texts = read("x", "\n".join(lines).encode(), split_on=separator, skip_bad=skip_bad)
+        assert texts == [document for document in expected if document]
 
 
 BAD: dict[str, tuple[str, bytes, str]] = {
@@ -243,7 +241,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "no gzip": ("x.gz", b"hello", "x.gz is damaged: Not a gzipped file"),
     "gzip cut": ("x.gz", gzip.compress(b"hello")[:-9], "x.gz is damaged: .*ended before"),
     "gzip changed": ("x.gz", gzip.compress(b"hello")[:-8] + b"12345678", "x.gz is damaged: CRC check failed"),
-    "zstd cut": ("x.zst", zstd(b"hello" * 100)[:-3], "x.zst is damaged: Compressed file ended before"),
+    "zstd cut": ("x.zst", compress_zstd(b"hello" * 100)[:-3], "x.zst is damaged: Compressed file ended before"),
     "no json": ("x.jsonl", b'{"text": "a"}\nhello', "x.jsonl, line 2: not JSON: Expecting value"),
     "no object": ("x.jsonl", b"[1]\n", "x.jsonl, line 1: not a JSON object"),
     "no field": ("x.jsonl", b'{"body": 1, "id": 2}\n', 'x.jsonl, line 1: it has no "text"; its keys: body, id'),
@@ -265,27 +263,27 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "csv zero": ("x.csv", b"text\n\0\n", "x.csv, line 2: a zero byte"),
     "csv quote": ("x.csv", b'n,text\n1,a\n2,"b\n3,c\n', "x.csv, line 3: a quote is never closed"),
     "no parquet": ("x.parquet", b"hello", "x.parquet is damaged: "),
-    "no parquet column": ("x.parquet.gz", gzip.compress(parquet(["a"]).replace(b"text", b"body")), 'x.parquet.gz: it has no "text"; its columns: n, body'),
-    "parquet numbers": ("x.parquet", parquet([1], "int64"), 'x.parquet: "text" contains int64, not strings'),
+    "no parquet column": ("x.parquet.gz", gzip.compress(make_parquet(["a"]).replace(b"text", b"body")), 'x.parquet.gz: it has no "text"; its columns: n, body'),
+    "parquet numbers": ("x.parquet", make_parquet([1], "int64"), 'x.parquet: "text" contains int64, not strings'),
     "no zip": ("x.zip", b"hello", "x.zip is damaged: File is not a zip file"),
-    "zip member changed": ("x.zip", zipped(("a", b"hello"), method=0).replace(b"hello", b"HELLO"), "x.zip/a is damaged: Bad CRC-32"),
-    "zip method": ("x.zip", zipped(("a", b"hello"), method=zipfile.ZIP_BZIP2), "x.zip/a is compressed with method 12"),
-    "zip encrypted": ("x.zip", zipped(("a", b"hello")).replace(b"PK\1\2\x14\x03\x14\0\0", b"PK\1\2\x14\x03\x14\0\1"), "x.zip/a is encrypted"),
-    "zip member": ("x.zip", zipped(("a.txt", b"\xff")), "x.zip/a.txt is not UTF-8: byte 0xff"),
-    "zip up": ("x.zip", zipped(("../a.txt", b"a")), "x.zip is unsafe: its member ../a.txt points outside the archive"),
-    "zip absolute": ("x.zip", zipped(("/a\nb", b"a")), r"x.zip is unsafe: its member /a\?b points outside the archive"),
-    "tar drive": ("x.tar", tarred(("C:\\a", b"a")), r"x.tar is unsafe: its member C:\\a points outside the archive"),
+    "zip member changed": ("x.zip", make_zip(("a", b"hello"), method=0).replace(b"hello", b"HELLO"), "x.zip/a is damaged: Bad CRC-32"),
+    "zip method": ("x.zip", make_zip(("a", b"hello"), method=zipfile.ZIP_BZIP2), "x.zip/a is compressed with method 12"),
+    "zip encrypted": ("x.zip", make_zip(("a", b"hello")).replace(b"PK\1\2\x14\x03\x14\0\0", b"PK\1\2\x14\x03\x14\0\1"), "x.zip/a is encrypted"),
+    "zip member": ("x.zip", make_zip(("a.txt", b"\xff")), "x.zip/a.txt is not UTF-8: byte 0xff"),
+    "zip up": ("x.zip", make_zip(("../a.txt", b"a")), "x.zip is unsafe: its member ../a.txt points outside the archive"),
+    "zip absolute": ("x.zip", make_zip(("/a\nb", b"a")), r"x.zip is unsafe: its member /a\?b points outside the archive"),
+    "tar drive": ("x.tar", make_tar(("C:\\a", b"a")), r"x.tar is unsafe: its member C:\\a points outside the archive"),
     "no tar": ("x.tar", b"hello", "x.tar is damaged: "),
-    "tar header": ("x.tar", tarred(("a", b"a"), ("b", b"b")).replace(b"b\0\0", b"B\0\0"), "x.tar is damaged: bad checksum"),
-    "tar cut": ("x.tar", tarred(("a", b"a" * 9999))[:4096], "x.tar is damaged: unexpected end of data"),
-    "tgz cut": ("x.tgz", gzip.compress(tarred(("a", b"a")))[:-4], "x.tgz is damaged: "),
-    "tar long name": ("x.tar", tarred(("a" * 2_000_000, b"a")), "x.tar is damaged: a header of "),
-    "nested": ("x.zip", reduce(lambda data, _: zipped(("x.zip", data)), range(12), zipped(("a.txt", b"a"))), "packed more than 8 levels deep"),
+    "tar header": ("x.tar", make_tar(("a", b"a"), ("b", b"b")).replace(b"b\0\0", b"B\0\0"), "x.tar is damaged: bad checksum"),
+    "tar cut": ("x.tar", make_tar(("a", b"a" * 9999))[:4096], "x.tar is damaged: unexpected end of data"),
+    "tgz cut": ("x.tgz", gzip.compress(make_tar(("a", b"a")))[:-4], "x.tgz is damaged: "),
+    "tar long name": ("x.tar", make_tar(("a" * 2_000_000, b"a")), "x.tar is damaged: a header of "),
+    "nested": ("x.zip", reduce(lambda data, _: make_zip(("x.zip", data)), range(12), make_zip(("a.txt", b"a"))), "packed more than 8 levels deep"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
+def test_bad_input_is_one_error_line_and_can_be_skipped(case: str) -> None:
     name, data, message = BAD[case]
     with pytest.raises(UserError, match=message) as error:
         read(name, data)
@@ -307,22 +305,22 @@ def test_what_is_bad_says_so_in_a_line_and_can_be_skipped(case: str) -> None:
         ("x.csv", b"n,text\n1,Hello, world\n2,good\n3,a,\n4,b", ["good", "b"], 2),
         ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n5\n{"text": "d"}', ["a", "c", "d"], 2),
         ("x.json", b'[{"text": "a"}, {"n": 1}, 5, {"text": "b"}, {"text"', ["a", "b"], 3),
-        ("x.zip", zipped(("a", b"a"), ("b", b"\xff"), ("../c", b"c"), (".d", b"\xff"), ("__MACOSX/e", b"\xff"), ("f", b"f")), ["a", "f"], 2),
-        ("x.tar", tarred(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
-        ("x.tar", tarred(("a", b"a"), ("b", b"b" * 9999))[:4096], ["a"], 1),
-        ("x.jsonl.gz", gzip.compress(jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
-        ("x.txt.zst", zstd(b"one\n---\ntwo") + zstd(b"\n---\nthree")[:-1], ["one\n", "two\n"], 1),
+        ("x.zip", make_zip(("a", b"a"), ("b", b"\xff"), ("../c", b"c"), (".d", b"\xff"), ("__MACOSX/e", b"\xff"), ("f", b"f")), ["a", "f"], 2),
+        ("x.tar", make_tar(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
+        ("x.tar", make_tar(("a", b"a"), ("b", b"b" * 9999))[:4096], ["a"], 1),
+        ("x.jsonl.gz", gzip.compress(make_jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
+        ("x.txt.zst", compress_zstd(b"one\n---\ntwo") + compress_zstd(b"\n---\nthree")[:-1], ["one\n", "two\n"], 1),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # not the bytes: gzip writes the time
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # gzip bytes contain the time.
 )  # fmt: skip
-def test_what_was_whole_before_stays(name: str, data: bytes, expected: list[str], skipped: int) -> None:
+def test_documents_before_the_damage_are_kept(name: str, data: bytes, expected: list[str], skipped: int) -> None:
     reader = Reader(ReadConfig(skip_bad=True, split_on="---"))
     assert list(documents(reader, source(name, data))) == expected
     assert reader.skipped.count == skipped
 
 
-def test_tsv_has_no_quotes() -> None:
-    """A field is what lies between tabs, as ``cut -f2`` has it."""
+def test_tsv_ignores_quotes() -> None:
+    """Tabs separate fields, as in ``cut -f2``."""
     texts = ['"Open the door, she said.', "He did.", 'He nodded."', ' "a" ""b"" ', "\\t \\", "a\rb\x0b\x85c"]
     rows = "".join(f"{n}\t{text}\r\n\r\n" for n, text in enumerate(texts))
     assert read("x.tsv", f"\ufeffn\ttext\r\n{rows}".encode()) == texts
@@ -337,23 +335,23 @@ RECORD_FILES = {"x.txt": "é", "x.jsonl": '{"text": "é"}\n', "x.json": '[{"text
 
 @pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.json", "x.csv", "x.tsv"])
 @pytest.mark.parametrize("skip_bad", [False, True])
-def test_a_byte_order_mark_is_no_text(name: str, skip_bad: bool) -> None:
+def test_byte_order_marks_are_removed(name: str, skip_bad: bool) -> None:
     text = RECORD_FILES[name]
     assert read(name, MARK + text.encode(), skip_bad=skip_bad) == ["é"]
-    if name != "x.json":  # files that were appended to one another
-        found = read(name, 2 * (MARK + text.encode() + b"\n"), skip_bad=skip_bad)
-        assert "".join(found).replace("\n", "") == "éé"
+    if name != "x.json":  # Two joined files
+        texts = read(name, 2 * (MARK + text.encode() + b"\n"), skip_bad=skip_bad)
+        assert "".join(texts).replace("\n", "") == "éé"
     for encoding in ("utf-16", "utf-32", "utf-16-le", "utf-32-be"):
         marked = text if encoding in ("utf-16", "utf-32") else f"\ufeff{text}"
         assert read(name, marked.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
-    for encoding in ("latin-1", "cp1252", "gb18030"):  # editors put UTF-8's mark before what they take for UTF-8
+    for encoding in ("latin-1", "cp1252", "gb18030"):  # Some editors add a UTF-8 byte-order mark to these.
         mark = "\ufeff".encode(encoding) if encoding == "gb18030" else MARK
         assert read(name, mark + text.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
-    assert read("x.zip", zipped(("a.txt", MARK + b"one"), ("b.txt", MARK)), skip_bad=skip_bad) == ["one"]
+    assert read("x.zip", make_zip(("a.txt", MARK + b"one"), ("b.txt", MARK)), skip_bad=skip_bad) == ["one"]
 
 
 @pytest.mark.parametrize("name", RECORD_FILES)
-def test_wide_characters_are_noticed(name: str) -> None:
+def test_utf16_and_utf32_are_detected(name: str) -> None:
     for encoding in ("utf-16", "utf-32"):
         data = RECORD_FILES[name].encode(encoding)
         with pytest.raises(UserError, match=f"{name} is {encoding.upper()}, not UTF-8") as error:
@@ -383,7 +381,7 @@ def test_json_files(text: str, block: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_long_json_files_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps([{"text": "long é\n" * 1000}] * 3000).encode()
-    with at_most(10):
+    with limit_memory(10):
         assert sum(1 for _ in documents(Reader(ReadConfig()), source("x.json", data))) == 3000
     monkeypatch.setattr(formats, "MAX_RECORD", 1000)
     monkeypatch.setattr(formats, "BLOCK", 100)
@@ -391,30 +389,30 @@ def test_long_json_files_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
         read("x.json", b'[{"text": "a"},\n{"text": "' + b"b" * 3000 + b'"}]')
 
 
-def test_surrogates_and_damage_are_replaced_and_counted() -> None:
+def test_surrogates_and_bad_bytes_are_replaced_and_counted() -> None:
     reader = Reader(ReadConfig(errors="replace"))
     data = b'{"text": "\\ud800 \\ud83d\\udc15 \xff \\udc00"}\n'
     assert list(documents(reader, source("x.jsonl", data))) == ["\ufffd 🐕 \ufffd \ufffd"]
     assert list(documents(reader, source("x.csv", b"text\nZ\xffrich\n"))) == ["Z\ufffdrich"]
     assert reader.replaced == 4
-    with pytest.raises(UserError, match="zero byte"):  # that is no question of encoding
+    with pytest.raises(UserError, match="zero byte"):  # Zero bytes are never replaced.
         read("x", b"a\xff\0", errors="replace")
 
 
-def test_long_records_end_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_record_is_one_error_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "MAX_RECORD", 1000)
-    long = jsonl(["a", "b" * 3000, "c"])
+    long = make_jsonl(["a", "b" * 3000, "c"])
     with pytest.raises(UserError, match="x.jsonl, line 3: longer than 1,000 bytes"):
         read("x.jsonl", long)
     assert read("x.jsonl", long, skip_bad=True) == ["a", "c"]
     with pytest.raises(UserError, match="x.csv, line [0-9]+: longer than 1,000 bytes"):
-        read("x.csv", table(["a", "b\n" * 3000, "c"], ","))
-    row = "text\n" + '"' + ",".join(['b\n"', '"'] * 300) + '"\n'  # of many short lines and fields
+        read("x.csv", make_table(["a", "b\n" * 3000, "c"], ","))
+    row = "text\n" + '"' + ",".join(['b\n"', '"'] * 300) + '"\n'  # One row of many short lines and fields
     with pytest.raises(UserError, match="x.csv, line [0-9]+: longer than 1,000 bytes"):
         read("x.csv", row.encode())
 
 
-def bomb(byte: bytes, mebibytes: int) -> bytes:
+def make_gzip_bomb(byte: bytes, mebibytes: int) -> bytes:
     import zlib
 
     packer = zlib.compressobj(1, wbits=31)
@@ -422,24 +420,24 @@ def bomb(byte: bytes, mebibytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_bombs_are_streamed(ending: str) -> None:
+def test_compression_bombs_are_streamed(ending: str) -> None:
     size = 200
-    packed = bomb(b"a", size) if ending == ".gz" else zstd(b"a" * 2**20) * size
-    name, data = "x.zip", zipped((f"x.txt{ending}", packed))
-    with at_most(40):
+    packed = make_gzip_bomb(b"a", size) if ending == ".gz" else compress_zstd(b"a" * 2**20) * size
+    name, data = "x.zip", make_zip((f"x.txt{ending}", packed))
+    with limit_memory(40):
         lengths = [len(chunk.text) for chunk in Reader(ReadConfig()).documents(source(name, data))]
     assert max(lengths) < 8 * 2**20
     assert sum(lengths) == size * 2**20
 
 
-def test_bombs_of_zeros_and_of_one_line() -> None:
+def test_compression_bombs_of_zeros_or_one_line_are_errors() -> None:
     with pytest.raises(UserError, match="not text: it has a zero byte at offset 0"):
-        read("x.gz", bomb(b"\0", 100))
-    with at_most(200), pytest.raises(UserError, match="line 1: longer than 67,108,864 bytes"):
-        read("x.jsonl.gz", bomb(b" ", 300))
+        read("x.gz", make_gzip_bomb(b"\0", 100))
+    with limit_memory(200), pytest.raises(UserError, match="line 1: longer than 67,108,864 bytes"):
+        read("x.jsonl.gz", make_gzip_bomb(b" ", 300))
 
 
-def test_settings_that_cannot_be() -> None:
+def test_invalid_settings_are_errors() -> None:
     for config in ({"split_on": "a\nb"}, {"encoding": "hex"}):
         with pytest.raises(UserError):
             Reader(ReadConfig(**config))
@@ -454,16 +452,14 @@ def test_settings_that_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("name", "module", "extra"), [("x.zst", lib_zstd.__name__, "zstd"), ("x.parquet", "pyarrow", "parquet")]
 )
-def test_packages_that_are_missing_are_named(
-    name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_named(name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(WorkError, match="needs the package") as error:
-        read(name, b"", skip_bad=True)  # it is not the file that is bad
+        read(name, b"", skip_bad=True)  # A missing package is an error even with skip_bad.
     assert error.value.hint == install_extra(extra)
 
 
-def test_what_the_system_says() -> None:
+def test_operating_system_errors() -> None:
     def refuse() -> io.BytesIO:
         raise PermissionError(13, "Permission denied")
 
@@ -471,9 +467,9 @@ def test_what_the_system_says() -> None:
         def read1(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
 
-    for opens, why in ((refuse, "Permission denied"), (Torn, "Input/output error")):
-        with pytest.raises(UserError, match=f"cannot read x.txt: {why}"):
+    for opens, reason in ((refuse, "Permission denied"), (Torn, "Input/output error")):
+        with pytest.raises(UserError, match=f"cannot read x.txt: {reason}"):
             list(Reader(ReadConfig()).documents(Source("x.txt", 1, 0, opens)))
         reader = Reader(ReadConfig(skip_bad=True))
         assert list(reader.documents(Source("x.txt", 1, 0, opens))) == []
-        assert reader.skipped.first == f"cannot read x.txt: {why}"
+        assert reader.skipped.first == f"cannot read x.txt: {reason}"

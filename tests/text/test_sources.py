@@ -1,4 +1,4 @@
-"""From words to where text lies: disk, standard input, addresses, corpora by name."""
+"""Finding text sources: files, stdin, URLs, named corpora."""
 
 import errno
 import functools
@@ -25,80 +25,86 @@ from gpt.text.documents import Skipped
 from gpt.text.unpack import Source
 
 
-def texts(found: list[Source]) -> list[str]:
+def read_texts(all_sources: list[Source]) -> list[str]:
     reader = documents.Reader(ReadConfig())
-    return [chunk.text for source in found for chunk in reader.documents(source)]
+    return [chunk.text for source in all_sources for chunk in reader.documents(source)]
 
 
-def tree(folder: Path, *names: str) -> None:
+def create_files(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"text of {Path(name).name}")
 
 
 def test_files_and_folders_in_order(workdir: Path) -> None:
-    tree(workdir, "b/2.txt", "b/1.txt", "b/.git/x", ".hidden", "a.txt", "b/c/3")
+    create_files(workdir, "b/2.txt", "b/1.txt", "b/.git/x", ".hidden", "a.txt", "b/c/3")
     os.mkfifo("b/pipe")
     Path("b/broken").symlink_to("nowhere")
-    found = sources.find(["b", "a.txt", "b"])
-    assert [source.name for source in found] == ["b/1.txt", "b/2.txt", "b/c/3", "a.txt"]
-    assert found[-1].size == len("text of a.txt")
-    assert found[-1].time == (workdir / "a.txt").stat().st_mtime_ns
-    assert texts(found) == ["text of 1.txt", "text of 2.txt", "text of 3", "text of a.txt"]
-    assert texts(pickle.loads(pickle.dumps(found))) == texts(found)  # processes may share the work
+    all_sources = sources.find(["b", "a.txt", "b"])
+    assert [source.name for source in all_sources] == ["b/1.txt", "b/2.txt", "b/c/3", "a.txt"]
+    assert all_sources[-1].size == len("text of a.txt")
+    assert all_sources[-1].time == (workdir / "a.txt").stat().st_mtime_ns
+    assert read_texts(all_sources) == ["text of 1.txt", "text of 2.txt", "text of 3", "text of a.txt"]
+    # Worker processes receive pickled sources.
+    assert read_texts(pickle.loads(pickle.dumps(all_sources))) == read_texts(all_sources)
 
 
-def test_each_file_is_read_once(workdir: Path) -> None:
-    tree(workdir, "b/1.txt", "b/2.txt")
+def test_duplicate_files_are_read_once(workdir: Path) -> None:
+    create_files(workdir, "b/1.txt", "b/2.txt")
     Path("link").symlink_to("b/1.txt")
     Path("b/3.txt").symlink_to("2.txt")
-    for asked in (["b", "b/1.txt"], ["b", "./b", "link"], ["b/*.txt", str(workdir / "b")]):
-        assert len(texts(sources.find(asked))) == 2, asked
+    for arguments in (["b", "b/1.txt"], ["b", "./b", "link"], ["b/*.txt", str(workdir / "b")]):
+        assert len(read_texts(sources.find(arguments))) == 2, arguments
     assert len(sources.find(["link", "b"])) == 2
 
 
-def notes_of(text: str) -> tuple[list[str], list[str]]:
-    """The names of the sources, and what is noted."""
+def find_with_notes(text: str) -> tuple[list[str], list[str]]:
+    """Returns source names and notes."""
     notes: list[str] = []
     return [source.name for source in sources.find([text], note=notes.append)], notes
 
 
 def test_links_to_folders_are_followed(workdir: Path) -> None:
-    tree(workdir, "c/b.txt", "c/e/f.txt", "d/x.txt", "d/y.txt", ".h/z.txt")
+    create_files(workdir, "c/b.txt", "c/e/f.txt", "d/x.txt", "d/y.txt", ".h/z.txt")
     for link, target in {
         "c/d": "../d", "c/d2": "../d", "c/a": "e", "c/x": "../d/x.txt", "c/h": "../.h", "d/back": "../c",
         "c/self": ".", "c/tokens": "../tokens",
     }.items():  # fmt: skip
         Path(link).symlink_to(target)
-    tree(workdir, "tokens/manifest.json", "tokens/tokenizer.tiktoken")
-    names = ["c/b.txt", "c/x", "c/a/f.txt", "c/d/y.txt", "c/h/z.txt"]  # each file once, in the order of names
-    assert notes_of("c") == (names, [])
-    assert sorted(texts(sources.find(["c/**/*.txt"]))) == [f"text of {name}.txt" for name in "bfxyz"]
-    assert sorted(texts(sources.find(["c/*"]))) == [f"text of {name}.txt" for name in "bfxyz"]
+    create_files(workdir, "tokens/manifest.json", "tokens/tokenizer.tiktoken")
+    # Every file is listed once, and files before folders.
+    names = ["c/b.txt", "c/x", "c/a/f.txt", "c/d/y.txt", "c/h/z.txt"]
+    assert find_with_notes("c") == (names, [])
+    assert sorted(read_texts(sources.find(["c/**/*.txt"]))) == [f"text of {name}.txt" for name in "bfxyz"]
+    assert sorted(read_texts(sources.find(["c/*"]))) == [f"text of {name}.txt" for name in "bfxyz"]
 
 
-def test_links_that_are_not_followed_are_noted(workdir: Path) -> None:
-    tree(workdir, "t/a.txt", "t/s/b.txt", "other.txt")
+def test_skipped_links_are_reported(workdir: Path) -> None:
+    create_files(workdir, "t/a.txt", "t/s/b.txt", "other.txt")
     for link, target in {"t/up": "..", "t/s/top": "/", "t/none": "nowhere", "t/loop": "loop"}.items():
         Path(link).symlink_to(target)
     os.mkfifo("t/pipe")
-    upward = "skipped 2 links to folders above them, such as t/up"
-    noted = ["skipped 2 broken links, such as t/loop", upward, "skipped a pipe, socket or device: t/pipe"]
+    upward_note = "skipped 2 links to folders above them, such as t/up"
+    notes = ["skipped 2 broken links, such as t/loop", upward_note, "skipped a pipe, socket or device: t/pipe"]
     for text in ("t", "t/**"):
-        assert notes_of(text) == (["t/a.txt", "t/s/b.txt"], noted)
-    assert "such as t/up" in notes_of("t/*")[1][0]
-    assert len(notes_of("t/up")[0]) == 3  # it is asked for
+        assert find_with_notes(text) == (["t/a.txt", "t/s/b.txt"], notes)
+    assert "such as t/up" in find_with_notes("t/*")[1][0]
+    assert len(find_with_notes("t/up")[0]) == 3  # A link given by name is followed.
 
 
-def test_folders_of_tokens_are_left_out(workdir: Path) -> None:
-    tree(workdir, "a.txt", "whole/manifest.json", "whole/tokenizer.tiktoken", "whole/x.ids", "site/manifest.json")
-    tree(workdir, "runs/a/tokens/progress.jsonl", "runs/a/tokens/tokenizer.tiktoken", "runs/a/run.json")
+def test_token_folders_are_skipped(workdir: Path) -> None:
+    create_files(
+        workdir, "a.txt", "whole/manifest.json", "whole/tokenizer.tiktoken", "whole/x.ids", "site/manifest.json"
+    )
+    create_files(workdir, "runs/a/tokens/progress.jsonl", "runs/a/tokens/tokenizer.tiktoken", "runs/a/run.json")
     names = ["a.txt", "runs/a/run.json", "site/manifest.json"]
     assert [source.name for source in sources.find(["."])] == names
 
 
-def test_patterns(workdir: Path) -> None:
-    tree(workdir, "t/b.txt", "t/a.txt", "t/c.md", "t/.d.txt", "t/sub/e.txt", "t/sub/.f/g.txt", "odd[1].txt", "pydocs")
+def test_glob_patterns(workdir: Path) -> None:
+    create_files(
+        workdir, "t/b.txt", "t/a.txt", "t/c.md", "t/.d.txt", "t/sub/e.txt", "t/sub/.f/g.txt", "odd[1].txt", "pydocs"
+    )
 
     def names(pattern: str) -> list[str]:
         return [source.name for source in sources.find([pattern])]
@@ -106,13 +112,13 @@ def test_patterns(workdir: Path) -> None:
     assert names("t/?.[a-m]*") == ["t/c.md"]
     assert names("t/**/*.txt") == ["t/a.txt", "t/b.txt", "t/sub/e.txt"]
     assert names("t/*") == names("t/**") == ["t/a.txt", "t/b.txt", "t/c.md", "t/sub/e.txt"]
-    assert names("odd[1].txt") == ["odd[1].txt"]  # what is there is meant
-    assert names("pydocs") == ["pydocs"]  # before the corpus
+    assert names("odd[1].txt") == ["odd[1].txt"]  # Files take precedence over patterns.
+    assert names("pydocs") == ["pydocs"]  # Files take precedence over corpora.
     with pytest.raises(UserError, match=r"no file matches t/\*.csv"):
         sources.find(["t/*.csv"])
 
 
-def test_standard_input_is_read_once_and_opened_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdin_is_read_once_and_can_be_reopened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a line\n" * 100_000)))
     (source,) = sources.find(["-", "-"])
     assert (source.name, source.size, source.time) == ("stdin", 700_000, 0)
@@ -122,13 +128,13 @@ def test_standard_input_is_read_once_and_opened_often(monkeypatch: pytest.Monkey
     assert first.read() == (b"a line\n" * 100_000)[10:]
     first.seek(-3, io.SEEK_END)
     assert first.read() == b"ne\n"
-    assert "".join(texts([source])) == "a line\n" * 100_000
+    assert "".join(read_texts([source])) == "a line\n" * 100_000
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(UserError, match="no standard input"):
         sources.find(["-"])
 
 
-def test_a_pipe_that_the_disk_has_no_room_for_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_while_buffering_stdin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.BytesIO):
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -142,16 +148,16 @@ def test_a_pipe_that_the_disk_has_no_room_for_is_one_clear_line(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("text", ["through a pipe", ""])
-def test_a_pipe_is_read_once(workdir: Path, text: str) -> None:
+def test_named_pipe_is_read_once(workdir: Path, text: str) -> None:
     os.mkfifo("pipe")
     writer = threading.Thread(target=lambda: Path("pipe").write_text(text))
     writer.start()
     (source,) = sources.find(["pipe"])
     writer.join()
-    assert texts([source]) == texts([source]) == [text] * bool(text)
+    assert read_texts([source]) == read_texts([source]) == [text] * bool(text)
 
 
-def test_what_is_not_there(workdir: Path) -> None:
+def test_missing_source_is_an_error(workdir: Path) -> None:
     (workdir / "empty").mkdir()
     (workdir / "pydocs").mkdir()
     for text, message in {
@@ -167,17 +173,17 @@ def test_what_is_not_there(workdir: Path) -> None:
         with pytest.raises(UserError, match=message) as error:
             sources.find([text], Skipped())
         assert type(error.value) is UserError
-    assert sources.find([])[0].name.startswith("pydocs/")  # though there is a folder of that name
+    assert sources.find([])[0].name.startswith("pydocs/")  # A folder does not shadow the default corpus.
 
 
 @pytest.mark.parametrize(
-    ("locked", "asked", "what"),
+    ("locked", "argument", "description"),
     [("t/a", "t", "the folder t/a"), ("t/a", "t/*", "the folder t/a"), ("t/a/1", "t", "t/a/1")],
 )
-def test_what_cannot_be_looked_at_is_counted(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch, locked: str, asked: str, what: str
+def test_unreadable_paths_are_counted(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, locked: str, argument: str, description: str
 ) -> None:
-    tree(workdir, "t/a/1", "t/b/2")
+    create_files(workdir, "t/a/1", "t/b/2")
     scandir, stat = os.scandir, Path.stat
 
     def refuse(real: Callable[..., Any], path: str | Path, **kwargs: bool) -> Any:
@@ -187,17 +193,17 @@ def test_what_cannot_be_looked_at_is_counted(
 
     monkeypatch.setattr(os, "scandir", lambda path: refuse(scandir, path))
     monkeypatch.setattr(Path, "stat", lambda path, **kwargs: refuse(stat, path, **kwargs))
-    message = f"cannot read {what}: Permission denied"
+    message = f"cannot read {description}: Permission denied"
     with pytest.raises(UserError, match=message) as error:
-        sources.find([asked])
+        sources.find([argument])
     assert "--skip-bad" in error.value.hint
     skipped = Skipped()
-    assert [source.name for source in sources.find([asked], skipped)] == ["t/b/2"]
+    assert [source.name for source in sources.find([argument], skipped)] == ["t/b/2"]
     assert (skipped.count, skipped.first) == (1, message)
 
 
-def test_names_of_runs(workdir: Path) -> None:
-    tree(workdir, "x[1].txt")
+def test_run_names(workdir: Path) -> None:
+    create_files(workdir, "x[1].txt")
     for text, name in {
         "-": "stdin", "a/b.txt": "b", "b.jsonl.gz": "b", "b.tar.zst": "b", "x[1].txt": "x[1]", "data/*.txt": "data",
         "a/**/*.txt": "a", "*": workdir.name, "s3://bucket/path/c.jsonl.gz": "c", "https://h/d.txt?x=/y.z": "d",
@@ -207,41 +213,45 @@ def test_names_of_runs(workdir: Path) -> None:
     assert sources.run_name([]) == "pydocs"
 
 
-def test_addresses_in_memory() -> None:
+def test_fsspec_memory_urls() -> None:
     import fsspec
 
     files = fsspec.filesystem("memory")
     for name in ("/t/b.txt", "/t/a.txt", "/t/.h", "/t/s/c.txt.gz"):
         files.pipe(name, gzip.compress(name.encode()) if name.endswith(".gz") else name.encode())
     try:
-        found = sources.find(["memory://t"])
-        assert [source.name for source in found] == ["memory:///t/a.txt", "memory:///t/b.txt", "memory:///t/s/c.txt.gz"]
-        assert texts(found) == ["/t/a.txt", "/t/b.txt", "/t/s/c.txt.gz"]
-        assert found[0].size == 8
-        assert found[0].time > 1_600_000_000 * 10**9
-        assert texts(sources.find(["memory://t/*.txt"])) == ["/t/a.txt", "/t/b.txt"]
-        assert texts(sources.find(["memory://t/b.txt"]) * 2) == ["/t/b.txt"] * 2
+        all_sources = sources.find(["memory://t"])
+        assert [source.name for source in all_sources] == [
+            "memory:///t/a.txt",
+            "memory:///t/b.txt",
+            "memory:///t/s/c.txt.gz",
+        ]
+        assert read_texts(all_sources) == ["/t/a.txt", "/t/b.txt", "/t/s/c.txt.gz"]
+        assert all_sources[0].size == 8
+        assert all_sources[0].time > 1_600_000_000 * 10**9
+        assert read_texts(sources.find(["memory://t/*.txt"])) == ["/t/a.txt", "/t/b.txt"]
+        assert read_texts(sources.find(["memory://t/b.txt"]) * 2) == ["/t/b.txt"] * 2
         files.rm("/t/a.txt")
         with pytest.raises(UserError, match="there is no memory://"):
-            texts(found)
+            read_texts(all_sources)
     finally:
         files.rm("/t", recursive=True)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no named pipes in folders")
-def test_what_is_no_file_below_an_address_is_left_out(workdir: Path) -> None:
-    tree(workdir, "t/a.txt", "t/s/b.txt")
+def test_special_files_below_a_url_are_skipped(workdir: Path) -> None:
+    create_files(workdir, "t/a.txt", "t/s/b.txt")
     os.mkfifo("t/pipe")
     Path("t/nowhere").symlink_to("gone")
-    for asked in ("/t", "/t/*"):
-        assert [source.name.rsplit("/t/")[1] for source in sources.find([workdir.as_uri() + asked])] == [
+    for path in ("/t", "/t/*"):
+        assert [source.name.rsplit("/t/")[1] for source in sources.find([workdir.as_uri() + path])] == [
             "a.txt",
             "s/b.txt",
         ]
 
 
-def test_short_reads_of_an_address_cut_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a text is cut, and so what a resume skips, follows from the text alone."""
+def test_short_reads_do_not_change_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume skips chunks, which must depend only on the text."""
     import fsspec
 
     files, text = fsspec.filesystem("memory"), "one two\n" * 200_000
@@ -254,16 +264,16 @@ def test_short_reads_of_an_address_cut_no_text(monkeypatch: pytest.MonkeyPatch) 
         read1 = read
 
     try:
-        whole = texts(sources.find(["memory://short.txt"]))
+        whole = read_texts(sources.find(["memory://short.txt"]))
         monkeypatch.setattr(type(files), "open", lambda *args, **more: Short(text.encode()))
-        assert texts(sources.find(["memory://short.txt"])) == whole
+        assert read_texts(sources.find(["memory://short.txt"])) == whole
         assert "".join(whole) == text
     finally:
         files.rm("/short.txt")
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files; /broken ends before its time."""
+class WebHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves files. /broken ends early and /secret is forbidden."""
 
     def do_GET(self) -> None:
         if self.path in ("/broken", "/secret"):
@@ -282,7 +292,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[str]:
-    handler = functools.partial(Quiet, directory=str(tmp_path))
+    handler = functools.partial(WebHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -291,22 +301,22 @@ def web(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_addresses_on_the_web(tmp_path: Path, web: str) -> None:
-    tree(tmp_path, "t/a.txt", "t/b.txt", "t/s/c.txt")
+def test_http_urls(tmp_path: Path, web: str) -> None:
+    create_files(tmp_path, "t/a.txt", "t/b.txt", "t/s/c.txt")
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' * 500_000)
     with zipfile.ZipFile(tmp_path / "e.zip", "w") as archive:
         archive.writestr("in.txt", "zipped")
-    (one,) = sources.find([f"{web}/t/a.txt"])
-    assert (one.name, one.size) == (f"{web}/t/a.txt", 13)
-    assert one.time // 10**9 == int((tmp_path / "t/a.txt").stat().st_mtime)
-    assert texts([one, one]) == ["text of a.txt"] * 2
-    for asked, names in {"t/": "abc", "t/*.txt": "ab"}.items():
-        assert texts(sources.find([f"{web}/{asked}"])) == [f"text of {name}.txt" for name in names]
-    assert len(texts(sources.find([f"{web}/d.jsonl?x=y"]))) == 500_000
-    assert texts(sources.find([f"{web}/e.zip"])) == ["zipped"]
+    (web_file,) = sources.find([f"{web}/t/a.txt"])
+    assert (web_file.name, web_file.size) == (f"{web}/t/a.txt", 13)
+    assert web_file.time // 10**9 == int((tmp_path / "t/a.txt").stat().st_mtime)
+    assert read_texts([web_file, web_file]) == ["text of a.txt"] * 2
+    for path, names in {"t/": "abc", "t/*.txt": "ab"}.items():
+        assert read_texts(sources.find([f"{web}/{path}"])) == [f"text of {name}.txt" for name in names]
+    assert len(read_texts(sources.find([f"{web}/d.jsonl?x=y"]))) == 500_000
+    assert read_texts(sources.find([f"{web}/e.zip"])) == ["zipped"]
 
 
-def test_what_goes_wrong_on_the_web(web: str) -> None:
+def test_http_errors(web: str) -> None:
     for address, kind, message in (
         (f"{web}/nothing", UserError, f"there is no {web}/nothing"),
         (f"{web}/secret", WorkError, "cannot read .*/secret: 403 Forbidden"),
@@ -314,11 +324,11 @@ def test_what_goes_wrong_on_the_web(web: str) -> None:
         (f"{web}/broken", WorkError, "cannot read .*/broken: "),
     ):
         with pytest.raises(kind, match=message) as error:
-            texts(sources.find([address]))
+            read_texts(sources.find([address]))
         assert "\n" not in error.value.message
 
 
-def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     for address, hint in {"s3://bucket/x": install("s3fs"), "https://host/x": install_extra("remote")}.items():
         with pytest.raises(WorkError) as error:

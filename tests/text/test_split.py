@@ -1,4 +1,4 @@
-"""What is trained on and what is held out."""
+"""Training and held-out text."""
 
 import io
 
@@ -23,11 +23,11 @@ def sources(*texts: str) -> list[Source]:
 
 
 def split_texts(texts: list[str], fraction: float, seed: int = 0) -> tuple[list[str], list[str]]:
-    """The texts of both sides, as documents."""
-    some = sources(*texts)
-    rule = plan_split(some, survey(some, READING), READING, fraction, seed)
+    """Returns the training and the held-out documents."""
+    text_sources = sources(*texts)
+    rule = plan_split(text_sources, survey(text_sources, READING), READING, fraction, seed)
     sides: tuple[list[str], list[str]] = ([], [])
-    for number, source in enumerate(some):
+    for number, source in enumerate(text_sources):
         for chunk, held_out in rule.assign(Reader(READING).documents(source), number):
             if chunk.begins:
                 sides[held_out].append("")
@@ -36,12 +36,12 @@ def split_texts(texts: list[str], fraction: float, seed: int = 0) -> tuple[list[
 
 
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=8), st.floats(0.01, 0.9))
-def test_at_the_end_nothing_is_lost(texts: list[str], fraction: float) -> None:
+def test_split_at_the_end_loses_no_text(texts: list[str], fraction: float) -> None:
     texts = [text.replace("\0", "0") for text in texts]
     size = sum(len(text.encode()) for text in texts)
     try:
         train, held_out = split_texts(texts, fraction)
-    except UserError:  # too short to have two sides
+    except UserError:  # The texts are too short to split.
         assert round(size * fraction) in (0, size)
         return
     assert "".join(train) + "".join(held_out) == "".join(texts)
@@ -53,21 +53,21 @@ def test_the_end_is_held_out() -> None:
     assert split_texts(["abc"], 0) == (["abc"], [])
 
 
-def test_many_documents_go_by_hash() -> None:
-    some = [f"document {i}" for i in range(1000)]
-    train, held_out = split_texts(some, 0.1, 7)
+def test_many_documents_are_split_by_hash() -> None:
+    documents = [f"document {i}" for i in range(1000)]
+    train, held_out = split_texts(documents, 0.1, 7)
     assert len(train) + len(held_out) == 1000
     assert 60 < len(held_out) < 140
-    more_train, more_held_out = split_texts([*(f"new {i}" for i in range(500)), *some], 0.1, 7)
-    assert set(held_out) <= set(more_held_out)  # adding documents moves none
+    more_train, more_held_out = split_texts([*(f"new {i}" for i in range(500)), *documents], 0.1, 7)
+    assert set(held_out) <= set(more_held_out)  # Added documents don't move the others.
     assert set(train) <= set(more_train)
-    assert len(split_texts(some, 1e-9, 7)[1]) == 1  # never nothing
-    assert len(split_texts(some, 1 - 1e-9, 7)[0]) == 1  # never everything
-    assert set(split_texts(some, 0.1, 8)[1]) != set(held_out)
+    assert len(split_texts(documents, 1e-9, 7)[1]) == 1  # Held-out text is never empty.
+    assert len(split_texts(documents, 1 - 1e-9, 7)[0]) == 1  # Training text is never empty.
+    assert set(split_texts(documents, 0.1, 8)[1]) != set(held_out)
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.9])
-def test_neither_side_is_empty_where_documents_are_alike(fraction: float) -> None:
+def test_identical_documents_leave_neither_side_empty(fraction: float) -> None:
     for seed in range(3):
         train, held_out = split_texts(["one"] * 150 + ["two"] * 150, fraction, seed)
         assert {*train, *held_out} == {"one", "two"}
@@ -78,7 +78,7 @@ def test_neither_side_is_empty_where_documents_are_alike(fraction: float) -> Non
     assert split_texts(["one"] * 300, 0) == (["one"] * 300, [])
 
 
-def test_a_document_in_chunks_goes_one_way() -> None:
+def test_all_chunks_of_a_document_go_to_one_side() -> None:
     rule = Split("hash", 0.5, 0, bound=0.5)
     chunks = [Chunk(f"{number // 3} begins", number % 3 == 0) for number in range(150)]
     sides = [held_out for _, held_out in rule.assign(chunks, 0)]
@@ -86,31 +86,31 @@ def test_a_document_in_chunks_goes_one_way() -> None:
     assert len(set(sides)) == 2
 
 
-def test_survey_reads_the_first_bytes_of_plain_files() -> None:
+def test_survey_reads_only_the_first_bytes_of_text_files() -> None:
     class FirstBytes(io.BytesIO):
         def read1(self, size: int | None = -1, /) -> bytes:
             assert size == 3
             return super().read1(size)
 
-    mark, line = b"\xef\xbb\xbf", b'{"text": "some text"}\n'
+    bom, line = b"\xef\xbb\xbf", b'{"text": "some text"}\n'
 
     def jsonl(count: int) -> Source:
         return Source("a.jsonl", count * len(line), 0, lambda: io.BytesIO(count * line))
 
-    plain = [Source(f"https://host/{n}.txt", 10, 0, lambda: 1 / 0) for n in range(2)]
-    plain += [Source("a.txt", 10, 0, lambda: FirstBytes(mark + b"1234567"))]
-    found = survey(plain, READING)
-    assert (found.documents, found.bytes, found.sizes) == (3, 27, [10, 10, 7])
-    assert survey([Source("a.txt", 3, 0, lambda: FirstBytes(mark))], READING).documents == 0
-    found = survey([jsonl(50), *plain], READING)
-    assert (found.documents, found.sizes) == (53, [450, 10, 10, 7])
-    found = survey([jsonl(500), *plain], READING)
-    assert (found.documents, found.sizes) == (200, None)
-    assert found.bytes > 1000
+    text_sources = [Source(f"https://host/{n}.txt", 10, 0, lambda: 1 / 0) for n in range(2)]
+    text_sources += [Source("a.txt", 10, 0, lambda: FirstBytes(bom + b"1234567"))]
+    result = survey(text_sources, READING)
+    assert (result.documents, result.bytes, result.sizes) == (3, 27, [10, 10, 7])
+    assert survey([Source("a.txt", 3, 0, lambda: FirstBytes(bom))], READING).documents == 0
+    result = survey([jsonl(50), *text_sources], READING)
+    assert (result.documents, result.sizes) == (53, [450, 10, 10, 7])
+    result = survey([jsonl(500), *text_sources], READING)
+    assert (result.documents, result.sizes) == (200, None)
+    assert result.bytes > 1000
 
 
-def test_a_sample_is_spread_and_bounded() -> None:
-    text = "".join(f"{number:08d}" for number in range(2**17))  # 16 chunks of 64 Ki characters
+def test_text_sample_is_evenly_spread_and_bounded() -> None:
+    text = "".join(f"{number:08d}" for number in range(2**17))  # 16 chunks of 65,536 characters
     chunks = [Chunk(text[at : at + 65536], at == 0) for at in range(0, len(text), 65536)]
     sample = TextSample(iter(chunks), len(text), 8192)
     parts = list(sample)
@@ -119,4 +119,4 @@ def test_a_sample_is_spread_and_bounded() -> None:
     assert all(abs(place - k / len(parts)) < 0.01 for k, place in enumerate(places))
     assert len(parts) == 8
     assert "".join(TextSample(iter(chunks), len(text), 2**31)) == text
-    assert "".join(TextSample(iter([Chunk("é" * 1000, True)]), 2000, 101)) == "é" * 50  # never inside a character
+    assert "".join(TextSample(iter([Chunk("é" * 1000, True)]), 2000, 101)) == "é" * 50  # A character is never split.

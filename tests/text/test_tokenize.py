@@ -1,4 +1,4 @@
-"""Text → token shards: the same for any number of threads, after any interruption, in any number of parts."""
+"""Token shards don't depend on threads, interruptions or parts."""
 
 import hashlib
 import json
@@ -34,15 +34,15 @@ SMALL = {
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many groups, slices and items in little text."""
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shrinks groups, slices and items, so that a short text has many."""
     for name, value in SMALL.items():
         monkeypatch.setattr(name, value)
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder: a long document, short ones, and JSON lines enough for the split to go by hash."""
+    """Long and short documents, and enough JSON lines for a split by hash."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "a.txt").write_bytes(make_text(6000).encode())
     for number in range(8):
@@ -52,30 +52,30 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, str]:
+def hashes(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
 BYTES = {"tokenizer": "bytes", "vocab_size": None}
 
 
-def make(texts: Path | str, out: Path, **settings: object) -> TokenFolder:
+def tokenize(texts: Path | str, out: Path, **settings: object) -> TokenFolder:
     return tokenize_texts([str(texts)], TokenizeConfig(**{"out": str(out), "vocab_size": 400, **settings}))  # type: ignore
 
 
-# What comes out
+# Output
 
 
-@pytest.mark.usefixtures("small")
-def test_the_ids_are_the_text(texts: Path, tmp_path: Path) -> None:
-    folder = make(texts, tmp_path / "out")
+@pytest.mark.usefixtures("small_slices")
+def test_ids_decode_to_the_text(texts: Path, tmp_path: Path) -> None:
+    folder = tokenize(texts, tmp_path / "out")
     folder.verify()
     tokenizer = folder.tokenizer
     written = {side: list(folder.stream(side).documents) for side in shards.SIDES}
     expected = [path.read_bytes().decode() for path in sorted(texts.iterdir()) if path.suffix != ".jsonl"]
     expected += [json.loads(line)["text"] for line in (texts / "c.jsonl").read_text("utf-8").splitlines()]
     ids = sorted(document[:].tolist() for side in shards.SIDES for document in written[side])
-    assert ids == sorted(tokenizer.encode(text).tolist() for text in expected)  # as if encoded whole
+    assert ids == sorted(tokenizer.encode(text).tolist() for text in expected)
     assert folder.documents == len(expected) == sum(map(len, written.values()))
     assert folder.bytes == sum(len(text.encode()) for text in expected)
     assert folder.manifest["split"]["by"] == "hash"
@@ -89,37 +89,37 @@ def test_the_ids_are_the_text(texts: Path, tmp_path: Path) -> None:
     assert (a.size, a.time) == ((texts / "a.txt").stat().st_size, (texts / "a.txt").stat().st_mtime_ns)
 
 
-@pytest.mark.usefixtures("small")
-def test_any_number_of_threads_makes_the_same(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = make(texts, tmp_path / "one", jobs=1)
+@pytest.mark.usefixtures("small_slices")
+def test_thread_count_does_not_change_the_output(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    single = tokenize(texts, tmp_path / "one", jobs=1)
     monkeypatch.setattr("gpt.text.tokenize.cores", lambda: 3)
-    many = make(texts, tmp_path / "many", jobs=1024)
-    assert contents(one.path) == contents(many.path)
+    threaded = tokenize(texts, tmp_path / "many", jobs=1024)
+    assert hashes(single.path) == hashes(threaded.path)
 
 
-def test_few_documents_are_split_at_the_end_and_val_text_apart(tmp_path: Path) -> None:
+def test_small_corpus_is_split_at_the_end_or_by_val_text(tmp_path: Path) -> None:
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     a.write_text("one two three four five " * 20)
     b.write_text("six seven " * 10)
 
     def split(out: str, **settings: object) -> tuple[dict[str, object], list[bytes]]:
-        folder = make(a, tmp_path / out, **BYTES, **settings)
+        folder = tokenize(a, tmp_path / out, **BYTES, **settings)
         sides = (folder.stream(side).documents for side in shards.SIDES)
-        return folder.manifest["split"], [b"".join(bytes(each[:].tolist()) for each in side) for side in sides]
+        return folder.manifest["split"], [b"".join(bytes(document[:].tolist()) for document in side) for side in sides]
 
-    how, (train, val) = split("end")
+    split_record, (train, val) = split("end")
     assert (train + val, len(train)) == (a.read_bytes(), 432)
-    assert how == {"by": "end", "fraction": 0.1, "seed": 1337, "kept": 432}
-    how, sides = split("own", val_text=b)
-    assert (how["by"], sides) == ("text", [a.read_bytes(), b.read_bytes()])
+    assert split_record == {"by": "end", "fraction": 0.1, "seed": 1337, "kept": 432}
+    split_record, sides = split("own", val_text=b)
+    assert (split_record["by"], sides) == ("text", [a.read_bytes(), b.read_bytes()])
     assert split("none", val_fraction=0)[1] == [a.read_bytes(), b""]
 
 
-def test_json_of_the_command(gpt: Callable[..., Done], texts: Path, tmp_path: Path) -> None:
+def test_json_output_of_gpt_tokenize(gpt: Callable[..., Done], texts: Path, tmp_path: Path) -> None:
     args = ["tokenize", texts, "-o", tmp_path / "out", "--vocab-size", "400"]
-    done = gpt(*args, "--json", "--quiet")
-    assert (done.code, done.err) == (0, "")
-    values = json.loads(done.out)
+    result = gpt(*args, "--json", "--quiet")
+    assert (result.code, result.err) == (0, "")
+    values = json.loads(result.out)
     assert list(values) == [
         "out", "documents", "bytes", "tokens", "shards", "vocab_size", "tokenizer", "seconds", "bytes_per_second",
     ]  # fmt: skip
@@ -127,7 +127,7 @@ def test_json_of_the_command(gpt: Callable[..., Done], texts: Path, tmp_path: Pa
     one_line_of_what_and_what_next(gpt(*args), "already exists")
 
 
-def test_the_command_loads_no_torch(texts: Path, tmp_path: Path) -> None:
+def test_gpt_tokenize_does_not_import_torch(texts: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from gpt_cli.main import main;"
         f"assert main(['tokenize', {str(texts / 'a.txt')!r}, '-o', {str(tmp_path / 'out')!r}, '-q']) == 0;"
@@ -136,54 +136,54 @@ def test_the_command_loads_no_torch(texts: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Going on
+# Resume
 
 
-class Stop(Exception):
-    """Stands for the end of the process."""
+class SimulatedCrash(Exception):
+    pass
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("every", [5, more(1)])
-def test_resumed_after_any_slice_it_is_equal_to_the_byte(texts: Path, tmp_path: Path, every: int) -> None:
-    expected = contents(make(texts, tmp_path / "whole").path)
+@pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize("step", [5, more(1)])
+def test_resume_after_any_slice_is_byte_identical(texts: Path, tmp_path: Path, step: int) -> None:
+    expected = hashes(tokenize(texts, tmp_path / "whole").path)
     count = len({(shard.group, shard.slice) for shard in TokenFolder(tmp_path / "whole").shards})
     assert count > 8
-    for stop_at in range(0, count, every):
-        out = tmp_path / str(stop_at)
-        stopped(texts, out, stop_at)
+    for crash_at in range(0, count, step):
+        out = tmp_path / str(crash_at)
+        tokenize_until_crash(texts, out, crash_at)
         with pytest.raises(UserError, match="is not finished"):
             TokenFolder(out)
         with pytest.raises(UserError, match="already exists"):
-            make(texts, out)
-        with pytest.MonkeyPatch.context() as patch:  # no finished slice is made again
-            patch.setattr(unfinished_folder.ShardWriter, "_write", _failing_at(count - stop_at))
-            make(texts, out, resume=True, jobs=1 + stop_at % 2)
-        assert contents(out) == expected
+            tokenize(texts, out)
+        with pytest.MonkeyPatch.context() as patch:  # Rewriting a finished slice would crash again.
+            patch.setattr(unfinished_folder.ShardWriter, "_write", crash_after(count - crash_at))
+            tokenize(texts, out, resume=True, jobs=1 + crash_at % 2)
+        assert hashes(out) == expected
 
 
 _write = unfinished_folder.ShardWriter._write
 
 
-def _failing_at(count: int) -> Callable[..., None]:
-    done = iter(range(count))
+def crash_after(count: int) -> Callable[..., None]:
+    writes = iter(range(count))
 
     def write(self: unfinished_folder.ShardWriter, item: unfinished_folder.Item) -> None:
-        if next(done, None) is None:
+        if next(writes, None) is None:
             (self.folder / ".tmp-1-torn.ids").write_bytes(b"torn")
             with (self.folder / token_folder.PROGRESS).open("ab") as file:
                 file.write(b'{"group": 1, "it')
-            raise Stop
+            raise SimulatedCrash
         _write(self, item)
 
     return write
 
 
-def stopped(texts: Path, out: Path, count: int, **settings: object) -> None:
-    """A folder whose making ends in the middle of the slice after ``count`` more."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(unfinished_folder.ShardWriter, "_write", _failing_at(count))
-        make(texts, out, **settings)
+def tokenize_until_crash(texts: Path, out: Path, count: int, **settings: object) -> None:
+    """Crashes after writing ``count`` slices."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SimulatedCrash):
+        patch.setattr(unfinished_folder.ShardWriter, "_write", crash_after(count))
+        tokenize(texts, out, **settings)
 
 
 SCRIPT = """
@@ -199,43 +199,43 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path: Path) -> list[str]:
-    """The command in a process of its own, with small slices."""
+    """A command line with small slices."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(small=SMALL))
     return [sys.executable, str(path), "tokenize"]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_slices")
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-def test_killed_and_resumed_it_is_equal_to_the_byte(texts: Path, tmp_path: Path, script: list[str]) -> None:
-    expected = contents(make(texts, tmp_path / "whole").path)
+def test_resume_after_sigkill_is_byte_identical(texts: Path, tmp_path: Path, script: list[str]) -> None:
+    expected = hashes(tokenize(texts, tmp_path / "whole").path)
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--resume", "--jobs", "2", "-q"]
     codes = []
     for kill_at in (3, 100_000):
         with subprocess.Popen(command) as process:
-            while process.poll() is None and _lines(out) <= kill_at:
+            while process.poll() is None and finished_slices(out) <= kill_at:
                 time.sleep(0.002)
             process.kill()
         codes.append(process.returncode)
     assert -signal.SIGKILL in codes
     assert codes[-1] == 0
-    assert contents(out) == expected
+    assert hashes(out) == expected
 
 
-def _lines(out: Path) -> int:
+def finished_slices(out: Path) -> int:
     path = out / token_folder.PROGRESS
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.parametrize("signum", [slow(signal.SIGINT), more(signal.SIGTERM)])
-def test_a_signal_ends_it_in_good_order(texts: Path, tmp_path: Path, script: list[str], signum: int) -> None:
+def test_signal_stops_gracefully(texts: Path, tmp_path: Path, script: list[str], signum: int) -> None:
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and _lines(out) < 2:
+        while process.poll() is None and finished_slices(out) < 2:
             time.sleep(0.002)
         process.send_signal(signum)
         _, err = process.communicate()
@@ -248,44 +248,44 @@ def test_a_signal_ends_it_in_good_order(texts: Path, tmp_path: Path, script: lis
     TokenFolder(out).verify()
 
 
-@pytest.mark.usefixtures("small")
-def test_what_has_changed_is_noticed(texts: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_slices")
+def test_resume_refuses_changed_settings_and_files(texts: Path, tmp_path: Path) -> None:
     copy, out = tmp_path / "texts", tmp_path / "out"
     shutil.copytree(texts, copy)
-    stopped(copy, out, 3)
+    tokenize_until_crash(copy, out, 3)
 
-    def refused(message: str, out: Path = out, **settings: object) -> None:
+    def assert_resume_refused(message: str, out: Path = out, **settings: object) -> None:
         with pytest.raises(UserError, match=message):
-            make(copy, out, resume=True, **settings)
+            tokenize(copy, out, resume=True, **settings)
 
-    refused("started with vocab_size 400", vocab_size=500)
-    refused("another split", val_fraction=0.2)
-    refused("another part", part="1/2")
-    refused("started with split_on None, now '---'", split_on="---")
+    assert_resume_refused("started with vocab_size 400", vocab_size=500)
+    assert_resume_refused("another split", val_fraction=0.2)
+    assert_resume_refused("another part", part="1/2")
+    assert_resume_refused("started with split_on None, now '---'", split_on="---")
     (copy / "d.txt").write_text("new")
-    refused(r"d\.txt did not exist when")
+    assert_resume_refused(r"d\.txt did not exist when")
     (copy / "d.txt").unlink()
     (copy / "b3.md").rename(tmp_path / "b3.md")
-    refused(r"b3\.md has disappeared since")
+    assert_resume_refused(r"b3\.md has disappeared since")
     (copy / "b3.md").write_text("other")
-    refused(r"b3\.md has changed since")
+    assert_resume_refused(r"b3\.md has changed since")
     (tmp_path / "b3.md").replace(copy / "b3.md")
-    finished = contents(make(copy, out, resume=True).path)
-    assert contents(make(copy, out, resume=True).path) == finished  # finished: nothing is done
-    refused("was started with another split", seed=2)
+    finished = hashes(tokenize(copy, out, resume=True).path)
+    assert hashes(tokenize(copy, out, resume=True).path) == finished
+    assert_resume_refused("was started with another split", seed=2)
     (copy / "b3.md").write_text("other")
-    refused(r"b3\.md has changed since")
+    assert_resume_refused(r"b3\.md has changed since")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    refused("is not a token folder that gpt tokenize started", tmp_path / "mine")
+    assert_resume_refused("is not a token folder that gpt tokenize started", tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize(
     ("milder", "counted"), [({"skip_bad": True}, "skipped"), ({"errors": "replace"}, "replaced")], ids=str
 )
-def test_bad_text_leaves_what_is_finished_and_can_be_let_through(
+def test_bad_text_keeps_finished_slices_and_can_be_skipped(
     tmp_path: Path, milder: dict[str, object], counted: str
 ) -> None:
     copy, out = tmp_path / "texts", tmp_path / "out"
@@ -293,18 +293,19 @@ def test_bad_text_leaves_what_is_finished_and_can_be_let_through(
     (copy / "one.txt").write_bytes(make_text(60_000).encode() + b"\xff")
     (copy / "two.txt").write_bytes(make_text(3000, seed=1).encode())
     with pytest.raises(UserError, match=r"one\.txt is not UTF-8"):
-        make(copy, out, **BYTES, val_fraction=0.0)
-    assert _lines(out) > 1  # what came before the wrong byte
-    whole = make(copy, tmp_path / "whole", **BYTES, val_fraction=0.0, **milder)
-    assert whole.manifest[counted] == 1
-    assert contents(make(copy, out, resume=True, **BYTES, val_fraction=0.0, **milder).path) == contents(whole.path)
-    with pytest.raises(UserError, match="was started with "):  # settings for bad text only become milder
-        make(copy, out, resume=True, **BYTES, val_fraction=0.0)
+        tokenize(copy, out, **BYTES, val_fraction=0.0)
+    assert finished_slices(out) > 1  # The text before the bad byte was written.
+    single = tokenize(copy, tmp_path / "whole", **BYTES, val_fraction=0.0, **milder)
+    assert single.manifest[counted] == 1
+    assert hashes(tokenize(copy, out, resume=True, **BYTES, val_fraction=0.0, **milder).path) == hashes(single.path)
+    # A resume can only relax the handling of bad text.
+    with pytest.raises(UserError, match="was started with "):
+        tokenize(copy, out, resume=True, **BYTES, val_fraction=0.0)
 
 
-@pytest.mark.usefixtures("small")
-def test_a_lost_shard_is_made_again_with_all_after_it(texts: Path, tmp_path: Path) -> None:
-    expected = contents(make(texts, tmp_path / "whole").path)
+@pytest.mark.usefixtures("small_slices")
+def test_damaged_shard_and_later_ones_are_rewritten(texts: Path, tmp_path: Path) -> None:
+    expected = hashes(tokenize(texts, tmp_path / "whole").path)
     records = TokenFolder(tmp_path / "whole").shards
     group = max({shard.group for shard in records}, key=lambda g: max(s.slice for s in records if s.group == g))
     assert sum(shard.group == group and shard.side == "train" for shard in records) > 3
@@ -312,43 +313,43 @@ def test_a_lost_shard_is_made_again_with_all_after_it(texts: Path, tmp_path: Pat
         out = tmp_path / str(slice)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(unfinished_folder, "finish", lambda *_: 1 / 0)
-            make(texts, out)
+            tokenize(texts, out)
         lost = out / f"train-{group:05d}-{slice:05d}.ids"
         lost.write_bytes(lost.read_bytes()[:-2])
-        stopped(texts, out, 1, resume=True)
-        assert contents(make(texts, out, resume=True).path) == expected
+        tokenize_until_crash(texts, out, 1, resume=True)
+        assert hashes(tokenize(texts, out, resume=True).path) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small")
-def test_one_process_at_a_time(texts: Path, tmp_path: Path, script: list[str]) -> None:
+@pytest.mark.usefixtures("small_slices")
+def test_only_one_process_can_write_a_folder(texts: Path, tmp_path: Path, script: list[str]) -> None:
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "1", "-q", "--resume"]
 
     def second(self: unfinished_folder.ShardWriter, item: unfinished_folder.Item) -> None:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert f"error: another process is writing {out}" in done.stderr
-        raise Stop
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 2
+        assert f"error: another process is writing {out}" in result.stderr
+        raise SimulatedCrash
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SimulatedCrash):
         patch.setattr(unfinished_folder.ShardWriter, "_write", second)
-        make(texts, out)
+        tokenize(texts, out)
     assert subprocess.run(command, check=False).returncode == 0
     assert not (out / ".lock").exists()
 
 
-def test_a_tokenizer_that_has_changed_is_noticed(texts: Path, tmp_path: Path) -> None:
-    mine = make(texts, tmp_path / "mine", val_fraction=0.2).path
-    args = {"tokenizer": str(mine), "vocab_size": None}
-    make(texts, tmp_path / "other", **args)
-    shutil.rmtree(mine)
-    make(texts, mine, vocab_size=300)
+def test_resume_refuses_a_changed_tokenizer(texts: Path, tmp_path: Path) -> None:
+    tokenizer_folder = tokenize(texts, tmp_path / "mine", val_fraction=0.2).path
+    args = {"tokenizer": str(tokenizer_folder), "vocab_size": None}
+    tokenize(texts, tmp_path / "other", **args)
+    shutil.rmtree(tokenizer_folder)
+    tokenize(texts, tokenizer_folder, vocab_size=300)
     with pytest.raises(UserError, match="was started with another tokenizer"):
-        make(texts, tmp_path / "other", resume=True, **args)
+        tokenize(texts, tmp_path / "other", resume=True, **args)
 
 
-def test_standard_input_is_not_gone_on_with(gpt: Callable[..., Done], workdir: Path) -> None:
+def test_stdin_cannot_be_resumed(gpt: Callable[..., Done], workdir: Path) -> None:
     args = ["tokenize", "-", "-o", "out", "--tokenizer", "bytes", "--resume"]
     assert gpt(*args, stdin=b"some text").code == 0
     one_line_of_what_and_what_next(
@@ -359,8 +360,8 @@ def test_standard_input_is_not_gone_on_with(gpt: Callable[..., Done], workdir: P
 # Parts
 
 
-@pytest.mark.usefixtures("small")
-def test_parts_of_different_texts_are_not_joined(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_slices")
+def test_parts_of_different_texts_cannot_be_merged(tmp_path: Path) -> None:
     names = [str(tmp_path / f"{number}.txt") for number in range(3)]
     for number, name in enumerate(names):
         Path(name).write_text(make_text(4000, seed=number))
@@ -370,110 +371,110 @@ def test_parts_of_different_texts_are_not_joined(tmp_path: Path) -> None:
         config = TokenizeConfig(out=str(tmp_path / out), part=f"{number}/2", val_text=val_text, tokenizer="bytes")
         return tokenize_texts(texts, config).path
 
-    def refused(message: str, *parts: Path) -> None:
+    def assert_merge_refused(message: str, *parts: Path) -> None:
         with pytest.raises(UserError, match=message):
             token_folder.merge(parts, tmp_path / "refused")
 
     first, second = part("first", 1, names[:2]), part("second", 2, names[:2])
     other = part("other", 2, names[:1], str(tmp_path / "[12].txt"))
-    refused("not parts of one corpus: their corpus differs", first, other)
+    assert_merge_refused("not parts of one corpus: their corpus differs", first, other)
     (second / "notes").mkdir()
     assert token_folder.merge([second, first], tmp_path / "merged").tokens
     shard = second / TokenFolder(second).shards[0].file
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:100])
-    refused(re.escape(shard.name), first, second)
-    shard.write_bytes(whole)
-    manifest, twice = json.loads((second / token_folder.MANIFEST).read_text()), TokenFolder(first).shards[0]
-    manifest["shards"][0] |= {key: getattr(twice, key) for key in ("file", "group", "slice", "side")}
+    shard_bytes = shard.read_bytes()
+    shard.write_bytes(shard_bytes[:100])
+    assert_merge_refused(re.escape(shard.name), first, second)
+    shard.write_bytes(shard_bytes)
+    manifest, duplicate = json.loads((second / token_folder.MANIFEST).read_text()), TokenFolder(first).shards[0]
+    manifest["shards"][0] |= {key: getattr(duplicate, key) for key in ("file", "group", "slice", "side")}
     (second / token_folder.MANIFEST).write_text(json.dumps(manifest))
-    before = contents(first)
-    refused("two of the parts have the same shards|is damaged|does not match", first, second)
-    assert contents(first) == before
+    before = hashes(first)
+    assert_merge_refused("two of the parts have the same shards|is damaged|does not match", first, second)
+    assert hashes(first) == before
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize("count", [1, 3, more(40)])
-def test_parts_join_into_what_one_machine_makes(texts: Path, tmp_path: Path, count: int) -> None:
-    whole = make(texts, tmp_path / "whole").path
-    parts = [make(texts, tmp_path / f"part{i}", part=f"{i}/{count}").path for i in range(1, count + 1)]
+def test_merged_parts_equal_a_single_run(texts: Path, tmp_path: Path, count: int) -> None:
+    whole = tokenize(texts, tmp_path / "whole").path
+    parts = [tokenize(texts, tmp_path / f"part{i}", part=f"{i}/{count}").path for i in range(1, count + 1)]
     if count == 3:
-        other = make(texts, tmp_path / "other", part="2/3", seed=3).path
-        for some, message in (
+        other = tokenize(texts, tmp_path / "other", part="2/3", seed=3).path
+        for incomplete, message in (
             ([parts[0], parts[2]], "part 2/3 is missing"),
             ([*parts, parts[1]], "one was given twice"),
             ([whole, *parts], "is not a part"),
             ([parts[0], other, parts[2]], "not parts of one corpus: their split differs"),
         ):
             with pytest.raises(UserError, match=message):
-                token_folder.merge(some, tmp_path / "merged")
+                token_folder.merge(incomplete, tmp_path / "merged")
         with pytest.raises(UserError, match="is a part of a corpus"):
-            _train(parts[0], tmp_path / "run")
+            train_tiny(parts[0], tmp_path / "run")
         assert not (tmp_path / "merged").exists()
     merged = token_folder.merge(parts[::-1], tmp_path / "merged")
-    assert contents(merged.path) == contents(whole)
+    assert hashes(merged.path) == hashes(whole)
     merged.verify()
     with pytest.raises(UserError, match="already exists"):
         token_folder.merge(parts, tmp_path / "merged")
 
 
-# Trained on
+# Training
 
 
-def _train(path: Path, out: Path, **settings: Any) -> Any:
+def train_tiny(path: Path, out: Path, **settings: Any) -> Any:
     return gpt.train(path, out=out, steps=6, dtype="float32", **TINY, **settings)
 
 
-def test_trained_on_it_is_the_text_it_was_made_from(texts: Path, tmp_path: Path, gpt: Callable[..., Done]) -> None:
-    folder = make(texts, tmp_path / "tokens")
-    heard: list[events.Event] = []
-    a, b = tmp_path / "a", tmp_path / "b"
-    from_text = _train(texts, a, vocab_size=400)
-    from_tokens = _train(folder.path, b, tokenizer="bytes", errors="replace", listen=heard.append)
-    assert "tokenized: --tokenizer has no effect" in str(heard)
-    assert "tokenized: --errors has no effect" in str(heard)
-    assert str(heard).count("has no effect") == 2
-    one, other = (each.checkpoint / "model.safetensors" for each in (from_text, from_tokens))
-    assert one.read_bytes() == other.read_bytes()
-    assert contents(a / "tokens") == contents(folder.path)
-    assert not (b / "tokens").exists()
-    record = json.loads((b / "run.json").read_text())
+def test_training_on_tokens_equals_training_on_text(texts: Path, tmp_path: Path, gpt: Callable[..., Done]) -> None:
+    folder = tokenize(texts, tmp_path / "tokens")
+    received_events: list[events.Event] = []
+    text_run, token_run = tmp_path / "a", tmp_path / "b"
+    from_text = train_tiny(texts, text_run, vocab_size=400)
+    from_tokens = train_tiny(folder.path, token_run, tokenizer="bytes", errors="replace", listen=received_events.append)
+    assert "tokenized: --tokenizer has no effect" in str(received_events)
+    assert "tokenized: --errors has no effect" in str(received_events)
+    assert str(received_events).count("has no effect") == 2
+    text_weights, token_weights = (result.checkpoint / "model.safetensors" for result in (from_text, from_tokens))
+    assert text_weights.read_bytes() == token_weights.read_bytes()
+    assert hashes(text_run / "tokens") == hashes(folder.path)
+    assert not (token_run / "tokens").exists()
+    record = json.loads((token_run / "run.json").read_text())
     assert record["sources"][0]["sha256"] == hashlib.sha256((folder.path / "manifest.json").read_bytes()).hexdigest()
-    val = json.loads(gpt("eval", folder.path, "-m", b, "--json", "-q").out)
+    val = json.loads(gpt("eval", folder.path, "-m", token_run, "--json", "-q").out)
     assert val["loss"] == pytest.approx(from_tokens.val_loss) == pytest.approx(from_text.val_loss)
-    train = json.loads(gpt("eval", folder.path, "-m", b, "--split", "train", "--json", "-q").out)
+    train = json.loads(gpt("eval", folder.path, "-m", token_run, "--split", "train", "--json", "-q").out)
     assert train["bytes"] + val["bytes"] == folder.bytes
-    assert gpt("eval", folder.path, "-m", b, "--split", "test").code == 2
-    assert "tokenized: --field has no effect" in gpt("eval", folder.path, "-m", b, "--field", "x").err
+    assert gpt("eval", folder.path, "-m", token_run, "--split", "test").code == 2
+    assert "tokenized: --field has no effect" in gpt("eval", folder.path, "-m", token_run, "--field", "x").err
     (tmp_path / "t.txt").write_text("the cat sat on the dog")
-    done = gpt("eval", tmp_path / "t.txt", "-m", b, "--split", "train", "-q")
-    assert (done.code, "t.txt is not a token folder" in done.err) == (0, True), done.err
+    eval_result = gpt("eval", tmp_path / "t.txt", "-m", token_run, "--split", "train", "-q")
+    assert (eval_result.code, "t.txt is not a token folder" in eval_result.err) == (0, True), eval_result.err
 
 
-def test_a_folder_of_another_tokenizer_is_refused(
+def test_token_folder_with_another_tokenizer_is_an_error(
     texts: Path, tmp_path: Path, run_folder: Path, gpt: Callable[..., Done]
 ) -> None:
-    other = make(texts, tmp_path / "other", vocab_size=300)
-    one_line_of_what_and_what_next(gpt("eval", other.path, "-m", run_folder), "was made with another tokenizer")
-    same = make(texts, tmp_path / "same", tokenizer=str(run_folder), vocab_size=None)
+    other_folder = tokenize(texts, tmp_path / "other", vocab_size=300)
+    one_line_of_what_and_what_next(gpt("eval", other_folder.path, "-m", run_folder), "was made with another tokenizer")
+    same = tokenize(texts, tmp_path / "same", tokenizer=str(run_folder), vocab_size=None)
     assert gpt("eval", same.path, "-m", run_folder, "-q").code == 0
-    done = gpt("train", same.path, texts, "--out", tmp_path / "run")
-    one_line_of_what_and_what_next(done, "no other texts can be added")
+    result = gpt("train", same.path, texts, "--out", tmp_path / "run")
+    one_line_of_what_and_what_next(result, "no other texts can be added")
 
 
-@pytest.mark.usefixtures("small")
-def test_damaged_folders_are_refused(texts: Path, tmp_path: Path) -> None:
-    good, bad = make(texts, tmp_path / "good"), tmp_path / "bad"
+@pytest.mark.usefixtures("small_slices")
+def test_damaged_token_folder_is_an_error(texts: Path, tmp_path: Path) -> None:
+    good, bad = tokenize(texts, tmp_path / "good"), tmp_path / "bad"
     shard = good.shards[0].file
-    flipped = lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:]
-    climbing = lambda data: data.replace(shard.encode(), b"../" + shard.encode())
+    flip_bit = lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:]
+    escape_folder = lambda data: data.replace(shard.encode(), b"../" + shard.encode())
     for name, change, message in (
-        (shard, flipped, "its sha256 "),
+        (shard, flip_bit, "its sha256 "),
         (shard, lambda data: data[:-8], "its header requires"),
         ("tokenizer.tiktoken", lambda data: data.replace(b" 300\n", b" 999\n"), "fingerprint"),
         ("manifest.json", lambda data: data.replace(b'"format": 1', b'"format": 9', 1), "format 9"),
         ("manifest.json", lambda data: data[:-9], "is not JSON"),
-        ("manifest.json", climbing, "is damaged"),
+        ("manifest.json", escape_folder, "is damaged"),
         ("sources.jsonl", lambda data: data.replace(b"a.txt", b"x.txt"), r"sources\.jsonl is damaged"),
     ):
         shutil.rmtree(bad, ignore_errors=True)
@@ -485,37 +486,37 @@ def test_damaged_folders_are_refused(texts: Path, tmp_path: Path) -> None:
             folder.verify()
 
 
-# The machine
+# Disk and signals
 
 
-def test_no_room_is_said(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_an_error(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, pieces: list[bytes]) -> str:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(WorkError, match=r"the tokens need about 0 MB, but only 0 MB are free"):
-            make(texts, tmp_path / "out")
-    assert not (tmp_path / "out").exists()  # it is said before the work
+            tokenize(texts, tmp_path / "out")
+    assert not (tmp_path / "out").exists()  # The check runs before any work.
     monkeypatch.setattr("gpt.text.shards.write_pieces", full)
     with pytest.raises(WorkError, match="No space left on device"):
-        make(texts, tmp_path / "out")
+        tokenize(texts, tmp_path / "out")
 
 
-def test_progress_reaches_the_whole(texts: Path, tmp_path: Path) -> None:
-    heard: list[events.Event] = []
-    tokenize_texts([str(texts)], TokenizeConfig(out=str(tmp_path / "out"), tokenizer="bytes"), heard.append)
-    progress = [event for event in heard if isinstance(event, events.Progress)]
+def test_progress_reaches_the_total(texts: Path, tmp_path: Path) -> None:
+    received_events: list[events.Event] = []
+    tokenize_texts([str(texts)], TokenizeConfig(out=str(tmp_path / "out"), tokenizer="bytes"), received_events.append)
+    progress = [event for event in received_events if isinstance(event, events.Progress)]
     size = sum(path.stat().st_size for path in texts.iterdir())
     assert progress[-1] == events.Progress("tokenized", size, size)
     assert [event.done for event in progress] == sorted(event.done for event in progress)
 
 
-def test_interrupted_before_the_first_step_nothing_is_left(texts: Path, tmp_path: Path) -> None:
+def test_interrupt_before_the_first_step_removes_the_run(texts: Path, tmp_path: Path) -> None:
     def stop(event: object) -> None:
         if isinstance(event, events.Progress):
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(Interrupted, match="the run was removed"):
-        _train(texts, tmp_path / "run", listen=stop)
+        train_tiny(texts, tmp_path / "run", listen=stop)
     assert not (tmp_path / "run").exists()

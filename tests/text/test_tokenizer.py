@@ -1,4 +1,4 @@
-"""Text to ids and back."""
+"""Tokenizers: parity with other libraries, and saved files."""
 
 import hashlib
 import json
@@ -27,40 +27,40 @@ HARD = [
 
 
 @pytest.fixture(scope="module")
-def learnt() -> tokenizer.Tokenizer:
+def trained() -> tokenizer.Tokenizer:
     return tokenizer.learn_tokenizer([make_text()], 400)
 
 
 @pytest.fixture(scope="module")
-def hf_learnt(learnt: tokenizer.Tokenizer) -> HFTokenizer:
-    return HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(learnt)))
+def hf_tokenizer(trained: tokenizer.Tokenizer) -> HFTokenizer:
+    return HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(trained)))
 
 
 @settings(max_examples=300)
 @given(text=st.sampled_from(HARD) | st.text(max_size=60))
-def test_round_trip_and_parity_on_any_text(text: str, learnt: tokenizer.Tokenizer, hf_learnt: HFTokenizer) -> None:
-    for each in (learnt, tokenizer.bytes_tokenizer()):
-        ids = each.encode(text).tolist()
-        assert each.decode(ids) == text
-        assert each.eot not in ids
-    assert hf_learnt.encode(text).ids == learnt.encode(text, specials=True).tolist()
+def test_round_trip_and_parity_on_any_text(text: str, trained: tokenizer.Tokenizer, hf_tokenizer: HFTokenizer) -> None:
+    for tested_tokenizer in (trained, tokenizer.bytes_tokenizer()):
+        ids = tested_tokenizer.encode(text).tolist()
+        assert tested_tokenizer.decode(ids) == text
+        assert tested_tokenizer.eot not in ids
+    assert hf_tokenizer.encode(text).ids == trained.encode(text, specials=True).tolist()
 
 
 @needs_shared
-def test_gpt2_is_tiktokens_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt2_ids_equal_tiktoken_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
-    ours = tokenizer.gpt2_tokenizer()
-    assert (ours.vocab_size, ours.eot) == (50_257, 50_256)
+    bpe = tokenizer.gpt2_tokenizer()
+    assert (bpe.vocab_size, bpe.eot) == (50_257, 50_256)
     reference = tiktoken.get_encoding("r50k_base")
-    theirs = HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(ours)))
+    hf_tokenizer = HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(bpe)))
     for text in [*HARD, make_text(500), (SHARED / "data" / "tinyshakespeare.txt").read_text()[:100_000]]:
-        assert ours.encode(text).tolist() == reference.encode_ordinary(text)
+        assert bpe.encode(text).tolist() == reference.encode_ordinary(text)
         if "<|endoftext|>" not in text:
-            assert theirs.encode(text).ids == ours.encode(text).tolist()
-    assert len(tokenizer_files.merging_pairs(ours.backend.ranks)) == 50_000
+            assert hf_tokenizer.encode(text).ids == bpe.encode(text).tolist()
+    assert len(tokenizer_files.merging_pairs(bpe.backend.ranks)) == 50_000
 
 
-def test_vocabulary_larger_than_the_text_supports() -> None:
+def test_vocabulary_too_large_for_the_text_is_an_error() -> None:
     with pytest.raises(UserError, match=r"supports a vocabulary of at most \d+ ids, not 5,000") as error:
         vocabulary.make_tokenizer("auto", 5000, ["a tiny text"], 11)
     size = int(error.value.hint.split()[2])
@@ -70,63 +70,63 @@ def test_vocabulary_larger_than_the_text_supports() -> None:
         vocabulary.make_tokenizer("auto", 256, ["a tiny text"], 11)
 
 
-def test_ids_outside_the_vocabulary(learnt: tokenizer.Tokenizer) -> None:
+def test_id_outside_the_vocabulary_is_an_error(trained: tokenizer.Tokenizer) -> None:
     with pytest.raises(UserError, match="id 400 is outside the vocabulary of 400"):
-        learnt.check([1, 400])
-    assert learnt.decode([ord("a"), 400, 2**40]) == "a"  # of a model that has more ids
+        trained.check([1, 400])
+    assert trained.decode([ord("a"), 400, 2**40]) == "a"  # Models can have more ids.
 
 
-def test_no_token_is_learnt_that_would_take_long_to_take_apart() -> None:
+def test_trained_tokens_have_a_maximum_length() -> None:
     text = "=" * 200_000 + " " * 200_000 + "ab1½" * 50_000 + "é\u0301" * 50_000
     started = time.monotonic()
-    ruler = tokenizer.learn_tokenizer_up_to([text], 5000)
-    assert max(len(token.decode("utf-8", "replace")) for token in ruler.backend.ranks) <= tokenizer.LONGEST_LEARNT
-    tokenizer_files.to_tokenizer_json(ruler)
-    assert time.monotonic() - started < 20  # a token of 100,000 bytes would take many minutes
+    learned = tokenizer.learn_tokenizer_up_to([text], 5000)
+    assert max(len(token.decode("utf-8", "replace")) for token in learned.backend.ranks) <= tokenizer.LONGEST_LEARNT
+    tokenizer_files.to_tokenizer_json(learned)
+    assert time.monotonic() - started < 20  # A token of 100,000 bytes would take many minutes.
 
 
-# Tiktoken's encodings, with ranks of our own in the place of those that would be fetched
+# tiktoken encodings
 
 
 @pytest.fixture
-def offline_encodings(learnt: tokenizer.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every encoding of tiktoken over the ranks learnt here; the list fills with what would have been fetched."""
+def offline_encodings(trained: tokenizer.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces downloads with the trained ranks, and lists the URLs."""
     fetched: list[str] = []
 
     def load(url: str, expected_hash: str) -> dict[bytes, int]:
         fetched.append(url)
-        return dict(learnt.backend.ranks)
+        return dict(trained.backend.ranks)
 
     init = tiktoken.Encoding.__init__
-    uncounted = lambda self, name, *, explicit_n_vocab=None, **kwargs: init(self, name, **kwargs)
+    init_without_count = lambda self, name, *, explicit_n_vocab=None, **kwargs: init(self, name, **kwargs)
     monkeypatch.setattr(openai, "load_tiktoken_bpe", load)
-    monkeypatch.delattr(openai, "data_gym_to_mergeable_bpe_ranks")  # our gpt2 is r50k_base
-    monkeypatch.setattr(tiktoken.Encoding, "__init__", uncounted)
+    monkeypatch.delattr(openai, "data_gym_to_mergeable_bpe_ranks")  # gpt2 is loaded as r50k_base.
+    monkeypatch.setattr(tiktoken.Encoding, "__init__", init_without_count)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     return fetched
 
 
-def test_every_name_of_tiktokens(offline_encodings: list[str]) -> None:
+def test_every_tiktoken_encoding_can_be_named(offline_encodings: list[str]) -> None:
     names = tokenizer.named_tokenizers()
     assert {"bytes", "gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base"} <= set(names)
     for name in names:
         offline_encodings.clear()
         tiktoken.registry.ENCODINGS.clear()
-        found = tokenizer_files.find_tokenizer(name)
-        assert found.name == ("gpt2" if name == "r50k_base" else name)
-        assert found.decode(found.encode(HARD[4]).tolist()) == HARD[4]
-        file = tokenizer._FILES.get(name, name)  # what an error tells a user to download
+        loaded = tokenizer_files.find_tokenizer(name)
+        assert loaded.name == ("gpt2" if name == "r50k_base" else name)
+        assert loaded.decode(loaded.encode(HARD[4]).tolist()) == HARD[4]
+        file = tokenizer._FILES.get(name, name)  # Errors name this file.
         assert offline_encodings == ([] if name == "bytes" else [f"{tokenizer.ENCODINGS_URL}{file}.tiktoken"])
 
 
-def test_holes_in_ids_and_special_tokens(offline_encodings: list[str]) -> None:
+def test_gaps_in_ids_and_special_tokens(offline_encodings: list[str]) -> None:
     cl100k = tokenizer_files.find_tokenizer("cl100k_base")
     assert (cl100k.vocab_size, cl100k.eot) == (100_277, 100_257)
     assert cl100k.specials["<|endofprompt|>"] == 100_276
     ids = cl100k.encode("a<|fim_prefix|>b<|endoftext|>", specials=True).tolist()
     assert ids == [97, 100_258, 98, 100_257]
     assert 100_258 not in cl100k.encode("a<|fim_prefix|>b")
-    assert cl100k.decode([97, 100_256, 50_000, 100_258, 98]) == "a<|fim_prefix|>b"  # two of them without a token
+    assert cl100k.decode([97, 100_256, 50_000, 100_258, 98]) == "a<|fim_prefix|>b"  # Two of these ids have no token.
     for bad in (100_277, -1, 2**40):
         with pytest.raises(UserError, match=f"id {bad} is outside the vocabulary of 100,277"):
             cl100k.check([97, bad])
@@ -134,7 +134,7 @@ def test_holes_in_ids_and_special_tokens(offline_encodings: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
-def test_offline_says_what_goes_where(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_error_gives_url_and_cache_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import requests
 
     def no_network(*args: object, **kwargs: object) -> None:
@@ -145,11 +145,11 @@ def test_offline_says_what_goes_where(name: str, tmp_path: Path, monkeypatch: py
     if name == "gpt2":
         monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
         monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path))
-        what, file, folder = "GPT-2's vocabulary", "r50k_base", tmp_path / "tiktoken"
+        description, file, folder = "GPT-2's vocabulary", "r50k_base", tmp_path / "tiktoken"
     else:
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-        what, file, folder = f"the vocabulary {name}", name, tmp_path
-    with pytest.raises(WorkError, match=f"{what} is not on this machine and could not be downloaded") as error:
+        description, file, folder = f"the vocabulary {name}", name, tmp_path
+    with pytest.raises(WorkError, match=f"{description} is not on this machine and could not be downloaded") as error:
         tokenizer_files.find_tokenizer(name)
     url = f"https://openaipublic.blob.core.windows.net/encodings/{file}.tiktoken"
     assert url in error.value.hint
@@ -157,63 +157,63 @@ def test_offline_says_what_goes_where(name: str, tmp_path: Path, monkeypatch: py
 
 
 @lru_cache
-def foreign(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
-    """Learnt ranks under the pattern of cl100k, o200k or another, here and in the tokenizers library."""
-    learnt = tokenizer.learn_tokenizer([make_text()], 400)
+def pattern_tokenizer(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
+    """Returns a tokenizer with another pattern, here and in the tokenizers library."""
+    trained = tokenizer.learn_tokenizer([make_text()], 400)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: dict(learnt.backend.ranks))
+        patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: dict(trained.backend.ranks))
         patch.setattr(tiktoken.registry, "ENCODINGS", {})
-        made = {name: tokenizer.named_tokenizer(name) for name in ("cl100k_base", "o200k_base")}
-    odd = tokenizer.Tokenizer("odd", ByteBPE(r"\S+\s*|\s+", learnt.backend.ranks), 400, "<|end|>", {"<|user|>": 999})
-    ours = odd if name == "odd" else made[name]
-    return ours, HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(ours)))
+        encodings = {name: tokenizer.named_tokenizer(name) for name in ("cl100k_base", "o200k_base")}
+    odd = tokenizer.Tokenizer("odd", ByteBPE(r"\S+\s*|\s+", trained.backend.ranks), 400, "<|end|>", {"<|user|>": 999})
+    bpe = odd if name == "odd" else encodings[name]
+    return bpe, HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(bpe)))
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=50) | st.text(st.sampled_from(" \n\r\t'/sSlLtdm19.!-aBか。\u0301é\u00a0"), max_size=40))
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
 def test_parity_under_other_patterns(name: str, text: str) -> None:
-    ours, theirs = foreign(name)
-    assert ours.decode(ours.encode(text).tolist()) == text
-    assert theirs.encode(text).ids == ours.encode(text, specials=True).tolist()
+    bpe, reference = pattern_tokenizer(name)
+    assert bpe.decode(bpe.encode(text).tolist()) == text
+    assert reference.encode(text).ids == bpe.encode(text, specials=True).tolist()
 
 
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
-def test_tokenizer_json_there_and_back(name: str, tmp_path: Path) -> None:
-    ours, theirs = foreign(name)
+def test_tokenizer_json_round_trip(name: str, tmp_path: Path) -> None:
+    bpe, reference = pattern_tokenizer(name)
     if name == "odd":
         with pytest.raises(UserError, match="has 2 special tokens, none of them"):
-            tokenizer_files.from_tokenizer_json(tokenizer_files.to_tokenizer_json(ours), "x")
+            tokenizer_files.from_tokenizer_json(tokenizer_files.to_tokenizer_json(bpe), "x")
         return
-    (tmp_path / "tokenizer.json").write_text(theirs.to_str(), encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(reference.to_str(), encoding="utf-8")
     for word in (tmp_path, tmp_path / "tokenizer.json"):
-        found = tokenizer_files.find_tokenizer(str(word))
-        assert (found.pattern, found.all_specials) == (ours.pattern, ours.all_specials)
-        assert [found.encode(text).tolist() for text in HARD] == [ours.encode(text).tolist() for text in HARD]
-    for word, id in ours.all_specials.items():
-        assert theirs.token_to_id(word) == id
+        loaded = tokenizer_files.find_tokenizer(str(word))
+        assert (loaded.pattern, loaded.all_specials) == (bpe.pattern, bpe.all_specials)
+        assert [loaded.encode(text).tolist() for text in HARD] == [bpe.encode(text).tolist() for text in HARD]
+    for word, id in bpe.all_specials.items():
+        assert reference.token_to_id(word) == id
 
 
-def test_a_token_that_no_merge_reaches(learnt: tokenizer.Tokenizer) -> None:
-    ranks = {**learnt.backend.ranks, b"zqxj": len(learnt.backend.ranks)}
-    ours = tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), len(ranks))
-    values = tokenizer_files.to_tokenizer_json(ours)
-    theirs = lambda: HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids
-    assert theirs() == ours.encode("zqxj").tolist()
-    assert tokenizer_files.from_tokenizer_json(values, "x").fingerprint == ours.fingerprint
+def test_token_that_no_merge_produces(trained: tokenizer.Tokenizer) -> None:
+    ranks = {**trained.backend.ranks, b"zqxj": len(trained.backend.ranks)}
+    bpe = tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), len(ranks))
+    values = tokenizer_files.to_tokenizer_json(bpe)
+    hf_ids = lambda: HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids
+    assert hf_ids() == bpe.encode("zqxj").tolist()
+    assert tokenizer_files.from_tokenizer_json(values, "x").fingerprint == bpe.fingerprint
     values["model"]["ignore_merges"] = False
-    other = tokenizer_files.from_tokenizer_json(values, "x")
-    assert isinstance(other.backend, Library)
-    assert other.encode("zqxj").tolist() == theirs() != [399]
+    library_tokenizer = tokenizer_files.from_tokenizer_json(values, "x")
+    assert isinstance(library_tokenizer.backend, Library)
+    assert library_tokenizer.encode("zqxj").tolist() == hf_ids() != [399]
 
 
-# Special tokens, and a folder of one's own
+# Special tokens and saved folders
 
 
-def test_learnt_special_tokens_come_last_and_count(learnt: tokenizer.Tokenizer) -> None:
-    made = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"])
-    assert (made.vocab_size, made.eot, dict(made.specials)) == (400, 397, {"<|user|>": 398, "<|bot|>": 399})
-    assert made.backend.ranks == {token: rank for token, rank in learnt.backend.ranks.items() if rank < 397}
+def test_special_tokens_have_the_last_ids_of_the_vocabulary(trained: tokenizer.Tokenizer) -> None:
+    extended = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"])
+    assert (extended.vocab_size, extended.eot, dict(extended.specials)) == (400, 397, {"<|user|>": 398, "<|bot|>": 399})
+    assert extended.backend.ranks == {token: rank for token, rank in trained.backend.ranks.items() if rank < 397}
     with pytest.raises(UserError, match="at least 258"):
         tokenizer.learn_tokenizer([make_text()], 257, ["<|user|>"])
     for bad in (["a", "a"], ["<|endoftext|>"], [""]):
@@ -221,7 +221,7 @@ def test_learnt_special_tokens_come_last_and_count(learnt: tokenizer.Tokenizer) 
             tokenizer.learn_tokenizer([make_text()], 400, bad)
 
 
-def of_bytes(**specials: int) -> tokenizer.Tokenizer:
+def make_bytes(**specials: int) -> tokenizer.Tokenizer:
     ranks = {bytes([byte]): byte for byte in range(256)}
     return tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), 256, specials=specials)
 
@@ -235,40 +235,40 @@ def of_bytes(**specials: int) -> tokenizer.Tokenizer:
         ({"<|endoftext|>": 257}, "are not all different"),
     ],
 )
-def test_ids_that_cannot_be(specials: dict[str, int], message: str) -> None:
+def test_invalid_special_token_id_is_an_error(specials: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        of_bytes(**specials)
+        make_bytes(**specials)
 
 
-def test_fingerprints_take_special_tokens_in_and_stay_as_they_were() -> None:
-    plain = tokenizer.bytes_tokenizer().fingerprint
-    assert plain == "49d8b8f9301fe869454211d3a0086614920cd5fcab2f8e47e0be0ad54d280fdd"
-    assert len({plain, *(of_bytes(**each).fingerprint for each in ({}, {"a": 257}, {"a": 258}, {"b": 257}))}) == 4
+def test_fingerprint_is_stable_and_includes_special_tokens() -> None:
+    known = tokenizer.bytes_tokenizer().fingerprint
+    assert known == "49d8b8f9301fe869454211d3a0086614920cd5fcab2f8e47e0be0ad54d280fdd"
+    assert len({known, *(make_bytes(**ids).fingerprint for ids in ({}, {"a": 257}, {"a": 258}, {"b": 257}))}) == 4
 
 
-def test_a_special_token_inside_another_is_not_found_there() -> None:
-    made = of_bytes(**{"<a>": 257, "<a><b>": 258})
-    assert made.encode("<a><b><a>x", specials=True).tolist() == [258, 257, ord("x")]
+def test_special_token_inside_another_is_not_matched() -> None:
+    tokenizer_with_specials = make_bytes(**{"<a>": 257, "<a><b>": 258})
+    assert tokenizer_with_specials.encode("<a><b><a>x", specials=True).tolist() == [258, 257, ord("x")]
 
 
-def test_a_saved_folder_is_read_here_and_by_transformers(tmp_path: Path) -> None:
+def test_saved_folder_loads_here_and_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    learnt, own = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]), tmp_path / "a" / "own"
-    for made, folder in ((learnt, own), (foreign("cl100k_base")[0], tmp_path / "foreign")):
-        tokenizer_files.save_tokenizer(made, folder)
-        found = tokenizer_files.find_tokenizer(str(folder))
-        assert (found.fingerprint, found.specials) == (made.fingerprint, made.specials)
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        assert all(theirs.convert_tokens_to_ids(word) == id for word, id in made.all_specials.items())
+    trained, saved = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]), tmp_path / "a" / "own"
+    for source, folder in ((trained, saved), (pattern_tokenizer("cl100k_base")[0], tmp_path / "foreign")):
+        tokenizer_files.save_tokenizer(source, folder)
+        loaded = tokenizer_files.find_tokenizer(str(folder))
+        assert (loaded.fingerprint, loaded.specials) == (source.fingerprint, source.specials)
+        reference = transformers.AutoTokenizer.from_pretrained(folder)
+        assert all(reference.convert_tokens_to_ids(word) == id for word, id in source.all_specials.items())
         for text in [*HARD, "<|user|> the cat's mat <|bot|>WE'LL SEE<|endoftext|>"]:
-            assert theirs(text)["input_ids"] == made.encode(text, specials=True).tolist()
+            assert reference(text)["input_ids"] == source.encode(text, specials=True).tolist()
     with pytest.raises(UserError, match="already exists"):
-        tokenizer_files.save_tokenizer(learnt, own)
+        tokenizer_files.save_tokenizer(trained, saved)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["own"]
 
 
-def test_paths_that_hold_a_tokenizer(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
-    tokenizer_files.save_tokenizer(learnt, tmp_path / "own")
+def test_every_path_to_a_tokenizer_is_found(tmp_path: Path, trained: tokenizer.Tokenizer) -> None:
+    tokenizer_files.save_tokenizer(trained, tmp_path / "own")
     for name in ("manifest", "run/tokens", "other/step-000002"):
         shutil.copytree(tmp_path / "own", tmp_path / name)
     for name in ("manifest", "run/tokens"):
@@ -282,21 +282,21 @@ def test_paths_that_hold_a_tokenizer(tmp_path: Path, learnt: tokenizer.Tokenizer
     (tmp_path / "vocab" / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]))
     files = ("own/tokenizer.tiktoken", "own/tokenizer.json")
     for name in ("own", "manifest", "run", "run/tokens", "other", "vocab", *files):
-        assert tokenizer_files.find_tokenizer(str(tmp_path / name)).fingerprint == learnt.fingerprint, name
+        assert tokenizer_files.find_tokenizer(str(tmp_path / name)).fingerprint == trained.fingerprint, name
 
 
-def test_paths_that_hold_none(tmp_path: Path, learnt: tokenizer.Tokenizer) -> None:
-    def refused(name: str | Path, message: str) -> str | None:
+def test_path_without_a_tokenizer_is_an_error(tmp_path: Path, trained: tokenizer.Tokenizer) -> None:
+    def assert_refused(name: str | Path, message: str) -> str | None:
         with pytest.raises(UserError, match=message) as error:
             tokenizer_files.find_tokenizer(str(name))
         return error.value.hint
 
-    assert refused("gtp2", 'there is no tokenizer "gtp2"') == 'did you mean "gpt2"?'
-    own = tmp_path / "own"
-    tokenizer_files.save_tokenizer(learnt, own)
-    whole = (own / "tokenizer.tiktoken").read_bytes()
-    (own / "tokenizer.tiktoken").write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 1])
-    refused(own, "the fingerprint differs")
-    (own / "tokenizer.tiktoken").write_bytes(whole)
-    (own / "gpt.json").write_text('{"tokenizer": {"name": "x", "specials": [1]}}')
-    refused(own, "does not describe its tokenizer")
+    assert assert_refused("gtp2", 'there is no tokenizer "gtp2"') == 'did you mean "gpt2"?'
+    saved = tmp_path / "own"
+    tokenizer_files.save_tokenizer(trained, saved)
+    ranks_bytes = (saved / "tokenizer.tiktoken").read_bytes()
+    (saved / "tokenizer.tiktoken").write_bytes(ranks_bytes[: ranks_bytes.rindex(b"\n", 0, -1) + 1])
+    assert_refused(saved, "the fingerprint differs")
+    (saved / "tokenizer.tiktoken").write_bytes(ranks_bytes)
+    (saved / "gpt.json").write_text('{"tokenizer": {"name": "x", "specials": [1]}}')
+    assert_refused(saved, "does not describe its tokenizer")
