@@ -1,4 +1,4 @@
-"""What the machine gives a process: memory, cores, standard streams, a home, a current folder."""
+"""Limits of the machine: memory, cores, standard streams, home and current folder."""
 
 import errno
 import os
@@ -22,9 +22,11 @@ V1 = (("4", "memory"), ("7", "cpu,cpuacct"))
 V2 = (("0", ""),)
 
 
-def machine_with(folder: Path, own: str, root: str, limits: Mapping[str, str], version: int = 2) -> None:
-    """Writes /proc and cgroup folders as Linux has them, for a process in cgroup ``own`` that sees ``root`` and below.
-    Names of ``limits`` are relative to what it sees."""
+def write_machine_files(folder: Path, own: str, root: str, limits: Mapping[str, str], version: int = 2) -> None:
+    """Writes /proc and cgroup files for a process in cgroup ``own`` whose hierarchy is mounted at ``root``.
+
+    Names in ``limits`` are relative to the mount.
+    """
     proc, mounts = folder / "proc", []
     proc.mkdir()
     for number, names in V2 if version == 2 else V1:
@@ -76,7 +78,7 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_and_cores_follow_cgroups(
     own: str, root: str, version: int, limits: dict[str, str], memory: int, cores: int, tmp_path: Path
 ) -> None:
-    machine_with(tmp_path, own, root, limits, version)
+    write_machine_files(tmp_path, own, root, limits, version)
     assert peaks.host_memory() == memory
     assert peaks.cores() == cores
     assert Compute(torch.device("cpu"), torch.float32, shared_by=2).memory() == memory // 2
@@ -84,7 +86,7 @@ def test_memory_and_cores_follow_cgroups(
 
 @pytest.fixture
 def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user without HOME and without a name, whose temporary folder is returned."""
+    """Simulates a user without HOME and without a name; returns the temporary folder."""
     for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "LOCALAPPDATA", "HF_HOME", "GPT_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -97,7 +99,7 @@ def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @posix
-def test_a_user_without_a_home_has_a_private_folder(homeless: Path) -> None:
+def test_a_user_without_home_gets_a_private_folder(homeless: Path) -> None:
     place = homeless / f"gpt-{os.getuid()}"
     for folder in (files.cache_dir(), files.user_folder("state"), files.in_home(".cache/huggingface")):
         assert folder.is_relative_to(place)
@@ -106,7 +108,7 @@ def test_a_user_without_a_home_has_a_private_folder(homeless: Path) -> None:
 
 @posix
 @pytest.mark.parametrize("how", ["open", "link", "file"])
-def test_a_private_folder_that_others_can_write_to_is_refused(how: str, homeless: Path) -> None:
+def test_an_unsafe_private_folder_is_refused(how: str, homeless: Path) -> None:
     place = homeless / f"gpt-{os.getuid()}"
     if how == "open":
         place.mkdir()
@@ -121,18 +123,18 @@ def test_a_private_folder_that_others_can_write_to_is_refused(how: str, homeless
 
 
 @posix
-@pytest.mark.parametrize("there", [True, False])
-def test_a_home_that_cannot_be_written_to_may_be_read(
-    there: bool, homeless: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_read_only_home_is_used_if_it_has_a_cache(
+    has_cache: bool, homeless: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an image whose home has a cache, for another uid."""
+    """Covers a container image whose home has a cache written by another uid."""
     home = homeless / "home"
     cache = home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "gpt"
-    (cache if there else home).mkdir(parents=True)
+    (cache if has_cache else home).mkdir(parents=True)
     monkeypatch.setattr(Path, "home", lambda: home)
     assert files.cache_dir() == cache
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK and Path(path).exists())
-    assert (files.cache_dir() == cache) == there
+    assert (files.cache_dir() == cache) == has_cache
 
 
 @pytest.mark.parametrize(
@@ -145,14 +147,14 @@ def test_a_home_that_cannot_be_written_to_may_be_read(
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-def test_memory_that_ran_out_is_recognized(error: Exception) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception) -> None:
     assert is_out_of_memory(error)
     assert not is_out_of_threads(error)
     assert not is_out_of_memory(OSError(errno.ENOSPC, "full"))
     assert not is_out_of_memory(RuntimeError("can't start new thread"))
 
 
-def test_threads_that_cannot_be_started_are_reported(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_start_a_thread_is_reported(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -161,18 +163,18 @@ def test_threads_that_cannot_be_started_are_reported(gpt: Gpt, monkeypatch: pyte
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a current folder cannot be removed, or keeps its name")
-def test_a_current_folder_that_is_gone(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
-    gone = workdir / "gone"
-    gone.mkdir()
-    os.chdir(gone)
-    gone.rmdir()
+def test_a_deleted_current_folder_is_an_error(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+    deleted = workdir / "gone"
+    deleted.mkdir()
+    os.chdir(deleted)
+    deleted.rmdir()
     for words in (["train", "text.txt"], ["sample", "-m", run_folder], ["params"], ["data", "list"]):
         one_line_of_what_and_what_next(gpt(*words), "the current folder no longer exists")
     for words in (["--version"], ["train", "--help"], []):
         assert gpt(*words).code == 0
 
 
-def test_processes_need_a_loopback_device(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_processes_need_a_loopback_device(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
@@ -184,8 +186,8 @@ def test_processes_need_a_loopback_device(gpt: Gpt, text: Path, monkeypatch: pyt
 
 @posix
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed_at_the_start(closed: str, gpt: Gpt, workdir: Path) -> None:
-    """The work is done, and no file is written to in their place."""
+def test_closed_standard_streams_do_not_stop_the_work(closed: str, gpt: Gpt, workdir: Path) -> None:
+    """The command must do its work, and must not write output to a file that reused the descriptor."""
     Path("text.txt").write_text("some words\n" * 100)
     code = "from gpt_cli.main import run; run()"
     command = [sys.executable, "-c", code, "tokenize", "text.txt", "--tokenizer", "bytes", "-o", "tokens"]
