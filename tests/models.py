@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 CPU = Compute(torch.device("cpu"), torch.float32)
 EOT = 49
 # Properties of each family's models, written out here because `gpt.runs.hf` is tested with them.
-_MODERN_WITHOUT_QK_NORM = ARCHITECTURES["modern"] | {"qk_norm": False}
+_LLAMA_LIKE = ARCHITECTURES["modern"] | {"qk_norm": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": ARCHITECTURES["gpt2"],
-    "llama": _MODERN_WITHOUT_QK_NORM,
-    "mistral": _MODERN_WITHOUT_QK_NORM,
-    "qwen2": _MODERN_WITHOUT_QK_NORM | {"biases": "qkv"},
+    "llama": _LLAMA_LIKE,
+    "mistral": _LLAMA_LIKE,
+    "qwen2": _LLAMA_LIKE | {"biases": "qkv"},
     "qwen3": ARCHITECTURES["modern"],
 }
 PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
