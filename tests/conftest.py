@@ -262,8 +262,8 @@ def text(workdir: Path) -> Path:
 
 @pytest.fixture
 def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
-    """Returns copies of the run; the second has another learning rate, ends at half the steps, and copies training text in
-    its last sample."""
+    """Returns two copies of the run. The second has another learning rate and half the steps, and its last sample copies
+    training text."""
     from gpt import events
     from gpt.text.token_folder import TokenFolder
 

@@ -112,8 +112,10 @@ def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:
 
 
 def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
-    """Returns the number of trained parameters on a rank; rank 0 has the most. Gradients have the same size. AdamW keeps
-    two moments per parameter, Muon one for each block matrix."""
+    """Returns the number of trained parameters on a rank; rank 0 has the most.
+
+    Each needs a gradient. AdamW keeps two moments per parameter; Muon keeps one, only for the blocks' matrices.
+    """
     from gpt.parallel.shard import Grid  # imported here because it takes seconds
 
     grid = Grid(data, tensor, sharded)

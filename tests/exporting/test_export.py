@@ -369,8 +369,8 @@ def test_exported_folders_can_be_used_as_models(run_folder: Path, chapter: Path,
         assert evaluation["loss"] == loss
     assert (export.loss_before == export.loss_after) == (dtype == "float32")
     assert abs(export.loss_after - export.loss_before) < 0.1
-    export_record = gpt_json(Path("out"))["export"]
-    assert (export_record["dtype"], export_record["loss_before"], export_record["loss_after"]) == (
+    record = gpt_json(Path("out"))["export"]
+    assert (record["dtype"], record["loss_before"], record["loss_after"]) == (
         dtype,
         export.loss_before,
         export.loss_after,

@@ -25,15 +25,15 @@ from gpt.text.tokenizer import bytes_tokenizer
 
 gguf_package = pytest.importorskip("gguf")
 
-LLAMA_LIKE = ARCHITECTURES["modern"] | {"qk_norm": False}
+LLAMA = ARCHITECTURES["modern"] | {"qk_norm": False}
 SCALING = RopeScaling(8.0, 1.0, 4.0, 16)
-# Layout, llama.cpp architecture and properties. Rows of 64 or 96 elements divide into groups of 32, rows of 40 do not.
+# Layout, llama.cpp architecture, properties. Rows of 64 or 96 elements divide into groups of 32, rows of 40 do not.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt2", "gpt2", ARCHITECTURES["gpt2"]),
     "gpt2, untied, sines": ("gpt2", "gpt2", ARCHITECTURES["gpt2"] | {"positions": "sinusoidal", "tied": False}),
-    "llama": ("llama", "llama", LLAMA_LIKE | {"n_kv_head": 2, "head_dim": 24, "n_inner": 96, "rope_scaling": SCALING}),
-    "mistral": ("mistral", "llama", LLAMA_LIKE | {"window": 48, "window_layers": (0, 1), "n_kv_head": 1, "tied": False}),
-    "qwen2": ("qwen2", "qwen2", LLAMA_LIKE | {"biases": "qkv", "n_kv_head": 2, "n_inner": 40}),
+    "llama": ("llama", "llama", LLAMA | {"n_kv_head": 2, "head_dim": 24, "n_inner": 96, "rope_scaling": SCALING}),
+    "mistral": ("mistral", "llama", LLAMA | {"window": 48, "window_layers": (0, 1), "n_kv_head": 1, "tied": False}),
+    "qwen2": ("qwen2", "qwen2", LLAMA | {"biases": "qkv", "n_kv_head": 2, "n_inner": 40}),
     "qwen3": ("qwen3", "qwen3", ARCHITECTURES["modern"] | {"head_dim": 8, "rope_base": 1e6}),
 }  # fmt: skip
 # Our name by GGUF name. The parts of a fused tensor have an index.
