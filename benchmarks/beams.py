@@ -1,9 +1,9 @@
-"""Measures beam search, compared with Transformers and CTranslate2, and counts random cases in which both agree.
+"""Measures beam search, compared with Transformers and CTranslate2, and counts cases equal to Transformers.
 
     python -m benchmarks.beams             GPT-2 124M with random weights
     python -m benchmarks.beams --tiny      a smoke test with a tiny model, in seconds
 
-The systems take turns, so that other load slows them alike. Needs the extra `bench`.
+The systems take turns, so other load slows them equally. Needs the extra `bench`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Work = Callable[[], list[list[int]]]
 
 
 def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GPT2LMHeadModel]:
-    """Returns our model and Transformers', with the same random weights."""
+    """Returns our model and a Transformers model with the same random weights."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
     for parameter in model.parameters():
@@ -62,7 +62,7 @@ def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GP
 
 
 def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[list[int]]:
-    """Generates as `gpt sample` does, without a tokenizer: greedily, or the best of ``beam`` beams."""
+    """Generates with the engine of `gpt sample`: greedily, or the best of ``beam`` beams."""
     config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
     context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
     engine, found = Engine(context, ends=()), [list[int]() for _ in prompts]
@@ -87,7 +87,7 @@ def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, bea
 def ctranslate2(
     theirs: GPT2LMHeadModel, folder: Path, kind: str
 ) -> Callable[[list[list[int]], int, int], list[list[int]]]:
-    """Returns a function that generates with CTranslate2, which converts the weights from a Transformers folder."""
+    """Converts the weights for CTranslate2; returns a function that generates with it."""
     import ctranslate2 as ct2
     from ctranslate2.converters import TransformersConverter
     from tokenizers import Tokenizer, models
@@ -116,7 +116,7 @@ def ctranslate2(
 
 
 def in_turn(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Runs the systems in turn, ``rounds`` times after a warm-up; returns the seconds of each round."""
+    """Runs the systems in turn; returns the seconds of each of ``rounds`` rounds after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):
         for name, work in works.items():
@@ -129,7 +129,7 @@ def in_turn(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
 
 
 def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> tuple[list[str], list[Table]]:
-    """Measures the tokens per second of beam search."""
+    """Measures beam search in tokens per second."""
     model, theirs = pair(config)
     chance = random.Random(0)
     prompts = [[chance.randrange(config.vocab_size) for _ in range(prompt)]]
@@ -158,7 +158,7 @@ def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> tuple[list[
 
 
 def exactness(cases: int) -> tuple[list[str], list[Table]]:
-    """Counts the random cases in which `gpt` and Transformers agree."""
+    """Counts the random cases in which `gpt` and Transformers give equal results."""
     greedy = beams = 0
     for seed in range(cases):
         chance = random.Random(seed)

@@ -1,9 +1,9 @@
-"""Measures training and decoding of `nano` on a busy machine, by how its threads wait and how many there are.
+"""Measures training and decoding of `nano` on a busy machine, by thread count and wait policy.
 
     python -m benchmarks.contention [--rounds N]
 
-Takes some ten minutes, in which nothing else should run. Each figure is a median over the rounds; the settings take
-turns in every round. A command that does not finish is stopped, and its rate up to then counts.
+Takes some ten minutes on an otherwise idle machine. Figures are medians over rounds, in which the settings take turns.
+Training that exceeds the time limit is stopped and counts with the throughput of its steps so far.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.results import SCRIPTS, Table, measured, write_section
 STEPS, NEW, LIMIT = 60, 32, 25.0  # steps to train, tokens to decode, seconds allowed for either
 COMPANIONS = (0, 1, 4)
 CORES = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-SPINNING = {"GOMP_SPINCOUNT": "299999"}  # about GNU OpenMP's default; setting it disables `gpt.waiting`
+SPINNING = {"GOMP_SPINCOUNT": "299999"}  # near GNU OpenMP's default; any value disables `gpt.waiting`
 WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
     "default": ({}, []),
     "threads always spin": (SPINNING, ["--threads", CORES]),
@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
 
 @contextlib.contextmanager
 def companions(count: int) -> Iterator[None]:
-    """Runs ``count`` other programs that only compute."""
+    """Runs ``count`` busy loops in other processes."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -44,7 +44,7 @@ def companions(count: int) -> Iterator[None]:
 
 
 def gpt(environment: dict[str, str], *words: str) -> str:
-    """Runs ``gpt`` and returns its stdout, empty if it was stopped after ``LIMIT`` seconds."""
+    """Returns the stdout of ``gpt``, or an empty string after a timeout of ``LIMIT`` seconds."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
     try:
         done = subprocess.run(
@@ -59,7 +59,7 @@ def gpt(environment: dict[str, str], *words: str) -> str:
 
 
 def training(tokens: Path, environment: dict[str, str], words: list[str]) -> float:
-    """Trains; returns the tokens per second over the run's steps."""
+    """Trains; returns tokens per second."""
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "run"
         often = ["--eval-every", str(STEPS), "--sample-every", "0"]
@@ -73,7 +73,7 @@ def training(tokens: Path, environment: dict[str, str], words: list[str]) -> flo
 
 
 def decoding(environment: dict[str, str], words: list[str]) -> float:
-    """Decodes; returns the tokens per second after the prompt, 0 if it did not finish in time."""
+    """Decodes; returns tokens per second without the prompt, or 0 after a timeout."""
     out = gpt(environment, "bench", "-m", "nano", "--rounds", "1", "-n", str(NEW), "--json", *words)
     return json.loads(out)["decode_tokens_per_second"] if out else 0.0
 

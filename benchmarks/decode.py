@@ -1,12 +1,13 @@
-"""Measures decoding, compared with llama.cpp and Transformers: the time of a long command minus that of a short one.
+"""Measures decoding, compared with llama.cpp and Transformers.
 
     python -m benchmarks.decode                               GPT-2 124M and the shape of SmolLM2-135M, random weights
     python -m benchmarks.decode --only eight --model gpt2     only a part
     python -m benchmarks.decode --tiny                        a smoke test with a tiny model, in seconds
 
-Both commands run `gpt sample`. The short one generates a single token after a short prompt; the difference is the time
-of the other tokens, or of a longer prompt, without start-up. The systems take turns in every round, so that other load
-slows them alike, and ratios are taken within a round. Needs the extras `interop` and `hf` and GPT-2's vocabulary.
+Each figure is the time of a long command minus the time of a short command, which excludes start-up. The short command
+generates one token after a short prompt; the long command generates more tokens or reads a longer prompt. The systems
+take turns in every round, so other load slows them equally, and ratios are taken within a round. Needs the extras
+`interop` and `hf` and GPT-2's vocabulary.
 """
 
 import argparse
@@ -40,15 +41,15 @@ from gpt.text.backends import ByteBPE
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
-KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our dtypes, and the type of llama.cpp's file
+KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our dtype → type of the .gguf file
 COMPILED = ", compiled"  # suffix of a system's name
-EIGHT, PROMPTS = 8, 4  # texts in a batch, and prompts read in succession
-TIE = 1e-4  # nats between two ids below which rounding decides
+EIGHT, PROMPTS = 8, 4  # texts in a batch; prompts that are read one after another
+TIE = 1e-4  # difference in nats that rounding can reverse
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Token counts: of prompts, and of what is generated after the short prompt."""
+    """Token counts of prompts, and of texts generated after the short prompt."""
 
     prompt: int = 32
     long_prompt: int = 512
@@ -61,10 +62,8 @@ TINY = Sizes(8, 40, 8, 8)
 
 @dataclass(frozen=True)
 class Work:
-    """A command that generates ``new`` tokens for each of ``texts`` texts after a prompt of ``prompt`` tokens.
-
-    It computes ``batch`` texts at once (0: all).
-    """
+    """A command that generates ``texts`` texts: ``prompt`` and ``new`` are tokens per text, ``batch`` 0 is all
+    texts."""
 
     prompt: int
     new: int
@@ -74,7 +73,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the measurement: the tokens that ``long`` computes and ``short`` does not."""
+    """A measurement of the tokens that only the ``long`` command computes."""
 
     title: str
     short: Work
@@ -82,7 +81,7 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens by which the two commands differ."""
+        """The number of tokens that are timed."""
         long, short = self.long, self.short
         if long.prompt == short.prompt:
             return long.texts * (long.new - short.new)
@@ -94,7 +93,7 @@ def parts(sizes: Sizes) -> dict[str, Part]:
     one, eight = Work(sizes.prompt, 1), Work(sizes.prompt, 1, EIGHT)
     return {
         "one": Part("one text", one, replace(one, new=sizes.new)),
-        # Several prompts in succession: reading a single one takes less time than start-up varies by.
+        # Several prompts, since start-up times vary by more than the time of one prompt.
         "prompt": Part("reading prompts", one, Work(sizes.long_prompt, 1, PROMPTS, batch=1)),
         "eight": Part("8 texts at once", eight, replace(eight, new=sizes.new_of_eight)),
     }
@@ -104,7 +103,7 @@ Command = Callable[[Work], list[str]]
 
 
 class Bench:
-    """A model in every dtype, and the commands that generate with it."""
+    """A model in every dtype, with commands that generate."""
 
     def __init__(self, config: GPTConfig, tokenizer: Tokenizer, place: Path) -> None:
         self.tokenizer, self.place, self.model = tokenizer, place, random_model(config)
@@ -122,7 +121,7 @@ class Bench:
         return self.tokenizer.decode(self.ids[:count])
 
     def gpt(self, dtype: str, compile: str = "auto") -> Command:
-        """Returns our command."""
+        """Returns the command of `gpt sample`."""
         return lambda work: [
             str(SCRIPTS / "gpt"), "sample", *self.prompts(work), "--model", str(self.place / dtype),
             "--dtype", dtype, "--greedy", "--ignore-eot", "-n", str(work.new),
@@ -130,8 +129,8 @@ class Bench:
         ]  # fmt: skip
 
     def prompts(self, work: Work) -> list[str]:
-        """Returns the arguments for the prompts: one for all texts, or several without a common prefix, which the
-        prefix cache would read only once."""
+        """Returns the arguments for one prompt, or for several without a common prefix, since the prefix cache would
+        skip it."""
         if not work.batch:
             return [self.prompt(work.prompt), "-N", str(work.texts)]
         file = self.place / f"{work.texts}x{work.prompt}.jsonl"
@@ -148,8 +147,10 @@ class Bench:
         ]  # fmt: skip
 
     def commands(self, wanted: Collection[str], dtypes: Collection[str], warm: bool) -> dict[str, dict[str, Command]]:
-        """Returns the commands of each part, by system. With ``warm``, each runs once, which caches its files and
-        compiles its blocks. A dtype that `gpt sample` refuses is skipped."""
+        """Returns the commands of each part, by system, without dtypes that `gpt sample` refuses.
+
+        With ``warm``, each command runs once to cache its files and compile its blocks.
+        """
         shared: dict[str, Command] = {}
         short = Work(1, 1)
         for dtype, kind in KINDS.items():
@@ -174,7 +175,7 @@ class Bench:
         return systems
 
     def loaded(self) -> Iterator[tuple[str, api.LanguageModel]]:
-        """Yields the models as `gpt sample` loads them, except in dtypes that it refuses."""
+        """Yields the models as `gpt sample` loads them, without dtypes that it refuses."""
         for dtype in KINDS:
             try:
                 yield dtype, api.load(self.place / dtype, dtype=dtype, device="cpu", sampling=SampleConfig())
@@ -183,8 +184,8 @@ class Bench:
 
 
 def random_model(config: GPTConfig) -> GPT:
-    """Makes a model with random weights. The blocks' weights are four times those of an initialization, which would add
-    so little to the token embeddings that each token would be its own most likely successor."""
+    """Returns a model with random weights. Block weights are four times their initial values: with smaller weights,
+    every token would predict itself."""
     torch.manual_seed(0)
     model = GPT(config).eval()
     for block in model.h:
@@ -195,7 +196,7 @@ def random_model(config: GPTConfig) -> GPT:
 
 
 def run(words: Sequence[str]) -> tuple[float, str]:
-    """Runs a command with its default threads; returns its seconds and its stdout."""
+    """Runs a command with its default threads; returns the seconds and stdout."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
     started = time.perf_counter()
     done = subprocess.run(
@@ -211,8 +212,8 @@ Rates = dict[str, list[float]]  # tokens per second in each round, by system
 def measure(
     wanted: dict[str, Part], bench: Bench, rounds: int, dtypes: Collection[str], warm: bool
 ) -> tuple[dict[str, Rates], dict[str, list[int]]]:
-    """Runs the systems in turn. Returns the rates of each part, and the float32 ids that `gpt` and Transformers chose
-    for one text."""
+    """Runs the systems in turn; returns the tokens per second of each part, and the float32 ids of one text from `gpt`
+    and Transformers."""
     systems = bench.commands(wanted, dtypes, warm) if wanted else {}
     rates = {name: {system: list[float]() for system in systems[name]} for name in wanted}
     texts: dict[str, list[int]] = {}
@@ -231,7 +232,7 @@ def measure(
 
 
 def table(rates: Rates) -> Table:
-    """Returns a table of medians, and of the medians of the rounds' ratios."""
+    """Returns a table of medians and of median ratios."""
     pairs = [
         (system, f"llama.cpp {kind.upper()}", f"llama.cpp {kind}")
         for dtype, kind in KINDS.items() for system in (dtype, f"{dtype}{COMPILED}") if system in rates
@@ -250,15 +251,15 @@ def table(rates: Rates) -> Table:
 
 @torch.inference_mode()
 def less_likely(model: GPT, prompt: Sequence[int], ids: Sequence[int]) -> list[tuple[int, float]]:
-    """Returns the positions of ids that are not the most likely ones after the prompt and the ids before them, and by
-    how many nats. The model computes without packed weights and without a KV cache."""
+    """Returns the positions of ids that are not the most likely, with the difference in nats. Computes logits without
+    packed weights and KV cache."""
     logits = model(torch.tensor([[*prompt, *ids[:-1]]]))[0, len(prompt) - 1 :]
     gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
     return [(at, gap) for at, gap in enumerate(gaps.tolist()) if gap]
 
 
 def exactness(bench: Bench, part: Part, texts: dict[str, list[int]]) -> list[str]:
-    """Returns notes about the float32 ids of one text."""
+    """Returns notes on the float32 ids of one text."""
     ids = texts["float32"]
     others = less_likely(bench.model, bench.tokenizer.prompt(bench.prompt(part.long.prompt)), ids)
     ties = [gap for _, gap in others if gap < TIE]
@@ -275,7 +276,7 @@ def exactness(bench: Bench, part: Part, texts: dict[str, list[int]]) -> list[str
 
 
 def models(tiny: bool) -> Iterator[tuple[str, GPTConfig, Tokenizer]]:
-    """Yields the models' names, shapes and tokenizers: GPT-2's vocabulary, truncated to the model's."""
+    """Yields names, shapes and tokenizers of models. GPT-2's vocabulary is truncated to the model's size."""
     if tiny:
         yield "tiny", GPTConfig(257, 128, 2, 2, 64), bytes_tokenizer()
         return

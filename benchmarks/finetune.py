@@ -2,8 +2,8 @@
 
     python -m benchmarks.finetune [--folder FOLDER] [--only pairs|text] [--models nano,micro,mini,gpt2] [--tiny]
 
-Base models of several sizes are trained on `pydocs` for a few minutes and kept in FOLDER for later runs. Each is then
-fine-tuned on pairs and on text, with default settings except those in the tables.
+Trains base models of several sizes on `pydocs` for a few minutes and stores them in FOLDER. Fine-tunes each on pairs
+and text, with default settings except those in the tables.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from gpt.text import catalogue
 Pair = dict[str, str]
 
 PERSONS = ("I", "you", "he", "we", "you all", "they")
-ENDINGS = {  # endings of regular verbs, in the order of the persons
+ENDINGS = {  # endings of regular verbs by person
     "are": ("o", "i", "a", "iamo", "ate", "ano"),
     "ere": ("o", "i", "e", "iamo", "ete", "ono"),
     "ire": ("o", "i", "e", "iamo", "ite", "ono"),
@@ -48,7 +48,7 @@ TEXT = "tinyshakespeare"
 
 
 def phrases(count: int) -> list[Pair]:
-    """Returns English phrases with their Italian: pairs that follow rules, like most people's."""
+    """Returns English phrases with Italian translations: pairs that follow rules."""
     pairs = [
         {"prompt": f"{who} {_english(verb, who)} the {thing} =>", "completion": f" {_italian(verb, who)} {la_cosa}"}
         for who, verb, (thing, _, la_cosa) in product(PERSONS, VERBS, (thing.partition(" ") for thing in THINGS))
@@ -77,7 +77,7 @@ def numbers(count: int) -> list[Pair]:
 
 KINDS = {"phrases": phrases, "numbers": numbers}
 
-# How the base models are trained on `pydocs`: minutes on two cores, or a few steps with a small vocabulary.
+# Settings of the base models: minutes on two cores, or a few steps with a small vocabulary.
 MODELS: dict[str, dict[str, Any]] = {
     "nano": {"minutes": 2},
     "micro": {"minutes": 3},
@@ -85,7 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 1024, "steps": 3, "batch_tokens": 1024},
 }
 RANK = 8
-# What each model is fine-tuned on, (kind, pairs) and bytes of text: less for larger models, to save time.
+# Fine-tuning data of each model, (kind, pairs) and bytes of text. Larger models get less, to save time.
 PAIRS: dict[str, list[tuple[str, int]]] = {
     "nano": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000), ("phrases", 5000)],
     "micro": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000)],
@@ -96,7 +96,7 @@ TEXTS = {"nano": [20_000, 100_000, 1_000_000], "micro": [20_000, 100_000], "mini
 
 
 def pretrained(name: str, folder: Path, tiny: bool) -> Path:
-    """Returns the run of a base model, trained at the first call."""
+    """Returns the run of a base model; the first call trains it."""
     run = folder / name
     if not run.exists():
         gpt.train(out=run, preset=name, sample_every=0, **({"steps": 10} if tiny else MODELS[name]))
@@ -145,7 +145,7 @@ def pairs_table(models: Sequence[str], folder: Path, tiny: bool) -> tuple[list[s
 
 
 def text_table(models: Sequence[str], folder: Path, tiny: bool, text: bytes) -> tuple[list[str], Table]:
-    """Measures held-out losses on running text, at the start, at best and at the end of each run."""
+    """Measures the first, best and final held-out loss on running text."""
     rows = []
     for name in models:
         model = pretrained(name, folder, tiny)

@@ -1,12 +1,12 @@
-"""Compares a GPU with the CPU, and measures it: GPT-2 124M and 355M and GPT-3 1.3B, compared with Transformers.
+"""Checks a GPU against the CPU, and measures it, compared with Transformers: GPT-2 124M and 355M, GPT-3 1.3B.
 
     python -m benchmarks.gpu --out FOLDER             measures, in less than nine minutes on one H100
     python -m benchmarks.gpu --out FOLDER --tiny      a smoke test for any machine, in seconds
     python -m benchmarks.gpu --record FOLDER          adds the measurement to the results
 
-It needs torch, transformers, tiktoken, safetensors, typer and rich, and no network. Every case runs in a separate
-process with a time limit, so a case that fails or runs out of memory costs no other. ``gpu.json`` and ``gpu.md`` in
-FOLDER are rewritten after each case; ``log.txt`` contains the stderr of all cases.
+Needs torch, transformers, tiktoken, safetensors, typer and rich, and no network. Every case runs in a separate process
+with a time limit, so other cases survive a crash or OOM. Each case updates ``gpu.json`` and ``gpu.md`` in FOLDER;
+``log.txt`` contains the stderr of all cases.
 """
 
 import argparse
@@ -28,47 +28,47 @@ from typing import IO, Any, Literal
 from benchmarks.results import ROOT, Section, Table, about, write_section
 
 TITLE = "Training on a GPU"
-MINUTES = 9.0  # of all cases together
-CHECKED_STEPS = 20  # of the small model that both devices train
-LOSSES_APART = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # largest difference of a step's losses, in nats
+MINUTES = 9.0  # time limit of all cases
+CHECKED_STEPS = 20  # steps of the small model that both devices train
+LOSSES_APART = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # allowed difference of a step's loss, in nats
 TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # minimum seconds; minimum and maximum steps
-LEAST_SECONDS = 5.0  # a case needs at least this much time
+LEAST_SECONDS = 5.0  # minimum time left to start a case
 LR = 3e-4
 NO_TIME = "no time left"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the batch that it is trained with."""
+    """A model and its training batch."""
 
     name: str
     preset: str
     batch_tokens: int
-    rows: int  # micro-batch of the peer; `gpt train` chooses its own
+    rows: int  # micro-batch for Transformers; `gpt train` chooses its own
     block_size: int = 1024
 
 
-# The batches are those of the GPT-3 paper's table 2.1, a quarter of it for 1.3B so that a step takes seconds.
+# Batches of the GPT-3 paper, table 2.1; a quarter for 1.3B, so that a step takes seconds.
 SHAPES = {
     "124M": Shape("GPT-2 124M", "gpt2", 524_288, 16),
     "355M": Shape("GPT-2 355M", "gpt2-medium", 524_288, 16),
     "1.3B": Shape("GPT-3 1.3B", "gpt3-1.3b", 262_144, 8),
     "6.7B": Shape("GPT-3 6.7B", "gpt3-6.7b", 262_144, 1),  # decoding only
-    "micro": Shape("micro", "micro", 8192, 64, 128),  # what `gpt train` chooses for a book
+    "micro": Shape("micro", "micro", 8192, 64, 128),  # the default shape for a book
     "tiny": Shape("nano", "nano", 256, 2, 32),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, made in a separate process."""
+    """One measurement in a separate process."""
 
     system: Literal["floors", "checks", "ours", "transformers", "decoding"]
     shape: str = "tiny"
     optimizer: Literal["muon", "adamw"] = "adamw"
     compile: str = "auto"
     seconds: float = 120.0  # time limit
-    texts: int = 0  # batch of texts to decode; 0 for training
+    texts: int = 0  # texts decoded in a batch; 0 for training
 
     def title(self) -> str:
         """Describes the case."""
@@ -77,7 +77,7 @@ class Case:
         return f"{self.system} {self.shape} {self.optimizer} compile {self.compile}" if self.shape else self.system
 
 
-# The most important cases come first, since time may run out.
+# The most important cases come first, since time can run out.
 CASES = [
     Case("floors", "", seconds=60),
     Case("checks", ""),
@@ -140,8 +140,8 @@ def floors(tiny: bool) -> dict[str, Any]:
 
 
 def checks(tiny: bool) -> dict[str, Any]:
-    """Compares the device with the CPU: the losses of a small model, in each dtype, compiled and not; greedy texts; and
-    a resumed run with an uninterrupted one."""
+    """Compares the device with the CPU: losses of a small model in each dtype, compiled and not, and greedy texts. Also
+    compares a resumed run with an uninterrupted run."""
     import gpt
     from gpt import events
     from gpt.device import pick
@@ -228,7 +228,7 @@ def training(case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     step, about = make(case)
     config, device = about.pop("config"), about.pop("device")
-    losses, times = [step() for _ in range(3)], []  # to compile, allocate, and capture a graph
+    losses, times = [step() for _ in range(3)], []  # warm-up: compilation, allocation, graph capture
     _wait(device)
     warm = time.perf_counter() - began
     least, most = (1, 1) if case.shape == "tiny" else TIMED_STEPS
@@ -251,7 +251,7 @@ def training(case: Case) -> dict[str, Any]:
 
 
 def decoding(case: Case) -> dict[str, Any]:
-    """Measures decoding as `gpt bench` does: random weights, greedy texts after prompts of random ids."""
+    """Measures decoding like `gpt bench`: random weights, greedy texts after random prompts."""
     from gpt.bench_config import BenchConfig
     from gpt.config import PRESETS
     from gpt.decoding.bench import measure
@@ -283,7 +283,7 @@ def decoding(case: Case) -> dict[str, Any]:
 
 
 def _ids(shape: Shape, vocab_size: int, device: Any) -> tuple[Any, Any]:
-    """Returns random ids and the id that follows each, both (rows, T)."""
+    """Returns random inputs and targets, both (rows, T)."""
     import torch
 
     ids = torch.randint(vocab_size, (shape.batch_tokens // shape.block_size, shape.block_size + 1), device=device)
@@ -291,7 +291,7 @@ def _ids(shape: Shape, vocab_size: int, device: Any) -> tuple[Any, Any]:
 
 
 def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Returns `gpt train`'s step with the settings that it chooses for this model and device, and a description."""
+    """Returns a training step with the settings that `gpt train` chooses, and a description."""
     from gpt.config import TrainConfig, find_preset
     from gpt.device import pick
     from gpt.model.decoder import GPT
@@ -326,7 +326,8 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
 
 
 def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Returns a fast training step of transformers' GPT-2: SDPA, autocast, fused AdamW, loss in the compiled graph."""
+    """Returns a training step of Transformers' GPT-2, with SDPA, autocast, fused AdamW and the loss in the compiled
+    graph, and a description."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -373,7 +374,7 @@ def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs all cases or one of them, or records a measurement."""
+    """Runs all cases or one case, or records a measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write gpu.json, gpu.md and log.txt to this folder")
     parser.add_argument("--tiny", action="store_true", help="use a tiny model: a smoke test")
@@ -396,7 +397,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def measure(out: Path, tiny: bool, deadline: float) -> None:
-    """Runs every case that there is time for, each in a separate process, and updates ``out`` after each."""
+    """Runs cases in separate processes until ``deadline``, and updates ``out`` after each."""
     out.mkdir(parents=True, exist_ok=True)
     command = "python -m benchmarks.gpu" + " --tiny" * tiny
     here = about(command, ["torch", "transformers", "numpy"])
@@ -422,7 +423,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
-    """Runs a command; returns the last JSON object that it printed, or an ``error``. Kills all of its processes."""
+    """Runs a command and kills its process group; returns the last JSON object in stdout, or an ``error``."""
     if seconds < LEAST_SECONDS:
         return {"error": NO_TIME}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -432,7 +433,7 @@ def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
             code = process.wait(seconds)
             error = f"exit status {code}" if code else ""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # including the compiler's workers
+            os.killpg(process.pid, signal.SIGKILL)  # also kills compiler workers
         process.wait()
         out, err = (_all_of(file) for file in (stdout, stderr))
     with log.open("a", encoding="utf-8") as file:
@@ -493,7 +494,7 @@ def section(report: dict[str, Any]) -> Section:
 
 
 def _checks_table(found: dict[str, Any]) -> Table:
-    """Returns a table of what `checks` found."""
+    """Returns the table of `checks`."""
     rows = []
     for row in found["losses"]:
         name = f"losses in {row['dtype']}" + (", compiled" if row["compile"] == "on" else "")

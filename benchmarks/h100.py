@@ -1,14 +1,14 @@
-"""Estimates the minimum time of GPT-2's and GPT-3's steps on an H100, without one. This is not a measurement.
+"""Estimates the minimum time of GPT-2's and GPT-3's steps on an H100 without running them.
 
     pip install triton
     python -m benchmarks.h100            writes the section
     python -m benchmarks.h100 --tiny     a smoke test with a tiny model, in seconds
 
-Inductor compiles blocks, loss and decoding steps for an H100, with fake tensors; nothing is built or run. Bytes and
-launches come from the generated code (`benchmarks.traffic`), including Muon's update. AdamW is not compiled and is
-counted operator by operator: each reads its inputs and writes its outputs once. The minimum time is the largest of
-bytes over the datasheet's bandwidth, FLOPs over its peak, and launches times their spacing. A real GPU takes longer:
-kernels run below peak, and caches, the host and other ranks cost time.
+Inductor generates code for an H100 from fake tensors. Bytes and launches are counted in the code of blocks, loss,
+decoding steps and Muon's update (`benchmarks.traffic`). AdamW is not compiled: each of its operators counts as reading
+its inputs and writing its outputs once. The minimum time is the largest of bytes over the datasheet's bandwidth, FLOPs
+over its peak, and launches times their spacing. A real GPU takes longer: kernels run below peak, and caches, the host
+and other ranks cost time.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from gpt.training.optim import ITERATIONS, make_optimizer
 
 TITLE = "On an H100, estimated from generated code"
 BANDWIDTH = 3.35e12  # bytes per second, from the datasheet of the H100 SXM
-LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels: launched by the host, in a CUDA graph
+LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels, launched by the host or in a CUDA graph
 KIND = "h100-80gb"
 CUDA = torch.device("cuda")
 NARROW = torch.bfloat16
@@ -75,7 +75,7 @@ H100 = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes moved, kernels launched and FLOPs of work on a GPU."""
+    """Bytes moved, kernels launched and FLOPs."""
 
     bytes: int
     launches: int
@@ -98,7 +98,7 @@ class Work:
 
 
 class _Driver:
-    """A driver for Triton that describes an H100 and runs nothing."""
+    """A fake Triton driver that describes an H100."""
 
     utils = SimpleNamespace(
         get_device_properties=lambda index: {
@@ -131,7 +131,7 @@ def h100() -> Iterator[None]:
     """A context in which CUDA tensors are fake and Inductor generates code for an H100."""
     import triton
 
-    from tests.fake_cuda import shim  # provides autograd's device guard, which a CPU build lacks
+    from tests.fake_cuda import shim  # adds the device guard of autograd that CPU builds lack
 
     cuda = {
         "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: True,
@@ -157,7 +157,7 @@ def h100() -> Iterator[None]:
         put(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
         put(F, "scaled_dot_product_attention", _attention)
         put(triton.runtime.driver, "_active", _Driver())
-        has_triton.cache_clear()  # it may have cached a no
+        has_triton.cache_clear()  # drops a cached False
         stack.callback(has_triton.cache_clear)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -168,7 +168,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Calls the kernel that CUDA would choose: FlashAttention-2, or the memory-efficient one with a mask."""
+    """Calls the kernel that CUDA would choose: FlashAttention-2, or memory-efficient attention with a mask."""
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (each.to(torch.get_autocast_dtype("cuda")) for each in (q, k, v))
     if attn_mask is None:
@@ -181,7 +181,7 @@ def _attention(
 
 
 class _AsWritten(TorchDispatchMode):
-    """Adds up the operators' launches and the bytes that they read and write. Views are free."""
+    """Sums the launches and bytes of operators. Views are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class _AsWritten(TorchDispatchMode):
 def compiled(work: Callable[[], object], **settings: Any) -> list[Traffic]:
     """Returns the traffic of the graphs that ``work`` calls.
 
-    Constant folding and matrix padding are off, since Inductor would run them on the GPU.
+    Disables constant folding and matrix padding, which Inductor would run on the GPU.
     """
     return count(work, joint_graph_constant_folding=False, shape_padding=False, **settings)
 
@@ -213,7 +213,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def as_written(work: Callable[[], object]) -> Work:
-    """Runs ``work`` on fake tensors and returns the bytes and launches of its operators, uncompiled."""
+    """Returns the bytes and launches of ``work`` without compilation."""
     with _AsWritten() as mode:
         work()
     return mode.work
@@ -239,7 +239,7 @@ def training(config: GPTConfig) -> list[tuple[str, Work]]:
 
 
 def _compiled(work: Callable[..., object], *args: object) -> Work:
-    """Returns the work of ``work``'s forward and backward graphs, called with ``args`` under autocast."""
+    """Returns the bytes and launches of the forward and backward graphs of ``work(*args)`` under autocast."""
     with torch.autocast("cuda", dtype=NARROW):
         found = compiled(lambda: torch.compile(work, fullgraph=True)(*args), **COMPUTED_AGAIN)
     assert len(found) == 2, "a graph forward and one backward"
@@ -287,9 +287,9 @@ def _optimizer(config: GPTConfig) -> Work:
 
 
 def decoding(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Work, int, int]:
-    """Returns the work of a decoding step of ``rows`` greedy texts, and the bytes of the weights and of the KV cache.
+    """Returns the work of a decoding step of ``rows`` greedy texts, and the bytes of weights and KV cache.
 
-    The step is one graph from ids to ids, and the cache has ``T`` positions, all of them filled.
+    The step is one graph from ids to ids. All ``T`` positions of the cache are filled.
     """
     compute = Compute(CUDA, NARROW)
     torch.set_default_dtype(NARROW)
@@ -301,7 +301,7 @@ def decoding(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Wor
     if dtype == "int8":
         with mock.patch.object(quantize, "_in_parts", _rounded):
             quantize.round_matrices(model, 8, NARROW)
-    prepare(model, Compute(CUDA, torch.float32))  # its weights are bfloat16 already
+    prepare(model, Compute(CUDA, torch.float32))  # the weights are already bfloat16
     fast = torch.compile(next_tokens, dynamic=False, fullgraph=True)
     context = Context(model, compute, rows, T, partial(fast, model))
     numbers = torch.zeros(2, rows, dtype=torch.int64, device=CUDA)
@@ -316,7 +316,7 @@ def decoding(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Wor
 
 
 def _rounded(weight: Tensor, _: object) -> quantize.Quantized:
-    """Replaces rounding, which fake tensors cannot do, by an int8 tensor of the weight's shape."""
+    """Stands in for rounding, which fake tensors do not support."""
     return quantize.Quantized(weight.to(torch.int8), weight[:, 0].float())
 
 

@@ -2,9 +2,8 @@
 
     python -m benchmarks.llama_cpp [MODEL TEXT] [--texts N] [--prompts N] [--tokens N]
 
-Without MODEL, it trains one on TEXT; without TEXT, on the Python reference. It trains more small models for other
-vocabularies and layouts. Takes a few minutes and needs the extra `interop`; GPT-2's vocabulary is skipped if it is not
-cached.
+Without MODEL, trains a small model on TEXT, by default the Python reference. Trains more models for other vocabularies
+and layouts. Takes a few minutes and needs the extra `interop`. GPT-2's vocabulary is skipped unless it is cached.
 """
 
 import argparse
@@ -46,15 +45,14 @@ from gpt.text.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LL
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
-TIE = 1e-3  # nats between the two most likely ids below which either may come first
-GREEDY = 64  # tokens of a continuation
+TIE = 1e-3  # difference in nats below which either of the two most likely ids can win
+GREEDY = 64  # tokens per continuation
 
 
 class LlamaCpp:
-    """llama.cpp's server with the model of a .gguf file, on one thread.
+    """A llama.cpp server with a .gguf file, on one thread, in a separate process, since invalid files crash llama.cpp.
 
-    It runs in a separate process, since an invalid file would end this one, and stops when the context ends. ``exact``:
-    the KV cache and attention are float32, not float16, the default.
+    ``exact``: KV cache and attention in float32; llama.cpp's default is float16.
     """
 
     def __init__(self, path: Path, exact: bool = True) -> None:
@@ -78,7 +76,7 @@ class LlamaCpp:
         self.connection.close()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            pipe.close()  # the process exits at the end of its input
+            pipe.close()  # the server exits when stdin closes
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -89,7 +87,7 @@ class LlamaCpp:
         self.errors.close()
 
     def post(self, where: str, **body: Any) -> dict[str, Any]:
-        """Returns the server's answer."""
+        """Returns the server's JSON response."""
         self.connection.request("POST", where, json.dumps(body), {"Content-Type": "application/json"})
         answer = self.connection.getresponse()
         found: dict[str, Any] = json.loads(answer.read())
@@ -98,7 +96,7 @@ class LlamaCpp:
         return found
 
     def ids(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Returns the ids of a text. Special tokens in it are plain text unless ``parse_special``."""
+        """Returns the ids of a text. Names of special tokens are plain text unless ``parse_special``."""
         return list(
             self.post("/tokenize", content=text, add_special=add_special, parse_special=parse_special)["tokens"]
         )
@@ -111,14 +109,15 @@ class LlamaCpp:
         return list(found["tokens"])
 
     def logprob(self, ids: Sequence[int], following: int) -> float:
-        """Returns the log-probability of an id after others. The id is forced, which leaves logits alone."""
+        """Returns the log-probability of the id ``following`` after ``ids``. A logit bias forces the id without
+        changing its log-probability."""
         found = self._probabilities(ids, 1, [[following, 1e9]])
         assert found["id"] == following
         return float(found["logprob"])
 
     def logprobs(self, ids: Sequence[int], vocab_size: int) -> Numbers:
-        """Returns the log-probabilities (V) of all ids after others. Id 65, an A, is forced: llama.cpp returns none
-        with a part of a character."""
+        """Returns the log-probabilities (V) after ``ids``. Forces id 65, an A, since llama.cpp returns none for
+        incomplete characters."""
         found = np.full(vocab_size, np.nan)
         for each in self._probabilities(ids, vocab_size, [[65, 1e9]])["top_logprobs"]:
             found[each["id"]] = each["logprob"]
@@ -132,7 +131,7 @@ class LlamaCpp:
         return dict(found["completion_probabilities"][0])
 
 
-# Two simple sentences in each of several languages and scripts.
+# Simple sentences in several languages and scripts.
 LANGUAGES = [
     "The river is wide here, and it's cold. We don't swim until June.",
     "Der Fluss ist hier breit; größere Boote dürfen nicht weiterfahren. Schön wär's!",
@@ -183,7 +182,7 @@ _NUMBERS = ["0", "7", "12", "345", "6789", "1234567890", "3.14", "1,000,000", "�
 
 
 def _pieces() -> list[Callable[[random.Random], str]]:
-    """Returns functions that draw a piece of text, one for each kind."""
+    """Returns functions that draw random pieces of text, one per kind."""
     code = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "gpt").rglob("*.py"))]
 
     def part(found: Sequence[str], random: random.Random) -> str:
@@ -210,8 +209,8 @@ def _pieces() -> list[Callable[[random.Random], str]]:
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
-    """Returns random texts: a fifth from hypothesis, the others of languages, code, white space, numbers, emoji, marks,
-    quotes, the names of special tokens, and any characters."""
+    """Returns random texts: a fifth from hypothesis, the rest from languages, code, white space, numbers, emoji, marks,
+    quotes, names of special tokens and arbitrary characters."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
 
@@ -231,7 +230,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 
 def train_bpe(pattern: str, size: int, texts: Iterable[str]) -> Tokenizer:
-    """Trains a byte-level BPE with a pattern; `gpt` itself trains with GPT-2's only."""
+    """Trains a byte-level BPE with any pattern; `gpt` uses only GPT-2's."""
     import rustbpe
 
     learner = rustbpe.Tokenizer()
@@ -241,7 +240,7 @@ def train_bpe(pattern: str, size: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def vocabularies(text: str) -> Iterator[tuple[str, Tokenizer]]:
-    """Yields tokenizers for each pattern that llama.cpp has, by name."""
+    """Yields names and tokenizers, with each pattern that llama.cpp supports."""
     yield "bytes", bytes_tokenizer()
     for size in (512, 4096):
         yield f"trained on TEXT, {size} ids", train_bpe(GPT2_PATTERN, size, [text])
@@ -261,7 +260,7 @@ def vocabularies(text: str) -> Iterator[tuple[str, Tokenizer]]:
 
 
 def untrained(path: Path, tokenizer: Tokenizer) -> Path:
-    """Writes the .gguf file of a tiny model with random weights and this tokenizer."""
+    """Writes a .gguf file of a tiny random model with this tokenizer."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(tokenizer.vocab_size + 3, block_size=64, n_layer=1, n_head=1, n_embd=32))
     weights = {name: partial(Tensor.detach, each) for name, each in model.named_parameters()}
@@ -279,13 +278,13 @@ _gelu = F.gelu
 
 
 def table_gelu(x: Tensor, approximate: str) -> Tensor:
-    """Computes GELU as llama.cpp does on a CPU: a float16 lookup table between -10 and 10."""
+    """Computes GELU like llama.cpp on a CPU: a float16 lookup table between -10 and 10."""
     looked_up = _gelu(x.half().float(), approximate=approximate).half().float()
     return torch.where(x <= -10, 0.0, torch.where(x >= 10, x, looked_up))
 
 
 def with_table_gelu() -> Any:
-    """A context in which our decoder uses llama.cpp's GELU. SwiGLU has no table."""
+    """Returns a context in which our decoder uses llama.cpp's GELU."""
     return mock.patch.object(decoder.F, "gelu", table_gelu)
 
 
@@ -294,12 +293,12 @@ class Greedy:
     """A comparison of greedy continuations."""
 
     prompts: int
-    tokens: int  # tokens of ours up to the first difference of each
+    tokens: int  # our tokens before the first differences
     apart: list[float]  # nats between our two most likely ids at each difference
 
 
 def prompts(model: LanguageModel, text: str, count: int) -> list[str]:
-    """Draws prompts from a text, short enough for a continuation within the context."""
+    """Draws prompts from a text that leave room for a continuation in the context."""
     rng, found = random.Random(0), list[str]()
     while len(found) < count:
         start = rng.randrange(len(text))
@@ -345,20 +344,20 @@ def exported(model: LanguageModel, out: Path, **settings: Any) -> Path:
 
 
 def their_loss(server: LlamaCpp, some: Sequence[Window]) -> float:
-    """Returns llama.cpp's loss over windows in nats per token."""
+    """Returns llama.cpp's loss in nats per token."""
     losses = [-server.logprob(w.x[: i + 1].tolist(), int(w.y[i])) for w in some for i in range(w.skipped, len(w.y))]
     return float(np.mean(losses))
 
 
 def with_weights_of(path: Path, model: LanguageModel, kind: str) -> GPT:
-    """Returns our decoder in float32 with the values of a .gguf file of this type."""
+    """Returns our decoder in float32 with weights rounded as in a .gguf file of this type."""
     source = open_source(path)
     stored = run.stored(source, run.Target(Path("model.gguf"), True, kind, None))
     return checkpoint.build(source.config, stored, model.compute.device, torch.float32)
 
 
 def our_logprobs(model: LanguageModel, some: Iterable[Window], count: int) -> Numbers:
-    """Returns the log-probabilities (count, V) of all ids at the first positions of windows."""
+    """Returns our log-probabilities (count, V) at the first positions of windows."""
     found: list[Numbers] = []
     for window in some:
         with torch.inference_mode():
@@ -370,7 +369,7 @@ def our_logprobs(model: LanguageModel, some: Iterable[Window], count: int) -> Nu
 
 
 def their_logprobs(server: LlamaCpp, some: Iterable[Window], count: int, vocab_size: int) -> Numbers:
-    """Returns the same from llama.cpp."""
+    """Returns llama.cpp's log-probabilities (count, V) at the same positions."""
     places = ((window, i) for window in some for i in range(len(window.x)))
     return np.stack([server.logprobs(w.x[: i + 1].tolist(), vocab_size) for w, i in islice(places, count)])
 
@@ -406,14 +405,14 @@ def greedy_table(models: dict[str, LanguageModel], text: str, count: int, place:
 
 
 def gelus(model: LanguageModel) -> list[tuple[str, Callable[[], Any]]]:
-    """Returns the ways to compute our decoder's activation: its own, and llama.cpp's table if it is GELU."""
+    """Returns contexts for our activation: exact, and with llama.cpp's table if it is GELU."""
     if model.model.config.mlp != "gelu":
         return [("none", nullcontext)]
     return [("exact", nullcontext), ("llama.cpp's table", with_table_gelu)]
 
 
 def loss_table(model: LanguageModel, some: list[Window], place: Path) -> Table:
-    """Compares the losses of exported folders in `gpt` and of exported files in llama.cpp."""
+    """Compares the losses of exported folders and of .gguf files in `gpt` and llama.cpp."""
     rows = []
     for dtype in ("float32", "int8", "int4"):
         folder = exported(model, place / dtype, dtype=dtype)
@@ -449,8 +448,7 @@ def difference_table(models: dict[str, LanguageModel], text: str, count: int, pl
 
 
 def text_windows(model: LanguageModel, text: str) -> list[Window]:
-    """Returns `gpt eval`'s windows of a text, one token shorter, since llama.cpp's server predicts nothing at the last
-    position of its context."""
+    """Returns `gpt eval`'s windows, one token shorter: llama.cpp's server predicts nothing at the last position."""
     document = model.tokenizer.document(text).astype(np.int64)
     return list(windows(Encoded([document]), model.model.config.block_size - 1))
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.llama_server FILE [--exact] [--threads N] [--clients N --port N]
 
-Other benchmarks start this as a separate process. With --exact, keys, values and attention are float32. With --clients,
-each client has a slot with a context of 256 tokens; without it, one client has the model's context.
+Runs as a process of other benchmarks. With --exact, KV cache and attention are float32. With --clients, each client has
+a slot with a context of 256 tokens; otherwise one client has the model's context.
 """
 
 import argparse
@@ -27,7 +27,7 @@ if asked.clients:
     params.n_ctx = asked.clients * 256
 if asked.port:
     params.port = asked.port
-if asked.exact:  # flash attention would store keys and values in float16
+if asked.exact:  # flash attention would use a float16 cache
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 params.warmup = params.fit_params = params.ui = False

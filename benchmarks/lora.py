@@ -3,8 +3,8 @@
     python -m benchmarks.lora [--rounds N] [--steps N]
 
 The shape of SmolLM2-135M with random weights, adapters of rank 8 on all linear layers, 8 sequences of 256 tokens per
-step, in bfloat16. Both systems read the same folder, run in separate processes and take turns. Takes some ten minutes,
-in which nothing else should run.
+step, in bfloat16. Both systems read the same folder, run in separate processes and take turns. Takes some ten minutes
+on an otherwise idle machine.
 """
 
 import argparse
@@ -28,8 +28,8 @@ RATE = 1e-4
 
 
 def make(base: Path, text: Path) -> None:
-    """Writes a text of made-up words, and a model with random weights in bfloat16, as on the hub. Its tokenizer is
-    trained on the text."""
+    """Writes a text of random words, and a Transformers folder with random bfloat16 weights and a tokenizer trained on
+    the text."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -47,7 +47,7 @@ def make(base: Path, text: Path) -> None:
     checkpoint.save(base, model, checkpoint.TokenizerFiles(tokenizer, model.config), {"step": 0})
     weights = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):  # as other programs write it
+    for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):  # other programs do not write these files
         (base / name).unlink()
 
 
@@ -73,7 +73,7 @@ def ours(base: Path, text: Path, steps: int) -> dict[str, float]:
 
 
 def theirs(base: Path, _: Path, steps: int) -> dict[str, float]:
-    """Fine-tunes with PEFT; returns the same. The frozen model is bfloat16 and the adapters are float32 under autocast,
+    """Fine-tunes with PEFT; returns the same figures. The base model is bfloat16, adapters are float32 under autocast,
     as in Transformers' Trainer with ``bf16=True``."""
     import peft
     import torch
@@ -100,7 +100,7 @@ def theirs(base: Path, _: Path, steps: int) -> dict[str, float]:
 
 
 def summarized(at: list[float]) -> dict[str, float]:
-    """Returns the median seconds between steps that ended ``at`` these times, and the process's peak memory."""
+    """Returns the median seconds of a step and the process's peak memory, from the end times of steps."""
     unit = 1 if sys.platform == "darwin" else 1024
     seconds = statistics.median(b - a for a, b in zip(at[WARM - 1 :], at[WARM:], strict=False))
     return {"seconds": seconds, "peak": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}

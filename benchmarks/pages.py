@@ -2,7 +2,7 @@
 
     python -m benchmarks.pages
 
-Needs the dev extra, GPT-2's vocabulary (tiktoken downloads it unless TIKTOKEN_CACHE_DIR has it) and Chromium.
+Needs the dev extra, Chromium and GPT-2's vocabulary, from TIKTOKEN_CACHE_DIR or downloaded by tiktoken.
 """
 
 import shutil
@@ -21,9 +21,9 @@ DRAWN = "() => new Promise(f => requestAnimationFrame(() => requestAnimationFram
 
 
 def make(place: Path) -> tuple[Path, float]:
-    """Runs the command as a user types it; returns the page's path and the command's seconds.
+    """Runs the command with a random model; returns the page's path and the command's seconds.
 
-    Weights are random: the size of the page does not depend on them.
+    The size of the page does not depend on the weights.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -38,7 +38,7 @@ def make(place: Path) -> tuple[Path, float]:
 
 
 def load(page: Path) -> tuple[list[float], str]:
-    """Loads the page several times; returns the seconds until each is painted, and the browser's version."""
+    """Loads the page several times; returns the seconds until it is painted, and the browser's version."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or sys.exit("Chromium is not installed")

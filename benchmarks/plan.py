@@ -1,4 +1,4 @@
-"""Writes benchmarks/parallel-plan.md: what `gpt params` plans for GPT-3's eight sizes on 8, 64 and 1,024 devices.
+"""Writes benchmarks/parallel-plan.md: the plans of `gpt params` for GPT-3's eight sizes on 8, 64 and 1,024 devices.
 
 python -m benchmarks.plan
 """
@@ -33,7 +33,7 @@ reach less.
 
 
 def page() -> str:
-    """Returns the whole page."""
+    """Returns the page in Markdown."""
     parts = [HEAD]
     for devices in DEVICES:
         parts.append(

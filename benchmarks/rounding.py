@@ -1,9 +1,9 @@
-"""Measures the held-out loss of a model with rounded matrices, by the bits of each matrix.
+"""Measures the held-out loss of quantized models, by the bits of each matrix.
 
     python -m benchmarks.rounding TEXT MODEL MODEL …
 
-A model's float32 weights are replaced by their rounded values, so nothing but the rounding of weights is measured. The
-last rows are `--dtype int8` and `int4`, which also round activations.
+Replaces float32 weights by their rounded values, to measure only the rounding of weights. The last rows are `--dtype
+int8` and `int4`, which also round activations.
 """
 
 import argparse
@@ -20,17 +20,17 @@ from gpt.evaluate import Encoded, evaluate
 from gpt.model.quantize import Quantized, to_int4, to_int8
 
 MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-Bits = Callable[[int, str], int]  # block (−1: the embedding) and matrix → bits
+Bits = Callable[[int, str], int]  # block (−1 is the embedding) and matrix → bits
 
 
 def loss(model: api.LanguageModel, text: str) -> float:
-    """Returns the loss over a text, in nats per token."""
+    """Returns the loss on a text in nats per token."""
     ids = model.tokenizer.document(text).astype(np.int64)
     return evaluate(model.model, model.tokenizer, Encoded([ids]), model.compute, None, None).loss
 
 
 def rounded(model: api.LanguageModel, bits: Bits) -> tuple[api.LanguageModel, int]:
-    """Returns a copy with rounded and dequantized matrices, and the bytes of the rounded ones."""
+    """Returns a copy with rounded and dequantized matrices, and their quantized size in bytes."""
     found, size = copy.deepcopy(model.model), 0
     places = [(-1, "wte", found.wte)]
     places += [(at, name, block.get_submodule(name)) for at, block in enumerate(found.h) for name in MATRICES]
@@ -42,7 +42,7 @@ def rounded(model: api.LanguageModel, bits: Bits) -> tuple[api.LanguageModel, in
 
 
 def variants(layers: int) -> dict[str, Bits]:
-    """Returns the choices of bits to compare, by their names in the table."""
+    """Returns the compared choices of bits by name."""
 
     def all_but(*wider: str, blocks: tuple[int, ...] = (-1,)) -> Bits:
         return lambda at, name: 8 if name in wider or at in blocks else 4

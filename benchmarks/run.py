@@ -1,8 +1,8 @@
-"""Measures this machine's limits, start-up time and training, compared with Transformers and nanoGPT's recipe.
+"""Measures the machine's limits, start-up and training, compared with Transformers and nanoGPT's recipe.
 
     python -m benchmarks.run [TEXT]
 
-TEXT is tinyshakespeare as a file; without it, the catalogue's copy is downloaded. `make bench` runs this first.
+TEXT is tinyshakespeare, by default downloaded from the catalogue. `make bench` runs this first.
 """
 
 import contextlib
@@ -64,9 +64,9 @@ def floors() -> Content:
 
 
 def start_up() -> Content:
-    """Times whole commands, compared with importing torch and with Transformers' command.
+    """Times whole commands in turn, compared with importing torch and with Transformers' command.
 
-    Commands take turns. Our modules are compiled to bytecode first, as an installation does.
+    The warm-up compiles our modules to bytecode, as an installation does.
     """
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as place:
@@ -98,7 +98,7 @@ def start_up() -> Content:
 
 
 def train(text: str, folder: Path, *options: str) -> dict[str, float]:
-    """Runs ``gpt train TEXT`` in a separate process; returns its JSON and the command's ``whole_seconds``."""
+    """Runs ``gpt train TEXT``; returns its JSON and the ``whole_seconds`` of the command."""
     started = time.perf_counter()
     out = output(str(SCRIPTS / "gpt"), "train", text, "--json", "--quiet", *options, cwd=folder)
     values: dict[str, float] = json.loads(out.splitlines()[-1])
@@ -106,11 +106,11 @@ def train(text: str, folder: Path, *options: str) -> dict[str, float]:
 
 
 def nanogpt_recipe(text: str, evaluated: Callable[[int, float, float], None] | None = None) -> tuple[float, float]:
-    """Trains Transformers' GPT-2 by nanoGPT's CPU recipe; returns held-out nats per character and seconds.
+    """Trains Transformers' GPT-2 with nanoGPT's CPU recipe; returns held-out nats per character and seconds.
 
     From nanoGPT's README: 4 layers of width 128, 64 characters of context, batch 12, 2,000 steps of AdamW, float32.
-    ``evaluated`` is called every 100 steps with the step, the seconds spent outside evaluations, and the loss on the
-    first 16,384 held-out characters.
+    ``evaluated`` is called every 100 steps with the step, the seconds without evaluations, and the loss on the first
+    16,384 held-out characters.
     """
     started = time.perf_counter()
     torch.manual_seed(1337)
@@ -143,7 +143,7 @@ def nanogpt_recipe(text: str, evaluated: Callable[[int, float, float], None] | N
 
 @torch.no_grad()
 def _held_out_loss(model: GPT2LMHeadModel, ids: torch.Tensor) -> float:
-    """Returns the loss over held-out ids, in windows of 64."""
+    """Returns the loss on held-out ids in windows of 64."""
     count = (len(ids) - 1) // 64
     x, y = ids[: count * 64].view(count, 64), ids[1 : count * 64 + 1].view(count, 64)
     model.eval()
@@ -153,7 +153,7 @@ def _held_out_loss(model: GPT2LMHeadModel, ids: torch.Tensor) -> float:
 
 
 def texts(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Writes two files for each text: its first 90 % to train on, and its last 10 % to measure."""
+    """Writes two files for each text: the first 90 % for training, the last 10 % for evaluation."""
     whole = {"tinyshakespeare": shakespeare.read_bytes()}
     for name in ("pydocs", "stdlib"):
         whole[name] = b"".join(source.open().read() for source in catalogue.sources(name))
@@ -167,7 +167,7 @@ def texts(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
 
 
 def training(shakespeare: Path) -> Content:
-    """Measures the losses that whole commands reach in a given time, compared with nanoGPT's recipe."""
+    """Measures held-out losses after a given time, compared with nanoGPT's recipe."""
     plans = [(name, arch, 1) for name in ("tinyshakespeare", "pydocs", "stdlib") for arch in ("gpt2", "modern")]
     plans += [("tinyshakespeare", arch, 3) for arch in ("gpt2", "modern")]
     rows: list[list[str]] = []
@@ -185,9 +185,9 @@ def training(shakespeare: Path) -> Content:
         for name, (text_file, held_out_file) in files.items():
             text, held = (file.read_text(encoding="utf-8") for file in (text_file, held_out_file))
             if len(set(text + held)) > 300:
-                continue  # too many characters for a character-level model
+                continue  # too many distinct characters for a character-level model
             loss, seconds = nanogpt_recipe(text + held)
-            per_byte = loss * len(held) / len(held.encode())  # almost every character is one byte
+            per_byte = loss * len(held) / len(held.encode())  # tokens are characters
             rows.append([
                 "nanoGPT's CPU recipe, on Transformers", name, f"{seconds:.0f} s", f"{per_byte:.4f}",
                 f"{per_byte / math.log(2):.4f}", "", f"{2000 * 12 * 64 / seconds:,.0f}",
@@ -198,14 +198,13 @@ def training(shakespeare: Path) -> Content:
     return [note], [Table(columns, rows)]
 
 
-RECIPE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}  # nanoGPT's for a GPU
+RECIPE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}  # nanoGPT's GPU recipe
 ROWS = 64
-ROUNDS = {"nano": 20, "tiny": 10, "micro": 10, "10.7 M": 3}  # timed steps of each system
+ROUNDS = {"nano": 20, "tiny": 10, "micro": 10, "10.7 M": 3}  # timed steps per system
 
 
 def speed() -> Content:
-    """Times whole steps of small models: `gpt train`'s, uncompiled and compiled, and a plain loop over Transformers'
-    GPT-2."""
+    """Times training steps of small models in `gpt train` and of Transformers' GPT-2."""
     keep_freed_memory()
     a = torch.randn(2048, 2048).to(COMPUTE.dtype)
     rows: list[list[str]] = []
@@ -251,7 +250,7 @@ def speed() -> Content:
 
 
 def our_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool) -> Callable[[], object]:
-    """Returns `gpt train`'s step on ``count`` sequences."""
+    """Returns a training step of `gpt train` on ``count`` sequences."""
     settings = TrainConfig(
         n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, block_size=config.block_size,
         batch_tokens=count * config.block_size, steps=100, optimizer=kind, dropout=0.0,
@@ -266,7 +265,7 @@ def our_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool) -> 
 
 
 def peers_step(config: GPTConfig, count: int, compiled: bool) -> Callable[[], object]:
-    """Returns a step of Transformers' GPT-2 on ``count`` sequences."""
+    """Returns a training step of Transformers' GPT-2 on ``count`` sequences."""
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=config.vocab_size, n_positions=config.block_size, n_layer=config.n_layer, n_head=config.n_head,
@@ -293,8 +292,8 @@ PROFILED = {"nano": 9, "micro": 5, "10.7 M, 16 sequences": 3}  # timed steps
 
 
 def phase_seconds(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list[float]]:
-    """Returns four times for each of `PHASES`: the whole; its matrix products at ``peak`` FLOP/s; its other operators,
-    replayed; and the remainder, which is products below peak, allocation and call overhead."""
+    """Returns four times for each of `PHASES`: the whole, matrix products at ``peak`` FLOP/s, other operators, and the
+    remainder: products below peak, allocation and call overhead."""
     model = GPT(config)
     optimizer = make_optimizer(model, "muon", 0.1, COMPUTE.dtype)
     x, y = (torch.randint(config.vocab_size, (rows, config.block_size)) for _ in range(2))
@@ -334,7 +333,7 @@ def phase_seconds(config: GPTConfig, rows: int, steps: int, peak: float) -> list
 
 @torch.no_grad()
 def _others(recorder: Recorder) -> float:
-    """Replays a phase's operators except matrix products, and returns their seconds."""
+    """Replays the operators of a phase except matrix products; returns their seconds."""
     seconds = 0.0
     for _, func, args, kwargs in recorder.calls:
         if func.is_view or any(name in func.name() for name in ("mm", "linear", "set_")):
@@ -346,7 +345,7 @@ def _others(recorder: Recorder) -> float:
 
 
 def profile() -> Content:
-    """Measures where the time of steps goes, compared with their arithmetic at the machine's peak."""
+    """Measures the phases of training steps, compared with their arithmetic at peak speed."""
     keep_freed_memory()
     a = torch.randn(2048, 2048).to(COMPUTE.dtype)
     peak = 2 * 2048**3 / median_seconds(lambda: a @ a)
@@ -371,7 +370,7 @@ COMPARED_STEPS, SEEDS = 800, (1, 2, 3)
 
 
 def optimizers(shakespeare: Path) -> Content:
-    """Compares Muon with AdamW on GPT-2's block, for equal tokens and for equal time."""
+    """Compares Muon with AdamW for equal tokens and for equal time."""
     rows: list[list[str]] = []
 
     def add(kind: str, steps: int) -> float:

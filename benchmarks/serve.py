@@ -1,12 +1,12 @@
-"""Measures `gpt serve`: equality with `gpt sample` under load, throughput and latency next to other servers, memory.
+"""Measures `gpt serve`: throughput and latency compared with other servers, equality with `gpt sample`, memory.
 
-    python -m benchmarks.serve RUN                  writes a section, in a few minutes
-    python -m benchmarks.serve RUN --dtypes int8    throughput in other dtypes, compared with llama.cpp's file types
-    python -m benchmarks.serve RUN --exact          only compares mixed requests with `gpt sample`
+    python -m benchmarks.serve RUN                  throughput, latency and equality, in a few minutes
+    python -m benchmarks.serve RUN --dtypes int8    throughput in other dtypes
+    python -m benchmarks.serve RUN --exact          equality of mixed requests with `gpt sample`
     python -m benchmarks.serve RUN --soak MINUTES   memory under mixed load with clients that disconnect
 
-RUN is a trained model. The servers run in separate processes, in float32 on one thread by default, and take turns.
-llama.cpp is measured if the extra `interop` is installed, `transformers serve` if transformers[serving] is.
+RUN is a trained model. Servers take turns, by default in float32 on one thread. llama.cpp needs the extra `interop`,
+`transformers serve` needs transformers[serving].
 """
 
 import argparse
@@ -36,10 +36,10 @@ from gpt.runs import folder
 from gpt.sample_config import SampleConfig
 
 CLIENTS = (1, 8, 32)
-TOKENS = 64  # per timed text
+TOKENS = 64  # generated tokens per timed request
 REQUESTS, CONNECTIONS = 1000, 64
-LONG = 1000  # tokens of the prompt that delays a short one
-CHUNK = 128  # of chunked prefill, as in gpt/serve/worker.py
+LONG = 1000  # tokens of the long prompt that delays short requests
+CHUNK = 128  # chunk of the prefill in tokens, as in gpt/serve/worker.py
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
 Content = tuple[list[str], list[Table]]  # notes and tables of a section
@@ -47,7 +47,7 @@ Content = tuple[list[str], list[Table]]  # notes and tables of a section
 
 @dataclass
 class Reply:
-    """The response to a request: its texts, and when their chunks arrived, in seconds since the request."""
+    """A response: its texts, and the arrival of chunks in seconds since the request."""
 
     status: int
     texts: dict[int, str] = field(default_factory=dict)
@@ -56,12 +56,12 @@ class Reply:
 
 @dataclass(frozen=True)
 class Target:
-    """A server: its port, its name of the model, and its process."""
+    """A running server."""
 
     port: int
     model: str
     pid: int
-    extra: dict[str, Any]  # additional fields of its requests
+    extra: dict[str, Any]  # additional request fields
 
 
 async def ask(target: Target, body: dict[str, Any], leave_after: float | None = None) -> Reply:
@@ -113,7 +113,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Target]:
-    """Runs a server until the end of the block. Raises `RuntimeError` if it does not answer within three minutes."""
+    """Runs a server during the block. Raises `RuntimeError` if it does not answer within three minutes."""
     with tempfile.TemporaryFile() as log:
         one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
@@ -158,7 +158,7 @@ def ours(
 
 
 def llama_cpp(run: Path, place: Path, dtype: str, threads: int) -> contextlib.AbstractContextManager[Target]:
-    """Runs llama.cpp's server with the exported model, one slot per client."""
+    """Runs llama.cpp's server with the exported model and one slot per client."""
     port, kind = free_port(), {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}[dtype]
     path = place / f"{kind}.gguf"
     if not path.exists():
@@ -181,7 +181,7 @@ def transformers(run: Path, batches: bool) -> contextlib.AbstractContextManager[
 
 
 def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, float]:
-    """Sends equal requests at once; returns chunks, which are tokens, per second and the median time to first token."""
+    """Sends concurrent requests; returns chunks (tokens) per second and the median time to first token."""
 
     async def all_at_once() -> tuple[float, float]:
         asked = {"max_tokens": TOKENS, "temperature": 0, "stream": True, **target.extra}
@@ -199,7 +199,7 @@ def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, 
 def compare(
     run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int, rounds: int
 ) -> Content:
-    """Compares the servers, which take turns; Transformers' only in float32 on one thread."""
+    """Compares the servers in turn; `transformers serve` only in float32 on one thread."""
     rates: dict[str, dict[int, list[tuple[float, float]]]] = {}
     skipped: dict[str, str] = {}
     servers: dict[str, Callable[[], contextlib.AbstractContextManager[Target]]] = {
@@ -236,11 +236,11 @@ def compare(
     return [*notes, *skipped.values()], [Table(columns, rows)]
 
 
-# A short request while a long prompt is being read
+# Short requests during a long prefill
 
 
 def random_run(place: Path) -> Path:
-    """Writes an untrained model with a context long enough for a long prompt."""
+    """Writes an almost untrained model with a long context."""
     text = place / "text.txt"
     text.write_text("the cat sat on the mat while it was raining in the town; " * 400)
     api.train(
@@ -251,8 +251,8 @@ def random_run(place: Path) -> Path:
 
 
 async def delayed_by_a_long_prompt(target: Target, rng: random.Random) -> tuple[float, float, float, float]:
-    """Returns four times in seconds: to the first token of a short request, of a long one, and of a short one during a
-    long prompt, and the longest pause of a running text during a long prompt."""
+    """Returns four latencies in seconds: the time to first token of a short prompt, of a long prompt, and of a short
+    prompt during a long prefill, and the longest pause of a stream during a long prefill."""
 
     def body(length: int, tokens: int = 1) -> dict[str, Any]:
         ids = [rng.randrange(32, 120) for _ in range(length)]
@@ -261,7 +261,7 @@ async def delayed_by_a_long_prompt(target: Target, rng: random.Random) -> tuple[
     short = (await ask(target, body(16))).times[0]
     long = (await ask(target, body(LONG))).times[0]
     other = asyncio.create_task(ask(target, body(LONG)))
-    await asyncio.sleep(rng.uniform(0.1, 0.6) * long)  # at a random moment of a chunk
+    await asyncio.sleep(rng.uniform(0.1, 0.6) * long)  # a random moment of the prefill
     during = (await ask(target, body(16))).times[0]
     await other
     text = asyncio.create_task(ask(target, body(16, 100)))
@@ -272,7 +272,7 @@ async def delayed_by_a_long_prompt(target: Target, rng: random.Random) -> tuple[
 
 
 def first_tokens(place: Path) -> Table:
-    """Measures a short request during a long prompt."""
+    """Measures short requests during a long prefill."""
     rng = random.Random(0)
 
     async def rounds(target: Target) -> list[tuple[float, float, float, float]]:
@@ -313,7 +313,7 @@ def mixed(rng: random.Random, seed: int, prompts: Sequence[str]) -> dict[str, An
 async def load_with(
     target: Target, bodies: Sequence[dict[str, Any]], leave: Callable[[int], float | None]
 ) -> list[Reply]:
-    """Sends the requests from `CONNECTIONS` clients at once; some of them disconnect."""
+    """Sends the requests from `CONNECTIONS` concurrent clients, which disconnect after ``leave(index)`` seconds."""
     left = iter(enumerate(bodies))
     replies: dict[int, Reply] = {}
 
@@ -327,7 +327,7 @@ async def load_with(
 
 
 def exact(run: Path, prompts: Sequence[str]) -> list[str]:
-    """Compares the texts of mixed concurrent requests with those of `gpt sample`."""
+    """Compares the texts of mixed concurrent requests with `gpt sample`."""
     rng = random.Random(1)
     bodies = [mixed(rng, seed, prompts) for seed in range(REQUESTS)]
     leaving = {at for at in range(REQUESTS) if rng.random() < 0.1}
@@ -360,7 +360,7 @@ def expected(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:
 
 
 def soak(run: Path, prompts: Sequence[str], minutes: float) -> list[str]:
-    """Measures the memory of a server under mixed load with clients that disconnect."""
+    """Measures the memory of a server under mixed load with disconnecting clients."""
     import psutil
 
     rng = random.Random(2)

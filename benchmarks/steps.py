@@ -1,8 +1,8 @@
-"""Measures where a token's time goes: an engine step, taken apart. The part ``steps`` of `benchmarks.decode` uses it.
+"""Measures the parts of an engine step, for the part ``steps`` of `benchmarks.decode`.
 
-The operators of one step are recorded with their arguments and replayed one by one, each timed by the clock, in the
-step's order, so that weights come from memory as they do in the step. The time of a real step beyond that is call
-overhead. A profiler would add to each operator about as much as a short one takes.
+Records the operators of a step and replays and times them one by one. Their order is unchanged, so weights come from
+memory as in the step. The remaining time of a real step is call overhead. A profiler would add about the time of a
+short operator to each operator.
 """
 
 import statistics
@@ -33,7 +33,7 @@ _ATTENTION = ("attention", "bmm", "softmax", "copy_", "index_put", "index_copy",
 
 
 class Recorder(TorchDispatchMode):
-    """Records operators and their arguments; ``within`` is True for the model's, False for those of the selection."""
+    """Records operators with their arguments. ``within`` is True inside the model, False in token selection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
 
 
 def group(func: Any) -> str:
-    """Returns the part of a step that an operator of the model belongs to."""
+    """Returns the part of a step to which a model's operator belongs."""
     name = func.name()
     if func.is_view or name.startswith("aten::empty"):
         return "views"
@@ -59,7 +59,7 @@ def group(func: Any) -> str:
 
 
 class Steps:
-    """Steps of ``rows`` greedy texts after short prompts. ``model_seconds`` is the model's time in the last step."""
+    """Steps of ``rows`` greedy texts. ``model_seconds`` is the model's time in the last step."""
 
     def __init__(self, model: LanguageModel, rows: int) -> None:
         new = WARM + ROUNDS * STEPS + 3
@@ -87,7 +87,7 @@ class Steps:
         return timed
 
     def step(self) -> tuple[float, float]:
-        """Runs a step; returns its seconds and the model's share of them."""
+        """Runs a step; returns its seconds and the model's seconds."""
         self.model_seconds = 0.0
         started = time.perf_counter()
         self.engine.step()
@@ -103,7 +103,7 @@ class Steps:
 
 @torch.inference_mode()
 def replay(recorder: Recorder) -> dict[str, float]:
-    """Replays the operators of a step; returns the seconds of each group."""
+    """Replays recorded operators; returns the seconds of each group."""
     seconds = dict.fromkeys(GROUPS, 0.0)
     for name, func, args, kwargs in recorder.calls:
         started = time.perf_counter()
@@ -113,8 +113,8 @@ def replay(recorder: Recorder) -> dict[str, float]:
 
 
 def split(model: LanguageModel, rows: int) -> dict[str, float]:
-    """Returns the median seconds of a step and of its parts: `GROUPS` without views, ``calls`` and ``host``."""
-    torch.set_flush_denormal(True)  # in-place operators repeat with every replay
+    """Returns the median seconds of a step and its parts: `GROUPS` except views, ``calls`` and ``host``."""
+    torch.set_flush_denormal(True)  # repeated in-place operators can produce denormals
     steps = Steps(model, rows)
     for _ in range(WARM):
         steps.step()
@@ -131,7 +131,7 @@ def split(model: LanguageModel, rows: int) -> dict[str, float]:
 
 
 def table(models: Iterable[tuple[str, LanguageModel]], rows: tuple[int, ...]) -> Table:
-    """Returns a table of the models' steps with each number of texts, in milliseconds."""
+    """Returns a table of step times in milliseconds, for each batch size in ``rows``."""
     found = []
     for name, model in models:
         for count in rows:

@@ -1,9 +1,9 @@
-"""Measures `gpt tokenize`, from files to checked shards, compared with tiktoken and Transformers' tokenizers.
+"""Measures `gpt tokenize`, compared with tiktoken and Transformers' tokenizers.
 
     python -m benchmarks.tokenize [FOLDER OF TEXTS]
 
-Without a folder, the texts are the .py, .md, .rst and .txt files of Python and the installed packages, which every
-machine with this project has. GPT-2's vocabulary must be cached. POSIX only: it kills processes and reads peak memory.
+The default texts are the .py, .md, .rst and .txt files of Python and its packages. GPT-2's vocabulary must be cached.
+POSIX only: kills processes and reads peak memory.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ from benchmarks.results import SCRIPTS, Table, measured, write_section
 from gpt.files import cache_dir
 from gpt.text.tokenizer import gpt2_tokenizer
 
-LEAST = 64_000_000  # bytes of text
+LEAST = 64_000_000  # bytes of the corpus
 LARGE = 1_000_000_000
-PEER = 10_000_000  # bytes that Transformers' tokenizers are measured on
+PEER = 10_000_000  # bytes for Transformers' tokenizers
 ROUNDS = 3
 KILLS = 10
 CHUNK = 2**20
 
 
 def texts(folder: Path | None) -> Iterator[bytes]:
-    """Yields the UTF-8 texts of a folder, or of Python and its packages."""
+    """Yields the UTF-8 texts of a folder, by default of Python and its packages."""
     roots = [folder] if folder else [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     for root in roots:
         for path in sorted(root.rglob("*")):
@@ -50,10 +50,7 @@ def texts(folder: Path | None) -> Iterator[bytes]:
 
 
 def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[str, Path]]:
-    """Writes the texts as one file, as a folder of files, as JSON lines, and repeated to a gigabyte.
-
-    Returns the texts and the paths.
-    """
+    """Writes the texts as one file, as a folder, as JSON lines, and repeated to a gigabyte; returns texts and paths."""
     found: list[bytes] = []
     size = 0
     for data in texts(folder):
@@ -87,7 +84,7 @@ def timed(args: list[str]) -> float:
     return time.perf_counter() - started
 
 
-# Runs in a small intermediate process: a child's peak memory includes what its parent used at the fork.
+# A small intermediate process, since a child's peak memory includes its parent's memory at the fork.
 _WATCH = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
     "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
@@ -101,7 +98,7 @@ def peak_memory(args: list[str]) -> float:
 
 
 def ours(text: Path, out: Path, *options: str) -> list[str]:
-    """Deletes the folder ``out`` and returns the command ``gpt tokenize`` that writes it."""
+    """Deletes ``out`` and returns the `gpt tokenize` command that writes it."""
     shutil.rmtree(out, ignore_errors=True)
     return [str(SCRIPTS / "gpt"), "tokenize", str(text), "-o", str(out), "--tokenizer", "gpt2", "-q", *options]
 
@@ -118,14 +115,14 @@ def _encode(text: str) -> int:
 
 
 def chunks(text: Path) -> Iterator[str]:
-    """Yields a text in chunks of `CHUNK` characters. Wrong ids at the cuts do not change the speed."""
+    """Yields a text in chunks of `CHUNK` characters. Ids at chunk ends can differ; the speed does not."""
     with text.open(encoding="utf-8", newline="") as file:
         while part := file.read(CHUNK):
             yield part
 
 
 def tiktoken_seconds(text: Path, processes: int = 2) -> tuple[float, float]:
-    """Runs tiktoken in several processes, which drop the ids; returns the seconds of the whole and of the encoding."""
+    """Runs tiktoken in several processes and drops the ids; returns the total seconds and the seconds of encoding."""
     started = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(processes, _start) as pool:
         pool.map(_encode, ["warm"] * processes * 4, chunksize=1)
@@ -137,7 +134,7 @@ def tiktoken_seconds(text: Path, processes: int = 2) -> tuple[float, float]:
 
 
 def transformers_tokenizers(texts: Iterable[bytes]) -> float:
-    """Returns the MB/s of the Tokenizers library on all cores, with whole files as one batch."""
+    """Returns the MB/s of the Tokenizers library on all cores, with all files in one batch."""
     from tokenizers import Tokenizer
 
     from gpt.text.tokenizer_files import to_tokenizer_json
@@ -161,7 +158,7 @@ OURS = "`gpt tokenize` one file, `--jobs 2`"
 
 
 def rows(size: float, rates: dict[str, list[float]]) -> list[list[str]]:
-    """Returns rows of median rates and their ratios to tiktoken's."""
+    """Returns rows of median MB/s and their ratios to tiktoken."""
     medians = {name: statistics.median(values) for name, values in rates.items()}
     return [
         [f"{size:,.0f} MB", name, f"{rate:.1f}", f"{rate / medians[WHOLE]:.2f}", f"{rate / medians[ENCODING]:.2f}"]
@@ -170,7 +167,7 @@ def rows(size: float, rates: dict[str, list[float]]) -> list[list[str]]:
 
 
 def throughput(data: list[bytes], paths: dict[str, Path], out: Path) -> Table:
-    """Measures the rates on the corpus, and on its repetition to a gigabyte."""
+    """Measures MB/s on the corpus, and on its repetition to a gigabyte."""
     size = paths["one.txt"].stat().st_size / 1e6
     cores = os.cpu_count() or 1
     rates: dict[str, list[float]] = {}
@@ -200,7 +197,7 @@ def throughput(data: list[bytes], paths: dict[str, Path], out: Path) -> Table:
 
 
 def memory(paths: dict[str, Path], out: Path) -> Table:
-    """Measures the largest process's peak memory on corpora of different sizes."""
+    """Measures the largest process's peak memory for corpora of different sizes."""
     found = []
     for name, path in paths.items():
         files = list(path.iterdir()) if path.is_dir() else [path]
@@ -211,7 +208,7 @@ def memory(paths: dict[str, Path], out: Path) -> Table:
 
 
 def checksum(folder: Path) -> str:
-    """Returns a checksum over all files of a folder."""
+    """Returns a checksum of all files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -219,7 +216,7 @@ def checksum(folder: Path) -> str:
 
 
 def kills(text: Path, out: Path) -> str:
-    """Kills ``gpt tokenize`` at random moments, resumes it, and compares the bytes with an uninterrupted run's."""
+    """Kills and resumes `gpt tokenize` at random moments, and compares the output with an uninterrupted run."""
     seconds = timed(ours(text, out, "--jobs", "2"))
     expected = checksum(out)
     equal = finished = 0

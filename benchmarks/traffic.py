@@ -1,9 +1,8 @@
-"""Counts the bytes that compiled code moves and the kernels that it launches, without building or running the code.
+"""Counts the memory traffic and kernel launches of compiled code without building or running it.
 
-The counts come from Inductor's schedule. A kernel's bytes are those of each buffer that it reads or writes, once, as
-far as it uses the buffer. Two of Inductor's counts are corrected: where a fused kernel scatters elements into a buffer,
-or only gathers elements from one, Inductor counts the whole buffer, and this module counts the elements. A decoding
-step scatters to one column of the KV cache in every layer, and gathers rows of the embedding.
+The counts come from Inductor's schedule. A kernel counts each buffer that it reads or writes once, for the part that it
+uses. If a fused kernel scatters into a buffer or only gathers from it, Inductor counts the whole buffer; this module
+counts the elements. A decoding step scatters to one column of each layer's KV cache and gathers rows of the embedding.
 """
 
 import contextlib
@@ -23,17 +22,17 @@ from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-COUNTED_UP_TO = 10**9  # Inductor counts no more elements of a buffer
+COUNTED_UP_TO = 10**9  # Inductor stops counting a buffer's elements here
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Memory traffic and launches of one call of a compiled graph."""
 
-    bytes: int  # read from memory and written to it
-    launches: int  # kernels, generated or from libraries
-    kernels: tuple[tuple[str, int], ...]  # name and bytes of each, largest first
-    code: str  # the program that calls them
+    bytes: int  # reads and writes
+    launches: int  # generated and library kernels
+    kernels: tuple[tuple[str, int], ...]  # names and bytes, largest first
+    code: str  # generated code
 
 
 class _Counted(Exception):
@@ -41,9 +40,9 @@ class _Counted(Exception):
 
 
 def count(work: Callable[[], object], **settings: Any) -> list[Traffic]:
-    """Runs ``work`` up to its first call of a compiled graph, and returns the traffic of each graph compiled by then.
+    """Runs ``work`` up to its first call of a compiled graph; returns the traffic of all graphs compiled so far.
 
-    A graph's backward graph is compiled with it and counted too. ``settings`` are Inductor's.
+    Backward graphs are compiled with their forward graphs. ``settings`` are Inductor's.
     """
     torch._dynamo.reset()
     try:
@@ -56,7 +55,7 @@ def count(work: Callable[[], object], **settings: Any) -> list[Traffic]:
 
 @contextlib.contextmanager
 def counting(**settings: Any) -> Iterator[list[Traffic]]:
-    """A context in which Inductor's graphs are counted instead of built. Calling one raises an exception."""
+    """A context in which Inductor's graphs are counted instead of built. Calling a graph raises `_Counted`."""
     found: list[Traffic] = []
 
     def module(graph: GraphLowering) -> Any:
@@ -103,7 +102,7 @@ def _bytes(node: BaseSchedulerNode) -> int:
     reads = [read for part in node.get_nodes() for read in part.read_writes.reads if isinstance(read, MemoryDep)]
     whole = {read.name for read in reads if not read.is_indirect()}
     for part in node.get_nodes():
-        if part.is_template():  # Inductor counts one element of each
+        if part.is_template():  # Inductor counts one element per buffer
             for read in part.read_writes.reads:
                 buffer = V.graph.get_buffer(read.name)
                 accesses[read.name] = _elements(buffer) * buffer.get_dtype().itemsize

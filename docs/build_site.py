@@ -1,7 +1,7 @@
-"""Builds the documentation site in build/site: `make docs`, or python docs/build_site.py.
+"""Builds the documentation site in build/site (`make docs`, or python docs/build_site.py).
 
-The pages are the ones on GitHub, at the same paths, so the same links work in both places. Files outside docs/ that
-they link to are copied too; a source file becomes a page. A broken link fails the build.
+Pages have the same paths as on GitHub, so links work in both places. Linked files outside docs/ are copied too; source
+files become pages. A broken link fails the build.
 """
 
 import json
@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = ROOT / "build"
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
-ANY_LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")  # also within the page
+ANY_LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")  # includes links within the page
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# A broken link in the generator's output: "╭─[ docs/report.md:32:13 ]", the line, and below it "╰──── why".
+# A broken link in the generator's output: "╭─[ docs/report.md:32:13 ]", the line, "╰──── reason".
 BROKEN = re.compile(r"╭─\[ ([^\n]+):(\d+):(\d+) \]$.*?╰─+ ([^\n]+)$", re.MULTILINE | re.DOTALL)
 
-SHIM = "https://unpkg.com/iframe-worker/shim"  # what the theme fetches to make search work from disk
+SHIM = "https://unpkg.com/iframe-worker/shim"  # the theme's workaround for search from disk
 WORKER = """if (location.protocol === "file:") {
   const code = %s;
   window.Worker = class extends Worker {
@@ -31,7 +31,7 @@ WORKER = """if (location.protocol === "file:") {
 
 
 def build(place: Path = PLACE) -> int:
-    """Copies the pages to ``place``/docs and builds ``place``/site from them. Returns the exit status."""
+    """Copies the pages to ``place``/docs and builds ``place``/site; returns the exit status."""
     shutil.rmtree(place / "docs", ignore_errors=True)
     for path in [ROOT / "README.md", ROOT / "docs" / "site.css", *sorted((ROOT / "docs").glob("*.md"))]:
         lay_out(path, place / "docs")
@@ -43,9 +43,9 @@ def build(place: Path = PLACE) -> int:
 
 
 def render(place: Path) -> int:
-    """Builds ``place``/site and returns the exit status. A broken link or anchor fails the build.
+    """Builds ``place``/site and returns the exit status. Broken links and anchors fail the build.
 
-    Prints a line for each broken link, since the generator ends with a traceback; other failures as it prints them.
+    Prints one line per broken link instead of the generator's traceback.
     """
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs")}
@@ -63,7 +63,7 @@ def render(place: Path) -> int:
 
 
 def broken_links(stage: Path, output: str) -> list[str]:
-    """Returns a line for each broken link, with file, line, link and reason, from the generator's diagrams."""
+    """Parses the generator's output; returns a line for each broken link with file, line, link and reason."""
     lines = []
     for page, row, column, why in BROKEN.findall(output):
         line = (stage / page).read_text(encoding="utf-8").splitlines()[int(row) - 1]
@@ -74,7 +74,7 @@ def broken_links(stage: Path, output: str) -> list[str]:
 
 
 def lay_out(path: Path, stage: Path) -> None:
-    """Copies a file and the files that it links to, to the same paths below ``stage``."""
+    """Copies a file, and files that it links to, to the same paths below ``stage``."""
     place = stage / page_of(path.relative_to(ROOT))
     if place.exists():
         return
@@ -96,9 +96,9 @@ def lay_out(path: Path, stage: Path) -> None:
 
 
 def search_from_disk(site: Path) -> None:
-    """Makes pages opened from disk start the search worker from a string.
+    """Makes pages start the search worker from a string.
 
-    Browsers don't start workers from files, and the theme would fetch a script from another host to work around that.
+    Browsers don't start workers from files, and the theme's workaround fetches a script from another host.
     """
     (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
     script = site / "assets" / "javascripts" / "worker.js"
@@ -110,7 +110,7 @@ def search_from_disk(site: Path) -> None:
 
 
 def page_of(path: "Path | str") -> str:
-    """Returns a file's path in the site: a source file becomes a page."""
+    """Returns a file's path in the site. Source files become pages."""
     return f"{path}.md" if str(path).endswith(".py") else str(path)
 
 

@@ -1,11 +1,12 @@
-"""Replaces the outputs shown in the docs by those of real runs.
+"""Replaces command outputs in the docs by the outputs of real runs.
 
-python docs/outputs.py FOLDER [PAGE ...]; FOLDER has the files that the pages use: book.txt, chapter.txt …
+    python docs/outputs.py FOLDER [PAGE ...]
 
-On each page (by default those that contain `MARK`), the console and Python blocks run in order in a copy of FOLDER, up
-to the last output. The text block right after a console block is replaced by what its commands print. If that block has
-a line `…`, the new one has as many lines before it, and each line after it is replaced by the last new line with the
-same first word. Lines that begin with `> ` are typed into a conversation.
+FOLDER has the files that the pages use: book.txt, chapter.txt … The default pages contain `MARK`. The console and
+Python blocks of a page run in order in a copy of FOLDER, up to the last output. The output of a console block replaces
+the text block after it. If the old text has a line `…`, the new text keeps the same number of lines before it, and the
+last new line with the same first word replaces each line after it. Lines that begin with `> ` are typed into a
+conversation.
 """
 
 import os
@@ -19,11 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "<!-- outputs: docs/outputs.py -->"
 BLOCK = re.compile(r"```(console|python)\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
-SKIPPED = ("hf:", "gpt data fetch", "gpt serve")  # commands that need a network, or never end
+SKIPPED = ("hf:", "gpt data fetch", "gpt serve")  # commands that need a network or never end
 
 
 def remade(page: str, folder: Path) -> str:
-    """Returns ``page`` with the outputs of its commands, run in ``folder``."""
+    """Runs the commands of a page in ``folder``; returns the page with their outputs."""
     last = max((found.end() for found in BLOCK.finditer(page) if found[3] is not None), default=0)
 
     def with_output(found: re.Match[str]) -> str:
@@ -41,12 +42,12 @@ def remade(page: str, folder: Path) -> str:
 
 
 def answered(command: str, old: str, folder: Path) -> str:
-    """Returns what ``command`` prints; if ``old`` is a conversation, its questions with new answers."""
+    """Returns the output of ``command``, or the questions of a conversation in ``old`` with new answers."""
     questions = [line for line in old.splitlines() if line.startswith("> ")]
     if not questions:
         return "" if any(each in command for each in SKIPPED) else run(command, folder)
     before, shown = "", ""
-    for count, question in enumerate(questions, 1):  # the seed makes the earlier answers the same again
+    for count, question in enumerate(questions, 1):  # the seed reproduces earlier answers
         after = run(command, folder, "".join(line[2:] + "\n" for line in questions[:count]))
         shown += f"{question}\n{after.removeprefix(before)}"
         before = after
@@ -54,7 +55,7 @@ def answered(command: str, old: str, folder: Path) -> str:
 
 
 def run(command: str | list[str], folder: Path, typed: str = "") -> str:
-    """Runs a command and returns what it prints, on stdout and stderr. Exits where it fails."""
+    """Runs a command and returns its stdout and stderr. Exits if it fails."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command, shell=isinstance(command, str), cwd=folder, env={**os.environ, "PATH": path}, input=typed, check=False,
@@ -66,7 +67,7 @@ def run(command: str | list[str], folder: Path, typed: str = "") -> str:
 
 
 def cut(printed: str, old: str) -> str:
-    """Shortens ``printed`` as ``old`` was shortened by a line `…`, and removes spaces at line ends."""
+    """Shortens ``printed`` like ``old``, which can contain a line `…`, and strips line ends."""
     lines, was = [line.rstrip() for line in printed.rstrip().splitlines()], old.splitlines()
     if "…" in was:
         at = was.index("…")
@@ -76,7 +77,7 @@ def cut(printed: str, old: str) -> str:
 
 
 def main(files: str, *names: str) -> None:
-    """Remakes the outputs of pages."""
+    """Updates the outputs of pages."""
     pages = [Path(name) for name in names] or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     for page in pages:
         text = page.read_text(encoding="utf-8")

@@ -1,7 +1,9 @@
-"""Draws the pictures in docs/pictures that show a small model, which this script trains first.
+"""Trains a small model and draws the pictures of it in docs/pictures.
 
-python docs/pages.py TEXT [RUNS]; TEXT is tinyshakespeare. RUNS is a folder with the finished runs book and chat of the
-tutorial, to use instead of training them. Needs the dev extra and a Chromium
+    python docs/pages.py TEXT [RUNS]
+
+TEXT is tinyshakespeare. RUNS is a folder with the tutorial's finished runs book and chat, to skip their training. Needs
+the dev extra and Chromium.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ TUTORIAL = Path(__file__).resolve().parent / "tutorial.md"
 PROMPT = "The king is dead, and the king's son is"
 HEAD = ("2", "0")
 QUESTION = "Who are you?"
-# Commands whose `-o FILE.png` is drawn.
+# Commands that draw a picture with `-o FILE.png`.
 STILLS: dict[str, list[str]] = {
     "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
     "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
@@ -34,7 +36,7 @@ STILLS: dict[str, list[str]] = {
     "heads": ["inspect", "attention", "-m", BOOK, PROMPT],
     "bands": ["inspect", "attention", "-m", BANDS, PROMPT],
 }
-# Commands whose `-o FILE.html` is photographed in a browser.
+# Commands that write a page with `-o FILE.html`, for screenshots.
 PAGES: dict[str, list[str]] = {
     "attention": ["inspect", "attention", "-m", BOOK, PROMPT],
     "params": ["params", BOOK],
@@ -44,8 +46,8 @@ PAGES: dict[str, list[str]] = {
 
 
 def train(text: str, runs: str | None) -> None:
-    """Trains the runs of the tutorial, or copies them from ``runs``; a run of one step with sine and cosine positions;
-    and for a minute one whose layers 1 and 3 attend to four tokens."""
+    """Trains or copies the tutorial's runs; trains a run with sinusoidal positions for one step, and a run with a
+    sliding window of four tokens in layers 1 and 3 for a minute."""
     shutil.copy(text, "book.txt")
     if runs is not None:
         shutil.copytree(runs, "runs")
@@ -93,7 +95,7 @@ def serving(run: str) -> Iterator[str]:
 
 
 def _served(page: Page) -> dict[str, float]:
-    """Generates a text and opens the alternatives of the last whole word that the model was unsure of."""
+    """Generates a text and opens the alternatives of the last uncertain word."""
     for name, value in {"text": PROMPT, "max_tokens": "50", "seed": "4"}.items():
         page.fill(f"#{name}", value)
     page.click("#go")
@@ -106,7 +108,7 @@ def _served(page: Page) -> dict[str, float]:
 
 
 def _chatted(page: Page) -> dict[str, float]:
-    """Asks a question and waits for the answer."""
+    """Asks a question, waits for the answer, and returns the clip."""
     for name, value in {"question": QUESTION, "max_tokens": "40", "seed": "1"}.items():
         page.fill(f"#{name}", value)
     page.click("#go")
@@ -116,13 +118,13 @@ def _chatted(page: Page) -> dict[str, float]:
 
 
 def _above(page: Page, selector: str) -> dict[str, float]:
-    """Cuts out the part of the page that ends with ``selector``."""
+    """Returns the clip from the top of the page to the end of ``selector``."""
     box = _box(page, selector)
     return {"x": 0, "y": 0, "width": 960, "height": box["y"] + box["height"] + 16}
 
 
 def _top(height: int) -> Callable[[Page], dict[str, float]]:
-    """Returns a function that cuts out the upper part of a page."""
+    """Returns a function that clips the top of a page."""
     return lambda page: {"x": 0, "y": 0, "width": 960, "height": height}
 
 
@@ -132,13 +134,13 @@ def _attention(page: Page) -> dict[str, float]:
 
 
 def _strip(page: Page) -> dict[str, float]:
-    """Cuts out the text, coloured by what its last token attends to in the chosen head."""
+    """Clips the text, coloured by the attention of its last token in the chosen head."""
     _attention(page)
     return _section("#strip")(page)
 
 
 def _section(selector: str, height: float | None = None) -> Callable[[Page], dict[str, float]]:
-    """Returns a function that cuts out the section that holds ``selector``, or its upper ``height`` pixels."""
+    """Returns a function that clips the section with ``selector``, or its top ``height`` pixels."""
 
     def take(page: Page) -> dict[str, float]:
         box = _box(page, f"section:has({selector})")
@@ -148,7 +150,7 @@ def _section(selector: str, height: float | None = None) -> Callable[[Page], dic
 
 
 def _next(**controls: float) -> Callable[[Page], dict[str, float]]:
-    """Returns a function that sets controls and cuts out the section of the next token."""
+    """Returns a function that sets controls and clips the section of the next token."""
 
     def take(page: Page) -> dict[str, float]:
         for name, value in controls.items():
@@ -181,7 +183,7 @@ SHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
     "loss": _section("#curves", 500),
     "report": _top(1000),
 }
-# The page of each shot that is not on the page of attention.
+# Pages of screenshots other than the attention page.
 PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}
 
 

@@ -1,6 +1,8 @@
-"""Draws docs/pictures/run.svg: `gpt train` as it looks in a terminal, from a real run, as a small animation.
+"""Draws docs/pictures/run.svg: an animation of `gpt train` in a terminal, from a real run.
 
-python docs/picture.py TEXT; run it where TEXT lies, so that the picture shows its name alone
+    python docs/picture.py TEXT
+
+Run it in the folder of TEXT, so that the picture shows only its name.
 """
 
 import io
@@ -19,16 +21,16 @@ from gpt.config import TrainConfig
 from gpt.training import run
 
 PICTURE = Path(__file__).parent / "pictures" / "run.svg"
-COLUMNS, SNAPSHOTS = 118, 32  # of the terminal; of the live line
-PLAYED, HELD = 10.0, 6.0  # seconds in which the run is replayed, and for which its end is shown
-LINE, CHARACTER, MARGIN = 24.4, 12.2, 18  # rich's line height and character width; around the text
+COLUMNS, SNAPSHOTS = 118, 32  # width of the terminal; snapshots of the live line
+PLAYED, HELD = 10.0, 6.0  # seconds of the replay, and of its last frame
+LINE, CHARACTER, MARGIN = 24.4, 12.2, 18  # line height and character width of rich; margin around the text
 FRAME = (
     '<svg viewBox="0 0 {wide} {high}" xmlns="http://www.w3.org/2000/svg"><style>'
     "text {{ font: 20px Menlo, Consolas, DejaVu Sans Mono, monospace; white-space: pre }}\n{styles}</style>"
     '<rect width="{wide}" height="{high}" rx="8" fill="#292929"/><g transform="translate({margin},{margin})">\n'
     "{rows}</g></svg>\n"
 )
-# A piece of a line in the SVG that rich exports: style, column, width, line, text.
+# A piece of a line in rich's SVG: style, column, width, line, text.
 PIECE = re.compile(
     r'<text class="[\w-]+-(r\d+)" x="([\d.]+)" y="[\d.]+" textLength="([\d.]+)" clip-path="\S+-line-(\d+)\)">'
     r"(.*?)</text>",
@@ -37,16 +39,16 @@ PIECE = re.compile(
 
 
 class Recorder(progress.TrainDisplay):
-    """Prints a run to a recording console, and keeps when each line appeared and how the live line looked."""
+    """Prints a run to a recording console, and records the times of lines and snapshots of the live line."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(quiet=False, console=console)
         self.began = time.monotonic()
-        self.appeared: list[float] = []  # seconds after which each line appeared
-        self.live: list[tuple[float, int, Text]] = []  # seconds, the number of lines above, the live line
+        self.appeared: list[float] = []  # time of each line in seconds
+        self.live: list[tuple[float, int, Text]] = []  # seconds, number of lines above, live line
 
     def __call__(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
-        """Shows an event; of steps only `SNAPSHOTS`, and no progress of other work."""
+        """Shows an event, at most `SNAPSHOTS` of the steps, without other progress."""
         if isinstance(event, events.StepEvent):
             self.losses.add(event.loss)
             if event.step * SNAPSHOTS >= len(self.live) * self.plan.steps:
@@ -56,14 +58,14 @@ class Recorder(progress.TrainDisplay):
             self.note_lines()
 
     def note_lines(self) -> None:
-        """Notes the time of the lines that were printed since the last call."""
+        """Records the time of lines printed since the last call."""
         assert isinstance(self.console.file, io.StringIO)
         new = self.console.file.getvalue().count("\n") - len(self.appeared)
         self.appeared += [time.monotonic() - self.began] * new
 
 
 def animated(display: Recorder) -> str:
-    """Returns the recording as an SVG that plays in a loop. Where nothing is animated it shows the end."""
+    """Returns the recording as an SVG that plays in a loop. Viewers without animation show the last frame."""
     console, lines, end = display.console, len(display.appeared), display.appeared[-1]
     for _, _, status in display.live:
         console.print(status, no_wrap=True, overflow="crop")
@@ -73,7 +75,7 @@ def animated(display: Recorder) -> str:
     for name, x, width, line, text in PIECE.findall(svg):
         if text.strip("\n"):
             rows[int(line)] += f'<text class="{name}" x="{x}" textLength="{width}">{text}</text>'
-    share = PLAYED / (PLAYED + HELD) / max(end, 1e-9)  # of the loop, for each second of the run
+    share = PLAYED / (PLAYED + HELD) / max(end, 1e-9)  # fraction of the loop per second of the run
     drawn = ""
     for line, pieces in sorted(rows.items()):
         if line < lines:
@@ -95,7 +97,7 @@ def animated(display: Recorder) -> str:
 
 
 def main() -> None:
-    """Trains, and draws the terminal."""
+    """Trains and draws the terminal."""
     console = Console(
         record=True, force_terminal=True, color_system="truecolor", width=COLUMNS, file=io.StringIO(), highlight=False
     )

@@ -1,6 +1,6 @@
-"""Writes docs/reference.md: every command and option, from the commands themselves.
+"""Writes docs/reference.md, the page of all commands and options, which a test compares with the commands.
 
-python docs/reference.py; a test checks that the page is what this writes
+python docs/reference.py
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ others too, except those under **Rarely needed**.
 
 
 def page() -> str:
-    """Returns the whole page."""
+    """Returns the page in Markdown."""
     root: Any = typer.main.get_command(make_app())
     context = root.make_context("gpt", [], resilient_parsing=True)
     found = list(commands(root, context))
@@ -46,7 +46,7 @@ def page() -> str:
 
 
 def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each command that is no group and is not hidden: its words, the command, and its context."""
+    """Yields the name, command and context of each visible command, without groups."""
     for name, command in group.commands.items():
         if command.hidden:
             continue
@@ -87,7 +87,7 @@ def _row(option: Any, context: Any, keys: set[str]) -> tuple[str, ...]:
 
 
 def _default(parameter: Any) -> str:
-    """Returns a default, as code if it is what one would type."""
+    """Returns a default, as code if a user could type it."""
     found = help_pages.default(parameter)
     if getattr(parameter, "is_flag", False):
         return "off"
@@ -95,7 +95,7 @@ def _default(parameter: Any) -> str:
 
 
 def _text(words: str) -> str:
-    """Escapes markup, except inside backticks."""
+    """Escapes markup outside backticks."""
     return "`".join(
         part if at % 2 else html.escape(part, quote=False) for at, part in enumerate(words.split("`"))
     ).replace("|", "&#124;")
