@@ -66,7 +66,7 @@ def test_a_failing_case_reports_its_error(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hanging_case_is_killed_with_its_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
+    monkeypatch.setattr(gpu, "MIN_SECONDS", 0)
     marker = tmp_path / "sign"
     child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(marker)!r}).touch()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

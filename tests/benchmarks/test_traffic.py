@@ -53,10 +53,10 @@ def test_training_step_traffic_on_an_h100() -> None:
     pytest.importorskip("triton")
     from benchmarks import h100
 
-    config = h100._shape("gpt2")
+    config = h100._find_shape("gpt2")
     with h100.h100():
         block, loss = h100._block(config, 16), h100._loss(config, Setup(16))
-        modern = h100._block(h100._shape("gpt2, modern"), 16)
+        modern = h100._block(h100._find_shape("gpt2, modern"), 16)
         update = h100._optimizer(replace(config, n_layer=2))
     assert (block.bytes / 1e9, block.launches) == (pytest.approx(2.80, rel=0.02), 45)
     assert (modern.bytes / 1e9, modern.launches) == (pytest.approx(3.07, rel=0.02), 40)
