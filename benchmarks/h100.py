@@ -304,10 +304,10 @@ def decoding_work(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tupl
     prepare(model, Compute(CUDA, torch.float32))  # the weights are already bfloat16
     fast = torch.compile(next_tokens, dynamic=False, fullgraph=True)
     context = Context(model, compute, rows, T, partial(fast, model))
-    sampling_state = torch.zeros(2, rows, dtype=torch.int64, device=CUDA)
+    positions_and_keys = torch.zeros(2, rows, dtype=torch.int64, device=CUDA)
     greedy = Filters(SampleConfig(greedy=True), ())
     with torch.inference_mode():
-        work = lambda: fast(model, context.cache, context.last, sampling_state, config.vocab_size, greedy, 0)
+        work = lambda: fast(model, context.cache, context.last, positions_and_keys, config.vocab_size, greedy, 0)
         [step] = count_compiled(work, **{name: value for name, value in OPTIONS.items() if name != "triton.cudagraphs"})
     weights = weight_bytes(model, compute)
     matrices = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd

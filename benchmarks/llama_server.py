@@ -17,17 +17,17 @@ parser.add_argument("--exact", action="store_true")
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--clients", type=int)
 parser.add_argument("--port", type=int)
-asked = parser.parse_args()
+args = parser.parse_args()
 
 params = xllamacpp.CommonParams()
-params.model.path = asked.file
-params.n_gpu_layers, params.n_parallel, params.verbosity = 0, asked.clients or 1, 1
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked.threads
-if asked.clients:
-    params.n_ctx = asked.clients * 256
-if asked.port:
-    params.port = asked.port
-if asked.exact:  # flash attention would use a float16 cache
+params.model.path = args.file
+params.n_gpu_layers, params.n_parallel, params.verbosity = 0, args.clients or 1, 1
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
+if args.clients:
+    params.n_ctx = args.clients * 256
+if args.port:
+    params.port = args.port
+if args.exact:  # flash attention would use a float16 cache
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 params.warmup = params.fit_params = params.ui = False

@@ -36,13 +36,13 @@ def llama_cpp(path: str, ids: list[int], new: int, texts: int, batch: int) -> li
         "cache_prompt": False, "return_tokens": True,
     })  # fmt: skip
 
-    def text(_: int) -> list[int]:
+    def generate(_: int) -> list[int]:
         connection = http.client.HTTPConnection(address, timeout=600)
         connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
         return list(json.load(connection.getresponse())["tokens"])
 
     with ThreadPoolExecutor(batch) as pool:
-        return list(pool.map(text, range(texts)))
+        return list(pool.map(generate, range(texts)))
 
 
 def transformers(path: str, ids: list[int], new: int, texts: int, batch: int) -> list[list[int]]:

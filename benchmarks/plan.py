@@ -60,8 +60,8 @@ def _row(name: str, plan: TrainingPlan) -> str:
 
 def _flops(name: str) -> str:
     config = PRESETS[name].model
-    plain = 6 * breakdown(config).trainable * TOKENS
-    return f"| {name} | {plain:.2e} | {flops_per_token(config, config.block_size) * TOKENS:.2e} |\n"
+    parameter_flops = 6 * breakdown(config).trainable * TOKENS
+    return f"| {name} | {parameter_flops:.2e} | {flops_per_token(config, config.block_size) * TOKENS:.2e} |\n"
 
 
 if __name__ == "__main__":

@@ -104,9 +104,9 @@ def about(command: str, packages: Sequence[str]) -> dict[str, str]:
     commit = "unknown"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = output("git", "rev-parse", "--short", "HEAD", cwd=ROOT).strip()
-        own = [":!benchmarks/results", ":!benchmarks/*.md"]  # benchmarks write these files
-        changed = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *own, cwd=ROOT)
-        commit += "-dirty" if changed else ""
+        written_files = [":!benchmarks/results", ":!benchmarks/*.md"]
+        changes = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *written_files, cwd=ROOT)
+        commit += "-dirty" if changes else ""
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     return {"commit": commit, "date": today, "machine": machine(packages), "command": command}
 
@@ -126,8 +126,8 @@ def load(benchmark: str) -> list[Section]:
     path = FOLDER / "results" / f"{benchmark}.json"
     if not path.exists():
         return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return [Section(**each | {"tables": [Table(**table) for table in each["tables"]]}) for each in found]
+    sections = json.loads(path.read_text(encoding="utf-8"))
+    return [Section(**section | {"tables": [Table(**table) for table in section["tables"]]}) for section in sections]
 
 
 def save(benchmark: str, sections: Sequence[Section]) -> None:
@@ -139,7 +139,7 @@ def save(benchmark: str, sections: Sequence[Section]) -> None:
 
 def write_section(benchmark: str, section: Section) -> None:
     """Adds a section to the benchmark's results, or replaces it by title; rewrites the pages and prints the section."""
-    sections = {each.title: each for each in load(benchmark)} | {section.title: section}
+    sections = {stored.title: stored for stored in load(benchmark)} | {section.title: section}
     save(benchmark, list(sections.values()))
     write_pages()
     print(section)
@@ -182,7 +182,7 @@ class Figure:
 
     def row(self, sections: Sequence[Section]) -> list[str]:
         """Returns the work, our figure, the peer's figure, and a link to the section."""
-        (section,) = (each for each in sections if each.title == self.section)
+        (section,) = (candidate for candidate in sections if candidate.title == self.section)
         unit = self.column.split(", ")[-1]
         ours = f"{_cell(section, self.ours, self.column)} {unit}"
         theirs = ""
@@ -192,14 +192,14 @@ class Figure:
 
 
 def _cell(section: Section, cells: Sequence[str], column: str) -> str:
-    found = [
+    matches = [
         dict(zip(table.columns, row, strict=True))[column]
         for table in section.tables if column in table.columns
         for row in table.rows if set(cells) <= set(row)
     ]  # fmt: skip
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} rows of {section.title!r} have {cells} and a column {column!r}")
-    return found[0]
+    if len(matches) != 1:
+        raise LookupError(f"{len(matches)} rows of {section.title!r} have {cells} and a column {column!r}")
+    return matches[0]
 
 
 _STEP = "Training: speed of a step, bfloat16"
@@ -251,7 +251,7 @@ FIGURES = (
 
 def summary(sections: Sequence[Section]) -> Table:
     """Returns the table of key figures."""
-    return Table(["work", "`gpt`", "compared with", "measured in"], [each.row(sections) for each in FIGURES])
+    return Table(["work", "`gpt`", "compared with", "measured in"], [figure.row(sections) for figure in FIGURES])
 
 
 # Helpers for benchmarks

@@ -21,7 +21,7 @@ from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
 pytestmark = pytest.mark.slow
-TEXTS = llama_cpp.texts(100)
+TEXTS = llama_cpp.random_texts(100)
 TEXT = "\n".join(pydoc_data.topics.topics.values())[:40_000]
 
 Serve = Callable[..., LlamaCpp]
@@ -33,7 +33,7 @@ def served(tmp_path: Path) -> Iterator[Callable[[Tokenizer], LlamaCpp]]:
     servers = []
 
     def start(tokenizer: Tokenizer) -> LlamaCpp:
-        server = LlamaCpp(llama_cpp.untrained(tmp_path / "untrained.gguf", tokenizer))
+        server = LlamaCpp(llama_cpp.write_untrained(tmp_path / "untrained.gguf", tokenizer))
         servers.append(server.__enter__())
         return server
 
@@ -55,7 +55,7 @@ def tokenizers() -> list[Tokenizer]:
 def test_token_ids_are_equal(number: int, tokenizers: list[Tokenizer], served: Serve) -> None:
     if number == 10 and not GPT2_RANKS.is_dir():
         pytest.skip("GPT-2's vocabulary is not here")
-    assert llama_cpp.other_ids(tokenizers[number], served(tokenizers[number]), TEXTS) == []
+    assert llama_cpp.find_different_texts(tokenizers[number], served(tokenizers[number]), TEXTS) == []
 
 
 @pytest.mark.parametrize("form", ["gpt2", "llama3", "qwen", "smollm2", "gaps"])
@@ -65,7 +65,7 @@ def test_prompts_of_other_families_are_equal(form: str, served: Serve, tmp_path:
     texts = [unicodedata.normalize("NFC", text) for text in TEXTS] if form == "qwen" else TEXTS
     words = ["<|im_start|>", "<|eot_id|>", "<think>", "<|begin_of_text|>", *tokenizer.all_specials]
     texts = [text + words[i % len(words)] + text[:5] for i, text in enumerate(texts)]
-    assert llama_cpp.other_ids(tokenizer, server, texts) == []
+    assert llama_cpp.find_different_texts(tokenizer, server, texts) == []
     prompt_ids = [server.ids(text, add_special=True, parse_special=True) for text in texts]
     assert prompt_ids == [tokenizer.prompt(text) for text in texts]
     if tokenizer.chat_template is not None:
@@ -98,7 +98,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageM
             folder = tmp_path_factory.mktemp("llama")
             text = folder / "text.txt"
             text.write_text(TEXT, encoding="utf-8")
-            models[name] = llama_cpp.trained(
+            models[name] = llama_cpp.train_model(
                 text, folder / "run", 200, n_layer=2, n_embd=96, batch_tokens=512, split_on="", **settings
             )
         return models[name]
@@ -116,12 +116,12 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["learnt", "modern", more("bytes")])
 def test_greedy_texts_are_equal(name: str, trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     model = trained(name, **MODELS[name])
-    prompts = llama_cpp.prompts(model, TEXT, 8)
-    with LlamaCpp(llama_cpp.exported(model, tmp_path / "model.gguf", type="f32")) as server:
+    prompts = llama_cpp.draw_prompts(model, TEXT, 8)
+    with LlamaCpp(llama_cpp.export_model(model, tmp_path / "model.gguf", type="f32")) as server:
         theirs = [server.continuation(prompt) for prompt in prompts]
-    with llama_cpp.with_table_gelu():
-        comparison = llama_cpp.greedy(model, prompts, theirs)
-    assert all(gap < llama_cpp.TIE for gap in comparison.apart), comparison
+    with llama_cpp.use_table_gelu():
+        comparison = llama_cpp.compare_greedy(model, prompts, theirs)
+    assert all(gap < llama_cpp.TIE for gap in comparison.gaps), comparison
     assert comparison.tokens > 150 and len({tuple(ids) for ids in theirs}) > 5
     assert name == "bytes" or sum(ids[-1] == model.tokenizer.eot for ids in theirs) > 1
 
@@ -130,17 +130,19 @@ def test_losses_and_logprobs_are_equal(trained: Callable[..., LanguageModel], tm
     model = trained("learnt", **MODELS["learnt"])
     windows = llama_cpp.text_windows(model, TEXT)[:1]
     for kind, tolerance in (("f32", 2e-4), ("f16", 5e-4), ("q8_0", 5e-3), ("q4_0", 5e-3)):
-        with LlamaCpp(llama_cpp.exported(model, tmp_path / f"{kind}.gguf", type=kind)) as server:
+        with LlamaCpp(llama_cpp.export_model(model, tmp_path / f"{kind}.gguf", type=kind)) as server:
             theirs = llama_cpp.their_loss(server, windows)
-            total, count = total_loss(llama_cpp.with_weights_of(model.path, model, kind), windows, model.compute)
+            total, count = total_loss(
+                llama_cpp.model_with_file_weights(model.path, model, kind), windows, model.compute
+            )
             assert theirs == pytest.approx(total / count, abs=tolerance), kind
             if kind == "f32":
                 difference = llama_cpp.their_logprobs(server, windows, 40, model.model.config.vocab_size)
-                with llama_cpp.with_table_gelu():
+                with llama_cpp.use_table_gelu():
                     difference = np.abs(difference - llama_cpp.our_logprobs(model, windows, 40))
                 assert difference.mean() < 1e-4 and difference.max() < 2e-3
 
 
 def test_a_file_name_with_phi3_can_be_read(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
-    with LlamaCpp(llama_cpp.exported(trained("learnt", **MODELS["learnt"]), tmp_path / "my-Phi3.gguf")) as server:
+    with LlamaCpp(llama_cpp.export_model(trained("learnt", **MODELS["learnt"]), tmp_path / "my-Phi3.gguf")) as server:
         assert server.ids("a")
