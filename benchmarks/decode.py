@@ -62,8 +62,8 @@ TINY = Sizes(8, 40, 8, 8)
 
 @dataclass(frozen=True)
 class Work:
-    """A command that generates ``texts`` texts: ``prompt`` and ``new`` are tokens per text, ``batch`` 0 is all
-    texts."""
+    """A command that generates ``texts`` texts in batches of ``batch`` (0: all). ``prompt`` and ``new`` are tokens per
+    text."""
 
     prompt: int
     new: int
@@ -129,8 +129,7 @@ class Bench:
         ]  # fmt: skip
 
     def prompts(self, work: Work) -> list[str]:
-        """Returns the arguments for one prompt, or for several without a common prefix, since the prefix cache would
-        skip it."""
+        """Returns the arguments for one or several prompts, without a prefix that the prefix cache would skip."""
         if not work.batch:
             return [self.prompt(work.prompt), "-N", str(work.texts)]
         file = self.place / f"{work.texts}x{work.prompt}.jsonl"
@@ -321,7 +320,7 @@ def main() -> None:
                 notes = check_texts(bench, part, texts) if key == "one" and texts else []
                 sections[f"Decoding, {name}: {part.title}"] = notes, table(speeds[key])
             if "steps" in (args.only or ["steps"]):
-                step_table = steps.table(bench.loaded(), (1, BATCH))
+                step_table = steps.make_table(bench.loaded(), (1, BATCH))
                 sections[f"Where a token's time goes, {name}"] = list(steps.NOTES), step_table
         for title, (notes, content) in sections.items():
             packages = ["torch", "transformers", "xllamacpp"]

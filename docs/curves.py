@@ -36,9 +36,9 @@ def train(text: str, options: list[str]) -> None:
     runs = [
         subprocess.Popen([*python, "gpt_cli", *words, "-o", name, "--arch", name], env=environment) for name in RUNS
     ]
-    with subprocess.Popen([*python, "docs.curves", "--peer"], env=environment) as other:
+    with subprocess.Popen([*python, "docs.curves", "--peer"], env=environment) as peer_process:
         statuses = [run.wait() for run in runs]
-        other.terminate()
+        peer_process.terminate()
     if any(statuses):
         sys.exit(1)
 
@@ -51,13 +51,13 @@ def peer() -> None:
     characters_per_byte = len(held_out) / len(held_out.encode())
     with open(PEER, "w", encoding="utf-8") as file:
 
-        def evaluated(step: int, seconds: float, loss: float) -> None:
+        def on_evaluation(step: int, seconds: float, loss: float) -> None:
             bits = loss / math.log(2) * characters_per_byte
             line = {"step": step, "seconds": seconds, "val_loss": loss, "bits_per_byte": bits}
             file.write(json.dumps(line) + "\n")
             file.flush()
 
-        nanogpt_recipe(text + held_out, evaluated)
+        nanogpt_recipe(text + held_out, on_evaluation)
 
 
 def draw() -> None:
