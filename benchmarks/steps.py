@@ -67,7 +67,7 @@ class Steps:
         self.recorder: Recorder | None = None
         self.model_seconds = 0.0
         for name in ("forward", "logits"):
-            setattr(context, name, self._timed(getattr(context, name)))
+            setattr(context, name, self._time_calls(getattr(context, name)))
         self.engine = Engine(context, ends=())
         config = SampleConfig(greedy=True, max_tokens=new, ignore_eot=True)
         for row in range(rows):

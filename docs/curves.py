@@ -21,8 +21,8 @@ from gpt_cli.main import main
 from playwright.sync_api import sync_playwright
 
 PICTURE = Path(__file__).resolve().parent / "pictures" / "curves.png"
-RUNS = ("gpt2", "modern")  # run folders, and values of --arch
-PEER = "nanogpt.jsonl"
+ARCHITECTURES = ("gpt2", "modern")  # run folders, and values of --arch
+PEER_CURVE = "nanogpt.jsonl"
 
 
 def train(text: str, options: list[str]) -> None:
@@ -34,7 +34,8 @@ def train(text: str, options: list[str]) -> None:
     words = ["train", "text.txt", "--val-text", "held-out.txt", "--quiet", *options]
     python = [sys.executable, "-m"]
     runs = [
-        subprocess.Popen([*python, "gpt_cli", *words, "-o", name, "--arch", name], env=environment) for name in RUNS
+        subprocess.Popen([*python, "gpt_cli", *words, "-o", name, "--arch", name], env=environment)
+        for name in ARCHITECTURES
     ]
     with subprocess.Popen([*python, "docs.curves", "--peer"], env=environment) as peer_process:
         statuses = [run.wait() for run in runs]
@@ -49,7 +50,7 @@ def peer() -> None:
 
     text, held_out = (Path(name).read_bytes().decode() for name in ("text.txt", "held-out.txt"))
     characters_per_byte = len(held_out) / len(held_out.encode())
-    with open(PEER, "w", encoding="utf-8") as file:
+    with open(PEER_CURVE, "w", encoding="utf-8") as file:
 
         def on_evaluation(step: int, seconds: float, loss: float) -> None:
             bits = loss / math.log(2) * characters_per_byte
@@ -62,7 +63,7 @@ def peer() -> None:
 
 def draw() -> None:
     """Takes a screenshot of the loss chart in a report on the runs in the current folder."""
-    main(["report", *RUNS, PEER, "-o", "curves.html"])
+    main(["report", *ARCHITECTURES, PEER_CURVE, "-o", "curves.html"])
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 960, "height": 900}, color_scheme="light")

@@ -41,8 +41,8 @@ def page() -> str:
     root: Any = typer.main.get_command(make_app())
     context = root.make_context("gpt", [], resilient_parsing=True)
     found = list(commands(root, context))
-    listed = [f"- [`{name}`](#{name.replace(' ', '-')}): {_text(help_pages.summary(each))}" for name, each, _ in found]
-    return "\n".join([HEAD, *listed, "", *(_section(*each) for each in found)])
+    links = [f"- [`{name}`](#{name.replace(' ', '-')}): {_escape(help_pages.summary(each))}" for name, each, _ in found]
+    return "\n".join([HEAD, *links, "", *(_section(*each) for each in found)])
 
 
 def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -50,21 +50,21 @@ def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
     for name, command in group.commands.items():
         if command.hidden:
             continue
-        own = command.make_context(name, [], parent=context, resilient_parsing=True)
+        command_context = command.make_context(name, [], parent=context, resilient_parsing=True)
         if hasattr(command, "commands"):
-            yield from commands(command, own)
+            yield from commands(command, command_context)
         else:
-            yield own.command_path, command, own
+            yield command_context.command_path, command, command_context
 
 
 def _section(name: str, command: Any, context: Any) -> str:
     description, examples = help_pages.described(command)
-    lines = [f"## {name}", "", f"    {name} {help_pages.usage(command, context)}", "", _text(description), ""]
+    lines = [f"## {name}", "", f"    {name} {help_pages.usage(command, context)}", "", _escape(description), ""]
     if examples:
         lines += ["```console", *(f"$ {line}" for line in examples), "```", ""]
     if arguments := help_pages.arguments(command):
         rows = [
-            (f"`{help_pages.name(each)}`".replace("|", "\\|"), _text(each.help or ""), _default(each))
+            (f"`{help_pages.name(each)}`".replace("|", "\\|"), _escape(each.help or ""), _default(each))
             for each in arguments
         ]
         lines += [*_table(("argument", "what it is", "default"), rows), ""]
@@ -77,27 +77,29 @@ def _section(name: str, command: Any, context: Any) -> str:
 
 
 def _row(option: Any, context: Any, keys: set[str]) -> tuple[str, ...]:
-    value = help_pages.value(option, context)
-    choices = value.split("|") if "|" in value else []
+    value_hint = help_pages.value(option, context)
+    choices = value_hint.split("|") if "|" in value_hint else []
     flags = " ".join(f"`{flag}`" for flag in sorted(option.opts, key=len, reverse=True))
-    said = _text(option.help or "") + (f". One of {', '.join(f'`{each}`' for each in choices)}" if choices else "")
+    description = _escape(option.help or "") + (
+        f". One of {', '.join(f'`{each}`' for each in choices)}" if choices else ""
+    )
     variable = f"`{context.auto_envvar_prefix}_{option.name.upper()}`"
     key = (f"`{option.name}`" if option.name in keys else "",) if keys else ()
-    return (flags if choices else f"{flags} {value}".rstrip(), said, _default(option), variable, *key)
+    return (flags if choices else f"{flags} {value_hint}".rstrip(), description, _default(option), variable, *key)
 
 
 def _default(parameter: Any) -> str:
     """Returns a default, as code if a user could type it."""
-    found = help_pages.default(parameter)
+    default = help_pages.default(parameter)
     if getattr(parameter, "is_flag", False):
         return "off"
-    return _text(found) if not found or isinstance(parameter.show_default, str) else f"`{found}`"
+    return _escape(default) if not default or isinstance(parameter.show_default, str) else f"`{default}`"
 
 
-def _text(words: str) -> str:
+def _escape(text: str) -> str:
     """Escapes markup outside backticks."""
     return "`".join(
-        part if at % 2 else html.escape(part, quote=False) for at, part in enumerate(words.split("`"))
+        part if index % 2 else html.escape(part, quote=False) for index, part in enumerate(text.split("`"))
     ).replace("|", "&#124;")
 
 
