@@ -4,10 +4,9 @@
     python -m benchmarks.decode --only eight --model gpt2     only a part
     python -m benchmarks.decode --tiny                        a smoke test with a tiny model, in seconds
 
-Each figure is the time of a long command minus the time of a short command, which excludes start-up. The short command
-generates one token after a short prompt; the long command generates more tokens or reads a longer prompt. The systems
-take turns in every round, so other load slows them equally, and ratios are taken within a round. Needs the extras
-`interop` and `hf` and GPT-2's vocabulary.
+Each figure excludes start-up: it is the time of a long command minus the time of a short command, which generates one
+token after a short prompt. The systems take turns in every round, so other load slows them equally, and ratios are
+taken within a round. Needs the extras `interop` and `hf` and GPT-2's vocabulary.
 """
 
 import argparse
@@ -103,7 +102,7 @@ Command = Callable[[Work], list[str]]
 
 
 class Bench:
-    """A model in every dtype, with commands that generate."""
+    """A model stored in every dtype, and the commands that generate with it."""
 
     def __init__(self, config: GPTConfig, tokenizer: Tokenizer, place: Path) -> None:
         self.tokenizer, self.place, self.model = tokenizer, place, make_random_model(config)
@@ -183,8 +182,8 @@ class Bench:
 
 
 def make_random_model(config: GPTConfig) -> GPT:
-    """Returns a model with random weights. Block weights are four times their initial values: with smaller weights,
-    every token would predict itself."""
+    """Returns a random model with four times the initial block weights, since each token would predict itself
+    otherwise."""
     torch.manual_seed(0)
     model = GPT(config).eval()
     for block in model.h:

@@ -77,7 +77,7 @@ def phone_numbers(count: int) -> list[Pair]:
 
 KINDS = {"phrases": phrases, "numbers": phone_numbers}
 
-# Settings of the base models: minutes on two cores, or a few steps with a small vocabulary.
+# Training settings of the base models, for two cores.
 MODELS: dict[str, dict[str, Any]] = {
     "nano": {"minutes": 2},
     "micro": {"minutes": 3},
@@ -85,7 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 1024, "steps": 3, "batch_tokens": 1024},
 }
 RANK = 8
-# Fine-tuning data of each model, (kind, pairs) and bytes of text. Larger models get less, to save time.
+# Fine-tuning data, (kind, pairs) and bytes of text. Larger models get less, to save time.
 PAIRS: dict[str, list[tuple[str, int]]] = {
     "nano": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000), ("phrases", 5000)],
     "micro": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000)],

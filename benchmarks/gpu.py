@@ -140,8 +140,7 @@ def floors(tiny: bool) -> dict[str, Any]:
 
 
 def checks(tiny: bool) -> dict[str, Any]:
-    """Compares the device with the CPU: losses of a small model in each dtype, compiled and not, and greedy texts. Also
-    compares a resumed run with an uninterrupted run."""
+    """Compares losses and greedy texts of a small model with the CPU, and a resumed run with an uninterrupted run."""
     import gpt
     from gpt import events
     from gpt.device import pick
@@ -326,8 +325,7 @@ def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
 
 
 def make_transformers_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Returns a training step of Transformers' GPT-2, with SDPA, autocast, fused AdamW and the loss in the compiled
-    graph, and a description."""
+    """Returns the same for Transformers' GPT-2: SDPA, autocast, fused AdamW, and the loss in the compiled graph."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -494,7 +492,6 @@ def section(report: dict[str, Any]) -> Section:
 
 
 def _checks_table(check_results: dict[str, Any]) -> Table:
-    """Returns the table of `checks`."""
     rows = []
     for row in check_results["losses"]:
         name = f"losses in {row['dtype']}" + (", compiled" if row["compile"] == "on" else "")

@@ -45,12 +45,12 @@ from gpt.text.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LL
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
-TIE = 1e-3  # difference in nats below which either of the two most likely ids can win
+TIE = 1e-3  # in nats; either id can win below this difference
 GREEDY = 64  # tokens per continuation
 
 
 class LlamaCpp:
-    """A llama.cpp server with a .gguf file, on one thread, in a separate process, since invalid files crash llama.cpp.
+    """A llama.cpp server on one thread, in a separate process, since invalid files crash llama.cpp.
 
     ``exact``: KV cache and attention in float32; llama.cpp's default is float16.
     """
@@ -109,8 +109,8 @@ class LlamaCpp:
         return list(response["tokens"])
 
     def logprob(self, ids: Sequence[int], following: int) -> float:
-        """Returns the log-probability of the id ``following`` after ``ids``. A logit bias forces the id without
-        changing its log-probability."""
+        """Returns the log-probability of ``following`` after ``ids``. A bias forces the id; logprobs do not include
+        it."""
         result = self._probabilities(ids, 1, [[following, 1e9]])
         assert result["id"] == following
         return float(result["logprob"])
@@ -209,8 +209,7 @@ def _piece_generators() -> list[Callable[[random.Random], str]]:
 
 
 def random_texts(count: int, seed: int = 0) -> list[str]:
-    """Returns random texts: a fifth from hypothesis, the rest from languages, code, white space, numbers, emoji, marks,
-    quotes, names of special tokens and arbitrary characters."""
+    """Returns random texts: a fifth from hypothesis, the rest from random pieces of all kinds."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
 

@@ -25,7 +25,6 @@ FOLDER = ROOT / "benchmarks"
 SCRIPTS = Path(sys.executable).parent
 _NUMERIC = re.compile(r"[-+−]?\d[\d.,e+-]*( ?[%A-Za-z/]{1,8})?")  # a number with an optional unit
 
-# Benchmarks in page order.
 PAGES = {
     "RESULTS.md": (
         "run", "curves", "gpu", "decode", "beams", "serve", "tokenize", "finetune", "lora", "llama_cpp", "rounding",

@@ -44,7 +44,7 @@ def quantize_matrices(model: api.LanguageModel, bits: Bits) -> tuple[api.Languag
 
 
 def bit_choices(layers: int) -> dict[str, Bits]:
-    """Returns the compared choices of bits by name."""
+    """Returns the choices of bits to compare, by name."""
 
     def int4_except(*int8_matrices: str, blocks: tuple[int, ...] = (-1,)) -> Bits:
         return lambda at, name: 8 if name in int8_matrices or at in blocks else 4

@@ -36,7 +36,7 @@ from gpt.runs import folder
 from gpt.sample_config import SampleConfig
 
 CLIENTS = (1, 8, 32)
-TOKENS = 64  # generated tokens per timed request
+TOKENS = 64  # per timed request
 REQUESTS, CONNECTIONS = 1000, 64
 LONG_PROMPT_TOKENS = 1000  # delays short requests
 CHUNK = 128  # chunk of the prefill in tokens, as in gpt/serve/worker.py
@@ -221,7 +221,7 @@ def compare(
                     measurements.setdefault(name, {}).setdefault(clients, []).append(
                         measure_speed(target, clients, prompts[n * 40 :])
                     )
-        except Exception as error:  # a peer's server may fail in any way
+        except Exception as error:  # other servers can fail in any way
             skipped[name] = f"{name} was not measured: {type(error).__name__}: {str(error)[:200]}"
     rows = []
     for name, server_measurements in measurements.items():

@@ -59,7 +59,7 @@ def find_group(func: Any) -> str:
 
 
 class Steps:
-    """Steps of ``rows`` greedy texts. ``model_seconds`` is the model's time in the last step."""
+    """Engine steps for ``rows`` greedy texts. ``model_seconds`` is the model's time in the last step."""
 
     def __init__(self, model: LanguageModel, rows: int) -> None:
         new = WARM_UP_STEPS + ROUNDS * STEPS + 3

@@ -1,8 +1,8 @@
 """Counts the memory traffic and kernel launches of compiled code without building or running it.
 
-The counts come from Inductor's schedule. A kernel counts each buffer that it reads or writes once, for the part that it
-uses. If a fused kernel scatters into a buffer or only gathers from it, Inductor counts the whole buffer; this module
-counts the elements. A decoding step scatters to one column of each layer's KV cache and gathers rows of the embedding.
+The counts come from Inductor's schedule. Each kernel counts every buffer once, for the part that it reads or writes. If
+a fused kernel scatters into a buffer or only gathers from it, Inductor counts the whole buffer; this module counts the
+elements. Decoding scatters to one column of each layer's KV cache and gathers rows of the embedding.
 """
 
 import contextlib

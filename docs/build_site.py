@@ -17,7 +17,7 @@ BUILD_FOLDER = ROOT / "build"
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
 ANY_LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")  # includes links within the page
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# A broken link in the generator's output: "╭─[ docs/report.md:32:13 ]", the line, "╰──── reason".
+# In the generator's output: "╭─[ docs/report.md:32:13 ]", the line, "╰──── reason".
 BROKEN = re.compile(r"╭─\[ ([^\n]+):(\d+):(\d+) \]$.*?╰─+ ([^\n]+)$", re.MULTILINE | re.DOTALL)
 
 SHIM = "https://unpkg.com/iframe-worker/shim"  # the theme's workaround for search from disk
@@ -63,7 +63,7 @@ def render(build_folder: Path) -> int:
 
 
 def broken_links(stage: Path, output: str) -> list[str]:
-    """Parses the generator's output; returns a line for each broken link with file, line, link and reason."""
+    """Returns a line for each broken link in the generator's output."""
     lines = []
     for page, line_number, column, reason in BROKEN.findall(output):
         line = (stage / page).read_text(encoding="utf-8").splitlines()[int(line_number) - 1]

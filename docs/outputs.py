@@ -46,7 +46,7 @@ def update_page(page: str, folder: Path) -> str:
 
 
 def run_conversation(command: str, old: str, folder: Path) -> str:
-    """Returns the output of ``command``, or the questions of a conversation in ``old`` with new answers."""
+    """Returns the output of ``command``. If ``old`` is a conversation, asks its questions again."""
     questions = [line for line in old.splitlines() if line.startswith("> ")]
     if not questions:
         return "" if any(part in command for part in SKIPPED_COMMANDS) else run(command, folder)

@@ -30,13 +30,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 GPT2_RANKS = SHARED / "data" / "tiktoken"
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile our modules otherwise
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode files, each process would compile our modules
 sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread does not help tiny models
 
 for name in ("SIGINT", "SIGHUP"):  # both are ignored in background jobs and under nohup
     if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
-        # This process still ignores the signal, but children do not inherit a handler: tests send them signals.
+        # This handler ignores the signal too, but children do not inherit it, so tests can signal them.
         signal.signal(getattr(signal, name), lambda signum, frame: None)
 
 for name in [name for name in os.environ if name.startswith("GPT_")]:
@@ -49,7 +49,7 @@ WORDS = [
 
 
 def make_text(n_words: int = 4000, seed: int = 0) -> str:
-    """Returns a learnable text that contains every kind of character that tokenizers trip over."""
+    """Returns a learnable text with all kinds of characters that are hard for tokenizers."""
     import random
 
     rng = random.Random(seed)
@@ -123,7 +123,6 @@ def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> N
 
 
 def spawn(*args: str | Path, cwd: Path | None = None, **kwargs: object) -> "subprocess.Popen[str]":
-    """Starts the command in a separate process."""
     code = "from gpt_cli.main import run; run()"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
@@ -132,14 +131,13 @@ def spawn(*args: str | Path, cwd: Path | None = None, **kwargs: object) -> "subp
 
 
 def send(signum: int) -> None:
-    """Sends a signal to this process and waits for its handler: while other threads run, Python 3.11 can delay it."""
+    """Sends a signal to this process and waits for the handler, which Python 3.11 can delay while other threads run."""
     signal.raise_signal(signum)
     time.sleep(0.001)
 
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a small finished run."""
     import gpt
 
     folder = tmp_path_factory.mktemp("session")
@@ -154,7 +152,6 @@ FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
 
 
 def train(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
-    """Trains a small model; returns the result and the events."""
     import gpt
 
     event_log: list[Any] = []
@@ -178,7 +175,6 @@ def resolved(
 
 
 def losses(event_log: list[Any]) -> list[float]:
-    """Returns the loss of each step."""
     from gpt.events import StepEvent
 
     return [event.loss for event in event_log if isinstance(event, StepEvent)]
@@ -192,7 +188,6 @@ def curve(run: Path) -> list[Any]:
 
 
 def weights(run: Path) -> dict[str, "torch.Tensor"]:
-    """Returns the weights of a run's newest checkpoint."""
     from safetensors.torch import load_file
 
     from gpt.runs import folder
@@ -201,7 +196,7 @@ def weights(run: Path) -> dict[str, "torch.Tensor"]:
 
 
 def state_of(run: Path) -> dict[str, "torch.Tensor"]:
-    """Returns all tensors of a run's newest checkpoint: weights, optimizer state and random states."""
+    """Returns all tensors of a run's newest checkpoint, including optimizer and random states."""
     from safetensors.torch import load_file
 
     from gpt.runs import folder
@@ -239,7 +234,7 @@ def empty_session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.fixture(autouse=True, scope="session")
 def no_thread_watcher() -> None:
-    """Disables the thread that watches how other threads wait, since tests patch its clock and count threads."""
+    """Disables the watcher of waiting threads: tests patch the clock that it uses, and count threads."""
     from gpt import waiting
 
     waiting._watching.acquire(blocking=False)
@@ -254,7 +249,6 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def text(workdir: Path) -> Path:
-    """Writes a training text to the current folder."""
     path = workdir / "book.txt"
     path.write_bytes(make_text().encode())
     return path
@@ -294,13 +288,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# Fixtures that start several processes, build the site or the wheel, or run a page's commands.
 SLOW_FIXTURES = {"several_trained", "browser", "wheel", "built", "few_steps"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests with a slow fixture as slow."""
     for item in items:
         if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
@@ -346,7 +338,6 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def real_cuda() -> None:
-    """Skips a test without a real CUDA device."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Tiny models for tests, and functions that run them."""
+"""Tiny models for tests."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 EOT = 49
-# Properties of each family's models, written out here because `gpt.runs.hf` is tested with them.
+# Properties of each family, written out because they are the oracle for `gpt.runs.hf`.
 _LLAMA_LIKE = ARCHITECTURES["modern"] | {"qk_norm": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": ARCHITECTURES["gpt2"],
@@ -39,7 +39,6 @@ PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6
 
 
 def tiny_model(block_size: int = 16, positions: str = "learned", arch: Arch = "gpt2", **properties: Any) -> GPT:
-    """Returns a model with 50 ids."""
     return loud(GPTConfig.of(arch, 50, block_size, 2, 2, 16, positions=positions, **properties))
 
 
@@ -68,7 +67,6 @@ def push(context: Context, *new: list[int]) -> torch.Tensor:
 def engine_of(
     context: Context, requests: Iterable[Request], config: SampleConfig, seed: int = 0, eot: int = EOT
 ) -> Engine:
-    """Returns an engine with these requests, all with the same settings."""
     engine = Engine(context, {eot})
     for request in requests:
         engine.add(replace(request, config=config, seed=seed))
@@ -104,7 +102,6 @@ def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
 
 
 def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:
-    """Returns our model with the weights of a Transformers model."""
     model = GPT(config).eval()
     stored = checkpoint.from_stored(config, theirs.state_dict().__getitem__)
     model.load_state_dict({name: get() for name, get in stored.items()})

@@ -1,4 +1,4 @@
-"""A slow oracle for the decoder: loops over heads and positions, for any `GPTConfig` with positions."""
+"""A slow oracle for the decoder, which loops over heads and positions."""
 
 import cmath
 import math

@@ -25,13 +25,10 @@ from gpt.serve_config import ServeConfig
 
 
 def load(path: Path) -> LanguageModel:
-    """Loads a model as `gpt serve` and `gpt sample` do."""
     return api.load(path, dtype="float32", sampling=SampleConfig(compile="off"))
 
 
 class Served:
-    """A running server with a client."""
-
     def __init__(self, server: Server, sock: socket.socket, stop: Callable[[], None], notes: list[str]) -> None:
         self.server, self.service, self.stop = server, server.service, stop
         self.notes = notes  # printed notes
@@ -48,7 +45,6 @@ class Served:
         return answer.json()
 
     def stream(self, route: str = "/v1/completions", **body: Any) -> list[Any]:
-        """Returns the chunks of a streamed response."""
         answer = self.post(route, **{"stream": True, **body})
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -73,7 +69,6 @@ class Served:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def idle(self, seconds: float = 20) -> None:
-        """Waits until the server is idle."""
         end = time.monotonic() + seconds
         while self.service.pending or self.service.worker.engine.busy:
             assert time.monotonic() < end, "something is generated still"
@@ -91,14 +86,12 @@ def received(sock: socket.socket) -> bytes:
 
 
 def events(text: str) -> list[Any]:
-    """Returns the chunks of a stream, which must end with ``[DONE]``."""
     *lines, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line and line != ": keep-alive"]
     assert end == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
 def request(body: Any, route: str = "/v1/completions", *headers: str) -> bytes:
-    """Returns the bytes of an HTTP request."""
     data = json.dumps(body).encode()
     head = [f"POST {route} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*head, f"Content-Length: {len(data)}", "", ""]).encode() + data

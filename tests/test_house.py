@@ -27,7 +27,6 @@ def test_imports_respect_layers() -> None:
 
 
 def modules() -> dict[str, Path]:
-    """Returns the path of every module of the library and the command line, by name."""
     paths = {}
     for folder, package in (("gpt", "gpt"), ("cli", "gpt_cli")):
         for path in (ROOT / folder).rglob("*.py"):

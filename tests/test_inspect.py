@@ -112,7 +112,7 @@ def test_last_row_of_the_lens_equals_the_output(config: GPTConfig) -> None:
     assert np.allclose(np.take_along_axis(first, lens.ids[0], 1), lens.probabilities[0], atol=1e-6)
 
 
-# What heads do
+# Head scores
 
 
 def keys_of(kind: str, ids: list[int], query: int) -> list[int]:
@@ -237,8 +237,10 @@ def test_look_selects_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def words() -> tuple[GPT, Tokenizer]:
-    """Returns a model in whose embedding king - man + woman is queen, and its tokenizer: each word is one token with a
-    space before it, and "bo" also one without."""
+    """Returns a model with king - man + woman = queen in its embedding, and a tokenizer of these initials.
+
+    Words are tokens with a leading space. "bo" is a token with and without a space.
+    """
     base = bytes_tokenizer()
     tokens = [b" k", b" m", b" w", b" q", b"bo", b" b", b" bo"]
     ranks = {**base.backend.ranks, **{token: 256 + at for at, token in enumerate(tokens)}}

@@ -25,7 +25,7 @@ V2 = (("0", ""),)
 def write_machine_files(folder: Path, own: str, root: str, limits: Mapping[str, str], version: int = 2) -> None:
     """Writes /proc and cgroup files for a process in cgroup ``own`` whose hierarchy is mounted at ``root``.
 
-    Names in ``limits`` are relative to the mount.
+    ``limits`` maps paths below the mount to contents.
     """
     proc, mounts = folder / "proc", []
     proc.mkdir()
@@ -187,7 +187,7 @@ def test_training_processes_need_a_loopback_device(gpt: Gpt, text: Path, monkeyp
 @posix
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_do_not_stop_the_work(closed: str, gpt: Gpt, workdir: Path) -> None:
-    """The command must do its work, and must not write output to a file that reused the descriptor."""
+    """The command must not write output to a file that reused a closed descriptor."""
     Path("text.txt").write_text("some words\n" * 100)
     code = "from gpt_cli.main import run; run()"
     command = [sys.executable, "-c", code, "tokenize", "text.txt", "--tokenizer", "bytes", "-o", "tokens"]

@@ -31,7 +31,6 @@ SAMPLE_OPTIONS = (
 
 @pytest.fixture(scope="module", params=DAMAGE)
 def damaged(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns an intact checkpoint with NaN or infinite weights."""
     loaded = library.load(run_folder)
     model = copy.deepcopy(loaded.model)
     with torch.no_grad():

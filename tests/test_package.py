@@ -24,7 +24,6 @@ PRE_COMMIT, CITATION = ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"
 
 
 def text_files() -> dict[Path, str]:
-    """Returns the project's text files."""
     folders = (".ci", ".github", "benchmarks", "cli", "data", "docs", "gpt", "tests")
     paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     suffixes = {"", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}
@@ -38,7 +37,6 @@ def extras_in(text: str) -> set[str]:
 
 
 def with_included_extras(extra: str) -> set[str]:
-    """Returns an extra and all extras that it includes."""
     return {extra}.union(*(with_included_extras(nested) for nested in extras_in(" ".join(EXTRAS[extra]))))
 
 

@@ -61,7 +61,7 @@ SHADOWS = ("gpt", "gpt_cli", "gpt_data", "torch", "numpy", "jinja2", "sitecustom
 @posix
 @pytest.mark.slow
 def test_modules_in_the_current_folder_are_not_imported(workdir: Path) -> None:
-    """Runs every command that starts processes: ranks, the resource tracker of multiprocessing, a chat template."""
+    """Runs the commands that start processes: ranks, multiprocessing's resource tracker, chat templates."""
     for name in {*sys.stdlib_module_names, *SHADOWS} - {"__main__"}:
         Path(f"{name}.py").write_text(f"open('IMPORTED', 'a').write({name!r} + '\\n')\nraise SystemExit(77)\n")
     Path("book.txt").write_text(make_text(), encoding="utf-8")

@@ -148,7 +148,7 @@ def run_watcher(
 ) -> tuple[list[str], list[tuple[int, set[int]]]]:
     """Runs the watcher on simulated times; returns its calls and the CPU affinities that it sets.
 
-    ``shares``: for each period, the fraction that threads wait and the fraction that a core is idle.
+    ``shares``: the fractions of each period in which threads wait and a core is idle.
     """
     calls: list[str] = []
     affinities: list[tuple[int, set[int]]] = []

@@ -191,7 +191,6 @@ MODEL_TYPES = {"gpt2": "gpt2", "qwen": "qwen3", "mistral": "mistral"}
 
 
 def write(form: str, folder: Path) -> Path:
-    """Writes a tokenizer's files into ``folder``."""
     tokenizer, config = FORMS[form]()
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))

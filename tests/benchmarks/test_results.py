@@ -25,7 +25,6 @@ def decimal_places(number: Decimal) -> int:
 
 
 def contains_figure(figure: Decimal, text: str) -> bool:
-    """Whether a text contains a number that equals the figure or rounds to it."""
     tolerance = Decimal(5).scaleb(-decimal_places(figure) - 1)
     return any(
         decimal_places(each) >= decimal_places(figure) and abs(each - figure) <= tolerance

@@ -17,7 +17,6 @@ def source(cell: dict[str, Any]) -> str:
 
 
 def test_notebook_is_valid_and_has_no_outputs() -> None:
-    """Checks the rules of nbformat 4.5."""
     assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
     assert NOTEBOOK["metadata"]["language_info"] == {"name": "python"}
     assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])

@@ -23,7 +23,6 @@ PAGES = {
 
 
 def commands(page: str) -> Iterator[str]:
-    """Yields the `gpt` commands in the console blocks of a page."""
     for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             if line.startswith("$ gpt "):
@@ -55,7 +54,6 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if any(commands(text))])
 def test_documented_commands_run(gpt: Callable[..., Done], page: str) -> None:
-    """Runs the commands of a page in order, in one folder."""
     import gpt_cli.main
 
     for line in commands(PAGES[page]):

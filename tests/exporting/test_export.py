@@ -41,14 +41,12 @@ DTYPES = ["float32", "bfloat16", "float16", "int8", "int4"]
 
 @pytest.fixture
 def chapter(workdir: Path) -> Path:
-    """Writes a text for evaluation."""
     path = workdir / "chapter.txt"
     path.write_bytes(make_text(300, seed=1).encode())
     return path
 
 
 def card_metadata(path: Path) -> dict[str, Any]:
-    """Returns the YAML of a folder's model card."""
     text = (path / "README.md").read_text(encoding="utf-8")
     assert text.startswith("---\n")
     return dict(yaml.safe_load(text.split("---\n")[1]))
@@ -480,7 +478,7 @@ def test_a_full_disk_leaves_nothing(run_folder: Path, gpt: Gpt, monkeypatch: pyt
         if done.code == 0:
             break
         one_line_of_what_and_what_next(done, "No space left on device", 1)
-        # The export is complete once it has its name: only the sync of its parent folder failed.
+        # An export with its final name is complete: only the sync of its parent folder failed.
         assert list(Path().iterdir()) == [] or Path(out).is_file() or folder.is_checkpoint(Path(out))
         shutil.rmtree("a", ignore_errors=True)
     assert syncs >= 1
@@ -489,7 +487,6 @@ def test_a_full_disk_leaves_nothing(run_folder: Path, gpt: Gpt, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.parametrize("out", ["out", "out.gguf"])
 def test_a_concurrent_export_is_not_overwritten(run_folder: Path, chapter: Path, workdir: Path, out: str) -> None:
-    """The second export fails and leaves the first one's output unchanged."""
     stages: list[str] = []
 
     def listen(event: Any) -> None:

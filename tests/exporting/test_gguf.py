@@ -104,8 +104,8 @@ def test_file_contains_the_model(tmp_path: Path, family: str, kind: str) -> None
         elif kind == "f16" or name == "wpe.weight" or ours.size(1) % 32:
             assert torch.equal(ours if name == "wpe.weight" else ours.half().float(), theirs), name
         else:
-            # Error relative to the largest element of a group: with 8 bits, half of 254 steps plus the rounding of the
-            # float16 scale; with 4 bits, one of 16 steps, since one end is clipped.
+            # Error relative to a group's largest element. 8 bits: half of 254 steps, plus the rounding of the float16
+            # scale. 4 bits: one of 16 steps, since one end is clipped.
             allowed = 1 / 6 if kind == "q4_0" and name.startswith("h.") else 1 / 254 + 2**-11
             ours, theirs = (each.view(len(each), -1, 32) for each in (ours, theirs))
             assert ((ours - theirs).abs() <= allowed * ours.abs().amax(-1, keepdim=True)).all(), name
@@ -192,7 +192,6 @@ def test_missing_gguf_package_is_an_error(run_folder: Path, monkeypatch: pytest.
 
 
 def model_with_value(name: str, value: float) -> SourceModel:
-    """Returns a model with one element set to ``value``."""
     model = model_of("gpt2")
     model.state_dict()[name].view(-1)[3] = value
     return source_of(model)

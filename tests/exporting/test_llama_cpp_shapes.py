@@ -27,11 +27,10 @@ pytestmark = [
 # activations to float16, or to int8 in groups of 32, before products with other matrices than f32. The largest
 # differences in 400 files were 5e-6, 4e-3, 0.11 and 0.06.
 TOLERANCE = {"f32": 2e-5, "f16": 1e-2, "q8_0": 0.3, "q4_0": 0.3}
-GELU_TOLERANCE = 3e-3  # GPT-2 in f32: llama.cpp's GELU is a float16 table; the largest of 80 was 1.3e-3
+GELU_TOLERANCE = 3e-3  # GPT-2 in f32, whose GELU is a float16 table in llama.cpp; largest of 80: 1.3e-3
 
 
 def random_shape(family: str, number: int) -> GPTConfig:
-    """Returns a random shape of a family."""
     rng = random.Random(f"{family} {number}")
     heads, width = rng.choice([1, 2, 3, 4, 6]), rng.choice([4, 6, 16, 32])
     properties: dict[str, Any] = FAMILIES[family] | {

@@ -1,7 +1,4 @@
-"""Forged files in runs, checkpoints and token folders: wrong types, numbers out of range, pipes and devices.
-
-`tests/stress/forged.py` tries thousands.
-"""
+"""Forged files in runs, checkpoints and token folders. `tests/stress/forged.py` tries thousands."""
 
 import json
 import os

@@ -196,7 +196,7 @@ def test_a_model_without_safetensors_is_an_error(run_with_hub: Gpt, server: Hub)
 
 
 def test_exports_name_the_hub_model(run_with_hub: Gpt, server: Hub, workdir: Path) -> None:
-    """The card names the model and its license, not the cache folder."""
+    """The card must not name the cache folder."""
     card = server.folder / "README.md"
     card.write_text("---\nlicense: apache-2.0\n---\n# Tiny\n", encoding="utf-8")
     try:

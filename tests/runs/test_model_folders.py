@@ -26,7 +26,7 @@ from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # from PEFT
 
 LLAMA = GPTConfig(
     703, 64, 2, 2, 16, norm="rmsnorm", mlp="swiglu", positions="rotary", biases="none", layer_norm_epsilon=1e-6,
@@ -62,7 +62,6 @@ def make_folder(tmp_path: Path) -> MakeFolder:
 
 
 def change(path: Path, **values: Any) -> None:
-    """Changes values of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
 
 
@@ -80,7 +79,6 @@ def add_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def assert_equal_to_transformers(path: Path) -> None:
-    """Asserts that our logits equal those of Transformers."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     x = torch.randint(400, (2, 20))
     with torch.no_grad():
@@ -134,7 +132,7 @@ def test_extra_tensors_are_ignored_with_a_warning(make_folder: MakeFolder, extra
     add_tensors(path, {**EXTRA_TENSORS[extra], "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     with pytest.warns(ModelWarning, match=rf"{next(iter(sorted(EXTRA_TENSORS[extra])))}.* is not part of the decoder"):
         assert_equal_to_transformers(path)
-    with pytest.warns(ModelWarning):  # once, although the export reads the files several times
+    with pytest.warns(ModelWarning):  # warns only once per process
         api.export(path, path.parent / "out")
     assert_equal_to_transformers(path.parent / "out")
 
@@ -198,7 +196,7 @@ def test_added_tokens_keep_their_ids(
     file = path / listing.partition(",")[0]
     config = (json.loads(file.read_text()) if file.exists() else {}) | TOKEN_LISTS[listing]
     if not has_tokenizer_json:
-        config.pop("sep_token", None)  # tiktoken cannot have an ordinary token as a special one
+        config.pop("sep_token", None)  # in tiktoken, a token cannot be both ordinary and special
     file.write_text(json.dumps(config))
     for model_path in (path, tmp_path / "out"):
         theirs = transformers.AutoTokenizer.from_pretrained(model_path)

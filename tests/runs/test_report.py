@@ -269,7 +269,7 @@ def test_curves_of_other_programs_are_read(tmp_path: Path) -> None:
     steps, evals = curve.columns()
     assert (curve.name, curve.is_run, curve.settings, steps["step"]) == ("nanogpt", False, {}, [])
     assert evals == {"step": [250, 500], "tokens": [None] * 2, "seconds": [12.5, 12.5], "val_loss": [2.0, 1.0]}
-    assert curve.bits_per_nat == 1.5  # one line has bits_per_byte
+    assert curve.bits_per_nat == 1.5  # from the line with bits_per_byte
     assert curve.history.end is not None and curve.history.end.bits_per_byte == 1.5
 
 
@@ -385,7 +385,7 @@ def test_smoothing_is_a_moving_average() -> None:
 
     losses = [float(x * x % 17) for x in range(150)]
     smooth = smoothed(losses)
-    assert smooth[1] == pytest.approx(sum(losses[:3]) / 3)  # the window is symmetric near the ends
+    assert smooth[1] == pytest.approx(sum(losses[:3]) / 3)  # the window shrinks symmetrically at the ends
     assert smooth[50] == pytest.approx(sum(losses[47:54]) / 7)
     assert smooth[149] == pytest.approx(sum(losses[146:]) / 4)
     assert smoothed(losses[:19]) == losses[:19]

@@ -59,7 +59,7 @@ def assert_equal_to_transformers(path: Path, with_tokenizer: bool = True) -> Non
 
 
 def add_noise(model: torch.nn.Module) -> None:
-    """Adds noise to all weights: initial zeros and ones would hide mix-ups, and small weights give equal logits."""
+    """Adds noise to all weights: initial zeros and ones would hide mix-ups."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -171,7 +171,7 @@ def test_sharded_weights_are_loaded(gpt2_folder: Path) -> None:
 
 @pytest.mark.parametrize("with_old_shards", [False, True])
 def test_single_file_takes_precedence_over_an_old_index(gpt2_folder: Path, with_old_shards: bool) -> None:
-    """Transformers also prefers the single file. The index can name files that no longer exist."""
+    """Transformers prefers the single file too. The index can name missing files."""
     folder, model = gpt2_folder.parent / "both", GPT2LMHeadModel.from_pretrained(gpt2_folder)
     model.save_pretrained(folder, max_shard_size="2MB")
     old = {path.name: path.read_bytes() for path in folder.glob("model*")}
