@@ -2,8 +2,8 @@
 
     python -m benchmarks.contention [--rounds N]
 
-Takes some ten minutes on an otherwise idle machine. Figures are medians over rounds, in which the settings take turns.
-Training that exceeds the time limit is stopped and counts with the throughput of its steps so far.
+Takes some ten minutes on an otherwise idle machine. Figures are medians over rounds, in which settings take turns.
+Training stops at the time limit; its throughput so far counts.
 """
 
 import argparse

@@ -145,9 +145,9 @@ class Bench:
         ]  # fmt: skip
 
     def commands(self, wanted: Collection[str], dtypes: Collection[str], warm: bool) -> dict[str, dict[str, Command]]:
-        """Returns the commands of each part, by system, without dtypes that `gpt sample` refuses.
+        """Returns the commands of each part by system, without unsupported dtypes.
 
-        With ``warm``, each command runs once to cache its files and compile its blocks.
+        ``warm`` runs each command once to cache its files and compile its blocks.
         """
         common_commands: dict[str, Command] = {}
         short = Work(1, 1)
@@ -173,7 +173,7 @@ class Bench:
         return systems
 
     def loaded(self) -> Iterator[tuple[str, api.LanguageModel]]:
-        """Yields the models as `gpt sample` loads them, without dtypes that it refuses."""
+        """Yields the models as `gpt sample` loads them, without unsupported dtypes."""
         for dtype in KINDS:
             try:
                 yield dtype, api.load(self.place / dtype, dtype=dtype, device="cpu", sampling=SampleConfig())
@@ -182,8 +182,7 @@ class Bench:
 
 
 def make_random_model(config: GPTConfig) -> GPT:
-    """Returns a random model with four times the initial block weights, since each token would predict itself
-    otherwise."""
+    """Returns a random model. Its block weights are four times the initial ones, or each token would predict itself."""
     torch.manual_seed(0)
     model = GPT(config).eval()
     for block in model.h:
@@ -210,8 +209,8 @@ Speeds = dict[str, list[float]]  # tokens per second in each round, by system
 def measure(
     wanted: dict[str, Part], bench: Bench, rounds: int, dtypes: Collection[str], warm: bool
 ) -> tuple[dict[str, Speeds], dict[str, list[int]]]:
-    """Runs the systems in turn; returns the tokens per second of each part, and the float32 ids of one text from `gpt`
-    and Transformers."""
+    """Runs the systems in turn; returns the speeds of each part, and float32 ids of one text by `gpt` and
+    Transformers."""
     systems = bench.commands(wanted, dtypes, warm) if wanted else {}
     speeds = {name: {system: list[float]() for system in systems[name]} for name in wanted}
     texts: dict[str, list[int]] = {}
@@ -249,8 +248,8 @@ def table(speeds: Speeds) -> Table:
 
 @torch.inference_mode()
 def find_less_likely(model: GPT, prompt: Sequence[int], ids: Sequence[int]) -> list[tuple[int, float]]:
-    """Returns the positions of ids that are not the most likely, with the difference in nats. Computes logits without
-    packed weights and KV cache."""
+    """Returns positions of ids that are not the most likely, and the difference in nats, without packed weights and
+    cache."""
     logits = model(torch.tensor([[*prompt, *ids[:-1]]]))[0, len(prompt) - 1 :]
     gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
     return [(at, gap) for at, gap in enumerate(gaps.tolist()) if gap]

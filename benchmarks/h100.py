@@ -4,11 +4,10 @@
     python -m benchmarks.h100            writes the section
     python -m benchmarks.h100 --tiny     a smoke test with a tiny model, in seconds
 
-Inductor generates code for an H100 from fake tensors. Bytes and launches are counted in the code of blocks, loss,
-decoding steps and Muon's update (`benchmarks.traffic`). AdamW is not compiled: each of its operators counts as reading
-its inputs and writing its outputs once. The minimum time is the largest of bytes over the datasheet's bandwidth, FLOPs
-over its peak, and launches times their spacing. A real GPU takes longer: kernels run below peak, and caches, the host
-and other ranks cost time.
+Inductor generates code for an H100 from fake tensors, and `benchmarks.traffic` counts its bytes and launches. AdamW is
+not compiled: each of its operators reads its inputs and writes its outputs once. The minimum time is the largest of
+bytes over the datasheet's bandwidth, FLOPs over its peak, and launches times their spacing. A real GPU takes longer:
+kernels run below peak, and caches, the host and other ranks cost time.
 """
 
 import argparse

@@ -109,8 +109,8 @@ class LlamaCpp:
         return list(response["tokens"])
 
     def logprob(self, ids: Sequence[int], following: int) -> float:
-        """Returns the log-probability of ``following`` after ``ids``. A bias forces the id; logprobs do not include
-        it."""
+        """Returns the log-probability of ``following`` after ``ids``. A logit bias forces the id, without
+        effect on its log-probability."""
         result = self._probabilities(ids, 1, [[following, 1e9]])
         assert result["id"] == following
         return float(result["logprob"])

@@ -28,8 +28,7 @@ LEARNING_RATE = 1e-4
 
 
 def write_inputs(base: Path, text: Path) -> None:
-    """Writes a text of random words, and a Transformers folder with random bfloat16 weights and a tokenizer trained on
-    the text."""
+    """Writes a text of random words, and a Transformers folder: random bfloat16 weights, a tokenizer of the text."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -73,8 +72,8 @@ def run_gpt(base: Path, text: Path, steps: int) -> dict[str, float]:
 
 
 def run_peft(base: Path, _: Path, steps: int) -> dict[str, float]:
-    """Fine-tunes with PEFT; returns the same figures. The base model is bfloat16, adapters are float32 under autocast,
-    as in Transformers' Trainer with ``bf16=True``."""
+    """Fine-tunes with PEFT, with a bfloat16 base model and float32 adapters under autocast, like Transformers' Trainer
+    with ``bf16=True``; returns the same figures."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM

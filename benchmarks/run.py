@@ -109,8 +109,8 @@ def nanogpt_recipe(text: str, on_evaluation: Callable[[int, float, float], None]
     """Trains Transformers' GPT-2 with nanoGPT's CPU recipe; returns held-out nats per character and seconds.
 
     From nanoGPT's README: 4 layers of width 128, 64 characters of context, batch 12, 2,000 steps of AdamW, float32.
-    ``on_evaluation`` is called every 100 steps with the step, the seconds without evaluations, and the loss on 16,384
-    held-out characters.
+    ``on_evaluation`` is called every 100 steps with the step, the seconds without evaluations, and the loss on the
+    first 16,384 held-out characters.
     """
     started = time.perf_counter()
     torch.manual_seed(1337)
@@ -300,7 +300,7 @@ PROFILE_STEPS = {"nano": 9, "micro": 5, "10.7 M, 16 sequences": 3}  # timed step
 
 def phase_seconds(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list[float]]:
     """Returns four times for each of `PHASES`: the whole, matrix products at ``peak`` FLOP/s, other operators, and the
-    remainder: products below peak, allocation and call overhead."""
+    rest (products below peak, allocation, call overhead)."""
     model = GPT(config)
     optimizer = make_optimizer(model, "muon", 0.1, COMPUTE.dtype)
     x, y = (torch.randint(config.vocab_size, (rows, config.block_size)) for _ in range(2))

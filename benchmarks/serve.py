@@ -255,8 +255,8 @@ def make_random_run(place: Path) -> Path:
 
 
 async def measure_prefill_latency(server: Server, rng: random.Random) -> tuple[float, float, float, float]:
-    """Returns four latencies in seconds: the time to first token of a short prompt, of a long prompt, and of a short
-    prompt during a long prefill, and the longest pause of a stream during a long prefill."""
+    """Returns latencies in seconds: time to first token of a short prompt, of a long prompt, and of a short prompt
+    during a long prefill; longest pause of a stream during a long prefill."""
 
     def body(length: int, tokens: int = 1) -> dict[str, Any]:
         ids = [rng.randrange(32, 120) for _ in range(length)]

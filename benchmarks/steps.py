@@ -1,8 +1,8 @@
 """Measures the parts of an engine step, for the part ``steps`` of `benchmarks.decode`.
 
-Records the operators of a step and replays and times them one by one. Their order is unchanged, so weights come from
-memory as in the step. The remaining time of a real step is call overhead. A profiler would add about the time of a
-short operator to each operator.
+Records the operators of one step, then replays and times each. The order is unchanged, so weights come from memory as
+in a real step. The rest of a real step's time is call overhead. A profiler would add the time of a short operator to
+each.
 """
 
 import statistics

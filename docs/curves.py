@@ -2,9 +2,9 @@
 
     python -m docs.curves TEXT [FOLDER] [OPTION ...]
 
-FOLDER keeps the runs. OPTIONs are options of `gpt train`, by default `--minutes 3`. All three train concurrently on one
-thread each, so other load slows them equally. nanoGPT's recipe has 2,000 steps and stops when both runs have ended.
-Needs the dev extra and Chromium.
+FOLDER keeps the runs. OPTIONs are for `gpt train`, by default `--minutes 3`. All three train concurrently on one thread
+each, so other load slows them equally. nanoGPT's recipe (2,000 steps) is stopped when both runs have ended. Needs the
+dev extra and Chromium.
 """
 
 import contextlib

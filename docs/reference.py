@@ -1,4 +1,4 @@
-"""Writes docs/reference.md, the page of all commands and options, which a test compares with the commands.
+"""Writes docs/reference.md, the page of all commands and options. A test checks that it is current.
 
 python docs/reference.py
 """
