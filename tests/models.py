@@ -58,10 +58,10 @@ def push(context: Context, *new: list[int]) -> torch.Tensor:
         slot.text += ids
         if context.room(slot) == 0:
             context.slide(slot)
-    prefill = [(slot, len(slot.text) - slot.computed) for slot in slots]
+    chunks = [(slot, len(slot.text) - slot.computed) for slot in slots]
     ids = torch.tensor([id for slot in slots for id in slot.text[slot.computed :]])
-    x = context.forward(prefill, ids)
-    return x[torch.tensor([count for _, count in prefill]).cumsum(0) - 1]
+    x = context.forward(chunks, ids)
+    return x[torch.tensor([count for _, count in chunks]).cumsum(0) - 1]
 
 
 def engine_of(
