@@ -118,10 +118,10 @@ class LlamaCpp:
     def logprobs(self, ids: Sequence[int], vocab_size: int) -> Float64Array:
         """Returns the log-probabilities (V) after ``ids``. Forces id 65, an A, since llama.cpp returns none for
         incomplete characters."""
-        found = np.full(vocab_size, np.nan)
+        values = np.full(vocab_size, np.nan)
         for candidate in self._probabilities(ids, vocab_size, [[65, 1e9]])["top_logprobs"]:
-            found[candidate["id"]] = candidate["logprob"]
-        return found
+            values[candidate["id"]] = candidate["logprob"]
+        return values
 
     def _probabilities(self, ids: Sequence[int], count: int, bias: list[list[float]]) -> dict[str, Any]:
         response = self.post(
@@ -262,7 +262,7 @@ def write_untrained(path: Path, tokenizer: Tokenizer) -> Path:
     """Writes a .gguf file of a tiny random model with this tokenizer."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(tokenizer.vocab_size + 3, block_size=64, n_layer=1, n_head=1, n_embd=32))
-    weights = {name: partial(Tensor.detach, each) for name, each in model.named_parameters()}
+    weights = {name: partial(Tensor.detach, parameter) for name, parameter in model.named_parameters()}
     gguf_tokenizer.check(tokenizer)
     gguf.write(path, SourceModel(path, model.config, tokenizer, weights), "f32", "untrained")
     return path
@@ -398,7 +398,7 @@ def greedy_table(models: dict[str, LanguageModel], text: str, count: int, place:
         for kind, gelu_context in gelu_contexts(model):
             with gelu_context():
                 comparison = compare_greedy(model, prompts, theirs)
-            gaps = ", ".join(f"{each:.5f}" for each in comparison.gaps)
+            gaps = ", ".join(f"{gap:.5f}" for gap in comparison.gaps)
             rows.append([name, f"{comparison.tokens:,}", kind, str(len(comparison.gaps)), gaps])
     columns = ["model", "tokens compared", "GELU", "prompts that differ", "nats between our two most likely ids there"]
     caption = f"Greedy continuations of {count:,} prompts, {GREEDY} tokens each, f32 files, float32 KV cache:"
@@ -510,7 +510,7 @@ def main() -> None:
 
 def count_parameters(model: LanguageModel) -> int:
     """Returns the number of a model's parameters."""
-    return sum(each.numel() for each in model.model.parameters())
+    return sum(parameter.numel() for parameter in model.model.parameters())
 
 
 if __name__ == "__main__":

@@ -52,14 +52,14 @@ def transformers(path: str, ids: list[int], new: int, texts: int, batch: int) ->
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     x = torch.tensor([ids] * texts)
-    found: list[list[int]] = []
+    ids_of_texts: list[list[int]] = []
     for rows in x.split(batch):
         out = model.generate(
             rows, attention_mask=torch.ones_like(rows), do_sample=False, max_new_tokens=new, eos_token_id=None,
             pad_token_id=0,
         )  # fmt: skip
-        found += out[:, len(ids) :].tolist()
-    return found
+        ids_of_texts += out[:, len(ids) :].tolist()
+    return ids_of_texts
 
 
 SYSTEMS: dict[str, Callable[[str, list[int], int, int, int], list[list[int]]]] = {

@@ -335,7 +335,7 @@ def phase_seconds(config: GPTConfig, rows: int, steps: int, peak: float) -> list
                 replayed.append([counter.get_total_flops() / peak, _replay_seconds(recorder)])
         times.append([b - a for a, b in pairwise(marks)])
     medians = [statistics.median(each) for each in zip(*times[1:-1], strict=True)]
-    return [[whole, *parts, whole - sum(parts)] for whole, parts in zip(medians, replayed, strict=True)]
+    return [[total, *parts, total - sum(parts)] for total, parts in zip(medians, replayed, strict=True)]
 
 
 @torch.no_grad()

@@ -142,7 +142,7 @@ def transformers_tokenizers(texts: Iterable[bytes]) -> float:
     from gpt.text.tokenizer_files import to_tokenizer_json
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    theirs = Tokenizer.from_str(json.dumps(to_tokenizer_json(gpt2_tokenizer())))
+    tokenizer = Tokenizer.from_str(json.dumps(to_tokenizer_json(gpt2_tokenizer())))
     batch, size = [], 0
     for data in texts:
         batch.append(data.decode())
@@ -150,7 +150,7 @@ def transformers_tokenizers(texts: Iterable[bytes]) -> float:
         if size > TOKENIZERS_BYTES:
             break
     started = time.perf_counter()
-    theirs.encode_batch(batch, add_special_tokens=False)
+    tokenizer.encode_batch(batch, add_special_tokens=False)
     return size / (time.perf_counter() - started) / 1e6
 
 

@@ -40,9 +40,12 @@ def page() -> str:
     """Returns the page in Markdown."""
     root: Any = typer.main.get_command(make_app())
     context = root.make_context("gpt", [], resilient_parsing=True)
-    found = list(commands(root, context))
-    links = [f"- [`{name}`](#{name.replace(' ', '-')}): {_escape(help_pages.summary(each))}" for name, each, _ in found]
-    return "\n".join([HEAD, *links, "", *(_section(*each) for each in found)])
+    visible_commands = list(commands(root, context))
+    links = [
+        f"- [`{name}`](#{name.replace(' ', '-')}): {_escape(help_pages.summary(each))}"
+        for name, each, _ in visible_commands
+    ]
+    return "\n".join([HEAD, *links, "", *(_section(*each) for each in visible_commands)])
 
 
 def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -64,15 +67,15 @@ def _section(name: str, command: Any, context: Any) -> str:
         lines += ["```console", *(f"$ {line}" for line in examples), "```", ""]
     if arguments := help_pages.arguments(command):
         rows = [
-            (f"`{help_pages.name(each)}`".replace("|", "\\|"), _escape(each.help or ""), _default(each))
-            for each in arguments
+            (f"`{help_pages.name(parameter)}`".replace("|", "\\|"), _escape(parameter.help or ""), _default(parameter))
+            for parameter in arguments
         ]
         lines += [*_table(("argument", "what it is", "default"), rows), ""]
     keys = {field.name for field in dataclasses.fields(TrainConfig)} if name == "gpt train" else set()
     for panel, options in help_pages.panels(command, context).items():
         lines += [f"**{panel}**", ""]
         titles = ("option", "what it does", "default", "variable", *(["key"] if keys else []))
-        lines += [*_table(titles, [_row(each, context, keys) for each in options]), ""]
+        lines += [*_table(titles, [_row(parameter, context, keys) for parameter in options]), ""]
     return "\n".join(lines)
 
 
@@ -81,7 +84,7 @@ def _row(option: Any, context: Any, keys: set[str]) -> tuple[str, ...]:
     choices = value_hint.split("|") if "|" in value_hint else []
     flags = " ".join(f"`{flag}`" for flag in sorted(option.opts, key=len, reverse=True))
     description = _escape(option.help or "") + (
-        f". One of {', '.join(f'`{each}`' for each in choices)}" if choices else ""
+        f". One of {', '.join(f'`{choice}`' for choice in choices)}" if choices else ""
     )
     variable = f"`{context.auto_envvar_prefix}_{option.name.upper()}`"
     key = (f"`{option.name}`" if option.name in keys else "",) if keys else ()

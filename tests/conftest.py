@@ -111,15 +111,15 @@ def gpt(capfd: pytest.CaptureFixture[str]) -> Gpt:
     return run
 
 
-def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> None:
+def one_line_of_what_and_what_next(result: Done, message: str, code: int = 2) -> None:
     """Asserts that a command failed with ``code``, one error line containing ``message``, one hint and no output."""
-    assert done.code == code, done.err
-    lines = [line for line in done.err.splitlines() if line.startswith(("error:", "hint:"))]
+    assert result.code == code, result.err
+    lines = [line for line in result.err.splitlines() if line.startswith(("error:", "hint:"))]
     assert lines[0].startswith("error:")
     assert message in lines[0]
     assert lines[1].startswith("hint: ")
     assert len(lines) == 2
-    assert done.out == ""
+    assert result.out == ""
 
 
 def spawn(*args: str | Path, cwd: Path | None = None, **kwargs: object) -> "subprocess.Popen[str]":
@@ -206,18 +206,19 @@ def state_of(run: Path) -> dict[str, "torch.Tensor"]:
     return load_file(weights) | load_file(path / "training.safetensors")
 
 
-def assert_same(one: Path, other: Path) -> None:
+def assert_same(first_run: Path, second_run: Path) -> None:
     """Asserts that two runs' newest checkpoints are bit-identical, except for times."""
     import torch
 
     from gpt.runs import folder
 
-    a, b = state_of(one), state_of(other)
+    a, b = state_of(first_run), state_of(second_run)
     assert set(a) == set(b)
     for name in a:
         assert torch.equal(a[name], b[name]), name
     records = [
-        json.loads((run / folder.checkpoints(run)[-1].name / "training.json").read_text()) for run in (one, other)
+        json.loads((run / folder.checkpoints(run)[-1].name / "training.json").read_text())
+        for run in (first_run, second_run)
     ]
     for record in records:
         for key in ("step_seconds", "seconds", "metrics_bytes", "first_step"):

@@ -113,8 +113,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     return next(out.glob("*.whl"))
 
 
@@ -144,8 +144,8 @@ def test_wheel_installs_and_runs(wheel: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "-q"]
     subprocess.run([*pip, str(wheel)], check=True)
     gpt = tmp_path / "env" / folder / "gpt"
-    done = subprocess.run([gpt, "--version"], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout == f"gpt {PROJECT['project']['version']}\n"
+    result = subprocess.run([gpt, "--version"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout == f"gpt {PROJECT['project']['version']}\n"
     location = subprocess.check_output([python, "-c", "import gpt; print(gpt.__file__)"], text=True, cwd=tmp_path)
     assert str(tmp_path) in location
     output = subprocess.check_output([gpt, "params", "gpt2", "--json"], text=True, cwd=tmp_path)

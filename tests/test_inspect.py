@@ -184,7 +184,7 @@ def test_heads_are_labelled_by_behaviour() -> None:
     assert inspect.mostly(scores, scores, 0, 0) is None
 
 
-def test_probe_labels_heads_that_the_prompt_cannot() -> None:
+def test_probe_labels_heads_if_the_prompt_cannot() -> None:
     distinct_ids, repeated_ids = list(range(10)), [7, 8, 9, 10, 11, 7, 8, 9, 10, 11]
     scores = inspect.head_scores(pattern_of_kind("matching", distinct_ids), np.array(distinct_ids))
     assert scores.scores["matching"] is scores.scores["same"] is None
@@ -216,9 +216,9 @@ def test_look_selects_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(look.patterns[0], inspect.trace(model, ids[9:]).patterns[1])
     with torch.no_grad():
         assert np.allclose(look.logits, model(torch.tensor([ids[9:]]))[0, -1].numpy(), atol=1e-6)
-    whole, one = (inspect.look(model, ids, bytes_tokenizer(), head=head) for head in (None, 1))
-    assert np.array_equal(one.here.entropy, whole.here.entropy[:, 1:])
-    assert np.array_equal(one.probe.entropy, whole.probe.entropy[:, 1:])
+    all_heads, one_head = (inspect.look(model, ids, bytes_tokenizer(), head=head) for head in (None, 1))
+    assert np.array_equal(one_head.here.entropy, all_heads.here.entropy[:, 1:])
+    assert np.array_equal(one_head.probe.entropy, all_heads.probe.entropy[:, 1:])
     with pytest.raises(UserError, match="there is no layer 2") as error:
         inspect.look(model, ids, bytes_tokenizer(), layer=2)
     assert error.value.hint == "the model has 2, from 0 to 1"
@@ -265,8 +265,10 @@ def test_neighbors_are_the_highest_cosines(words: tuple[GPT, Tokenizer]) -> None
     cosine = torch.cosine_similarity(rows, rows[256:257])
     expected = sorted((id for id in range(1, 264) if id != 256), key=lambda id: -float(cosine[id]))
     neighbors = table.neighbors(word, 20)
-    assert [near.id for near in neighbors] == expected[:20]
-    assert [near.cosine for near in neighbors] == pytest.approx([float(cosine[id]) for id in expected[:20]], abs=1e-5)
+    assert [neighbor.id for neighbor in neighbors] == expected[:20]
+    assert [neighbor.cosine for neighbor in neighbors] == pytest.approx(
+        [float(cosine[id]) for id in expected[:20]], abs=1e-5
+    )
     assert len(table.neighbors(word, 1000)) == 262  # every row with a token and a direction, except the word's
 
 
@@ -276,9 +278,9 @@ def test_words_are_tokenized_as_in_running_text(words: tuple[GPT, Tokenizer]) ->
     assert table.find("box").ids == [262, ord("x")]
     assert table.find("x").text == "x"  # " x" would be two tokens
     assert table.find(" x").ids == [ord(" "), ord("x")]  # a typed space is kept
-    several = table.find("box")
+    two_token_word = table.find("box")
     mean = table.rows[[262, ord("x")]].mean(axis=0)
-    assert np.allclose(table.vector(several), mean / np.linalg.norm(mean), atol=1e-6)
+    assert np.allclose(table.vector(two_token_word), mean / np.linalg.norm(mean), atol=1e-6)
     for empty in ("", "  "):
         with pytest.raises(UserError, match="a word is empty"):
             table.find(empty)
@@ -289,7 +291,7 @@ def test_analogy_sums_directions(words: tuple[GPT, Tokenizer]) -> None:
     terms = [(sign, table.find(word)) for sign, word in inspect.parse_analogy(["k", "-", "m", "+", "w"])]
     answers = table.analogy(terms, 3)
     assert answers[0].text == " q"
-    assert not {near.id for near in answers} & {256, 257, 258}  # the terms are not answers
+    assert not {neighbor.id for neighbor in answers} & {256, 257, 258}  # the terms are not answers
     total = table.rows[256] - table.rows[257] + table.rows[258]
     assert answers[0].cosine == pytest.approx(float(table.rows[259] @ total / np.linalg.norm(total)), abs=1e-5)
 

@@ -22,8 +22,8 @@ V1 = (("4", "memory"), ("7", "cpu,cpuacct"))
 V2 = (("0", ""),)
 
 
-def write_machine_files(folder: Path, own: str, root: str, limits: Mapping[str, str], version: int = 2) -> None:
-    """Writes /proc and cgroup files for a process in cgroup ``own`` whose hierarchy is mounted at ``root``.
+def write_machine_files(folder: Path, cgroup: str, root: str, limits: Mapping[str, str], version: int = 2) -> None:
+    """Writes /proc and cgroup files for a process in cgroup ``cgroup`` whose hierarchy is mounted at ``root``.
 
     ``limits`` maps paths below the mount to contents.
     """
@@ -35,7 +35,7 @@ def write_machine_files(folder: Path, own: str, root: str, limits: Mapping[str, 
         mounts.append(f"{number} 25 0:22 {root} {place} rw,nosuid shared:4 - {kind} {kind} {options}")
     (proc / "mountinfo").write_text("\n".join(["22 1 254:0 / / rw,relatime - ext4 /dev/root rw", *mounts]) + "\n")
     hierarchies = V2 if version == 2 else V1
-    (proc / "cgroup").write_text("".join(f"{number}:{names}:{own}\n" for number, names in hierarchies))
+    (proc / "cgroup").write_text("".join(f"{number}:{names}:{cgroup}\n" for number, names in hierarchies))
     for name, text in limits.items():
         path = folder / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "root", "version", "limits", "memory", "cores"),
+    ("cgroup", "root", "version", "limits", "memory", "cores"),
     [
         ("/", "/", 2, {}, 64 * GIB, 8),
         ("/", "/", 2, {"memory.max": str(2 * GIB), "cpu.max": "150000 100000"}, 2 * GIB, 2),
@@ -76,9 +76,9 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 @posix
 def test_memory_and_cores_follow_cgroups(
-    own: str, root: str, version: int, limits: dict[str, str], memory: int, cores: int, tmp_path: Path
+    cgroup: str, root: str, version: int, limits: dict[str, str], memory: int, cores: int, tmp_path: Path
 ) -> None:
-    write_machine_files(tmp_path, own, root, limits, version)
+    write_machine_files(tmp_path, cgroup, root, limits, version)
     assert peaks.host_memory() == memory
     assert peaks.cores() == cores
     assert Compute(torch.device("cpu"), torch.float32, shared_by=2).memory() == memory // 2
@@ -107,13 +107,13 @@ def test_a_user_without_home_gets_a_private_folder(homeless: Path) -> None:
 
 
 @posix
-@pytest.mark.parametrize("how", ["open", "link", "file"])
-def test_an_unsafe_private_folder_is_refused(how: str, homeless: Path) -> None:
+@pytest.mark.parametrize("kind", ["open", "link", "file"])
+def test_an_unsafe_private_folder_is_refused(kind: str, homeless: Path) -> None:
     place = homeless / f"gpt-{os.getuid()}"
-    if how == "open":
+    if kind == "open":
         place.mkdir()
         place.chmod(0o777)
-    elif how == "link":
+    elif kind == "link":
         (homeless / "other").mkdir(mode=0o700)
         place.symlink_to(homeless / "other")
     else:
@@ -179,8 +179,8 @@ def test_training_processes_need_a_loopback_device(gpt: Gpt, text: Path, monkeyp
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
-    done = gpt("train", text, "--nproc", "2", "--device", "cpu")
-    one_line_of_what_and_what_next(done, "cannot connect to each other at 127.0.0.1: Network is unreachable")
+    result = gpt("train", text, "--nproc", "2", "--device", "cpu")
+    one_line_of_what_and_what_next(result, "cannot connect to each other at 127.0.0.1: Network is unreachable")
     assert not Path("runs").exists()
 
 
@@ -191,9 +191,9 @@ def test_closed_standard_streams_do_not_stop_the_work(closed: str, gpt: Gpt, wor
     Path("text.txt").write_text("some words\n" * 100)
     code = "from gpt_cli.main import run; run()"
     command = [sys.executable, "-c", code, "tokenize", "text.txt", "--tokenizer", "bytes", "-o", "tokens"]
-    done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert ("train on it" in done.stdout) == (">" not in closed.replace("2>", ""))
+    result = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert ("train on it" in result.stdout) == (">" not in closed.replace("2>", ""))
     assert gpt("tokenize", "text.txt", "--tokenizer", "bytes", "-o", "expected").code == 0
     for path in Path("expected").glob("*.ids"):
         assert Path("tokens", path.name).read_bytes() == path.read_bytes()

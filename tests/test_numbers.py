@@ -40,13 +40,13 @@ def damaged(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: 
     return target
 
 
-def assert_damage_error(done: Done, message: str) -> None:
-    assert done.code == 1, done.err
-    first, second = done.err.splitlines()[-2:]
+def assert_damage_error(result: Done, message: str) -> None:
+    assert result.code == 1, result.err
+    first, second = result.err.splitlines()[-2:]
     assert first.startswith("error: ")
     assert message in first
     assert second.startswith("hint: its weights are damaged")
-    assert not done.out
+    assert not result.out
 
 
 @pytest.mark.parametrize("options", SAMPLE_OPTIONS)
@@ -68,18 +68,18 @@ def test_batches_and_logprobs_report_damaged_weights(gpt: Gpt, damaged: Path, tm
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the"}\n{"prompt": "cat"}\n')
     for way in (["--greedy"], ["--beam", "2"]):
-        done = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "-o", tmp_path / "out.jsonl", *way)
-        assert_damage_error(done, "NaN or infinite logits")
+        result = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "-o", tmp_path / "out.jsonl", *way)
+        assert_damage_error(result, "NaN or infinite logits")
         assert (tmp_path / "out.jsonl").read_bytes() == b""
-    done = gpt("sample", "the cat sat", "-m", damaged, "-n", "0", "--greedy", "--json", "--echo-logprobs")
-    assert_damage_error(done, "NaN or infinite logits")
+    result = gpt("sample", "the cat sat", "-m", damaged, "-n", "0", "--greedy", "--json", "--echo-logprobs")
+    assert_damage_error(result, "NaN or infinite logits")
 
 
 def test_a_conversation_continues_after_the_error(gpt: Gpt, damaged: Path) -> None:
-    done = gpt("sample", "-i", "-m", damaged, "--seed", "1", stdin=b"the\n/set beam 2\ncat\n/set max-tokens 0\nmat\n")
-    assert done.code == 0
-    assert done.err.count("error: the model produced NaN or infinite logits") == 2
-    assert done.out.endswith("mat\n")
+    result = gpt("sample", "-i", "-m", damaged, "--seed", "1", stdin=b"the\n/set beam 2\ncat\n/set max-tokens 0\nmat\n")
+    assert result.code == 0
+    assert result.err.count("error: the model produced NaN or infinite logits") == 2
+    assert result.out.endswith("mat\n")
 
 
 def test_eval_and_inspect_report_damaged_weights(gpt: Gpt, damaged: Path, tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_eval_and_inspect_report_damaged_weights(gpt: Gpt, damaged: Path, tmp_pa
     assert_damage_error(gpt("eval", text, "-m", damaged), "the loss is nan: it is ")
     assert_damage_error(gpt("eval", text, "-m", damaged, "--json"), "it is not finite for")
     assert_damage_error(gpt("inspect", "attention", "the cat", "-m", damaged, "--json"), "logits of the model")
-    done = gpt("eval", text, "-m", damaged, "--per-token")
-    assert done.code == 1
-    assert {json.loads(line)["logprob"] for line in done.out.splitlines()} == {None}
+    result = gpt("eval", text, "-m", damaged, "--per-token")
+    assert result.code == 1
+    assert {json.loads(line)["logprob"] for line in result.out.splitlines()} == {None}
 
 
 def test_inspecting_non_finite_embeddings_is_an_error(gpt: Gpt, run_folder: Path) -> None:
@@ -114,10 +114,10 @@ def test_training_continues_if_samples_fail(gpt: Gpt, tmp_path: Path, monkeypatc
     monkeypatch.setattr(Context, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), math.nan))
     tiny = {**TINY, "sample_every": 2}
     options = [word for name, value in tiny.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    done = gpt("train", text, "-o", tmp_path / "run", "--steps", "4", "--json", *options)
-    assert done.code == 0, done.err
-    assert done.err.count("could not generate a sample: the model produced NaN or infinite logits") == 2
-    assert json.loads(done.out)["steps"] == 4
+    result = gpt("train", text, "-o", tmp_path / "run", "--steps", "4", "--json", *options)
+    assert result.code == 0, result.err
+    assert result.err.count("could not generate a sample: the model produced NaN or infinite logits") == 2
+    assert json.loads(result.out)["steps"] == 4
 
 
 def test_json_replaces_nan_at_any_depth() -> None:

@@ -77,7 +77,7 @@ def test_install_hints_target_the_running_environment(monkeypatch: pytest.Monkey
         None: f'"/a b/python" -m pip install {requirement}',
     }.items():
         monkeypatch.setattr(sys, "executable", "/a b/python")
-        monkeypatch.setattr("shutil.which", lambda name, found=pip: found and str(found))
+        monkeypatch.setattr("shutil.which", lambda name, path=pip: path and str(path))
         assert distribution.install_extra("serve") == hint
     monkeypatch.setattr("gpt.distribution.find_spec", lambda name: None)  # uv creates environments without pip
     monkeypatch.setattr(sys, "prefix", "/env")

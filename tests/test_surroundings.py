@@ -77,8 +77,8 @@ def test_modules_in_the_current_folder_are_not_imported(workdir: Path) -> None:
         ["train", "chat.jsonl", *train_options, *tokenizer_options, "--chat", "-o", "chat"],
         ["sample", "-i", "-m", "chat", "-n", "2"],
     ):
-        done = subprocess.run([command, *args], input=b"hello\n", capture_output=True, env=environment, timeout=200)
-        assert done.returncode == 0, (args, done.stderr)
+        result = subprocess.run([command, *args], input=b"hello\n", capture_output=True, env=environment, timeout=200)
+        assert result.returncode == 0, (args, result.stderr)
         assert not Path("IMPORTED").exists(), (args, Path("IMPORTED").read_text())
 
 
@@ -175,8 +175,8 @@ def test_unwritable_stderr_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no names that are not UTF-8")
 def test_text_names_need_not_be_utf8(gpt: Gpt) -> None:
     Path(BYTES_NAME).write_text(make_text(), encoding="utf-8")
-    done = gpt("train", BYTES_NAME, *SETTINGS, "--vocab-size", "300", "--steps", "2", "--quiet")
-    assert done.code == 0, done.err
+    result = gpt("train", BYTES_NAME, *SETTINGS, "--vocab-size", "300", "--steps", "2", "--quiet")
+    assert result.code == 0, result.err
     assert Path("runs/b_").is_dir()
     assert gpt("sample", "the", "-n", "2").code == 0
     assert gpt("train", "--resume", "runs/b_").code == 0
@@ -235,8 +235,8 @@ def test_a_file_system_without_locks_is_an_error(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    done = gpt("train", text, *SETTINGS, "--steps", "1")
-    one_line_of_what_and_what_next(done, "runs/book is on a file system without locks")
+    result = gpt("train", text, *SETTINGS, "--steps", "1")
+    one_line_of_what_and_what_next(result, "runs/book is on a file system without locks")
     assert not Path("runs").exists()
 
 

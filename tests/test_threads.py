@@ -58,8 +58,8 @@ def test_thread_count_follows_option_or_work(
 @pytest.mark.slow
 def test_commands_have_a_threads_option(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     def device_of_bench(*more: str) -> str:
-        done = gpt("bench", "-m", run_folder, "--rounds", "1", "-n", "2", "--json", *more)
-        return str(json.loads(done.out)["device"])
+        result = gpt("bench", "-m", run_folder, "--rounds", "1", "-n", "2", "--json", *more)
+        return str(json.loads(result.out)["device"])
 
     assert device_of_bench("--threads", "3") == "cpu, 3 threads"
     assert device_of_bench() == "cpu, 1 thread"  # the default for a tiny model
@@ -70,9 +70,9 @@ def test_commands_have_a_threads_option(gpt: Gpt, run_folder: Path, workdir: Pat
     assert torch.get_num_threads() == 3
     for number in ("0", "5000"):
         for command in (["sample", "-m", run_folder], ["eval", "text.txt", "-m", run_folder], ["train", "text.txt"]):
-            done = gpt(*command, "--threads", number)
-            assert (done.code, done.err[:17]) == (2, "error: threads is")
-            assert "it must be between 1 and 4" in done.err
+            result = gpt(*command, "--threads", number)
+            assert (result.code, result.err[:17]) == (2, "error: threads is")
+            assert "it must be between 1 and 4" in result.err
 
 
 @pytest.mark.slow
@@ -83,10 +83,10 @@ def test_resume_keeps_or_changes_threads(gpt: Gpt, workdir: Path) -> None:
     assert gpt("train", "text.txt", "-o", "run", *words).code == 0
     assert json.loads(Path("run/run.json").read_text())["compute"]["threads"] == 3
     torch.set_num_threads(4)
-    done = gpt("train", "--resume", "run", "--steps", "6")
-    assert "3 threads, as before, instead of 4" in done.err
-    done = gpt("train", "--resume", "run", "--steps", "8", "--threads", "2")
-    assert "2 threads instead of 3: equal up to rounding" in done.err
+    result = gpt("train", "--resume", "run", "--steps", "6")
+    assert "3 threads, as before, instead of 4" in result.err
+    result = gpt("train", "--resume", "run", "--steps", "8", "--threads", "2")
+    assert "2 threads instead of 3: equal up to rounding" in result.err
     assert torch.get_num_threads() == 2
     training = json.loads(next(Path("run").glob("step-000008/training.json")).read_text())
     assert training["machine"]["threads"] == 2
@@ -237,9 +237,9 @@ print(*found)
 @needs_openmp
 def test_threads_sleep_while_spinning_is_off() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in waiting.POLICY}
-    done = subprocess.run([sys.executable, "-c", COUNT_SWITCHES], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    default, off, after = map(int, done.stdout.split())
+    result = subprocess.run([sys.executable, "-c", COUNT_SWITCHES], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    default, off, after = map(int, result.stdout.split())
     assert off > 150, "about one for each product"
     assert default < off / 3
     assert after < off / 3
@@ -263,5 +263,5 @@ def test_end_threads_frees_the_team() -> None:
         "assert found == [alone + 2], (alone, found)  # the thread, and one of its team\n"
         "assert team() == alone + 1\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

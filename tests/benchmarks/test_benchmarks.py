@@ -82,10 +82,10 @@ def test_decode_benchmark_compares_with_llama_cpp_and_transformers() -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("transformers")
     words = ["benchmarks.decode", "--tiny", "--rounds", "1", "--only", "one", "steps", "--dtypes", "float32", "int8"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", *words], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
     )
-    comparison, breakdown = done.stdout.split("## Where")
+    comparison, breakdown = result.stdout.split("## Where")
     rows = [line for line in comparison.splitlines() if line.startswith("| ")]
     assert {tuple(row.split(" | ")[:2]) for row in rows[1:]} >= {
         ("| float32", "llama.cpp F32"), ("| int8", "llama.cpp Q8_0"), ("| float32", "Transformers"),
@@ -96,5 +96,5 @@ def test_decode_benchmark_compares_with_llama_cpp_and_transformers() -> None:
     for row in rows[1:]:
         step, products, _, *others = map(float, row.strip("| ").split(" | ")[2:])
         assert step == pytest.approx(products + sum(others), abs=0.1)
-    assert " of 8 float32 ids" in done.stdout and "NOT THE MOST LIKELY" not in done.stdout
-    assert "Transformers' text is the same." in done.stdout
+    assert " of 8 float32 ids" in result.stdout and "NOT THE MOST LIKELY" not in result.stdout
+    assert "Transformers' text is the same." in result.stdout

@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.
 
 
 def parse_numbers(text: str) -> list[Decimal]:
-    return [Decimal(each.replace(",", "")) for each in NUMBER.findall(text)]
+    return [Decimal(digits.replace(",", "")) for digits in NUMBER.findall(text)]
 
 
 def decimal_places(number: Decimal) -> int:
@@ -27,8 +27,8 @@ def decimal_places(number: Decimal) -> int:
 def contains_figure(figure: Decimal, text: str) -> bool:
     tolerance = Decimal(5).scaleb(-decimal_places(figure) - 1)
     return any(
-        decimal_places(each) >= decimal_places(figure) and abs(each - figure) <= tolerance
-        for each in parse_numbers(text)
+        decimal_places(number) >= decimal_places(figure) and abs(number - figure) <= tolerance
+        for number in parse_numbers(text)
     )
 
 
@@ -62,10 +62,10 @@ def test_cited_figures_are_in_the_results(page: Path) -> None:
         evidence = (page.parent / path).resolve() if path else page
         if "://" in target or evidence.parent != results.FOLDER or evidence.suffix != ".md":
             continue
-        found = sections(evidence.read_text(encoding="utf-8"))
-        assert anchor in found, f"{target} does not exist"
+        section_texts = sections(evidence.read_text(encoding="utf-8"))
+        assert anchor in section_texts, f"{target} does not exist"
         for figure in parse_numbers(words):
-            assert contains_figure(figure, found[anchor]), f"{figure} of [{words}] is not in {target}"
+            assert contains_figure(figure, section_texts[anchor]), f"{figure} of [{words}] is not in {target}"
 
 
 def test_readme_tables_link_every_figure() -> None:
@@ -89,7 +89,7 @@ def test_cited_figures_can_be_rounded(figure: str, text: str, expected: bool) ->
     assert contains_figure(number, text) is expected
 
 
-def test_a_section_replaces_the_one_with_its_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_are_replaced_by_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(results, "FIGURES", ())

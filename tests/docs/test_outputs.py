@@ -44,4 +44,4 @@ def test_marked_pages_have_outputs() -> None:
     marked = [page for page in pages if outputs.MARKER in page]
     assert len(marked) >= 2
     for page in marked:
-        assert any(found[3] for found in outputs.BLOCK.finditer(page))
+        assert any(match[3] for match in outputs.BLOCK.finditer(page))

@@ -69,9 +69,9 @@ def test_documented_commands_run(gpt: Callable[..., Done], page: str) -> None:
             at = words.index("<")
             stdin = Path(words[at + 1]).read_bytes()
             words = words[:at]
-        done = gpt(*words[1:], stdin=stdin)
-        assert done.code == 0, f"{line}\n{done.err}"
-        assert done.out
+        result = gpt(*words[1:], stdin=stdin)
+        assert result.code == 0, f"{line}\n{result.err}"
+        assert result.out
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -80,8 +80,8 @@ def test_documented_commands_run(gpt: Callable[..., Done], page: str) -> None:
 )
 def test_python_examples_run(page: str) -> None:
     code = "\n".join(python_blocks(PAGES[page])).replace("steps=50", "steps=2, block_size=32, batch_tokens=256")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -91,8 +91,10 @@ def test_transformers_example_generates_the_same_text(gpt: Callable[..., Done]) 
     assert gpt(*shlex.split(train)[1:]).code == 0
     ours = gpt(*shlex.split(sample)[1:])
     (block,) = python_blocks(page)
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False, encoding="utf-8")
-    assert done.stdout == ours.out, done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
+    assert result.stdout == ours.out, result.stderr
 
 
 def test_relative_links_exist() -> None:

@@ -332,18 +332,18 @@ def test_unwritable_outputs_are_an_error(run_folder: Path, chapter: Path, gpt: G
 
 
 def test_printed_output(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
-    done = gpt("export", "-m", run_folder, "-o", "a/b/out", "--eval", chapter, "--json")
-    values = json.loads(done.out)
+    result = gpt("export", "-m", run_folder, "-o", "a/b/out", "--eval", chapter, "--json")
+    values = json.loads(result.out)
     assert set(values) == KEYS
     assert (values["out"], values["format"], values["type"], values["arch"]) == ("a/b/out", "folder", "float32", "gpt2")
     assert values["loss_before"] == values["loss_after"]
     assert values["bytes"] == sum(file.stat().st_size for file in Path("a/b/out").iterdir())
     assert values["vocab_size"] == 400
-    done = gpt("export", "-m", run_folder, "-o", "out", "--dtype", "int4", "--eval", chapter, "--quiet")
-    assert re.match(r"saved  out  \(.* tensors, int4\)\nloss   .* nats per token\n.*gpt sample .* -m out", done.out)
-    assert done.err == ""
-    done = gpt("export", "-m", run_folder, "-o", "b.GGUF")
-    assert "llama-cli -m b.GGUF" in done.out
+    result = gpt("export", "-m", run_folder, "-o", "out", "--dtype", "int4", "--eval", chapter, "--quiet")
+    assert re.match(r"saved  out  \(.* tensors, int4\)\nloss   .* nats per token\n.*gpt sample .* -m out", result.out)
+    assert result.err == ""
+    result = gpt("export", "-m", run_folder, "-o", "b.GGUF")
+    assert "llama-cli -m b.GGUF" in result.out
     assert Path("b.GGUF").is_file()
     assert json.loads(gpt("export", "-m", run_folder, "-o", "c.gguf", "--json").out)["loss_after"] is None
 
@@ -428,7 +428,7 @@ def test_values_out_of_range_are_an_error(gpt: Gpt) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "signum", "code", "out"),
+    ("stage", "signum", "code", "out"),
     [
         ("tokenized", signal.SIGINT, 130, "a/b/out"),
         ("scored", signal.SIGTERM, 143, "a/b/out"),
@@ -437,10 +437,10 @@ def test_values_out_of_range_are_an_error(gpt: Gpt) -> None:
     ],
 )
 def test_an_interrupted_export_leaves_nothing(
-    run_folder: Path, chapter: Path, what: str, signum: int, code: int, out: str
+    run_folder: Path, chapter: Path, stage: str, signum: int, code: int, out: str
 ) -> None:
     def listen(event: Any) -> None:
-        if isinstance(event, events.Progress) and event.what == what and event.done > event.total // 3:
+        if isinstance(event, events.Progress) and event.what == stage and event.done > event.total // 3:
             send(signum)
 
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
@@ -455,8 +455,8 @@ def test_a_signal_sets_the_exit_status(
     run_folder: Path, chapter: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpt_cli.progress.TrainDisplay.__call__", lambda display, event: send(signal.SIGTERM))
-    done = gpt("export", "-m", run_folder, "-o", "out")
-    assert (done.code, done.out, done.err) == (143, "", "interrupted: nothing was written\n")
+    result = gpt("export", "-m", run_folder, "-o", "out")
+    assert (result.code, result.out, result.err) == (143, "", "interrupted: nothing was written\n")
     assert [path.name for path in Path().iterdir()] == ["chapter.txt"]
 
 
@@ -474,10 +474,10 @@ def test_a_full_disk_leaves_nothing(run_folder: Path, gpt: Gpt, monkeypatch: pyt
     monkeypatch.setattr(os, "fsync", fail_after_syncs)
     for syncs in range(40):
         syncs_left = syncs
-        done = gpt("export", "-m", run_folder, "-o", out)
-        if done.code == 0:
+        result = gpt("export", "-m", run_folder, "-o", out)
+        if result.code == 0:
             break
-        one_line_of_what_and_what_next(done, "No space left on device", 1)
+        one_line_of_what_and_what_next(result, "No space left on device", 1)
         # An export with its final name is complete: only the sync of its parent folder failed.
         assert list(Path().iterdir()) == [] or Path(out).is_file() or folder.is_checkpoint(Path(out))
         shutil.rmtree("a", ignore_errors=True)

@@ -78,10 +78,10 @@ def test_pipes_and_devices_are_refused_without_reading(
     path.unlink()
     replace_file(path)
     with forged.in_time():
-        done = gpt(*command.split())
-    assert done.code == 2, done
-    assert len([line for line in done.err.splitlines() if line.startswith("error:")]) == 1
-    assert "a fault" not in done.err
+        result = gpt(*command.split())
+    assert result.code == 2, result
+    assert len([line for line in result.err.splitlines() if line.startswith("error:")]) == 1
+    assert "a fault" not in result.err
 
 
 def test_links_to_regular_files_are_allowed(gpt: Gpt, run: Path) -> None:
@@ -199,8 +199,8 @@ def test_unreadable_metrics_lines_are_counted(gpt: Gpt, run: Path) -> None:
     with (run / "metrics.jsonl").open("a", encoding="latin-1") as file:
         file.write("".join(line + "\n" for line in lines))
     assert report.read_history(run).unread == len(lines)
-    done = gpt("report", run)
-    assert (done.code, f"{len(lines)} lines of its metrics could not be read" in done.out) == (0, True)
+    result = gpt("report", run)
+    assert (result.code, f"{len(lines)} lines of its metrics could not be read" in result.out) == (0, True)
 
 
 @pytest.mark.parametrize("number", [3e38, -3e38, 2**53, 1e-300])
@@ -258,7 +258,7 @@ def test_invalid_base_model_names_are_errors(gpt: Gpt, forged_folder: Path, work
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"base_model_name_or_path": base}))
     forged._sign(folder.step_name(12))(Path("lora"))
-    done = gpt("sample", "-m", "lora:step-12")
-    assert done.code == 2
-    assert len(done.err) < LONGEST + 500
-    assert len(done.err.splitlines()) == 2
+    result = gpt("sample", "-m", "lora:step-12")
+    assert result.code == 2
+    assert len(result.err) < LONGEST + 500
+    assert len(result.err.splitlines()) == 2

@@ -146,14 +146,14 @@ def test_models_are_downloaded_and_cached(run_with_hub: Gpt, gpt: Gpt, server: H
 
 def test_fine_tuning_from_the_hub(run_with_hub: Gpt, workdir: Path) -> None:
     (workdir / "book.txt").write_bytes(make_text(800).encode())
-    done = run_with_hub("train", "book.txt", "--init", f"hf:me/tiny@{COMMIT}", "--steps", "2", "--dtype", "float32")
-    assert done.code == 0, done.err
+    result = run_with_hub("train", "book.txt", "--init", f"hf:me/tiny@{COMMIT}", "--steps", "2", "--dtype", "float32")
+    assert result.code == 0, result.err
     init = json.loads((workdir / "runs/book/run.json").read_text())["init"]
     assert init["model"] == f"hf:me/tiny@{COMMIT}"
     assert COMMIT in init["path"]
     assert set(init["sha256"]) == {"model.safetensors"}
-    done = run_with_hub("train", "book.txt", "--init", "hf:me/tiny", "--lora-rank", "2", "--steps", "2", "--quiet")
-    assert done.code == 0, done.err
+    result = run_with_hub("train", "book.txt", "--init", "hf:me/tiny", "--lora-rank", "2", "--steps", "2", "--quiet")
+    assert result.code == 0, result.err
     step = max((workdir / "runs/book-2").glob("step-*"))
     adapter_config = json.loads((step / "adapter_config.json").read_text())
     assert (adapter_config["base_model_name_or_path"], adapter_config["revision"]) == ("me/tiny", COMMIT)
@@ -166,8 +166,8 @@ def test_fine_tuning_from_the_hub(run_with_hub: Gpt, workdir: Path) -> None:
 
 
 def test_params_downloads_no_weights(run_with_hub: Gpt, server: Hub) -> None:
-    done = run_with_hub("params", "hf:me/tiny", "--json")
-    assert json.loads(done.out)["config"]["n_embd"] == 16
+    result = run_with_hub("params", "hf:me/tiny", "--json")
+    assert json.loads(result.out)["config"]["n_embd"] == 16
     assert not any("safetensors" in path for path in server.requests)
     offline = run_with_hub(*SAMPLE, offline=True)  # the cache has only part of the model
     assert offline.code in (1, 2)
@@ -200,10 +200,10 @@ def test_exports_name_the_hub_model(run_with_hub: Gpt, server: Hub, workdir: Pat
     card = server.folder / "README.md"
     card.write_text("---\nlicense: apache-2.0\n---\n# Tiny\n", encoding="utf-8")
     try:
-        done = run_with_hub("export", "-m", f"hf:me/tiny@{COMMIT}", "-o", "out", "--dtype", "int8")
+        result = run_with_hub("export", "-m", f"hf:me/tiny@{COMMIT}", "-o", "out", "--dtype", "int8")
     finally:
         card.unlink()
-    assert done.code == 0, done.err
+    assert result.code == 0, result.err
     text = (workdir / "out" / "README.md").read_text(encoding="utf-8")
     assert 'license: unknown\nlibrary_name: gpt\npipeline_tag: text-generation\nbase_model: "me/tiny"\n' in text
     assert "It is a copy of `me/tiny`." in text

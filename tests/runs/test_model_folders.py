@@ -99,8 +99,8 @@ def test_differing_lm_head_overrides_tied_embeddings(
     add_tensors(path, {"lm_head.weight": torch.randn(size, 16).to(dtype)})
     with pytest.warns(ModelWarning, match=r"lm_head\.weight differs from the embedding"):
         assert_equal_to_transformers(path)
-    done = gpt("sample", "the", "-m", path, "-n", 4, "--greedy")
-    assert done.code == 0 and "differs from the embedding" in done.err
+    result = gpt("sample", "the", "-m", path, "-n", 4, "--greedy")
+    assert result.code == 0 and "differs from the embedding" in result.err
     assert gpt("export", "-m", path, "-o", path.parent / "out").code == 0
     config = json.loads((path.parent / "out/config.json").read_text())
     assert config["tie_word_embeddings"] is False
@@ -156,14 +156,14 @@ def test_quantization_config_of_unquantized_weights_is_ignored(
     path = make_folder()
     expected = load(path).generate("the", max_tokens=5, greedy=True)
     change(path / "config.json", **leftover)
-    done = gpt("sample", "the", "-m", path, "-n", 5, "--greedy", "--no-echo")
-    assert done.code == 0 and "its weights are not quantized: they are used as they are" in done.err
-    assert done.out.rstrip("\n") == expected[0].rstrip("\n")
+    result = gpt("sample", "the", "-m", path, "-n", 5, "--greedy", "--no-echo")
+    assert result.code == 0 and "its weights are not quantized: they are used as they are" in result.err
+    assert result.out.rstrip("\n") == expected[0].rstrip("\n")
     assert gpt("params", path).code == 0
     add_tensors(path, {"model.layers.0.mlp.up_proj.weight": torch.ones(256, 1, dtype=torch.uint8)})
-    done = gpt("sample", "the", "-m", path)
-    one_line_of_what_and_what_next(done, f"{next(iter(leftover))} is")
-    assert "hint: use the model in 16 or 32 bits" in done.err
+    result = gpt("sample", "the", "-m", path)
+    one_line_of_what_and_what_next(result, f"{next(iter(leftover))} is")
+    assert "hint: use the model in 16 or 32 bits" in result.err
 
 
 # Tokens that are missing from tokenizer.json
@@ -238,8 +238,8 @@ def test_only_texts_with_the_extra_id_are_refused(padded: Path, gpt: Gpt, tmp_pa
         ["export", "-m", padded, "-o", tmp_path / "out", "--dtype", "int8"],
         ["sample", "the", "-n", 5, "-m", tmp_path / "out"],
     ):
-        done = gpt(*words)
-        assert done.code == 0, done.err
+        result = gpt(*words)
+        assert result.code == 0, result.err
     one_line_of_what_and_what_next(
         gpt("sample", "the [PAD]", "-m", padded),
         f'the text contains "[PAD]", token {size}, but the model has {size} ids',
@@ -250,8 +250,10 @@ def test_training_works_without_the_extra_id(padded: Path, gpt: Gpt, tmp_path: P
     size = checkpoint.peek(padded)[0].vocab_size
     book = tmp_path / "book.txt"
     book.write_text(make_text(2000))
-    for more in ({}, {"lora_rank": 2}):
-        result = api.train(book, init=padded, steps=2, batch_tokens=64, block_size=16, out=tmp_path / "run", **more)
+    for lora_options in ({}, {"lora_rank": 2}):
+        result = api.train(
+            book, init=padded, steps=2, batch_tokens=64, block_size=16, out=tmp_path / "run", **lora_options
+        )
         again = load(result.checkpoint)
         assert again.model.config.vocab_size == size
         assert again.generate("the", max_tokens=3)
@@ -287,8 +289,8 @@ def test_end_of_text_without_a_row_is_refused(make_folder: MakeFolder, gpt: Gpt)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][:650].contiguous()
     save_file(tensors, path / "model.safetensors")
-    done = gpt("sample", "the", "-m", path)
-    one_line_of_what_and_what_next(done, "703 ids, the model 650, without the one that starts or ends a text")
+    result = gpt("sample", "the", "-m", path)
+    one_line_of_what_and_what_next(result, "703 ids, the model 650, without the one that starts or ends a text")
 
 
 def test_gguf_files_omit_the_extra_id(make_folder: MakeFolder, tmp_path: Path) -> None:
@@ -375,7 +377,7 @@ def test_chat_template_can_be_added_to_a_checkpoint(run_folder: Path, tmp_path: 
     assert chat.render(load(path).tokenizer, MESSAGES) == "[user]the cat"
 
 
-def test_adapter_to_a_tied_model_with_a_differing_lm_head(adapter: Path, tmp_path: Path) -> None:
+def test_adapters_work_on_a_base_with_a_differing_lm_head(adapter: Path, tmp_path: Path) -> None:
     expected = load(adapter).generate("the", max_tokens=5, greedy=True)
     change(tmp_path / "theirs/config.json", tie_word_embeddings=True)
     with pytest.warns(ModelWarning, match="differs from the embedding"):
@@ -404,8 +406,8 @@ def test_config_json_next_to_an_adapter_is_ignored(
         with torch.no_grad():
             assert torch.allclose(checkpoint.load(adapter, CPU.device).model(x), theirs(x).logits, atol=1e-4)
     for words in (["sample", "the", "-n", 3, "-m", adapter], ["export", "-m", adapter, "-o", tmp_path / "out"]):
-        done = gpt(*words)
-        assert done.code == 0, done.err
+        result = gpt(*words)
+        assert result.code == 0, result.err
 
 
 # Adapters that do not name their base model correctly
@@ -419,11 +421,11 @@ def test_base_option_names_the_base_model(
     monkeypatch.setattr("gpt.runs.folder._bases", {})
     expected = load(adapter).generate("the", max_tokens=5, greedy=True)[0]
     change(adapter / "adapter_config.json", base_model_name_or_path=base_name, revision="unsloth")
-    done = gpt("sample", "the", "-m", adapter)
-    assert done.code != 0 and "--base" in done.err.splitlines()[-1]
+    result = gpt("sample", "the", "-m", adapter)
+    assert result.code != 0 and "--base" in result.err.splitlines()[-1]
     base = tmp_path / "theirs"
-    done = gpt("sample", "the", "-m", adapter, "--base", base, "-n", 5, "--greedy", "--no-echo")
-    assert done.out.rstrip("\n") == expected.rstrip("\n")
+    result = gpt("sample", "the", "-m", adapter, "--base", base, "-n", 5, "--greedy", "--no-echo")
+    assert result.out.rstrip("\n") == expected.rstrip("\n")
     book = tmp_path / "book.txt"
     book.write_text(make_text(400))
     assert gpt("eval", book, "-m", adapter, "--base", base).code == 0

@@ -48,8 +48,8 @@ def test_repeated_steps_count_once() -> None:
         eval_event(2, 1.5),
         step_event(3, 0.5),
     )
-    assert [(each.step, each.loss) for each in history.steps] == [(1, 3.0), (2, 1.0), (3, 0.5)]
-    assert [(each.step, each.val_loss) for each in history.evals] == [(2, 1.5)]
+    assert [(event.step, event.loss) for event in history.steps] == [(1, 3.0), (2, 1.0), (3, 0.5)]
+    assert [(event.step, event.val_loss) for event in history.evals] == [(2, 1.5)]
 
 
 def test_rollback_removes_later_events() -> None:
@@ -58,8 +58,8 @@ def test_rollback_removes_later_events() -> None:
     history = history_of(
         step_event(1), eval_event(1, 2.0), step_event(2), eval_event(2, 0.1), step_event(3, math.nan), sample, rollback
     )
-    assert [each.step for each in history.steps] == [1]
-    assert [each.step for each in history.evals] == [1]
+    assert [event.step for event in history.steps] == [1]
+    assert [event.step for event in history.evals] == [1]
     assert history.samples == []
     assert history.rollbacks == [rollback]
     assert history.best is not None
@@ -70,7 +70,7 @@ def test_resume_removes_the_end_event() -> None:
     end = events.EndEvent(2, 20, 2.0, "signal", None, None, None)
     history = history_of(step_event(1), step_event(2), end, events.ResumeEvent(2, 20, 2.0, "step-000002"))
     assert history.end is None
-    assert [each.step for each in history.resumes] == [2]
+    assert [event.step for event in history.resumes] == [2]
     assert len(history.steps) == 2
     assert history_of(step_event(1), end).end == end
 
@@ -153,15 +153,15 @@ def test_hash_collisions_are_not_copies(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(copying, "_hashes", lambda ids: np.zeros(len(ids) - 7, np.uint64))
     training = list(range(100, 140))
     copies = copying.find_copies([[*range(110, 120), 1, 2], list(range(12))], FakeStream(training))  # type: ignore[arg-type]
-    assert [(each.longest, each.share) for each in copies] == [(10, 3 / 5), (0, 0.0)]
+    assert [(copy.longest, copy.share) for copy in copies] == [(10, 3 / 5), (0, 0.0)]
 
 
-def test_huge_training_texts_are_searched_partly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_training_texts_are_searched_only_partly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "MOST", 50)
     calls: list[tuple[int, int]] = []
     training = FakeStream(list(range(100)))
     copies = copying.find_copies([list(range(30, 45)), list(range(60, 75))], training, lambda *done: calls.append(done))  # type: ignore
-    assert [each.longest for each in copies] == [15, 0]
+    assert [copy.longest for copy in copies] == [15, 0]
     assert calls == [(50, 50)]
 
 
@@ -171,15 +171,15 @@ def test_huge_training_texts_are_searched_partly(monkeypatch: pytest.MonkeyPatch
 def test_json_equals_the_metrics(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("report", run_folder, "--json").out)
     metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [each for each in metrics if each["event"] == "step"]
+    steps = [event for event in metrics if event["event"] == "step"]
     for key in ("step", "tokens", "loss", "lr", "grad_norm"):
-        assert values["steps"][key] == [each[key] for each in steps]
-    evals = [each for each in metrics if each["event"] == "eval"]
-    assert values["evals"]["val_loss"] == [each["val_loss"] for each in evals]
-    assert values["best"]["val_loss"] == min(each["val_loss"] for each in evals)
+        assert values["steps"][key] == [event[key] for event in steps]
+    evals = [event for event in metrics if event["event"] == "eval"]
+    assert values["evals"]["val_loss"] == [event["val_loss"] for event in evals]
+    assert values["best"]["val_loss"] == min(event["val_loss"] for event in evals)
     assert values["end"]["reason"] == "steps"
     assert values["samples"][-1]["text"] == next(
-        each["text"] for each in reversed(metrics) if each["event"] == "sample"
+        event["text"] for event in reversed(metrics) if event["event"] == "sample"
     )
     assert values["settings"]["n_embd"] == 32
     assert values["unread_lines"] == 0
@@ -215,8 +215,8 @@ def test_changed_token_folders_are_not_searched(gpt: Gpt, two_runs: list[Path]) 
 
 
 def test_terminal_report(gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    done = gpt("report", "one")
-    assert done.code == 0, done.err
+    result = gpt("report", "one")
+    assert result.code == 0, result.err
     for words in (
         "loss, nats per token",
         "held-out",
@@ -225,12 +225,12 @@ def test_terminal_report(gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.Mon
         "n_embd",
         "sample at step 30",
     ):
-        assert words in done.out
-    both = gpt("report", "one", "two").out
-    assert "settings that differ" in both
-    assert "0.123" in both
-    assert "n_embd" not in both
-    assert "the longest span has" in both
+        assert words in result.out
+    comparison = gpt("report", "one", "two").out
+    assert "settings that differ" in comparison
+    assert "0.123" in comparison
+    assert "n_embd" not in comparison
+    assert "the longest span has" in comparison
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[" in gpt("report", "one").out
     monkeypatch.delenv("FORCE_COLOR")
@@ -324,10 +324,10 @@ def test_different_tokenizers_are_compared_in_bits_per_byte(gpt: Gpt, two_runs: 
 
 def test_terminal_report_of_runs_and_curves(gpt: Gpt, two_runs: list[Path]) -> None:
     Path("peer.jsonl").write_text(CURVE_LINE)
-    done = gpt("report", "one", "peer.jsonl")
-    assert done.code == 0, done.err
+    result = gpt("report", "one", "peer.jsonl")
+    assert result.code == 0, result.err
     for words in ("another program", "held-out loss, bits per byte", "seconds", "peer", "sample at step 30", "n_embd"):
-        assert words in done.out
+        assert words in result.out
     curve_only = gpt("report", "peer.jsonl").out
     assert "loss, nats per token" in curve_only and "settings" not in curve_only
     lines = [json.loads(line) for line in gpt("report", "one", "peer.jsonl", "--json").out.splitlines()]
@@ -374,10 +374,10 @@ def test_charts_show_gaps_and_draw_pale_curves_first() -> None:
     gap = Series("", [(0.0, 1.0), (1.0, 1.0), (2.0, math.nan), (8.0, 1.0), (9.0, 1.0)])
     [line] = [line for line in chart("t", "x", [gap], ascii_console).plain.splitlines() if "*" in line]
     assert " " * 25 in line.strip()
-    same = [(0.0, 5000.0), (9.0, 5000.0)]
-    both = chart("t", "x", [Series("", same), Series("", same, pale=True)], ascii_console).plain
-    assert "*" in both
-    assert "." not in both
+    points = [(0.0, 5000.0), (9.0, 5000.0)]
+    overlaid = chart("t", "x", [Series("", points), Series("", points, pale=True)], ascii_console).plain
+    assert "*" in overlaid
+    assert "." not in overlaid
 
 
 def test_smoothing_is_a_moving_average() -> None:
