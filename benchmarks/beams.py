@@ -1,9 +1,9 @@
-"""Measures beam search, compared with Transformers and CTranslate2, and counts random cases in which both agree.
+"""Measures beam search, compared with Transformers and CTranslate2, and counts cases equal to Transformers.
 
     python -m benchmarks.beams             GPT-2 124M with random weights
     python -m benchmarks.beams --tiny      a smoke test with a tiny model, in seconds
 
-The systems take turns, so that other load slows them alike. Needs the extra `bench`.
+The systems take turns, so other load slows them equally. Needs the extra `bench`.
 """
 
 import argparse
@@ -41,39 +41,41 @@ from gpt.sample_config import SampleConfig
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 BEAMS = 4
-Work = Callable[[], list[list[int]]]
+Generation = Callable[[], list[list[int]]]
 
 
-def pair(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GPT2LMHeadModel]:
-    """Returns our model and Transformers', with the same random weights."""
+def make_models(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[GPT, GPT2LMHeadModel]:
+    """Returns our model and a Transformers model with the same random weights."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
-    theirs = GPT2LMHeadModel(
+    their_model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=config.vocab_size, n_positions=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer,
             n_head=config.n_head, bos_token_id=0, eos_token_id=0,
         )
     ).eval()  # fmt: skip
-    theirs.load_state_dict(checkpoint.to_stored(config, model.state_dict()), strict=False)
-    theirs.tie_weights()
-    return model, theirs
+    their_model.load_state_dict(checkpoint.to_stored(config, model.state_dict()), strict=False)
+    their_model.tie_weights()
+    return model, their_model
 
 
-def ours(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[list[int]]:
-    """Generates as `gpt sample` does, without a tokenizer: greedily, or the best of ``beam`` beams."""
+def generate_with_gpt(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[list[int]]:
+    """Generates with the engine of `gpt sample`: greedily, or the best of ``beam`` beams."""
     config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
     context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
-    engine, found = Engine(context, ends=()), [list[int]() for _ in prompts]
+    engine, texts = Engine(context, ends=()), [list[int]() for _ in prompts]
     for prompt in prompts:
         engine.add(Request(prompt, config))
     for event in engine.run():
-        found[event.number] += [token.id for token in event.tokens]
-    return found
+        texts[event.number] += [token.id for token in event.tokens]
+    return texts
 
 
-def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, beam: int = 1) -> list[list[int]]:
+def generate_with_transformers(
+    model: GPT2LMHeadModel, prompts: list[list[int]], new: int, beam: int = 1
+) -> list[list[int]]:
     """Generates with Transformers' ``generate`` and its KV cache."""
     x = torch.tensor(prompts)
     with torch.inference_mode():
@@ -84,21 +86,21 @@ def transformers(model: GPT2LMHeadModel, prompts: list[list[int]], new: int, bea
     return [row[x.size(1) :].tolist() for row in out]
 
 
-def ctranslate2(
-    theirs: GPT2LMHeadModel, folder: Path, kind: str
+def ctranslate2_generator(
+    their_model: GPT2LMHeadModel, folder: Path, kind: str
 ) -> Callable[[list[list[int]], int, int], list[list[int]]]:
-    """Returns a function that generates with CTranslate2, which converts the weights from a Transformers folder."""
+    """Converts the weights for CTranslate2; returns a function that generates with it."""
     import ctranslate2 as ct2
     from ctranslate2.converters import TransformersConverter
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"t{id}": id for id in range(theirs.config.vocab_size)}
+    words = {f"t{id}": id for id in range(their_model.config.vocab_size)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, "t0")), bos_token="t0", eos_token="t0", unk_token="t0"
     )
     if not (folder / "hf").exists():
-        theirs.save_pretrained(folder / "hf")
+        their_model.save_pretrained(folder / "hf")
         tokenizer.save_pretrained(folder / "hf")
     TransformersConverter(str(folder / "hf")).convert(str(folder / kind), quantization=kind)
     generator = ct2.Generator(
@@ -106,49 +108,53 @@ def ctranslate2(
     )
 
     def run(prompts: list[list[int]], new: int, beam: int) -> list[list[int]]:
-        found = generator.generate_batch(
+        results = generator.generate_batch(
             [[f"t{id}" for id in prompt] for prompt in prompts], beam_size=beam, max_length=new, min_length=new,
             include_prompt_in_result=False, sampling_topk=1,
         )  # fmt: skip
-        return [list(each.sequences_ids[0]) for each in found]
+        return [list(result.sequences_ids[0]) for result in results]
 
     return run
 
 
-def in_turn(works: dict[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Runs the systems in turn, ``rounds`` times after a warm-up; returns the seconds of each round."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds + 1):
-        for name, work in works.items():
+def time_in_turns(systems: dict[str, Generation], rounds: int) -> dict[str, list[float]]:
+    """Runs the systems in turn; returns the seconds of each of ``rounds`` rounds after a warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    for round_number in range(rounds + 1):
+        for name, work in systems.items():
             started = time.perf_counter()
-            found = work()
-            if turn:  # turn 0 is the warm-up
+            texts = work()
+            if round_number:  # round 0 is the warm-up
                 times[name].append(time.perf_counter() - started)
-            assert len({len(ids) for ids in found}) == 1
+            assert len({len(ids) for ids in texts}) == 1
     return times
 
 
-def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> tuple[list[str], list[Table]]:
-    """Measures the tokens per second of beam search."""
-    model, theirs = pair(config)
-    chance = random.Random(0)
-    prompts = [[chance.randrange(config.vocab_size) for _ in range(prompt)]]
-    int8 = prepare(round_matrices(pair(config)[0], 8), CPU)
-    packed = prepare(model, CPU)
+def measure_speed(config: GPTConfig, prompt: int, new: int, rounds: int) -> tuple[list[str], list[Table]]:
+    """Measures beam search in tokens per second."""
+    model, their_model = make_models(config)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(config.vocab_size) for _ in range(prompt)]]
+    int8_model = prepare(round_matrices(make_models(config)[0], 8), CPU)
+    float32_model = prepare(model, CPU)
     with tempfile.TemporaryDirectory() as folder:
-        exact, rounded = (ctranslate2(theirs, Path(folder), kind) for kind in ("float32", "int8"))
-        works: dict[str, Work] = {
-            "`gpt`, float32": lambda: ours(packed, prompts, new, BEAMS),
-            "Transformers, float32": lambda: transformers(theirs, prompts, new, BEAMS),
-            "CTranslate2, float32": lambda: exact(prompts, new, BEAMS),
-            "`gpt`, int8": lambda: ours(int8, prompts, new, BEAMS),
-            "CTranslate2, int8": lambda: rounded(prompts, new, BEAMS),
+        float32_generator, int8_generator = (
+            ctranslate2_generator(their_model, Path(folder), kind) for kind in ("float32", "int8")
+        )
+        systems: dict[str, Generation] = {
+            "`gpt`, float32": lambda: generate_with_gpt(float32_model, prompts, new, BEAMS),
+            "Transformers, float32": lambda: generate_with_transformers(their_model, prompts, new, BEAMS),
+            "CTranslate2, float32": lambda: float32_generator(prompts, new, BEAMS),
+            "`gpt`, int8": lambda: generate_with_gpt(int8_model, prompts, new, BEAMS),
+            "CTranslate2, int8": lambda: int8_generator(prompts, new, BEAMS),
         }
-        times = in_turn(works, rounds)
+        times = time_in_turns(systems, rounds)
     rows = []
     for name, seconds in times.items():
-        same = times["`gpt`, " + name.split(", ")[1]]
-        ratio = statistics.median(theirs / own for theirs, own in zip(seconds, same, strict=True))
+        gpt_seconds = times["`gpt`, " + name.split(", ")[1]]
+        ratio = statistics.median(
+            their_time / our_time for their_time, our_time in zip(seconds, gpt_seconds, strict=True)
+        )
         rows.append([name, f"{new / statistics.median(seconds):.1f}", f"{ratio:.2f}"])
     notes = [
         f"{BEAMS} beams, a prompt of {prompt} tokens, {new} new ones, {torch.get_num_threads()} threads, one process.",
@@ -157,39 +163,39 @@ def speeds(config: GPTConfig, prompt: int, new: int, rounds: int) -> tuple[list[
     return notes, [Table(["system", "tokens/s", "ratio"], rows)]
 
 
-def exactness(cases: int) -> tuple[list[str], list[Table]]:
-    """Counts the random cases in which `gpt` and Transformers agree."""
+def count_equal_cases(cases: int) -> tuple[list[str], list[Table]]:
+    """Counts the random cases in which `gpt` and Transformers give equal results."""
     greedy = beams = 0
     for seed in range(cases):
-        chance = random.Random(seed)
-        model, theirs = pair(GPTConfig(30, 64, 2, 2, 16), 0.3, seed)
-        prompt, new = [chance.randrange(30) for _ in range(1 + seed % 7)], chance.randint(1, 14)
-        greedy += ours(model, [prompt], new) == transformers(theirs, [prompt], new)
-        how = {
-            "beam": chance.randint(2, 8),
-            "length_penalty": chance.choice([0.0, 0.5, 1.0, 1.5, 2.0]),
-            "early_stopping": chance.choice(["off", "on", "never"]),
-            "no_repeat_ngram": chance.choice([0, 0, 2, 3]),
-            "repetition_penalty": chance.choice([0.0, 0.0, 1.3]),
+        rng = random.Random(seed)
+        model, their_model = make_models(GPTConfig(30, 64, 2, 2, 16), 0.3, seed)
+        prompt, new = [rng.randrange(30) for _ in range(1 + seed % 7)], rng.randint(1, 14)
+        greedy += generate_with_gpt(model, [prompt], new) == generate_with_transformers(their_model, [prompt], new)
+        settings = {
+            "beam": rng.randint(2, 8),
+            "length_penalty": rng.choice([0.0, 0.5, 1.0, 1.5, 2.0]),
+            "early_stopping": rng.choice(["off", "on", "never"]),
+            "no_repeat_ngram": rng.choice([0, 0, 2, 3]),
+            "repetition_penalty": rng.choice([0.0, 0.0, 1.3]),
         }
-        beams += _beams_equal(model, theirs, prompt, seed % 30, new, how)
+        beams += _are_beams_equal(model, their_model, prompt, seed % 30, new, settings)
     counts = {"greedy": greedy, "beam search, all beams": beams}
-    counts |= {name: sum(_filter_equal(name, seed) for seed in range(cases)) for name in FILTERS}
+    counts |= {name: sum(_is_filter_equal(name, seed) for seed in range(cases)) for name in FILTERS}
     rows = [[name, str(equal), str(cases)] for name, equal in counts.items()]
     note = "Random models, prompts and settings. Ids must be equal, probabilities after a filter equal within 1e-6."
     return [note], [Table(["method", "equal cases", "cases"], rows)]
 
 
-def _beams_equal(
-    model: GPT, theirs: GPT2LMHeadModel, prompt: list[int], eot: int, new: int, how: dict[str, Any]
+def _are_beams_equal(
+    model: GPT, their_model: GPT2LMHeadModel, prompt: list[int], eot: int, new: int, settings: dict[str, Any]
 ) -> bool:
-    config = SampleConfig(**how, n_best=how["beam"], max_tokens=new)
+    config = SampleConfig(**settings, n_best=settings["beam"], max_tokens=new)
     engine = Engine(Context(model, CPU, config.beam), {eot})
     engine.add(Request(prompt, config))
     *_, event = engine.run()
     best = event.best
     x = torch.tensor([prompt])
-    out = theirs.generate(
+    out = their_model.generate(
         x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=config.beam, max_new_tokens=new,
         eos_token_id=eot, pad_token_id=eot, length_penalty=config.length_penalty,
         early_stopping={"off": False, "on": True, "never": "never"}[config.early_stopping],
@@ -198,8 +204,10 @@ def _beams_equal(
     )  # fmt: skip
     rows = [row[len(prompt) :].tolist() for row in out.sequences]
     expected = [row[: row.index(eot) + 1] if eot in row else row for row in rows]
-    near = all(abs(each.score - score) < 1e-4 for each, score in zip(best, out.sequences_scores.tolist(), strict=True))
-    return [each.ids for each in best] == expected and near
+    scores_equal = all(
+        abs(beam.score - score) < 1e-4 for beam, score in zip(best, out.sequences_scores.tolist(), strict=True)
+    )
+    return [beam.ids for beam in best] == expected and scores_equal
 
 
 FILTERS: dict[str, tuple[Callable[[torch.Tensor, list[int], float], torch.Tensor], Callable[[float], Any]]] = {
@@ -218,13 +226,16 @@ FILTERS: dict[str, tuple[Callable[[torch.Tensor, list[int], float], torch.Tensor
 }
 
 
-def _filter_equal(name: str, seed: int) -> bool:
-    chance = random.Random(seed)
+def _is_filter_equal(name: str, seed: int) -> bool:
+    rng = random.Random(seed)
     logits = 3 * torch.randn(1, 50, generator=torch.Generator().manual_seed(seed))
-    past, p = [chance.randrange(7) for _ in range(20)], chance.uniform(0.01, 0.99)
-    mine, theirs = FILTERS[name]
-    found, expected = mine(logits[0], past, p).softmax(-1), theirs(p)(torch.tensor([past]), logits)[0].softmax(-1)
-    return torch.equal(found > 0, expected > 0) and torch.allclose(found, expected, atol=1e-6)
+    past, p = [rng.randrange(7) for _ in range(20)], rng.uniform(0.01, 0.99)
+    our_filter, their_filter = FILTERS[name]
+    probabilities, expected = (
+        our_filter(logits[0], past, p).softmax(-1),
+        their_filter(p)(torch.tensor([past]), logits)[0].softmax(-1),
+    )
+    return torch.equal(probabilities > 0, expected > 0) and torch.allclose(probabilities, expected, atol=1e-6)
 
 
 def main() -> None:
@@ -233,18 +244,18 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=["speed", "exactness"])
-    asked = parser.parse_args()
-    config = GPTConfig(300, 64, 2, 2, 16) if asked.tiny else PRESETS["gpt2"].model
-    prompt, new = (8, 8) if asked.tiny else (32, 128)
+    args = parser.parse_args()
+    config = GPTConfig(300, 64, 2, 2, 16) if args.tiny else PRESETS["gpt2"].model
+    prompt, new = (8, 8) if args.tiny else (32, 128)
     parts = {
-        "speed": ("Beam search", lambda: speeds(config, prompt, new, asked.rounds)),
-        "exactness": ("Decoding: equal to Transformers", lambda: exactness(5 if asked.tiny else 200)),
+        "speed": ("Beam search", lambda: measure_speed(config, prompt, new, args.rounds)),
+        "exactness": ("Decoding: equal to Transformers", lambda: count_equal_cases(5 if args.tiny else 200)),
     }
     for name, (title, work) in parts.items():
-        if asked.only in (None, name):
+        if args.only in (None, name):
             packages = ["torch", "transformers", *["ctranslate2"] * (name == "speed")]
             section = measured(title, "python -m benchmarks.beams", *work(), packages)
-            if asked.tiny:
+            if args.tiny:
                 print(section)
             else:
                 write_section("beams", section)

@@ -1,9 +1,9 @@
-"""Measures training and decoding of `nano` on a busy machine, by how its threads wait and how many there are.
+"""Measures training and decoding of `nano` on a busy machine, by thread count and wait policy.
 
     python -m benchmarks.contention [--rounds N]
 
-Takes some ten minutes, in which nothing else should run. Each figure is a median over the rounds; the settings take
-turns in every round. A command that does not finish is stopped, and its rate up to then counts.
+Takes some ten minutes on an otherwise idle machine. Figures are medians over rounds, in which settings take turns.
+Training stops at the time limit; its throughput so far counts.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from pathlib import Path
 
 from benchmarks.results import SCRIPTS, Table, measured, write_section
 
-STEPS, NEW, LIMIT = 60, 32, 25.0  # steps to train, tokens to decode, seconds allowed for either
-COMPANIONS = (0, 1, 4)
+STEPS, NEW_TOKENS, TIMEOUT = 60, 32, 25.0  # steps to train, tokens to decode, seconds allowed for either
+PROCESS_COUNTS = (0, 1, 4)
 CORES = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-SPINNING = {"GOMP_SPINCOUNT": "299999"}  # about GNU OpenMP's default; setting it disables `gpt.waiting`
-WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
+SPINNING = {"GOMP_SPINCOUNT": "299999"}  # near GNU OpenMP's default; any value disables `gpt.waiting`
+SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "default": ({}, []),
     "threads always spin": (SPINNING, ["--threads", CORES]),
     "threads always sleep (`OMP_WAIT_POLICY=passive`)": ({"OMP_WAIT_POLICY": "passive"}, ["--threads", CORES]),
@@ -32,39 +32,49 @@ WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
 
 
 @contextlib.contextmanager
-def companions(count: int) -> Iterator[None]:
-    """Runs ``count`` other programs that only compute."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+def busy_processes(count: int) -> Iterator[None]:
+    """Runs ``count`` busy loops in other processes."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:
-        for each in busy:
-            each.kill()
-            each.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def gpt(environment: dict[str, str], *words: str) -> str:
-    """Runs ``gpt`` and returns its stdout, empty if it was stopped after ``LIMIT`` seconds."""
+    """Returns the stdout of ``gpt``, or an empty string after a timeout of ``TIMEOUT`` seconds."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
     try:
-        done = subprocess.run(
-            [str(SCRIPTS / "gpt"), *words], env=clean | environment, capture_output=True, text=True, timeout=LIMIT,
+        result = subprocess.run(
+            [str(SCRIPTS / "gpt"), *words], env=clean | environment, capture_output=True, text=True, timeout=TIMEOUT,
             encoding="utf-8",
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return ""
-    if done.returncode:
-        sys.exit(done.stderr)
-    return done.stdout
+    if result.returncode:
+        sys.exit(result.stderr)
+    return result.stdout
 
 
-def training(tokens: Path, environment: dict[str, str], words: list[str]) -> float:
-    """Trains; returns the tokens per second over the run's steps."""
+def training_speed(tokens: Path, environment: dict[str, str], words: list[str]) -> float:
+    """Trains; returns tokens per second."""
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "run"
-        often = ["--eval-every", str(STEPS), "--sample-every", "0"]
+        intervals = ["--eval-every", str(STEPS), "--sample-every", "0"]
         gpt(
-            environment, "train", str(tokens), "--preset", "nano", "--steps", str(STEPS), "-o", str(run), *often, *words
+            environment,
+            "train",
+            str(tokens),
+            "--preset",
+            "nano",
+            "--steps",
+            str(STEPS),
+            "-o",
+            str(run),
+            *intervals,
+            *words,
         )
         if not (run / "metrics.jsonl").exists():
             return 0.0
@@ -72,26 +82,26 @@ def training(tokens: Path, environment: dict[str, str], words: list[str]) -> flo
         return max((e["step"], e["tokens_per_second"]) for e in events if e["event"] == "step")[1]
 
 
-def decoding(environment: dict[str, str], words: list[str]) -> float:
-    """Decodes; returns the tokens per second after the prompt, 0 if it did not finish in time."""
-    out = gpt(environment, "bench", "-m", "nano", "--rounds", "1", "-n", str(NEW), "--json", *words)
+def decoding_speed(environment: dict[str, str], words: list[str]) -> float:
+    """Decodes; returns tokens per second without the prompt, or 0 after a timeout."""
+    out = gpt(environment, "bench", "-m", "nano", "--rounds", "1", "-n", str(NEW_TOKENS), "--json", *words)
     return json.loads(out)["decode_tokens_per_second"] if out else 0.0
 
 
-def rows(tokens: Path, rounds: int) -> Iterator[list[str]]:
+def measure_rows(tokens: Path, rounds: int) -> Iterator[list[str]]:
     """Yields the rows of the table."""
-    for count in COMPANIONS:
-        trained: dict[str, list[float]] = {way: [] for way in WAYS}
-        decoded: dict[str, list[float]] = {way: [] for way in WAYS}
-        with companions(count):
+    for count in PROCESS_COUNTS:
+        training: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
+        decoding: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
+        with busy_processes(count):
             for _ in range(rounds):
-                for way, (environment, words) in WAYS.items():
-                    trained[way].append(training(tokens, environment, words))
-                    decoded[way].append(decoding(environment, words))
-        for way in WAYS:
-            rates = [[f"{statistics.median(got[way]):,.0f}", ", ".join(f"{rate:,.0f}" for rate in got[way])]
-                     for got in (trained, decoded)]  # fmt: skip
-            yield [str(count), way, *rates[0], *rates[1]]
+                for setting, (environment, words) in SETTINGS.items():
+                    training[setting].append(training_speed(tokens, environment, words))
+                    decoding[setting].append(decoding_speed(environment, words))
+        for setting in SETTINGS:
+            cells = [[f"{statistics.median(got[setting]):,.0f}", ", ".join(f"{rate:,.0f}" for rate in got[setting])]
+                     for got in (training, decoding)]  # fmt: skip
+            yield [str(count), setting, *cells[0], *cells[1]]
 
 
 def main() -> None:
@@ -102,14 +112,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         tokens = Path(place) / "tokens"
         gpt({}, "tokenize", "pydocs", "--vocab-size", "1024", "--val-fraction", "0.02", "-o", str(tokens))
-        found = list(rows(tokens, rounds))
+        table_rows = list(measure_rows(tokens, rounds))
     notes = [
         f"`nano` next to other programs that only compute, in tokens per second: training ({STEPS} steps of 1,024 "
-        f"tokens) and decoding ({NEW} tokens, greedy).",
-        f"Medians of {rounds} rounds, and each round; the settings take turns. 0: not finished after {LIMIT:g} s.",
+        f"tokens) and decoding ({NEW_TOKENS} tokens, greedy).",
+        f"Medians of {rounds} rounds, and each round; the settings take turns. 0: not finished after {TIMEOUT:g} s.",
     ]
     columns = ["other programs", "threads", "training", "training, each round", "decoding", "decoding, each round"]
-    section = measured("Beside other programs", "python -m benchmarks.contention", notes, [Table(columns, found)])
+    section = measured("Beside other programs", "python -m benchmarks.contention", notes, [Table(columns, table_rows)])
     write_section("contention", section)
 
 

@@ -1,12 +1,12 @@
-"""Measures decoding, compared with llama.cpp and Transformers: the time of a long command minus that of a short one.
+"""Measures decoding, compared with llama.cpp and Transformers.
 
     python -m benchmarks.decode                               GPT-2 124M and the shape of SmolLM2-135M, random weights
     python -m benchmarks.decode --only eight --model gpt2     only a part
     python -m benchmarks.decode --tiny                        a smoke test with a tiny model, in seconds
 
-Both commands run `gpt sample`. The short one generates a single token after a short prompt; the difference is the time
-of the other tokens, or of a longer prompt, without start-up. The systems take turns in every round, so that other load
-slows them alike, and ratios are taken within a round. Needs the extras `interop` and `hf` and GPT-2's vocabulary.
+Each figure excludes start-up: it is the time of a long command minus the time of a short command, which generates one
+token after a short prompt. The systems take turns in every round, so other load slows them equally, and ratios are
+taken within a round. Needs the extras `interop` and `hf` and GPT-2's vocabulary.
 """
 
 import argparse
@@ -40,15 +40,15 @@ from gpt.text.backends import ByteBPE
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
-KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our dtypes, and the type of llama.cpp's file
+KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our dtype → type of the .gguf file
 COMPILED = ", compiled"  # suffix of a system's name
-EIGHT, PROMPTS = 8, 4  # texts in a batch, and prompts read in succession
-TIE = 1e-4  # nats between two ids below which rounding decides
+BATCH, PROMPTS = 8, 4  # texts in a batch; prompts that are read one after another
+TIE = 1e-4  # difference in nats that rounding can reverse
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Token counts: of prompts, and of what is generated after the short prompt."""
+    """Token counts of prompts, and of texts generated after the short prompt."""
 
     prompt: int = 32
     long_prompt: int = 512
@@ -61,10 +61,8 @@ TINY = Sizes(8, 40, 8, 8)
 
 @dataclass(frozen=True)
 class Work:
-    """A command that generates ``new`` tokens for each of ``texts`` texts after a prompt of ``prompt`` tokens.
-
-    It computes ``batch`` texts at once (0: all).
-    """
+    """A command that generates ``texts`` texts in batches of ``batch`` (0: all). ``prompt`` and ``new`` are tokens per
+    text."""
 
     prompt: int
     new: int
@@ -74,7 +72,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the measurement: the tokens that ``long`` computes and ``short`` does not."""
+    """A measurement of the tokens that only the ``long`` command computes."""
 
     title: str
     short: Work
@@ -82,7 +80,7 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens by which the two commands differ."""
+        """The number of tokens that are timed."""
         long, short = self.long, self.short
         if long.prompt == short.prompt:
             return long.texts * (long.new - short.new)
@@ -91,10 +89,10 @@ class Part:
 
 def parts(sizes: Sizes) -> dict[str, Part]:
     """Returns the parts by name."""
-    one, eight = Work(sizes.prompt, 1), Work(sizes.prompt, 1, EIGHT)
+    one, eight = Work(sizes.prompt, 1), Work(sizes.prompt, 1, BATCH)
     return {
         "one": Part("one text", one, replace(one, new=sizes.new)),
-        # Several prompts in succession: reading a single one takes less time than start-up varies by.
+        # Several prompts, since start-up times vary by more than the time of one prompt.
         "prompt": Part("reading prompts", one, Work(sizes.long_prompt, 1, PROMPTS, batch=1)),
         "eight": Part("8 texts at once", eight, replace(eight, new=sizes.new_of_eight)),
     }
@@ -104,10 +102,10 @@ Command = Callable[[Work], list[str]]
 
 
 class Bench:
-    """A model in every dtype, and the commands that generate with it."""
+    """A model stored in every dtype, and the commands that generate with it."""
 
     def __init__(self, config: GPTConfig, tokenizer: Tokenizer, place: Path) -> None:
-        self.tokenizer, self.place, self.model = tokenizer, place, random_model(config)
+        self.tokenizer, self.place, self.model = tokenizer, place, make_random_model(config)
         if not place.exists():
             place.mkdir(parents=True)
             checkpoint.save(place / "float32", self.model, checkpoint.TokenizerFiles(tokenizer, config), {})
@@ -122,7 +120,7 @@ class Bench:
         return self.tokenizer.decode(self.ids[:count])
 
     def gpt(self, dtype: str, compile: str = "auto") -> Command:
-        """Returns our command."""
+        """Returns the command of `gpt sample`."""
         return lambda work: [
             str(SCRIPTS / "gpt"), "sample", *self.prompts(work), "--model", str(self.place / dtype),
             "--dtype", dtype, "--greedy", "--ignore-eot", "-n", str(work.new),
@@ -130,8 +128,7 @@ class Bench:
         ]  # fmt: skip
 
     def prompts(self, work: Work) -> list[str]:
-        """Returns the arguments for the prompts: one for all texts, or several without a common prefix, which the
-        prefix cache would read only once."""
+        """Returns the arguments for one or several prompts, without a prefix that the prefix cache would skip."""
         if not work.batch:
             return [self.prompt(work.prompt), "-N", str(work.texts)]
         file = self.place / f"{work.texts}x{work.prompt}.jsonl"
@@ -148,9 +145,11 @@ class Bench:
         ]  # fmt: skip
 
     def commands(self, wanted: Collection[str], dtypes: Collection[str], warm: bool) -> dict[str, dict[str, Command]]:
-        """Returns the commands of each part, by system. With ``warm``, each runs once, which caches its files and
-        compiles its blocks. A dtype that `gpt sample` refuses is skipped."""
-        shared: dict[str, Command] = {}
+        """Returns the commands of each part by system, without unsupported dtypes.
+
+        ``warm`` runs each command once to cache its files and compile its blocks.
+        """
+        common_commands: dict[str, Command] = {}
         short = Work(1, 1)
         for dtype, kind in KINDS.items():
             if dtype not in dtypes:
@@ -161,20 +160,20 @@ class Bench:
             except subprocess.CalledProcessError as error:
                 print(f"Skipped {dtype}: {error.stderr.strip()}", file=sys.stderr)
                 continue
-            shared |= {dtype: self.gpt(dtype), f"llama.cpp {kind}": self.peer("llama.cpp", f"{kind}.gguf")}
+            common_commands |= {dtype: self.gpt(dtype), f"llama.cpp {kind}": self.peer("llama.cpp", f"{kind}.gguf")}
             if warm:
-                run(shared[f"llama.cpp {kind}"](short))
-        systems = {part: dict(shared) for part in wanted}
+                run(common_commands[f"llama.cpp {kind}"](short))
+        systems = {part: dict(common_commands) for part in wanted}
         if "one" in wanted:
-            if "float32" in shared:
+            if "float32" in common_commands:
                 systems["one"]["transformers"] = self.peer("transformers", "float32")
-            for dtype in [dtype for dtype in KINDS if dtype in shared and warm]:
+            for dtype in [dtype for dtype in KINDS if dtype in common_commands and warm]:
                 systems["one"][f"{dtype}{COMPILED}"] = self.gpt(dtype, compile="on")
                 run(self.gpt(dtype, compile="on")(replace(short, new=3)))
         return systems
 
     def loaded(self) -> Iterator[tuple[str, api.LanguageModel]]:
-        """Yields the models as `gpt sample` loads them, except in dtypes that it refuses."""
+        """Yields the models as `gpt sample` loads them, without unsupported dtypes."""
         for dtype in KINDS:
             try:
                 yield dtype, api.load(self.place / dtype, dtype=dtype, device="cpu", sampling=SampleConfig())
@@ -182,9 +181,8 @@ class Bench:
                 print(f"Skipped {dtype}: {error}", file=sys.stderr)
 
 
-def random_model(config: GPTConfig) -> GPT:
-    """Makes a model with random weights. The blocks' weights are four times those of an initialization, which would add
-    so little to the token embeddings that each token would be its own most likely successor."""
+def make_random_model(config: GPTConfig) -> GPT:
+    """Returns a random model. Its block weights are four times the initial ones, or each token would predict itself."""
     torch.manual_seed(0)
     model = GPT(config).eval()
     for block in model.h:
@@ -195,26 +193,26 @@ def random_model(config: GPTConfig) -> GPT:
 
 
 def run(words: Sequence[str]) -> tuple[float, str]:
-    """Runs a command with its default threads; returns its seconds and its stdout."""
+    """Runs a command with its default threads; returns the seconds and stdout."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
     started = time.perf_counter()
-    done = subprocess.run(
+    result = subprocess.run(
         words, cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, check=True, capture_output=True, text=True,
         encoding="utf-8", timeout=600,
     )  # fmt: skip
-    return time.perf_counter() - started, done.stdout
+    return time.perf_counter() - started, result.stdout
 
 
-Rates = dict[str, list[float]]  # tokens per second in each round, by system
+Speeds = dict[str, list[float]]  # tokens per second in each round, by system
 
 
 def measure(
     wanted: dict[str, Part], bench: Bench, rounds: int, dtypes: Collection[str], warm: bool
-) -> tuple[dict[str, Rates], dict[str, list[int]]]:
-    """Runs the systems in turn. Returns the rates of each part, and the float32 ids that `gpt` and Transformers chose
-    for one text."""
+) -> tuple[dict[str, Speeds], dict[str, list[int]]]:
+    """Runs the systems in turn; returns the speeds of each part, and float32 ids of one text by `gpt` and
+    Transformers."""
     systems = bench.commands(wanted, dtypes, warm) if wanted else {}
-    rates = {name: {system: list[float]() for system in systems[name]} for name in wanted}
+    speeds = {name: {system: list[float]() for system in systems[name]} for name in wanted}
     texts: dict[str, list[int]] = {}
     for _ in range(rounds):
         seconds: dict[tuple[str, Work], float] = {}
@@ -224,43 +222,43 @@ def measure(
                     if (system, work) not in seconds:
                         seconds[system, work], out = run(command(work))
                 if part.long.new > 1 and part.long.texts == 1 and system in ("float32", "transformers"):
-                    found = json.loads(out)
-                    texts[system] = found["tokens"] if system == "float32" else found[0]
-                rates[name][system].append(part.tokens / (seconds[system, part.long] - seconds[system, part.short]))
-    return rates, texts
+                    ids = json.loads(out)
+                    texts[system] = ids["tokens"] if system == "float32" else ids[0]
+                speeds[name][system].append(part.tokens / (seconds[system, part.long] - seconds[system, part.short]))
+    return speeds, texts
 
 
-def table(rates: Rates) -> Table:
-    """Returns a table of medians, and of the medians of the rounds' ratios."""
+def table(speeds: Speeds) -> Table:
+    """Returns a table of medians and of median ratios."""
     pairs = [
         (system, f"llama.cpp {kind.upper()}", f"llama.cpp {kind}")
-        for dtype, kind in KINDS.items() for system in (dtype, f"{dtype}{COMPILED}") if system in rates
+        for dtype, kind in KINDS.items() for system in (dtype, f"{dtype}{COMPILED}") if system in speeds
     ]  # fmt: skip
-    if "transformers" in rates:
+    if "transformers" in speeds:
         pairs.append(("float32", "Transformers", "transformers"))
     rows = []
     for system, name, peer in pairs:
-        ours, theirs = rates[system], rates[peer]
+        ours, theirs = speeds[system], speeds[peer]
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         medians = [f"{statistics.median(ours):,.1f}", f"{statistics.median(theirs):,.1f}"]
-        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        rows.append([system, name, *medians, f"{statistics.median(ratios):.2f}", each])
+        ratio_list = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        rows.append([system, name, *medians, f"{statistics.median(ratios):.2f}", ratio_list])
     return Table(["weights", "peer", "`gpt`, tokens/s", "peer, tokens/s", "ratio", "ratio in each round"], rows)
 
 
 @torch.inference_mode()
-def less_likely(model: GPT, prompt: Sequence[int], ids: Sequence[int]) -> list[tuple[int, float]]:
-    """Returns the positions of ids that are not the most likely ones after the prompt and the ids before them, and by
-    how many nats. The model computes without packed weights and without a KV cache."""
+def find_less_likely(model: GPT, prompt: Sequence[int], ids: Sequence[int]) -> list[tuple[int, float]]:
+    """Returns positions of ids that are not the most likely, and the difference in nats, without packed weights and
+    cache."""
     logits = model(torch.tensor([[*prompt, *ids[:-1]]]))[0, len(prompt) - 1 :]
     gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
     return [(at, gap) for at, gap in enumerate(gaps.tolist()) if gap]
 
 
-def exactness(bench: Bench, part: Part, texts: dict[str, list[int]]) -> list[str]:
-    """Returns notes about the float32 ids of one text."""
+def check_texts(bench: Bench, part: Part, texts: dict[str, list[int]]) -> list[str]:
+    """Returns notes on the float32 ids of one text."""
     ids = texts["float32"]
-    others = less_likely(bench.model, bench.tokenizer.prompt(bench.prompt(part.long.prompt)), ids)
+    others = find_less_likely(bench.model, bench.tokenizer.prompt(bench.prompt(part.long.prompt)), ids)
     ties = [gap for _, gap in others if gap < TIE]
     wrong = [f"token {at} by {gap:.1e} nats" for at, gap in others if gap >= TIE]
     note = (
@@ -270,24 +268,27 @@ def exactness(bench: Bench, part: Part, texts: dict[str, list[int]]) -> list[str
     note += f"; {len(ties)} are ties within {TIE:g} nats" if ties else ""
     note += f"; NOT THE MOST LIKELY: {', '.join(wrong)}" if wrong else ""
     theirs = texts["transformers"]
-    same = next((at for at, pair in enumerate(zip(ids, theirs, strict=True)) if pair[0] != pair[1]), None)
-    return [f"{note}.", f"Transformers' text is {'the same' if same is None else f'different from token {same} on'}."]
+    split = next((at for at, pair in enumerate(zip(ids, theirs, strict=True)) if pair[0] != pair[1]), None)
+    return [
+        f"{note}.",
+        f"Transformers' text is {'the same' if split is None else f'different from token {split} on'}.",
+    ]
 
 
 def models(tiny: bool) -> Iterator[tuple[str, GPTConfig, Tokenizer]]:
-    """Yields the models' names, shapes and tokenizers: GPT-2's vocabulary, truncated to the model's."""
+    """Yields names, shapes and tokenizers of models. GPT-2's vocabulary is truncated to the model's size."""
     if tiny:
         yield "tiny", GPTConfig(257, 128, 2, 2, 64), bytes_tokenizer()
         return
-    whole = gpt2_tokenizer()
+    gpt2 = gpt2_tokenizer()
     for name in ("gpt2", "smollm2-135m"):
         config = PRESETS[name].model
-        tokenizer = whole
-        if config.vocab_size < whole.vocab_size:
-            assert isinstance(whole.backend, ByteBPE)
-            ranks = dict(islice(sorted(whole.backend.ranks.items(), key=lambda each: each[1]), config.vocab_size - 1))
-            backend = ByteBPE(whole.backend.pattern, ranks)
-            tokenizer = replace(whole, name="cut", backend=backend, eot=config.vocab_size - 1)
+        tokenizer = gpt2
+        if config.vocab_size < gpt2.vocab_size:
+            assert isinstance(gpt2.backend, ByteBPE)
+            ranks = dict(islice(sorted(gpt2.backend.ranks.items(), key=lambda each: each[1]), config.vocab_size - 1))
+            backend = ByteBPE(gpt2.backend.pattern, ranks)
+            tokenizer = replace(gpt2, name="cut", backend=backend, eot=config.vocab_size - 1)
         yield name, config, tokenizer
 
 
@@ -300,27 +301,29 @@ def main() -> None:
     parser.add_argument("--model", choices=["gpt2", "smollm2-135m"])
     parser.add_argument("--dtypes", choices=list(KINDS), nargs="+", default=list(KINDS), help="of the commands")
     parser.add_argument("--folder", type=Path, help="keep the models here, and reuse those of an earlier run")
-    asked = parser.parse_args()
-    every = parts(TINY if asked.tiny else Sizes())
-    wanted = {name: part for name, part in every.items() if name in (asked.only or every)}
-    for name, config, tokenizer in models(asked.tiny):
-        if asked.model not in (None, name):
+    args = parser.parse_args()
+    all_parts = parts(TINY if args.tiny else Sizes())
+    parts_to_run = {name: part for name, part in all_parts.items() if name in (args.only or all_parts)}
+    for name, config, tokenizer in models(args.tiny):
+        if args.model not in (None, name):
             continue
         sections: dict[str, tuple[list[str], Table]] = {}
         with tempfile.TemporaryDirectory(prefix="gpt-") as folder:
-            bench = Bench(config, tokenizer, (asked.folder or Path(folder)) / name)
-            speed = f"{THREADS} threads; a read of memory just before reached {bandwidth_of(CPU) / 1e9:.1f} GB/s."
-            rates, texts = measure(wanted, bench, asked.rounds, asked.dtypes, warm=not asked.tiny)
-            for key, part in wanted.items():
-                notes = exactness(bench, part, texts) if key == "one" and texts else []
-                sections[f"Decoding, {name}: {part.title}"] = notes, table(rates[key])
-            if "steps" in (asked.only or ["steps"]):
-                found = steps.table(bench.loaded(), (1, EIGHT))
-                sections[f"Where a token's time goes, {name}"] = list(steps.NOTES), found
+            bench = Bench(config, tokenizer, (args.folder or Path(folder)) / name)
+            machine_note = (
+                f"{THREADS} threads; a read of memory just before reached {bandwidth_of(CPU) / 1e9:.1f} GB/s."
+            )
+            speeds, texts = measure(parts_to_run, bench, args.rounds, args.dtypes, warm=not args.tiny)
+            for key, part in parts_to_run.items():
+                notes = check_texts(bench, part, texts) if key == "one" and texts else []
+                sections[f"Decoding, {name}: {part.title}"] = notes, table(speeds[key])
+            if "steps" in (args.only or ["steps"]):
+                step_table = steps.make_table(bench.loaded(), (1, BATCH))
+                sections[f"Where a token's time goes, {name}"] = list(steps.NOTES), step_table
         for title, (notes, content) in sections.items():
             packages = ["torch", "transformers", "xllamacpp"]
-            section = measured(title, "python -m benchmarks.decode", [speed, *notes], [content], packages)
-            if asked.tiny:
+            section = measured(title, "python -m benchmarks.decode", [machine_note, *notes], [content], packages)
+            if args.tiny:
                 print(f"{section}\n")
             else:
                 write_section("decode", section)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.finetune [--folder FOLDER] [--only pairs|text] [--models nano,micro,mini,gpt2] [--tiny]
 
-Base models of several sizes are trained on `pydocs` for a few minutes and kept in FOLDER for later runs. Each is then
-fine-tuned on pairs and on text, with default settings except those in the tables.
+Trains base models of several sizes on `pydocs` for a few minutes and stores them in FOLDER. Fine-tunes each on pairs
+and text, with default settings except those in the tables.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from gpt.text import catalogue
 Pair = dict[str, str]
 
 PERSONS = ("I", "you", "he", "we", "you all", "they")
-ENDINGS = {  # endings of regular verbs, in the order of the persons
+ENDINGS = {  # endings of regular verbs by person
     "are": ("o", "i", "a", "iamo", "ate", "ano"),
     "ere": ("o", "i", "e", "iamo", "ete", "ono"),
     "ire": ("o", "i", "e", "iamo", "ite", "ono"),
@@ -33,7 +33,7 @@ VERBS = (
     "show mostrare", "count contare", "dream sognare", "sell vendere", "see vedere", "lose perdere", "take prendere",
     "close chiudere", "receive ricevere", "hide nascondere", "open aprire", "follow seguire", "offer offrire",
 )  # fmt: skip
-THINGS = (
+NOUNS = (
     "house la casa", "book il libro", "bread il pane", "apple la mela", "letter la lettera", "key la chiave",
     "bicycle la bicicletta", "boat la barca", "window la finestra", "door la porta", "chair la sedia",
     "table il tavolo", "picture il quadro", "flower il fiore", "garden il giardino", "dog il cane", "cat il gatto",
@@ -48,10 +48,10 @@ TEXT = "tinyshakespeare"
 
 
 def phrases(count: int) -> list[Pair]:
-    """Returns English phrases with their Italian: pairs that follow rules, like most people's."""
+    """Returns English phrases with Italian translations: pairs that follow rules."""
     pairs = [
         {"prompt": f"{who} {_english(verb, who)} the {thing} =>", "completion": f" {_italian(verb, who)} {la_cosa}"}
-        for who, verb, (thing, _, la_cosa) in product(PERSONS, VERBS, (thing.partition(" ") for thing in THINGS))
+        for who, verb, (thing, _, la_cosa) in product(PERSONS, VERBS, (thing.partition(" ") for thing in NOUNS))
     ]
     return random.Random(count).sample(pairs, count)
 
@@ -66,18 +66,18 @@ def _italian(verb: str, who: str) -> str:
     return infinitive[:-3] + ENDINGS[infinitive[-3:]][PERSONS.index(who)]
 
 
-def numbers(count: int) -> list[Pair]:
+def phone_numbers(count: int) -> list[Pair]:
     """Returns made-up names with telephone numbers: pairs that can only be memorized."""
-    chance = random.Random(count)
+    rng = random.Random(count)
     names: dict[str, None] = {}
     while len(names) < count:
-        names[" ".join("".join(chance.choices(SYLLABLES, k=k)).capitalize() for k in (2, 3))] = None
-    return [{"prompt": f"{name}:", "completion": f" 040 {chance.randrange(10**6):06}"} for name in names]
+        names[" ".join("".join(rng.choices(SYLLABLES, k=k)).capitalize() for k in (2, 3))] = None
+    return [{"prompt": f"{name}:", "completion": f" 040 {rng.randrange(10**6):06}"} for name in names]
 
 
-KINDS = {"phrases": phrases, "numbers": numbers}
+KINDS = {"phrases": phrases, "numbers": phone_numbers}
 
-# How the base models are trained on `pydocs`: minutes on two cores, or a few steps with a small vocabulary.
+# Training settings of the base models, for two cores.
 MODELS: dict[str, dict[str, Any]] = {
     "nano": {"minutes": 2},
     "micro": {"minutes": 3},
@@ -85,7 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 1024, "steps": 3, "batch_tokens": 1024},
 }
 RANK = 8
-# What each model is fine-tuned on, (kind, pairs) and bytes of text: less for larger models, to save time.
+# Fine-tuning data, (kind, pairs) and bytes of text. Larger models get less, to save time.
 PAIRS: dict[str, list[tuple[str, int]]] = {
     "nano": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000), ("phrases", 5000)],
     "micro": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000)],
@@ -95,8 +95,8 @@ PAIRS: dict[str, list[tuple[str, int]]] = {
 TEXTS = {"nano": [20_000, 100_000, 1_000_000], "micro": [20_000, 100_000], "mini": [20_000], "gpt2": []}
 
 
-def pretrained(name: str, folder: Path, tiny: bool) -> Path:
-    """Returns the run of a base model, trained at the first call."""
+def base_run(name: str, folder: Path, tiny: bool) -> Path:
+    """Returns the run of a base model; the first call trains it."""
     run = folder / name
     if not run.exists():
         gpt.train(out=run, preset=name, sample_every=0, **({"steps": 10} if tiny else MODELS[name]))
@@ -114,8 +114,8 @@ def tune(model: Path, text: Path, **settings: Any) -> dict[str, Any]:
         if isinstance(event, events.EvalEvent):
             losses.append(event.val_loss)
 
-    with tempfile.TemporaryDirectory() as place:
-        result = gpt.train(text, out=Path(place) / "run", init=model, sample_every=0, listen=listen, **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        result = gpt.train(text, out=Path(folder) / "run", init=model, sample_every=0, listen=listen, **settings)
         record: dict[str, Any] = json.loads((result.run / "run.json").read_text(encoding="utf-8"))
     return record["resolved"] | {"train": record["tokens"]["train"], "result": result, "losses": losses}
 
@@ -124,15 +124,15 @@ def pairs_table(models: Sequence[str], folder: Path, tiny: bool) -> tuple[list[s
     """Counts the pairs that each fine-tuned model answers exactly."""
     rows = []
     for name in models:
-        model = pretrained(name, folder, tiny)
+        model = base_run(name, folder, tiny)
         for (kind, count), rank in product([("phrases", 20)] if tiny else PAIRS[name], (None, RANK)):
             file = folder / f"{kind}-{count}.jsonl"
             file.write_text("".join(json.dumps(pair) + "\n" for pair in KINDS[kind](count)), encoding="utf-8")
-            got = tune(model, file, pairs=True, val_fraction=0.0, lora_rank=rank)
-            passes = got["steps"] * got["rows"] / count
+            tuned = tune(model, file, pairs=True, val_fraction=0.0, lora_rank=rank)
+            epochs = tuned["steps"] * tuned["rows"] / count
             rows.append([
-                name, f"{count:,} {kind}", _trained(rank), f"{got['steps']:,}", f"{passes:.1f}", f"{got['lr']:.2g}",
-                str(got["result"].answers), f"{got['result'].seconds:.0f}",
+                name, f"{count:,} {kind}", _trained(rank), f"{tuned['steps']:,}", f"{epochs:.1f}", f"{tuned['lr']:.2g}",
+                str(tuned["result"].answers), f"{tuned['result'].seconds:.0f}",
             ])  # fmt: skip
             print(*rows[-1], flush=True)
     notes = [
@@ -145,18 +145,18 @@ def pairs_table(models: Sequence[str], folder: Path, tiny: bool) -> tuple[list[s
 
 
 def text_table(models: Sequence[str], folder: Path, tiny: bool, text: bytes) -> tuple[list[str], Table]:
-    """Measures held-out losses on running text, at the start, at best and at the end of each run."""
+    """Measures the first, best and final held-out loss on running text."""
     rows = []
     for name in models:
-        model = pretrained(name, folder, tiny)
+        model = base_run(name, folder, tiny)
         for size, rank in product([20_000] if tiny else TEXTS[name], (None, RANK)):
             file = folder / f"text-{size}.txt"
             file.write_bytes(text[:size])
-            got = tune(model, file, lora_rank=rank)
-            losses, passes = got["losses"], got["steps"] * got["batch_tokens"] / got["train"]
+            tuned = tune(model, file, lora_rank=rank)
+            losses, epochs = tuned["losses"], tuned["steps"] * tuned["batch_tokens"] / tuned["train"]
             rows.append([
-                name, f"{size:,}", _trained(rank), f"{got['steps']:,}", f"{passes:.1f}", f"{got['lr']:.2g}",
-                f"{losses[0]:.3f}", f"{min(losses):.3f}", f"{losses[-1]:.3f}", f"{got['result'].seconds:.0f}",
+                name, f"{size:,}", _trained(rank), f"{tuned['steps']:,}", f"{epochs:.1f}", f"{tuned['lr']:.2g}",
+                f"{losses[0]:.3f}", f"{min(losses):.3f}", f"{losses[-1]:.3f}", f"{tuned['result'].seconds:.0f}",
             ])  # fmt: skip
             print(*rows[-1], flush=True)
     notes = [
@@ -182,20 +182,20 @@ def main() -> None:
     parser.add_argument("--only", choices=["pairs", "text"])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tiny", action="store_true")
-    asked = parser.parse_args()
-    models = ["nano"] if asked.tiny else asked.models.split(",")
+    args = parser.parse_args()
+    models = ["nano"] if args.tiny else args.models.split(",")
     with tempfile.TemporaryDirectory() as place:
-        folder = asked.folder or Path(place)
+        folder = args.folder or Path(place)
         folder.mkdir(parents=True, exist_ok=True)
         parts = {
-            "pairs": ("Fine-tuning on pairs", lambda: pairs_table(models, folder, asked.tiny)),
-            "text": ("Fine-tuning on text", lambda: text_table(models, folder, asked.tiny, _text(asked.text))),
+            "pairs": ("Fine-tuning on pairs", lambda: pairs_table(models, folder, args.tiny)),
+            "text": ("Fine-tuning on text", lambda: text_table(models, folder, args.tiny, _text(args.text))),
         }
-        for name, (title, work) in parts.items():
-            if asked.only in (None, name):
-                notes, table = work()
+        for name, (title, measure) in parts.items():
+            if args.only in (None, name):
+                notes, table = measure()
                 section = measured(title, "python -m benchmarks.finetune", notes, [table])
-                if asked.tiny:
+                if args.tiny:
                     print(section)
                 else:
                     write_section("finetune", section)

@@ -1,12 +1,12 @@
-"""Compares a GPU with the CPU, and measures it: GPT-2 124M and 355M and GPT-3 1.3B, compared with Transformers.
+"""Checks a GPU against the CPU, and measures it, compared with Transformers: GPT-2 124M and 355M, GPT-3 1.3B.
 
     python -m benchmarks.gpu --out FOLDER             measures, in less than nine minutes on one H100
     python -m benchmarks.gpu --out FOLDER --tiny      a smoke test for any machine, in seconds
     python -m benchmarks.gpu --record FOLDER          adds the measurement to the results
 
-It needs torch, transformers, tiktoken, safetensors, typer and rich, and no network. Every case runs in a separate
-process with a time limit, so a case that fails or runs out of memory costs no other. ``gpu.json`` and ``gpu.md`` in
-FOLDER are rewritten after each case; ``log.txt`` contains the stderr of all cases.
+Needs torch, transformers, tiktoken, safetensors, typer and rich, and no network. Every case runs in a separate process
+with a time limit, so other cases survive a crash or OOM. Each case updates ``gpu.json`` and ``gpu.md`` in FOLDER;
+``log.txt`` contains the stderr of all cases.
 """
 
 import argparse
@@ -28,47 +28,47 @@ from typing import IO, Any, Literal
 from benchmarks.results import ROOT, Section, Table, about, write_section
 
 TITLE = "Training on a GPU"
-MINUTES = 9.0  # of all cases together
-CHECKED_STEPS = 20  # of the small model that both devices train
-LOSSES_APART = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # largest difference of a step's losses, in nats
+MINUTES = 9.0  # time limit of all cases
+CHECKED_STEPS = 20  # steps of the small model that both devices train
+LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # allowed difference of a step's loss, in nats
 TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # minimum seconds; minimum and maximum steps
-LEAST_SECONDS = 5.0  # a case needs at least this much time
+MIN_SECONDS = 5.0  # minimum time left to start a case
 LR = 3e-4
 NO_TIME = "no time left"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the batch that it is trained with."""
+    """A model and its training batch."""
 
     name: str
     preset: str
     batch_tokens: int
-    rows: int  # micro-batch of the peer; `gpt train` chooses its own
+    rows: int  # micro-batch for Transformers; `gpt train` chooses its own
     block_size: int = 1024
 
 
-# The batches are those of the GPT-3 paper's table 2.1, a quarter of it for 1.3B so that a step takes seconds.
+# Batches of the GPT-3 paper, table 2.1; a quarter for 1.3B, so that a step takes seconds.
 SHAPES = {
     "124M": Shape("GPT-2 124M", "gpt2", 524_288, 16),
     "355M": Shape("GPT-2 355M", "gpt2-medium", 524_288, 16),
     "1.3B": Shape("GPT-3 1.3B", "gpt3-1.3b", 262_144, 8),
     "6.7B": Shape("GPT-3 6.7B", "gpt3-6.7b", 262_144, 1),  # decoding only
-    "micro": Shape("micro", "micro", 8192, 64, 128),  # what `gpt train` chooses for a book
+    "micro": Shape("micro", "micro", 8192, 64, 128),  # the default shape for a book
     "tiny": Shape("nano", "nano", 256, 2, 32),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, made in a separate process."""
+    """One measurement in a separate process."""
 
     system: Literal["floors", "checks", "ours", "transformers", "decoding"]
     shape: str = "tiny"
     optimizer: Literal["muon", "adamw"] = "adamw"
     compile: str = "auto"
     seconds: float = 120.0  # time limit
-    texts: int = 0  # batch of texts to decode; 0 for training
+    texts: int = 0  # texts decoded in a batch; 0 for training
 
     def title(self) -> str:
         """Describes the case."""
@@ -77,7 +77,7 @@ class Case:
         return f"{self.system} {self.shape} {self.optimizer} compile {self.compile}" if self.shape else self.system
 
 
-# The most important cases come first, since time may run out.
+# The most important cases come first, since time can run out.
 CASES = [
     Case("floors", "", seconds=60),
     Case("checks", ""),
@@ -124,10 +124,10 @@ def floors(tiny: bool) -> dict[str, Any]:
     products = {}
     for size in (128,) if tiny else (4096, 8192, 16_384):
         a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-        products[size] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b, device)
+        products[size] = 2 * size**3 / _median_seconds(lambda a=a, b=b: a @ b, device)
     source = torch.ones(2**16 if tiny else 2**30, device=device)
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+    copied = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device)
     return {
         "device": name,
         "memory": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
@@ -140,58 +140,57 @@ def floors(tiny: bool) -> dict[str, Any]:
 
 
 def checks(tiny: bool) -> dict[str, Any]:
-    """Compares the device with the CPU: the losses of a small model, in each dtype, compiled and not; greedy texts; and
-    a resumed run with an uninterrupted one."""
+    """Compares losses and greedy texts of a small model with the CPU, and a resumed run with an uninterrupted run."""
     import gpt
     from gpt import events
     from gpt.device import pick
     from gpt.errors import UserError
 
-    device, found, expected = pick(training=True).device.type, list[dict[str, Any]](), list[float]()
-    small: dict[str, Any] = {
+    device, rows, expected = pick(training=True).device.type, list[dict[str, Any]](), list[float]()
+    model_settings: dict[str, Any] = {
         "tokenizer": "bytes", "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_tokens": 1024,
         "lr": 3e-3, "sample_every": 0, "eval_every": CHECKED_STEPS, "compile": "off", "dropout": 0.0,
         "warmup": 1, "weight_decay": 0.1,
     }  # fmt: skip
 
     def losses(start: Callable[..., Any], *texts: Any, **settings: Any) -> tuple[Path, list[float]]:
-        heard: list[Any] = []
-        run = start(*texts, listen=heard.append, **settings).run.absolute()
-        return run, [event.loss for event in heard if isinstance(event, events.StepEvent)]
+        event_log: list[Any] = []
+        run = start(*texts, listen=event_log.append, **settings).run.absolute()
+        return run, [event.loss for event in event_log if isinstance(event, events.StepEvent)]
 
-    def train(name: str, device: str, dtype: str, **more: Any) -> tuple[Path, list[float]]:
-        settings = small | {"out": name, "device": device, "dtype": dtype, "steps": CHECKED_STEPS} | more
+    def train(name: str, device: str, dtype: str, **overrides: Any) -> tuple[Path, list[float]]:
+        settings = model_settings | {"out": name, "device": device, "dtype": dtype, "steps": CHECKED_STEPS} | overrides
         return losses(gpt.train, ROOT / "README.md", **settings)
 
-    def text(run: Path, device: str, **how: Any) -> str:
-        model = gpt.load(run, device=device, dtype="float32", **how)
+    def generate_text(run: Path, device: str, **options: Any) -> str:
+        model = gpt.load(run, device=device, dtype="float32", **options)
         return model.generate("The ", greedy=True, max_tokens=60)[0]
 
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         start, expected = train("cpu", "cpu", "float32")
-        for dtype in LOSSES_APART:
+        for dtype in LOSS_TOLERANCE:
             for compiled in ("off", "on")[: 1 if tiny else 2]:
                 row: dict[str, Any] = {"dtype": dtype, "compile": compiled}
                 try:
-                    run, own = train(f"{dtype}-{compiled}", device, dtype, compile=compiled)
-                    row["apart"] = max(abs(one - other) for one, other in zip(own, expected, strict=True))
+                    run, device_losses = train(f"{dtype}-{compiled}", device, dtype, compile=compiled)
+                    row["apart"] = max(abs(one - other) for one, other in zip(device_losses, expected, strict=True))
                     record = json.loads((run / "run.json").read_text(encoding="utf-8"))
                     fell_back = compiled == "on" and not record["resolved"]["compile"]
                     row["error"] = "not compiled" if fell_back else ""
                 except UserError as error:
                     row["error"] = str(error)
-                found.append(row)
-        half = train("half", device, "float32", steps=CHECKED_STEPS // 2, schedule="constant")[0]
-        resumed = losses(gpt.resume, half, steps=CHECKED_STEPS)[1]
-        whole = train("whole", device, "float32", schedule="constant")[1][CHECKED_STEPS // 2 :]
+                rows.append(row)
+        half_run = train("half", device, "float32", steps=CHECKED_STEPS // 2, schedule="constant")[0]
+        resumed = losses(gpt.resume, half_run, steps=CHECKED_STEPS)[1]
+        uninterrupted = train("whole", device, "float32", schedule="constant")[1][CHECKED_STEPS // 2 :]
         return {
-            "losses": found,
-            "resumed_apart": max(abs(one - other) for one, other in zip(resumed, whole, strict=True)),
-            "same_text": text(start, device) == text(start, "cpu"),
+            "losses": rows,
+            "resumed_apart": max(abs(one - other) for one, other in zip(resumed, uninterrupted, strict=True)),
+            "same_text": generate_text(start, device) == generate_text(start, "cpu"),
         }
 
 
-def _seconds(work: Callable[[], object], device: Any) -> float:
+def _median_seconds(work: Callable[[], object], device: Any) -> float:
     """Returns the median seconds of ``work`` after three warm-up calls, timed for at least half a second."""
     for _ in range(3):
         work()
@@ -202,14 +201,14 @@ def _seconds(work: Callable[[], object], device: Any) -> float:
 
 
 def _timed(work: Callable[[], object], device: Any) -> float:
-    _wait(device)
+    _synchronize(device)
     started = time.perf_counter()
     work()
-    _wait(device)
+    _synchronize(device)
     return time.perf_counter() - started
 
 
-def _wait(device: Any) -> None:
+def _synchronize(device: Any) -> None:
     """Waits until a GPU has finished all launched work."""
     import torch
 
@@ -223,16 +222,16 @@ def training(case: Case) -> dict[str, Any]:
 
     from gpt.model.params import breakdown, flops_per_token
 
-    make = ours if case.system == "ours" else peer
+    make_step = make_gpt_step if case.system == "ours" else make_transformers_step
     torch.manual_seed(1337)
-    began = time.perf_counter()
-    step, about = make(case)
+    started = time.perf_counter()
+    step, about = make_step(case)
     config, device = about.pop("config"), about.pop("device")
-    losses, times = [step() for _ in range(3)], []  # to compile, allocate, and capture a graph
-    _wait(device)
-    warm = time.perf_counter() - began
-    least, most = (1, 1) if case.shape == "tiny" else TIMED_STEPS
-    while len(times) < least or (len(times) < most and sum(times) < TIMED_SECONDS):
+    losses, times = [step() for _ in range(3)], []  # warm-up: compilation, allocation, graph capture
+    _synchronize(device)
+    warm_up = time.perf_counter() - started
+    min_steps, max_steps = (1, 1) if case.shape == "tiny" else TIMED_STEPS
+    while len(times) < min_steps or (len(times) < max_steps and sum(times) < TIMED_SECONDS):
         times.append(_timed(lambda: losses.append(step()), device))
     if not all(map(math.isfinite, losses)):
         raise ArithmeticError(f"losses that are not finite: {losses}")
@@ -242,7 +241,7 @@ def training(case: Case) -> dict[str, Any]:
         "parameters": breakdown(config).trainable,
         "flops_per_token": flops_per_token(config, shape.block_size),
         "batch_tokens": shape.batch_tokens,
-        "seconds_to_warm": round(warm, 1),
+        "seconds_to_warm": round(warm_up, 1),
         "seconds": times,
         "tokens_per_second": shape.batch_tokens / statistics.median(times),
         "peak_memory": memory,
@@ -251,7 +250,7 @@ def training(case: Case) -> dict[str, Any]:
 
 
 def decoding(case: Case) -> dict[str, Any]:
-    """Measures decoding as `gpt bench` does: random weights, greedy texts after prompts of random ids."""
+    """Measures decoding like `gpt bench`: random weights, greedy texts after random prompts."""
     from gpt.bench_config import BenchConfig
     from gpt.config import PRESETS
     from gpt.decoding.bench import measure
@@ -267,31 +266,31 @@ def decoding(case: Case) -> dict[str, Any]:
     step = compiled(model, compute, notes.append) if case.compile == "on" else None
     prompt, new = (4, 8) if case.shape == "tiny" else (32, 256)
     config = BenchConfig(prompt_tokens=prompt, new_tokens=new, batch=case.texts, rounds=2)
-    found = measure(model, compute, config, step)
+    result = measure(model, compute, config, step)
     return {
         "parameters": breakdown(shape).trainable,
         "dtype": compute.dtype_name,
         "compiled": notes[-1] if notes else "no" if step is None else "yes",
         "prompt_tokens": prompt,
         "new_tokens": new,
-        "tokens_per_second": found.decode_tokens_per_second,
-        "milliseconds_a_step": 1e3 * case.texts / found.decode_tokens_per_second,
-        "prefill_tokens_per_second": found.prefill_tokens_per_second,
-        "bandwidth_share": found.bandwidth_share,
-        "peak_memory": found.memory_bytes,
+        "tokens_per_second": result.decode_tokens_per_second,
+        "milliseconds_a_step": 1e3 * case.texts / result.decode_tokens_per_second,
+        "prefill_tokens_per_second": result.prefill_tokens_per_second,
+        "bandwidth_share": result.bandwidth_share,
+        "peak_memory": result.memory_bytes,
     }
 
 
 def _ids(shape: Shape, vocab_size: int, device: Any) -> tuple[Any, Any]:
-    """Returns random ids and the id that follows each, both (rows, T)."""
+    """Returns random inputs and targets, both (rows, T)."""
     import torch
 
     ids = torch.randint(vocab_size, (shape.batch_tokens // shape.block_size, shape.block_size + 1), device=device)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Returns `gpt train`'s step with the settings that it chooses for this model and device, and a description."""
+def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
+    """Returns a training step with the settings that `gpt train` chooses, and a description."""
     from gpt.config import TrainConfig, find_preset
     from gpt.device import pick
     from gpt.model.decoder import GPT
@@ -325,8 +324,8 @@ def ours(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     return step, about
 
 
-def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Returns a fast training step of transformers' GPT-2: SDPA, autocast, fused AdamW, loss in the compiled graph."""
+def make_transformers_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
+    """Returns the same for Transformers' GPT-2: SDPA, autocast, fused AdamW, and the loss in the compiled graph."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -373,44 +372,44 @@ def peer(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs all cases or one of them, or records a measurement."""
+    """Runs all cases or one case, or records a measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write gpu.json, gpu.md and log.txt to this folder")
     parser.add_argument("--tiny", action="store_true", help="use a tiny model: a smoke test")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"time limit of all cases ({MINUTES:g})")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="add the measurement in it to the results")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    asked = parser.parse_args(args)
-    if asked.case:
-        case = Case(**json.loads(asked.case))
-        own = {"floors": floors, "checks": checks}
-        of_case = decoding if case.system == "decoding" else training
-        found = own[case.system](asked.tiny) if case.system in own else of_case(case)
-        print(json.dumps(found), flush=True)
-    elif asked.record:
-        write_section("gpu", section(json.loads((asked.record / "gpu.json").read_text(encoding="utf-8"))))
-    elif asked.out:
-        measure(asked.out, asked.tiny, time.monotonic() + 60 * asked.minutes)
+    options = parser.parse_args(args)
+    if options.case:
+        case = Case(**json.loads(options.case))
+        device_cases = {"floors": floors, "checks": checks}
+        measure_case = decoding if case.system == "decoding" else training
+        values = device_cases[case.system](options.tiny) if case.system in device_cases else measure_case(case)
+        print(json.dumps(values), flush=True)
+    elif options.record:
+        write_section("gpu", section(json.loads((options.record / "gpu.json").read_text(encoding="utf-8"))))
+    elif options.out:
+        measure(options.out, options.tiny, time.monotonic() + 60 * options.minutes)
     else:
         parser.error("give --out FOLDER or --record FOLDER")
 
 
 def measure(out: Path, tiny: bool, deadline: float) -> None:
-    """Runs every case that there is time for, each in a separate process, and updates ``out`` after each."""
+    """Runs cases in separate processes until ``deadline``, and updates ``out`` after each."""
     out.mkdir(parents=True, exist_ok=True)
     command = "python -m benchmarks.gpu" + " --tiny" * tiny
-    here = about(command, ["torch", "transformers", "numpy"])
-    report: dict[str, Any] = {"about": here, "floors": {}, "checks": {}, "cases": []}
+    about_run = about(command, ["torch", "transformers", "numpy"])
+    report: dict[str, Any] = {"about": about_run, "floors": {}, "checks": {}, "cases": []}
     for case in TINY_CASES if tiny else CASES:
         words = [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(asdict(case)), *["--tiny"] * tiny]
-        got = run(words, min(case.seconds, deadline - time.monotonic()), out / "log.txt")
+        result = run(words, min(case.seconds, deadline - time.monotonic()), out / "log.txt")
         if case.system in report:
-            report[case.system] = got
+            report[case.system] = result
         else:
-            report["cases"].append(asdict(case) | got)
+            report["cases"].append(asdict(case) | result)
         _write(out / "gpu.json", json.dumps(report, indent=1) + "\n")
         _write(out / "gpu.md", f"{section(report)}\n")
-        print(case.title(), json.dumps({k: v for k, v in got.items() if k not in ("losses", "seconds")}), flush=True)
+        print(case.title(), json.dumps({k: v for k, v in result.items() if k not in ("losses", "seconds")}), flush=True)
     print((out / "gpu.md").read_text(encoding="utf-8"))
 
 
@@ -422,8 +421,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
-    """Runs a command; returns the last JSON object that it printed, or an ``error``. Kills all of its processes."""
-    if seconds < LEAST_SECONDS:
+    """Runs a command and kills its process group; returns the last JSON object in stdout, or an ``error``."""
+    if seconds < MIN_SECONDS:
         return {"error": NO_TIME}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=stderr, start_new_session=True)
@@ -432,20 +431,20 @@ def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
             code = process.wait(seconds)
             error = f"exit status {code}" if code else ""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # including the compiler's workers
+            os.killpg(process.pid, signal.SIGKILL)  # also kills compiler workers
         process.wait()
-        out, err = (_all_of(file) for file in (stdout, stderr))
+        out, err = (_read_all(file) for file in (stdout, stderr))
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ {' '.join(command)}\n{err}\n")
     results = [line for line in out.splitlines() if line.startswith("{")]
     if error or not results:
-        why = [line for line in err.splitlines() if "Error" in line][-1:]
-        return {"error": "; ".join([error or "no output", *(line[:200] for line in why)])}
+        error_lines = [line for line in err.splitlines() if "Error" in line][-1:]
+        return {"error": "; ".join([error or "no output", *(line[:200] for line in error_lines)])}
     values: dict[str, Any] = json.loads(results[-1])
     return values
 
 
-def _all_of(file: IO[bytes]) -> str:
+def _read_all(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode("utf-8", "replace")
 
@@ -462,49 +461,50 @@ def section(report: dict[str, Any]) -> Section:
             f"bfloat16 matrix products: {products} TFLOP/s; datasheet: {f'{sheet / 1e12:,.1f}' if sheet else 'none'}.",
             f"Copying memory, read and write: {floors['copy_bytes_per_second'] / 1e9:,.0f} GB/s.",
         ]
-    checked, tables = report.get("checks") or {}, list[Table]()
-    if "losses" in checked:
-        tables.append(_checks_table(checked))
-    elif checked:
-        notes.append(f"Not compared with the CPU: {checked['error']}.")
-    started = [case for case in report["cases"] if case.get("error") != NO_TIME]
+    check_results, tables = report.get("checks") or {}, list[Table]()
+    if "losses" in check_results:
+        tables.append(_checks_table(check_results))
+    elif check_results:
+        notes.append(f"Not compared with the CPU: {check_results['error']}.")
+    started_cases = [case for case in report["cases"] if case.get("error") != NO_TIME]
     tables.append(
         Table(
             ["system", "model", "optimizer", "compiled", "tokens/step", "micro-batch", "tokens/s", "MFU",
              "MFU, measured peak", "peak memory", "warm-up"],
-            [_row(case, floors) for case in started if not case["texts"]],
+            [_row(case, floors) for case in started_cases if not case["texts"]],
             "Training on random ids with 1,024 tokens of context (`micro`: 128) in bfloat16: medians of whole steps. "
             "MFU counts 6 N + 12·L·C·T FLOPs per token, relative to the datasheet's peak; the *measured peak* is that "
             "of the fastest product above. `gpt train` chooses its own micro-batch. Transformers: GPT-2 with SDPA, "
             "fused AdamW, autocast and torch.compile, with the loss in the graph.",
         )
     )  # fmt: skip
-    decoded = [_decoding_row(case) for case in started if case["texts"]]
-    if decoded:
+    decoding_rows = [_decoding_row(case) for case in started_cases if case["texts"]]
+    if decoding_rows:
         columns = ["model", "dtype", "texts", "compiled", "decoding, tokens/s", "ms/step", "prompt, tokens/s",
                    "bandwidth", "peak memory"]  # fmt: skip
         caption = (
             "Decoding as in `gpt bench`: greedy texts after random prompts, random weights, one token per text and "
             "step. *Bandwidth* is the share of what a sum over memory reaches in this run."
         )
-        tables.append(Table(columns, decoded, caption))
+        tables.append(Table(columns, decoding_rows, caption))
     machine = f"{floors.get('device', 'unknown device')}, CUDA {floors.get('cuda')}; {report['about']['machine']}"
     return Section(TITLE, **report["about"] | {"machine": machine}, notes=notes, tables=tables)
 
 
-def _checks_table(found: dict[str, Any]) -> Table:
-    """Returns a table of what `checks` found."""
+def _checks_table(check_results: dict[str, Any]) -> Table:
     rows = []
-    for row in found["losses"]:
+    for row in check_results["losses"]:
         name = f"losses in {row['dtype']}" + (", compiled" if row["compile"] == "on" else "")
         if "apart" in row:
-            verdict = "" if row["apart"] <= LOSSES_APART[row["dtype"]] else ": **too far**"
+            verdict = "" if row["apart"] <= LOSS_TOLERANCE[row["dtype"]] else ": **too far**"
             rows.append([name, f"at most {row['apart']:.1e} nats apart{verdict}"])
         if row["error"]:
             rows.append([name, f"**{row['error']}**"])
-    half = CHECKED_STEPS // 2
-    rows.append([f"losses after resuming at step {half}", f"at most {found['resumed_apart']:.1e} nats apart"])
-    rows.append(["greedy text in float32", "the same" if found["same_text"] else "**different**"])
+    resume_step = CHECKED_STEPS // 2
+    rows.append(
+        [f"losses after resuming at step {resume_step}", f"at most {check_results['resumed_apart']:.1e} nats apart"]
+    )
+    rows.append(["greedy text in float32", "the same" if check_results["same_text"] else "**different**"])
     caption = f"Compared with the CPU in float32, {CHECKED_STEPS} steps of a small model:"
     return Table(["check", "result"], rows, caption)
 
@@ -526,11 +526,11 @@ def _row(case: dict[str, Any], floors: dict[str, Any]) -> list[str]:
     cells = [system, shape.name, case["optimizer"], case.get("compiled", case["compile"]), f"{shape.batch_tokens:,}"]
     if "error" in case:
         return [*cells, case["error"], *[""] * 5]
-    rate, flops = case["tokens_per_second"], case["flops_per_token"]
+    speed, flops = case["tokens_per_second"], case["flops_per_token"]
     shares = [floors.get(peak) for peak in ("datasheet_peak", "measured_peak")]
     return [
-        *cells, f"{case['micro_batch']} × {shape.block_size:,}", f"{rate:,.0f}",
-        *(f"{rate * flops / peak:.1%}" if peak else "" for peak in shares),
+        *cells, f"{case['micro_batch']} × {shape.block_size:,}", f"{speed:,.0f}",
+        *(f"{speed * flops / peak:.1%}" if peak else "" for peak in shares),
         f"{case['peak_memory'] / 1e9:.1f} GB" if case["peak_memory"] else "", f"{case['seconds_to_warm']:.0f} s",
     ]  # fmt: skip
 

@@ -1,12 +1,11 @@
-"""Estimates the minimum time of GPT-2's and GPT-3's steps on an H100, without one. This is not a measurement.
+"""Estimates the minimum time of GPT-2's and GPT-3's steps on an H100 without running them.
 
     pip install triton
     python -m benchmarks.h100            writes the section
     python -m benchmarks.h100 --tiny     a smoke test with a tiny model, in seconds
 
-Inductor compiles blocks, loss and decoding steps for an H100, with fake tensors; nothing is built or run. Bytes and
-launches come from the generated code (`benchmarks.traffic`), including Muon's update. AdamW is not compiled and is
-counted operator by operator: each reads its inputs and writes its outputs once. The minimum time is the largest of
+Inductor generates code for an H100 from fake tensors, and `benchmarks.traffic` counts its bytes and launches. AdamW is
+not compiled: each of its operators reads its inputs and writes its outputs once. The minimum time is the largest of
 bytes over the datasheet's bandwidth, FLOPs over its peak, and launches times their spacing. A real GPU takes longer:
 kernels run below peak, and caches, the host and other ranks cost time.
 """
@@ -53,10 +52,10 @@ from gpt.training.optim import ITERATIONS, make_optimizer
 
 TITLE = "On an H100, estimated from generated code"
 BANDWIDTH = 3.35e12  # bytes per second, from the datasheet of the H100 SXM
-LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels: launched by the host, in a CUDA graph
+LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels, launched by the host or in a CUDA graph
 KIND = "h100-80gb"
 CUDA = torch.device("cuda")
-NARROW = torch.bfloat16
+BFLOAT16 = torch.bfloat16
 T = 1024
 TRAINED = ("gpt2", "gpt2, modern", "gpt2-medium", "gpt3-1.3b")
 BATCH = 524_288  # tokens per step
@@ -75,7 +74,7 @@ H100 = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes moved, kernels launched and FLOPs of work on a GPU."""
+    """Bytes moved, kernels launched and FLOPs."""
 
     bytes: int
     launches: int
@@ -98,7 +97,7 @@ class Work:
 
 
 class _Driver:
-    """A driver for Triton that describes an H100 and runs nothing."""
+    """A fake Triton driver that describes an H100."""
 
     utils = SimpleNamespace(
         get_device_properties=lambda index: {
@@ -131,7 +130,7 @@ def h100() -> Iterator[None]:
     """A context in which CUDA tensors are fake and Inductor generates code for an H100."""
     import triton
 
-    from tests.fake_cuda import shim  # provides autograd's device guard, which a CPU build lacks
+    from tests.fake_cuda import shim  # adds the device guard of autograd that CPU builds lack
 
     cuda = {
         "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: True,
@@ -143,34 +142,34 @@ def h100() -> Iterator[None]:
         "get_rng_state": lambda index=None: torch.zeros(16, dtype=torch.uint8),
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
-        put = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))
+        patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))
         stack.enter_context(shim.put_on(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
-        for name, stand_in in cuda.items():
-            put(torch.cuda, name, stand_in)
-        put(torch.cuda, "_get_device_properties", lambda index: H100, create=True)
-        put(torch.version, "cuda", "13.0")
+        for name, fake in cuda.items():
+            patch(torch.cuda, name, fake)
+        patch(torch.cuda, "_get_device_properties", lambda index: H100, create=True)
+        patch(torch.version, "cuda", "13.0")
         for interface in (CudaInterface, CudaInterface.Worker):
-            put(interface, "get_device_properties", staticmethod(lambda index=None: H100))
-        put(CudaInterface, "get_compute_capability", staticmethod(lambda index=None: 90))
-        put(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-        put(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True, create=True)
-        put(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
-        put(F, "scaled_dot_product_attention", _attention)
-        put(triton.runtime.driver, "_active", _Driver())
-        has_triton.cache_clear()  # it may have cached a no
+            patch(interface, "get_device_properties", staticmethod(lambda index=None: H100))
+        patch(CudaInterface, "get_compute_capability", staticmethod(lambda index=None: 90))
+        patch(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+        patch(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True, create=True)
+        patch(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
+        patch(F, "scaled_dot_product_attention", _fake_attention)
+        patch(triton.runtime.driver, "_active", _Driver())
+        has_triton.cache_clear()  # drops a cached False
         stack.callback(has_triton.cache_clear)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
 
-def _attention(
+def _fake_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Calls the kernel that CUDA would choose: FlashAttention-2, or the memory-efficient one with a mask."""
+    """Calls the kernel that CUDA would choose: FlashAttention-2, or memory-efficient attention with a mask."""
     if torch.is_autocast_enabled("cuda"):
-        q, k, v = (each.to(torch.get_autocast_dtype("cuda")) for each in (q, k, v))
+        q, k, v = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (q, k, v))
     if attn_mask is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
@@ -180,8 +179,8 @@ def _attention(
     return efficient(q, k, v, bias, False, dropout_p, is_causal, scale=scale)[0]
 
 
-class _AsWritten(TorchDispatchMode):
-    """Adds up the operators' launches and the bytes that they read and write. Views are free."""
+class _OperatorCounter(TorchDispatchMode):
+    """Sums the launches and bytes of operators. Views are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,27 +193,27 @@ class _AsWritten(TorchDispatchMode):
         if any(info is not None and not info.is_write for info in infos):
             return out  # a view
         read = _tensors((args, kwargs))
-        changed = _tensors([value for argument, value in arguments if argument.alias_info is not None])
-        made = [each for each in _tensors(out) if not any(each is one for one in changed)]
-        self.work += Work(sum(each.nbytes for each in (*read, *changed, *made)), 1)
+        mutated = _tensors([value for argument, value in arguments if argument.alias_info is not None])
+        created = [tensor for tensor in _tensors(out) if not any(tensor is other for other in mutated)]
+        self.work += Work(sum(tensor.nbytes for tensor in (*read, *mutated, *created)), 1)
         return out
 
 
-def compiled(work: Callable[[], object], **settings: Any) -> list[Traffic]:
+def count_compiled(work: Callable[[], object], **settings: Any) -> list[Traffic]:
     """Returns the traffic of the graphs that ``work`` calls.
 
-    Constant folding and matrix padding are off, since Inductor would run them on the GPU.
+    Disables constant folding and matrix padding, which Inductor would run on the GPU.
     """
     return count(work, joint_graph_constant_folding=False, shape_padding=False, **settings)
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def as_written(work: Callable[[], object]) -> Work:
-    """Runs ``work`` on fake tensors and returns the bytes and launches of its operators, uncompiled."""
-    with _AsWritten() as mode:
+def count_uncompiled(work: Callable[[], object]) -> Work:
+    """Returns the bytes and launches of ``work`` without compilation."""
+    with _OperatorCounter() as mode:
         work()
     return mode.work
 
@@ -222,48 +221,48 @@ def as_written(work: Callable[[], object]) -> Work:
 # Training
 
 
-def training(config: GPTConfig) -> list[tuple[str, Work]]:
+def training_work(config: GPTConfig) -> list[tuple[str, Work]]:
     """Returns the work of each part of a training step of ``BATCH`` tokens."""
     setup = largest(config, Setup(), BATCH // config.block_size, find_kind(KIND).memory)
-    micro = BATCH // config.block_size // setup.micro_batch
+    micro_batches = BATCH // config.block_size // setup.micro_batch
     positions = setup.micro_batch * config.block_size
     C = config.n_embd
     matrices, scores = 12 * C * C, 2 * C * config.block_size  # causal: half of the scores
     block = _block(config, setup.micro_batch) + Work(0, 0, 3 * 2 * positions * (matrices + scores))
     loss = _loss(config, setup) + Work(0, 0, 3 * 2 * positions * config.vocab_size * C)
     return [
-        ("blocks", block * config.n_layer * micro),
-        ("last norm, unembedding and loss", loss * micro),
+        ("blocks", block * config.n_layer * micro_batches),
+        ("last norm, unembedding and loss", loss * micro_batches),
         ("optimizer", _optimizer(config)),
     ]
 
 
-def _compiled(work: Callable[..., object], *args: object) -> Work:
-    """Returns the work of ``work``'s forward and backward graphs, called with ``args`` under autocast."""
-    with torch.autocast("cuda", dtype=NARROW):
-        found = compiled(lambda: torch.compile(work, fullgraph=True)(*args), **COMPUTED_AGAIN)
-    assert len(found) == 2, "a graph forward and one backward"
-    return Work(sum(each.bytes for each in found), sum(each.launches for each in found))
+def _count_forward_and_backward(work: Callable[..., object], *args: object) -> Work:
+    """Returns the bytes and launches of the forward and backward graphs of ``work(*args)`` under autocast."""
+    with torch.autocast("cuda", dtype=BFLOAT16):
+        graphs = count_compiled(lambda: torch.compile(work, fullgraph=True)(*args), **COMPUTED_AGAIN)
+    assert len(graphs) == 2, "a graph forward and one backward"
+    return Work(sum(graph.bytes for graph in graphs), sum(graph.launches for graph in graphs))
 
 
 def _block(config: GPTConfig, rows: int) -> Work:
     with CUDA:
         block, x = Block(config), _stream(config, rows)
-        turned = config.positions == "rotary"
-        rope = rotary_table(config.block_size, config).to(CUDA).unsqueeze(-3) if turned else None
-    return _compiled(block.add_attention, x, 3, rope) + _compiled(block.add_mlp, x)
+        is_rotary = config.positions == "rotary"
+        rope = rotary_table(config.block_size, config).to(CUDA).unsqueeze(-3) if is_rotary else None
+    return _count_forward_and_backward(block.add_attention, x, 3, rope) + _count_forward_and_backward(block.add_mlp, x)
 
 
 def _loss(config: GPTConfig, setup: Setup) -> Work:
     with CUDA:
         model, x = GPT(replace(config, n_layer=1)), _stream(config, setup.micro_batch)
         y = torch.zeros(setup.micro_batch, config.block_size, dtype=torch.long)
-    norm = _compiled(model.last_norm, x)
-    return norm + _compiled(tied_cross_entropy, x, model.unembedding, y, setup.loss_chunk)
+    norm = _count_forward_and_backward(model.last_norm, x)
+    return norm + _count_forward_and_backward(tied_cross_entropy, x, model.unembedding, y, setup.loss_chunk)
 
 
 def _stream(config: GPTConfig, rows: int) -> Tensor:
-    return torch.zeros(rows, config.block_size, config.n_embd, dtype=NARROW, requires_grad=True)
+    return torch.zeros(rows, config.block_size, config.n_embd, dtype=BFLOAT16, requires_grad=True)
 
 
 def _optimizer(config: GPTConfig) -> Work:
@@ -272,51 +271,51 @@ def _optimizer(config: GPTConfig) -> Work:
         model = GPT(config)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        optimizer = make_optimizer(model, "muon", 0.1, NARROW)
+        optimizer = make_optimizer(model, "muon", 0.1, BFLOAT16)
     _, adamw = optimizer.optimizers
     adamw.step()  # creates the moments
-    [update] = compiled(optimizer.compile)
+    [update] = count_compiled(optimizer.compile)
     # Each iteration computes three products of an m × n matrix with m ≤ n: 2·m²n, 2·m³ and 2·m²n FLOPs.
     C = config.n_embd
-    flops = sum(ITERATIONS * (4 * C * C * wide + 2 * C**3) * many for wide, many in ((C, 4), (4 * C, 2)))
-    whole = Work(update.bytes, update.launches) + as_written(adamw.step)
-    return replace(whole, flops=float(flops * config.n_layer))
+    flops = sum(ITERATIONS * (4 * C * C * width + 2 * C**3) * matrices for width, matrices in ((C, 4), (4 * C, 2)))
+    total = Work(update.bytes, update.launches) + count_uncompiled(adamw.step)
+    return replace(total, flops=float(flops * config.n_layer))
 
 
 # Decoding
 
 
-def decoding(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Work, int, int]:
-    """Returns the work of a decoding step of ``rows`` greedy texts, and the bytes of the weights and of the KV cache.
+def decoding_work(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Work, int, int]:
+    """Returns the work of a decoding step of ``rows`` greedy texts, and the bytes of weights and KV cache.
 
-    The step is one graph from ids to ids, and the cache has ``T`` positions, all of them filled.
+    The step is one graph from ids to ids. All ``T`` positions of the cache are filled.
     """
-    compute = Compute(CUDA, NARROW)
-    torch.set_default_dtype(NARROW)
+    compute = Compute(CUDA, BFLOAT16)
+    torch.set_default_dtype(BFLOAT16)
     try:
         with CUDA:
             model = GPT(config).eval()
     finally:
         torch.set_default_dtype(torch.float32)
     if dtype == "int8":
-        with mock.patch.object(quantize, "_in_parts", _rounded):
-            quantize.round_matrices(model, 8, NARROW)
-    prepare(model, Compute(CUDA, torch.float32))  # its weights are bfloat16 already
+        with mock.patch.object(quantize, "_in_parts", _fake_quantize):
+            quantize.round_matrices(model, 8, BFLOAT16)
+    prepare(model, Compute(CUDA, torch.float32))  # the weights are already bfloat16
     fast = torch.compile(next_tokens, dynamic=False, fullgraph=True)
     context = Context(model, compute, rows, T, partial(fast, model))
-    numbers = torch.zeros(2, rows, dtype=torch.int64, device=CUDA)
+    positions_and_keys = torch.zeros(2, rows, dtype=torch.int64, device=CUDA)
     greedy = Filters(SampleConfig(greedy=True), ())
     with torch.inference_mode():
-        work = lambda: fast(model, context.cache, context.last, numbers, config.vocab_size, greedy, 0)
-        [step] = compiled(work, **{name: value for name, value in OPTIONS.items() if name != "triton.cudagraphs"})
+        work = lambda: fast(model, context.cache, context.last, positions_and_keys, config.vocab_size, greedy, 0)
+        [step] = count_compiled(work, **{name: value for name, value in OPTIONS.items() if name != "triton.cudagraphs"})
     weights = weight_bytes(model, compute)
     matrices = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
     flops = 2 * rows * (matrices + 2 * config.n_layer * config.n_embd * T)
     return Work(step.bytes, step.launches, flops), weights, context.cache.nbytes
 
 
-def _rounded(weight: Tensor, _: object) -> quantize.Quantized:
-    """Replaces rounding, which fake tensors cannot do, by an int8 tensor of the weight's shape."""
+def _fake_quantize(weight: Tensor, _: object) -> quantize.Quantized:
+    """Stands in for rounding, which fake tensors do not support."""
     return quantize.Quantized(weight.to(torch.int8), weight[:, 0].float())
 
 
@@ -325,8 +324,12 @@ def _rounded(weight: Tensor, _: object) -> quantize.Quantized:
 
 def content(tiny: bool) -> tuple[list[str], list[Table]]:
     """Returns the notes and tables of the section."""
-    trained = [("tiny", TINY)] if tiny else [(name, _shape(name)) for name in TRAINED]
-    decoded = [("tiny", TINY, 2, "bfloat16")] if tiny else [(name, _shape(name), *how) for name, *how in DECODED]
+    training_shapes = [("tiny", TINY)] if tiny else [(name, _find_shape(name)) for name in TRAINED]
+    decoding_shapes = (
+        [("tiny", TINY, 2, "bfloat16")]
+        if tiny
+        else [(name, _find_shape(name), *settings) for name, *settings in DECODED]
+    )
     peak = find_kind(KIND).peak("bfloat16") or 0.0
     notes = [
         "**An estimate: nothing was run on a GPU.**",
@@ -338,21 +341,21 @@ def content(tiny: bool) -> tuple[list[str], list[Table]]:
         f"({1e6 * LAUNCH_IN_GRAPH:.0f} in a CUDA graph).",
     ]
     rows = []
-    for name, config in trained:
-        parts = training(config)
+    for name, config in training_shapes:
+        parts = training_work(config)
         total = sum(work.seconds(LAUNCH) for _, work in parts)
-        whole = sum((work for _, work in parts), Work(0, 0))
+        total_work = sum((work for _, work in parts), Work(0, 0))
         lines = [(part, work, work.seconds(LAUNCH), "") for part, work in parts]
-        for part, work, seconds, rate in [*lines, ("all", whole, total, f"{BATCH / total:,.0f}")]:
-            rows.append([name, part, f"{work.bytes / 1e9:,.1f}", f"{work.launches:,}", f"{1e3 * seconds:,.2f}", rate])
+        for part, work, seconds, speed in [*lines, ("all", total_work, total, f"{BATCH / total:,.0f}")]:
+            rows.append([name, part, f"{work.bytes / 1e9:,.1f}", f"{work.launches:,}", f"{1e3 * seconds:,.2f}", speed])
     train = Table(
         ["model", "part of a step", "GB", "launches", "minimum ms", "maximum tokens/s"],
         rows,
         f"Training, {BATCH:,} tokens per step, {T:,} tokens of context, bfloat16, Muon, all compiled but AdamW:",
     )
     rows = []
-    for name, config, texts, dtype in decoded:
-        step, weights, cache = decoding(config, texts, dtype)
+    for name, config, texts, dtype in decoding_shapes:
+        step, weights, cache = decoding_work(config, texts, dtype)
         average = step.bytes - cache * (T - BLOCK) // (2 * T)
         seconds = step.seconds(LAUNCH_IN_GRAPH)
         rows.append([
@@ -371,7 +374,7 @@ def content(tiny: bool) -> tuple[list[str], list[Table]]:
     return notes, [train, decode]
 
 
-def _shape(name: str) -> GPTConfig:
+def _find_shape(name: str) -> GPTConfig:
     preset, _, modern = name.partition(", ")
     shape = replace(find_preset(preset).model, block_size=T, dropout=0.0)
     return replace(shape, **ARCHITECTURES["modern"]) if modern else shape
@@ -381,11 +384,11 @@ def main() -> None:
     """Estimates and writes the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="use a tiny model and print the section")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with h100():
-        notes, tables = content(asked.tiny)
+        notes, tables = content(options.tiny)
     section = measured(TITLE, "python -m benchmarks.h100", notes, tables)
-    if asked.tiny:
+    if options.tiny:
         print(section)
     else:
         write_section("h100", section)

@@ -2,9 +2,8 @@
 
     python -m benchmarks.llama_cpp [MODEL TEXT] [--texts N] [--prompts N] [--tokens N]
 
-Without MODEL, it trains one on TEXT; without TEXT, on the Python reference. It trains more small models for other
-vocabularies and layouts. Takes a few minutes and needs the extra `interop`; GPT-2's vocabulary is skipped if it is not
-cached.
+Without MODEL, trains a small model on TEXT, by default the Python reference. Trains more models for other vocabularies
+and layouts. Takes a few minutes and needs the extra `interop`. GPT-2's vocabulary is skipped unless it is cached.
 """
 
 import argparse
@@ -45,16 +44,15 @@ from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
-TIE = 1e-3  # nats between the two most likely ids below which either may come first
-GREEDY = 64  # tokens of a continuation
+Float64Array = np.ndarray[Any, np.dtype[np.float64]]
+TIE = 1e-3  # in nats; either id can win below this difference
+GREEDY = 64  # tokens per continuation
 
 
 class LlamaCpp:
-    """llama.cpp's server with the model of a .gguf file, on one thread.
+    """A llama.cpp server on one thread, in a separate process, since invalid files crash llama.cpp.
 
-    It runs in a separate process, since an invalid file would end this one, and stops when the context ends. ``exact``:
-    the KV cache and attention are float32, not float16, the default.
+    ``exact``: KV cache and attention in float32; llama.cpp's default is float16.
     """
 
     def __init__(self, path: Path, exact: bool = True) -> None:
@@ -78,7 +76,7 @@ class LlamaCpp:
         self.connection.close()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            pipe.close()  # the process exits at the end of its input
+            pipe.close()  # the server exits when stdin closes
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -88,51 +86,52 @@ class LlamaCpp:
         self.log = self.errors.read().decode("utf-8", "replace")
         self.errors.close()
 
-    def post(self, where: str, **body: Any) -> dict[str, Any]:
-        """Returns the server's answer."""
-        self.connection.request("POST", where, json.dumps(body), {"Content-Type": "application/json"})
+    def post(self, route: str, **body: Any) -> dict[str, Any]:
+        """Returns the server's JSON response."""
+        self.connection.request("POST", route, json.dumps(body), {"Content-Type": "application/json"})
         answer = self.connection.getresponse()
-        found: dict[str, Any] = json.loads(answer.read())
+        values: dict[str, Any] = json.loads(answer.read())
         if answer.status != 200:
-            raise RuntimeError(f"llama.cpp answered {where} with {found}")
-        return found
+            raise RuntimeError(f"llama.cpp answered {route} with {values}")
+        return values
 
     def ids(self, text: str, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Returns the ids of a text. Special tokens in it are plain text unless ``parse_special``."""
+        """Returns the ids of a text. Names of special tokens are plain text unless ``parse_special``."""
         return list(
             self.post("/tokenize", content=text, add_special=add_special, parse_special=parse_special)["tokens"]
         )
 
     def continuation(self, prompt: str, count: int = GREEDY) -> list[int]:
         """Returns the greedy continuation of a prompt, up to end-of-text."""
-        found = self.post(
+        response = self.post(
             "/completion", prompt=prompt, n_predict=count, temperature=0, samplers=["temperature"], return_tokens=True
         )
-        return list(found["tokens"])
+        return list(response["tokens"])
 
     def logprob(self, ids: Sequence[int], following: int) -> float:
-        """Returns the log-probability of an id after others. The id is forced, which leaves logits alone."""
-        found = self._probabilities(ids, 1, [[following, 1e9]])
-        assert found["id"] == following
-        return float(found["logprob"])
+        """Returns the log-probability of ``following`` after ``ids``. A logit bias forces the id, without
+        effect on its log-probability."""
+        result = self._probabilities(ids, 1, [[following, 1e9]])
+        assert result["id"] == following
+        return float(result["logprob"])
 
-    def logprobs(self, ids: Sequence[int], vocab_size: int) -> Numbers:
-        """Returns the log-probabilities (V) of all ids after others. Id 65, an A, is forced: llama.cpp returns none
-        with a part of a character."""
-        found = np.full(vocab_size, np.nan)
-        for each in self._probabilities(ids, vocab_size, [[65, 1e9]])["top_logprobs"]:
-            found[each["id"]] = each["logprob"]
-        return found
+    def logprobs(self, ids: Sequence[int], vocab_size: int) -> Float64Array:
+        """Returns the log-probabilities (V) after ``ids``. Forces id 65, an A, since llama.cpp returns none for
+        incomplete characters."""
+        values = np.full(vocab_size, np.nan)
+        for candidate in self._probabilities(ids, vocab_size, [[65, 1e9]])["top_logprobs"]:
+            values[candidate["id"]] = candidate["logprob"]
+        return values
 
     def _probabilities(self, ids: Sequence[int], count: int, bias: list[list[float]]) -> dict[str, Any]:
-        found = self.post(
+        response = self.post(
             "/completion", prompt=list(ids), n_predict=1, n_probs=count, temperature=0, samplers=["temperature"],
             cache_prompt=True, logit_bias=bias,
         )  # fmt: skip
-        return dict(found["completion_probabilities"][0])
+        return dict(response["completion_probabilities"][0])
 
 
-# Two simple sentences in each of several languages and scripts.
+# Simple sentences in several languages and scripts.
 LANGUAGES = [
     "The river is wide here, and it's cold. We don't swim until June.",
     "Der Fluss ist hier breit; größere Boote dürfen nicht weiterfahren. Schön wär's!",
@@ -177,100 +176,99 @@ _MARKS = [
     "\ufeff",
     "🧗",
 ]
-_WRITTEN = ["<|endoftext|>", "<|im_end|>", "</s>", "[unused300]", "<s>", "<|", "|>"]
+_SPECIAL_NAMES = ["<|endoftext|>", "<|im_end|>", "</s>", "[unused300]", "<s>", "<|", "|>"]
 _QUOTES = ["'s", "'S", "'ll", "'LL", "'Ve", "'re", "'d", "'", "''", "’s", "`", '"', "d'accord", "o'clock", "'tis"]
-_NUMBERS = ["0", "7", "12", "345", "6789", "1234567890", "3.14", "1,000,000", "٣٤", "Ⅷ", "½", "x²", "0x1F", "１２３"]
+_NUMERALS = ["0", "7", "12", "345", "6789", "1234567890", "3.14", "1,000,000", "٣٤", "Ⅷ", "½", "x²", "0x1F", "１２３"]
 
 
-def _pieces() -> list[Callable[[random.Random], str]]:
-    """Returns functions that draw a piece of text, one for each kind."""
+def _piece_generators() -> list[Callable[[random.Random], str]]:
+    """Returns functions that draw random pieces of text, one per kind."""
     code = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "gpt").rglob("*.py"))]
 
-    def part(found: Sequence[str], random: random.Random) -> str:
-        text = random.choice(found)
+    def draw_substring(sources: Sequence[str], random: random.Random) -> str:
+        text = random.choice(sources)
         start = random.randrange(len(text) or 1)
         return text[start : start + random.randrange(1, 120)]
 
-    def point(random: random.Random) -> str:
+    def draw_character(random: random.Random) -> str:
         plane = random.choice((0x80, 0x3000, 0x10000, 0x20000, 0x110000))
         code = random.randrange(plane)
         return chr(code) if not 0xD800 <= code < 0xE000 else " "
 
     return [
-        partial(part, LANGUAGES),
-        partial(part, code),
+        partial(draw_substring, LANGUAGES),
+        partial(draw_substring, code),
         lambda random: random.choice(_SPACES) * random.randrange(1, 12),
         lambda random: "".join(random.choices(_SPACES, k=random.randrange(1, 8))),
-        lambda random: "".join(random.choices(_NUMBERS, k=random.randrange(1, 4))),
+        lambda random: "".join(random.choices(_NUMERALS, k=random.randrange(1, 4))),
         lambda random: "".join(random.choices(_MARKS, k=random.randrange(1, 4))),
         lambda random: "".join(random.choices(_QUOTES, k=random.randrange(1, 4))),
-        lambda random: random.choice(_WRITTEN),
-        lambda random: "".join(point(random) for _ in range(random.randrange(1, 6))),
+        lambda random: random.choice(_SPECIAL_NAMES),
+        lambda random: "".join(draw_character(random) for _ in range(random.randrange(1, 6))),
     ]
 
 
-def texts(count: int, seed: int = 0) -> list[str]:
-    """Returns random texts: a fifth from hypothesis, the others of languages, code, white space, numbers, emoji, marks,
-    quotes, the names of special tokens, and any characters."""
+def random_texts(count: int, seed: int = 0) -> list[str]:
+    """Returns random texts: a fifth from hypothesis, the rest from random pieces of all kinds."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import strategies as st
 
-    found, rng, pieces = list[str](), random.Random(seed), _pieces()
-    while len(found) < count - count // 5:
+    drawn_texts, rng, pieces = list[str](), random.Random(seed), _piece_generators()
+    while len(drawn_texts) < count - count // 5:
         parts = (rng.choice(pieces)(rng) for _ in range(rng.randrange(1, 9)))
-        found.append(rng.choice(["", "", " "]).join(parts))
+        drawn_texts.append(rng.choice(["", "", " "]).join(parts))
 
     @settings(max_examples=count // 5, phases=[Phase.generate], derandomize=True, database=None, deadline=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.text(max_size=60))
-    def take(text: str) -> None:
-        found.append(text)
+    def add_text(text: str) -> None:
+        drawn_texts.append(text)
 
-    take()
-    return found[:count]
+    add_text()
+    return drawn_texts[:count]
 
 
 def train_bpe(pattern: str, size: int, texts: Iterable[str]) -> Tokenizer:
-    """Trains a byte-level BPE with a pattern; `gpt` itself trains with GPT-2's only."""
+    """Trains a byte-level BPE with any pattern; `gpt` uses only GPT-2's."""
     import rustbpe
 
-    learner = rustbpe.Tokenizer()
-    learner.train_from_iterator(iter(texts), size - 1, pattern=pattern)
-    ranks = {bytes(token): rank for token, rank in learner.get_mergeable_ranks()}
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(texts), size - 1, pattern=pattern)
+    ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
     return Tokenizer("bpe", ByteBPE(pattern, ranks), len(ranks))
 
 
 def vocabularies(text: str) -> Iterator[tuple[str, Tokenizer]]:
-    """Yields tokenizers for each pattern that llama.cpp has, by name."""
+    """Yields names and tokenizers, with each pattern that llama.cpp supports."""
     yield "bytes", bytes_tokenizer()
     for size in (512, 4096):
         yield f"trained on TEXT, {size} ids", train_bpe(GPT2_PATTERN, size, [text])
     languages = [" ".join(random.Random(number).sample(LANGUAGES, len(LANGUAGES))) for number in range(20)]
     for size in (400, 1500):
         yield f"trained on {len(LANGUAGES)} languages, {size} ids", train_bpe(GPT2_PATTERN, size, languages)
-    both = [*languages, text]
-    yield "Llama 3's pattern", train_bpe(LLAMA3_PATTERN, 3000, both)
-    yield "Qwen's pattern", train_bpe(LLAMA3_PATTERN.replace("{1,3}", ""), 3000, both)
-    yield "SmolLM's pattern", train_bpe(DIGITS_PATTERN, 3000, both)
-    yield "minbpe's pattern", train_bpe(MINBPE_PATTERN, 3000, both)
-    yield "cl100k's pattern", train_bpe(CL100K_PATTERN, 3000, both)
+    texts = [*languages, text]
+    yield "Llama 3's pattern", train_bpe(LLAMA3_PATTERN, 3000, texts)
+    yield "Qwen's pattern", train_bpe(LLAMA3_PATTERN.replace("{1,3}", ""), 3000, texts)
+    yield "SmolLM's pattern", train_bpe(DIGITS_PATTERN, 3000, texts)
+    yield "minbpe's pattern", train_bpe(MINBPE_PATTERN, 3000, texts)
+    yield "cl100k's pattern", train_bpe(CL100K_PATTERN, 3000, texts)
     try:
         yield "GPT-2's", gpt2_tokenizer()
     except WorkError as error:
         print(f"Skipped GPT-2's vocabulary: {error}")
 
 
-def untrained(path: Path, tokenizer: Tokenizer) -> Path:
-    """Writes the .gguf file of a tiny model with random weights and this tokenizer."""
+def write_untrained(path: Path, tokenizer: Tokenizer) -> Path:
+    """Writes a .gguf file of a tiny random model with this tokenizer."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(tokenizer.vocab_size + 3, block_size=64, n_layer=1, n_head=1, n_embd=32))
-    weights = {name: partial(Tensor.detach, each) for name, each in model.named_parameters()}
+    weights = {name: partial(Tensor.detach, parameter) for name, parameter in model.named_parameters()}
     gguf_tokenizer.check(tokenizer)
     gguf.write(path, SourceModel(path, model.config, tokenizer, weights), "f32", "untrained")
     return path
 
 
-def other_ids(tokenizer: Tokenizer, server: LlamaCpp, texts: Iterable[str]) -> list[str]:
+def find_different_texts(tokenizer: Tokenizer, server: LlamaCpp, texts: Iterable[str]) -> list[str]:
     """Returns the texts that llama.cpp tokenizes differently."""
     return [text for text in texts if tokenizer.encode(text).tolist() != server.ids(text)]
 
@@ -279,56 +277,56 @@ _gelu = F.gelu
 
 
 def table_gelu(x: Tensor, approximate: str) -> Tensor:
-    """Computes GELU as llama.cpp does on a CPU: a float16 lookup table between -10 and 10."""
-    looked_up = _gelu(x.half().float(), approximate=approximate).half().float()
-    return torch.where(x <= -10, 0.0, torch.where(x >= 10, x, looked_up))
+    """Computes GELU like llama.cpp on a CPU: a float16 lookup table between -10 and 10."""
+    from_table = _gelu(x.half().float(), approximate=approximate).half().float()
+    return torch.where(x <= -10, 0.0, torch.where(x >= 10, x, from_table))
 
 
-def with_table_gelu() -> Any:
-    """A context in which our decoder uses llama.cpp's GELU. SwiGLU has no table."""
+def use_table_gelu() -> Any:
+    """Returns a context in which our decoder uses llama.cpp's GELU."""
     return mock.patch.object(decoder.F, "gelu", table_gelu)
 
 
 @dataclass(frozen=True)
-class Greedy:
+class GreedyComparison:
     """A comparison of greedy continuations."""
 
     prompts: int
-    tokens: int  # tokens of ours up to the first difference of each
-    apart: list[float]  # nats between our two most likely ids at each difference
+    tokens: int  # our tokens before the first differences
+    gaps: list[float]  # nats between our two most likely ids at each difference
 
 
-def prompts(model: LanguageModel, text: str, count: int) -> list[str]:
-    """Draws prompts from a text, short enough for a continuation within the context."""
-    rng, found = random.Random(0), list[str]()
-    while len(found) < count:
+def draw_prompts(model: LanguageModel, text: str, count: int) -> list[str]:
+    """Draws prompts from a text that leave room for a continuation in the context."""
+    rng, drawn_prompts = random.Random(0), list[str]()
+    while len(drawn_prompts) < count:
         start = rng.randrange(len(text))
         prompt = text[start : start + rng.randrange(4, 160)]
         if prompt and len(model.tokenizer.prompt(prompt)) <= model.model.config.block_size - GREEDY:
-            found.append(prompt)
-    return found
+            drawn_prompts.append(prompt)
+    return drawn_prompts
 
 
-def greedy(model: LanguageModel, prompts: Sequence[str], theirs: Sequence[list[int]]) -> Greedy:
+def compare_greedy(model: LanguageModel, prompts: Sequence[str], theirs: Sequence[list[int]]) -> GreedyComparison:
     """Compares continuations with llama.cpp's, up to the first difference of each."""
     config = SampleConfig(temperature=0, max_tokens=GREEDY, logprobs=2)
-    tokens, apart = 0, []
+    tokens, gaps = 0, []
     for piece in model.write_all(prompts, config):
         if piece.sample is None:
             continue
         assert piece.sample.logprobs is not None
         ours, ids = [token.id for token in piece.sample.logprobs], theirs[piece.prompt]
-        same = next((i for i, (a, b) in enumerate(zip(ours, ids, strict=False)) if a != b), None)
-        tokens += len(ours) if same is None else same
-        if same is not None:
-            (_, first), (_, second) = piece.sample.logprobs[same].top
-            apart.append(first - second)
+        first_difference = next((i for i, (a, b) in enumerate(zip(ours, ids, strict=False)) if a != b), None)
+        tokens += len(ours) if first_difference is None else first_difference
+        if first_difference is not None:
+            (_, first), (_, second) = piece.sample.logprobs[first_difference].top
+            gaps.append(first - second)
         elif len(ours) != len(ids):
             raise AssertionError(f"{prompts[piece.prompt]!r}: {len(ours)} tokens, in llama.cpp {len(ids)}")
-    return Greedy(len(prompts), tokens, sorted(apart))
+    return GreedyComparison(len(prompts), tokens, sorted(gaps))
 
 
-def trained(text: Path, out: Path, steps: int, **settings: Any) -> LanguageModel:
+def train_model(text: Path, out: Path, steps: int, **settings: Any) -> LanguageModel:
     """Trains a small model and loads it."""
     api.train(
         text, out=out, steps=steps, dtype="float32", sample_every=0, save_every=steps, device="cpu",
@@ -337,53 +335,55 @@ def trained(text: Path, out: Path, steps: int, **settings: Any) -> LanguageModel
     return api.load(out, device="cpu")
 
 
-def exported(model: LanguageModel, out: Path, **settings: Any) -> Path:
+def export_model(model: LanguageModel, out: Path, **settings: Any) -> Path:
     """Exports a model unless ``out`` exists."""
     if not out.exists():
         api.export(model.path, out, device="cpu", **settings)
     return out
 
 
-def their_loss(server: LlamaCpp, some: Sequence[Window]) -> float:
-    """Returns llama.cpp's loss over windows in nats per token."""
-    losses = [-server.logprob(w.x[: i + 1].tolist(), int(w.y[i])) for w in some for i in range(w.skipped, len(w.y))]
+def their_loss(server: LlamaCpp, eval_windows: Sequence[Window]) -> float:
+    """Returns llama.cpp's loss in nats per token."""
+    losses = [
+        -server.logprob(w.x[: i + 1].tolist(), int(w.y[i])) for w in eval_windows for i in range(w.skipped, len(w.y))
+    ]
     return float(np.mean(losses))
 
 
-def with_weights_of(path: Path, model: LanguageModel, kind: str) -> GPT:
-    """Returns our decoder in float32 with the values of a .gguf file of this type."""
+def model_with_file_weights(path: Path, model: LanguageModel, kind: str) -> GPT:
+    """Returns our decoder in float32 with weights rounded as in a .gguf file of this type."""
     source = open_source(path)
     stored = run.stored(source, run.Target(Path("model.gguf"), True, kind, None))
     return checkpoint.build(source.config, stored, model.compute.device, torch.float32)
 
 
-def our_logprobs(model: LanguageModel, some: Iterable[Window], count: int) -> Numbers:
-    """Returns the log-probabilities (count, V) of all ids at the first positions of windows."""
-    found: list[Numbers] = []
-    for window in some:
+def our_logprobs(model: LanguageModel, eval_windows: Iterable[Window], count: int) -> Float64Array:
+    """Returns our log-probabilities (count, V) at the first positions of windows."""
+    logprobs: list[Float64Array] = []
+    for window in eval_windows:
         with torch.inference_mode():
             logits = model.model(torch.from_numpy(window.x)[None])
-        found.append(logits[0].double().log_softmax(-1).numpy())
-        if sum(map(len, found)) >= count:
+        logprobs.append(logits[0].double().log_softmax(-1).numpy())
+        if sum(map(len, logprobs)) >= count:
             break
-    return np.concatenate(found)[:count]
+    return np.concatenate(logprobs)[:count]
 
 
-def their_logprobs(server: LlamaCpp, some: Iterable[Window], count: int, vocab_size: int) -> Numbers:
-    """Returns the same from llama.cpp."""
-    places = ((window, i) for window in some for i in range(len(window.x)))
-    return np.stack([server.logprobs(w.x[: i + 1].tolist(), vocab_size) for w, i in islice(places, count)])
+def their_logprobs(server: LlamaCpp, eval_windows: Iterable[Window], count: int, vocab_size: int) -> Float64Array:
+    """Returns llama.cpp's log-probabilities (count, V) at the same positions."""
+    positions = ((window, i) for window in eval_windows for i in range(len(window.x)))
+    return np.stack([server.logprobs(w.x[: i + 1].tolist(), vocab_size) for w, i in islice(positions, count)])
 
 
 def ids_table(text: str, count: int, place: Path) -> Table:
     """Compares the token ids of random texts, by vocabulary."""
-    found, rows = texts(count), []
+    texts, rows = random_texts(count), []
     for number, (name, tokenizer) in enumerate(vocabularies(text)):
-        with LlamaCpp(untrained(place / f"{number}.gguf", tokenizer)) as server:
-            other = other_ids(tokenizer, server, found)
-        rows.append([name, f"{tokenizer.vocab_size:,}", f"{len(other):,}"])
-        print(name, *map(ascii, other), sep="\n  ", flush=True)
-    characters = sum(map(len, found))
+        with LlamaCpp(write_untrained(place / f"{number}.gguf", tokenizer)) as server:
+            different_texts = find_different_texts(tokenizer, server, texts)
+        rows.append([name, f"{tokenizer.vocab_size:,}", f"{len(different_texts):,}"])
+        print(name, *map(ascii, different_texts), sep="\n  ", flush=True)
+    characters = sum(map(len, texts))
     caption = f"Token ids of {count:,} texts ({characters:,} characters), which include the names of special tokens:"
     return Table(["vocabulary", "ids", "texts with different ids"], rows, caption)
 
@@ -392,41 +392,41 @@ def greedy_table(models: dict[str, LanguageModel], text: str, count: int, place:
     """Compares greedy continuations."""
     rows = []
     for number, (name, model) in enumerate(models.items()):
-        drawn = prompts(model, text, count)
-        with LlamaCpp(exported(model, place / f"greedy{number}.gguf", dtype="f32")) as server:
-            theirs = [server.continuation(prompt) for prompt in drawn]
-        for kind, how in gelus(model):
-            with how():
-                found = greedy(model, drawn, theirs)
-            apart = ", ".join(f"{each:.5f}" for each in found.apart)
-            rows.append([name, f"{found.tokens:,}", kind, str(len(found.apart)), apart])
+        prompts = draw_prompts(model, text, count)
+        with LlamaCpp(export_model(model, place / f"greedy{number}.gguf", dtype="f32")) as server:
+            theirs = [server.continuation(prompt) for prompt in prompts]
+        for kind, gelu_context in gelu_contexts(model):
+            with gelu_context():
+                comparison = compare_greedy(model, prompts, theirs)
+            gaps = ", ".join(f"{gap:.5f}" for gap in comparison.gaps)
+            rows.append([name, f"{comparison.tokens:,}", kind, str(len(comparison.gaps)), gaps])
     columns = ["model", "tokens compared", "GELU", "prompts that differ", "nats between our two most likely ids there"]
     caption = f"Greedy continuations of {count:,} prompts, {GREEDY} tokens each, f32 files, float32 KV cache:"
     return Table(columns, rows, caption)
 
 
-def gelus(model: LanguageModel) -> list[tuple[str, Callable[[], Any]]]:
-    """Returns the ways to compute our decoder's activation: its own, and llama.cpp's table if it is GELU."""
+def gelu_contexts(model: LanguageModel) -> list[tuple[str, Callable[[], Any]]]:
+    """Returns contexts for our activation: exact, and with llama.cpp's table if it is GELU."""
     if model.model.config.mlp != "gelu":
         return [("none", nullcontext)]
-    return [("exact", nullcontext), ("llama.cpp's table", with_table_gelu)]
+    return [("exact", nullcontext), ("llama.cpp's table", use_table_gelu)]
 
 
-def loss_table(model: LanguageModel, some: list[Window], place: Path) -> Table:
-    """Compares the losses of exported folders in `gpt` and of exported files in llama.cpp."""
+def loss_table(model: LanguageModel, eval_windows: list[Window], place: Path) -> Table:
+    """Compares the losses of exported folders and of .gguf files in `gpt` and llama.cpp."""
     rows = []
     for dtype in ("float32", "int8", "int4"):
-        folder = exported(model, place / dtype, dtype=dtype)
+        folder = export_model(model, place / dtype, dtype=dtype)
         size = (folder / "model.safetensors").stat().st_size
-        total, n = total_loss(api.load(folder, device="cpu").model, some, model.compute)
+        total, n = total_loss(api.load(folder, device="cpu").model, eval_windows, model.compute)
         rows.append([f"folder, {dtype}", f"{size:,}", f"{total / n:.4f}", ""])
     for kind in ("f32", "f16", "q8_0", "q4_0"):
-        path = exported(model, place / f"{kind}.gguf", dtype=kind)
-        total, n = total_loss(with_weights_of(model.path, model, kind), some, model.compute)
+        path = export_model(model, place / f"{kind}.gguf", dtype=kind)
+        total, n = total_loss(model_with_file_weights(model.path, model, kind), eval_windows, model.compute)
         with LlamaCpp(path) as server:
-            theirs = their_loss(server, some)
+            theirs = their_loss(server, eval_windows)
         rows.append([f".gguf, {kind}", f"{path.stat().st_size:,}", f"{total / n:.4f}", f"{theirs:.4f}"])
-    count, length = sum(len(window.y) - window.skipped for window in some), len(some[0].x)
+    count, length = sum(len(window.y) - window.skipped for window in eval_windows), len(eval_windows[0].x)
     caption = f"Loss over {count:,} tokens in windows of {length}, llama.cpp's maximum, in nats per token:"
     return Table(["export", "bytes", "in `gpt`", "in llama.cpp"], rows, caption)
 
@@ -435,22 +435,21 @@ def difference_table(models: dict[str, LanguageModel], text: str, count: int, pl
     """Compares the log-probabilities of all ids."""
     rows = []
     for number, (name, model) in enumerate(models.items()):
-        path = exported(model, place / f"difference{number}.gguf", dtype="f32")
-        some = text_windows(model, text)
+        path = export_model(model, place / f"difference{number}.gguf", dtype="f32")
+        eval_windows = text_windows(model, text)
         for exact, attention in ((True, "float32"), (False, "float16 (default)")):
             with LlamaCpp(path, exact) as server:
-                theirs = their_logprobs(server, some, count, model.model.config.vocab_size)
-            for kind, how in gelus(model):
-                with how():
-                    found = np.abs(theirs - our_logprobs(model, some, count))
-                rows.append([name, attention, kind, f"{found.mean():.1e}", f"{found.max():.1e}"])
+                theirs = their_logprobs(server, eval_windows, count, model.model.config.vocab_size)
+            for kind, gelu_context in gelu_contexts(model):
+                with gelu_context():
+                    differences = np.abs(theirs - our_logprobs(model, eval_windows, count))
+                rows.append([name, attention, kind, f"{differences.mean():.1e}", f"{differences.max():.1e}"])
     caption = f"Log-probabilities of all ids at {count:,} positions, f32 files, difference from float32 here in nats:"
     return Table(["model", "llama.cpp's attention", "GELU", "mean", "largest"], rows, caption)
 
 
 def text_windows(model: LanguageModel, text: str) -> list[Window]:
-    """Returns `gpt eval`'s windows of a text, one token shorter, since llama.cpp's server predicts nothing at the last
-    position of its context."""
+    """Returns `gpt eval`'s windows, one token shorter: llama.cpp's server predicts nothing at the last position."""
     document = model.tokenizer.document(text).astype(np.int64)
     return list(windows(Encoded([document]), model.model.config.block_size - 1))
 
@@ -477,30 +476,30 @@ def main() -> None:
             if main_model.model.config.block_size < 2 * GREEDY:
                 sys.exit(f"the model's context is shorter than {2 * GREEDY}")
         else:
-            main_model = trained(file, place / "main", 300, vocab_size=1024)
+            main_model = train_model(file, place / "main", 300, vocab_size=1024)
         models = {
             "trained vocabulary": main_model,
-            "bytes": trained(file, place / "bytes", 800, tokenizer="bytes"),
-            "Qwen3's layout": trained(file, place / "modern", 300, arch="modern", vocab_size=1024),
+            "bytes": train_model(file, place / "bytes", 800, tokenizer="bytes"),
+            "Qwen3's layout": train_model(file, place / "modern", 300, arch="modern", vocab_size=1024),
         }
         try:
             gpt2_tokenizer()
-            models["GPT-2's vocabulary"] = trained(
+            models["GPT-2's vocabulary"] = train_model(
                 file, place / "gpt2", 500, tokenizer="gpt2", n_embd=64, batch_tokens=256
             )
         except WorkError as error:
             print(f"Skipped GPT-2's vocabulary: {error}")
-        some = text_windows(main_model, text)
-        some = some[: -(-arguments.tokens // len(some[0].x))]
-        both = {each: models[each] for each in ("trained vocabulary", "Qwen3's layout")}
+        loss_windows = text_windows(main_model, text)
+        loss_windows = loss_windows[: -(-arguments.tokens // len(loss_windows[0].x))]
+        compared_models = {each: models[each] for each in ("trained vocabulary", "Qwen3's layout")}
         tables = [
             ids_table(text, arguments.texts, place),
             greedy_table(models, text, arguments.prompts, place),
-            loss_table(main_model, some, place),
-            difference_table(both, text, arguments.positions, place),
+            loss_table(main_model, loss_windows, place),
+            difference_table(compared_models, text, arguments.positions, place),
         ]
     notes = [
-        f"llama.cpp runs on one thread; the main model has {parameters(main_model):,} parameters.",
+        f"llama.cpp runs on one thread; the main model has {count_parameters(main_model):,} parameters.",
         "llama.cpp has Unicode 15 and treats the 4,382 letters and digits of Unicode 16 as neither.",
         "llama.cpp's GELU on a CPU is a table in half precision; SwiGLU has no table.",
     ]
@@ -509,9 +508,9 @@ def main() -> None:
     write_section("llama_cpp", section)
 
 
-def parameters(model: LanguageModel) -> int:
+def count_parameters(model: LanguageModel) -> int:
     """Returns the number of a model's parameters."""
-    return sum(each.numel() for each in model.model.parameters())
+    return sum(parameter.numel() for parameter in model.model.parameters())
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.llama_server FILE [--exact] [--threads N] [--clients N --port N]
 
-Other benchmarks start this as a separate process. With --exact, keys, values and attention are float32. With --clients,
-each client has a slot with a context of 256 tokens; without it, one client has the model's context.
+Other benchmarks start it as a process. With --exact, KV cache and attention are float32. With --clients, each client
+has a slot with a context of 256 tokens; otherwise one client has the model's context.
 """
 
 import argparse
@@ -17,17 +17,17 @@ parser.add_argument("--exact", action="store_true")
 parser.add_argument("--threads", type=int, default=1)
 parser.add_argument("--clients", type=int)
 parser.add_argument("--port", type=int)
-asked = parser.parse_args()
+args = parser.parse_args()
 
 params = xllamacpp.CommonParams()
-params.model.path = asked.file
-params.n_gpu_layers, params.n_parallel, params.verbosity = 0, asked.clients or 1, 1
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = asked.threads
-if asked.clients:
-    params.n_ctx = asked.clients * 256
-if asked.port:
-    params.port = asked.port
-if asked.exact:  # flash attention would store keys and values in float16
+params.model.path = args.file
+params.n_gpu_layers, params.n_parallel, params.verbosity = 0, args.clients or 1, 1
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
+if args.clients:
+    params.n_ctx = args.clients * 256
+if args.port:
+    params.port = args.port
+if args.exact:  # flash attention would use a float16 cache
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 params.warmup = params.fit_params = params.ui = False

@@ -2,7 +2,7 @@
 
     python -m benchmarks.pages
 
-Needs the dev extra, GPT-2's vocabulary (tiktoken downloads it unless TIKTOKEN_CACHE_DIR has it) and Chromium.
+Needs the dev extra, Chromium and GPT-2's vocabulary, from TIKTOKEN_CACHE_DIR or downloaded by tiktoken.
 """
 
 import shutil
@@ -17,13 +17,13 @@ import torch
 from benchmarks.results import SCRIPTS, Table, measured, output, write_section
 
 TOKENS, LOADS = 128, 5
-DRAWN = "() => new Promise(f => requestAnimationFrame(() => requestAnimationFrame(() => f(performance.now()))))"
+PAINTED = "() => new Promise(f => requestAnimationFrame(() => requestAnimationFrame(() => f(performance.now()))))"
 
 
-def make(place: Path) -> tuple[Path, float]:
-    """Runs the command as a user types it; returns the page's path and the command's seconds.
+def write_page(place: Path) -> tuple[Path, float]:
+    """Runs the command with a random model; returns the page's path and the command's seconds.
 
-    Weights are random: the size of the page does not depend on them.
+    The size of the page does not depend on the weights.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -37,8 +37,8 @@ def make(place: Path) -> tuple[Path, float]:
     return page, time.perf_counter() - started
 
 
-def load(page: Path) -> tuple[list[float], str]:
-    """Loads the page several times; returns the seconds until each is painted, and the browser's version."""
+def time_loads(page: Path) -> tuple[list[float], str]:
+    """Loads the page several times; returns the seconds until it is painted, and the browser's version."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or sys.exit("Chromium is not installed")
@@ -49,7 +49,7 @@ def load(page: Path) -> tuple[list[float], str]:
             tab = browser.new_page(viewport={"width": 1200, "height": 900})
             tab.goto(page.as_uri())
             tab.wait_for_selector("body[data-ready]")
-            seconds.append(tab.evaluate(DRAWN) / 1000)
+            seconds.append(tab.evaluate(PAINTED) / 1000)
             assert tab.locator(".heads button").count() == 12 * 13 + 1
             assert tab.locator("#strip .token").count() == TOKENS
             tab.close()
@@ -61,14 +61,14 @@ def load(page: Path) -> tuple[list[float], str]:
 def main() -> None:
     """Measures and writes the section."""
     with tempfile.TemporaryDirectory() as place:
-        page, made = make(Path(place))
+        page, command_seconds = write_page(Path(place))
         size = page.stat().st_size
-        seconds, version = load(page)
+        seconds, version = time_loads(page)
     rows = [
         ["size of the page", f"{size / 1e6:.2f} MB"],
         [f"painted, median of {LOADS}", f"{statistics.median(seconds):.2f} s"],
         ["painted, slowest", f"{max(seconds):.2f} s"],
-        ["`gpt inspect attention`, the whole command", f"{made:.1f} s"],
+        ["`gpt inspect attention`, the whole command", f"{command_seconds:.1f} s"],
     ]
     note = f"GPT-2 124M, 12 layers × 12 heads × {TOKENS} tokens, in headless Chromium {version}."
     tables = [Table(["measure", "value"], rows)]

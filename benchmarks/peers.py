@@ -3,8 +3,8 @@
     python -m benchmarks.peers llama.cpp FILE.gguf IDS NEW TEXTS BATCH
     python -m benchmarks.peers transformers FOLDER IDS NEW TEXTS BATCH
 
-IDS is a prompt as JSON. ``TEXTS`` texts of ``NEW`` tokens each are generated greedily, ``BATCH`` at once, ignoring
-end-of-text. Prints the ids of each text as JSON. `benchmarks.decode` times these commands.
+IDS is a prompt as JSON. Generates TEXTS texts of NEW tokens greedily, in batches of BATCH, ignoring end-of-text. Prints
+the ids of each text as JSON. `benchmarks.decode` times these commands.
 """
 
 import http.client
@@ -18,8 +18,8 @@ THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 
 
 
 def llama_cpp(path: str, ids: list[int], new: int, texts: int, batch: int) -> list[list[int]]:
-    """Generates with llama.cpp's server, with one slot and one client thread per text of a batch, on all cores. Other
-    settings, such as the float16 cache and flash attention, keep their defaults."""
+    """Generates with llama.cpp's server on all cores, with a slot and a client thread for each text of a batch. Float16
+    cache and flash attention are its defaults."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -30,19 +30,19 @@ def llama_cpp(path: str, ids: list[int], new: int, texts: int, batch: int) -> li
     params.warmup = params.fit_params = params.ui = False
     server = xllamacpp.Server(params)
     address = server.listening_address.removeprefix("http://")
-    # The default sampler chain would sort logits that greedy decoding only compares.
+    # The default samplers would sort the logits; greedy decoding needs only the maximum.
     body = json.dumps({
         "prompt": ids, "n_predict": new, "temperature": 0, "samplers": ["temperature"], "ignore_eos": True,
         "cache_prompt": False, "return_tokens": True,
     })  # fmt: skip
 
-    def text(_: int) -> list[int]:
+    def generate(_: int) -> list[int]:
         connection = http.client.HTTPConnection(address, timeout=600)
         connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
         return list(json.load(connection.getresponse())["tokens"])
 
     with ThreadPoolExecutor(batch) as pool:
-        return list(pool.map(text, range(texts)))
+        return list(pool.map(generate, range(texts)))
 
 
 def transformers(path: str, ids: list[int], new: int, texts: int, batch: int) -> list[list[int]]:
@@ -52,14 +52,14 @@ def transformers(path: str, ids: list[int], new: int, texts: int, batch: int) ->
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     x = torch.tensor([ids] * texts)
-    found: list[list[int]] = []
+    ids_of_texts: list[list[int]] = []
     for rows in x.split(batch):
         out = model.generate(
             rows, attention_mask=torch.ones_like(rows), do_sample=False, max_new_tokens=new, eos_token_id=None,
             pad_token_id=0,
         )  # fmt: skip
-        found += out[:, len(ids) :].tolist()
-    return found
+        ids_of_texts += out[:, len(ids) :].tolist()
+    return ids_of_texts
 
 
 SYSTEMS: dict[str, Callable[[str, list[int], int, int, int], list[list[int]]]] = {

@@ -1,4 +1,4 @@
-"""Writes benchmarks/parallel-plan.md: what `gpt params` plans for GPT-3's eight sizes on 8, 64 and 1,024 devices.
+"""Writes benchmarks/parallel-plan.md: the plans of `gpt params` for GPT-3's eight sizes on 8, 64 and 1,024 devices.
 
 python -m benchmarks.plan
 """
@@ -33,7 +33,7 @@ reach less.
 
 
 def page() -> str:
-    """Returns the whole page."""
+    """Returns the page in Markdown."""
     parts = [HEAD]
     for devices in DEVICES:
         parts.append(
@@ -60,8 +60,8 @@ def _row(name: str, plan: TrainingPlan) -> str:
 
 def _flops(name: str) -> str:
     config = PRESETS[name].model
-    plain = 6 * breakdown(config).trainable * TOKENS
-    return f"| {name} | {plain:.2e} | {flops_per_token(config, config.block_size) * TOKENS:.2e} |\n"
+    parameter_flops = 6 * breakdown(config).trainable * TOKENS
+    return f"| {name} | {parameter_flops:.2e} | {flops_per_token(config, config.block_size) * TOKENS:.2e} |\n"
 
 
 if __name__ == "__main__":

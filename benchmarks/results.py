@@ -1,8 +1,8 @@
-"""Results of the benchmarks: a JSON file of sections per benchmark, and the pages that are generated from them.
+"""Benchmark results: a JSON file of sections per benchmark, and pages generated from them.
 
     python -m benchmarks.results     rewrites RESULTS.md and archive.md from results/*.json
 
-A benchmark calls `measured` and `write_section`. Tables contain text, formatted as the pages show it.
+A benchmark calls `measured` and `write_section`. Cells of tables are formatted text.
 """
 
 import contextlib
@@ -23,9 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks"
 SCRIPTS = Path(sys.executable).parent
-_NUMERIC = re.compile(r"[-+−]?\d[\d.,e+-]*( ?[%A-Za-z/]{1,8})?")  # a number, maybe with a unit
+_NUMERIC = re.compile(r"[-+−]?\d[\d.,e+-]*( ?[%A-Za-z/]{1,8})?")  # a number with an optional unit
 
-# Benchmarks in the order of the page.
 PAGES = {
     "RESULTS.md": (
         "run", "curves", "gpu", "decode", "beams", "serve", "tokenize", "finetune", "lora", "llama_cpp", "rounding",
@@ -58,7 +57,7 @@ class Table:
     caption: str = ""
 
     def lines(self) -> list[str]:
-        """Returns the caption and the table in Markdown. Columns of numbers are aligned to the right."""
+        """Returns the caption and the table in Markdown, with numeric columns right-aligned."""
         columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.columns)
         numeric = [all(not cell or _NUMERIC.fullmatch(cell) for cell in column) for column in columns]
         rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
@@ -72,7 +71,7 @@ def _row(cells: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """What a benchmark measured, and where, when and how it did. ``notes`` are sentences."""
+    """A measurement with its machine, date and command. ``notes`` are sentences."""
 
     title: str
     commit: str
@@ -95,24 +94,24 @@ class Section:
 def measured(
     title: str, command: str, notes: Sequence[str], tables: Sequence[Table], packages: Sequence[str] = ("torch",)
 ) -> Section:
-    """Returns a section measured now, on this machine, at this commit, with these ``packages``."""
+    """Returns a section with the current commit, date and machine."""
     return Section(title, **about(command, packages), notes=notes, tables=tables)
 
 
 def about(command: str, packages: Sequence[str]) -> dict[str, str]:
-    """Returns the commit, date, machine and command of a measurement made now."""
+    """Returns the commit, date, machine and command of a measurement."""
     commit = "unknown"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = output("git", "rev-parse", "--short", "HEAD", cwd=ROOT).strip()
-        own = [":!benchmarks/results", ":!benchmarks/*.md"]  # which benchmarks write
-        changed = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *own, cwd=ROOT)
-        commit += "-dirty" if changed else ""
+        written_files = [":!benchmarks/results", ":!benchmarks/*.md"]
+        changes = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *written_files, cwd=ROOT)
+        commit += "-dirty" if changes else ""
     today = f"{datetime.now(UTC):%Y-%m-%d}"
     return {"commit": commit, "date": today, "machine": machine(packages), "command": command}
 
 
 def machine(packages: Sequence[str]) -> str:
-    """Describes this machine: processor, cores, system, Python, and the versions of ``packages``."""
+    """Describes this machine: processor, cores, system, Python, versions of ``packages``."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -122,12 +121,12 @@ def machine(packages: Sequence[str]) -> str:
 
 
 def load(benchmark: str) -> list[Section]:
-    """Returns the sections of a benchmark, none if it has not been run."""
+    """Returns the stored sections of a benchmark."""
     path = FOLDER / "results" / f"{benchmark}.json"
     if not path.exists():
         return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return [Section(**each | {"tables": [Table(**table) for table in each["tables"]]}) for each in found]
+    sections = json.loads(path.read_text(encoding="utf-8"))
+    return [Section(**section | {"tables": [Table(**table) for table in section["tables"]]}) for section in sections]
 
 
 def save(benchmark: str, sections: Sequence[Section]) -> None:
@@ -138,8 +137,8 @@ def save(benchmark: str, sections: Sequence[Section]) -> None:
 
 
 def write_section(benchmark: str, section: Section) -> None:
-    """Replaces the section of this title in the benchmark's results, or adds it; rewrites the pages; prints it."""
-    sections = {each.title: each for each in load(benchmark)} | {section.title: section}
+    """Adds a section to the benchmark's results, or replaces it by title; rewrites the pages and prints the section."""
+    sections = {stored.title: stored for stored in load(benchmark)} | {section.title: section}
     save(benchmark, list(sections.values()))
     write_pages()
     print(section)
@@ -161,7 +160,7 @@ def write_pages() -> None:
 
 
 def anchor(title: str) -> str:
-    """Returns the anchor that GitHub gives a heading."""
+    """Returns GitHub's anchor for a heading."""
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
@@ -170,7 +169,7 @@ def anchor(title: str) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A line of the summary: the cells in a ``column`` of a section, each from the only row with all of some cells."""
+    """A line of the summary. ``ours`` and ``theirs`` are cells that identify exactly one row of ``section``."""
 
     work: str
     section: str
@@ -178,11 +177,11 @@ class Figure:
     ours: Sequence[str]
     peer: str = ""
     theirs: Sequence[str] = ()
-    their_column: str = ""  # if another
+    their_column: str = ""  # if it differs from ``column``
 
     def row(self, sections: Sequence[Section]) -> list[str]:
-        """Returns the figure's cells: the work, ours, theirs, and a link to the section."""
-        (section,) = (each for each in sections if each.title == self.section)
+        """Returns the work, our figure, the peer's figure, and a link to the section."""
+        (section,) = (candidate for candidate in sections if candidate.title == self.section)
         unit = self.column.split(", ")[-1]
         ours = f"{_cell(section, self.ours, self.column)} {unit}"
         theirs = ""
@@ -192,14 +191,14 @@ class Figure:
 
 
 def _cell(section: Section, cells: Sequence[str], column: str) -> str:
-    found = [
+    matches = [
         dict(zip(table.columns, row, strict=True))[column]
         for table in section.tables if column in table.columns
         for row in table.rows if set(cells) <= set(row)
     ]  # fmt: skip
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} rows of {section.title!r} have {cells} and a column {column!r}")
-    return found[0]
+    if len(matches) != 1:
+        raise LookupError(f"{len(matches)} rows of {section.title!r} have {cells} and a column {column!r}")
+    return matches[0]
 
 
 _STEP = "Training: speed of a step, bfloat16"
@@ -250,15 +249,15 @@ FIGURES = (
 
 
 def summary(sections: Sequence[Section]) -> Table:
-    """Returns the table of the figures that one cites."""
-    return Table(["work", "`gpt`", "compared with", "measured in"], [each.row(sections) for each in FIGURES])
+    """Returns the table of key figures."""
+    return Table(["work", "`gpt`", "compared with", "measured in"], [figure.row(sections) for figure in FIGURES])
 
 
-# For benchmarks
+# Helpers for benchmarks
 
 
 def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
-    """Returns the median seconds of ``runs`` calls of ``work``, after a warm-up call."""
+    """Returns the median seconds of ``runs`` calls after a warm-up."""
     work()
     times = []
     for _ in range(runs):

@@ -1,8 +1,8 @@
-"""Measures this machine's limits, start-up time and training, compared with Transformers and nanoGPT's recipe.
+"""Measures the machine's limits, start-up and training, compared with Transformers and nanoGPT's recipe.
 
     python -m benchmarks.run [TEXT]
 
-TEXT is tinyshakespeare as a file; without it, the catalogue's copy is downloaded. `make bench` runs this first.
+TEXT is tinyshakespeare, by default downloaded from the catalogue. `make bench` runs this first.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ DTYPE = COMPUTE.dtype_name
 Content = tuple[list[str], list[Table]]  # the notes and tables of a section
 
 
-def floors() -> Content:
+def measure_limits() -> Content:
     """Measures the machine's limits: matrix products and memory reads."""
     capabilities = torch.cpu.get_capabilities()
     features = [name for name in ("avx512_f", "avx512_bf16", "amx_bf16") if capabilities.get(name)]
@@ -57,18 +57,18 @@ def floors() -> Content:
         a = torch.randn(2048, 2048).to(dtype)
         rate = 2 * 2048**3 / median_seconds(lambda a=a: a @ a) / 1e9
         rows.append([f"2048³ matrix product, {str(dtype)[6:]}", f"{rate:,.0f} GFLOP/s"])
-    big = torch.ones(2**27)
-    rows.append(["reading memory", f"{big.nbytes / median_seconds(big.sum) / 1e9:.1f} GB/s"])
+    large_tensor = torch.ones(2**27)
+    rows.append(["reading memory", f"{large_tensor.nbytes / median_seconds(large_tensor.sum) / 1e9:.1f} GB/s"])
     note = f"{torch.get_num_threads()} threads; CPU features: {', '.join(features) or 'neither AVX512 nor AMX'}."
     return [note], [Table(["limit", "rate"], rows)]
 
 
-def start_up() -> Content:
-    """Times whole commands, compared with importing torch and with Transformers' command.
+def measure_start_up() -> Content:
+    """Times whole commands in turn, compared with importing torch and with Transformers' command.
 
-    Commands take turns. Our modules are compiled to bytecode first, as an installation does.
+    The warm-up compiles our modules to bytecode, as an installation does.
     """
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         tokenizer = bytes_tokenizer()
@@ -80,36 +80,36 @@ def start_up() -> Content:
         )  # fmt: skip
         with patch.dict(os.environ):
             os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-            for turn in range(START_UPS + 1):
+            for round_number in range(START_UPS + 1):
                 for words in commands:
                     name, *args = shlex.split(words)
                     started = time.perf_counter()
                     output(str(SCRIPTS / name), *args, cwd=folder)
-                    if turn:  # turn 0 is the warm-up
-                        found.setdefault(words, []).append(time.perf_counter() - started)
-    imports = found[commands[0]]
+                    if round_number:  # round 0 is the warm-up
+                        times.setdefault(words, []).append(time.perf_counter() - started)
+    imports = times[commands[0]]
     rows = []
-    for words, seconds in found.items():
-        more = statistics.median(a - b for a, b in zip(seconds, imports, strict=True))
-        beyond = f"{more:+.2f}" if words.startswith("gpt sample") else ""
-        rows.append([f"`{words}`", f"{statistics.median(seconds):.2f}", beyond])
+    for words, seconds in times.items():
+        extra_seconds = statistics.median(a - b for a, b in zip(seconds, imports, strict=True))
+        extra_cell = f"{extra_seconds:+.2f}" if words.startswith("gpt sample") else ""
+        rows.append([f"`{words}`", f"{statistics.median(seconds):.2f}", extra_cell])
     note = f"Medians of {START_UPS} runs; the commands take turns."
     return [note], [Table(["command", "seconds", "beyond importing torch"], rows)]
 
 
 def train(text: str, folder: Path, *options: str) -> dict[str, float]:
-    """Runs ``gpt train TEXT`` in a separate process; returns its JSON and the command's ``whole_seconds``."""
+    """Runs ``gpt train TEXT``; returns its JSON and the ``whole_seconds`` of the command."""
     started = time.perf_counter()
     out = output(str(SCRIPTS / "gpt"), "train", text, "--json", "--quiet", *options, cwd=folder)
-    values: dict[str, float] = json.loads(out.splitlines()[-1])
-    return values | {"whole_seconds": time.perf_counter() - started}
+    result: dict[str, float] = json.loads(out.splitlines()[-1])
+    return result | {"whole_seconds": time.perf_counter() - started}
 
 
-def nanogpt_recipe(text: str, evaluated: Callable[[int, float, float], None] | None = None) -> tuple[float, float]:
-    """Trains Transformers' GPT-2 by nanoGPT's CPU recipe; returns held-out nats per character and seconds.
+def nanogpt_recipe(text: str, on_evaluation: Callable[[int, float, float], None] | None = None) -> tuple[float, float]:
+    """Trains Transformers' GPT-2 with nanoGPT's CPU recipe; returns held-out nats per character and seconds.
 
     From nanoGPT's README: 4 layers of width 128, 64 characters of context, batch 12, 2,000 steps of AdamW, float32.
-    ``evaluated`` is called every 100 steps with the step, the seconds spent outside evaluations, and the loss on the
+    ``on_evaluation`` is called every 100 steps with the step, the seconds without evaluations, and the loss on the
     first 16,384 held-out characters.
     """
     started = time.perf_counter()
@@ -125,8 +125,8 @@ def nanogpt_recipe(text: str, evaluated: Callable[[int, float, float], None] | N
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     for step in range(2000):
         progress = (step - 100) / 1900
-        rate = 1e-3 * step / 100 if step < 100 else 1e-4 + 0.45e-3 * (1 + math.cos(math.pi * progress))
-        optimizer.param_groups[0]["lr"] = rate
+        learning_rate = 1e-3 * step / 100 if step < 100 else 1e-4 + 0.45e-3 * (1 + math.cos(math.pi * progress))
+        optimizer.param_groups[0]["lr"] = learning_rate
         starts = torch.randint(cut - 65, (12,))
         windows = torch.stack([ids[s : s + 65] for s in starts.tolist()])
         logits = model(windows[:, :-1]).logits
@@ -134,16 +134,16 @@ def nanogpt_recipe(text: str, evaluated: Callable[[int, float, float], None] | N
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if evaluated is not None and (step + 1) % 100 == 0:
+        if on_evaluation is not None and (step + 1) % 100 == 0:
             paused = time.perf_counter()
-            evaluated(step + 1, paused - started, _held_out_loss(model, ids[cut : cut + 2**14 + 1]))
+            on_evaluation(step + 1, paused - started, _held_out_loss(model, ids[cut : cut + 2**14 + 1]))
             started += time.perf_counter() - paused
     return _held_out_loss(model, ids[cut:]), time.perf_counter() - started
 
 
 @torch.no_grad()
 def _held_out_loss(model: GPT2LMHeadModel, ids: torch.Tensor) -> float:
-    """Returns the loss over held-out ids, in windows of 64."""
+    """Returns the loss on held-out ids in windows of 64."""
     count = (len(ids) - 1) // 64
     x, y = ids[: count * 64].view(count, 64), ids[1 : count * 64 + 1].view(count, 64)
     model.eval()
@@ -152,13 +152,13 @@ def _held_out_loss(model: GPT2LMHeadModel, ids: torch.Tensor) -> float:
     return loss.item()
 
 
-def texts(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
-    """Writes two files for each text: its first 90 % to train on, and its last 10 % to measure."""
-    whole = {"tinyshakespeare": shakespeare.read_bytes()}
+def write_splits(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
+    """Writes two files for each text: the first 90 % for training, the last 10 % for evaluation."""
+    contents = {"tinyshakespeare": shakespeare.read_bytes()}
     for name in ("pydocs", "stdlib"):
-        whole[name] = b"".join(source.open().read() for source in catalogue.sources(name))
+        contents[name] = b"".join(source.open().read() for source in catalogue.sources(name))
     files = {}
-    for name, data in whole.items():
+    for name, data in contents.items():
         cut = round(0.9 * len(data))
         files[name] = (folder / f"{name}.txt", folder / f"{name}.val.txt")
         files[name][0].write_bytes(data[:cut].decode("utf-8", "ignore").encode())
@@ -166,28 +166,28 @@ def texts(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]]:
     return files
 
 
-def training(shakespeare: Path) -> Content:
-    """Measures the losses that whole commands reach in a given time, compared with nanoGPT's recipe."""
-    plans = [(name, arch, 1) for name in ("tinyshakespeare", "pydocs", "stdlib") for arch in ("gpt2", "modern")]
-    plans += [("tinyshakespeare", arch, 3) for arch in ("gpt2", "modern")]
+def measure_training(shakespeare: Path) -> Content:
+    """Measures held-out losses after a given time, compared with nanoGPT's recipe."""
+    settings = [(name, arch, 1) for name in ("tinyshakespeare", "pydocs", "stdlib") for arch in ("gpt2", "modern")]
+    settings += [("tinyshakespeare", arch, 3) for arch in ("gpt2", "modern")]
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as place:
-        files = texts(shakespeare, Path(place))
-        for name, arch, minutes in plans:
+        files = write_splits(shakespeare, Path(place))
+        for name, arch, minutes in settings:
             text, held_out = map(str, files[name])
-            got = train(text, Path(place), "--val-text", held_out, "--arch", arch, "--minutes", str(minutes))
-            nats = got["bits_per_byte"] * math.log(2)
+            run = train(text, Path(place), "--val-text", held_out, "--arch", arch, "--minutes", str(minutes))
+            nats = run["bits_per_byte"] * math.log(2)
             rows.append([
-                f"`gpt train --arch {arch} --minutes {minutes}`", name, f"{got['whole_seconds']:.0f} s", f"{nats:.4f}",
-                f"{got['bits_per_byte']:.4f}", f"{got['parameters']:,}", f"{got['tokens_per_second']:,.0f}",
+                f"`gpt train --arch {arch} --minutes {minutes}`", name, f"{run['whole_seconds']:.0f} s", f"{nats:.4f}",
+                f"{run['bits_per_byte']:.4f}", f"{run['parameters']:,}", f"{run['tokens_per_second']:,.0f}",
             ])  # fmt: skip
             print(*rows[-1], flush=True)
         for name, (text_file, held_out_file) in files.items():
             text, held = (file.read_text(encoding="utf-8") for file in (text_file, held_out_file))
             if len(set(text + held)) > 300:
-                continue  # too many characters for a character-level model
+                continue  # too many distinct characters for a character-level model
             loss, seconds = nanogpt_recipe(text + held)
-            per_byte = loss * len(held) / len(held.encode())  # almost every character is one byte
+            per_byte = loss * len(held) / len(held.encode())  # tokens are characters
             rows.append([
                 "nanoGPT's CPU recipe, on Transformers", name, f"{seconds:.0f} s", f"{per_byte:.4f}",
                 f"{per_byte / math.log(2):.4f}", "", f"{2000 * 12 * 64 / seconds:,.0f}",
@@ -198,14 +198,13 @@ def training(shakespeare: Path) -> Content:
     return [note], [Table(columns, rows)]
 
 
-RECIPE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}  # nanoGPT's for a GPU
+RECIPE = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65}  # nanoGPT's GPU recipe
 ROWS = 64
-ROUNDS = {"nano": 20, "tiny": 10, "micro": 10, "10.7 M": 3}  # timed steps of each system
+ROUNDS = {"nano": 20, "tiny": 10, "micro": 10, "10.7 M": 3}  # timed steps per system
 
 
-def speed() -> Content:
-    """Times whole steps of small models: `gpt train`'s, uncompiled and compiled, and a plain loop over Transformers'
-    GPT-2."""
+def measure_steps() -> Content:
+    """Times training steps of small models in `gpt train` and of Transformers' GPT-2."""
     keep_freed_memory()
     a = torch.randn(2048, 2048).to(COMPUTE.dtype)
     rows: list[list[str]] = []
@@ -214,30 +213,37 @@ def speed() -> Content:
         config = replace(preset.model, dropout=0.0) if preset else GPTConfig(**RECIPE)
         count = preset.batch_tokens // config.block_size if preset else ROWS
         systems: dict[str, Callable[[], object]] = {
-            "`gpt train`, Muon": our_step(config, count, "muon", False),
-            "`gpt train`, Muon, compiled": our_step(config, count, "muon", True),
-            "`gpt train`, AdamW": our_step(config, count, "adamw", False),
-            "`gpt train`, AdamW, compiled": our_step(config, count, "adamw", True),
-            "Transformers": peers_step(config, count, False),
-            "Transformers, compiled": peers_step(config, count, True),
+            "`gpt train`, Muon": make_gpt_step(config, count, "muon", False),
+            "`gpt train`, Muon, compiled": make_gpt_step(config, count, "muon", True),
+            "`gpt train`, AdamW": make_gpt_step(config, count, "adamw", False),
+            "`gpt train`, AdamW, compiled": make_gpt_step(config, count, "adamw", True),
+            "Transformers": make_transformers_step(config, count, False),
+            "Transformers, compiled": make_transformers_step(config, count, True),
             "peak": lambda: a @ a,
         }
         times: dict[str, list[float]] = {system: [] for system in systems}
-        for turn in range(rounds + 2):
+        for round_number in range(rounds + 2):
             for system, step in systems.items():
                 started = time.perf_counter()
                 step()
-                if turn > 1:
+                if round_number > 1:
                     times[system].append(time.perf_counter() - started)
         table = breakdown(config)
         flops = 6 * (table.trainable - table.positions) + 12 * config.n_layer * config.n_embd * config.block_size
         peak = 2 * 2048**3 / statistics.median(times.pop("peak"))
-        first = next(iter(times.values()))
-        for system, each in times.items():
-            seconds = statistics.median(each)
-            ratio = statistics.median(baseline / one for baseline, one in zip(first, each, strict=True))
-            rate = count * config.block_size / seconds
-            cells = [f"{1e3 * seconds:,.1f}", f"{rate:,.0f}", f"{ratio:.2f}", f"{rate * flops / peak:.1%}"]
+        baseline_times = next(iter(times.values()))
+        for system, system_times in times.items():
+            seconds = statistics.median(system_times)
+            ratio = statistics.median(
+                baseline / own_time for baseline, own_time in zip(baseline_times, system_times, strict=True)
+            )
+            tokens_per_second = count * config.block_size / seconds
+            cells = [
+                f"{1e3 * seconds:,.1f}",
+                f"{tokens_per_second:,.0f}",
+                f"{ratio:.2f}",
+                f"{tokens_per_second * flops / peak:.1%}",
+            ]
             rows.append([name, system, *cells])
             print(*rows[-1], flush=True)
     notes = [
@@ -250,8 +256,8 @@ def speed() -> Content:
     return notes, [Table(["model", "system", "ms/step", "tokens/s", "speedup", "MFU"], rows)]
 
 
-def our_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool) -> Callable[[], object]:
-    """Returns `gpt train`'s step on ``count`` sequences."""
+def make_gpt_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool) -> Callable[[], object]:
+    """Returns a training step of `gpt train` on ``count`` sequences."""
     settings = TrainConfig(
         n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, block_size=config.block_size,
         batch_tokens=count * config.block_size, steps=100, optimizer=kind, dropout=0.0,
@@ -265,8 +271,8 @@ def our_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool) -> 
     return lambda: stepper.step(x, y, 1e-4).read()
 
 
-def peers_step(config: GPTConfig, count: int, compiled: bool) -> Callable[[], object]:
-    """Returns a step of Transformers' GPT-2 on ``count`` sequences."""
+def make_transformers_step(config: GPTConfig, count: int, compiled: bool) -> Callable[[], object]:
+    """Returns a training step of Transformers' GPT-2 on ``count`` sequences."""
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=config.vocab_size, n_positions=config.block_size, n_layer=config.n_layer, n_head=config.n_head,
@@ -289,52 +295,52 @@ def peers_step(config: GPTConfig, count: int, compiled: bool) -> Callable[[], ob
 
 
 PHASES = ("forward", "loss", "backward", "clip", "optimizer")
-PROFILED = {"nano": 9, "micro": 5, "10.7 M, 16 sequences": 3}  # timed steps
+PROFILE_STEPS = {"nano": 9, "micro": 5, "10.7 M, 16 sequences": 3}  # timed steps
 
 
 def phase_seconds(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list[float]]:
-    """Returns four times for each of `PHASES`: the whole; its matrix products at ``peak`` FLOP/s; its other operators,
-    replayed; and the remainder, which is products below peak, allocation and call overhead."""
+    """Returns four times for each of `PHASES`: the whole, matrix products at ``peak`` FLOP/s, other operators, and the
+    rest (products below peak, allocation, call overhead)."""
     model = GPT(config)
     optimizer = make_optimizer(model, "muon", 0.1, COMPUTE.dtype)
     x, y = (torch.randint(config.vocab_size, (rows, config.block_size)) for _ in range(2))
-    held: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
     def forward() -> None:
-        held["stream"] = model.trunk(x)
+        state["stream"] = model.trunk(x)
 
     def loss() -> None:
-        held["loss"] = tied_cross_entropy(held["stream"], model.unembedding, y) / y.numel()
+        state["loss"] = tied_cross_entropy(state["stream"], model.unembedding, y) / y.numel()
 
     def update() -> None:
         optimizer.step(torch.tensor(False))
         optimizer.zero_grad()
 
     parts = (
-        forward, loss, lambda: held["loss"].backward(), lambda: clip_grad_norm_(model.parameters(), 1.0), update,
+        forward, loss, lambda: state["loss"].backward(), lambda: clip_grad_norm_(model.parameters(), 1.0), update,
     )  # fmt: skip
     times: list[list[float]] = []
-    found = []
+    replayed = []
     for step in range(steps + 2):
         marks = [time.perf_counter()]
-        for at, part in enumerate(parts):
+        for index, part in enumerate(parts):
             counter, recorder = FlopCounterMode(display=False), Recorder()
-            with COMPUTE.autocast() if at < 2 else contextlib.nullcontext(), contextlib.ExitStack() as stack:
+            with COMPUTE.autocast() if index < 2 else contextlib.nullcontext(), contextlib.ExitStack() as stack:
                 if step > steps:  # the last step is recorded, not timed
                     stack.enter_context(counter)
                     stack.enter_context(recorder)
                 part()
             marks.append(time.perf_counter())
             if step > steps:
-                found.append([counter.get_total_flops() / peak, _others(recorder)])
+                replayed.append([counter.get_total_flops() / peak, _replay_seconds(recorder)])
         times.append([b - a for a, b in pairwise(marks)])
     medians = [statistics.median(each) for each in zip(*times[1:-1], strict=True)]
-    return [[whole, *parts, whole - sum(parts)] for whole, parts in zip(medians, found, strict=True)]
+    return [[total, *parts, total - sum(parts)] for total, parts in zip(medians, replayed, strict=True)]
 
 
 @torch.no_grad()
-def _others(recorder: Recorder) -> float:
-    """Replays a phase's operators except matrix products, and returns their seconds."""
+def _replay_seconds(recorder: Recorder) -> float:
+    """Replays the operators of a phase except matrix products; returns their seconds."""
     seconds = 0.0
     for _, func, args, kwargs in recorder.calls:
         if func.is_view or any(name in func.name() for name in ("mm", "linear", "set_")):
@@ -345,20 +351,20 @@ def _others(recorder: Recorder) -> float:
     return seconds
 
 
-def profile() -> Content:
-    """Measures where the time of steps goes, compared with their arithmetic at the machine's peak."""
+def measure_phases() -> Content:
+    """Measures the phases of training steps, compared with their arithmetic at peak speed."""
     keep_freed_memory()
     a = torch.randn(2048, 2048).to(COMPUTE.dtype)
     peak = 2 * 2048**3 / median_seconds(lambda: a @ a)
     rows = []
-    for name, steps in PROFILED.items():
+    for name, steps in PROFILE_STEPS.items():
         preset = PRESETS.get(name)
         config = preset.model if preset else GPTConfig(**RECIPE)
         count = preset.batch_tokens // config.block_size if preset else ROWS // 4
         phases = phase_seconds(config, count, steps, peak)
-        whole = [sum(each) for each in zip(*phases, strict=True)]
-        for phase, each in zip((*PHASES, "step"), (*phases, whole), strict=True):
-            rows.append([name, phase, *(f"{1e3 * seconds:.1f}" for seconds in each)])
+        step_times = [sum(phase_times) for phase_times in zip(*phases, strict=True)]
+        for phase, phase_times in zip((*PHASES, "step"), (*phases, step_times), strict=True):
+            rows.append([name, phase, *(f"{1e3 * seconds:.1f}" for seconds in phase_times)])
     notes = [
         f"Medians in milliseconds; {DTYPE}, Muon, not compiled.",
         f"Matrix products are computed from their FLOPs at the measured {peak / 1e9:,.0f} GFLOP/s; the other operators "
@@ -367,33 +373,33 @@ def profile() -> Content:
     return notes, [Table(["model", "phase", "ms", "matrix products", "other operators", "remainder"], rows)]
 
 
-COMPARED_STEPS, SEEDS = 800, (1, 2, 3)
+OPTIMIZER_STEPS, SEEDS = 800, (1, 2, 3)
 
 
-def optimizers(shakespeare: Path) -> Content:
-    """Compares Muon with AdamW on GPT-2's block, for equal tokens and for equal time."""
+def compare_optimizers(shakespeare: Path) -> Content:
+    """Compares Muon with AdamW for equal tokens and for equal time."""
     rows: list[list[str]] = []
 
     def add(kind: str, steps: int) -> float:
         nats, seconds = [], []
         for seed in SEEDS:
-            got = train(
+            result = train(
                 str(text), Path(place), "--val-text", str(held_out), "--preset", "nano", "--optimizer", kind,
                 "--steps", str(steps), "--seed", str(seed), "--sample-every", "0",
             )  # fmt: skip
-            nats.append(got["bits_per_byte"] * math.log(2))
-            seconds.append(got["tokens_seen"] / got["tokens_per_second"])
-        each = ", ".join(f"{value:.4f}" for value in nats)
+            nats.append(result["bits_per_byte"] * math.log(2))
+            seconds.append(result["tokens_seen"] / result["tokens_per_second"])
+        nats_list = ", ".join(f"{value:.4f}" for value in nats)
         mean = statistics.mean(seconds)
-        rows.append([kind, f"{steps:,}", each, f"{statistics.mean(nats):.4f}", f"{mean:.0f}"])
+        rows.append([kind, f"{steps:,}", nats_list, f"{statistics.mean(nats):.4f}", f"{mean:.0f}"])
         print(*rows[-1], flush=True)
         return mean
 
     with tempfile.TemporaryDirectory() as place:
-        text, held_out = texts(shakespeare, Path(place))["tinyshakespeare"]
-        muon = add("muon", COMPARED_STEPS)
-        adamw = add("adamw", COMPARED_STEPS)
-        add("adamw", round(COMPARED_STEPS * muon / adamw))
+        text, held_out = write_splits(shakespeare, Path(place))["tinyshakespeare"]
+        muon = add("muon", OPTIMIZER_STEPS)
+        adamw = add("adamw", OPTIMIZER_STEPS)
+        add("adamw", round(OPTIMIZER_STEPS * muon / adamw))
     notes = [
         "`gpt train --arch gpt2 --preset nano` on the first 90 % of tinyshakespeare, measured on the rest, seeds "
         f"{', '.join(map(str, SEEDS))}; steps of 1,024 tokens.",
@@ -409,12 +415,12 @@ def main() -> None:
     else:
         (shakespeare,) = catalogue.fetch("shakespeare")
     sections: dict[str, Callable[[], Content]] = {
-        "Floors": floors,
-        "Start-up": start_up,
-        f"Training: speed of a step, {DTYPE}": speed,
-        f"Training: where a step's time goes, {DTYPE}": profile,
-        "Training: Muon and AdamW": lambda: optimizers(shakespeare),
-        "Training: held-out loss in a given time": lambda: training(shakespeare),
+        "Floors": measure_limits,
+        "Start-up": measure_start_up,
+        f"Training: speed of a step, {DTYPE}": measure_steps,
+        f"Training: where a step's time goes, {DTYPE}": measure_phases,
+        "Training: Muon and AdamW": lambda: compare_optimizers(shakespeare),
+        "Training: held-out loss in a given time": lambda: measure_training(shakespeare),
     }
     for title, measure in sections.items():
         write_section("run", measured(title, "python -m benchmarks.run", *measure(), ["torch", "transformers"]))

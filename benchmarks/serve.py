@@ -1,12 +1,12 @@
-"""Measures `gpt serve`: equality with `gpt sample` under load, throughput and latency next to other servers, memory.
+"""Measures `gpt serve`: throughput and latency compared with other servers, equality with `gpt sample`, memory.
 
-    python -m benchmarks.serve RUN                  writes a section, in a few minutes
-    python -m benchmarks.serve RUN --dtypes int8    throughput in other dtypes, compared with llama.cpp's file types
-    python -m benchmarks.serve RUN --exact          only compares mixed requests with `gpt sample`
+    python -m benchmarks.serve RUN                  throughput, latency and equality, in a few minutes
+    python -m benchmarks.serve RUN --dtypes int8    throughput in other dtypes
+    python -m benchmarks.serve RUN --exact          equality of mixed requests with `gpt sample`
     python -m benchmarks.serve RUN --soak MINUTES   memory under mixed load with clients that disconnect
 
-RUN is a trained model. The servers run in separate processes, in float32 on one thread by default, and take turns.
-llama.cpp is measured if the extra `interop` is installed, `transformers serve` if transformers[serving] is.
+RUN is a trained model. Servers take turns, by default in float32 on one thread. llama.cpp needs the extra `interop`,
+`transformers serve` needs transformers[serving].
 """
 
 import argparse
@@ -36,10 +36,10 @@ from gpt.runs import folder
 from gpt.sample_config import SampleConfig
 
 CLIENTS = (1, 8, 32)
-TOKENS = 64  # per timed text
+TOKENS = 64  # per timed request
 REQUESTS, CONNECTIONS = 1000, 64
-LONG = 1000  # tokens of the prompt that delays a short one
-CHUNK = 128  # of chunked prefill, as in gpt/serve/worker.py
+LONG_PROMPT_TOKENS = 1000  # delays short requests
+CHUNK = 128  # chunk of the prefill in tokens, as in gpt/serve/worker.py
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
 Content = tuple[list[str], list[Table]]  # notes and tables of a section
@@ -47,7 +47,7 @@ Content = tuple[list[str], list[Table]]  # notes and tables of a section
 
 @dataclass
 class Reply:
-    """The response to a request: its texts, and when their chunks arrived, in seconds since the request."""
+    """A response: its texts, and the arrival of chunks in seconds since the request."""
 
     status: int
     texts: dict[int, str] = field(default_factory=dict)
@@ -55,21 +55,21 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A server: its port, its name of the model, and its process."""
+class Server:
+    """A running server."""
 
     port: int
     model: str
     pid: int
-    extra: dict[str, Any]  # additional fields of its requests
+    extra: dict[str, Any]  # additional request fields
 
 
-async def ask(target: Target, body: dict[str, Any], leave_after: float | None = None) -> Reply:
+async def send_request(server: Server, body: dict[str, Any], leave_after: float | None = None) -> Reply:
     """Sends a request over a new connection; disconnects after ``leave_after`` seconds."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
-    data = json.dumps({"model": target.model, **body}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    data = json.dumps({"model": server.model, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\nConnection: close\r\n"
-    began = time.perf_counter()
+    started = time.perf_counter()
     try:
         writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
         async with asyncio.timeout(leave_after):
@@ -77,11 +77,11 @@ async def ask(target: Target, body: dict[str, Any], leave_after: float | None = 
             while (await reader.readline()).strip():
                 pass
             if not body.get("stream"):
-                _take_whole(reply, await reader.read())
+                _read_response(reply, await reader.read())
                 return reply
             while line := await reader.readline():
                 if line.startswith(b"data: {"):
-                    _take_chunk(reply, json.loads(line[6:]), time.perf_counter() - began)
+                    _read_chunk(reply, json.loads(line[6:]), time.perf_counter() - started)
     except TimeoutError:
         return Reply(0)
     finally:
@@ -89,13 +89,13 @@ async def ask(target: Target, body: dict[str, Any], leave_after: float | None = 
     return reply
 
 
-def _take_whole(reply: Reply, body: bytes) -> None:
+def _read_response(reply: Reply, body: bytes) -> None:
     if reply.status == 200:
-        found = json.loads(body)
-        reply.texts = {choice["index"]: choice["text"] for choice in found["choices"]}
+        response = json.loads(body)
+        reply.texts = {choice["index"]: choice["text"] for choice in response["choices"]}
 
 
-def _take_chunk(reply: Reply, chunk: dict[str, Any], at: float) -> None:
+def _read_chunk(reply: Reply, chunk: dict[str, Any], at: float) -> None:
     for choice in chunk.get("choices", ()):
         reply.texts[choice["index"]] = reply.texts.get(choice["index"], "") + (choice.get("text") or "")
         if choice.get("text"):
@@ -112,20 +112,20 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Target]:
-    """Runs a server until the end of the block. Raises `RuntimeError` if it does not answer within three minutes."""
+def run_server(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Server]:
+    """Runs a server during the block. Raises `RuntimeError` if it does not answer within three minutes."""
     with tempfile.TemporaryFile() as log:
-        one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
-            words, cwd=ROOT, env={**os.environ, **one}, stdin=subprocess.PIPE, stdout=log, stderr=log
+            words, cwd=ROOT, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=log, stderr=log
         )
         try:
-            target = Target(port, model, process.pid, extra)
-            if not asyncio.run(_answers(process, target)):
+            server = Server(port, model, process.pid, extra)
+            if not asyncio.run(_wait_until_ready(process, server)):
                 log.seek(0)
                 lines = log.read().decode("utf-8", "replace").strip().splitlines()
                 raise RuntimeError(lines[-1] if lines else "no answer")
-            yield target
+            yield server
         finally:
             process.terminate()
             try:
@@ -135,30 +135,30 @@ def running(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterat
                 process.wait()
 
 
-async def _answers(process: "subprocess.Popen[bytes]", target: Target) -> bool:
+async def _wait_until_ready(process: "subprocess.Popen[bytes]", server: Server) -> bool:
     end = time.monotonic() + 180
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError, IndexError):
-            reply = await ask(target, {"prompt": "a", "max_tokens": 1}, leave_after=30)
+            reply = await send_request(server, {"prompt": "a", "max_tokens": 1}, leave_after=30)
             if reply.status == 200:
                 return True
         await asyncio.sleep(0.2)
     return False
 
 
-def ours(
+def run_gpt(
     run: Path, batch: int = 32, dtype: str = "float32", threads: int = 1, compile: str = "auto"
-) -> contextlib.AbstractContextManager[Target]:
+) -> contextlib.AbstractContextManager[Server]:
     """Runs `gpt serve`."""
     port = free_port()
     words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", dtype]
     words += ["--threads", str(threads), "--max-batch", str(batch), "--queue", "200", "--defaults", "openai"]
     words += ["--compile", compile]
-    return running(words, port, "it", ignore_eos=True)
+    return run_server(words, port, "it", ignore_eos=True)
 
 
-def llama_cpp(run: Path, place: Path, dtype: str, threads: int) -> contextlib.AbstractContextManager[Target]:
-    """Runs llama.cpp's server with the exported model, one slot per client."""
+def run_llama_cpp(run: Path, place: Path, dtype: str, threads: int) -> contextlib.AbstractContextManager[Server]:
+    """Runs llama.cpp's server with the exported model and one slot per client."""
     port, kind = free_port(), {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}[dtype]
     path = place / f"{kind}.gguf"
     if not path.exists():
@@ -166,67 +166,71 @@ def llama_cpp(run: Path, place: Path, dtype: str, threads: int) -> contextlib.Ab
         subprocess.run(words, check=True, capture_output=True)
     words = [sys.executable, "-m", "benchmarks.llama_server", str(path), "--threads", str(threads)]
     words += ["--clients", str(max(CLIENTS)), "--port", str(port)]
-    return running(words, port, "it", ignore_eos=True)
+    return run_server(words, port, "it", ignore_eos=True)
 
 
-def transformers(run: Path, batches: bool) -> contextlib.AbstractContextManager[Target]:
+def run_transformers(run: Path, batches: bool) -> contextlib.AbstractContextManager[Server]:
     """Runs `transformers serve` with the same checkpoint."""
     port, path = free_port(), str(folder.find_checkpoint(str(run)).absolute())
     start = "from transformers.cli.transformers import main; main()"
     words = [sys.executable, "-c", start, "serve", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
-    return running([*words, *(["--continuous-batching"] if batches else [])], port, path)
+    return run_server([*words, *(["--continuous-batching"] if batches else [])], port, path)
 
 
 # Throughput and time to first token
 
 
-def speed(target: Target, clients: int, prompts: Sequence[str]) -> tuple[float, float]:
-    """Sends equal requests at once; returns chunks, which are tokens, per second and the median time to first token."""
+def measure_speed(server: Server, clients: int, prompts: Sequence[str]) -> tuple[float, float]:
+    """Sends concurrent requests; returns chunks (tokens) per second and the median time to first token."""
 
-    async def all_at_once() -> tuple[float, float]:
-        asked = {"max_tokens": TOKENS, "temperature": 0, "stream": True, **target.extra}
-        bodies = [{"prompt": prompts[at], **asked} for at in range(clients)]
-        began = time.perf_counter()
-        replies = await asyncio.gather(*(ask(target, body) for body in bodies))
-        seconds = time.perf_counter() - began
+    async def send_concurrently() -> tuple[float, float]:
+        request_options = {"max_tokens": TOKENS, "temperature": 0, "stream": True, **server.extra}
+        bodies = [{"prompt": prompts[at], **request_options} for at in range(clients)]
+        started = time.perf_counter()
+        replies = await asyncio.gather(*(send_request(server, body) for body in bodies))
+        seconds = time.perf_counter() - started
         return sum(len(reply.times) for reply in replies) / seconds, statistics.median(
             reply.times[0] for reply in replies
         )
 
-    return asyncio.run(all_at_once())
+    return asyncio.run(send_concurrently())
 
 
 def compare(
     run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int, rounds: int
 ) -> Content:
-    """Compares the servers, which take turns; Transformers' only in float32 on one thread."""
-    rates: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    """Compares the servers in turn; `transformers serve` only in float32 on one thread."""
+    measurements: dict[str, dict[int, list[tuple[float, float]]]] = {}
     skipped: dict[str, str] = {}
-    servers: dict[str, Callable[[], contextlib.AbstractContextManager[Target]]] = {
+    servers: dict[str, Callable[[], contextlib.AbstractContextManager[Server]]] = {
         name: server
         for dtype in dtypes
         for name, server in (
-            (f"`gpt serve`, {dtype}", functools.partial(ours, run, dtype=dtype, threads=threads)),
-            (f"llama.cpp, {dtype}", functools.partial(llama_cpp, run, place, dtype, threads)),
+            (f"`gpt serve`, {dtype}", functools.partial(run_gpt, run, dtype=dtype, threads=threads)),
+            (f"llama.cpp, {dtype}", functools.partial(run_llama_cpp, run, place, dtype, threads)),
         )
     }
     if list(dtypes) == ["float32"] and threads == 1:
-        servers["`transformers serve`"] = functools.partial(transformers, run, batches=False)
-        servers["`transformers serve`, continuous batching"] = functools.partial(transformers, run, batches=True)
+        servers["`transformers serve`"] = functools.partial(run_transformers, run, batches=False)
+        servers["`transformers serve`, continuous batching"] = functools.partial(run_transformers, run, batches=True)
     for n, (name, manager) in itertools.product(range(rounds), servers.items()):
         try:
             with manager() as target:
-                speed(target, max(CLIENTS), prompts)  # warm-up
+                measure_speed(target, max(CLIENTS), prompts)  # warm-up
                 for clients in CLIENTS:
-                    rates.setdefault(name, {}).setdefault(clients, []).append(speed(target, clients, prompts[n * 40 :]))
-        except Exception as error:  # a peer's server may fail in any way
+                    measurements.setdefault(name, {}).setdefault(clients, []).append(
+                        measure_speed(target, clients, prompts[n * 40 :])
+                    )
+        except Exception as error:  # other servers can fail in any way
             skipped[name] = f"{name} was not measured: {type(error).__name__}: {str(error)[:200]}"
     rows = []
-    for name, of_one in rates.items():
-        for clients, found in of_one.items():
-            rate, first = (statistics.median(values) for values in zip(*found, strict=True))
-            times = statistics.median(many[0] / one[0] for many, one in zip(found, of_one[1], strict=True))
-            rows.append([name, str(clients), f"{rate:,.0f}", f"{times:.1f}", f"{1000 * first:,.0f}"])
+    for name, server_measurements in measurements.items():
+        for clients, samples in server_measurements.items():
+            rate, first = (statistics.median(values) for values in zip(*samples, strict=True))
+            speedup = statistics.median(
+                sample[0] / single[0] for sample, single in zip(samples, server_measurements[1], strict=True)
+            )
+            rows.append([name, str(clients), f"{rate:,.0f}", f"{speedup:.1f}", f"{1000 * first:,.0f}"])
     columns = ["server", "clients", "tokens/s", "speedup over one client", "first token, ms"]
     notes = [
         f"Each client asks for {TOKENS} tokens, greedily, after a prompt of 8 words.",
@@ -236,11 +240,11 @@ def compare(
     return [*notes, *skipped.values()], [Table(columns, rows)]
 
 
-# A short request while a long prompt is being read
+# Short requests during a long prefill
 
 
-def random_run(place: Path) -> Path:
-    """Writes an untrained model with a context long enough for a long prompt."""
+def make_random_run(place: Path) -> Path:
+    """Writes an almost untrained model with a long context."""
     text = place / "text.txt"
     text.write_text("the cat sat on the mat while it was raining in the town; " * 400)
     api.train(
@@ -250,45 +254,45 @@ def random_run(place: Path) -> Path:
     return place / "run"
 
 
-async def delayed_by_a_long_prompt(target: Target, rng: random.Random) -> tuple[float, float, float, float]:
-    """Returns four times in seconds: to the first token of a short request, of a long one, and of a short one during a
-    long prompt, and the longest pause of a running text during a long prompt."""
+async def measure_prefill_latency(server: Server, rng: random.Random) -> tuple[float, float, float, float]:
+    """Returns latencies in seconds: time to first token of a short prompt, of a long prompt, and of a short prompt
+    during a long prefill; longest pause of a stream during a long prefill."""
 
     def body(length: int, tokens: int = 1) -> dict[str, Any]:
         ids = [rng.randrange(32, 120) for _ in range(length)]
         return {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
 
-    short = (await ask(target, body(16))).times[0]
-    long = (await ask(target, body(LONG))).times[0]
-    other = asyncio.create_task(ask(target, body(LONG)))
-    await asyncio.sleep(rng.uniform(0.1, 0.6) * long)  # at a random moment of a chunk
-    during = (await ask(target, body(16))).times[0]
-    await other
-    text = asyncio.create_task(ask(target, body(16, 100)))
+    short = (await send_request(server, body(16))).times[0]
+    long = (await send_request(server, body(LONG_PROMPT_TOKENS))).times[0]
+    long_request = asyncio.create_task(send_request(server, body(LONG_PROMPT_TOKENS)))
+    await asyncio.sleep(rng.uniform(0.1, 0.6) * long)  # a random moment of the prefill
+    short_during_prefill = (await send_request(server, body(16))).times[0]
+    await long_request
+    stream = asyncio.create_task(send_request(server, body(16, 100)))
     await asyncio.sleep(5 * short)
-    await ask(target, body(LONG))
-    times = (await text).times
-    return short, long, during, max(b - a for a, b in itertools.pairwise(times))
+    await send_request(server, body(LONG_PROMPT_TOKENS))
+    times = (await stream).times
+    return short, long, short_during_prefill, max(b - a for a, b in itertools.pairwise(times))
 
 
-def first_tokens(place: Path) -> Table:
-    """Measures a short request during a long prompt."""
+def prefill_table(place: Path) -> Table:
+    """Measures short requests during a long prefill."""
     rng = random.Random(0)
 
-    async def rounds(target: Target) -> list[tuple[float, float, float, float]]:
-        await delayed_by_a_long_prompt(target, rng)
-        return [await delayed_by_a_long_prompt(target, rng) for _ in range(15)]
+    async def rounds(server: Server) -> list[tuple[float, float, float, float]]:
+        await measure_prefill_latency(server, rng)
+        return [await measure_prefill_latency(server, rng) for _ in range(15)]
 
-    with ours(random_run(place), 8) as target:
-        found = asyncio.run(rounds(target))
-    short, long, during, pause = (statistics.median(values) for values in zip(*found, strict=True))
-    chunk = long / -(-LONG // CHUNK)
+    with run_gpt(make_random_run(place), 8) as server:
+        latencies = asyncio.run(rounds(server))
+    short, long, short_during_prefill, pause = (statistics.median(values) for values in zip(*latencies, strict=True))
+    chunk = long / -(-LONG_PROMPT_TOKENS // CHUNK)
     rows = [
         ["first token after 16 tokens", short],
-        [f"first token after {LONG:,} tokens", long],
-        [f"first token after 16 tokens, during a prompt of {LONG:,}", during],
+        [f"first token after {LONG_PROMPT_TOKENS:,} tokens", long],
+        [f"first token after 16 tokens, during a prompt of {LONG_PROMPT_TOKENS:,}", short_during_prefill],
         ["bound on this: twice the first line, and a chunk", 2 * short + chunk],
-        [f"longest pause of a running text during a prompt of {LONG:,}", pause],
+        [f"longest pause of a running text during a prompt of {LONG_PROMPT_TOKENS:,}", pause],
     ]
     caption = f"Latency of a model of 8 layers of width 256, which reads prompts in chunks of {CHUNK} tokens:"
     return Table(["latency", "ms"], [[name, f"{1000 * seconds:.0f}"] for name, seconds in rows], caption)
@@ -297,7 +301,7 @@ def first_tokens(place: Path) -> Table:
 # Mixed load
 
 
-def mixed(rng: random.Random, seed: int, prompts: Sequence[str]) -> dict[str, Any]:
+def random_request(rng: random.Random, seed: int, prompts: Sequence[str]) -> dict[str, Any]:
     """Returns a random request."""
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 0}, {"temperature": 1.4, "top_k": 30}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eos": True},
@@ -310,76 +314,78 @@ def mixed(rng: random.Random, seed: int, prompts: Sequence[str]) -> dict[str, An
             "stream": rng.random() < 0.5, **rng.choice(kinds)}  # fmt: skip
 
 
-async def load_with(
-    target: Target, bodies: Sequence[dict[str, Any]], leave: Callable[[int], float | None]
+async def send_requests(
+    server: Server, bodies: Sequence[dict[str, Any]], leave: Callable[[int], float | None]
 ) -> list[Reply]:
-    """Sends the requests from `CONNECTIONS` clients at once; some of them disconnect."""
-    left = iter(enumerate(bodies))
+    """Sends the requests from `CONNECTIONS` concurrent clients, which disconnect after ``leave(index)`` seconds."""
+    remaining = iter(enumerate(bodies))
     replies: dict[int, Reply] = {}
 
     async def client() -> None:
-        for at, body in left:
-            replies[at] = await ask(target, body, leave(at))
+        for at, body in remaining:
+            replies[at] = await send_request(server, body, leave(at))
 
     clients: list[Coroutine[Any, Any, None]] = [client() for _ in range(CONNECTIONS)]
     await asyncio.gather(*clients)
     return [replies[at] for at in range(len(bodies))]
 
 
-def exact(run: Path, prompts: Sequence[str]) -> list[str]:
-    """Compares the texts of mixed concurrent requests with those of `gpt sample`."""
+def check_equality(run: Path, prompts: Sequence[str]) -> list[str]:
+    """Compares the texts of mixed concurrent requests with `gpt sample`."""
     rng = random.Random(1)
-    bodies = [mixed(rng, seed, prompts) for seed in range(REQUESTS)]
-    leaving = {at for at in range(REQUESTS) if rng.random() < 0.1}
-    with ours(run, 16, compile="off") as target:
-        began = time.perf_counter()
-        replies = asyncio.run(load_with(target, bodies, lambda at: 0.05 if at in leaving else None))
-        seconds = time.perf_counter() - began
+    bodies = [random_request(rng, seed, prompts) for seed in range(REQUESTS)]
+    disconnecting = {at for at in range(REQUESTS) if rng.random() < 0.1}
+    with run_gpt(run, 16, compile="off") as server:
+        started = time.perf_counter()
+        replies = asyncio.run(send_requests(server, bodies, lambda at: 0.05 if at in disconnecting else None))
+        seconds = time.perf_counter() - started
     model = api.load(run, dtype="float32", threads=1, sampling=SampleConfig(compile="off"))
-    lost = [at for at, reply in enumerate(replies) if reply.status != 200 and at not in leaving]
+    lost = [at for at, reply in enumerate(replies) if reply.status != 200 and at not in disconnecting]
     answered = [at for at, reply in enumerate(replies) if reply.status == 200]
-    differ = [
-        at for at in answered if list(dict(sorted(replies[at].texts.items())).values()) != expected(model, bodies[at])
+    different = [
+        at
+        for at in answered
+        if list(dict(sorted(replies[at].texts.items())).values()) != sample_texts(model, bodies[at])
     ]
     note = (
         f"{REQUESTS:,} mixed requests over {CONNECTIONS} connections in {seconds:.0f} s; "
         f"{REQUESTS - len(answered) - len(lost)} clients disconnected. {len(lost)} requests were lost, and "
-        f"{len(answered) - len(differ)} of {len(answered)} texts equal those of `gpt sample` in float32."
+        f"{len(answered) - len(different)} of {len(answered)} texts equal those of `gpt sample` in float32."
     )
-    return [note, *(f"DIFFERENT: {json.dumps(bodies[at])}" for at in differ)]
+    return [note, *(f"DIFFERENT: {json.dumps(bodies[at])}" for at in different)]
 
 
-def expected(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:
+def sample_texts(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:
     """Returns the texts of `gpt sample`."""
-    own = ("prompt", "seed", "n", "stream", "ignore_eos")
-    settings = {"temperature": 1.0, **{key: value for key, value in body.items() if key not in own}}
+    request_fields = ("prompt", "seed", "n", "stream", "ignore_eos")
+    settings = {"temperature": 1.0, **{key: value for key, value in body.items() if key not in request_fields}}
     settings |= {"json_schema": json.dumps(SCHEMA)} if "json_schema" in settings else {}
     config = SampleConfig(**settings, ignore_eot=body.get("ignore_eos", False))
     pieces = model.write_all([body["prompt"]], config, body["seed"], body["n"])
     return [piece.sample.text for piece in pieces if piece.sample is not None]
 
 
-def soak(run: Path, prompts: Sequence[str], minutes: float) -> list[str]:
-    """Measures the memory of a server under mixed load with clients that disconnect."""
+def measure_memory(run: Path, prompts: Sequence[str], minutes: float) -> list[str]:
+    """Measures the memory of a server under mixed load with disconnecting clients."""
     import psutil
 
     rng = random.Random(2)
-    with ours(run, 16, compile="off") as target:
-        process, began = psutil.Process(target.pid), time.monotonic()
-        first, count, at = 0, 0, 0.0
-        while (at := time.monotonic() - began) < 60 * minutes:
-            bodies = [mixed(rng, seed, prompts) for seed in range(256)]
-            replies = asyncio.run(load_with(target, bodies, lambda _: rng.choice([None, None, None, rng.random()])))
+    with run_gpt(run, 16, compile="off") as server:
+        process, started = psutil.Process(server.pid), time.monotonic()
+        first_memory, count, elapsed = 0, 0, 0.0
+        while (elapsed := time.monotonic() - started) < 60 * minutes:
+            bodies = [random_request(rng, seed, prompts) for seed in range(256)]
+            replies = asyncio.run(send_requests(server, bodies, lambda _: rng.choice([None, None, None, rng.random()])))
             count += len(replies)
-            if not first and at > min(60, 20 * minutes):
-                first = process.memory_info().rss
-                print(f"after {at:.0f} s: {first / 2**20:.1f} MiB", flush=True)
-        last = process.memory_info().rss
+            if not first_memory and elapsed > min(60, 20 * minutes):
+                first_memory = process.memory_info().rss
+                print(f"after {elapsed:.0f} s: {first_memory / 2**20:.1f} MiB", flush=True)
+        last_memory = process.memory_info().rss
         threads, files = process.num_threads(), process.num_fds()
     return [
         f"{minutes:g} minutes of mixed requests ({count:,}); a quarter of the clients disconnect within a second.",
-        f"Memory: {first / 2**20:.1f} MiB after the first minute, {last / 2**20:.1f} MiB at the end "
-        f"({100 * (last / first - 1):+.1f} %), with {threads} threads and {files} open files.",
+        f"Memory: {first_memory / 2**20:.1f} MiB after the first minute, {last_memory / 2**20:.1f} MiB at the end "
+        f"({100 * (last_memory / first_memory - 1):+.1f} %), with {threads} threads and {files} open files.",
     ]
 
 
@@ -394,29 +400,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--title", help="title of the section on throughput")
     parser.add_argument("--print", action="store_true", help="print the section instead of writing it")
-    asked = parser.parse_args()
-    run, rng = Path(asked.run).absolute(), random.Random(0)
+    args = parser.parse_args()
+    run, rng = Path(args.run).absolute(), random.Random(0)
     words = "\n".join(pydoc_data.topics.topics.values()).split()
     prompts = [" ".join(words[at : at + 8]) for at in rng.sample(range(len(words) - 8), 200)]
     command = "python -m benchmarks.serve RUN"
     content: Content
-    if asked.soak:
-        command += f" --soak {asked.soak:g}"
-        title, content = "Serving: memory over time", (soak(run, prompts, asked.soak), [])
-    elif asked.exact:
+    if args.soak:
+        command += f" --soak {args.soak:g}"
+        title, content = "Serving: memory over time", (measure_memory(run, prompts, args.soak), [])
+    elif args.exact:
         command += " --exact"
-        title, content = "Serving: equality", (exact(run, prompts), [])
+        title, content = "Serving: equality", (check_equality(run, prompts), [])
     else:
-        other = asked.dtypes != ["float32"] or asked.threads > 1
-        command += f" --dtypes {' '.join(asked.dtypes)} --threads {asked.threads}" if other else ""
-        title = asked.title or (f"Serving: {asked.threads} threads" if other else "Serving")
+        is_variant = args.dtypes != ["float32"] or args.threads > 1
+        command += f" --dtypes {' '.join(args.dtypes)} --threads {args.threads}" if is_variant else ""
+        title = args.title or (f"Serving: {args.threads} threads" if is_variant else "Serving")
         with tempfile.TemporaryDirectory() as place:
-            notes, tables = compare(run, prompts, Path(place), asked.dtypes, asked.threads, asked.rounds)
+            notes, tables = compare(run, prompts, Path(place), args.dtypes, args.threads, args.rounds)
             content = notes, tables
-            if not other:
-                content = [*notes, *exact(run, prompts)], [*tables, first_tokens(Path(place))]
+            if not is_variant:
+                content = [*notes, *check_equality(run, prompts)], [*tables, prefill_table(Path(place))]
     section = measured(title, command, *content)
-    if asked.print:
+    if args.print:
         print(section)
     else:
         write_section("serve", section)

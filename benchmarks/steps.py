@@ -1,8 +1,8 @@
-"""Measures where a token's time goes: an engine step, taken apart. The part ``steps`` of `benchmarks.decode` uses it.
+"""Measures the parts of an engine step, for the part ``steps`` of `benchmarks.decode`.
 
-The operators of one step are recorded with their arguments and replayed one by one, each timed by the clock, in the
-step's order, so that weights come from memory as they do in the step. The time of a real step beyond that is call
-overhead. A profiler would add to each operator about as much as a short one takes.
+Records the operators of one step, then replays and times each. The order is unchanged, so weights come from memory as
+in a real step. The rest of a real step's time is call overhead. A profiler would add the time of a short operator to
+each.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import weight_bytes
 from gpt.sample_config import SampleConfig
 
-WARM, ROUNDS, STEPS = 48, 5, 8  # warm-up steps; rounds; real and replayed steps in a round
+WARM_UP_STEPS, ROUNDS, STEPS = 48, 5, 8  # STEPS are real, then replayed, in each round
 GROUPS = ("products", "attention and cache", "other arithmetic", "views", "selection")
 NOTES = (
     "Milliseconds per step of the engine.",
@@ -33,23 +33,23 @@ _ATTENTION = ("attention", "bmm", "softmax", "copy_", "index_put", "index_copy",
 
 
 class Recorder(TorchDispatchMode):
-    """Records operators and their arguments; ``within`` is True for the model's, False for those of the selection."""
+    """Records operators with their arguments. ``in_model`` is True inside the model, False in token selection."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.within = False
+        self.in_model = False
         self.calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls an operator and records it."""
-        self.calls.append((group(func) if self.within else "selection", func, args, kwargs or {}))
+        self.calls.append((find_group(func) if self.in_model else "selection", func, args, kwargs or {}))
         return func(*args, **kwargs or {})
 
 
-def group(func: Any) -> str:
-    """Returns the part of a step that an operator of the model belongs to."""
+def find_group(func: Any) -> str:
+    """Returns the part of a step to which a model's operator belongs."""
     name = func.name()
     if func.is_view or name.startswith("aten::empty"):
         return "views"
@@ -59,35 +59,35 @@ def group(func: Any) -> str:
 
 
 class Steps:
-    """Steps of ``rows`` greedy texts after short prompts. ``model_seconds`` is the model's time in the last step."""
+    """Engine steps for ``rows`` greedy texts. ``model_seconds`` is the model's time in the last step."""
 
     def __init__(self, model: LanguageModel, rows: int) -> None:
-        new = WARM + ROUNDS * STEPS + 3
+        new = WARM_UP_STEPS + ROUNDS * STEPS + 3
         context = Context(model.model, model.compute, rows, 32 + new)
         self.recorder: Recorder | None = None
         self.model_seconds = 0.0
         for name in ("forward", "logits"):
-            setattr(context, name, self._timed(getattr(context, name)))
+            setattr(context, name, self._time_calls(getattr(context, name)))
         self.engine = Engine(context, ends=())
         config = SampleConfig(greedy=True, max_tokens=new, ignore_eot=True)
         for row in range(rows):
             self.engine.add(Request([(7 * at + row) % 250 for at in range(32)], config))
 
-    def _timed(self, work: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def timed(*args: Any) -> torch.Tensor:
+    def _time_calls(self, work: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def timed_work(*args: Any) -> torch.Tensor:
             if self.recorder is not None:
-                self.recorder.within = True
+                self.recorder.in_model = True
             started = time.perf_counter()
             out = work(*args)
             self.model_seconds += time.perf_counter() - started
             if self.recorder is not None:
-                self.recorder.within = False
+                self.recorder.in_model = False
             return out
 
-        return timed
+        return timed_work
 
     def step(self) -> tuple[float, float]:
-        """Runs a step; returns its seconds and the model's share of them."""
+        """Runs a step; returns its seconds and the model's seconds."""
         self.model_seconds = 0.0
         started = time.perf_counter()
         self.engine.step()
@@ -103,7 +103,7 @@ class Steps:
 
 @torch.inference_mode()
 def replay(recorder: Recorder) -> dict[str, float]:
-    """Replays the operators of a step; returns the seconds of each group."""
+    """Replays recorded operators; returns the seconds of each group."""
     seconds = dict.fromkeys(GROUPS, 0.0)
     for name, func, args, kwargs in recorder.calls:
         started = time.perf_counter()
@@ -112,35 +112,40 @@ def replay(recorder: Recorder) -> dict[str, float]:
     return seconds
 
 
-def split(model: LanguageModel, rows: int) -> dict[str, float]:
-    """Returns the median seconds of a step and of its parts: `GROUPS` without views, ``calls`` and ``host``."""
-    torch.set_flush_denormal(True)  # in-place operators repeat with every replay
+def measure_parts(model: LanguageModel, rows: int) -> dict[str, float]:
+    """Returns the median seconds of a step and its parts: `GROUPS` except views, ``calls`` and ``host``."""
+    torch.set_flush_denormal(True)  # repeated in-place operators can produce denormals
     steps = Steps(model, rows)
-    for _ in range(WARM):
+    for _ in range(WARM_UP_STEPS):
         steps.step()
     recorder = steps.record()
-    real, again = list[tuple[float, float]](), list[dict[str, float]]()
+    step_times, replays = list[tuple[float, float]](), list[dict[str, float]]()
     for _ in range(ROUNDS):
-        real += [steps.step() for _ in range(STEPS)]
-        again += [replay(recorder) for _ in range(STEPS)]
-    whole, inside = (statistics.median(each) for each in zip(*real, strict=True))
-    found = {name: statistics.median(each[name] for each in again) for name in GROUPS}
-    found.pop("views")
-    computed = sum(found.values()) - found["selection"]
-    return {"step": whole, **found, "calls": inside - computed, "host": whole - inside - found["selection"]}
+        step_times += [steps.step() for _ in range(STEPS)]
+        replays += [replay(recorder) for _ in range(STEPS)]
+    step_seconds, model_seconds = (statistics.median(values) for values in zip(*step_times, strict=True))
+    parts = {name: statistics.median(values[name] for values in replays) for name in GROUPS}
+    parts.pop("views")
+    computed = sum(parts.values()) - parts["selection"]
+    return {
+        "step": step_seconds,
+        **parts,
+        "calls": model_seconds - computed,
+        "host": step_seconds - model_seconds - parts["selection"],
+    }
 
 
-def table(models: Iterable[tuple[str, LanguageModel]], rows: tuple[int, ...]) -> Table:
-    """Returns a table of the models' steps with each number of texts, in milliseconds."""
-    found = []
+def make_table(models: Iterable[tuple[str, LanguageModel]], rows: tuple[int, ...]) -> Table:
+    """Returns a table of step times in milliseconds, for each batch size in ``rows``."""
+    table_rows = []
     for name, model in models:
         for count in rows:
-            least = weight_bytes(model.model, model.compute) / bandwidth_of(model.compute)
-            parts = split(model, count)
-            seconds = [parts["step"], parts["products"], least, *list(parts.values())[2:]]
-            found.append([name, str(count), *(f"{1e3 * each:.2f}" for each in seconds)])
+            read_seconds = weight_bytes(model.model, model.compute) / bandwidth_of(model.compute)
+            parts = measure_parts(model, count)
+            seconds = [parts["step"], parts["products"], read_seconds, *list(parts.values())[2:]]
+            table_rows.append([name, str(count), *(f"{1e3 * value:.2f}" for value in seconds)])
     columns = [
         "weights", "texts", "step", "matrix products", "reading the weights", "attention and cache",
         "norms, activations, rounding", "selection", "call overhead", "host",
     ]  # fmt: skip
-    return Table(columns, found)
+    return Table(columns, table_rows)

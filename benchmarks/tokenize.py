@@ -1,9 +1,9 @@
-"""Measures `gpt tokenize`, from files to checked shards, compared with tiktoken and Transformers' tokenizers.
+"""Measures `gpt tokenize`, compared with tiktoken and Transformers' tokenizers.
 
     python -m benchmarks.tokenize [FOLDER OF TEXTS]
 
-Without a folder, the texts are the .py, .md, .rst and .txt files of Python and the installed packages, which every
-machine with this project has. GPT-2's vocabulary must be cached. POSIX only: it kills processes and reads peak memory.
+The default texts are the .py, .md, .rst and .txt files of Python and its packages. GPT-2's vocabulary must be cached.
+POSIX only: kills processes and reads peak memory.
 """
 
 import hashlib
@@ -26,16 +26,16 @@ from benchmarks.results import SCRIPTS, Table, measured, write_section
 from gpt.files import cache_dir
 from gpt.text.tokenizer import gpt2_tokenizer
 
-LEAST = 64_000_000  # bytes of text
-LARGE = 1_000_000_000
-PEER = 10_000_000  # bytes that Transformers' tokenizers are measured on
+CORPUS_BYTES = 64_000_000
+LARGE_CORPUS_BYTES = 1_000_000_000
+TOKENIZERS_BYTES = 10_000_000  # part of the corpus for Transformers' tokenizers
 ROUNDS = 3
 KILLS = 10
-CHUNK = 2**20
+CHUNK_CHARACTERS = 2**20
 
 
-def texts(folder: Path | None) -> Iterator[bytes]:
-    """Yields the UTF-8 texts of a folder, or of Python and its packages."""
+def read_texts(folder: Path | None) -> Iterator[bytes]:
+    """Yields the UTF-8 texts of a folder, by default of Python and its packages."""
     roots = [folder] if folder else [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     for root in roots:
         for path in sorted(root.rglob("*")):
@@ -50,45 +50,42 @@ def texts(folder: Path | None) -> Iterator[bytes]:
 
 
 def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[str, Path]]:
-    """Writes the texts as one file, as a folder of files, as JSON lines, and repeated to a gigabyte.
-
-    Returns the texts and the paths.
-    """
-    found: list[bytes] = []
+    """Writes the texts as one file, as a folder, as JSON lines, and repeated to a gigabyte; returns texts and paths."""
+    corpus_texts: list[bytes] = []
     size = 0
-    for data in texts(folder):
-        found.append(data)
+    for data in read_texts(folder):
+        corpus_texts.append(data)
         size += len(data)
-        if size >= LEAST:
+        if size >= CORPUS_BYTES:
             break
-    if size < LEAST:
-        sys.exit(f"found {size:,} bytes of text, but {LEAST:,} are needed")
+    if size < CORPUS_BYTES:
+        sys.exit(f"found {size:,} bytes of text, but {CORPUS_BYTES:,} are needed")
     paths = {name: place / name for name in ("one.txt", "files", "lines.jsonl", "large.txt")}
-    paths["one.txt"].write_bytes(b"".join(found))
+    paths["one.txt"].write_bytes(b"".join(corpus_texts))
     paths["files"].mkdir()
-    for number, data in enumerate(found):
+    for number, data in enumerate(corpus_texts):
         (paths["files"] / f"{number:06d}.txt").write_bytes(data)
     with paths["lines.jsonl"].open("w", encoding="utf-8") as lines:
-        for data in found:
+        for data in corpus_texts:
             lines.write(json.dumps({"text": data.decode()}, ensure_ascii=False) + "\n")
     written = 0
     with paths["large.txt"].open("wb") as large:
-        while written < LARGE:
-            random.Random(written).shuffle(found)
-            for data in found:
+        while written < LARGE_CORPUS_BYTES:
+            random.Random(written).shuffle(corpus_texts)
+            for data in corpus_texts:
                 written += large.write(data)
-    return found, paths
+    return corpus_texts, paths
 
 
-def timed(args: list[str]) -> float:
+def time_command(args: list[str]) -> float:
     """Runs a command and returns its seconds."""
     started = time.perf_counter()
     subprocess.run(args, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started
 
 
-# Runs in a small intermediate process: a child's peak memory includes what its parent used at the fork.
-_WATCH = (
+# A small intermediate process, since a child's peak memory includes its parent's memory at the fork.
+_MEASURE_PEAK = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
     "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
 )
@@ -96,17 +93,19 @@ _WATCH = (
 
 def peak_memory(args: list[str]) -> float:
     """Runs a command and returns the peak memory, in MB, of its largest process."""
-    peak = subprocess.run([sys.executable, "-c", _WATCH, *args], check=True, capture_output=True, text=True).stdout
+    peak = subprocess.run(
+        [sys.executable, "-c", _MEASURE_PEAK, *args], check=True, capture_output=True, text=True
+    ).stdout
     return int(peak) / (1e3 if sys.platform == "linux" else 1e6)
 
 
-def ours(text: Path, out: Path, *options: str) -> list[str]:
-    """Deletes the folder ``out`` and returns the command ``gpt tokenize`` that writes it."""
+def make_command(text: Path, out: Path, *options: str) -> list[str]:
+    """Deletes ``out`` and returns the `gpt tokenize` command that writes it."""
     shutil.rmtree(out, ignore_errors=True)
     return [str(SCRIPTS / "gpt"), "tokenize", str(text), "-o", str(out), "--tokenizer", "gpt2", "-q", *options]
 
 
-def _start() -> None:
+def _load_encoding() -> None:
     global _encoding
     import tiktoken
 
@@ -117,60 +116,60 @@ def _encode(text: str) -> int:
     return len(_encoding.encode_to_numpy(text, disallowed_special=()))
 
 
-def chunks(text: Path) -> Iterator[str]:
-    """Yields a text in chunks of `CHUNK` characters. Wrong ids at the cuts do not change the speed."""
+def read_chunks(text: Path) -> Iterator[str]:
+    """Yields a text in chunks of `CHUNK_CHARACTERS` characters. Ids at chunk ends can differ; the speed does not."""
     with text.open(encoding="utf-8", newline="") as file:
-        while part := file.read(CHUNK):
+        while part := file.read(CHUNK_CHARACTERS):
             yield part
 
 
 def tiktoken_seconds(text: Path, processes: int = 2) -> tuple[float, float]:
-    """Runs tiktoken in several processes, which drop the ids; returns the seconds of the whole and of the encoding."""
+    """Runs tiktoken in several processes and drops the ids; returns the total seconds and the seconds of encoding."""
     started = time.perf_counter()
-    with multiprocessing.get_context("spawn").Pool(processes, _start) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes, _load_encoding) as pool:
         pool.map(_encode, ["warm"] * processes * 4, chunksize=1)
-        parts = list(chunks(text))
-        warm = time.perf_counter()
+        parts = list(read_chunks(text))
+        warmed_up = time.perf_counter()
         sum(pool.imap(_encode, parts))
-        done = time.perf_counter()
-    return done - started, done - warm
+        finished = time.perf_counter()
+    return finished - started, finished - warmed_up
 
 
 def transformers_tokenizers(texts: Iterable[bytes]) -> float:
-    """Returns the MB/s of the Tokenizers library on all cores, with whole files as one batch."""
+    """Returns the MB/s of the Tokenizers library on all cores, with all files in one batch."""
     from tokenizers import Tokenizer
 
     from gpt.text.tokenizer_files import to_tokenizer_json
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    theirs = Tokenizer.from_str(json.dumps(to_tokenizer_json(gpt2_tokenizer())))
+    tokenizer = Tokenizer.from_str(json.dumps(to_tokenizer_json(gpt2_tokenizer())))
     batch, size = [], 0
     for data in texts:
         batch.append(data.decode())
         size += len(data)
-        if size > PEER:
+        if size > TOKENIZERS_BYTES:
             break
     started = time.perf_counter()
-    theirs.encode_batch(batch, add_special_tokens=False)
+    tokenizer.encode_batch(batch, add_special_tokens=False)
     return size / (time.perf_counter() - started) / 1e6
 
 
 ENCODING = "tiktoken, two processes, encoding only (text in memory, processes warm, ids dropped)"
-WHOLE = "tiktoken, two processes, start to end, ids dropped"
+END_TO_END = "tiktoken, two processes, start to end, ids dropped"
 OURS = "`gpt tokenize` one file, `--jobs 2`"
 
 
-def rows(size: float, rates: dict[str, list[float]]) -> list[list[str]]:
-    """Returns rows of median rates and their ratios to tiktoken's."""
+def speed_rows(size: float, rates: dict[str, list[float]]) -> list[list[str]]:
+    """Returns rows of median MB/s and their ratios to tiktoken."""
     medians = {name: statistics.median(values) for name, values in rates.items()}
     return [
-        [f"{size:,.0f} MB", name, f"{rate:.1f}", f"{rate / medians[WHOLE]:.2f}", f"{rate / medians[ENCODING]:.2f}"]
+        [f"{size:,.0f} MB", name, f"{rate:.1f}", f"{rate / medians[END_TO_END]:.2f}", f"{rate / medians[ENCODING]:.2f}"]
         for name, rate in medians.items()
     ]
 
 
-def throughput(data: list[bytes], paths: dict[str, Path], out: Path) -> Table:
-    """Measures the rates on the corpus, and on its repetition to a gigabyte."""
+def measure_throughput(data: list[bytes], paths: dict[str, Path], out: Path) -> Table:
+    """Measures MB/s on the corpus, and on its repetition to a gigabyte."""
     size = paths["one.txt"].stat().st_size / 1e6
     cores = os.cpu_count() or 1
     rates: dict[str, list[float]] = {}
@@ -179,48 +178,57 @@ def throughput(data: list[bytes], paths: dict[str, Path], out: Path) -> Table:
         rates.setdefault(name, []).append(size / seconds)
 
     def add_tiktoken_and_ours(text: Path) -> None:
-        whole, encoding = tiktoken_seconds(text)
+        total, encoding = tiktoken_seconds(text)
         add(ENCODING, encoding)
-        add(WHOLE, whole)
-        add(OURS, timed(ours(text, out, "--jobs", "2")))
+        add(END_TO_END, total)
+        add(OURS, time_command(make_command(text, out, "--jobs", "2")))
 
     for _ in range(ROUNDS):
         add_tiktoken_and_ours(paths["one.txt"])
-        add("`gpt tokenize` a folder of files, `--jobs 2`", timed(ours(paths["files"], out, "--jobs", "2")))
-        add("`gpt tokenize` JSON lines, `--jobs 2`", timed(ours(paths["lines.jsonl"], out, "--jobs", "2")))
+        add(
+            "`gpt tokenize` a folder of files, `--jobs 2`",
+            time_command(make_command(paths["files"], out, "--jobs", "2")),
+        )
+        add(
+            "`gpt tokenize` JSON lines, `--jobs 2`",
+            time_command(make_command(paths["lines.jsonl"], out, "--jobs", "2")),
+        )
         for jobs in sorted({1, 4, cores} - {2}):
-            add(f"`gpt tokenize` one file, `--jobs {jobs}`", timed(ours(paths["one.txt"], out, "--jobs", str(jobs))))
+            add(
+                f"`gpt tokenize` one file, `--jobs {jobs}`",
+                time_command(make_command(paths["one.txt"], out, "--jobs", str(jobs))),
+            )
         rates.setdefault("Tokenizers, batch, all cores", []).append(transformers_tokenizers(data))
-    found = rows(size, rates)
+    table_rows = speed_rows(size, rates)
     size, rates = paths["large.txt"].stat().st_size / 1e6, {}
     for _ in range(ROUNDS):
         add_tiktoken_and_ours(paths["large.txt"])
     columns = ["corpus", "system", "MB/s", "ratio to tiktoken, whole", "ratio to its encoding"]
-    return Table(columns, found + rows(size, rates))
+    return Table(columns, table_rows + speed_rows(size, rates))
 
 
-def memory(paths: dict[str, Path], out: Path) -> Table:
-    """Measures the largest process's peak memory on corpora of different sizes."""
-    found = []
+def measure_memory(paths: dict[str, Path], out: Path) -> Table:
+    """Measures the largest process's peak memory for corpora of different sizes."""
+    table_rows = []
     for name, path in paths.items():
         files = list(path.iterdir()) if path.is_dir() else [path]
         size = sum(file.stat().st_size for file in files) / 1e6
-        peak = peak_memory(ours(path, out, "--jobs", "2"))
-        found.append([name, f"{size:,.0f} MB", f"{peak:,.0f} MB"])
-    return Table(["text", "size", "peak memory of the largest process"], found)
+        peak = peak_memory(make_command(path, out, "--jobs", "2"))
+        table_rows.append([name, f"{size:,.0f} MB", f"{peak:,.0f} MB"])
+    return Table(["text", "size", "peak memory of the largest process"], table_rows)
 
 
 def checksum(folder: Path) -> str:
-    """Returns a checksum over all files of a folder."""
+    """Returns a checksum of all files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def kills(text: Path, out: Path) -> str:
-    """Kills ``gpt tokenize`` at random moments, resumes it, and compares the bytes with an uninterrupted run's."""
-    seconds = timed(ours(text, out, "--jobs", "2"))
+def kill_and_resume(text: Path, out: Path) -> str:
+    """Kills and resumes `gpt tokenize` at random moments, and compares the output with an uninterrupted run."""
+    seconds = time_command(make_command(text, out, "--jobs", "2"))
     expected = checksum(out)
     equal = finished = 0
     rng = random.Random(0)
@@ -249,12 +257,13 @@ def main() -> None:
         data, paths = make_corpora(Path(place), folder)
         out = Path(place) / "out"
         count = len(data)
-        tables = [throughput(data, paths, out), memory(paths, out)]
+        tables = [measure_throughput(data, paths, out), measure_memory(paths, out)]
         notes = [
-            f"GPT-2's vocabulary; {count:,} texts of {LEAST / 1e6:.0f} MB, and the same texts repeated to a gigabyte.",
+            f"GPT-2's vocabulary; {count:,} texts of {CORPUS_BYTES / 1e6:.0f} MB, and the same texts repeated to a "
+            "gigabyte.",
             f"Medians of {ROUNDS} rounds; the systems take turns. `gpt tokenize` is the whole command, down to synced "
             "shards.",
-            kills(paths["one.txt"], out),
+            kill_and_resume(paths["one.txt"], out),
         ]
     packages = ["tiktoken", "tokenizers"]
     write_section("tokenize", measured("Tokenizing", "python -m benchmarks.tokenize", notes, tables, packages))

@@ -1,9 +1,8 @@
-"""Counts the bytes that compiled code moves and the kernels that it launches, without building or running the code.
+"""Counts the memory traffic and kernel launches of compiled code without building or running it.
 
-The counts come from Inductor's schedule. A kernel's bytes are those of each buffer that it reads or writes, once, as
-far as it uses the buffer. Two of Inductor's counts are corrected: where a fused kernel scatters elements into a buffer,
-or only gathers elements from one, Inductor counts the whole buffer, and this module counts the elements. A decoding
-step scatters to one column of the KV cache in every layer, and gathers rows of the embedding.
+The counts come from Inductor's schedule. Each kernel counts every buffer once, for the part that it reads or writes. If
+a fused kernel scatters into a buffer or only gathers from it, Inductor counts the whole buffer; this module counts the
+elements. Decoding scatters to one column of each layer's KV cache and gathers rows of the embedding.
 """
 
 import contextlib
@@ -23,17 +22,17 @@ from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-COUNTED_UP_TO = 10**9  # Inductor counts no more elements of a buffer
+MAX_COUNTED_ELEMENTS = 10**9  # Inductor stops counting a buffer's elements here
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Memory traffic and launches of one call of a compiled graph."""
 
-    bytes: int  # read from memory and written to it
-    launches: int  # kernels, generated or from libraries
-    kernels: tuple[tuple[str, int], ...]  # name and bytes of each, largest first
-    code: str  # the program that calls them
+    bytes: int  # reads and writes
+    launches: int  # generated and library kernels
+    kernels: tuple[tuple[str, int], ...]  # names and bytes, largest first
+    code: str  # generated code
 
 
 class _Counted(Exception):
@@ -41,38 +40,38 @@ class _Counted(Exception):
 
 
 def count(work: Callable[[], object], **settings: Any) -> list[Traffic]:
-    """Runs ``work`` up to its first call of a compiled graph, and returns the traffic of each graph compiled by then.
+    """Runs ``work`` up to its first call of a compiled graph; returns the traffic of all graphs compiled so far.
 
-    A graph's backward graph is compiled with it and counted too. ``settings`` are Inductor's.
+    Backward graphs are compiled with their forward graphs. ``settings`` are Inductor's.
     """
     torch._dynamo.reset()
     try:
-        with counting(**settings) as found, contextlib.suppress(_Counted):
+        with count_graphs(**settings) as traffic, contextlib.suppress(_Counted):
             work()
     finally:
         torch._dynamo.reset()
-    return found
+    return traffic
 
 
 @contextlib.contextmanager
-def counting(**settings: Any) -> Iterator[list[Traffic]]:
-    """A context in which Inductor's graphs are counted instead of built. Calling one raises an exception."""
-    found: list[Traffic] = []
+def count_graphs(**settings: Any) -> Iterator[list[Traffic]]:
+    """A context in which Inductor's graphs are counted instead of built. Calling a graph raises `_Counted`."""
+    traffic: list[Traffic] = []
 
     def module(graph: GraphLowering) -> Any:
         code, _ = graph.codegen()
-        found.append(_traffic(graph.scheduler.nodes, str(getattr(code, "value", code))))
-        return SimpleNamespace(call=_raise, __file__="", key="")
+        traffic.append(_traffic(graph.scheduler.nodes, str(getattr(code, "value", code))))
+        return SimpleNamespace(call=_raise_counted, __file__="", key="")
 
     with (
         mock.patch.object(GraphLowering, "_compile_to_module", module),
         mock.patch.object(torch._functorch.config, "force_non_lazy_backward_lowering", True),
         config.patch(force_disable_caches=True, compile_threads=1, **settings),
     ):
-        yield found
+        yield traffic
 
 
-def _raise(_: object) -> None:
+def _raise_counted(_: object) -> None:
     raise _Counted
 
 
@@ -98,27 +97,27 @@ def _bytes(node: BaseSchedulerNode) -> int:
     """Returns the bytes that a kernel reads and writes."""
     accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
     for name in accesses:
-        if (elements := _elements(V.graph.get_buffer(name))) > COUNTED_UP_TO:
+        if (elements := _elements(V.graph.get_buffer(name))) > MAX_COUNTED_ELEMENTS:
             accesses[name] = elements * V.graph.get_dtype(name).itemsize
     reads = [read for part in node.get_nodes() for read in part.read_writes.reads if isinstance(read, MemoryDep)]
-    whole = {read.name for read in reads if not read.is_indirect()}
+    fully_read = {read.name for read in reads if not read.is_indirect()}
     for part in node.get_nodes():
-        if part.is_template():  # Inductor counts one element of each
+        if part.is_template():  # Inductor counts one element per buffer
             for read in part.read_writes.reads:
                 buffer = V.graph.get_buffer(read.name)
                 accesses[read.name] = _elements(buffer) * buffer.get_dtype().itemsize
         if isinstance(part.node, ir.ExternKernel) and not part.is_template():
-            seen = Counter[str]()
-            for one in tree_leaves(part.node.inputs):
-                if isinstance(one, ir.IRNode) and one.maybe_get_size() is not None:
-                    seen[one.get_name()] += _elements(one) * one.get_dtype().itemsize
-            accesses |= {name: min(size, seen[name]) for name, size in accesses.items() if name in seen}
+            input_bytes = Counter[str]()
+            for node_input in tree_leaves(part.node.inputs):
+                if isinstance(node_input, ir.IRNode) and node_input.maybe_get_size() is not None:
+                    input_bytes[node_input.get_name()] += _elements(node_input) * node_input.get_dtype().itemsize
+            accesses |= {name: min(size, input_bytes[name]) for name, size in accesses.items() if name in input_bytes}
         if isinstance(part.node, ir.ComputedBuffer) and isinstance(part.node.data, ir.Scatter):
-            alone = part.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+            own_accesses = part.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
             scattered = {part.node.get_name(), *part.node.get_mutation_names()}
-            accesses |= {name: size for name, size in alone.items() if name in scattered}
+            accesses |= {name: size for name, size in own_accesses.items() if name in scattered}
     for read in reads:
-        if read.is_indirect() and read.name not in whole:
+        if read.is_indirect() and read.name not in fully_read:
             size = math.prod(map(int, read.size)) * V.graph.get_dtype(read.name).itemsize
             accesses[read.name] = min(accesses.get(read.name, 0), size)
     return sum(accesses.values())

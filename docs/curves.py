@@ -1,8 +1,10 @@
-"""Draws docs/pictures/curves.png: held-out loss against time, of two runs and of nanoGPT's recipe for a CPU.
+"""Draws docs/pictures/curves.png: held-out loss against time of two runs and of nanoGPT's CPU recipe.
 
-python -m docs.curves TEXT [FOLDER] [OPTION ...]; FOLDER keeps the runs, OPTIONs are those of `gpt train`, by default
-`--minutes 3`. All three train at once with one thread each, so that other work on the machine slows them alike.
-nanoGPT's recipe has 2,000 steps and is stopped when both runs have ended. Needs the dev extra and a Chromium
+    python -m docs.curves TEXT [FOLDER] [OPTION ...]
+
+FOLDER keeps the runs. OPTIONs are for `gpt train`, by default `--minutes 3`. All three train concurrently on one thread
+each, so other load slows them equally. nanoGPT's recipe (2,000 steps) is stopped when both runs have ended. Needs the
+dev extra and Chromium.
 """
 
 import contextlib
@@ -19,12 +21,12 @@ from gpt_cli.main import main
 from playwright.sync_api import sync_playwright
 
 PICTURE = Path(__file__).resolve().parent / "pictures" / "curves.png"
-RUNS = ("gpt2", "modern")  # names of the run folders and values of --arch
-PEER = "nanogpt.jsonl"
+ARCHITECTURES = ("gpt2", "modern")  # run folders, and values of --arch
+PEER_CURVE = "nanogpt.jsonl"
 
 
 def train(text: str, options: list[str]) -> None:
-    """Trains all three in the current folder on the first 90 % of a text. The rest is held out."""
+    """Trains all three in the current folder on the first 90 % of a text; the rest is held out."""
     cut = round(0.9 * len(text))
     for name, part in (("text.txt", text[:cut]), ("held-out.txt", text[cut:])):
         Path(name).write_text(part, encoding="utf-8", newline="")
@@ -32,35 +34,36 @@ def train(text: str, options: list[str]) -> None:
     words = ["train", "text.txt", "--val-text", "held-out.txt", "--quiet", *options]
     python = [sys.executable, "-m"]
     runs = [
-        subprocess.Popen([*python, "gpt_cli", *words, "-o", name, "--arch", name], env=environment) for name in RUNS
+        subprocess.Popen([*python, "gpt_cli", *words, "-o", name, "--arch", name], env=environment)
+        for name in ARCHITECTURES
     ]
-    with subprocess.Popen([*python, "docs.curves", "--peer"], env=environment) as other:
+    with subprocess.Popen([*python, "docs.curves", "--peer"], env=environment) as peer_process:
         statuses = [run.wait() for run in runs]
-        other.terminate()
+        peer_process.terminate()
     if any(statuses):
         sys.exit(1)
 
 
 def peer() -> None:
-    """Trains with nanoGPT's recipe on Transformers, and writes its curve. Each character is a token."""
+    """Trains with nanoGPT's recipe on Transformers, with characters as tokens, and writes its curve."""
     from benchmarks.run import nanogpt_recipe
 
     text, held_out = (Path(name).read_bytes().decode() for name in ("text.txt", "held-out.txt"))
     characters_per_byte = len(held_out) / len(held_out.encode())
-    with open(PEER, "w", encoding="utf-8") as file:
+    with open(PEER_CURVE, "w", encoding="utf-8") as file:
 
-        def evaluated(step: int, seconds: float, loss: float) -> None:
+        def on_evaluation(step: int, seconds: float, loss: float) -> None:
             bits = loss / math.log(2) * characters_per_byte
             line = {"step": step, "seconds": seconds, "val_loss": loss, "bits_per_byte": bits}
             file.write(json.dumps(line) + "\n")
             file.flush()
 
-        nanogpt_recipe(text + held_out, evaluated)
+        nanogpt_recipe(text + held_out, on_evaluation)
 
 
 def draw() -> None:
-    """Takes a screenshot of the chart of losses against time, in a report on the runs in the current folder."""
-    main(["report", *RUNS, PEER, "-o", "curves.html"])
+    """Takes a screenshot of the loss chart in a report on the runs in the current folder."""
+    main(["report", *ARCHITECTURES, PEER_CURVE, "-o", "curves.html"])
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 960, "height": 900}, color_scheme="light")

@@ -1,4 +1,4 @@
-"""Turns a ```math block into MathML, which browsers draw without a script."""
+"""Converts ```math blocks to MathML, which browsers render without a script."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from latex2mathml.converter import convert
 
 
 def fence(source: str, *_: Any, **__: Any) -> str:
-    """Returns TeX as a displayed formula, for pymdownx.superfences."""
+    """Converts TeX to a display formula, for pymdownx.superfences."""
     return f'<div class="math">{convert(source, display="block")}</div>'

@@ -1,7 +1,9 @@
-"""Draws the pictures in docs/pictures that show a small model, which this script trains first.
+"""Trains a small model and draws the pictures of it in docs/pictures.
 
-python docs/pages.py TEXT [RUNS]; TEXT is tinyshakespeare. RUNS is a folder with the finished runs book and chat of the
-tutorial, to use instead of training them. Needs the dev extra and a Chromium
+    python docs/pages.py TEXT [RUNS]
+
+TEXT is tinyshakespeare. RUNS is a folder with the tutorial's finished runs book and chat, to skip their training. Needs
+the dev extra and Chromium.
 """
 
 import contextlib
@@ -22,20 +24,20 @@ PICTURES = Path(__file__).resolve().parent / "pictures"
 BOOK, CHAT, WAVES, BANDS = "runs/book", "runs/chat", "runs/waves", "runs/bands"
 TUTORIAL = Path(__file__).resolve().parent / "tutorial.md"
 PROMPT = "The king is dead, and the king's son is"
-HEAD = ("2", "0")
+LAYER_AND_HEAD = ("2", "0")
 QUESTION = "Who are you?"
-# Commands whose `-o FILE.png` is drawn.
-STILLS: dict[str, list[str]] = {
+# Commands that draw a picture with `-o FILE.png`.
+PICTURE_COMMANDS: dict[str, list[str]] = {
     "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
     "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
     "learned": ["inspect", "positions", "-m", BOOK],
     "waves": ["inspect", "positions", "-m", WAVES],
-    "head": ["inspect", "attention", "-m", BOOK, PROMPT, "--layer", HEAD[0], "--head", HEAD[1]],
+    "head": ["inspect", "attention", "-m", BOOK, PROMPT, "--layer", LAYER_AND_HEAD[0], "--head", LAYER_AND_HEAD[1]],
     "heads": ["inspect", "attention", "-m", BOOK, PROMPT],
     "bands": ["inspect", "attention", "-m", BANDS, PROMPT],
 }
-# Commands whose `-o FILE.html` is photographed in a browser.
-PAGES: dict[str, list[str]] = {
+# Commands that write a page with `-o FILE.html`, for screenshots.
+PAGE_COMMANDS: dict[str, list[str]] = {
     "attention": ["inspect", "attention", "-m", BOOK, PROMPT],
     "params": ["params", BOOK],
     "shares": ["params", BOOK, "gpt2", "gpt3-175b"],
@@ -44,8 +46,8 @@ PAGES: dict[str, list[str]] = {
 
 
 def train(text: str, runs: str | None) -> None:
-    """Trains the runs of the tutorial, or copies them from ``runs``; a run of one step with sine and cosine positions;
-    and for a minute one whose layers 1 and 3 attend to four tokens."""
+    """Trains or copies the tutorial's runs; trains a run with sinusoidal positions for one step, and a run with a
+    sliding window of four tokens in layers 1 and 3 for a minute."""
     shutil.copy(text, "book.txt")
     if runs is not None:
         shutil.copytree(runs, "runs")
@@ -61,22 +63,22 @@ def train(text: str, runs: str | None) -> None:
 def draw(pictures: Path) -> None:
     """Draws all pictures from the runs in the current folder."""
     pictures.mkdir(exist_ok=True)
-    for name, words in STILLS.items():
+    for name, words in PICTURE_COMMANDS.items():
         main([*words, "-o", str(pictures / f"{name}.png")])
-    for name, words in PAGES.items():
+    for name, words in PAGE_COMMANDS.items():
         main([*words, "-o", f"{name}.html"])
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 960, "height": 900}, color_scheme="light")
-        for name, take in SHOTS.items():
+        for name, clip_page in SCREENSHOTS.items():
             page.goto(Path(f"{PAGE_OF.get(name, 'attention')}.html").absolute().as_uri())
             page.wait_for_selector("body[data-ready]")
-            page.screenshot(path=pictures / f"{name}.png", full_page=True, clip=take(page))
-        for name, run, take in (("serve", BOOK, _served), ("chat", CHAT, _chatted)):
+            page.screenshot(path=pictures / f"{name}.png", full_page=True, clip=clip_page(page))
+        for name, run, clip_page in (("serve", BOOK, _generate), ("chat", CHAT, _chat)):
             with serving(run) as address:
                 page.goto(address)
                 page.wait_for_selector("body[data-ready]")
-                page.screenshot(path=pictures / f"{name}.png", clip=take(page))
+                page.screenshot(path=pictures / f"{name}.png", clip=clip_page(page))
         browser.close()
 
 
@@ -92,8 +94,8 @@ def serving(run: str) -> Iterator[str]:
             process.terminate()
 
 
-def _served(page: Page) -> dict[str, float]:
-    """Generates a text and opens the alternatives of the last whole word that the model was unsure of."""
+def _generate(page: Page) -> dict[str, float]:
+    """Generates a text and opens the alternatives of the last uncertain word."""
     for name, value in {"text": PROMPT, "max_tokens": "50", "seed": "4"}.items():
         page.fill(f"#{name}", value)
     page.click("#go")
@@ -102,86 +104,86 @@ def _served(page: Page) -> dict[str, float]:
         "open(parts.findLastIndex((part) => /^ ..+/.test(part.text) && part.logprob > -3 && part.logprob < -1))"
     )
     page.evaluate("document.activeElement.blur()")
-    return _above(page, "#keys")
+    return _clip_until(page, "#keys")
 
 
-def _chatted(page: Page) -> dict[str, float]:
-    """Asks a question and waits for the answer."""
+def _chat(page: Page) -> dict[str, float]:
+    """Asks a question, waits for the answer, and returns the clip."""
     for name, value in {"question": QUESTION, "max_tokens": "40", "seed": "1"}.items():
         page.fill(f"#{name}", value)
     page.click("#go")
     page.wait_for_selector("#status:text('.')")
     page.evaluate("document.activeElement.blur()")
-    return _above(page, "#chat-keys")
+    return _clip_until(page, "#chat-keys")
 
 
-def _above(page: Page, selector: str) -> dict[str, float]:
-    """Cuts out the part of the page that ends with ``selector``."""
-    box = _box(page, selector)
+def _clip_until(page: Page, selector: str) -> dict[str, float]:
+    """Returns the clip from the top of the page to the end of ``selector``."""
+    box = _find_box(page, selector)
     return {"x": 0, "y": 0, "width": 960, "height": box["y"] + box["height"] + 16}
 
 
-def _top(height: int) -> Callable[[Page], dict[str, float]]:
-    """Returns a function that cuts out the upper part of a page."""
+def _clip_top(height: int) -> Callable[[Page], dict[str, float]]:
+    """Returns a function that clips the top of a page."""
     return lambda page: {"x": 0, "y": 0, "width": 960, "height": height}
 
 
-def _attention(page: Page) -> dict[str, float]:
-    page.click(f"button[data-layer='{HEAD[0]}'][data-head='{HEAD[1]}']")
-    return {"x": 0, "y": 0, "width": 960, "height": _box(page, "#readout")["y"] + 40}
+def _clip_attention(page: Page) -> dict[str, float]:
+    page.click(f"button[data-layer='{LAYER_AND_HEAD[0]}'][data-head='{LAYER_AND_HEAD[1]}']")
+    return {"x": 0, "y": 0, "width": 960, "height": _find_box(page, "#readout")["y"] + 40}
 
 
-def _strip(page: Page) -> dict[str, float]:
-    """Cuts out the text, coloured by what its last token attends to in the chosen head."""
-    _attention(page)
-    return _section("#strip")(page)
+def _clip_strip(page: Page) -> dict[str, float]:
+    """Clips the text, coloured by the attention of its last token in the chosen head."""
+    _clip_attention(page)
+    return _clip_section("#strip")(page)
 
 
-def _section(selector: str, height: float | None = None) -> Callable[[Page], dict[str, float]]:
-    """Returns a function that cuts out the section that holds ``selector``, or its upper ``height`` pixels."""
+def _clip_section(selector: str, height: float | None = None) -> Callable[[Page], dict[str, float]]:
+    """Returns a function that clips the section with ``selector``, or its top ``height`` pixels."""
 
-    def take(page: Page) -> dict[str, float]:
-        box = _box(page, f"section:has({selector})")
+    def clip(page: Page) -> dict[str, float]:
+        box = _find_box(page, f"section:has({selector})")
         return {**box, "x": 0, "width": 960, "height": height or box["height"] + 10}
 
-    return take
+    return clip
 
 
-def _next(**controls: float) -> Callable[[Page], dict[str, float]]:
-    """Returns a function that sets controls and cuts out the section of the next token."""
+def _clip_next_token(**controls: float) -> Callable[[Page], dict[str, float]]:
+    """Returns a function that sets controls and clips the section of the next token."""
 
-    def take(page: Page) -> dict[str, float]:
+    def clip(page: Page) -> dict[str, float]:
         for name, value in controls.items():
             page.evaluate(
                 "([id, value]) => { const input = document.getElementById(id); input.value = value;"
                 " input.dispatchEvent(new Event('input')); }",
                 [name.replace("_", "-"), value],
             )
-        return {**_section("#next", 430)(page), "width": 800}
+        return {**_clip_section("#next", 430)(page), "width": 800}
 
-    return take
+    return clip
 
 
-def _box(page: Page, selector: str) -> dict[str, float]:
+def _find_box(page: Page, selector: str) -> dict[str, float]:
     box: Any = page.locator(selector).bounding_box()
     return dict(box)
 
 
-SHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
-    "attention": _attention,
-    "strip": _strip,
-    "lens": _section("#lens"),
-    "next": _next(),
-    "cold": _next(temperature=0.5),
-    "warm": _next(temperature=1.5),
-    "filtered": _next(top_k=8, top_p=0.6),
-    "greedy": _next(temperature=0),
-    "params": _section("table"),
-    "shares": _section("#compared"),
-    "loss": _section("#curves", 500),
-    "report": _top(1000),
+SCREENSHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
+    "attention": _clip_attention,
+    "strip": _clip_strip,
+    "lens": _clip_section("#lens"),
+    "next": _clip_next_token(),
+    "cold": _clip_next_token(temperature=0.5),
+    "warm": _clip_next_token(temperature=1.5),
+    "filtered": _clip_next_token(top_k=8, top_p=0.6),
+    "greedy": _clip_next_token(temperature=0),
+    "params": _clip_section("table"),
+    "shares": _clip_section("#compared"),
+    "loss": _clip_section("#curves", 500),
+    "report": _clip_top(1000),
 }
-# The page of each shot that is not on the page of attention.
+# Pages of screenshots other than the attention page.
 PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}
 
 

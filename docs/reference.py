@@ -1,6 +1,6 @@
-"""Writes docs/reference.md: every command and option, from the commands themselves.
+"""Writes docs/reference.md, the page of all commands and options. A test checks that it is current.
 
-python docs/reference.py; a test checks that the page is what this writes
+python docs/reference.py
 """
 
 import dataclasses
@@ -37,67 +37,72 @@ others too, except those under **Rarely needed**.
 
 
 def page() -> str:
-    """Returns the whole page."""
+    """Returns the page in Markdown."""
     root: Any = typer.main.get_command(make_app())
     context = root.make_context("gpt", [], resilient_parsing=True)
-    found = list(commands(root, context))
-    listed = [f"- [`{name}`](#{name.replace(' ', '-')}): {_text(help_pages.summary(each))}" for name, each, _ in found]
-    return "\n".join([HEAD, *listed, "", *(_section(*each) for each in found)])
+    visible_commands = list(commands(root, context))
+    links = [
+        f"- [`{name}`](#{name.replace(' ', '-')}): {_escape(help_pages.summary(each))}"
+        for name, each, _ in visible_commands
+    ]
+    return "\n".join([HEAD, *links, "", *(_section(*each) for each in visible_commands)])
 
 
 def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each command that is no group and is not hidden: its words, the command, and its context."""
+    """Yields the name, command and context of each visible command, without groups."""
     for name, command in group.commands.items():
         if command.hidden:
             continue
-        own = command.make_context(name, [], parent=context, resilient_parsing=True)
+        command_context = command.make_context(name, [], parent=context, resilient_parsing=True)
         if hasattr(command, "commands"):
-            yield from commands(command, own)
+            yield from commands(command, command_context)
         else:
-            yield own.command_path, command, own
+            yield command_context.command_path, command, command_context
 
 
 def _section(name: str, command: Any, context: Any) -> str:
     description, examples = help_pages.described(command)
-    lines = [f"## {name}", "", f"    {name} {help_pages.usage(command, context)}", "", _text(description), ""]
+    lines = [f"## {name}", "", f"    {name} {help_pages.usage(command, context)}", "", _escape(description), ""]
     if examples:
         lines += ["```console", *(f"$ {line}" for line in examples), "```", ""]
     if arguments := help_pages.arguments(command):
         rows = [
-            (f"`{help_pages.name(each)}`".replace("|", "\\|"), _text(each.help or ""), _default(each))
-            for each in arguments
+            (f"`{help_pages.name(parameter)}`".replace("|", "\\|"), _escape(parameter.help or ""), _default(parameter))
+            for parameter in arguments
         ]
         lines += [*_table(("argument", "what it is", "default"), rows), ""]
     keys = {field.name for field in dataclasses.fields(TrainConfig)} if name == "gpt train" else set()
     for panel, options in help_pages.panels(command, context).items():
         lines += [f"**{panel}**", ""]
         titles = ("option", "what it does", "default", "variable", *(["key"] if keys else []))
-        lines += [*_table(titles, [_row(each, context, keys) for each in options]), ""]
+        lines += [*_table(titles, [_row(parameter, context, keys) for parameter in options]), ""]
     return "\n".join(lines)
 
 
 def _row(option: Any, context: Any, keys: set[str]) -> tuple[str, ...]:
-    value = help_pages.value(option, context)
-    choices = value.split("|") if "|" in value else []
+    value_hint = help_pages.value(option, context)
+    choices = value_hint.split("|") if "|" in value_hint else []
     flags = " ".join(f"`{flag}`" for flag in sorted(option.opts, key=len, reverse=True))
-    said = _text(option.help or "") + (f". One of {', '.join(f'`{each}`' for each in choices)}" if choices else "")
+    description = _escape(option.help or "") + (
+        f". One of {', '.join(f'`{choice}`' for choice in choices)}" if choices else ""
+    )
     variable = f"`{context.auto_envvar_prefix}_{option.name.upper()}`"
     key = (f"`{option.name}`" if option.name in keys else "",) if keys else ()
-    return (flags if choices else f"{flags} {value}".rstrip(), said, _default(option), variable, *key)
+    return (flags if choices else f"{flags} {value_hint}".rstrip(), description, _default(option), variable, *key)
 
 
 def _default(parameter: Any) -> str:
-    """Returns a default, as code if it is what one would type."""
-    found = help_pages.default(parameter)
+    """Returns a default, as code if a user could type it."""
+    default = help_pages.default(parameter)
     if getattr(parameter, "is_flag", False):
         return "off"
-    return _text(found) if not found or isinstance(parameter.show_default, str) else f"`{found}`"
+    return _escape(default) if not default or isinstance(parameter.show_default, str) else f"`{default}`"
 
 
-def _text(words: str) -> str:
-    """Escapes markup, except inside backticks."""
+def _escape(text: str) -> str:
+    """Escapes markup outside backticks."""
     return "`".join(
-        part if at % 2 else html.escape(part, quote=False) for at, part in enumerate(words.split("`"))
+        part if index % 2 else html.escape(part, quote=False) for index, part in enumerate(text.split("`"))
     ).replace("|", "&#124;")
 
 

@@ -30,17 +30,17 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 GPT2_RANKS = SHARED / "data" / "tiktoken"
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of hundreds of processes would compile our modules
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode files, each process would compile our modules
 sys.dont_write_bytecode = False
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny: a second thread would only wait for the first
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread does not help tiny models
 
-for name in ("SIGINT", "SIGHUP"):  # ignored in a script's background job and under nohup
+for name in ("SIGINT", "SIGHUP"):  # both are ignored in background jobs and under nohup
     if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
-        # This process ignores it still. Its children do not inherit that: tests send them signals, and wait for their end.
+        # This handler ignores the signal too, but children do not inherit it, so tests can signal them.
         signal.signal(getattr(signal, name), lambda signum, frame: None)
 
 for name in [name for name in os.environ if name.startswith("GPT_")]:
-    del os.environ[name]  # a twin set outside must not change what is tested
+    del os.environ[name]  # the developer's settings must not change the tests
 
 WORDS = [
     "the", "cat", "sat", "on", "the", "mat", "while", "it’s", "raining", "in", "Zürich;", "naïve", "dogs", "🐕", "chased",
@@ -49,7 +49,7 @@ WORDS = [
 
 
 def make_text(n_words: int = 4000, seed: int = 0) -> str:
-    """Text with structure to learn, and with every kind of character that tokenizers trip over."""
+    """Returns a learnable text with all kinds of characters that are hard for tokenizers."""
     import random
 
     rng = random.Random(seed)
@@ -68,42 +68,42 @@ class Done:
 
 Gpt = Callable[..., Done]
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
-more = functools.partial(pytest.param, marks=pytest.mark.more)  # one that only `make test-more` runs
+more = functools.partial(pytest.param, marks=pytest.mark.more)  # a case that only `make test-more` runs
 
 
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs end with a sample of few tokens: 80 would take as long as a dozen steps."""
+    """Shortens the samples of training runs: 80 tokens would take as long as a dozen steps."""
     import gpt
 
     monkeypatch.setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
 
 
 @pytest.fixture(autouse=True)
-def _without_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is put into the folder of compiled programs, which is the user's; `test_native` has one of its own."""
+def no_compiled_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps tests from writing to the user's folder of compiled programs. `test_native` patches it."""
     from gpt import programs
 
-    def none() -> Path:
+    def raise_no_folder() -> Path:
         raise OSError("none in tests")
 
     if request.node.path.stem != "test_native":
-        monkeypatch.setattr(programs, "own_folder", none)
+        monkeypatch.setattr(programs, "own_folder", raise_no_folder)
 
 
 @pytest.fixture
 def gpt(capfd: pytest.CaptureFixture[str]) -> Gpt:
-    """Runs a command line in this process and returns exit status, stdout and stderr."""
+    """Runs a command line in this process and returns its exit status, stdout and stderr."""
     import gpt_cli.main
 
     def run(*args: str | Path, stdin: bytes = b"") -> Done:
-        before = sys.stdin
+        original_stdin = sys.stdin
         sys.stdin = io.TextIOWrapper(io.BytesIO(stdin))
         capfd.readouterr()
         try:
             code = gpt_cli.main.main([str(arg) for arg in args])
         finally:
-            sys.stdin = before
+            sys.stdin = original_stdin
         out, err = capfd.readouterr()
         assert "Traceback" not in err
         return Done(code, out, err)
@@ -111,19 +111,18 @@ def gpt(capfd: pytest.CaptureFixture[str]) -> Gpt:
     return run
 
 
-def one_line_of_what_and_what_next(done: Done, message: str, code: int = 2) -> None:
-    """The command failed with ``code``, one line of error that holds ``message``, one hint, and no output."""
-    assert done.code == code, done.err
-    lines = [line for line in done.err.splitlines() if line.startswith(("error:", "hint:"))]
+def one_line_of_what_and_what_next(result: Done, message: str, code: int = 2) -> None:
+    """Asserts that a command failed with ``code``, one error line containing ``message``, one hint and no output."""
+    assert result.code == code, result.err
+    lines = [line for line in result.err.splitlines() if line.startswith(("error:", "hint:"))]
     assert lines[0].startswith("error:")
     assert message in lines[0]
     assert lines[1].startswith("hint: ")
     assert len(lines) == 2
-    assert done.out == ""
+    assert result.out == ""
 
 
 def spawn(*args: str | Path, cwd: Path | None = None, **kwargs: object) -> "subprocess.Popen[str]":
-    """The command in a process of its own."""
     code = "from gpt_cli.main import run; run()"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
@@ -132,15 +131,13 @@ def spawn(*args: str | Path, cwd: Path | None = None, **kwargs: object) -> "subp
 
 
 def send(signum: int) -> None:
-    """A signal to this process, handled when this returns: where another thread runs, Python 3.11 may let the main one
-    go on for a while before it looks."""
+    """Sends a signal to this process and waits for the handler, which Python 3.11 can delay while other threads run."""
     signal.raise_signal(signum)
     time.sleep(0.001)
 
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small finished run."""
     import gpt
 
     folder = tmp_path_factory.mktemp("session")
@@ -155,19 +152,18 @@ FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
 
 
 def train(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
-    """The result of a small run, and its events."""
     import gpt
 
-    heard: list[Any] = []
-    result = gpt.train(text, listen=heard.append, **{**FAST, **settings})
-    return result, heard
+    event_log: list[Any] = []
+    result = gpt.train(text, listen=event_log.append, **{**FAST, **settings})
+    return result, event_log
 
 
 def resolved(
     n_bytes: int = 400_000, n_tokens: int = 140_000, vocab_size: int = 1024, dtype: str = "float32",
     **settings: Any,
 ) -> "recipe.Recipe":  # fmt: skip
-    """The recipe of a run on a CPU, for a text of such a size."""
+    """Returns the recipe of a CPU run on a text of this size."""
     import torch
 
     from gpt.config import TrainConfig
@@ -178,22 +174,20 @@ def resolved(
     return recipe.resolve(TrainConfig(**settings), compute, n_bytes, n_tokens, vocab_size, True, lambda note: None)
 
 
-def losses(heard: list[Any]) -> list[float]:
-    """The loss of each step."""
+def losses(event_log: list[Any]) -> list[float]:
     from gpt.events import StepEvent
 
-    return [event.loss for event in heard if isinstance(event, StepEvent)]
+    return [event.loss for event in event_log if isinstance(event, StepEvent)]
 
 
 def curve(run: Path) -> list[Any]:
-    """The steps, evaluations, samples and rollbacks in a run's metrics, without times."""
+    """Returns the steps, evaluations, samples and rollbacks in a run's metrics, without times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if line["event"] in ("step", "eval", "sample", "rollback", "end")]
-    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in kept]
+    curve_lines = [line for line in lines if line["event"] in ("step", "eval", "sample", "rollback", "end")]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in curve_lines]
 
 
 def weights(run: Path) -> dict[str, "torch.Tensor"]:
-    """The weights of a run's newest checkpoint."""
     from safetensors.torch import load_file
 
     from gpt.runs import folder
@@ -202,7 +196,7 @@ def weights(run: Path) -> dict[str, "torch.Tensor"]:
 
 
 def state_of(run: Path) -> dict[str, "torch.Tensor"]:
-    """All tensors of a run's newest checkpoint: weights, optimizer state, random states."""
+    """Returns all tensors of a run's newest checkpoint, including optimizer and random states."""
     from safetensors.torch import load_file
 
     from gpt.runs import folder
@@ -212,33 +206,36 @@ def state_of(run: Path) -> dict[str, "torch.Tensor"]:
     return load_file(weights) | load_file(path / "training.safetensors")
 
 
-def assert_same(one: Path, other: Path) -> None:
-    """Two runs' newest checkpoints hold the same bits, times aside."""
+def assert_same(first_run: Path, second_run: Path) -> None:
+    """Asserts that two runs' newest checkpoints are bit-identical, except for times."""
     import torch
 
     from gpt.runs import folder
 
-    a, b = state_of(one), state_of(other)
+    a, b = state_of(first_run), state_of(second_run)
     assert set(a) == set(b)
     for name in a:
         assert torch.equal(a[name], b[name]), name
-    says = [json.loads((run / folder.checkpoints(run)[-1].name / "training.json").read_text()) for run in (one, other)]
-    for said in says:
+    records = [
+        json.loads((run / folder.checkpoints(run)[-1].name / "training.json").read_text())
+        for run in (first_run, second_run)
+    ]
+    for record in records:
         for key in ("step_seconds", "seconds", "metrics_bytes", "first_step"):
-            del said["state"][key]
-    assert says[0] == says[1]
+            del record["state"][key]
+    assert records[0] == records[1]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An empty current folder for fixtures that outlive a test: no `runs/` of the clone is seen."""
+def empty_session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Gives session fixtures an empty current folder, so they do not see the clone's `runs/`."""
     with contextlib.chdir(tmp_path_factory.mktemp("nowhere")):
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
-def unwatched() -> None:
-    """No thread of this process watches how others wait: tests that patch the clock, or count, would reach it too."""
+def no_thread_watcher() -> None:
+    """Disables the watcher of waiting threads: tests patch the clock that it uses, and count threads."""
     from gpt import waiting
 
     waiting._watching.acquire(blocking=False)
@@ -246,14 +243,13 @@ def unwatched() -> None:
 
 @pytest.fixture(autouse=True)
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, for every test: what lies in the one where the tests were started is nobody's business."""
+    """Gives every test an empty current folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def text(workdir: Path) -> Path:
-    """A text to train on, in the current folder."""
     path = workdir / "book.txt"
     path.write_bytes(make_text().encode())
     return path
@@ -261,7 +257,8 @@ def text(workdir: Path) -> Path:
 
 @pytest.fixture
 def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
-    """The run, and one like it with another rate, half as long, whose last sample is a piece of the training text."""
+    """Returns two copies of the run. The second has another learning rate and half the steps, and its last sample copies
+    training text."""
     from gpt import events
     from gpt.text.token_folder import TokenFolder
 
@@ -273,32 +270,30 @@ def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
     folder = TokenFolder("two/tokens")
     text = folder.tokenizer.decode(folder.stream("train").take(40, 60).tolist())
     lines = [line for line in Path("two/metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 15]
-    kept = [line for line in lines if json.loads(line)["event"] in ("step", "eval")]
-    kept.append(events.to_json(events.SampleEvent(15, 150, 1.5, "</script><b>Zürich</b>")))
-    kept.append(events.to_json(events.SampleEvent(15, 150, 1.5, text)))
-    Path("two/metrics.jsonl").write_text("".join(line + "\n" for line in kept))
+    kept_lines = [line for line in lines if json.loads(line)["event"] in ("step", "eval")]
+    kept_lines.append(events.to_json(events.SampleEvent(15, 150, 1.5, "</script><b>Zürich</b>")))
+    kept_lines.append(events.to_json(events.SampleEvent(15, 150, 1.5, text)))
+    Path("two/metrics.jsonl").write_text("".join(line + "\n" for line in kept_lines))
     return [Path("one"), Path("two")]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides a GPU from all tests but those that are asked for by ``-m gpu``: the others compare with a CPU's numbers."""
+    """Hides GPUs except with ``-m gpu``: other tests expect CPU results."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish() -> None:
-    """Leaves the modules of torch and others out of all garbage collections to come: there are a million objects."""
+    """Freezes the million objects of imported modules, so that garbage collections skip them."""
     gc.collect()
     gc.freeze()
 
 
-# Several processes, the site, README pages.
 SLOW_FIXTURES = {"several_trained", "browser", "wheel", "built", "few_steps"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what needs a slow fixture as slow."""
     for item in items:
         if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
@@ -310,19 +305,19 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
     with api.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture
 def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`fake_cuda.disguised`, to be entered: CUDA devices that are the CPU. Skips where they cannot be had."""
+    """Returns `fake_cuda.disguised`, in which the CPU poses as CUDA devices. Skips the test if that is not possible."""
     import fake_cuda
 
     if (reason := fake_cuda.why_not()) is not None:
         pytest.skip(reason)
-    cache = getattr(request.config, "cache", None)  # pytest's folder, which outlives this run
+    cache = getattr(request.config, "cache", None)  # pytest keeps this folder between runs
     folder = cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("fake_cuda")
     try:
         fake_cuda.build(folder)
@@ -333,7 +328,7 @@ def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(params=[pytest.param("real", marks=pytest.mark.gpu), "disguised"])
 def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A CUDA device: the machine's own, and then the CPU in disguise, which is given."""
+    """Runs a test on a real CUDA device, if there is one, and on a CPU disguised as one."""
     if request.param == "real":
         request.getfixturevalue("real_cuda")
         yield None
@@ -344,7 +339,6 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def real_cuda() -> None:
-    """A CUDA device of the machine's own, or the test is skipped."""
     import torch
 
     if not torch.cuda.is_available():

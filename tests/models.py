@@ -1,4 +1,4 @@
-"""Tiny models for tests, and how they are run."""
+"""Tiny models for tests."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -26,25 +26,24 @@ if TYPE_CHECKING:
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 EOT = 49
-# The properties of each family's models, apart from `gpt.runs.hf`, which is tested with them.
-_PLAIN = ARCHITECTURES["modern"] | {"qk_norm": False}
+# Properties of each family, written out because they are the oracle for `gpt.runs.hf`.
+_LLAMA_LIKE = ARCHITECTURES["modern"] | {"qk_norm": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": ARCHITECTURES["gpt2"],
-    "llama": _PLAIN,
-    "mistral": _PLAIN,
-    "qwen2": _PLAIN | {"biases": "qkv"},
+    "llama": _LLAMA_LIKE,
+    "mistral": _LLAMA_LIKE,
+    "qwen2": _LLAMA_LIKE | {"biases": "qkv"},
     "qwen3": ARCHITECTURES["modern"],
 }
 PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
 
 
 def tiny_model(block_size: int = 16, positions: str = "learned", arch: Arch = "gpt2", **properties: Any) -> GPT:
-    """A model of 50 ids."""
     return loud(GPTConfig.of(arch, 50, block_size, 2, 2, 16, positions=positions, **properties))
 
 
 def loud(config: GPTConfig, seed: int = 0, spread: float = 0.3) -> GPT:
-    """A model none of whose parameters has its initial value, which would hide a mix-up."""
+    """Returns a model with random weights everywhere: initial zeros and ones would hide mix-ups."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
     for parameter in model.parameters():
@@ -53,23 +52,21 @@ def loud(config: GPTConfig, seed: int = 0, spread: float = 0.3) -> GPT:
 
 
 def push(context: Context, *new: list[int]) -> torch.Tensor:
-    """Appends ids to the texts of the first slots and computes them. Returns the residual stream (n, C) after the last
-    of each."""
+    """Appends ids to the first slots and computes them; returns the residual stream (n, C) at each slot's last id."""
     slots = context.slots[: len(new)]
     for slot, ids in zip(slots, new, strict=True):
         slot.text += ids
         if context.room(slot) == 0:
             context.slide(slot)
-    work = [(slot, len(slot.text) - slot.computed) for slot in slots]
+    chunks = [(slot, len(slot.text) - slot.computed) for slot in slots]
     ids = torch.tensor([id for slot in slots for id in slot.text[slot.computed :]])
-    x = context.forward(work, ids)
-    return x[torch.tensor([count for _, count in work]).cumsum(0) - 1]
+    x = context.forward(chunks, ids)
+    return x[torch.tensor([count for _, count in chunks]).cumsum(0) - 1]
 
 
 def engine_of(
     context: Context, requests: Iterable[Request], config: SampleConfig, seed: int = 0, eot: int = EOT
 ) -> Engine:
-    """An engine with these requests, all with the same settings."""
     engine = Engine(context, {eot})
     for request in requests:
         engine.add(replace(request, config=config, seed=seed))
@@ -77,15 +74,15 @@ def engine_of(
 
 
 def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int, seed: int = 0) -> list[list[Token]]:
-    """Each request's tokens, generated `rows` requests at a time."""
-    found: list[list[Token]] = [[] for _ in requests]
+    """Returns each request's tokens, generated in a batch of ``rows`` requests."""
+    tokens: list[list[Token]] = [[] for _ in requests]
     for event in engine_of(Context(model, CPU, rows), requests, config, seed).run():
-        found[event.number] += event.tokens
-    return found
+        tokens[event.number] += event.tokens
+    return tokens
 
 
 def letters(*words: bytes) -> Any:
-    """The part of a tokenizer that constraints look at; its last id is end-of-text."""
+    """Returns a stand-in tokenizer with the attributes that constraints use. Its last id is end-of-text."""
     eot = len(words)
     decode_bytes = lambda ids: b"".join([*words, b"<end>"][id] for id in ids)
     return SimpleNamespace(
@@ -94,7 +91,7 @@ def letters(*words: bytes) -> Any:
 
 
 def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
-    """A model as `gpt export` opens it, by default of bytes."""
+    """Returns a model as `gpt export` opens it, by default with the bytes tokenizer."""
     weights = {**model.state_dict(), **checkpoint.fixed(model)}
     return SourceModel(
         Path("nowhere"),
@@ -105,7 +102,6 @@ def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
 
 
 def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:
-    """Our model with the weights of one of transformers'."""
     model = GPT(config).eval()
     stored = checkpoint.from_stored(config, theirs.state_dict().__getitem__)
     model.load_state_dict({name: get() for name, get in stored.items()})
@@ -113,9 +109,11 @@ def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:
 
 
 def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
-    """Numbers of a model's parameters that a rank holds; rank 0 holds the most. Gradients are as many; AdamW keeps two
-    moments of each, Muon one of each of the blocks' matrices."""
-    from gpt.parallel.shard import Grid  # which takes seconds to import
+    """Returns the number of trained parameters on a rank; rank 0 has the most.
+
+    Each needs a gradient. AdamW keeps two moments per parameter; Muon keeps one, only for the blocks' matrices.
+    """
+    from gpt.parallel.shard import Grid  # imported here because it takes seconds
 
     grid = Grid(data, tensor, sharded)
     return sum(grid.part(p, rank).numel for p in named_parameters(config).values() if p.trained)

@@ -1,5 +1,4 @@
-"""The decoder by its definition: one head and one position after the other, for any `GPTConfig` with rotary positions
-or a table of them. Slow, and an oracle."""
+"""A slow oracle for the decoder, which loops over heads and positions."""
 
 import cmath
 import math
@@ -13,37 +12,40 @@ from gpt.model.decoder import GPT
 
 
 def logits(model: GPT, ids: list[int]) -> Tensor:
-    """(T, V)."""
+    """Returns the logits (T, V)."""
     c = model.config
     D, H, K = c.head_size, c.n_head, c.kv_heads
     x = model.wte.weight[ids]
     if c.positions != "rotary":
         x = x + model.position_table()[: len(ids)]
     for block, window in zip(model.h, c.windows, strict=True):
-        a = block.attn
-        qkv = linear(a.c_attn, norm(c, block.ln_1, x))
+        attn = block.attn
+        qkv = linear(attn.c_attn, norm(c, block.ln_1, x))
         heads = []
         for head in range(H):
-            shared = H + head // (H // K)  # which of the heads of keys
-            q, k, v = (qkv[:, at * D : (at + 1) * D] for at in (head, shared, shared + K))
+            key_head = H + head // (H // K)  # index of the key head in qkv
+            q, k, v = (qkv[:, position * D : (position + 1) * D] for position in (head, key_head, key_head + K))
             if c.qk_norm:
-                q, k = rms(q, a.q_norm.weight, c.layer_norm_epsilon), rms(k, a.k_norm.weight, c.layer_norm_epsilon)
+                q, k = (
+                    rms(q, attn.q_norm.weight, c.layer_norm_epsilon),
+                    rms(k, attn.k_norm.weight, c.layer_norm_epsilon),
+                )
             if c.positions == "rotary":
-                q, k = turned(c, q), turned(c, k)
+                q, k = apply_rope(c, q), apply_rope(c, k)
             rows = []
-            for at in range(len(ids)):
-                first = 0 if window is None else max(0, at + 1 - window)
-                scores = torch.stack([q[at] @ k[other] / math.sqrt(D) for other in range(first, at + 1)])
-                rows.append(scores.softmax(0) @ v[first : at + 1])
+            for position in range(len(ids)):
+                first = 0 if window is None else max(0, position + 1 - window)
+                scores = torch.stack([q[position] @ k[other] / math.sqrt(D) for other in range(first, position + 1)])
+                rows.append(scores.softmax(0) @ v[first : position + 1])
             heads.append(torch.stack(rows))
-        x = x + linear(a.c_proj, torch.cat(heads, -1))
-        inside = linear(block.mlp.c_fc, norm(c, block.ln_2, x))
+        x = x + linear(attn.c_proj, torch.cat(heads, -1))
+        hidden = linear(block.mlp.c_fc, norm(c, block.ln_2, x))
         if c.mlp == "swiglu":
-            gate, up = inside[:, : c.mlp_width], inside[:, c.mlp_width :]
-            inside = gate / (1 + torch.exp(-gate)) * up
+            gate, up = hidden[:, : c.mlp_width], hidden[:, c.mlp_width :]
+            hidden = gate / (1 + torch.exp(-gate)) * up
         else:
-            inside = F.gelu(inside, approximate="tanh")
-        x = x + linear(block.mlp.c_proj, inside)
+            hidden = F.gelu(hidden, approximate="tanh")
+        x = x + linear(block.mlp.c_proj, hidden)
     return norm(c, model.ln_f, x) @ (model.wte.weight if c.tied else model.lm_head.weight).T
 
 
@@ -62,8 +64,8 @@ def norm(c: GPTConfig, module: torch.nn.Module, x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], module.weight, module.bias, c.layer_norm_epsilon)
 
 
-def turned(c: GPTConfig, x: Tensor) -> Tensor:
-    """The pair (i, i + D/2) at position p is a complex number, multiplied by e^(i p f)."""
+def apply_rope(c: GPTConfig, x: Tensor) -> Tensor:
+    """Applies RoPE: multiplies the complex pair (i, i + D/2) at position p by e^(i p f)."""
     D, rows = c.head_size, []
     for p, row in enumerate(x):
         pairs = torch.complex(row[: D // 2], row[D // 2 :])
@@ -74,14 +76,14 @@ def turned(c: GPTConfig, x: Tensor) -> Tensor:
 
 
 def frequency(c: GPTConfig, i: int) -> float:
-    rate = c.rope_base ** (-2 * i / c.head_size)
+    base_frequency = c.rope_base ** (-2 * i / c.head_size)
     scaling = c.rope_scaling
     if scaling is None:
-        return rate
-    length = 2 * math.pi / rate  # positions of one turn
-    if length > scaling.original / scaling.low:
-        return rate / scaling.factor
-    if length < scaling.original / scaling.high:
-        return rate
-    share = (scaling.original / length - scaling.low) / (scaling.high - scaling.low)
-    return (1 - share) * rate / scaling.factor + share * rate
+        return base_frequency
+    wavelength = 2 * math.pi / base_frequency  # wavelength in positions
+    if wavelength > scaling.original / scaling.low:
+        return base_frequency / scaling.factor
+    if wavelength < scaling.original / scaling.high:
+        return base_frequency
+    high_share = (scaling.original / wavelength - scaling.low) / (scaling.high - scaling.low)
+    return (1 - high_share) * base_frequency / scaling.factor + high_share * base_frequency

@@ -1,4 +1,4 @@
-"""A server for tests: in a thread, on a port of its own, with a small model."""
+"""A test server in a thread, on a free port, with a small model."""
 
 import asyncio
 import json
@@ -25,16 +25,13 @@ from gpt.serve_config import ServeConfig
 
 
 def load(path: Path) -> LanguageModel:
-    """A model laid out as `gpt serve` and `gpt sample` do."""
     return api.load(path, dtype="float32", sampling=SampleConfig(compile="off"))
 
 
 class Served:
-    """A server that runs: its client, its address, and what it answers from."""
-
     def __init__(self, server: Server, sock: socket.socket, stop: Callable[[], None], notes: list[str]) -> None:
         self.server, self.service, self.stop = server, server.service, stop
-        self.notes = notes  # what it prints
+        self.notes = notes  # printed notes
         self.port = sock.getsockname()[1]
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
@@ -42,29 +39,28 @@ class Served:
         return self.client.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
 
     def ask(self, route: str = "/v1/completions", **body: Any) -> Any:
-        """The answer to a request that must succeed."""
+        """Returns the response to a request that must succeed."""
         answer = self.post(route, **body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def stream(self, route: str = "/v1/completions", **body: Any) -> list[Any]:
-        """The chunks of a stream."""
         answer = self.post(route, **{"stream": True, **body})
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
         return events(answer.text)
 
     def refuse(self, route: str = "/v1/completions", status: int = 400, **body: Any) -> Any:
-        """The error of a request that must fail."""
+        """Returns the error of a request that must fail."""
         answer = self.post(route, **body)
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
-        assert "--" not in error["message"]  # clients know fields, and no options of a command line
+        assert "--" not in error["message"]  # messages for clients must not name command-line options
         return error
 
     def raw(self, data: bytes) -> bytes:
-        """What the server sends to these bytes, until it closes the connection or says nothing more."""
+        """Returns the server's response to raw bytes, until it closes the connection or stays silent."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=2) as sock:
             sock.sendall(data)
             return received(sock)
@@ -73,7 +69,6 @@ class Served:
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
     def idle(self, seconds: float = 20) -> None:
-        """Waits until nothing is generated."""
         end = time.monotonic() + seconds
         while self.service.pending or self.service.worker.engine.busy:
             assert time.monotonic() < end, "something is generated still"
@@ -91,14 +86,12 @@ def received(sock: socket.socket) -> bytes:
 
 
 def events(text: str) -> list[Any]:
-    """The chunks of a stream that ended as it should."""
     *lines, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line and line != ": keep-alive"]
     assert end == "[DONE]"
     return [json.loads(line) for line in lines]
 
 
 def request(body: Any, route: str = "/v1/completions", *headers: str) -> bytes:
-    """The bytes of a request."""
     data = json.dumps(body).encode()
     head = [f"POST {route} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*head, f"Content-Length: {len(data)}", "", ""]).encode() + data
@@ -108,7 +101,7 @@ def request(body: Any, route: str = "/v1/completions", *headers: str) -> bytes:
 def served(
     model: LanguageModel, rows: int = 4, chunk: int = 16, sampling: Mapping[str, Any] | None = None, **settings: Any
 ) -> Iterator[Served]:
-    """Serves a model, which may have ``sampling`` defaults, until the end of the block."""
+    """Serves a model, with its own ``sampling`` defaults, until the end of the block."""
     config, metrics, notes = ServeConfig(port=0, **settings), ServerMetrics(), list[str]()
     context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
     worker = Worker(context, model.tokenizer.ends, metrics, chunk)
@@ -128,11 +121,11 @@ def served(
     def stop() -> None:
         http.should_exit = http.force_exit = True
 
-    found = Served(server, sock, stop, notes)
+    test_server = Served(server, sock, stop, notes)
     try:
-        yield found
+        yield test_server
     finally:
-        found.client.close()
+        test_server.client.close()
         stop()
         thread.join(30)
         worker.stop()

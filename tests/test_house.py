@@ -1,4 +1,4 @@
-"""The house: which way imports go, what is packaged, and what a wheel brings."""
+"""Architecture and packaging: import direction, listed packages and modules, and the wheel."""
 
 import ast
 import graphlib
@@ -20,58 +20,56 @@ from conftest import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_imports_go_strictly_downward() -> None:
+def test_imports_respect_layers() -> None:
     from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
     assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == EXIT_STATUS_SUCCESS
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the library and the command line, by its name."""
-    found = {}
+    paths = {}
     for folder, package in (("gpt", "gpt"), ("cli", "gpt_cli")):
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
-    return found
+            paths[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return paths
 
 
-def imported(name: str, path: Path, known: Collection[str]) -> Iterator[str]:
-    """The modules that a module imports: at its top, inside functions, and under TYPE_CHECKING."""
+def imported_modules(name: str, path: Path, known: Collection[str]) -> Iterator[str]:
+    """Yields the ``known`` modules that a module imports, including inside functions and under TYPE_CHECKING."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
-            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*up, *([node.module] if node.module else [])])
-            inner = [f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in known]
-            yield from inner
-            if base in known and len(inner) < len(node.names):
+            parent_parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parent_parts, *([node.module] if node.module else [])])
+            submodules = [f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in known]
+            yield from submodules
+            if base in known and len(submodules) < len(node.names):
                 yield base
 
 
 def test_no_import_cycle_even_inside_functions() -> None:
-    """A cycle that an import inside a function hides is one all the same."""
     known = modules()
-    graph = {name: set(imported(name, path, known)) - {name} for name, path in known.items()}
+    graph = {name: set(imported_modules(name, path, known)) - {name} for name, path in known.items()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
 
 
-def test_packages_listed_are_the_trees() -> None:
+def test_pyproject_lists_every_package() -> None:
     tree = {str(path.parent.relative_to(ROOT)).replace(os.sep, ".") for path in (ROOT / "gpt").rglob("__init__.py")}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == tree | {"gpt_cli", "gpt_data"}
 
 
-def test_init_files_are_empty_so_that_light_modules_stay_light() -> None:
+def test_init_files_are_empty() -> None:
     for path in (ROOT / "gpt").glob("*/__init__.py"):
         assert path.read_text(encoding="utf-8") == ""
 
 
-def test_the_page_of_the_house_lists_every_module() -> None:
+def test_house_page_lists_every_module() -> None:
     page = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
     sections = re.findall(r"^## `((?:gpt|cli)/(?:\w+/)?)`: (.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     listed = {
@@ -80,14 +78,14 @@ def test_the_page_of_the_house_lists_every_module() -> None:
         for cell in re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", cell)
     }
-    tree = {path.relative_to(ROOT).as_posix() for room in ("gpt", "cli") for path in (ROOT / room).rglob("*.py")}
+    tree = {path.relative_to(ROOT).as_posix() for top in ("gpt", "cli") for path in (ROOT / top).rglob("*.py")}
     assert listed <= tree
     assert {path for path in tree if path.startswith("gpt/") and not path.endswith("__init__.py")} <= listed
     for name in re.findall(r"`((?:benchmarks|cli|data|docs|gpt|tests)/[\w./-]*)`", page):
         assert (ROOT / name).exists(), name
 
 
-def test_dependencies_have_ranges_here_pins_in_constraints_and_their_place_in_the_docs() -> None:
+def test_dependencies_are_unpinned_constrained_and_documented() -> None:
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in pinned if line and line[0] != "#")
     docs = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
@@ -98,7 +96,7 @@ def test_dependencies_have_ranges_here_pins_in_constraints_and_their_place_in_th
         assert name == "gpt-workshop" or (name in pins and f"`{name}`" in docs), name
 
 
-def test_catalogue_table_lists_every_corpus() -> None:
+def test_catalogue_page_lists_every_corpus() -> None:
     table = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
     for path in (ROOT / "data").glob("*.toml"):
         assert f"`{path.stem}`" in table
@@ -108,19 +106,19 @@ def test_catalogue_table_lists_every_corpus() -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    copy = out / "source"  # setuptools leaves build/ and an egg-info where it builds
+    copy = out / "source"  # setuptools would leave build/ and an egg-info in ROOT
     copy.mkdir()
     for name in ("gpt", "cli", "data"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     return next(out.glob("*.whl"))
 
 
-def test_wheel_holds_our_three_packages_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_only_our_packages(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"gpt", "gpt_cli", "gpt_data"}
@@ -137,7 +135,7 @@ def test_wheel_holds_our_three_packages_and_nothing_else(wheel: Path) -> None:
 
 
 def test_wheel_installs_and_runs(wheel: Path, tmp_path: Path) -> None:
-    """In an environment of its own, with the dependencies of this one."""
+    """Installs into a new environment that uses this environment's dependencies."""
     venv.create(tmp_path / "env", with_pip=False)
     folder = "Scripts" if sys.platform == "win32" else "bin"
     python = tmp_path / "env" / folder / "python"
@@ -146,12 +144,12 @@ def test_wheel_installs_and_runs(wheel: Path, tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "-q"]
     subprocess.run([*pip, str(wheel)], check=True)
     gpt = tmp_path / "env" / folder / "gpt"
-    done = subprocess.run([gpt, "--version"], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout == f"gpt {PROJECT['project']['version']}\n"
-    where = subprocess.check_output([python, "-c", "import gpt; print(gpt.__file__)"], text=True, cwd=tmp_path)
-    assert str(tmp_path) in where
-    said = subprocess.check_output([gpt, "params", "gpt2", "--json"], text=True, cwd=tmp_path)
-    assert '"trainable": 124439808' in said
+    result = subprocess.run([gpt, "--version"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout == f"gpt {PROJECT['project']['version']}\n"
+    location = subprocess.check_output([python, "-c", "import gpt; print(gpt.__file__)"], text=True, cwd=tmp_path)
+    assert str(tmp_path) in location
+    output = subprocess.check_output([gpt, "params", "gpt2", "--json"], text=True, cwd=tmp_path)
+    assert '"trainable": 124439808' in output
 
 
 def test_versions_agree() -> None:

@@ -1,4 +1,4 @@
-"""What the machine gives a process: memory, cores, standard streams, a home, a current folder."""
+"""Limits of the machine: memory, cores, standard streams, home and current folder."""
 
 import errno
 import os
@@ -22,9 +22,11 @@ V1 = (("4", "memory"), ("7", "cpu,cpuacct"))
 V2 = (("0", ""),)
 
 
-def machine_with(folder: Path, own: str, root: str, limits: Mapping[str, str], version: int = 2) -> None:
-    """Writes /proc and cgroup folders as Linux has them, for a process in cgroup ``own`` that sees ``root`` and below.
-    Names of ``limits`` are relative to what it sees."""
+def write_machine_files(folder: Path, cgroup: str, root: str, limits: Mapping[str, str], version: int = 2) -> None:
+    """Writes /proc and cgroup files for a process in cgroup ``cgroup`` whose hierarchy is mounted at ``root``.
+
+    ``limits`` maps paths below the mount to contents.
+    """
     proc, mounts = folder / "proc", []
     proc.mkdir()
     for number, names in V2 if version == 2 else V1:
@@ -33,7 +35,7 @@ def machine_with(folder: Path, own: str, root: str, limits: Mapping[str, str], v
         mounts.append(f"{number} 25 0:22 {root} {place} rw,nosuid shared:4 - {kind} {kind} {options}")
     (proc / "mountinfo").write_text("\n".join(["22 1 254:0 / / rw,relatime - ext4 /dev/root rw", *mounts]) + "\n")
     hierarchies = V2 if version == 2 else V1
-    (proc / "cgroup").write_text("".join(f"{number}:{names}:{own}\n" for number, names in hierarchies))
+    (proc / "cgroup").write_text("".join(f"{number}:{names}:{cgroup}\n" for number, names in hierarchies))
     for name, text in limits.items():
         path = folder / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +51,7 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "root", "version", "limits", "memory", "cores"),
+    ("cgroup", "root", "version", "limits", "memory", "cores"),
     [
         ("/", "/", 2, {}, 64 * GIB, 8),
         ("/", "/", 2, {"memory.max": str(2 * GIB), "cpu.max": "150000 100000"}, 2 * GIB, 2),
@@ -74,9 +76,9 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 @posix
 def test_memory_and_cores_follow_cgroups(
-    own: str, root: str, version: int, limits: dict[str, str], memory: int, cores: int, tmp_path: Path
+    cgroup: str, root: str, version: int, limits: dict[str, str], memory: int, cores: int, tmp_path: Path
 ) -> None:
-    machine_with(tmp_path, own, root, limits, version)
+    write_machine_files(tmp_path, cgroup, root, limits, version)
     assert peaks.host_memory() == memory
     assert peaks.cores() == cores
     assert Compute(torch.device("cpu"), torch.float32, shared_by=2).memory() == memory // 2
@@ -84,7 +86,7 @@ def test_memory_and_cores_follow_cgroups(
 
 @pytest.fixture
 def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user without HOME and without a name, whose temporary folder is returned."""
+    """Simulates a user without HOME and without a name; returns the temporary folder."""
     for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "LOCALAPPDATA", "HF_HOME", "GPT_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -97,7 +99,7 @@ def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @posix
-def test_a_user_without_a_home_has_a_private_folder(homeless: Path) -> None:
+def test_a_user_without_home_gets_a_private_folder(homeless: Path) -> None:
     place = homeless / f"gpt-{os.getuid()}"
     for folder in (files.cache_dir(), files.user_folder("state"), files.in_home(".cache/huggingface")):
         assert folder.is_relative_to(place)
@@ -105,13 +107,13 @@ def test_a_user_without_a_home_has_a_private_folder(homeless: Path) -> None:
 
 
 @posix
-@pytest.mark.parametrize("how", ["open", "link", "file"])
-def test_a_private_folder_that_others_can_write_to_is_refused(how: str, homeless: Path) -> None:
+@pytest.mark.parametrize("kind", ["open", "link", "file"])
+def test_an_unsafe_private_folder_is_refused(kind: str, homeless: Path) -> None:
     place = homeless / f"gpt-{os.getuid()}"
-    if how == "open":
+    if kind == "open":
         place.mkdir()
         place.chmod(0o777)
-    elif how == "link":
+    elif kind == "link":
         (homeless / "other").mkdir(mode=0o700)
         place.symlink_to(homeless / "other")
     else:
@@ -121,18 +123,18 @@ def test_a_private_folder_that_others_can_write_to_is_refused(how: str, homeless
 
 
 @posix
-@pytest.mark.parametrize("there", [True, False])
-def test_a_home_that_cannot_be_written_to_may_be_read(
-    there: bool, homeless: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_read_only_home_is_used_if_it_has_a_cache(
+    has_cache: bool, homeless: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an image whose home has a cache, for another uid."""
+    """Covers a container image whose home has a cache written by another uid."""
     home = homeless / "home"
     cache = home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "gpt"
-    (cache if there else home).mkdir(parents=True)
+    (cache if has_cache else home).mkdir(parents=True)
     monkeypatch.setattr(Path, "home", lambda: home)
     assert files.cache_dir() == cache
     monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK and Path(path).exists())
-    assert (files.cache_dir() == cache) == there
+    assert (files.cache_dir() == cache) == has_cache
 
 
 @pytest.mark.parametrize(
@@ -145,14 +147,14 @@ def test_a_home_that_cannot_be_written_to_may_be_read(
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-def test_memory_that_ran_out_is_recognized(error: Exception) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception) -> None:
     assert is_out_of_memory(error)
     assert not is_out_of_threads(error)
     assert not is_out_of_memory(OSError(errno.ENOSPC, "full"))
     assert not is_out_of_memory(RuntimeError("can't start new thread"))
 
 
-def test_threads_that_cannot_be_started_are_reported(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_start_a_thread_is_reported(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -161,37 +163,37 @@ def test_threads_that_cannot_be_started_are_reported(gpt: Gpt, monkeypatch: pyte
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a current folder cannot be removed, or keeps its name")
-def test_a_current_folder_that_is_gone(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
-    gone = workdir / "gone"
-    gone.mkdir()
-    os.chdir(gone)
-    gone.rmdir()
+def test_a_deleted_current_folder_is_an_error(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+    deleted = workdir / "gone"
+    deleted.mkdir()
+    os.chdir(deleted)
+    deleted.rmdir()
     for words in (["train", "text.txt"], ["sample", "-m", run_folder], ["params"], ["data", "list"]):
         one_line_of_what_and_what_next(gpt(*words), "the current folder no longer exists")
     for words in (["--version"], ["train", "--help"], []):
         assert gpt(*words).code == 0
 
 
-def test_processes_need_a_loopback_device(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_processes_need_a_loopback_device(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
-    done = gpt("train", text, "--nproc", "2", "--device", "cpu")
-    one_line_of_what_and_what_next(done, "cannot connect to each other at 127.0.0.1: Network is unreachable")
+    result = gpt("train", text, "--nproc", "2", "--device", "cpu")
+    one_line_of_what_and_what_next(result, "cannot connect to each other at 127.0.0.1: Network is unreachable")
     assert not Path("runs").exists()
 
 
 @posix
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed_at_the_start(closed: str, gpt: Gpt, workdir: Path) -> None:
-    """The work is done, and no file is written to in their place."""
+def test_closed_standard_streams_do_not_stop_the_work(closed: str, gpt: Gpt, workdir: Path) -> None:
+    """The command must not write output to a file that reused a closed descriptor."""
     Path("text.txt").write_text("some words\n" * 100)
     code = "from gpt_cli.main import run; run()"
     command = [sys.executable, "-c", code, "tokenize", "text.txt", "--tokenizer", "bytes", "-o", "tokens"]
-    done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert ("train on it" in done.stdout) == (">" not in closed.replace("2>", ""))
+    result = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *command], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert ("train on it" in result.stdout) == (">" not in closed.replace("2>", ""))
     assert gpt("tokenize", "text.txt", "--tokenizer", "bytes", "-o", "expected").code == 0
     for path in Path("expected").glob("*.ids"):
         assert Path("tokens", path.name).read_bytes() == path.read_bytes()

@@ -1,4 +1,4 @@
-"""Models that compute NaN or infinity: one clear error in every command, and never a loop."""
+"""Models that compute NaN or infinity: every command reports one clear error and none hangs."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ DAMAGE: dict[str, Callable[[GPT], Tensor]] = {
     "one NaN": lambda model: model.wte.weight[5].fill_(math.nan),
     "infinity": lambda model: next(model.h[0].mlp.parameters())[0].fill_(math.inf),  # type: ignore[union-attr]
 }
-WAYS = (
+SAMPLE_OPTIONS = (
     "-N 3 --seed 1", "--greedy", "--beam 2", "--speculate 4 --greedy", "--dtype int8 --greedy",
     "--repetition-penalty 2 --no-repeat-ngram 2 --min-tokens 3 --seed 1",
 )  # fmt: skip
@@ -31,7 +31,6 @@ WAYS = (
 
 @pytest.fixture(scope="module", params=DAMAGE)
 def damaged(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, whole on the disk, whose weights are no numbers."""
     loaded = library.load(run_folder)
     model = copy.deepcopy(loaded.model)
     with torch.no_grad():
@@ -41,58 +40,60 @@ def damaged(request: pytest.FixtureRequest, run_folder: Path, tmp_path_factory: 
     return target
 
 
-def failed(done: Done, message: str) -> None:
-    assert done.code == 1, done.err
-    first, second = done.err.splitlines()[-2:]
+def assert_damage_error(result: Done, message: str) -> None:
+    assert result.code == 1, result.err
+    first, second = result.err.splitlines()[-2:]
     assert first.startswith("error: ")
     assert message in first
     assert second.startswith("hint: its weights are damaged")
-    assert not done.out
+    assert not result.out
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_sampling_says_so(gpt: Gpt, damaged: Path, way: str) -> None:
-    # Of weights that are to be rounded, or of logits.
-    failed(gpt("sample", "the cat", "-m", damaged, "-n", "5", *way.split()), "NaN or infinite")
+@pytest.mark.parametrize("options", SAMPLE_OPTIONS)
+def test_every_sampling_method_reports_damaged_weights(gpt: Gpt, damaged: Path, options: str) -> None:
+    # The message names the weights if they are quantized, and the logits if not.
+    assert_damage_error(gpt("sample", "the cat", "-m", damaged, "-n", "5", *options.split()), "NaN or infinite")
 
 
-@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
-def test_compiled_steps_say_so(gpt: Gpt, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a backend that compiles nothing, since that takes half a minute."""
+@pytest.mark.filterwarnings("default")  # the compiler warns about itself
+def test_compiled_steps_report_damaged_weights(gpt: Gpt, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses a backend that does not compile, since compiling takes half a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    failed(gpt("sample", "the", "-m", damaged, "-n", "5", "--greedy", "--compile", "on"), "NaN or infinite logits")
+    assert_damage_error(
+        gpt("sample", "the", "-m", damaged, "-n", "5", "--greedy", "--compile", "on"), "NaN or infinite logits"
+    )
 
 
-def test_many_prompts_and_files_say_so(gpt: Gpt, damaged: Path, tmp_path: Path) -> None:
+def test_batches_and_logprobs_report_damaged_weights(gpt: Gpt, damaged: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the"}\n{"prompt": "cat"}\n')
     for way in (["--greedy"], ["--beam", "2"]):
-        done = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "-o", tmp_path / "out.jsonl", *way)
-        failed(done, "NaN or infinite logits")
+        result = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "-o", tmp_path / "out.jsonl", *way)
+        assert_damage_error(result, "NaN or infinite logits")
         assert (tmp_path / "out.jsonl").read_bytes() == b""
-    done = gpt("sample", "the cat sat", "-m", damaged, "-n", "0", "--greedy", "--json", "--echo-logprobs")
-    failed(done, "NaN or infinite logits")
+    result = gpt("sample", "the cat sat", "-m", damaged, "-n", "0", "--greedy", "--json", "--echo-logprobs")
+    assert_damage_error(result, "NaN or infinite logits")
 
 
-def test_a_conversation_goes_on(gpt: Gpt, damaged: Path) -> None:
-    done = gpt("sample", "-i", "-m", damaged, "--seed", "1", stdin=b"the\n/set beam 2\ncat\n/set max-tokens 0\nmat\n")
-    assert done.code == 0
-    assert done.err.count("error: the model produced NaN or infinite logits") == 2
-    assert done.out.endswith("mat\n")
+def test_a_conversation_continues_after_the_error(gpt: Gpt, damaged: Path) -> None:
+    result = gpt("sample", "-i", "-m", damaged, "--seed", "1", stdin=b"the\n/set beam 2\ncat\n/set max-tokens 0\nmat\n")
+    assert result.code == 0
+    assert result.err.count("error: the model produced NaN or infinite logits") == 2
+    assert result.out.endswith("mat\n")
 
 
-def test_measuring_and_looking_say_so(gpt: Gpt, damaged: Path, tmp_path: Path) -> None:
+def test_eval_and_inspect_report_damaged_weights(gpt: Gpt, damaged: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat\n" * 20)
-    failed(gpt("eval", text, "-m", damaged), "the loss is nan: it is ")
-    failed(gpt("eval", text, "-m", damaged, "--json"), "it is not finite for")
-    failed(gpt("inspect", "attention", "the cat", "-m", damaged, "--json"), "logits of the model")
-    done = gpt("eval", text, "-m", damaged, "--per-token")
-    assert done.code == 1
-    assert {json.loads(line)["logprob"] for line in done.out.splitlines()} == {None}
+    assert_damage_error(gpt("eval", text, "-m", damaged), "the loss is nan: it is ")
+    assert_damage_error(gpt("eval", text, "-m", damaged, "--json"), "it is not finite for")
+    assert_damage_error(gpt("inspect", "attention", "the cat", "-m", damaged, "--json"), "logits of the model")
+    result = gpt("eval", text, "-m", damaged, "--per-token")
+    assert result.code == 1
+    assert {json.loads(line)["logprob"] for line in result.out.splitlines()} == {None}
 
 
-def test_looking_at_embeddings_that_are_no_numbers(gpt: Gpt, run_folder: Path) -> None:
+def test_inspecting_non_finite_embeddings_is_an_error(gpt: Gpt, run_folder: Path) -> None:
     from gpt import inspect
 
     loaded = library.load(run_folder)
@@ -106,20 +107,20 @@ def test_looking_at_embeddings_that_are_no_numbers(gpt: Gpt, run_folder: Path) -
         inspect.positions(model)
 
 
-def test_a_run_goes_on_without_its_samples(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a run goes on is for its loss to say."""
+def test_training_continues_if_samples_fail(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a bad loss stops training."""
     text = tmp_path / "text.txt"
     text.write_bytes(make_text(500).encode())
     monkeypatch.setattr(Context, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), math.nan))
     tiny = {**TINY, "sample_every": 2}
     options = [word for name, value in tiny.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    done = gpt("train", text, "-o", tmp_path / "run", "--steps", "4", "--json", *options)
-    assert done.code == 0, done.err
-    assert done.err.count("could not generate a sample: the model produced NaN or infinite logits") == 2
-    assert json.loads(done.out)["steps"] == 4
+    result = gpt("train", text, "-o", tmp_path / "run", "--steps", "4", "--json", *options)
+    assert result.code == 0, result.err
+    assert result.err.count("could not generate a sample: the model produced NaN or infinite logits") == 2
+    assert json.loads(result.out)["steps"] == 4
 
 
-def test_json_has_no_nan_at_any_depth() -> None:
+def test_json_replaces_nan_at_any_depth() -> None:
     values = {"a": math.nan, "b": [1.5, -math.inf, {"c": (math.inf, "x")}], "d": {"é": 1}}
     assert json.loads(as_json(values)) == {"a": None, "b": [1.5, None, {"c": [None, "x"]}], "d": {"é": 1}}
     assert as_json({"é": 1}) == '{"é": 1}'

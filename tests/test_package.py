@@ -1,4 +1,4 @@
-"""The package: its name, extras and install hints, and that the files around it name only what exists."""
+"""The package: its name, extras and install hints, and the names in files around it."""
 
 import json
 import re
@@ -17,29 +17,27 @@ from gpt import distribution
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-FOR_DEVELOPERS = {"bench", "dev", "docs", "interop"}
+DEVELOPER_EXTRAS = {"bench", "dev", "docs", "interop"}
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 PRE_COMMIT, CITATION = ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"
 
 
-def texts() -> dict[Path, str]:
-    """The project's own text files."""
+def text_files() -> dict[Path, str]:
     folders = (".ci", ".github", "benchmarks", "cli", "data", "docs", "gpt", "tests")
-    found = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    paths = [*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
     suffixes = {"", ".md", ".py", ".toml", ".txt", ".yaml", ".yml"}
-    return {path: path.read_text(encoding="utf-8") for path in found if path.suffix in suffixes and path.is_file()}
+    return {path: path.read_text(encoding="utf-8") for path in paths if path.suffix in suffixes and path.is_file()}
 
 
 def extras_in(text: str) -> set[str]:
-    """The extras that ``text`` installs, of the distribution or of a clone."""
-    named = re.findall(rf"(?:{distribution.NAME}|'\.|'/src)\[([\w,-]+)\]", text)
-    return {extra for names in named for extra in names.split(",")}
+    """Returns the extras that ``text`` installs, from the distribution or a clone."""
+    lists = re.findall(rf"(?:{distribution.NAME}|'\.|'/src)\[([\w,-]+)\]", text)
+    return {extra for names in lists for extra in names.split(",")}
 
 
-def included(extra: str) -> set[str]:
-    """An extra and those that it brings."""
-    return {extra}.union(*(included(each) for each in extras_in(" ".join(EXTRAS[extra]))))
+def with_included_extras(extra: str) -> set[str]:
+    return {extra}.union(*(with_included_extras(nested) for nested in extras_in(" ".join(EXTRAS[extra]))))
 
 
 def read_yaml(path: Path) -> Any:
@@ -51,42 +49,42 @@ def test_the_distribution_has_one_name_and_one_version() -> None:
     assert str(read_yaml(CITATION)["version"]) == distribution.VERSION
 
 
-def test_all_brings_every_extra_of_users() -> None:
-    assert included("all") == EXTRAS.keys() - FOR_DEVELOPERS
+def test_extra_all_includes_every_user_extra() -> None:
+    assert with_included_extras("all") == EXTRAS.keys() - DEVELOPER_EXTRAS
 
 
-def test_extras_that_files_name_exist() -> None:
-    named = {path: extras for path, text in texts().items() if (extras := extras_in(text))}
-    assert {ROOT / "Dockerfile", ROOT / "Makefile"} <= named.keys()
-    for path, extras in named.items():
+def test_extras_named_in_files_exist() -> None:
+    extras_by_path = {path: extras for path, text in text_files().items() if (extras := extras_in(text))}
+    assert {ROOT / "Dockerfile", ROOT / "Makefile"} <= extras_by_path.keys()
+    for path, extras in extras_by_path.items():
         assert extras <= EXTRAS.keys(), path
 
 
-def test_hints_in_code_come_from_one_function() -> None:
-    for path, text in texts().items():
+def test_install_hints_come_from_one_function() -> None:
+    for path, text in text_files().items():
         if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in ("gpt", "cli"):
             assert "pip install" not in text or path.name == "distribution.py", path
             for extra in re.findall(r'install_extra\("(\w+)"\)', text):
                 assert extra in EXTRAS, path
 
 
-def test_hints_install_into_the_running_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = f'"{distribution.NAME}[serve]"'
+def test_install_hints_target_the_running_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirement = f'"{distribution.NAME}[serve]"'
     scripts = Path(sysconfig.get_path("scripts"))
     for pip, hint in {
-        scripts / "pip": f"pip install {wanted}",
-        Path("elsewhere", "pip"): f'"/a b/python" -m pip install {wanted}',
-        None: f'"/a b/python" -m pip install {wanted}',
+        scripts / "pip": f"pip install {requirement}",
+        Path("elsewhere", "pip"): f'"/a b/python" -m pip install {requirement}',
+        None: f'"/a b/python" -m pip install {requirement}',
     }.items():
         monkeypatch.setattr(sys, "executable", "/a b/python")
-        monkeypatch.setattr("shutil.which", lambda name, found=pip: found and str(found))
+        monkeypatch.setattr("shutil.which", lambda name, path=pip: path and str(path))
         assert distribution.install_extra("serve") == hint
-    monkeypatch.setattr("gpt.distribution.find_spec", lambda name: None)  # as uv makes environments
+    monkeypatch.setattr("gpt.distribution.find_spec", lambda name: None)  # uv creates environments without pip
     monkeypatch.setattr(sys, "prefix", "/env")
-    assert distribution.install_extra("serve") == f"uv pip install --python /env {wanted}"
+    assert distribution.install_extra("serve") == f"uv pip install --python /env {requirement}"
 
 
-def test_a_bug_report_has_versions_and_the_device(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_json_includes_versions_and_device(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     report = json.loads(gpt("--version", "--json").out)
     assert list(report) == ["gpt", "python", "platform", "device", "packages"]
     assert (report["gpt"], report["packages"]["torch"]) == (distribution.VERSION, torch.__version__)
@@ -106,7 +104,7 @@ def test_json_without_a_command_is_an_error(gpt: Gpt) -> None:
         one_line_of_what_and_what_next(gpt(*words), "--json comes after a command")
 
 
-def test_workflows_and_forms_are_yaml_and_name_existing_targets() -> None:
+def test_workflows_are_valid_and_use_existing_make_targets() -> None:
     targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert targets
     for path in [*WORKFLOWS, *FORMS, PRE_COMMIT, CITATION]:
@@ -117,7 +115,7 @@ def test_workflows_and_forms_are_yaml_and_name_existing_targets() -> None:
     assert PROJECT["requires-python"] == f">={job['strategy']['matrix']['python'][0]}"
 
 
-def test_the_image_gets_what_the_package_is_built_from() -> None:
-    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert kept == {"LICENSE", "README.md", "cli", "constraints.txt", "data", "gpt", "pyproject.toml"}
-    assert all((ROOT / name).exists() for name in kept)
+def test_image_receives_the_build_inputs() -> None:
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert allowed == {"LICENSE", "README.md", "cli", "constraints.txt", "data", "gpt", "pyproject.toml"}
+    assert all((ROOT / name).exists() for name in allowed)

@@ -1,4 +1,4 @@
-"""Odd surroundings: no shared memory, hang-ups, ignored signals, hostile current folders, odd names."""
+"""Unusual environments: no shared memory, hang-ups, ignored signals, hostile current folders, odd file names."""
 
 import errno
 import io
@@ -23,7 +23,7 @@ from gpt.interrupt import SIGNALS, StopSignal, heeded
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals and names")
 SETTINGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-BYTES_NAME = "b\udcff.txt"  # the byte 0xff, as an old archive may have it
+BYTES_NAME = "b\udcff.txt"  # the byte 0xff, as in names from old archives
 
 
 # /dev/shm
@@ -31,23 +31,23 @@ BYTES_NAME = "b\udcff.txt"  # the byte 0xff, as an old archive may have it
 
 @pytest.fixture
 def no_semaphores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiprocessing cannot make a semaphore, as where /dev/shm is full, read-only or missing."""
+    """Makes semaphores fail, as they do if /dev/shm is full, read-only or missing."""
 
-    def full(*args: Any, **kwargs: Any) -> None:
+    def raise_no_space(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", full)
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", raise_no_space)
 
 
-def test_saving_and_loading_need_no_shared_memory(no_semaphores: None, text: Path) -> None:
+def test_checkpoints_need_no_shared_memory(no_semaphores: None, text: Path) -> None:
     result, _ = train(text, steps=4, save_every=2)
     assert library.load(f"{result.run}:step-4").generate("the", max_tokens=3)
 
 
-def test_an_error_of_the_disk_names_the_place_that_failed(workdir: Path) -> None:
-    elsewhere = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/pool")
+def test_disk_errors_name_the_failing_path(workdir: Path) -> None:
+    outside = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/pool")
     with pytest.raises(WorkError, match="cannot write /elsewhere/pool: No space"), files.disk_errors(Path("run/step")):
-        raise elsewhere
+        raise outside
     within = OSError(errno.ENOSPC, "No space left on device", str(workdir / "run" / ".tmp-step" / "x"))
     with pytest.raises(WorkError, match="cannot write run/step: No space"), files.disk_errors(Path("run/step")):
         raise within
@@ -60,25 +60,25 @@ SHADOWS = ("gpt", "gpt_cli", "gpt_data", "torch", "numpy", "jinja2", "sitecustom
 
 @posix
 @pytest.mark.slow
-def test_nothing_of_the_current_folder_is_imported(workdir: Path) -> None:
-    """Every command that starts processes: ranks, multiprocessing's resource tracker, a chat template."""
+def test_modules_in_the_current_folder_are_not_imported(workdir: Path) -> None:
+    """Runs the commands that start processes: ranks, multiprocessing's resource tracker, chat templates."""
     for name in {*sys.stdlib_module_names, *SHADOWS} - {"__main__"}:
         Path(f"{name}.py").write_text(f"open('IMPORTED', 'a').write({name!r} + '\\n')\nraise SystemExit(77)\n")
     Path("book.txt").write_text(make_text(), encoding="utf-8")
     message = '{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "%s"}]}\n'
     Path("chat.jsonl").write_text("".join(message % pair for pair in pairwise(make_text(3000).split())), "utf-8")
-    few = [*SETTINGS, "--steps", "2", "--quiet"]
-    learned = ["--vocab-size", "300"]
+    train_options = [*SETTINGS, "--steps", "2", "--quiet"]
+    tokenizer_options = ["--vocab-size", "300"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     command = shutil.which("gpt", path=Path(sys.executable).parent)
     assert command is not None
     for args in (
-        ["train", "book.txt", *few, *learned, "--nproc", "2", "-o", "two"],
-        ["train", "chat.jsonl", *few, *learned, "--chat", "-o", "chat"],
+        ["train", "book.txt", *train_options, *tokenizer_options, "--nproc", "2", "-o", "two"],
+        ["train", "chat.jsonl", *train_options, *tokenizer_options, "--chat", "-o", "chat"],
         ["sample", "-i", "-m", "chat", "-n", "2"],
     ):
-        done = subprocess.run([command, *args], input=b"hello\n", capture_output=True, env=environment, timeout=200)
-        assert done.returncode == 0, (args, done.stderr)
+        result = subprocess.run([command, *args], input=b"hello\n", capture_output=True, env=environment, timeout=200)
+        assert result.returncode == 0, (args, result.stderr)
         assert not Path("IMPORTED").exists(), (args, Path("IMPORTED").read_text())
 
 
@@ -88,19 +88,19 @@ def test_nothing_of_the_current_folder_is_imported(workdir: Path) -> None:
 @posix
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_saves_the_run(text: Path, signum: int) -> None:
-    def strike(event: Any) -> None:
+    def send_at_step_3(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 3:
             send(signum)
 
-    with pytest.raises(Interrupted, match="saved in") as stopped:
-        library.train(text, listen=strike, **FAST, steps=50, eval_every=100)
-    assert stopped.value.exit_code == 128 + signum
+    with pytest.raises(Interrupted, match="saved in") as interrupted:
+        library.train(text, listen=send_at_step_3, **FAST, steps=50, eval_every=100)
+    assert interrupted.value.exit_code == 128 + signum
     assert library.load("runs/book").path.name.startswith("step-0000")
 
 
 @posix
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_a_signal_that_was_ignored_at_the_start_stays_ignored(signum: int) -> None:
+def test_ignored_signals_stay_ignored(signum: int) -> None:
     before = signal.signal(signum, signal.SIG_IGN)
     try:
         with StopSignal(at_once=True) as stop:
@@ -115,22 +115,22 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(signum: int) -> No
 
 @posix
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_an_interrupted_eval_leaves_no_tokens(
+def test_interrupted_eval_leaves_no_files(
     run_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, signum: int
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(text.parent))
     model = library.load(run_folder)
-    for moment in ("listen", "on_window"):  # while it tokenizes, and while it scores
-        with pytest.raises(Interrupted, match="^interrupted$") as stopped:
+    for moment in ("listen", "on_window"):  # during tokenization, and during scoring
+        with pytest.raises(Interrupted, match="^interrupted$") as interrupted:
             model.evaluate_files([str(text)], **{moment: lambda *_: send(signum)})
-        assert stopped.value.exit_code == 128 + signum
+        assert interrupted.value.exit_code == 128 + signum
         assert [path.name for path in text.parent.iterdir()] == ["book.txt"]
 
 
 @posix
 @pytest.mark.slow
-def test_a_terminal_that_closes_saves_the_run(text: Path) -> None:
-    """The kernel sends SIGHUP, and every write to the terminal fails from then on."""
+def test_closing_the_terminal_saves_the_run(text: Path) -> None:
+    """The kernel sends SIGHUP, and all later writes to the terminal fail."""
     import pty
 
     leader, terminal = pty.openpty()
@@ -154,7 +154,7 @@ def _take_terminal(terminal: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
-def test_work_goes_on_where_stderr_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_stderr_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt_cli import render
 
     class Gone(io.StringIO):
@@ -173,10 +173,10 @@ def test_work_goes_on_where_stderr_cannot_be_written(monkeypatch: pytest.MonkeyP
 
 @posix
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no names that are not UTF-8")
-def test_a_text_whose_name_is_not_utf8(gpt: Gpt) -> None:
+def test_text_names_need_not_be_utf8(gpt: Gpt) -> None:
     Path(BYTES_NAME).write_text(make_text(), encoding="utf-8")
-    done = gpt("train", BYTES_NAME, *SETTINGS, "--vocab-size", "300", "--steps", "2", "--quiet")
-    assert done.code == 0, done.err
+    result = gpt("train", BYTES_NAME, *SETTINGS, "--vocab-size", "300", "--steps", "2", "--quiet")
+    assert result.code == 0, result.err
     assert Path("runs/b_").is_dir()
     assert gpt("sample", "the", "-n", "2").code == 0
     assert gpt("train", "--resume", "runs/b_").code == 0
@@ -195,7 +195,7 @@ def test_a_text_whose_name_is_not_utf8(gpt: Gpt) -> None:
         ["tokenizer", "train", "book.txt", "-o", "r\udcff"],
     ],
 )
-def test_a_new_name_that_is_not_utf8_is_refused_before_the_work(gpt: Gpt, text: Path, words: list[str]) -> None:
+def test_output_names_must_be_utf8(gpt: Gpt, text: Path, words: list[str]) -> None:
     one_line_of_what_and_what_next(gpt(*words), "is not UTF-8")
     assert [path.name for path in Path().iterdir()] == ["book.txt"]
 
@@ -212,7 +212,7 @@ def test_usable_names(name: str, usable: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 250 + ".html", "я" * 125 + ".html"])
-def test_names_of_255_bytes(gpt: Gpt, run_folder: Path, text: Path, name: str) -> None:
+def test_names_can_have_255_bytes(gpt: Gpt, run_folder: Path, text: Path, name: str) -> None:
     assert gpt("inspect", "positions", "-m", run_folder, "-o", name).code == 0
     folder = name[:-5] + "12345"
     assert len(os.fsencode(folder)) == 255
@@ -221,24 +221,26 @@ def test_names_of_255_bytes(gpt: Gpt, run_folder: Path, text: Path, name: str) -
     assert not list(Path().glob(".tmp-*"))
 
 
-# Others at work in the same place
+# Locks and syncs
 
 
 @posix
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_file_system_without_locks_is_an_error(
+    gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     import fcntl
 
     def refuse(*args: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    done = gpt("train", text, *SETTINGS, "--steps", "1")
-    one_line_of_what_and_what_next(done, "runs/book is on a file system without locks")
+    result = gpt("train", text, *SETTINGS, "--steps", "1")
+    one_line_of_what_and_what_next(result, "runs/book is on a file system without locks")
     assert not Path("runs").exists()
 
 
-def test_new_names_are_synced_with_the_folders_they_are_in(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_files_sync_their_parent_folders(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(files, "sync_folder", lambda path: synced.append(path.absolute()))
     files.make_folder(Path("runs/a/b"))

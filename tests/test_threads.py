@@ -1,4 +1,4 @@
-"""How many threads compute, and how they wait for each other."""
+"""The number of compute threads, and how they wait for each other."""
 
 import json
 import os
@@ -25,44 +25,44 @@ needs_openmp = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = torch.get_num_threads()
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    original_threads = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(device, "_torch_threads", lambda: 4)
     monkeypatch.setattr(device, "cores", lambda: 4)
     torch.set_num_threads(4)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(original_threads)
 
 
 @pytest.mark.parametrize(
-    ("asked", "environment", "decoding", "expected"),
+    ("option", "environment", "decoding", "expected"),
     [
         (None, None, None, 3),  # the container's cores
         (3, None, None, 3),
         (3, "2", 100, 3),
-        (None, "2", 100, 4),  # torch has read it when it was imported
+        (None, "2", 100, 4),  # torch read the variable when it was imported
         (None, None, 3_700_000, 2),
     ],
 )
-def test_threads_are_asked_for_or_chosen_by_the_work(
-    asked: int | None, environment: str | None, decoding: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_thread_count_follows_option_or_work(
+    option: int | None, environment: str | None, decoding: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if environment:
         monkeypatch.setenv("OMP_NUM_THREADS", environment)
     monkeypatch.setattr(device, "cores", lambda: 3)
-    device.use_threads(CPU, asked, decoding)
+    device.use_threads(CPU, option, decoding)
     assert torch.get_num_threads() == expected
 
 
 @pytest.mark.slow
-def test_commands_take_threads(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
-    def used(*more: str) -> str:
-        done = gpt("bench", "-m", run_folder, "--rounds", "1", "-n", "2", "--json", *more)
-        return str(json.loads(done.out)["device"])
+def test_commands_have_a_threads_option(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+    def device_of_bench(*more: str) -> str:
+        result = gpt("bench", "-m", run_folder, "--rounds", "1", "-n", "2", "--json", *more)
+        return str(json.loads(result.out)["device"])
 
-    assert used("--threads", "3") == "cpu, 3 threads"
-    assert used() == "cpu, 1 thread"  # a tiny model
+    assert device_of_bench("--threads", "3") == "cpu, 3 threads"
+    assert device_of_bench() == "cpu, 1 thread"  # the default for a tiny model
     assert gpt("sample", "the", "-m", run_folder, "--threads", "2", "-n", "2").code == 0
     assert torch.get_num_threads() == 2
     Path("text.txt").write_text(make_text(300))
@@ -70,29 +70,29 @@ def test_commands_take_threads(gpt: Gpt, run_folder: Path, workdir: Path) -> Non
     assert torch.get_num_threads() == 3
     for number in ("0", "5000"):
         for command in (["sample", "-m", run_folder], ["eval", "text.txt", "-m", run_folder], ["train", "text.txt"]):
-            done = gpt(*command, "--threads", number)
-            assert (done.code, done.err[:17]) == (2, "error: threads is")
-            assert "it must be between 1 and 4" in done.err
+            result = gpt(*command, "--threads", number)
+            assert (result.code, result.err[:17]) == (2, "error: threads is")
+            assert "it must be between 1 and 4" in result.err
 
 
 @pytest.mark.slow
-def test_threads_of_a_run_are_kept_and_may_be_changed(gpt: Gpt, workdir: Path) -> None:
+def test_resume_keeps_or_changes_threads(gpt: Gpt, workdir: Path) -> None:
     Path("text.txt").write_bytes(make_text().encode())
     options = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     words = ("--threads", "3", "--steps", "4", "--vocab-size", "300", *options)
     assert gpt("train", "text.txt", "-o", "run", *words).code == 0
     assert json.loads(Path("run/run.json").read_text())["compute"]["threads"] == 3
     torch.set_num_threads(4)
-    done = gpt("train", "--resume", "run", "--steps", "6")
-    assert "3 threads, as before, instead of 4" in done.err
-    done = gpt("train", "--resume", "run", "--steps", "8", "--threads", "2")
-    assert "2 threads instead of 3: equal up to rounding" in done.err
+    result = gpt("train", "--resume", "run", "--steps", "6")
+    assert "3 threads, as before, instead of 4" in result.err
+    result = gpt("train", "--resume", "run", "--steps", "8", "--threads", "2")
+    assert "2 threads instead of 3: equal up to rounding" in result.err
     assert torch.get_num_threads() == 2
     training = json.loads(next(Path("run").glob("step-000008/training.json")).read_text())
     assert training["machine"]["threads"] == 2
 
 
-def test_the_policy_is_ours_only_where_the_user_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_wait_policy_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     for name in waiting.POLICY:
         monkeypatch.delenv(name, raising=False)
@@ -106,96 +106,101 @@ def test_the_policy_is_ours_only_where_the_user_has_none(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("given", "watched"),
+    ("environment", "watched"),
     [({}, True), (waiting.POLICY, True), ({"OMP_WAIT_POLICY": "passive"}, False), ({"GOMP_SPINCOUNT": "7"}, False)],
 )
 @needs_openmp
-def test_threads_whose_waiting_the_user_has_chosen_are_not_watched(
-    given: dict[str, str], watched: bool, monkeypatch: pytest.MonkeyPatch
+def test_watcher_starts_unless_the_user_set_a_policy(
+    environment: dict[str, str], watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in waiting.POLICY:
         monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    begun: list[object] = []
+    started: list[object] = []
     monkeypatch.setattr(waiting, "_watching", threading.Lock())
-    monkeypatch.setattr(waiting, "_watch", begun.append)
+    monkeypatch.setattr(waiting, "_watch", started.append)
     waiting.watch()
-    waiting.watch()  # once is enough
+    waiting.watch()  # a second call has no effect
     deadline = time.monotonic() + 5
-    while watched and not begun and time.monotonic() < deadline:
+    while watched and not started and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(begun) == watched
+    assert len(started) == watched
 
 
 class FakeSpinning(waiting.Spinning):
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
 
     def off(self) -> None:
-        self.said.append("off")
+        self.calls.append("off")
 
     def on(self) -> None:
-        self.said.append("on")
+        self.calls.append("on")
 
 
-class Ended(Exception):
+class WatchEnded(Exception):
     pass
 
 
-def watched(
+def run_watcher(
     shares: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[str], list[tuple[int, set[int]]]]:
-    """What a watch does where threads wait and a core is idle for these shares of each time between two looks."""
-    said: list[str] = []
-    moved: list[tuple[int, set[int]]] = []
-    now = {"at": 0.0, "waited": 0.0, "idle": 0.0}
-    left = list(shares)
+    """Runs the watcher on simulated times; returns its calls and the CPU affinities that it sets.
+
+    ``shares``: the fractions of each period in which threads wait and a core is idle.
+    """
+    calls: list[str] = []
+    affinities: list[tuple[int, set[int]]] = []
+    clock = {"at": 0.0, "waited": 0.0, "idle": 0.0}
+    remaining_shares = list(shares)
 
     def sleep(seconds: float) -> None:
         if seconds != waiting.PERIOD:
-            said.append(f"{seconds:g} s")
-            now["at"] += seconds
+            calls.append(f"{seconds:g} s")
+            clock["at"] += seconds
             return
-        if not left:
-            raise Ended
-        waited, idle = left.pop(0)
-        now["at"] += seconds
-        now["waited"] += seconds * waited
-        now["idle"] += seconds * idle
+        if not remaining_shares:
+            raise WatchEnded
+        waited, idle = remaining_shares.pop(0)
+        clock["at"] += seconds
+        clock["waited"] += seconds * waited
+        clock["idle"] += seconds * idle
 
     monkeypatch.setattr(waiting.time, "sleep", sleep)
     monkeypatch.setattr(
         CpuTimes,
         "now",
-        lambda: CpuTimes(now["at"], {7: now["waited"] / 2, 9: now["waited"] / 2}, {0: 0.0, 1: now["idle"]}),
+        lambda: CpuTimes(clock["at"], {7: clock["waited"] / 2, 9: clock["waited"] / 2}, {0: 0.0, 1: clock["idle"]}),
     )
     monkeypatch.setattr(waiting.os, "sched_getaffinity", lambda task: {0, 1}, raising=False)
-    monkeypatch.setattr(waiting.os, "sched_setaffinity", lambda task, cpus: moved.append((task, cpus)), raising=False)
-    with pytest.raises(Ended):
-        waiting._watch(FakeSpinning(said))
-    return said, moved
+    monkeypatch.setattr(
+        waiting.os, "sched_setaffinity", lambda task, cpus: affinities.append((task, cpus)), raising=False
+    )
+    with pytest.raises(WatchEnded):
+        waiting._watch(FakeSpinning(calls))
+    return calls, affinities
 
 
-def test_threads_that_are_alone_go_on_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched([(0.05, 0.5)] * 20, monkeypatch) == ([], [])
+def test_threads_keep_spinning_on_an_idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_watcher([(0.05, 0.5)] * 20, monkeypatch) == ([], [])
 
 
-def test_beside_other_programs_threads_sleep_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, moved = watched([(0.8, 0.0)] * 5, monkeypatch)
-    assert said == ["off", "1 s", "on", "off", "2 s", "on", "off", "4 s", "on", "off", "8 s", "on", "off", "8 s", "on"]
-    assert moved == []
-    said, _ = watched([(0.8, 0.0), (0.8, 0.0), (0.1, 0.0), (0.8, 0.0)], monkeypatch)
-    assert said[-2] == "1 s"  # it was over in between
+def test_pauses_grow_while_other_programs_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, affinities = run_watcher([(0.8, 0.0)] * 5, monkeypatch)
+    assert calls == ["off", "1 s", "on", "off", "2 s", "on", "off", "4 s", "on", "off", "8 s", "on", "off", "8 s", "on"]
+    assert affinities == []
+    calls, _ = run_watcher([(0.8, 0.0), (0.8, 0.0), (0.1, 0.0), (0.8, 0.0)], monkeypatch)
+    assert calls[-2] == "1 s"  # the pause resets after a quiet period
 
 
-def test_threads_on_one_core_are_moved_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, moved = watched([(0.9, 1.0)], monkeypatch)
-    assert said == []
-    assert moved == [(7, {1}), (7, {0, 1})]  # and may go anywhere after
+def test_threads_sharing_a_core_are_separated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, affinities = run_watcher([(0.9, 1.0)], monkeypatch)
+    assert calls == []
+    assert affinities == [(7, {1}), (7, {0, 1})]  # the affinity is restored
 
 
-WAITS = """
+COUNT_SWITCHES = """
 import contextlib
 from gpt import waiting
 waiting.set_policy()
@@ -232,17 +237,17 @@ print(*found)
 @needs_openmp
 def test_threads_sleep_while_spinning_is_off() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in waiting.POLICY}
-    done = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    before, off, after = map(int, done.stdout.split())
+    result = subprocess.run([sys.executable, "-c", COUNT_SWITCHES], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    default, off, after = map(int, result.stdout.split())
     assert off > 150, "about one for each product"
-    assert before < off / 3
+    assert default < off / 3
     assert after < off / 3
 
 
 @needs_openmp
-def test_threads_end_before_another_thread_computes() -> None:
-    """GNU OpenMP would not spin while two threads have teams of their own."""
+def test_end_threads_frees_the_team() -> None:
+    """GNU OpenMP does not spin while two threads have teams."""
     code = (
         "import os, threading, torch; from gpt import waiting\n"
         "def team():\n"
@@ -258,5 +263,5 @@ def test_threads_end_before_another_thread_computes() -> None:
         "assert found == [alone + 2], (alone, found)  # the thread, and one of its team\n"
         "assert team() == alone + 1\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""Small tokenizers in the forms of well-known families, as folders of transformers'."""
+"""Small tokenizers in the formats of well-known families, as Transformers folders."""
 
 import json
 from collections.abc import Callable
@@ -22,48 +22,48 @@ def _texts() -> list[str]:
 
 
 def _byte_level(size: int, specials: list[str], pre: list[Any]) -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(pre) if len(pre) > 1 else pre[0]
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pre) if len(pre) > 1 else pre[0]
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    made.train_from_iterator(_texts(), trainer)
-    made.add_special_tokens([AddedToken(word, normalized=False) for word in specials])
-    return made
+    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.add_special_tokens([AddedToken(word, normalized=False) for word in specials])
+    return tokenizer
 
 
-def _split(pattern: str) -> list[Any]:
+def _split_by(pattern: str) -> list[Any]:
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     return [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
 
-def _opening(made: Tokenizer, word: str) -> None:
-    made.post_processor = processors.TemplateProcessing(
-        single=f"{word} $A", pair=f"{word} $A {word} $B", special_tokens=[(word, made.token_to_id(word))]
+def _prepend_token(tokenizer: Tokenizer, word: str) -> None:
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{word} $A", pair=f"{word} $A {word} $B", special_tokens=[(word, tokenizer.token_to_id(word))]
     )
 
 
 def gpt2() -> tuple[Tokenizer, dict[str, Any]]:
-    made = _byte_level(600, ["<|endoftext|>"], [pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    return made, {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+    tokenizer = _byte_level(600, ["<|endoftext|>"], [pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return tokenizer, {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
 
 
 def llama3() -> tuple[Tokenizer, dict[str, Any]]:
-    """All pairs that make a token are listed, and whole pieces need no merges."""
-    made = _byte_level(700, ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], _split(LLAMA3))
-    values = json.loads(made.to_str())
+    """Lists every pair that makes a token as a merge, and sets ``ignore_merges``."""
+    tokenizer = _byte_level(700, ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], _split_by(LLAMA3))
+    values = json.loads(tokenizer.to_str())
     vocab = values["model"]["vocab"]
-    every = [
+    merges = [
         ([token[:i], token[i:]], id)
         for token, id in sorted(vocab.items(), key=lambda item: item[1])
         for i in range(1, len(token))
         if token[:i] in vocab and token[i:] in vocab and id >= 256
     ]
-    values["model"] |= {"merges": [pair for pair, _ in every], "ignore_merges": True}
-    made = Tokenizer.from_str(json.dumps(values))
-    _opening(made, "<|begin_of_text|>")
-    return made, {
+    values["model"] |= {"merges": [pair for pair, _ in merges], "ignore_merges": True}
+    tokenizer = Tokenizer.from_str(json.dumps(values))
+    _prepend_token(tokenizer, "<|begin_of_text|>")
+    return tokenizer, {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin_of_text|>",
         "eos_token": "<|eot_id|>",
@@ -72,10 +72,10 @@ def llama3() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def qwen() -> tuple[Tokenizer, dict[str, Any]]:
-    made = _byte_level(700, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], _split(QWEN))
-    made.normalizer = normalizers.NFC()
-    made.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    return made, {
+    tokenizer = _byte_level(700, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], _split_by(QWEN))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    return tokenizer, {
         "tokenizer_class": "Qwen2Tokenizer",
         "add_bos_token": False,
         "eos_token": "<|im_end|>",
@@ -86,8 +86,8 @@ def qwen() -> tuple[Tokenizer, dict[str, Any]]:
 
 def smollm2() -> tuple[Tokenizer, dict[str, Any]]:
     pre = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    made = _byte_level(700, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pre)
-    return made, {
+    tokenizer = _byte_level(700, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], pre)
+    return tokenizer, {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|endoftext|>",
         "eos_token": "<|endoftext|>",
@@ -95,27 +95,27 @@ def smollm2() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def gaps() -> tuple[Tokenizer, dict[str, Any]]:
-    """SmolLM2's as it is published: some bytes, which its text did not have, have no token."""
-    made, said = smollm2()
-    values = json.loads(made.to_str())
-    left_out = {chr(0xC0), chr(0xF5), chr(0xFF), "Ā", "ā", "Ă"}  # the bytes C0, F5, FF, 00, 01 and 02
-    kept = [token for token in values["model"]["vocab"] if token not in left_out]
-    values["model"]["vocab"] = {token: id for id, token in enumerate(kept)}
-    for id, token in enumerate(values["added_tokens"], len(kept)):
+    """Returns SmolLM2's tokenizer as published: bytes that are missing from its training text have no token."""
+    tokenizer, config = smollm2()
+    values = json.loads(tokenizer.to_str())
+    missing_tokens = {chr(0xC0), chr(0xF5), chr(0xFF), "Ā", "ā", "Ă"}  # the bytes C0, F5, FF, 00, 01 and 02
+    kept_tokens = [token for token in values["model"]["vocab"] if token not in missing_tokens]
+    values["model"]["vocab"] = {token: id for id, token in enumerate(kept_tokens)}
+    for id, token in enumerate(values["added_tokens"], len(kept_tokens)):
         token["id"] = id
-    return Tokenizer.from_str(json.dumps(values)), said
+    return Tokenizer.from_str(json.dumps(values)), config
 
 
-def _sentences(legacy: bool) -> Tokenizer:
-    """SentencePiece's BPE with byte fallback: the marker ▁ stands for a space."""
-    made = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+def _sentencepiece(legacy: bool) -> Tokenizer:
+    """Returns a SentencePiece BPE with byte fallback; ▁ marks a space."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=700, special_tokens=["<unk>", "<s>", "</s>", *bytes_], limit_alphabet=60, show_progress=False
     )
-    made.train_from_iterator(_texts(), trainer)
-    values = json.loads(made.to_str())
+    tokenizer.train_from_iterator(_texts(), trainer)
+    values = json.loads(tokenizer.to_str())
     values["added_tokens"] = values["added_tokens"][:3]
     if legacy:
         prepend = {"type": "Prepend", "prepend": "▁"}
@@ -123,62 +123,62 @@ def _sentences(legacy: bool) -> Tokenizer:
         values |= {"normalizer": {"type": "Sequence", "normalizers": [prepend, replace]}, "pre_tokenizer": None}
     else:
         values["pre_tokenizer"] |= {"prepend_scheme": "first", "split": False}
-    made = Tokenizer.from_str(json.dumps(values))
+    tokenizer = Tokenizer.from_str(json.dumps(values))
     strip = decoders.Strip(content=" ", left=1)
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
-    _opening(made, "<s>")
-    return made
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    _prepend_token(tokenizer, "<s>")
+    return tokenizer
 
 
 def llama2() -> tuple[Tokenizer, dict[str, Any]]:
-    return _sentences(legacy=True), {
+    return _sentencepiece(legacy=True), {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"
     }  # fmt: skip
 
 
 def mistral() -> tuple[Tokenizer, dict[str, Any]]:
-    return _sentences(legacy=False), {
+    return _sentencepiece(legacy=False), {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"
     }  # fmt: skip
 
 
 def unigram() -> tuple[Tokenizer, dict[str, Any]]:
-    made = Tokenizer(models.Unigram())
-    made.normalizer = normalizers.NFKC()
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
         vocab_size=300, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
     )
-    made.train_from_iterator(_texts(), trainer)
-    return made, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer.train_from_iterator(_texts(), trainer)
+    return tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def wordpiece() -> tuple[Tokenizer, dict[str, Any]]:
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.decoder = decoders.WordPiece()
-    return _of_words(made, trainers.WordPieceTrainer)
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return _train_on_words(tokenizer, trainers.WordPieceTrainer)
 
 
 def spaced() -> tuple[Tokenizer, dict[str, Any]]:
-    """Without a decoder: the library puts a space between any two tokens."""
-    made = Tokenizer(models.BPE(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return _of_words(made, trainers.BpeTrainer)
+    """Returns a tokenizer without a decoder, so the library puts a space between all tokens."""
+    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return _train_on_words(tokenizer, trainers.BpeTrainer)
 
 
 def words() -> tuple[Tokenizer, dict[str, Any]]:
-    made = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _of_words(made, trainers.WordLevelTrainer)
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _train_on_words(tokenizer, trainers.WordLevelTrainer)
 
 
-def _of_words(made: Tokenizer, trainer: Callable[..., Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def _train_on_words(tokenizer: Tokenizer, trainer: Callable[..., Any]) -> tuple[Tokenizer, dict[str, Any]]:
     specials = ["[UNK]", "<|endoftext|>"]
-    made.train_from_iterator(_texts(), trainer(vocab_size=500, special_tokens=specials, show_progress=False))
-    made.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    return made, {
+    tokenizer.train_from_iterator(_texts(), trainer(vocab_size=500, special_tokens=specials, show_progress=False))
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False, special=False)])
+    return tokenizer, {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "unk_token": "[UNK]"
     }  # fmt: skip
 
@@ -191,10 +191,9 @@ MODEL_TYPES = {"gpt2": "gpt2", "qwen": "qwen3", "mistral": "mistral"}
 
 
 def write(form: str, folder: Path) -> Path:
-    """Writes a form's files into ``folder``."""
-    made, config = FORMS[form]()
+    tokenizer, config = FORMS[form]()
     folder.mkdir(parents=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPES.get(form, "llama")}), encoding="utf-8")
     return folder

@@ -1,4 +1,4 @@
-"""The benchmarks run with tiny models, and a case of the GPU benchmark that fails costs no other."""
+"""Benchmarks with tiny models, and failing cases of the GPU benchmark."""
 
 import json
 import math
@@ -21,13 +21,13 @@ def script(code: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
-    absent = tmp_path / "absent"
-    absent.mkdir()
-    (absent / "rustbpe.py").write_text("raise ImportError(__name__)")
+def test_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
+    package_folder = tmp_path / "absent"
+    package_folder.mkdir()
+    (package_folder / "rustbpe.py").write_text("raise ImportError(__name__)")
     out = tmp_path / "out"
     command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(absent), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(package_folder), "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=900)
     report = json.loads((out / "gpu.json").read_text())
     assert report["floors"]["measured_peak"] > 0
@@ -38,14 +38,14 @@ def test_the_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
     assert [(case["system"], case["optimizer"]) for case in report["cases"]] == [
         ("ours", "muon"), ("ours", "adamw"), ("transformers", "adamw"), ("decoding", "adamw"),
     ]  # fmt: skip
-    *trained, written = report["cases"]
-    assert "error" not in written, written
-    assert written["tokens_per_second"] == pytest.approx(2e3 / written["milliseconds_a_step"])
-    assert (written["texts"], written["compiled"]) == (2, "no")
+    *trained, decoding = report["cases"]
+    assert "error" not in decoding, decoding
+    assert decoding["tokens_per_second"] == pytest.approx(2e3 / decoding["milliseconds_a_step"])
+    assert (decoding["texts"], decoding["compiled"]) == (2, "no")
     for case in trained:
         assert "error" not in case, case
         assert case["tokens_per_second"] == pytest.approx(256 / case["seconds"][0])
-        assert case["losses"][0] == pytest.approx(math.log(128), abs=0.3)  # both know nothing at first
+        assert case["losses"][0] == pytest.approx(math.log(128), abs=0.3)  # the loss of an untrained model
         assert len(case["losses"]) == 4
     assert len({case["parameters"] for case in trained}) == 1
     page = (out / "gpu.md").read_text(encoding="utf-8")
@@ -58,43 +58,43 @@ def test_the_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
 
 def test_a_failing_case_reports_its_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    got = gpu.run(script("print('{}'); raise MemoryError('CUDA out of memory')"), 60, log)
-    assert got == {"error": "exit status 1; MemoryError: CUDA out of memory"}
+    result = gpu.run(script("print('{}'); raise MemoryError('CUDA out of memory')"), 60, log)
+    assert result == {"error": "exit status 1; MemoryError: CUDA out of memory"}
     assert gpu.run(script("pass"), 60, log) == {"error": "no output"}
     assert "Traceback" in log.read_text()
 
 
 @pytest.mark.slow
-def test_a_hanging_case_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "LEAST_SECONDS", 0)
-    sign = tmp_path / "sign"
-    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(sign)!r}).touch()"
+def test_a_hanging_case_is_killed_with_its_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MIN_SECONDS", 0)
+    marker = tmp_path / "sign"
+    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(marker)!r}).touch()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    began = time.monotonic()
+    start = time.monotonic()
     assert gpu.run(script(code), 2, tmp_path / "log") == {"error": "not finished after 2 s"}
-    assert time.monotonic() - began < 4
-    time.sleep(max(0.0, 5 - (time.monotonic() - began)))
-    assert not sign.exists()
+    assert time.monotonic() - start < 4
+    time.sleep(max(0.0, 5 - (time.monotonic() - start)))
+    assert not marker.exists()
 
 
 @pytest.mark.more
-def test_decoding_is_compared_with_llama_cpp_and_transformers() -> None:
+def test_decode_benchmark_compares_with_llama_cpp_and_transformers() -> None:
     pytest.importorskip("xllamacpp")
     pytest.importorskip("transformers")
     words = ["benchmarks.decode", "--tiny", "--rounds", "1", "--only", "one", "steps", "--dtypes", "float32", "int8"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", *words], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
     )
-    compared, taken_apart = done.stdout.split("## Where")
-    rows = [line for line in compared.splitlines() if line.startswith("| ")]
+    comparison, breakdown = result.stdout.split("## Where")
+    rows = [line for line in comparison.splitlines() if line.startswith("| ")]
     assert {tuple(row.split(" | ")[:2]) for row in rows[1:]} >= {
         ("| float32", "llama.cpp F32"), ("| int8", "llama.cpp Q8_0"), ("| float32", "Transformers"),
     }  # fmt: skip
     assert {row.count("|") for row in rows} == {7}
-    rows = [line for line in taken_apart.splitlines() if line.startswith("| ")]
+    rows = [line for line in breakdown.splitlines() if line.startswith("| ")]
     assert {tuple(row.split(" | ")[:2]) for row in rows[1:]} >= {("| float32", "1"), ("| int8", "8")}
     for row in rows[1:]:
         step, products, _, *others = map(float, row.strip("| ").split(" | ")[2:])
         assert step == pytest.approx(products + sum(others), abs=0.1)
-    assert " of 8 float32 ids" in done.stdout and "NOT THE MOST LIKELY" not in done.stdout
-    assert "Transformers' text is the same." in done.stdout
+    assert " of 8 float32 ids" in result.stdout and "NOT THE MOST LIKELY" not in result.stdout
+    assert "Transformers' text is the same." in result.stdout

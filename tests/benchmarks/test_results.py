@@ -1,4 +1,4 @@
-"""The results: the pages show the data, and every figure that a page cites is in the section that it links to."""
+"""Benchmark results: pages are current, and every cited figure is in the linked section."""
 
 import re
 from dataclasses import replace
@@ -16,36 +16,38 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *results.FOLDER.glob("*.md")]
 
 
-def numbers(text: str) -> list[Decimal]:
-    return [Decimal(each.replace(",", "")) for each in NUMBER.findall(text)]
+def parse_numbers(text: str) -> list[Decimal]:
+    return [Decimal(digits.replace(",", "")) for digits in NUMBER.findall(text)]
 
 
-def digits(number: Decimal) -> int:
+def decimal_places(number: Decimal) -> int:
     return -int(number.as_tuple().exponent)
 
 
-def occurs(figure: Decimal, text: str) -> bool:
-    """Whether a text contains a number that equals the figure, or rounds to it."""
-    half = Decimal(5).scaleb(-digits(figure) - 1)
-    return any(digits(each) >= digits(figure) and abs(each - figure) <= half for each in numbers(text))
+def contains_figure(figure: Decimal, text: str) -> bool:
+    tolerance = Decimal(5).scaleb(-decimal_places(figure) - 1)
+    return any(
+        decimal_places(number) >= decimal_places(figure) and abs(number - figure) <= tolerance
+        for number in parse_numbers(text)
+    )
 
 
 def sections(text: str) -> dict[str, str]:
-    """Returns the sections of a page by anchor, with their subsections; the whole page is at the empty one."""
+    """Returns the sections of a page, with subsections, by anchor. The empty anchor is the whole page."""
     lines, fenced, headings = text.splitlines(), False, list[tuple[int, int, str]]()
     for at, line in enumerate(lines):
         fenced ^= line.lstrip().startswith("```")
         if not fenced and (heading := re.match(r"(#+) (.+)", line)):
             headings.append((at, len(heading[1]), results.anchor(LINK.sub(r"\1", heading[2]))))
-    found = {"": text}
+    section_texts = {"": text}
     for number, (at, level, name) in enumerate(headings):
         end = next((line for line, other, _ in headings[number + 1 :] if other <= level), len(lines))
-        same = sum(other == name for _, _, other in headings[:number])
-        found[f"{name}-{same}" if same else name] = "\n".join(lines[at:end])
-    return found
+        duplicates = sum(other == name for _, _, other in headings[:number])
+        section_texts[f"{name}-{duplicates}" if duplicates else name] = "\n".join(lines[at:end])
+    return section_texts
 
 
-def test_the_pages_show_the_data() -> None:
+def test_pages_are_current() -> None:
     names = {path.stem for path in (results.FOLDER / "results").glob("*.json")}
     assert names <= {name for page in results.PAGES.values() for name in page}
     for name in results.PAGES:
@@ -60,13 +62,13 @@ def test_cited_figures_are_in_the_results(page: Path) -> None:
         evidence = (page.parent / path).resolve() if path else page
         if "://" in target or evidence.parent != results.FOLDER or evidence.suffix != ".md":
             continue
-        found = sections(evidence.read_text(encoding="utf-8"))
-        assert anchor in found, f"{target} does not exist"
-        for figure in numbers(words):
-            assert occurs(figure, found[anchor]), f"{figure} of [{words}] is not in {target}"
+        section_texts = sections(evidence.read_text(encoding="utf-8"))
+        assert anchor in section_texts, f"{target} does not exist"
+        for figure in parse_numbers(words):
+            assert contains_figure(figure, section_texts[anchor]), f"{figure} of [{words}] is not in {target}"
 
 
-def test_readme_rows_that_cite_results_link_every_figure() -> None:
+def test_readme_tables_link_every_figure() -> None:
     rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     for row in rows:
         if "](benchmarks/" in row:
@@ -82,12 +84,12 @@ def test_readme_rows_that_cite_results_link_every_figure() -> None:
         ("3", "2.5", True), ("0.4", "10.4", False),
     ],
 )  # fmt: skip
-def test_figures_may_be_rounded_but_not_invented(figure: str, text: str, expected: bool) -> None:
-    (number,) = numbers(figure)
-    assert occurs(number, text) is expected
+def test_cited_figures_can_be_rounded(figure: str, text: str, expected: bool) -> None:
+    (number,) = parse_numbers(figure)
+    assert contains_figure(number, text) is expected
 
 
-def test_a_section_replaces_its_predecessor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_are_replaced_by_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(results, "FIGURES", ())
@@ -102,7 +104,7 @@ def test_a_section_replaces_its_predecessor(tmp_path: Path, monkeypatch: pytest.
     assert page.endswith("## Two\n\n- a machine\n- commit abc, 2026-01-01, command `make bench`\n")
 
 
-def test_the_summary_cites_the_only_row_that_matches() -> None:
+def test_summary_needs_exactly_one_matching_row() -> None:
     table = Table(["system", "dtype", "tokens/s"], [["`gpt`", "int8", "20"], ["peer", "int8", "10"]])
     section = Section("Speed", "abc", "2026-01-01", "a machine", "make bench", [], [table])
     figure = results.Figure("Decoding", "Speed", "tokens/s", ["`gpt`"], "a peer", ["peer", "int8"])

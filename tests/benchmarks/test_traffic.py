@@ -1,4 +1,4 @@
-"""`benchmarks.traffic` on compiled steps: a decoding step moves only the weights and the KV cache."""
+"""Memory traffic of compiled steps, counted by `benchmarks.traffic`."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from gpt.sample_config import SampleConfig
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler warns about itself
 
 
-def decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, Compute]:
+def make_decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, Compute]:
     torch.manual_seed(0)
     positions: Any = "rotary" if arch == "modern" else "learned"
     compute = Compute(torch.device("cpu"), dtype)
@@ -33,30 +33,30 @@ def decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [more("gpt2"), "modern"])
-def test_a_decoding_step_moves_only_weights_and_cache(arch: str) -> None:
-    """With one tensor for the keys of all layers, writing those of a layer would copy the whole tensor."""
-    model, compute = decoder(arch, torch.float32)
+def test_decoding_step_moves_only_weights_and_cache(arch: str) -> None:
+    """If all layers shared one key tensor, writing one layer's keys would copy the whole tensor."""
+    model, compute = make_decoder(arch, torch.float32)
     context = Context(model, compute, 2, 128, partial(torch.compile(next_tokens, dynamic=False), model))
     push(context, [1, 2, 3], [1, 2, 3])
     [step] = count(lambda: context.next_tokens(context.slots, Filters(SampleConfig(greedy=True), ())))
-    read = sum(p.nbytes for name, p in model.named_parameters() if name != "wpe.weight") + context.cache.nbytes
-    assert 0.95 * read <= step.bytes <= 1.15 * read, step.kernels[:9]
+    read_bytes = sum(p.nbytes for name, p in model.named_parameters() if name != "wpe.weight") + context.cache.nbytes
+    assert 0.95 * read_bytes <= step.bytes <= 1.15 * read_bytes, step.kernels[:9]
 
 
 @pytest.mark.slow
-def test_a_training_step_on_an_h100_moves_little() -> None:
+def test_training_step_traffic_on_an_h100() -> None:
     """Checks the generated code for 16 × 1,024 tokens of GPT-2 124M: block, loss with the last norm, and update.
 
-    Logits are read and written five times in the dtype of matrix products, the residual stream has two bytes per element,
-    and the gradients that the kernels of GELU and attention write are not read again for the biases.
+    Logits are read and written five times in bfloat16, the residual stream has two bytes per element, and computing bias
+    gradients does not reread the gradients that the GELU and attention kernels write.
     """
     pytest.importorskip("triton")
     from benchmarks import h100
 
-    config = h100._shape("gpt2")
+    config = h100._find_shape("gpt2")
     with h100.h100():
         block, loss = h100._block(config, 16), h100._loss(config, Setup(16))
-        modern = h100._block(h100._shape("gpt2, modern"), 16)
+        modern = h100._block(h100._find_shape("gpt2, modern"), 16)
         update = h100._optimizer(replace(config, n_layer=2))
     assert (block.bytes / 1e9, block.launches) == (pytest.approx(2.80, rel=0.02), 45)
     assert (modern.bytes / 1e9, modern.launches) == (pytest.approx(3.07, rel=0.02), 40)

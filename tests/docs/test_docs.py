@@ -1,4 +1,4 @@
-"""The documentation: what is generated is current, what is quoted is there, the site builds and needs no network."""
+"""The documentation: generated pages are current, quotes match the code, and the site builds and works offline."""
 
 import re
 import shutil
@@ -14,16 +14,16 @@ from docs import build_site, reference
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 PICTURES = sorted((ROOT / "docs" / "pictures").iterdir())
-LARGEST = 150_000
+MAX_PICTURE_BYTES = 150_000
 
 
-def test_the_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in ("40", "200"):
         monkeypatch.setenv("COLUMNS", columns)
         assert reference.page() == reference.PAGE.read_text(encoding="utf-8"), "python docs/reference.py writes it anew"
 
 
-def test_variables_of_the_reference_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_environment_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     root: Any = typer.main.get_command(reference.make_app())
     page = reference.PAGE.read_text(encoding="utf-8")
     count = 0
@@ -38,58 +38,58 @@ def test_variables_of_the_reference_are_read(monkeypatch: pytest.MonkeyPatch) ->
     assert count == len(re.findall(r"\| `GPT_[A-Z_]+` \|", page))
 
 
-def test_quotes_are_lines_of_the_file_that_is_named() -> None:
-    """On the page of the model each block of Python is a stretch of the file linked above it."""
+def test_quoted_code_matches_the_source() -> None:
+    """Each Python block in docs/model.md consists of consecutive lines of the file linked above it."""
     page = (ROOT / "docs" / "model.md").read_text(encoding="utf-8")
-    quotes, named = 0, []
+    quotes, linked_files = 0, []
     for before, block in zip(*[iter(re.split(r"```python\n(.*?)```", page, flags=re.DOTALL)[:-1])] * 2, strict=True):
-        named = re.findall(r"\]\(\.\./(gpt/[a-z_/]+\.py)\), `", before) or named
-        code = [line.strip() for line in (ROOT / named[-1]).read_text(encoding="utf-8").splitlines()]
+        linked_files = re.findall(r"\]\(\.\./(gpt/[a-z_/]+\.py)\), `", before) or linked_files
+        code = [line.strip() for line in (ROOT / linked_files[-1]).read_text(encoding="utf-8").splitlines()]
         quoted = [line.strip() for line in block.splitlines()]
-        starts = [at for at, line in enumerate(code) if without_comment(line) == quoted[0]]
-        found = [list(map(without_comment, code[at : at + len(quoted)])) for at in starts]
-        assert quoted in found, f"{named[-1]} has no such lines:\n{block}"
+        starts = [at for at, line in enumerate(code) if strip_comment(line) == quoted[0]]
+        candidates = [list(map(strip_comment, code[at : at + len(quoted)])) for at in starts]
+        assert quoted in candidates, f"{linked_files[-1]} has no such lines:\n{block}"
         quotes += 1
     assert quotes == page.count("```python") >= 20
-    for name, where in re.findall(r"\]\(\.\./(gpt/[a-z_/]+\.py)\), `([^`]+)`", page):
+    for name, definition in re.findall(r"\]\(\.\./(gpt/[a-z_/]+\.py)\), `([^`]+)`", page):
         text = (ROOT / name).read_text(encoding="utf-8")
-        for word in where.split("."):
-            assert re.search(rf"(class|def) {word}\b", text), f"{name} has no {where}"
+        for word in definition.split("."):
+            assert re.search(rf"(class|def) {word}\b", text), f"{name} has no {definition}"
 
 
-def without_comment(line: str) -> str:
+def strip_comment(line: str) -> str:
     return line.split("  #")[0]
 
 
-def test_pictures_are_small_and_shown() -> None:
+def test_pictures_are_small_and_used() -> None:
     text = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *PAGES])
     for path in PICTURES:
-        assert path.stat().st_size < LARGEST, path
+        assert path.stat().st_size < MAX_PICTURE_BYTES, path
         assert f"pictures/{path.name})" in text, f"{path} is shown nowhere"
         assert b"https://" not in path.read_bytes() or path.suffix == ".svg"
     svg = (ROOT / "docs" / "pictures" / "run.svg").read_text(encoding="utf-8")
-    assert "url(http" not in svg  # of a font
+    assert "url(http" not in svg  # a font from another host
 
 
-def test_files_that_contributing_names_are_there() -> None:
+def test_files_named_in_contributing_exist() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(?:python )?((?:benchmarks|cli|data|docs|gpt|tests)/[\w./-]*)`", page)
-    assert len(named) > 20
-    for name in named:
+    names = re.findall(r"`(?:python )?((?:benchmarks|cli|data|docs|gpt|tests)/[\w./-]*)`", page)
+    assert len(names) > 20
+    for name in names:
         assert (ROOT / name).exists() or "NAME" in name, name
 
 
-def listed(nav: Any) -> set[str]:
+def nav_pages(nav: Any) -> set[str]:
     if isinstance(nav, str):
         return {nav}
-    return set().union(*map(listed, nav.values() if isinstance(nav, dict) else nav))
+    return set().union(*map(nav_pages, nav.values() if isinstance(nav, dict) else nav))
 
 
-def test_the_navigation_has_every_page() -> None:
+def test_navigation_lists_every_page() -> None:
     nav = tomllib.loads((ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
-    assert listed(nav) >= {"README.md", "CHANGELOG.md", "data/README.md", "benchmarks/RESULTS.md"}
-    assert {page for page in listed(nav) if page.startswith("docs/")} == {f"docs/{path.name}" for path in PAGES}
-    for page in listed(nav):
+    assert nav_pages(nav) >= {"README.md", "CHANGELOG.md", "data/README.md", "benchmarks/RESULTS.md"}
+    assert {page for page in nav_pages(nav) if page.startswith("docs/")} == {f"docs/{path.name}" for path in PAGES}
+    for page in nav_pages(nav):
         assert (ROOT / page).exists()
 
 
@@ -101,50 +101,48 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_site_has_every_page_and_asks_no_other_host(built: Path) -> None:
+def test_site_has_every_page_and_needs_no_other_host(built: Path) -> None:
     for path in PAGES:
         page = (built / "site" / "docs" / f"{path.stem}.html").read_text(encoding="utf-8")
         fetched = re.findall(r"<(?:script|img|iframe)[^>]*src=\"?([^\"> ]+)|<link[^>]*href=\"?([^\"> ]+)", page)
         assert fetched
-        for each in fetched:
-            assert "//" not in "".join(each), f"{path.name}: {each}"
+        for urls in fetched:
+            assert "//" not in "".join(urls), f"{path.name}: {urls}"
     assert (built / "site" / "index.html").exists()
 
 
-def test_a_link_that_leads_nowhere_fails_the_site(
-    built: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_links_fail_the_build(built: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(built / "docs", tmp_path / "docs")
     shutil.copy(built / "zensical.toml", tmp_path)
     path = tmp_path / "docs" / "docs" / "understand.md"
-    whole = path.read_text(encoding="utf-8")
+    original = path.read_text(encoding="utf-8")
     links = ("nowhere.md", "formats.md#nowhere", "#nowhere")
     bad = "".join(f"[fine](formats.md), [x]({link}), [also fine](formats.md)\n" for link in links)
-    path.write_text(f"{whole}\n{bad}", encoding="utf-8")
+    path.write_text(f"{original}\n{bad}", encoding="utf-8")
     assert build_site.render(tmp_path) == 1
     lines = sorted(capfd.readouterr().err.splitlines())
     assert len(lines) == len(links)
-    for row, (line, link) in enumerate(zip(lines, links, strict=True), len(whole.splitlines()) + 2):
+    for row, (line, link) in enumerate(zip(lines, links, strict=True), len(original.splitlines()) + 2):
         assert line.startswith(f'error: docs/understand.md, line {row}: the link "{link}" leads nowhere: ')
 
 
-def test_a_site_that_cannot_be_built_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_builds_report_the_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("zensical", reason="the extra docs is not installed")
     assert build_site.render(tmp_path) != 0
     assert "config" in capfd.readouterr().err
 
 
-def test_the_site_is_read_and_searched_from_disk(built: Path, browser: Any) -> None:
+def test_site_and_search_work_from_disk(built: Path, browser: Any) -> None:
     page = browser.new_page(viewport={"width": 1200, "height": 900})
-    said: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
+    console_messages: list[str] = []
+    requested_urls: list[str] = []
+    page.on("console", lambda message: console_messages.append(message.text))
+    page.on("pageerror", lambda error: console_messages.append(str(error)))
+    page.on("request", lambda request: requested_urls.append(request.url))
     page.goto((built / "site" / "docs" / "generate.html").as_uri())
     page.keyboard.press("/")
     page.keyboard.type("speculate")
     page.get_by_text(re.compile(r"^\d+ results?$")).wait_for()
-    assert said == []
-    assert all(url.startswith(("file:", "blob:", "data:")) for url in asked), asked
+    assert console_messages == []
+    assert all(url.startswith(("file:", "blob:", "data:")) for url in requested_urls), requested_urls
     page.close()

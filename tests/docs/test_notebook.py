@@ -1,4 +1,4 @@
-"""docs/model.ipynb runs from top to bottom, and its steps equal the model's."""
+"""The notebook docs/model.ipynb is valid and runs, and its steps equal the model's."""
 
 import json
 import re
@@ -16,8 +16,7 @@ def source(cell: dict[str, Any]) -> str:
     return "".join(cell["source"])
 
 
-def test_the_notebook_is_valid_and_has_no_outputs() -> None:
-    """As nbformat 4.5 defines it."""
+def test_notebook_is_valid_and_has_no_outputs() -> None:
     assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
     assert NOTEBOOK["metadata"]["language_info"] == {"name": "python"}
     assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
@@ -32,7 +31,7 @@ def test_the_notebook_is_valid_and_has_no_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notebook_runs(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     try:
         for cell in NOTEBOOK["cells"]:

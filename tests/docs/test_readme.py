@@ -1,6 +1,6 @@
-"""Every command and every example in Python of the README and docs is run, in a folder of its own, with few steps.
+"""Runs every command and Python example of the README and docs with few steps.
 
-Commands that need a network or never end are parsed and not run; `make demo` and `make test` are .ci/run's.
+Commands that need a network or never end are only parsed.
 """
 
 import json
@@ -14,16 +14,15 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Done, make_text
 
-NOT_RUN = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wandb")
-TEXTS = {
+PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wandb")
+PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    if page.name != "reference.md"  # whose examples are parsed by the tests of --help
+    if page.name != "reference.md"  # the tests of --help parse its examples
 }
 
 
 def commands(page: str) -> Iterator[str]:
-    """The `gpt` commands after a $ in the console blocks."""
     for block in re.findall(r"```console\n(.*?)```", page, re.DOTALL):
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             if line.startswith("$ gpt "):
@@ -53,16 +52,15 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", [page for page, text in TEXTS.items() if any(commands(text))])
-def test_commands(gpt: Callable[..., Done], page: str) -> None:
-    """In order, as a reader would type them, each on what the ones before left."""
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if any(commands(text))])
+def test_documented_commands_run(gpt: Callable[..., Done], page: str) -> None:
     import gpt_cli.main
 
-    for line in commands(TEXTS[page]):
+    for line in commands(PAGES[page]):
         words = shlex.split(line)
-        if any(mark in line for mark in NOT_RUN):
+        if any(mark in line for mark in PARSED_ONLY):
             command = gpt_cli.main.make_app()
-            with pytest.raises(SystemExit) as stop:  # --help after all other words: they are parsed first
+            with pytest.raises(SystemExit) as stop:  # the words before --help are parsed first
                 command([*words[1:], "--help"])
             assert stop.value.code == 0
             continue
@@ -71,33 +69,35 @@ def test_commands(gpt: Callable[..., Done], page: str) -> None:
             at = words.index("<")
             stdin = Path(words[at + 1]).read_bytes()
             words = words[:at]
-        done = gpt(*words[1:], stdin=stdin)
-        assert done.code == 0, f"{line}\n{done.err}"
-        assert done.out
+        result = gpt(*words[1:], stdin=stdin)
+        assert result.code == 0, f"{line}\n{result.err}"
+        assert result.out
 
 
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize(
-    "page", [page for page, text in TEXTS.items() if "import gpt\n" in "".join(python_blocks(text))]
+    "page", [page for page, text in PAGES.items() if "import gpt\n" in "".join(python_blocks(text))]
 )
-def test_python_examples(page: str) -> None:
-    few = "\n".join(python_blocks(TEXTS[page])).replace("steps=50", "steps=2, block_size=32, batch_tokens=256")
-    done = subprocess.run([sys.executable, "-c", few], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_python_examples_run(page: str) -> None:
+    code = "\n".join(python_blocks(PAGES[page])).replace("steps=50", "steps=2, block_size=32, batch_tokens=256")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.usefixtures("few_steps")
-def test_transformers_say_what_we_do(gpt: Callable[..., Done]) -> None:
+def test_transformers_example_generates_the_same_text(gpt: Callable[..., Done]) -> None:
     page = (ROOT / "docs" / "publish.md").read_text(encoding="utf-8")
     train, sample, *_ = commands(page)
     assert gpt(*shlex.split(train)[1:]).code == 0
     ours = gpt(*shlex.split(sample)[1:])
     (block,) = python_blocks(page)
-    done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False, encoding="utf-8")
-    assert done.stdout == ours.out, done.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", block], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
+    assert result.stdout == ours.out, result.stderr
 
 
-def test_links_lead_somewhere() -> None:
+def test_relative_links_exist() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "data" / "README.md"]
     for page in pages:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):

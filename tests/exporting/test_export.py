@@ -1,4 +1,4 @@
-"""`gpt export`: the folder, its model card, what is refused, and what is left where it ends early."""
+"""`gpt export`: folders, model cards, errors and interruptions."""
 
 import errno
 import getpass
@@ -41,14 +41,12 @@ DTYPES = ["float32", "bfloat16", "float16", "int8", "int4"]
 
 @pytest.fixture
 def chapter(workdir: Path) -> Path:
-    """A text to measure on."""
     path = workdir / "chapter.txt"
     path.write_bytes(make_text(300, seed=1).encode())
     return path
 
 
-def front(path: Path) -> dict[str, Any]:
-    """The YAML of a folder's card."""
+def card_metadata(path: Path) -> dict[str, Any]:
     text = (path / "README.md").read_text(encoding="utf-8")
     assert text.startswith("---\n")
     return dict(yaml.safe_load(text.split("---\n")[1]))
@@ -58,21 +56,21 @@ def read_card(path: Path) -> str:
     return (path / "README.md").read_text(encoding="utf-8")
 
 
-def meta(path: Path) -> dict[str, Any]:
+def gpt_json(path: Path) -> dict[str, Any]:
     return dict(json.loads((path / "gpt.json").read_text(encoding="utf-8")))
 
 
-def a_source(config: GPTConfig | None = None, **changes: Any) -> SourceModel:
+def make_source(config: GPTConfig | None = None, **changes: Any) -> SourceModel:
     return SourceModel(Path(), config or GPTConfig(257, 32, 2, 2, 32), bytes_tokenizer(), {}, **changes)
 
 
 # The card
 
 
-def test_the_card_of_a_run(run_folder: Path, chapter: Path) -> None:
+def test_card_of_a_run(run_folder: Path, chapter: Path) -> None:
     library.export(run_folder, "out", license="Apache-2.0", eval=str(chapter))
-    said = huggingface_hub.ModelCard.load("out/README.md").data
-    assert (said.license, said.library_name, said.pipeline_tag, said.tags) == (
+    data = huggingface_hub.ModelCard.load("out/README.md").data
+    assert (data.license, data.library_name, data.pipeline_tag, data.tags) == (
         "apache-2.0", "transformers", "text-generation", ["gpt", "gpt2"],
     )  # fmt: skip
     text = read_card(Path("out"))
@@ -95,7 +93,7 @@ def test_the_card_of_a_run(run_folder: Path, chapter: Path) -> None:
     assert "## Samples" not in text
 
 
-def test_a_folder_without_a_run_says_that_it_does_not_know(run_folder: Path, workdir: Path) -> None:
+def test_card_without_a_run_states_unknown_training(run_folder: Path, workdir: Path) -> None:
     shutil.copytree(folder.find_checkpoint(str(run_folder)), "theirs")
     (workdir / "theirs" / "README.md").write_text('---\nlicense: "mit"  # of theirs\n---\n', encoding="utf-8")
     library.export("theirs", "out")
@@ -103,8 +101,8 @@ def test_a_folder_without_a_run_says_that_it_does_not_know(run_folder: Path, wor
     assert "How it was trained, and on which data, is not recorded" in text
     assert "It is a copy of `theirs`." in text
     assert "`theirs` is licensed under `mit`, which covers only that model" in text
-    assert front(Path("out"))["license"] == "unknown"
-    assert "base_model" not in front(Path("out"))  # a name on this disk is none of the hub
+    assert card_metadata(Path("out"))["license"] == "unknown"
+    assert "base_model" not in card_metadata(Path("out"))  # a local name is not a Hub id
 
 
 @pytest.mark.parametrize(
@@ -115,16 +113,14 @@ def test_a_folder_without_a_run_says_that_it_does_not_know(run_folder: Path, wor
         (GPTConfig.of("modern", 257, 32, 2, 2, 32), "int8", False),
     ],
 )
-def test_the_card_names_transformers_if_it_reads_the_folder(
-    config: GPTConfig, dtype: str, in_transformers: bool
-) -> None:
-    text = card(a_source(config), Facts("it", dtype))
+def test_card_mentions_transformers_only_if_supported(config: GPTConfig, dtype: str, in_transformers: bool) -> None:
+    text = card(make_source(config), Facts("it", dtype))
     assert ("AutoModelForCausalLM" in text) == in_transformers
     assert ("library_name: transformers" in text) == in_transformers
     assert ("| windows | 8 tokens in 2 of the layers |" in text) == (config.window == 8)
 
 
-HOSTILE = [
+HOSTILE_NAMES = [
     "a\nlicense: mit",
     "a: b",
     "```",
@@ -138,44 +134,47 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_no_name_or_sample_ends_what_it_stands_in(name: str) -> None:
-    known = Provenance(
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_hostile_names_and_samples_are_escaped(name: str) -> None:
+    known_provenance = Provenance(
         [Text(name, 1, 3, "0" * 64, None)],
         3,
         {"preset": name, name: name},
         ancestors=[Ancestor(name, True, None), Ancestor(name)],
     )
     samples = [name, f"a\n````\n{name}\n```", "~~~\n# no title"]
-    text = card(a_source(provenance=known), Facts(name, "float32", None, None, samples))
-    said = yaml.safe_load(text.split("---\n")[1])
-    assert said["license"] == "unknown"
-    assert "base_model" not in said
-    assert set(said) == {"license", "library_name", "pipeline_tag", "tags"}
+    text = card(make_source(provenance=known_provenance), Facts(name, "float32", None, None, samples))
+    metadata = yaml.safe_load(text.split("---\n")[1])
+    assert metadata["license"] == "unknown"
+    assert "base_model" not in metadata
+    assert set(metadata) == {"license", "library_name", "pipeline_tag", "tags"}
     lines = [line for line in text.split("\n") if not line.startswith("    ")]  # samples are indented
     assert [line for line in lines if line.startswith("```")] == ["```console", "```", "```python", "```"]
     titles = [line for line in lines if line.startswith("#")]
     assert titles[1:] == [f"## {title}" for title in ("Model", "Training", "Use", "Samples", "Limits")]
-    plain = re.sub(r"```.*?\n```|`[^`\n]*`", "", "\n".join(lines), flags=re.DOTALL)
-    assert not re.search(r"<script>|\[a\]", plain)
-    assert {line.count("|") for line in plain.split("\n") if line.startswith("|")} == {3, 5}
-    text.encode()  # no half of a character
+    text_outside_code = re.sub(r"```.*?\n```|`[^`\n]*`", "", "\n".join(lines), flags=re.DOTALL)
+    assert not re.search(r"<script>|\[a\]", text_outside_code)
+    assert {line.count("|") for line in text_outside_code.split("\n") if line.startswith("|")} == {3, 5}
+    text.encode()  # raises an error for lone surrogates
     assert not [char for char in text if not char.isprintable() and char != "\n"]
 
 
-def test_samples_stand_in_the_card_only_where_they_are_asked_for(run_folder: Path) -> None:
+def test_card_has_samples_only_on_request(run_folder: Path) -> None:
     library.export(run_folder, "out", samples=2, dtype="int8")
     text = read_card(Path("out"))
     assert "Sample 2:" in text and "Sample 3:" not in text
     loaded = api.load("out", dtype="float32")
-    for sample in loaded.generate(num=2):  # of the weights that are in the folder
+    for sample in loaded.generate(num=2):  # samples come from the exported weights
         assert all(f"\n    {cards._visible(line)}\n" in text for line in sample.expandtabs(4).split("\n"))
 
 
-def test_losses_of_rounded_weights_are_told_apart() -> None:
-    both = [Evaluation(loss, 10, 20, 3, 8, 8) for loss in (1.5, 1.75)]
-    known = Provenance([Text("a")], 5, val_loss=1.25, bits_per_byte=0.5)
-    text = card(a_source(provenance=known), Facts("it", "int4", None, Comparison(Text("b", 1, 20, "1" * 64), *both)))
+def test_card_shows_losses_before_and_after_quantization() -> None:
+    evaluations = [Evaluation(loss, 10, 20, 3, 8, 8) for loss in (1.5, 1.75)]
+    known_provenance = Provenance([Text("a")], 5, val_loss=1.25, bits_per_byte=0.5)
+    text = card(
+        make_source(provenance=known_provenance),
+        Facts("it", "int4", None, Comparison(Text("b", 1, 20, "1" * 64), *evaluations)),
+    )
     assert (
         "On all held-out text: 1.2500 nats per token, 0.5000 bits per byte, before its weights were quantized." in text
     )
@@ -183,102 +182,105 @@ def test_losses_of_rounded_weights_are_told_apart() -> None:
     assert "| as published, in int4 | 1.7500 | 1.2624 |" in text
 
 
-# Where the model is from
+# Provenance
 
 
-def test_fine_tuned_from_a_folder_with_a_license(run_folder: Path, text: Path) -> None:
+def test_card_names_base_models_and_licenses(run_folder: Path, text: Path) -> None:
     base = Path("deep/base")
     shutil.copytree(folder.find_checkpoint(str(run_folder)), base)
     (base / "README.md").write_text("---\nlicense: cc-by-4.0\nbase_model: me/first\n---\n# It\n", encoding="utf-8")
-    fast = {key: FAST[key] for key in ("batch_tokens", "sample_every", "dtype")}
+    options = {key: FAST[key] for key in ("batch_tokens", "sample_every", "dtype")}
     for name, settings in (("tuned", {}), ("adapters", {"lora_rank": 2})):
-        result = library.train(text, init=str(base), steps=2, out=f"runs/{name}", **fast, **settings)
+        result = library.train(text, init=str(base), steps=2, out=f"runs/{name}", **options, **settings)
         library.export(result.run, name, license="mit")
-        said, words = front(Path(name)), read_card(Path(name))
-        assert (said["license"], said["base_model"]) == ("mit", "me/first")
-        assert "It is fine-tuned from `base`, made from `me/first`." in words
-        assert "`base` is licensed under `cc-by-4.0`" in words
-        assert ("| `lora_rank` | `2` |" in words) == (name == "adapters")
-    Path("peft").mkdir()  # with what PEFT writes alone
+        metadata, card_text = card_metadata(Path(name)), read_card(Path(name))
+        assert (metadata["license"], metadata["base_model"]) == ("mit", "me/first")
+        assert "It is fine-tuned from `base`, made from `me/first`." in card_text
+        assert "`base` is licensed under `cc-by-4.0`" in card_text
+        assert ("| `lora_rank` | `2` |" in card_text) == (name == "adapters")
+    Path("peft").mkdir()  # only the files that PEFT writes
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(folder.find_checkpoint("runs/adapters") / name, "peft")
     Path("peft/README.md").write_text("---\nlicense: other\nlicense_name: mine-1.0\n---\n", encoding="utf-8")
     library.export("peft", "from-peft", dtype="int8")
-    words = read_card(Path("from-peft"))
-    assert "It is a copy of `peft`, made from `base`, made from `me/first`." in words
-    assert "`peft` is licensed under `mine-1.0`" in words
-    again = library.train(text, init="tuned", steps=2, out="runs/again", **fast)
-    library.export(again.run, "third")
-    assert [each.name for each in read_provenance(Path("third"), "").ancestors] == ["tuned", "base", "me/first"]
+    card_text = read_card(Path("from-peft"))
+    assert "It is a copy of `peft`, made from `base`, made from `me/first`." in card_text
+    assert "`peft` is licensed under `mine-1.0`" in card_text
+    second_run = library.train(text, init="tuned", steps=2, out="runs/again", **options)
+    library.export(second_run.run, "third")
+    assert [ancestor.name for ancestor in read_provenance(Path("third"), "").ancestors] == ["tuned", "base", "me/first"]
     shutil.rmtree(base)
     library.export("runs/tuned", "later")
     assert "It is fine-tuned from `base`." in read_card(Path("later"))
 
 
-@pytest.mark.parametrize("said", ["---\nlicense: [a, b]\n---", "---\n: \n", "\xff", "---\nlicense: /home/me/x\n---"])
-def test_a_card_of_others_that_says_no_license(tmp_path: Path, said: str) -> None:
-    (tmp_path / "README.md").write_bytes(said.encode("latin-1"))
+@pytest.mark.parametrize(
+    "card_text", ["---\nlicense: [a, b]\n---", "---\n: \n", "\xff", "---\nlicense: /home/me/x\n---"]
+)
+def test_cards_without_a_valid_license_are_ignored(tmp_path: Path, card_text: str) -> None:
+    (tmp_path / "README.md").write_bytes(card_text.encode("latin-1"))
     assert provenance._line("base", tmp_path) == [Ancestor("base")]
 
 
-def test_texts_are_named_without_their_place() -> None:
+def test_text_names_have_no_folder_or_host() -> None:
     names = [
         "/home/me/secret/book.txt", "C:\\Users\\me\\notes.md", "https://me:key@host.example/a/b.csv?token=1",
         "s3://bucket/part.jsonl", "hf://datasets/OWNER/SET@main/data/x.parquet", "https://host.example", "stdin",
     ]  # fmt: skip
-    found = texts_of([{"name": name, "bytes": 1, "sha256": "a" * 64} for name in names])
-    assert [text.name for text in found] == [
+    texts = texts_of([{"name": name, "bytes": 1, "sha256": "a" * 64} for name in names])
+    assert [text.name for text in texts] == [
         "book.txt", "notes.md", "b.csv", "part.jsonl", "x.parquet", "an unnamed text", "stdin",
     ]  # fmt: skip
-    assert [text.dataset for text in found if text.dataset] == ["OWNER/SET"]
+    assert [text.dataset for text in texts if text.dataset] == ["OWNER/SET"]
 
 
-def test_a_corpus_is_one_text_and_many_files_are_a_few_lines() -> None:
-    def several(names: list[str]) -> list[dict[str, Any]]:
+def test_texts_are_grouped_by_corpus() -> None:
+    def sources(names: list[str]) -> list[dict[str, Any]]:
         return [{"name": name, "bytes": 2, "sha256": f"{at:064x}"} for at, name in enumerate(names)]
 
-    corpus = several(["wikitext-2/train-00000-of-00001.parquet"])
+    corpus = sources(["wikitext-2/train-00000-of-00001.parquet"])
     corpus[0]["name"] = "wikitext-2/" + provenance.catalogue.corpus("wikitext-2").files[0].name
-    (one,) = texts_of(corpus, ["wikitext-2"])
-    assert (one.name, one.files, one.dataset) == ("wikitext-2", 1, "Salesforce/wikitext")
-    (mine,) = texts_of(several(["wikitext-2/a.txt", "wikitext-2/b.txt"]), ["wikitext-2"])  # a folder of that name
-    assert (mine.files, mine.bytes, mine.dataset) == (2, 4, None)
-    assert mine.sha256 is None
-    many = texts_of(several([f"f/{n}.txt" for n in range(50)]), ["f"])
-    assert len(many) == 21
-    assert (many[-1].name, many[-1].files, many[-1].bytes) == ("more files", 30, 60)
+    (corpus_text,) = texts_of(corpus, ["wikitext-2"])
+    assert (corpus_text.name, corpus_text.files, corpus_text.dataset) == ("wikitext-2", 1, "Salesforce/wikitext")
+    # A local folder can have a corpus name.
+    (local_text,) = texts_of(sources(["wikitext-2/a.txt", "wikitext-2/b.txt"]), ["wikitext-2"])
+    assert (local_text.files, local_text.bytes, local_text.dataset) == (2, 4, None)
+    assert local_text.sha256 is None
+    texts = texts_of(sources([f"f/{n}.txt" for n in range(50)]), ["f"])
+    assert len(texts) == 21
+    assert (texts[-1].name, texts[-1].files, texts[-1].bytes) == ("more files", 30, 60)
     assert texts_of([{"name": "x", "sha256": "`"}])[0].sha256 is None
 
 
 @pytest.mark.slow
-def test_nothing_of_the_machine_is_in_the_folder(workdir: Path) -> None:
-    """No part of a path but last ones, no user, no host: in no byte of any file."""
-    places = ["telling-home", "telling-data", "telling-runs", "telling-base"]
-    data, runs, base = (workdir / places[0] / place for place in places[1:])
+def test_exports_do_not_leak_paths_user_or_host(workdir: Path) -> None:
+    """No file contains a folder name of the inputs, the user name or the host name."""
+    folder_names = ["telling-home", "telling-data", "telling-runs", "telling-base"]
+    data, runs, base = (workdir / folder_names[0] / place for place in folder_names[1:])
     data.mkdir(parents=True)
     (data / "book.txt").write_bytes(make_text().encode())
     (data / "val.txt").write_bytes(make_text(300, seed=2).encode())
     first, _ = train(data / "book.txt", steps=2, out=str(base / "first"))
-    said = json.loads((first.checkpoint / "tokenizer_config.json").read_text())
+    tokenizer_config = json.loads((first.checkpoint / "tokenizer_config.json").read_text())
     shutil.copytree(first.checkpoint, base / "copy")
     leaks = {"name_or_path": str(base), "special_tokens_map_file": str(base / "x")}
-    (base / "copy" / "tokenizer_config.json").write_text(json.dumps(said | leaks))
+    (base / "copy" / "tokenizer_config.json").write_text(json.dumps(tokenizer_config | leaks))
     for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):
-        (base / "copy" / name).unlink()  # as transformers would have saved it
-    fast = {key: FAST[key] for key in ("batch_tokens", "sample_every", "dtype")}
-    second = library.train(data / "book.txt", init=str(base / "copy"), steps=2, out=str(runs / "run"), **fast)
-    forbidden = [*places, str(workdir), workdir.name, str(Path.home()), getpass.getuser(), socket.gethostname()]
+        (base / "copy" / name).unlink()  # Transformers does not write these files
+    options = {key: FAST[key] for key in ("batch_tokens", "sample_every", "dtype")}
+    second = library.train(data / "book.txt", init=str(base / "copy"), steps=2, out=str(runs / "run"), **options)
+    forbidden = [*folder_names, str(workdir), workdir.name, str(Path.home()), getpass.getuser(), socket.gethostname()]
     for model, dtype in ((second.run, "float32"), (base / "copy", "int4"), (first.run, "int8")):
         out = workdir / f"out-{dtype}"
         library.export(model, out, dtype=dtype, eval=str(data / "val.txt"), samples=1)
         for file in out.iterdir():
-            found = file.read_bytes()
+            content = file.read_bytes()
             for word in forbidden:
-                assert len(word) < 4 or word.encode() not in found, (file.name, word)
+                assert len(word) < 4 or word.encode() not in content, (file.name, word)
     AutoTokenizer.from_pretrained(workdir / "out-float32")
 
 
-# What is asked for
+# Options and output
 
 
 @pytest.mark.parametrize(
@@ -298,7 +300,7 @@ def test_nothing_of_the_machine_is_in_the_folder(workdir: Path) -> None:
         (["-o", "out\udcff"], "is not UTF-8"),
     ],
 )
-def test_what_cannot_be_meant(run_folder: Path, chapter: Path, gpt: Gpt, args: list[str], message: str) -> None:
+def test_invalid_options_are_errors(run_folder: Path, chapter: Path, gpt: Gpt, args: list[str], message: str) -> None:
     Path("empty.txt").touch()
     Path("link").symlink_to("nowhere")
     before = sorted(Path().iterdir())
@@ -306,14 +308,14 @@ def test_what_cannot_be_meant(run_folder: Path, chapter: Path, gpt: Gpt, args: l
     assert sorted(Path().iterdir()) == before
 
 
-def test_a_license_is_suggested_and_in_any_case(gpt: Gpt) -> None:
+def test_unknown_licenses_get_a_suggestion(gpt: Gpt) -> None:
     assert "mit" in gpt("export", "-m", "x", "-o", "out", "--license", "mti").err.splitlines()[1]
     assert "apache-2.0" in gpt("export", "-m", "x", "-o", "out", "--license", "apache").err.splitlines()[1]
     assert 'give "other"' in gpt("export", "-m", "x", "-o", "out", "--license", "???????").err.splitlines()[1]
     assert ExportConfig(license="MIT").license == "mit"
 
 
-def test_places_that_are_a_runs_own(run_folder: Path, gpt: Gpt) -> None:
+def test_outputs_inside_a_run_are_restricted(run_folder: Path, gpt: Gpt) -> None:
     shutil.copytree(run_folder, "run")
     best = folder.find_checkpoint("run")
     one_line_of_what_and_what_next(gpt("export", "-m", "run", "-o", best / "x"), "is inside the model's own folder")
@@ -322,31 +324,31 @@ def test_places_that_are_a_runs_own(run_folder: Path, gpt: Gpt) -> None:
     assert gpt("export", "-m", "run", "-o", "run/beside").code == 0
 
 
-def test_a_place_where_no_folder_can_be_made(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
+def test_unwritable_outputs_are_an_error(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
     one_line_of_what_and_what_next(gpt("export", "-m", run_folder, "-o", "chapter.txt/out"), "cannot write", 1)
     Path("closed").mkdir(mode=0o500)
     if not os.access("closed", os.W_OK):
         one_line_of_what_and_what_next(gpt("export", "-m", run_folder, "-o", "closed/out"), "cannot write", 1)
 
 
-def test_what_is_printed(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
-    done = gpt("export", "-m", run_folder, "-o", "a/b/out", "--eval", chapter, "--json")
-    values = json.loads(done.out)
+def test_printed_output(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
+    result = gpt("export", "-m", run_folder, "-o", "a/b/out", "--eval", chapter, "--json")
+    values = json.loads(result.out)
     assert set(values) == KEYS
     assert (values["out"], values["format"], values["type"], values["arch"]) == ("a/b/out", "folder", "float32", "gpt2")
     assert values["loss_before"] == values["loss_after"]
     assert values["bytes"] == sum(file.stat().st_size for file in Path("a/b/out").iterdir())
     assert values["vocab_size"] == 400
-    done = gpt("export", "-m", run_folder, "-o", "out", "--dtype", "int4", "--eval", chapter, "--quiet")
-    assert re.match(r"saved  out  \(.* tensors, int4\)\nloss   .* nats per token\n.*gpt sample .* -m out", done.out)
-    assert done.err == ""
-    done = gpt("export", "-m", run_folder, "-o", "b.GGUF")
-    assert "llama-cli -m b.GGUF" in done.out
+    result = gpt("export", "-m", run_folder, "-o", "out", "--dtype", "int4", "--eval", chapter, "--quiet")
+    assert re.match(r"saved  out  \(.* tensors, int4\)\nloss   .* nats per token\n.*gpt sample .* -m out", result.out)
+    assert result.err == ""
+    result = gpt("export", "-m", run_folder, "-o", "b.GGUF")
+    assert "llama-cli -m b.GGUF" in result.out
     assert Path("b.GGUF").is_file()
     assert json.loads(gpt("export", "-m", run_folder, "-o", "c.gguf", "--json").out)["loss_after"] is None
 
 
-def test_the_license_of_a_gguf_file_stands_in_it(run_folder: Path) -> None:
+def test_gguf_files_contain_the_license(run_folder: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
     library.export(run_folder, "out.gguf", license="mit")
     assert gguf.GGUFReader("out.gguf").get_field("general.license").contents() == "mit"
@@ -356,19 +358,25 @@ def test_the_license_of_a_gguf_file_stands_in_it(run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_exported_folder_is_a_model(run_folder: Path, chapter: Path, gpt: Gpt, dtype: str) -> None:
-    done = library.export(run_folder, "out", dtype=dtype, eval=str(chapter))
-    assert done.loss_before is not None
-    assert done.loss_after is not None
-    for model, loss in ((run_folder, done.loss_before), (Path("out"), done.loss_after)):
-        found = json.loads(gpt("eval", chapter, "-m", model, "--json", "--dtype", "float32").out)
-        assert found["loss"] == loss
-    assert (done.loss_before == done.loss_after) == (dtype == "float32")
-    assert abs(done.loss_after - done.loss_before) < 0.1
-    said = meta(Path("out"))["export"]
-    assert (said["dtype"], said["loss_before"], said["loss_after"]) == (dtype, done.loss_before, done.loss_after)
-    source = meta(folder.find_checkpoint(str(run_folder)))
-    assert {key: meta(Path("out"))[key] for key in ("step", "val_loss")} == {k: source[k] for k in ("step", "val_loss")}
+def test_exported_folders_can_be_used_as_models(run_folder: Path, chapter: Path, gpt: Gpt, dtype: str) -> None:
+    export = library.export(run_folder, "out", dtype=dtype, eval=str(chapter))
+    assert export.loss_before is not None
+    assert export.loss_after is not None
+    for model, loss in ((run_folder, export.loss_before), (Path("out"), export.loss_after)):
+        evaluation = json.loads(gpt("eval", chapter, "-m", model, "--json", "--dtype", "float32").out)
+        assert evaluation["loss"] == loss
+    assert (export.loss_before == export.loss_after) == (dtype == "float32")
+    assert abs(export.loss_after - export.loss_before) < 0.1
+    record = gpt_json(Path("out"))["export"]
+    assert (record["dtype"], record["loss_before"], record["loss_after"]) == (
+        dtype,
+        export.loss_before,
+        export.loss_after,
+    )
+    source = gpt_json(folder.find_checkpoint(str(run_folder)))
+    assert {key: gpt_json(Path("out"))[key] for key in ("step", "val_loss")} == {
+        k: source[k] for k in ("step", "val_loss")
+    }
     sampled = gpt("sample", "the", "-m", "out", "--greedy", "-n", "12", "--dtype", "float32")
     assert sampled.code == 0
     if dtype == "float32":
@@ -378,23 +386,23 @@ def test_an_exported_folder_is_a_model(run_folder: Path, chapter: Path, gpt: Gpt
     assert gpt("params", "out").code == 0
 
 
-def test_exported_again(run_folder: Path, chapter: Path) -> None:
+def test_exporting_again_keeps_the_provenance(run_folder: Path, chapter: Path) -> None:
     library.export(run_folder, "first", dtype="int4", eval=str(chapter))
     library.export("first", "second")
     library.export("second", "third", dtype="int4")
-    words = read_card(Path("second"))
-    assert "| quantized before | to 4 bits: a wider dtype does not restore what was lost |" in words
-    assert "`text.txt`" in words
-    assert "before its weights were quantized" in words
+    card_text = read_card(Path("second"))
+    assert "| quantized before | to 4 bits: a wider dtype does not restore what was lost |" in card_text
+    assert "`text.txt`" in card_text
+    assert "before its weights were quantized" in card_text
     assert "quantized before" not in read_card(Path("third"))
-    one, two, three = (meta(Path(name))["provenance"] for name in ("first", "second", "third"))
-    assert one == two == three
-    assert one["bits"] == 4
-    assert "loss_before" not in meta(Path("second"))["export"]
+    first, second, third = (gpt_json(Path(name))["provenance"] for name in ("first", "second", "third"))
+    assert first == second == third
+    assert first["bits"] == 4
+    assert "loss_before" not in gpt_json(Path("second"))["export"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_transformers_reads_it(run_folder: Path, dtype: str) -> None:
+def test_transformers_loads_exported_folders(run_folder: Path, dtype: str) -> None:
     library.export(run_folder, "out", dtype=dtype)
     theirs = AutoModelForCausalLM.from_pretrained("out")
     assert str(theirs.dtype) == f"torch.{dtype}"
@@ -404,7 +412,7 @@ def test_transformers_reads_it(run_folder: Path, dtype: str) -> None:
         assert torch.allclose(theirs.float()(ids).logits, ours(ids), atol=1e-4)
 
 
-def test_numbers_that_a_dtype_cannot_hold(gpt: Gpt) -> None:
+def test_values_out_of_range_are_an_error(gpt: Gpt) -> None:
     config = GPTConfig(257, 16, 1, 1, 32)
     model = library.GPT(config)
     model.h[0].mlp.c_fc.weight.data[0, 0] = 1e6
@@ -416,11 +424,11 @@ def test_numbers_that_a_dtype_cannot_hold(gpt: Gpt) -> None:
     assert gpt("export", "-m", "wide", "-o", "out", "--dtype", "bfloat16").code == 0
 
 
-# Where it ends early
+# Interruptions and errors
 
 
 @pytest.mark.parametrize(
-    ("what", "signum", "code", "out"),
+    ("stage", "signum", "code", "out"),
     [
         ("tokenized", signal.SIGINT, 130, "a/b/out"),
         ("scored", signal.SIGTERM, 143, "a/b/out"),
@@ -428,72 +436,71 @@ def test_numbers_that_a_dtype_cannot_hold(gpt: Gpt) -> None:
         ("written", signal.SIGTERM, 143, "a/b/out.gguf"),
     ],
 )
-def test_a_signal_leaves_nothing(run_folder: Path, chapter: Path, what: str, signum: int, code: int, out: str) -> None:
+def test_an_interrupted_export_leaves_nothing(
+    run_folder: Path, chapter: Path, stage: str, signum: int, code: int, out: str
+) -> None:
     def listen(event: Any) -> None:
-        if isinstance(event, events.Progress) and event.what == what and event.done > event.total // 3:
+        if isinstance(event, events.Progress) and event.what == stage and event.done > event.total // 3:
             send(signum)
 
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.raises(Interrupted, match="^interrupted: nothing was written$") as stopped:
+    with pytest.raises(Interrupted, match="^interrupted: nothing was written$") as interrupted:
         library.export(run_folder, out, eval=str(chapter), listen=listen)
-    assert stopped.value.exit_code == code
+    assert interrupted.value.exit_code == code
     assert [path.name for path in Path().iterdir()] == ["chapter.txt"]
     assert {each: signal.getsignal(each) for each in handlers} == handlers
 
 
-def test_the_command_ends_with_the_signals_status(
+def test_a_signal_sets_the_exit_status(
     run_folder: Path, chapter: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpt_cli.progress.TrainDisplay.__call__", lambda display, event: send(signal.SIGTERM))
-    done = gpt("export", "-m", run_folder, "-o", "out")
-    assert (done.code, done.out, done.err) == (143, "", "interrupted: nothing was written\n")
+    result = gpt("export", "-m", run_folder, "-o", "out")
+    assert (result.code, result.out, result.err) == (143, "", "interrupted: nothing was written\n")
     assert [path.name for path in Path().iterdir()] == ["chapter.txt"]
 
 
 @pytest.mark.parametrize("out", ["a/b/out", "a/b/out.gguf"])
-def test_a_disk_that_is_full_leaves_nothing(
-    run_folder: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, out: str
-) -> None:
-    sync, left = os.fsync, 0
+def test_a_full_disk_leaves_nothing(run_folder: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+    sync, syncs_left = os.fsync, 0
 
-    def fills(descriptor: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+    def fail_after_syncs(descriptor: int) -> None:
+        nonlocal syncs_left
+        syncs_left -= 1
+        if syncs_left < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", fills)
-    for at in range(40):
-        left = at
-        done = gpt("export", "-m", run_folder, "-o", out)
-        if done.code == 0:
+    monkeypatch.setattr(os, "fsync", fail_after_syncs)
+    for syncs in range(40):
+        syncs_left = syncs
+        result = gpt("export", "-m", run_folder, "-o", out)
+        if result.code == 0:
             break
-        one_line_of_what_and_what_next(done, "No space left on device", 1)
-        # Once it has its name it is whole: only the sync of the folder around it has failed.
+        one_line_of_what_and_what_next(result, "No space left on device", 1)
+        # An export with its final name is complete: only the sync of its parent folder failed.
         assert list(Path().iterdir()) == [] or Path(out).is_file() or folder.is_checkpoint(Path(out))
         shutil.rmtree("a", ignore_errors=True)
-    assert at >= 1
+    assert syncs >= 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("out", ["out", "out.gguf"])
-def test_two_exports_to_one_place(run_folder: Path, chapter: Path, workdir: Path, out: str) -> None:
-    """The second one to end finds what the first one wrote, and leaves it as it is."""
-    heard: list[str] = []
+def test_a_concurrent_export_is_not_overwritten(run_folder: Path, chapter: Path, workdir: Path, out: str) -> None:
+    stages: list[str] = []
 
     def listen(event: Any) -> None:
-        if isinstance(event, events.Progress) and not heard:
-            heard.append(event.what)
+        if isinstance(event, events.Progress) and not stages:
+            stages.append(event.what)
             code = f"import gpt; gpt.export({str(run_folder)!r}, {out!r}, license='mit')"
             subprocess.run([sys.executable, "-c", code], check=True, cwd=workdir)
 
     with pytest.raises(WorkError, match="another process has created it in the meantime"):
         library.export(run_folder, out, listen=listen)
-    assert heard == ["written"]
+    assert stages == ["written"]
     library.export(run_folder, f"again/{out}", license="mit")
-    found, again = Path(out), Path(f"again/{out}")
-    if found.is_dir():
-        found, again = found / "checksums.json", again / "checksums.json"
-    assert found.read_bytes() == again.read_bytes()
+    output, expected = Path(out), Path(f"again/{out}")
+    if output.is_dir():
+        output, expected = output / "checksums.json", expected / "checksums.json"
+    assert output.read_bytes() == expected.read_bytes()
     assert sorted(path.name for path in Path().iterdir()) == ["again", "chapter.txt", out]

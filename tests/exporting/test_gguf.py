@@ -1,4 +1,4 @@
-"""GGUF files, read with the package gguf's own reader and compared with the model; refusals and faults."""
+"""GGUF files, read with the package gguf and compared with the model; unsupported models and values out of range."""
 
 import sys
 from dataclasses import replace
@@ -23,20 +23,20 @@ from gpt.model.decoder import GPT
 from gpt.model.quantize import Quantized
 from gpt.text.tokenizer import bytes_tokenizer
 
-reading = pytest.importorskip("gguf")
+gguf_package = pytest.importorskip("gguf")
 
-PLAIN = ARCHITECTURES["modern"] | {"qk_norm": False}
+LLAMA = ARCHITECTURES["modern"] | {"qk_norm": False}
 SCALING = RopeScaling(8.0, 1.0, 4.0, 16)
-# By name: layout, arch in llama.cpp, properties. Rows of 64 or 96 are groups of 32; those of 40 are not.
+# Layout, llama.cpp architecture, properties. Rows of 64 or 96 elements divide into groups of 32, rows of 40 do not.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt2", "gpt2", ARCHITECTURES["gpt2"]),
     "gpt2, untied, sines": ("gpt2", "gpt2", ARCHITECTURES["gpt2"] | {"positions": "sinusoidal", "tied": False}),
-    "llama": ("llama", "llama", PLAIN | {"n_kv_head": 2, "head_dim": 24, "n_inner": 96, "rope_scaling": SCALING}),
-    "mistral": ("mistral", "llama", PLAIN | {"window": 48, "window_layers": (0, 1), "n_kv_head": 1, "tied": False}),
-    "qwen2": ("qwen2", "qwen2", PLAIN | {"biases": "qkv", "n_kv_head": 2, "n_inner": 40}),
+    "llama": ("llama", "llama", LLAMA | {"n_kv_head": 2, "head_dim": 24, "n_inner": 96, "rope_scaling": SCALING}),
+    "mistral": ("mistral", "llama", LLAMA | {"window": 48, "window_layers": (0, 1), "n_kv_head": 1, "tied": False}),
+    "qwen2": ("qwen2", "qwen2", LLAMA | {"biases": "qkv", "n_kv_head": 2, "n_inner": 40}),
     "qwen3": ("qwen3", "qwen3", ARCHITECTURES["modern"] | {"head_dim": 8, "rope_base": 1e6}),
 }  # fmt: skip
-# Ours by the name in the file; of a fused one, which of its parts.
+# Our name by GGUF name. The parts of a fused tensor have an index.
 NAMES = {
     "token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head",
     "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_q": ("attn.c_attn", 0), "attn_k": ("attn.c_attn", 1),
@@ -47,38 +47,41 @@ NAMES = {
 
 
 def model_of(family: str, **properties: Any) -> GPT:
-    """A model of 320 ids, of which the tokenizer has 257."""
+    """Returns a model with 320 ids. The tokenizer has only 257."""
     return loud(GPTConfig(320, 48, 2, 4, 64, **{**FAMILIES[family][2], **properties}), spread=0.1)
 
 
-def read(path: Path, config: GPTConfig) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors of a file by our names in float32, and their types by their names there."""
+def read_tensors(path: Path, config: GPTConfig) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns a file's tensors in float32 by our names, and their types by GGUF name."""
     parts: dict[str, dict[int, Tensor]] = {}
-    file = reading.GGUFReader(path)
+    file = gguf_package.GGUFReader(path)
     for tensor in file.tensors:
         stem, kind = tensor.name.rsplit(".", 1)
-        prefix, _, inside = stem.rpartition(".")
-        ours = NAMES.get(inside if prefix else stem, stem)
+        prefix, _, suffix = stem.rpartition(".")
+        ours = NAMES.get(suffix if prefix else stem, stem)
         name, part = ours if isinstance(ours, tuple) else (ours, 0)
-        if config.norm == "layernorm" and inside == "ffn_up":
+        if config.norm == "layernorm" and suffix == "ffn_up":
             part = 0
-        value = torch.from_numpy(reading.dequantize(tensor.data, tensor.tensor_type).copy())
-        if file.fields["general.architecture"].contents() == "llama" and inside in ("attn_q", "attn_k"):
+        value = torch.from_numpy(gguf_package.dequantize(tensor.data, tensor.tensor_type).copy())
+        if file.fields["general.architecture"].contents() == "llama" and suffix in ("attn_q", "attn_k"):
             heads = value.view(-1, config.head_size // 2, 2, config.n_embd)
             value = torch.cat([heads[:, :, 0], heads[:, :, 1]], dim=1).flatten(0, 1)
         parts.setdefault(f"{prefix.replace('blk', 'h')}.{name}.{kind}".lstrip("."), {})[part] = value
-    tensors = {name: torch.cat([found[part] for part in sorted(found)]) for name, found in parts.items()}
+    tensors = {
+        name: torch.cat([parts_of_tensor[part] for part in sorted(parts_of_tensor)])
+        for name, parts_of_tensor in parts.items()
+    }
     return tensors, {tensor.name: tensor.tensor_type.name for tensor in file.tensors}
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    fields = reading.GGUFReader(path).fields.items()
+    fields = gguf_package.GGUFReader(path).fields.items()
     return {name: field.contents() for name, field in fields if not name.startswith(("tokenizer", "GGUF."))}
 
 
 @pytest.mark.parametrize("kind", get_args(FileType))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_file_holds_the_model(tmp_path: Path, family: str, kind: str) -> None:
+def test_file_contains_the_model(tmp_path: Path, family: str, kind: str) -> None:
     model = model_of(family)
     layout, arch, _ = FAMILIES[family]
     config, source, path = model.config, source_of(model), tmp_path / "model.gguf"
@@ -86,28 +89,28 @@ def test_file_holds_the_model(tmp_path: Path, family: str, kind: str) -> None:
     gguf.check(source)
     count = gguf.write(path, source, kind, "A name")
 
-    said = metadata(path)
-    found, types = read(path, config)
-    assert said["general.architecture"] == arch
+    fields = metadata(path)
+    tensors, types = read_tensors(path, config)
+    assert fields["general.architecture"] == arch
     assert count == len(types)
-    scaling = found.pop("rope_freqs.weight", None)
+    scaling = tensors.pop("rope_freqs.weight", None)
     assert (scaling is not None) == (config.rope_scaling is not None)
-    assert found.keys() == source.weights.keys()
+    assert tensors.keys() == source.weights.keys()
     for name, get in source.weights.items():
-        ours, theirs = get(), found[name]
+        ours, theirs = get(), tensors[name]
         assert torch.equal(gguf.restored(config, name, ours, kind), theirs), name
         if kind == "f32" or ours.dim() == 1:
             assert torch.equal(ours, theirs), name
         elif kind == "f16" or name == "wpe.weight" or ours.size(1) % 32:
             assert torch.equal(ours if name == "wpe.weight" else ours.half().float(), theirs), name
         else:
-            # Half a step of 254 between the largest number and its negative, and what float16 rounds of the scale; of 16
-            # steps a whole one, at the end that is cut.
+            # Error relative to a group's largest element. 8 bits: half of 254 steps, plus the rounding of the float16
+            # scale. 4 bits: one of 16 steps, since one end is clipped.
             allowed = 1 / 6 if kind == "q4_0" and name.startswith("h.") else 1 / 254 + 2**-11
             ours, theirs = (each.view(len(each), -1, 32) for each in (ours, theirs))
             assert ((ours - theirs).abs() <= allowed * ours.abs().amax(-1, keepdim=True)).all(), name
-    for name, its in types.items():
-        assert (its == "F32") == (kind == "f32" or "norm" in name or not name.endswith("weight") or name in (
+    for name, kind_in_file in types.items():
+        assert (kind_in_file == "F32") == (kind == "f32" or "norm" in name or not name.endswith("weight") or name in (
             "position_embd.weight", "rope_freqs.weight"
         )), name  # fmt: skip
     assert types["token_embd.weight"] == {"f32": "F32", "f16": "F16"}.get(kind, "Q8_0")
@@ -119,8 +122,8 @@ def test_metadata(tmp_path: Path) -> None:
     gguf.write(
         tmp_path / "it", source_of(model_of("llama", rope_base=5e5, layer_norm_epsilon=1e-3)), "q4_0", "It", "mit"
     )
-    found = metadata(tmp_path / "it")
-    assert found.pop("llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-3)
+    fields = metadata(tmp_path / "it")
+    assert fields.pop("llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-3)
     shape = {
         "vocab_size": 320, "context_length": 48, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 24,
@@ -131,29 +134,29 @@ def test_metadata(tmp_path: Path) -> None:
         "quantization_version": 2,
     }  # fmt: skip
     expected = {f"general.{key}": value for key, value in general.items()}
-    assert found == expected | {f"llama.{key}": value for key, value in shape.items()}
+    assert fields == expected | {f"llama.{key}": value for key, value in shape.items()}
     gguf.write(tmp_path / "gpt2", source_of(model_of("gpt2")), "f16", "It")
-    found = metadata(tmp_path / "gpt2")
-    assert (found["general.file_type"], found["gpt2.attention.layer_norm_epsilon"]) == (1, pytest.approx(1e-5))
-    assert not any("rope" in key or "rms" in key or "length" in key for key in found if "attention" in key)
+    fields = metadata(tmp_path / "gpt2")
+    assert (fields["general.file_type"], fields["gpt2.attention.layer_norm_epsilon"]) == (1, pytest.approx(1e-5))
+    assert not any("rope" in key or "rms" in key or "length" in key for key in fields if "attention" in key)
 
 
-def test_weights_in_other_dtypes(tmp_path: Path) -> None:
-    """As in folders of transformers: bfloat16 fits into f32."""
+def test_bfloat16_weights_can_be_exported(tmp_path: Path) -> None:
+    """Transformers folders can have bfloat16 weights, which fit into f32."""
     source = source_of(model_of("llama"))
-    narrow = {name: get().bfloat16() for name, get in source.weights.items()}
-    source = replace(source, weights={name: partial(narrow.__getitem__, name) for name in narrow})
+    bfloat16_weights = {name: get().bfloat16() for name, get in source.weights.items()}
+    source = replace(source, weights={name: partial(bfloat16_weights.__getitem__, name) for name in bfloat16_weights})
     for kind in get_args(FileType):
         gguf.write(tmp_path / kind, source, kind, "it")
-        found, _ = read(tmp_path / kind, source.config)
-        for name, value in narrow.items():
-            assert torch.equal(gguf.restored(source.config, name, value, kind), found[name]), name
-            assert kind != "f32" or torch.equal(value.float(), found[name]), name
+        tensors, _ = read_tensors(tmp_path / kind, source.config)
+        for name, value in bfloat16_weights.items():
+            assert torch.equal(gguf.restored(source.config, name, value, kind), tensors[name]), name
+            assert kind != "f32" or torch.equal(value.float(), tensors[name]), name
 
 
-def test_bytes_follow_from_the_model(tmp_path: Path) -> None:
-    for at in ("one", "two"):
-        gguf.write(tmp_path / at, source_of(model_of("llama")), "q8_0", "Name")
+def test_equal_models_give_equal_files(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        gguf.write(tmp_path / name, source_of(model_of("llama")), "q8_0", "Name")
     data = (tmp_path / "one").read_bytes()
     assert data == (tmp_path / "two").read_bytes()
     assert str(tmp_path).encode() not in data
@@ -174,7 +177,7 @@ def test_bytes_follow_from_the_model(tmp_path: Path) -> None:
         ("llama", {"block_size": 1}, "context of 1"),
     ],
 )
-def test_refusals(family: str, properties: dict[str, Any], reason: str) -> None:
+def test_unsupported_models_are_refused(family: str, properties: dict[str, Any], reason: str) -> None:
     shape = {"vocab_size": 257, "block_size": 48, "n_layer": 2, "n_head": 4, "n_embd": 64}
     config = GPTConfig(**{**shape, **FAMILIES[family][2], **properties})
     with pytest.raises(UserError, match=reason) as error:
@@ -182,14 +185,13 @@ def test_refusals(family: str, properties: dict[str, Any], reason: str) -> None:
     assert "folder" in error.value.hint
 
 
-def test_missing_package(run_folder: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt) -> None:
+def test_missing_gguf_package_is_an_error(run_folder: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     one_line_of_what_and_what_next(gpt("export", "-m", run_folder, "-o", "new/m.gguf"), "needs the package gguf", 1)
     assert not Path("new").exists()
 
 
-def changed(name: str, value: float) -> SourceModel:
-    """A model one of whose numbers is another."""
+def model_with_value(name: str, value: float) -> SourceModel:
     model = model_of("gpt2")
     model.state_dict()[name].view(-1)[3] = value
     return source_of(model)
@@ -199,29 +201,29 @@ def changed(name: str, value: float) -> SourceModel:
     ("kind", "value"),
     [("f32", np.inf), ("f32", np.nan), ("f16", 1e5), ("q8_0", 1e7), ("q4_0", 1e6), ("q4_0", np.nan)],
 )
-def test_numbers_that_a_type_cannot_hold(tmp_path: Path, kind: str, value: float) -> None:
+def test_values_out_of_range_are_an_error(tmp_path: Path, kind: str, value: float) -> None:
     name = "h.0.attn.c_attn.weight"
     with pytest.raises(UserError, match=f"^{name}") as error:
-        gguf.write(tmp_path / "it", changed(name, value), kind, "it")
+        gguf.write(tmp_path / "it", model_with_value(name, value), kind, "it")
     assert "--dtype" in error.value.hint
     with pytest.raises(UserError, match=f"^{name}"):
-        gguf.restored(model_of("gpt2").config, name, changed(name, value).weights[name](), kind)
+        gguf.restored(model_of("gpt2").config, name, model_with_value(name, value).weights[name](), kind)
     assert not list(tmp_path.iterdir())
 
 
-def test_int4_folder_is_not_rounded_anew(run_folder: Path, tmp_path: Path) -> None:
+def test_int4_folders_are_not_quantized_again(run_folder: Path, tmp_path: Path) -> None:
     api.export(run_folder, tmp_path / "int4", dtype="int4")
-    done = api.export(tmp_path / "int4", tmp_path / "a" / "b" / "it.gguf", type="q4_0")
-    assert done.out.stat().st_size == done.bytes
+    export = api.export(tmp_path / "int4", tmp_path / "a" / "b" / "it.gguf", type="q4_0")
+    assert export.out.stat().st_size == export.bytes
     source = open_source(tmp_path / "int4")
-    found, types = read(done.out, source.config)
+    exported, types = read_tensors(export.out, source.config)
     matrices = {name: get() for name, get in source.weights.items() if name.startswith("h.")}
-    rounded = {name: value for name, value in matrices.items() if isinstance(value, Quantized)}
-    assert len(rounded) == 8 == sum(kind == "Q4_0" for kind in types.values())
-    tensors = {tensor.name: tensor for tensor in reading.GGUFReader(done.out).tensors}
-    for name, value in rounded.items():
-        assert value.bits == 4 and torch.equal(value.dequantize(), found[name]), name
-    value = rounded["h.1.attn.c_attn.weight"]
+    quantized = {name: value for name, value in matrices.items() if isinstance(value, Quantized)}
+    assert len(quantized) == 8 == sum(kind == "Q4_0" for kind in types.values())
+    tensors = {tensor.name: tensor for tensor in gguf_package.GGUFReader(export.out).tensors}
+    for name, value in quantized.items():
+        assert value.bits == 4 and torch.equal(value.dequantize(), exported[name]), name
+    value = quantized["h.1.attn.c_attn.weight"]
     blocks = torch.from_numpy(tensors["blk.1.attn_qkv.weight"].data.copy()).view(*value.scales.shape, 18)
     assert torch.equal(blocks[..., :2].contiguous().view(torch.float16)[..., 0], value.scales)
     assert torch.equal(blocks[..., 2:].flatten(1), value.levels)

@@ -1,5 +1,4 @@
-"""Exported .gguf files in llama.cpp itself, by the extra interop; skipped without it. benchmarks/llama_cpp.py does the
-same with more texts, and measures."""
+"""Exported .gguf files in llama.cpp; needs the extra interop. benchmarks/llama_cpp.py compares more texts."""
 
 import pydoc_data.topics
 import unicodedata
@@ -22,7 +21,7 @@ from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
 pytestmark = pytest.mark.slow
-TEXTS = llama_cpp.texts(100)
+TEXTS = llama_cpp.random_texts(100)
 TEXT = "\n".join(pydoc_data.topics.topics.values())[:40_000]
 
 Serve = Callable[..., LlamaCpp]
@@ -30,21 +29,21 @@ Serve = Callable[..., LlamaCpp]
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Callable[[Tokenizer], LlamaCpp]]:
-    """llama.cpp with an untrained model of a tokenizer."""
-    running = []
+    """Starts llama.cpp with an untrained model for a tokenizer."""
+    servers = []
 
     def start(tokenizer: Tokenizer) -> LlamaCpp:
-        server = LlamaCpp(llama_cpp.untrained(tmp_path / "untrained.gguf", tokenizer))
-        running.append(server.__enter__())
+        server = LlamaCpp(llama_cpp.write_untrained(tmp_path / "untrained.gguf", tokenizer))
+        servers.append(server.__enter__())
         return server
 
     yield start
-    for server in running:
+    for server in servers:
         server.__exit__()
 
 
 @pytest.fixture(scope="module")
-def learnt() -> list[Tokenizer]:
+def tokenizers() -> list[Tokenizer]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
         if not GPT2_RANKS.is_dir():
@@ -53,28 +52,28 @@ def learnt() -> list[Tokenizer]:
 
 
 @pytest.mark.parametrize("number", range(11))
-def test_token_ids_are_ours(number: int, learnt: list[Tokenizer], served: Serve) -> None:
+def test_token_ids_are_equal(number: int, tokenizers: list[Tokenizer], served: Serve) -> None:
     if number == 10 and not GPT2_RANKS.is_dir():
         pytest.skip("GPT-2's vocabulary is not here")
-    assert llama_cpp.other_ids(learnt[number], served(learnt[number]), TEXTS) == []
+    assert llama_cpp.find_different_texts(tokenizers[number], served(tokenizers[number]), TEXTS) == []
 
 
 @pytest.mark.parametrize("form", ["gpt2", "llama3", "qwen", "smollm2", "gaps"])
-def test_prompts_of_other_families_are_ours(form: str, served: Serve, tmp_path: Path) -> None:
+def test_prompts_of_other_families_are_equal(form: str, served: Serve, tmp_path: Path) -> None:
     tokenizer = find_tokenizer(str(vocabularies.write(form, tmp_path / form)))
     server = served(tokenizer)
-    some = [unicodedata.normalize("NFC", text) for text in TEXTS] if form == "qwen" else TEXTS
+    texts = [unicodedata.normalize("NFC", text) for text in TEXTS] if form == "qwen" else TEXTS
     words = ["<|im_start|>", "<|eot_id|>", "<think>", "<|begin_of_text|>", *tokenizer.all_specials]
-    some = [text + words[i % len(words)] + text[:5] for i, text in enumerate(some)]
-    assert llama_cpp.other_ids(tokenizer, server, some) == []
-    asked = [server.ids(text, add_special=True, parse_special=True) for text in some]
-    assert asked == [tokenizer.prompt(text) for text in some]
+    texts = [text + words[i % len(words)] + text[:5] for i, text in enumerate(texts)]
+    assert llama_cpp.find_different_texts(tokenizer, server, texts) == []
+    prompt_ids = [server.ids(text, add_special=True, parse_special=True) for text in texts]
+    assert prompt_ids == [tokenizer.prompt(text) for text in texts]
     if tokenizer.chat_template is not None:
-        said = server.post("/apply-template", messages=[{"role": "user", "content": "Hello"}])
-        assert said["prompt"] == "<|im_start|>Hello<|im_end|>"
+        response = server.post("/apply-template", messages=[{"role": "user", "content": "Hello"}])
+        assert response["prompt"] == "<|im_start|>Hello<|im_end|>"
 
 
-def test_a_text_ends_where_ours_does(served: Serve) -> None:
+def test_llama_cpp_stops_at_the_same_tokens(served: Serve) -> None:
     bytes_ = bytes_tokenizer()
     ends = {"<|im_end|>": 257, "<a>": 258, "<b>": 259}
     tokenizer = Tokenizer(
@@ -83,26 +82,26 @@ def test_a_text_ends_where_ours_does(served: Serve) -> None:
     server = served(tokenizer)
 
     def stop(id: int) -> str:
-        said = server.post("/completion", prompt="a", n_predict=3, logit_bias=[[id, 1e9]], temperature=0)
-        return str(said["stop_type"])
+        response = server.post("/completion", prompt="a", n_predict=3, logit_bias=[[id, 1e9]], temperature=0)
+        return str(response["stop_type"])
 
     assert [id for id in range(256, 263) if stop(id) == "eos"] == [256, 257, 258, 259]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageModel]:
-    """Small models, trained once."""
-    made: dict[str, LanguageModel] = {}
+    """Returns a function that trains small models, each only once."""
+    models: dict[str, LanguageModel] = {}
 
     def train(name: str, **settings: Any) -> LanguageModel:
-        if name not in made:
+        if name not in models:
             folder = tmp_path_factory.mktemp("llama")
             text = folder / "text.txt"
             text.write_text(TEXT, encoding="utf-8")
-            made[name] = llama_cpp.trained(
+            models[name] = llama_cpp.train_model(
                 text, folder / "run", 200, n_layer=2, n_embd=96, batch_tokens=512, split_on="", **settings
             )
-        return made[name]
+        return models[name]
 
     return train
 
@@ -115,35 +114,35 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["learnt", "modern", more("bytes")])
-def test_greedy_texts_are_ours(name: str, trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
+def test_greedy_texts_are_equal(name: str, trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     model = trained(name, **MODELS[name])
-    some = llama_cpp.prompts(model, TEXT, 8)
-    with LlamaCpp(llama_cpp.exported(model, tmp_path / "model.gguf", type="f32")) as server:
-        theirs = [server.continuation(prompt) for prompt in some]
-    with llama_cpp.with_table_gelu():
-        found = llama_cpp.greedy(model, some, theirs)
-    assert all(gap < llama_cpp.TIE for gap in found.apart), found
-    assert found.tokens > 150 and len({tuple(ids) for ids in theirs}) > 5
+    prompts = llama_cpp.draw_prompts(model, TEXT, 8)
+    with LlamaCpp(llama_cpp.export_model(model, tmp_path / "model.gguf", type="f32")) as server:
+        theirs = [server.continuation(prompt) for prompt in prompts]
+    with llama_cpp.use_table_gelu():
+        comparison = llama_cpp.compare_greedy(model, prompts, theirs)
+    assert all(gap < llama_cpp.TIE for gap in comparison.gaps), comparison
+    assert comparison.tokens > 150 and len({tuple(ids) for ids in theirs}) > 5
     assert name == "bytes" or sum(ids[-1] == model.tokenizer.eot for ids in theirs) > 1
 
 
-def test_losses_and_log_probabilities_are_ours(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
+def test_losses_and_logprobs_are_equal(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     model = trained("learnt", **MODELS["learnt"])
-    some = llama_cpp.text_windows(model, TEXT)[:1]
-    for kind, within in (("f32", 2e-4), ("f16", 5e-4), ("q8_0", 5e-3), ("q4_0", 5e-3)):
-        with LlamaCpp(llama_cpp.exported(model, tmp_path / f"{kind}.gguf", type=kind)) as server:
-            theirs = llama_cpp.their_loss(server, some)
-            total, count = total_loss(llama_cpp.with_weights_of(model.path, model, kind), some, model.compute)
-            assert theirs == pytest.approx(total / count, abs=within), kind
+    windows = llama_cpp.text_windows(model, TEXT)[:1]
+    for kind, tolerance in (("f32", 2e-4), ("f16", 5e-4), ("q8_0", 5e-3), ("q4_0", 5e-3)):
+        with LlamaCpp(llama_cpp.export_model(model, tmp_path / f"{kind}.gguf", type=kind)) as server:
+            theirs = llama_cpp.their_loss(server, windows)
+            total, count = total_loss(
+                llama_cpp.model_with_file_weights(model.path, model, kind), windows, model.compute
+            )
+            assert theirs == pytest.approx(total / count, abs=tolerance), kind
             if kind == "f32":
-                far = llama_cpp.their_logprobs(server, some, 40, model.model.config.vocab_size)
-                with llama_cpp.with_table_gelu():
-                    far = np.abs(far - llama_cpp.our_logprobs(model, some, 40))
-                assert far.mean() < 1e-4 and far.max() < 2e-3
+                difference = llama_cpp.their_logprobs(server, windows, 40, model.model.config.vocab_size)
+                with llama_cpp.use_table_gelu():
+                    difference = np.abs(difference - llama_cpp.our_logprobs(model, windows, 40))
+                assert difference.mean() < 1e-4 and difference.max() < 2e-3
 
 
-def test_a_name_like_phi3_does_not_keep_a_file_from_being_read(
-    trained: Callable[..., LanguageModel], tmp_path: Path
-) -> None:
-    with LlamaCpp(llama_cpp.exported(trained("learnt", **MODELS["learnt"]), tmp_path / "my-Phi3.gguf")) as server:
+def test_a_file_name_with_phi3_can_be_read(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
+    with LlamaCpp(llama_cpp.export_model(trained("learnt", **MODELS["learnt"]), tmp_path / "my-Phi3.gguf")) as server:
         assert server.ids("a")

@@ -1,5 +1,4 @@
-"""Files that a run, a checkpoint or a folder of tokens keeps and that somebody else may have written: values of another
-kind, numbers beyond all bounds, pipes and devices in a file's place. `tests/stress/forged.py` tries thousands."""
+"""Forged files in runs, checkpoints and token folders. `tests/stress/forged.py` tries thousands."""
 
 import json
 import os
@@ -25,29 +24,29 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes with name
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def forged_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("forged")
     forged.make(place)
     return place
 
 
 @pytest.fixture
-def run(made: Path, workdir: Path) -> Path:
-    """A run that was cut off, in the current folder."""
-    shutil.copytree(made / "begun-run", "run")
-    shutil.copytree(made / "theirs", "theirs")
+def run(forged_folder: Path, workdir: Path) -> Path:
+    """Returns a copy of an unfinished run in the current folder."""
+    shutil.copytree(forged_folder / "begun-run", "run")
+    shutil.copytree(forged_folder / "theirs", "theirs")
     return Path("run")
 
 
 @pytest.mark.parametrize("count", [15, more(60)])
-def test_a_forged_value_is_read_or_refused(made: Path, count: int) -> None:
-    outcomes, wrong = forged.tried(made, count)
+def test_forged_values_are_read_or_refused(forged_folder: Path, count: int) -> None:
+    outcomes, wrong = forged.tried(forged_folder, count)
     assert not wrong
     assert outcomes["works"] > count / 3
     assert outcomes["refused"] > count / 3
 
 
-# Files that are none
+# Pipes, devices and limits
 
 
 def fifo(path: Path) -> None:
@@ -58,7 +57,7 @@ def device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("instead", [fifo, device])
+@pytest.mark.parametrize("replace_file", [fifo, device])
 @pytest.mark.parametrize(
     ("file", "command"),
     [
@@ -72,20 +71,20 @@ def device(path: Path) -> None:
         ("theirs/model-00001-of-00001.safetensors", "sample -m theirs"),
     ],
 )
-def test_no_pipe_is_waited_for_and_no_device_is_read(
-    gpt: Gpt, run: Path, file: str, command: str, instead: Callable[[Path], None]
+def test_pipes_and_devices_are_refused_without_reading(
+    gpt: Gpt, run: Path, file: str, command: str, replace_file: Callable[[Path], None]
 ) -> None:
     path = Path(file) if file.startswith("theirs") else run / file
     path.unlink()
-    instead(path)
+    replace_file(path)
     with forged.in_time():
-        done = gpt(*command.split())
-    assert done.code == 2, done
-    assert len([line for line in done.err.splitlines() if line.startswith("error:")]) == 1
-    assert "a fault" not in done.err
+        result = gpt(*command.split())
+    assert result.code == 2, result
+    assert len([line for line in result.err.splitlines() if line.startswith("error:")]) == 1
+    assert "a fault" not in result.err
 
 
-def test_a_link_to_a_regular_file_is_one(gpt: Gpt, run: Path) -> None:
+def test_links_to_regular_files_are_allowed(gpt: Gpt, run: Path) -> None:
     for path in [path for path in run.rglob("*") if path.is_file() and path.name != ".lock"]:
         elsewhere = Path(f"elsewhere-{path.parent.name}-{path.name}")
         shutil.move(path, elsewhere)
@@ -94,7 +93,7 @@ def test_a_link_to_a_regular_file_is_one(gpt: Gpt, run: Path) -> None:
     assert gpt("sample", "-m", run, "-n", "1").code == 0
 
 
-def test_a_file_is_of_the_size_that_it_may_have(tmp_path: Path) -> None:
+def test_file_size_is_limited(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     assert read_regular(path, 5) == b"12345"
@@ -106,7 +105,7 @@ def test_a_file_is_of_the_size_that_it_may_have(tmp_path: Path) -> None:
         read_regular(tmp_path, 5)
 
 
-def test_a_file_that_grows_after_it_was_opened_has_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_limit_applies_to_growing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"1234567")
     fstat = os.fstat
@@ -115,7 +114,7 @@ def test_a_file_that_grows_after_it_was_opened_has_its_bound(tmp_path: Path, mon
         read_regular(path, 4)
 
 
-def test_a_line_without_an_end_is_one_line(tmp_path: Path) -> None:
+def test_long_lines_are_truncated(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"a\n" + 3 * LINE_LIMIT * b"b" + b"\nc\n" + LINE_LIMIT * b"d")
     with open_regular(path) as file:
@@ -124,7 +123,7 @@ def test_a_line_without_an_end_is_one_line(tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
-def test_json_lies_only_so_deep(tmp_path: Path) -> None:
+def test_json_depth_is_limited(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text('{"a": ' + (DEEPEST - 1) * "[" + (DEEPEST - 1) * "]" + "}")
     assert "a" in read_json(path)
@@ -134,7 +133,7 @@ def test_json_lies_only_so_deep(tmp_path: Path) -> None:
             read_json(path)
 
 
-def test_a_message_is_never_longer_than_a_page() -> None:
+def test_message_length_is_limited() -> None:
     assert len(UserError("x" * 10**6, "y" * 10**6).message) <= LONGEST + 3
     assert UserError("x" * LONGEST).message == "x" * LONGEST
 
@@ -142,20 +141,20 @@ def test_a_message_is_never_longer_than_a_page() -> None:
 # run.json
 
 
-def test_a_record_is_written_as_it_was_read(run: Path) -> None:
-    said = json.loads((run / "run.json").read_text()) | {"of a later version": [1, {"a": None}]}
-    (run / "run.json").write_text(json.dumps(said))
+def test_run_record_roundtrip(run: Path) -> None:
+    values = json.loads((run / "run.json").read_text()) | {"of a later version": [1, {"a": None}]}
+    (run / "run.json").write_text(json.dumps(values))
     record = RunRecord.read(run)
     assert record.others == {"of a later version": [1, {"a": None}]}
     assert record.compute is not None
     record.write(run)
-    assert json.loads((run / "run.json").read_text()) == said
+    assert json.loads((run / "run.json").read_text()) == values
 
 
-def test_a_record_of_an_older_version(run: Path) -> None:
-    """It had no sums, no counts and no machine, and a null where no model was fine-tuned."""
-    said = json.loads((run / "run.json").read_text())
-    old = {key: said[key] for key in ("format", "started", "texts", "settings")} | {"init": None}
+def test_old_run_records_can_be_read(run: Path) -> None:
+    """Old records had no checksums, token counts or machine, and a null ``init`` without fine-tuning."""
+    values = json.loads((run / "run.json").read_text())
+    old = {key: values[key] for key in ("format", "started", "texts", "settings")} | {"init": None}
     (run / "run.json").write_text(json.dumps(old))
     record = RunRecord.read(run)
     assert (record.init, record.compute, record.resumed) == (None, None, [])
@@ -163,9 +162,9 @@ def test_a_record_of_an_older_version(run: Path) -> None:
 
 @pytest.mark.parametrize("key", ["init", "tokens", "sources", "compute", "versions", "tokenizer", "resumed", "result"])
 @pytest.mark.parametrize("value", ["a text", 7, {"a": {"b": []}}, [3], True])
-def test_a_member_of_another_kind(gpt: Gpt, run: Path, key: str, value: Any) -> None:
-    said = json.loads((run / "run.json").read_text()) | {key: value}
-    (run / "run.json").write_text(json.dumps(said))
+def test_wrong_types_in_run_json_are_errors(gpt: Gpt, run: Path, key: str, value: Any) -> None:
+    values = json.loads((run / "run.json").read_text()) | {key: value}
+    (run / "run.json").write_text(json.dumps(values))
     for command in (("report", run), ("train", "--resume", run)):
         one_line_of_what_and_what_next(gpt(*command), f"{run / 'run.json'} is damaged")
 
@@ -177,22 +176,22 @@ STEP = {"event": "step", "step": 3, "tokens": 8, "seconds": 1.5, "loss": 2.5, "l
 
 
 @pytest.mark.parametrize("key", [key for key in STEP if key != "event"])
-def test_a_value_of_another_kind_is_no_event_and_null_stands_for_a_loss_alone(key: str) -> None:
+def test_wrong_types_in_events_are_errors(key: str) -> None:
     line = json.dumps(STEP | {key: "HERE"})
     for value in ('"text"', "true", "[]", "1e308", "NaN", "1e999"):
         with pytest.raises(UserError):
             events.from_json(line.replace('"HERE"', value))
     null = line.replace('"HERE"', "null")
     if key in ("loss", "grad_norm"):
-        read = events.from_json(null)
-        assert getattr(read, key) != getattr(read, key)
-        assert events.to_json(read) == null
+        event = events.from_json(null)
+        assert getattr(event, key) != getattr(event, key)
+        assert events.to_json(event) == null
     elif key != "mfu":
         with pytest.raises(UserError):
             events.from_json(null)
 
 
-def test_lines_that_nobody_can_read_are_counted(gpt: Gpt, run: Path) -> None:
+def test_unreadable_metrics_lines_are_counted(gpt: Gpt, run: Path) -> None:
     lines = [
         10**5 * "[", '{"event": ' + 10**5 * "[", json.dumps(STEP | {"step": 10**18}), json.dumps(STEP | {"step": -1}),
         '{"event": "sample", "step": 3, "tokens": 1, "seconds": 1, "text": "\\ud800"}', "\\", "\xff\x00", "[]", "null",
@@ -200,21 +199,21 @@ def test_lines_that_nobody_can_read_are_counted(gpt: Gpt, run: Path) -> None:
     with (run / "metrics.jsonl").open("a", encoding="latin-1") as file:
         file.write("".join(line + "\n" for line in lines))
     assert report.read_history(run).unread == len(lines)
-    done = gpt("report", run)
-    assert (done.code, f"{len(lines)} lines of its metrics could not be read" in done.out) == (0, True)
+    result = gpt("report", run)
+    assert (result.code, f"{len(lines)} lines of its metrics could not be read" in result.out) == (0, True)
 
 
 @pytest.mark.parametrize("number", [3e38, -3e38, 2**53, 1e-300])
-def test_large_numbers_are_drawn(gpt: Gpt, run: Path, number: float) -> None:
-    wild = STEP | dict.fromkeys(("seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"), number)
-    wild["seconds"] = min(abs(number), 2**53)
+def test_report_handles_extreme_values(gpt: Gpt, run: Path, number: float) -> None:
+    extreme_event = STEP | dict.fromkeys(("seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"), number)
+    extreme_event["seconds"] = min(abs(number), 2**53)
     with (run / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(wild | {"step": step, "tokens": 2**53}) + "\n" for step in (20, 21, 2**53))
+        file.writelines(json.dumps(extreme_event | {"step": step, "tokens": 2**53}) + "\n" for step in (20, 21, 2**53))
     assert gpt("report", run).code == 0
     assert gpt("report", run, "--json").code == 0
     assert gpt("report", run, "-o", "page.html").code == 0
-    found = report.read_history(run)
-    assert (found.unread, len(found.steps)) == (0, 15)
+    history = report.read_history(run)
+    assert (history.unread, len(history.steps)) == (0, 15)
 
 
 # training.json
@@ -227,13 +226,13 @@ def test_large_numbers_are_drawn(gpt: Gpt, run: Path, number: float) -> None:
         ("state.best_loss", 1e308), ("machine.device", "cuda\u001b[31m"),
     ],
 )  # fmt: skip
-def test_what_goes_on_is_within_bounds(gpt: Gpt, run: Path, place: str, value: Any) -> None:
+def test_resume_checks_ranges(gpt: Gpt, run: Path, place: str, value: Any) -> None:
     path = run / folder.step_name(8) / "training.json"
-    said = json.loads(path.read_text())
-    checked(Saved, said, "x")
+    values = json.loads(path.read_text())
+    checked(Saved, values, "x")
     table, key = place.split(".")
-    said[table][key] = value
-    path.write_text(json.dumps(said))
+    values[table][key] = value
+    path.write_text(json.dumps(values))
     forged._sign(folder.step_name(8))(run)
     one_line_of_what_and_what_next(gpt("train", "--resume", run), f"{path} is damaged")
 
@@ -244,22 +243,22 @@ def test_what_goes_on_is_within_bounds(gpt: Gpt, run: Path, place: str, value: A
 @pytest.mark.parametrize(
     "name", ["a\0b", "../x", "/dev/zero", "", ".", "..", 300 * "x", "a\x1b[31m", "\ud800", 7, None]
 )
-def test_a_tensor_in_a_file_that_cannot_be(gpt: Gpt, run: Path, name: Any) -> None:
+def test_invalid_shard_names_are_errors(gpt: Gpt, run: Path, name: Any) -> None:
     index = Path("theirs/model.safetensors.index.json")
-    said = json.loads(index.read_text())
-    said["weight_map"]["transformer.wte.weight"] = name
-    index.write_text(json.dumps(said))
+    values = json.loads(index.read_text())
+    values["weight_map"]["transformer.wte.weight"] = name
+    index.write_text(json.dumps(values))
     one_line_of_what_and_what_next(gpt("sample", "-m", "theirs"), "does not name files of its own folder")
 
 
 @pytest.mark.parametrize("base", ["a\0b", 300 * "x", 5000 * "x/", "\ud800", "hf:", "hf:a\0b", "/dev/zero", "lora:x"])
-def test_a_base_that_cannot_be(gpt: Gpt, made: Path, workdir: Path, base: str) -> None:
-    shutil.copytree(made / "lora", "lora")
+def test_invalid_base_model_names_are_errors(gpt: Gpt, forged_folder: Path, workdir: Path, base: str) -> None:
+    shutil.copytree(forged_folder / "lora", "lora")
     path = Path("lora") / folder.step_name(12) / "adapter_config.json"
-    said = json.loads(path.read_text())
-    path.write_text(json.dumps(said | {"base_model_name_or_path": base}))
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"base_model_name_or_path": base}))
     forged._sign(folder.step_name(12))(Path("lora"))
-    done = gpt("sample", "-m", "lora:step-12")
-    assert done.code == 2
-    assert len(done.err) < LONGEST + 500
-    assert len(done.err.splitlines()) == 2
+    result = gpt("sample", "-m", "lora:step-12")
+    assert result.code == 2
+    assert len(result.err) < LONGEST + 500
+    assert len(result.err.splitlines()) == 2

@@ -1,4 +1,4 @@
-"""Models from the hub, over a server of our own that speaks what the hub does."""
+"""Models from the Hub, with a local server that imitates it."""
 
 import hashlib
 import http.server
@@ -23,12 +23,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """``me/tiny`` with the files of a folder, at ``main``; ``me/gated`` is gated, and there is nothing else."""
+    """Serves a folder as ``me/tiny`` at ``main``; ``me/gated`` is gated, other models do not exist."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = folder
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.broken = False
 
     @property
@@ -48,7 +48,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        self.server.asked.append(f"{self.command} {path}")
+        self.server.requests.append(f"{self.command} {path}")
         if self.server.broken:
             self.answer(500, {}, b"out of order")
         elif "/gated" in path:
@@ -88,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     torch.manual_seed(0)
     checkpoint.save(folder, library.GPT(config), checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
     for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):
-        (folder / name).unlink()  # as transformers would have saved it
+        (folder / name).unlink()  # Transformers does not write these files
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     with Hub(folder) as httpd:
         thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
@@ -99,8 +99,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def there(server: Hub, gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Done]]:
-    """Runs the command where the server is the hub."""
+def run_with_hub(
+    server: Hub, gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Done]]:
+    """Returns a function that runs the command with the test server as the Hub."""
 
     def run(*args: str | Path, offline: bool = False, endpoint: str = server.url) -> Done:
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -109,12 +111,12 @@ def there(server: Hub, gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch)
             ("HUGGINGFACE_CO_URL_TEMPLATE", template),
             ("HF_HUB_OFFLINE", offline),
         ):
-            monkeypatch.setattr(constants, name, value)  # which the library has read from the environment
+            monkeypatch.setattr(constants, name, value)  # huggingface_hub reads the environment only at import
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(workdir / "cache"))
         return gpt(*args)
 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    server.asked.clear()
+    server.requests.clear()
     yield run
     server.broken = False
 
@@ -123,51 +125,51 @@ SAMPLE = ("sample", "ab", "-m", "hf:me/tiny", "--greedy", "-n", "8", "--ignore-e
 
 
 @pytest.mark.slow
-def test_a_model_from_the_hub(there: Gpt, gpt: Gpt, server: Hub, workdir: Path) -> None:
-    """The first time in a process of its own, whose environment names the hub."""
+def test_models_are_downloaded_and_cached(run_with_hub: Gpt, gpt: Gpt, server: Hub, workdir: Path) -> None:
+    """The first download runs in a separate process, configured by environment variables."""
     settings = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(workdir / "cache"), "HF_HUB_OFFLINE": "0"}
     with spawn(*SAMPLE, env={**os.environ, "NO_PROXY": "127.0.0.1", **settings}) as process:
         out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out == gpt("sample", "ab", "-m", server.folder, *SAMPLE[4:]).out
-    fetched = {path.name for path in (workdir / "cache").rglob("snapshots/*/*")}
-    assert fetched == {
+    filenames = {path.name for path in (workdir / "cache").rglob("snapshots/*/*")}
+    assert filenames == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
     }  # fmt: skip
-    assert not any(".bin" in path for path in server.asked)
-    server.asked.clear()
-    assert there(*SAMPLE, offline=True).out == out  # from the cache
-    assert server.asked == []
+    assert not any(".bin" in path for path in server.requests)
+    server.requests.clear()
+    assert run_with_hub(*SAMPLE, offline=True).out == out  # from the cache
+    assert server.requests == []
     server.broken = True
-    assert there(*SAMPLE).out == out
+    assert run_with_hub(*SAMPLE).out == out
 
 
-def test_fine_tuning_from_the_hub(there: Gpt, workdir: Path) -> None:
+def test_fine_tuning_from_the_hub(run_with_hub: Gpt, workdir: Path) -> None:
     (workdir / "book.txt").write_bytes(make_text(800).encode())
-    done = there("train", "book.txt", "--init", f"hf:me/tiny@{COMMIT}", "--steps", "2", "--dtype", "float32")
-    assert done.code == 0, done.err
+    result = run_with_hub("train", "book.txt", "--init", f"hf:me/tiny@{COMMIT}", "--steps", "2", "--dtype", "float32")
+    assert result.code == 0, result.err
     init = json.loads((workdir / "runs/book/run.json").read_text())["init"]
     assert init["model"] == f"hf:me/tiny@{COMMIT}"
     assert COMMIT in init["path"]
     assert set(init["sha256"]) == {"model.safetensors"}
-    done = there("train", "book.txt", "--init", "hf:me/tiny", "--lora-rank", "2", "--steps", "2", "--quiet")
-    assert done.code == 0, done.err
+    result = run_with_hub("train", "book.txt", "--init", "hf:me/tiny", "--lora-rank", "2", "--steps", "2", "--quiet")
+    assert result.code == 0, result.err
     step = max((workdir / "runs/book-2").glob("step-*"))
-    about = json.loads((step / "adapter_config.json").read_text())
-    assert (about["base_model_name_or_path"], about["revision"]) == ("me/tiny", COMMIT)
-    drawn = there("sample", "ab", "-m", "runs/book-2:latest", "--greedy", "-n", "8", offline=True)
-    assert drawn.code == 0
-    (workdir / "theirs").mkdir()  # with what PEFT writes alone
+    adapter_config = json.loads((step / "adapter_config.json").read_text())
+    assert (adapter_config["base_model_name_or_path"], adapter_config["revision"]) == ("me/tiny", COMMIT)
+    sample = run_with_hub("sample", "ab", "-m", "runs/book-2:latest", "--greedy", "-n", "8", offline=True)
+    assert sample.code == 0
+    (workdir / "theirs").mkdir()  # only the files that PEFT writes
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (workdir / "theirs" / name).write_bytes((step / name).read_bytes())
-    assert there("sample", "ab", "-m", "theirs", "--greedy", "-n", "8", offline=True).out == drawn.out
+    assert run_with_hub("sample", "ab", "-m", "theirs", "--greedy", "-n", "8", offline=True).out == sample.out
 
 
-def test_a_shape_needs_no_weights(there: Gpt, server: Hub) -> None:
-    done = there("params", "hf:me/tiny", "--json")
-    assert json.loads(done.out)["config"]["n_embd"] == 16
-    assert not any("safetensors" in path for path in server.asked)
-    offline = there(*SAMPLE, offline=True)  # half a model in the cache is none
+def test_params_downloads_no_weights(run_with_hub: Gpt, server: Hub) -> None:
+    result = run_with_hub("params", "hf:me/tiny", "--json")
+    assert json.loads(result.out)["config"]["n_embd"] == 16
+    assert not any("safetensors" in path for path in server.requests)
+    offline = run_with_hub(*SAMPLE, offline=True)  # the cache has only part of the model
     assert offline.code in (1, 2)
     assert offline.err.count("error: ") == 1
 
@@ -181,27 +183,27 @@ def test_a_shape_needs_no_weights(there: Gpt, server: Hub) -> None:
         ("hf:me/tiny", {"endpoint": "http://127.0.0.1:9"}, 1, "me/tiny is not in the cache and could not be"),
     ],
 )
-def test_what_the_hub_does_not_give(there: Gpt, model: str, env: dict[str, str], code: int, message: str) -> None:
-    one_line_of_what_and_what_next(there("sample", "x", "-m", model, **env), message, code)
+def test_missing_models_are_errors(run_with_hub: Gpt, model: str, env: dict[str, str], code: int, message: str) -> None:
+    one_line_of_what_and_what_next(run_with_hub("sample", "x", "-m", model, **env), message, code)
 
 
-def test_a_model_without_safetensors(there: Gpt, server: Hub) -> None:
+def test_a_model_without_safetensors_is_an_error(run_with_hub: Gpt, server: Hub) -> None:
     (server.folder / "model.safetensors").rename(server.folder / "hidden")
     try:
-        one_line_of_what_and_what_next(there(*SAMPLE), "hf:me/tiny has no weights as safetensors")
+        one_line_of_what_and_what_next(run_with_hub(*SAMPLE), "hf:me/tiny has no weights as safetensors")
     finally:
         (server.folder / "hidden").rename(server.folder / "model.safetensors")
 
 
-def test_an_export_of_a_model_from_the_hub(there: Gpt, server: Hub, workdir: Path) -> None:
-    """The card names the model and its license, and not the folder in the cache."""
+def test_exports_name_the_hub_model(run_with_hub: Gpt, server: Hub, workdir: Path) -> None:
+    """The card must not name the cache folder."""
     card = server.folder / "README.md"
     card.write_text("---\nlicense: apache-2.0\n---\n# Tiny\n", encoding="utf-8")
     try:
-        done = there("export", "-m", f"hf:me/tiny@{COMMIT}", "-o", "out", "--dtype", "int8")
+        result = run_with_hub("export", "-m", f"hf:me/tiny@{COMMIT}", "-o", "out", "--dtype", "int8")
     finally:
         card.unlink()
-    assert done.code == 0, done.err
+    assert result.code == 0, result.err
     text = (workdir / "out" / "README.md").read_text(encoding="utf-8")
     assert 'license: unknown\nlibrary_name: gpt\npipeline_tag: text-generation\nbase_model: "me/tiny"\n' in text
     assert "It is a copy of `me/tiny`." in text

@@ -1,4 +1,4 @@
-"""Folders of models as people have them, beside transformers: what is beside the weights, and which tokenizer counts."""
+"""Model folders from other programs, compared with Transformers: extra tensors, tokenizers, adapters."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # from PEFT
 
 LLAMA = GPTConfig(
     703, 64, 2, 2, 16, norm="rmsnorm", mlp="swiglu", positions="rotary", biases="none", layer_norm_epsilon=1e-6,
@@ -34,12 +34,12 @@ LLAMA = GPTConfig(
 )  # fmt: skip
 GPT2 = {"norm": "layernorm", "mlp": "gelu", "positions": "learned", "biases": "all", "n_inner": None}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-Made = Callable[..., Path]
+MakeFolder = Callable[..., Path]
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
-    """Makes a folder of transformers: a tiny model with the tokenizer of a form, in the family of its shape."""
+def make_folder(tmp_path: Path) -> MakeFolder:
+    """Returns a function that writes a tiny Transformers model with the tokenizer ``form``."""
 
     def make(form: str = "smollm2", **shape: Any) -> Path:
         path = vocabularies.write(form, tmp_path / "theirs")
@@ -54,20 +54,19 @@ def made(tmp_path: Path) -> Made:
             {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in files["model.safetensors"].items()},
             path / "model.safetensors",
         )
-        said = json.loads(files["config.json"]) | {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
-        (path / "config.json").write_text(json.dumps(said))
+        config = json.loads(files["config.json"]) | {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+        (path / "config.json").write_text(json.dumps(config))
         return path
 
     return make
 
 
 def change(path: Path, **values: Any) -> None:
-    """Changes values of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
 
 
 def add_padding(path: Path) -> int:
-    """Gives a folder's tokenizer one more token, without a row in the model; returns its id."""
+    """Adds a token to a folder's tokenizer but no row to its embedding; returns the token's id."""
     values = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
     size = find_tokenizer(str(path)).vocab_size
     values["added_tokens"].append({**values["added_tokens"][-1], "id": size, "content": "[PAD]", "special": True})
@@ -79,68 +78,67 @@ def add_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(load_file(path / "model.safetensors") | tensors, path / "model.safetensors", {"format": "pt"})
 
 
-def is_transformers(path: Path) -> None:
-    """The logits are those of transformers."""
+def assert_equal_to_transformers(path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     x = torch.randint(400, (2, 20))
     with torch.no_grad():
         assert torch.allclose(checkpoint.load(path, CPU.device).model(x), theirs(x).logits, atol=1e-4)
 
 
-# What stands beside the weights of a decoder
+# Extra tensors and left-over quantization settings
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_unembedding_that_is_not_the_embedding_is_used(
-    made: Made, gpt: Gpt, family: str, dtype: torch.dtype
+def test_differing_lm_head_overrides_tied_embeddings(
+    make_folder: MakeFolder, gpt: Gpt, family: str, dtype: torch.dtype
 ) -> None:
-    path = made(tied=True, **(GPT2 if family == "gpt2" else {}))
+    path = make_folder(tied=True, **(GPT2 if family == "gpt2" else {}))
     torch.manual_seed(1)
     size = find_tokenizer(str(path)).vocab_size
     add_tensors(path, {"lm_head.weight": torch.randn(size, 16).to(dtype)})
     with pytest.warns(ModelWarning, match=r"lm_head\.weight differs from the embedding"):
-        is_transformers(path)
-    done = gpt("sample", "the", "-m", path, "-n", 4, "--greedy")
-    assert done.code == 0 and "differs from the embedding" in done.err
+        assert_equal_to_transformers(path)
+    result = gpt("sample", "the", "-m", path, "-n", 4, "--greedy")
+    assert result.code == 0 and "differs from the embedding" in result.err
     assert gpt("export", "-m", path, "-o", path.parent / "out").code == 0
-    said = json.loads((path.parent / "out/config.json").read_text())
-    assert said["tie_word_embeddings"] is False
-    is_transformers(path.parent / "out")
+    config = json.loads((path.parent / "out/config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert_equal_to_transformers(path.parent / "out")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_tied_model_may_be_stored_by_its_unembedding(made: Made, family: str) -> None:
-    """safetensors' `save_model` writes a tensor that has two names under the first of them."""
-    path = made(tied=True, **(GPT2 if family == "gpt2" else {}))
+def test_tied_models_can_store_only_the_lm_head(make_folder: MakeFolder, family: str) -> None:
+    """safetensors' `save_model` stores a tensor with two names only under the first."""
+    path = make_folder(tied=True, **(GPT2 if family == "gpt2" else {}))
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     save_model(model, str(path / "model.safetensors"), {"format": "pt"})
     assert "lm_head.weight" in load_file(path / "model.safetensors")
-    is_transformers(path)
+    assert_equal_to_transformers(path)
     api.export(path, path.parent / "out")
-    is_transformers(path.parent / "out")
+    assert_equal_to_transformers(path.parent / "out")
 
 
-BESIDE = {
+EXTRA_TENSORS = {
     "a head for values": {"v_head.summary.weight": torch.ones(1, 16), "v_head.summary.bias": torch.zeros(1)},
     "classes": {"score.weight": torch.ones(3, 16)},
     "numbers": {"step": torch.zeros((), dtype=torch.int64)},
 }
 
 
-@pytest.mark.parametrize("what", BESIDE)
-def test_tensors_beside_the_decoder_are_left_out_with_a_word(made: Made, what: str) -> None:
-    path = made()
-    add_tensors(path, {**BESIDE[what], "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    with pytest.warns(ModelWarning, match=rf"{next(iter(sorted(BESIDE[what])))}.* is not part of the decoder"):
-        is_transformers(path)
-    with pytest.warns(ModelWarning):  # once in a process, however often the files are read
+@pytest.mark.parametrize("extra", EXTRA_TENSORS)
+def test_extra_tensors_are_ignored_with_a_warning(make_folder: MakeFolder, extra: str) -> None:
+    path = make_folder()
+    add_tensors(path, {**EXTRA_TENSORS[extra], "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    with pytest.warns(ModelWarning, match=rf"{next(iter(sorted(EXTRA_TENSORS[extra])))}.* is not part of the decoder"):
+        assert_equal_to_transformers(path)
+    with pytest.warns(ModelWarning):  # warns only once per process
         api.export(path, path.parent / "out")
-    is_transformers(path.parent / "out")
+    assert_equal_to_transformers(path.parent / "out")
 
 
-def test_tensors_that_a_decoder_would_compute_with_are_refused(made: Made) -> None:
-    path = made()
+def test_unexpected_decoder_tensors_are_refused(make_folder: MakeFolder) -> None:
+    path = make_folder()
     for name in ("model.layers.0.self_attn.q_norm.weight", "model.layers.7.mlp.up_proj.weight", "lm_head.bias"):
         before = (path / "model.safetensors").read_bytes()
         add_tensors(path, {name: torch.ones(8)})
@@ -150,28 +148,30 @@ def test_tensors_that_a_decoder_would_compute_with_are_refused(made: Made) -> No
 
 
 @pytest.mark.parametrize(
-    "left", [{"quantization_config": NF4}, {"quantization_config": {}}, {"compression_config": {"format": "pack"}}]
+    "leftover", [{"quantization_config": NF4}, {"quantization_config": {}}, {"compression_config": {"format": "pack"}}]
 )
-def test_a_quantization_that_is_over_is_left_out_with_a_word(made: Made, left: dict[str, Any], gpt: Gpt) -> None:
-    path = made()
+def test_quantization_config_of_unquantized_weights_is_ignored(
+    make_folder: MakeFolder, leftover: dict[str, Any], gpt: Gpt
+) -> None:
+    path = make_folder()
     expected = load(path).generate("the", max_tokens=5, greedy=True)
-    change(path / "config.json", **left)
-    done = gpt("sample", "the", "-m", path, "-n", 5, "--greedy", "--no-echo")
-    assert done.code == 0 and "its weights are not quantized: they are used as they are" in done.err
-    assert done.out.rstrip("\n") == expected[0].rstrip("\n")
+    change(path / "config.json", **leftover)
+    result = gpt("sample", "the", "-m", path, "-n", 5, "--greedy", "--no-echo")
+    assert result.code == 0 and "its weights are not quantized: they are used as they are" in result.err
+    assert result.out.rstrip("\n") == expected[0].rstrip("\n")
     assert gpt("params", path).code == 0
     add_tensors(path, {"model.layers.0.mlp.up_proj.weight": torch.ones(256, 1, dtype=torch.uint8)})
-    done = gpt("sample", "the", "-m", path)
-    one_line_of_what_and_what_next(done, f"{next(iter(left))} is")
-    assert "hint: use the model in 16 or 32 bits" in done.err
+    result = gpt("sample", "the", "-m", path)
+    one_line_of_what_and_what_next(result, f"{next(iter(leftover))} is")
+    assert "hint: use the model in 16 or 32 bits" in result.err
 
 
-# Tokens that only the files beside tokenizer.json have
+# Tokens that are missing from tokenizer.json
 
-NEW = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
-LISTED: dict[str, dict[str, Any]] = {
+TOKEN_FLAGS = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+TOKEN_LISTS: dict[str, dict[str, Any]] = {
     "tokenizer_config.json": {
-        "added_tokens_decoder": {"704": {**NEW, "content": "<|b|>"}, "703": {**NEW, "content": "<|a|>"}}
+        "added_tokens_decoder": {"704": {**TOKEN_FLAGS, "content": "<|b|>"}, "703": {**TOKEN_FLAGS, "content": "<|a|>"}}
     },
     "added_tokens.json": {"<|a|>": 703, "<|b|>": 704},
     "special_tokens_map.json": {"additional_special_tokens": ["<|b|>", "<|a|>"], "pad_token": {"content": "[PAD]"}},
@@ -179,13 +179,13 @@ LISTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["tokenizer.json", "vocab.json"])
-@pytest.mark.parametrize("where", LISTED)
-def test_tokens_beside_a_vocabulary_have_their_ids(
-    made: Made, where: str, whole: bool, gpt: Gpt, tmp_path: Path
+@pytest.mark.parametrize("has_tokenizer_json", [True, False], ids=["tokenizer.json", "vocab.json"])
+@pytest.mark.parametrize("listing", TOKEN_LISTS)
+def test_added_tokens_keep_their_ids(
+    make_folder: MakeFolder, listing: str, has_tokenizer_json: bool, gpt: Gpt, tmp_path: Path
 ) -> None:
-    path = made("smollm2" if whole else "gpt2")
-    if not whole:
+    path = make_folder("smollm2" if has_tokenizer_json else "gpt2")
+    if not has_tokenizer_json:
         values = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
         (path / "tokenizer.json").unlink()
         vocab = values["model"]["vocab"] | {token["content"]: token["id"] for token in values["added_tokens"]}
@@ -193,42 +193,42 @@ def test_tokens_beside_a_vocabulary_have_their_ids(
         (path / "merges.txt").write_text("".join(f"{' '.join(pair)}\n" for pair in values["model"]["merges"]))
     add_tensors(path, {name: torch.randn(706, 16) for name in ("model.embed_tokens.weight", "lm_head.weight")})
     change(path / "config.json", vocab_size=706)
-    file = path / where.partition(",")[0]
-    said = (json.loads(file.read_text()) if file.exists() else {}) | LISTED[where]
-    if not whole:
-        said.pop("sep_token", None)  # tiktoken cannot both merge a word and cut it out
-    file.write_text(json.dumps(said))
-    for each in (path, tmp_path / "out"):
-        theirs = transformers.AutoTokenizer.from_pretrained(each)
-        model = load(each)
+    file = path / listing.partition(",")[0]
+    config = (json.loads(file.read_text()) if file.exists() else {}) | TOKEN_LISTS[listing]
+    if not has_tokenizer_json:
+        config.pop("sep_token", None)  # in tiktoken, a token cannot be both ordinary and special
+    file.write_text(json.dumps(config))
+    for model_path in (path, tmp_path / "out"):
+        theirs = transformers.AutoTokenizer.from_pretrained(model_path)
+        model = load(model_path)
         for text in ("a<|a|>b <|b|> [PAD]c", "the cat sat<|im_end|>"):
             ids = theirs(text).input_ids
             assert model.tokenizer.prompt(text) == ids
             assert model.tokenizer.decode(ids) == theirs.decode(ids)
-        if each == path:
+        if model_path == path:
             assert gpt("export", "-m", path, "-o", tmp_path / "out").code == 0
 
 
-# A tokenizer that has more ids than its model
+# Tokenizers with more ids than the model
 
 
 @pytest.fixture(params=["llama2", slow("gaps"), slow("smollm2")])
-def padded(made: Made, request: pytest.FixtureRequest) -> Path:
-    """A model whose tokenizer was given a padding token that has no row."""
-    path = made(request.param)
+def padded(make_folder: MakeFolder, request: pytest.FixtureRequest) -> Path:
+    """Returns a model whose tokenizer has a padding token without an embedding row."""
+    path = make_folder(request.param)
     add_padding(path)
     change(path / "tokenizer_config.json", pad_token="[PAD]")
     return path
 
 
-def test_only_a_text_that_needs_the_id_is_refused(padded: Path, gpt: Gpt, tmp_path: Path) -> None:
+def test_only_texts_with_the_extra_id_are_refused(padded: Path, gpt: Gpt, tmp_path: Path) -> None:
     size = checkpoint.peek(padded)[0].vocab_size
     theirs = transformers.AutoTokenizer.from_pretrained(padded)
     model = load(padded)
     assert model.tokenizer.vocab_size == size + 1
     assert model.tokenizer.prompt("the cat") == theirs("the cat").input_ids
     book = tmp_path / "book.txt"
-    book.write_text(make_text(400) + " [PAD]")  # of a document it is text
+    book.write_text(make_text(400) + " [PAD]")  # documents do not parse special tokens
     for words in (
         ["sample", "the", "-n", 5, "--greedy", "-m", padded],
         ["sample", "the", "-n", 5, "--beam", 3, "-m", padded],
@@ -238,20 +238,22 @@ def test_only_a_text_that_needs_the_id_is_refused(padded: Path, gpt: Gpt, tmp_pa
         ["export", "-m", padded, "-o", tmp_path / "out", "--dtype", "int8"],
         ["sample", "the", "-n", 5, "-m", tmp_path / "out"],
     ):
-        done = gpt(*words)
-        assert done.code == 0, done.err
+        result = gpt(*words)
+        assert result.code == 0, result.err
     one_line_of_what_and_what_next(
         gpt("sample", "the [PAD]", "-m", padded),
         f'the text contains "[PAD]", token {size}, but the model has {size} ids',
     )
 
 
-def test_training_goes_on_without_the_id(padded: Path, gpt: Gpt, tmp_path: Path) -> None:
+def test_training_works_without_the_extra_id(padded: Path, gpt: Gpt, tmp_path: Path) -> None:
     size = checkpoint.peek(padded)[0].vocab_size
     book = tmp_path / "book.txt"
     book.write_text(make_text(2000))
-    for more in ({}, {"lora_rank": 2}):
-        result = api.train(book, init=padded, steps=2, batch_tokens=64, block_size=16, out=tmp_path / "run", **more)
+    for lora_options in ({}, {"lora_rank": 2}):
+        result = api.train(
+            book, init=padded, steps=2, batch_tokens=64, block_size=16, out=tmp_path / "run", **lora_options
+        )
         again = load(result.checkpoint)
         assert again.model.config.vocab_size == size
         assert again.generate("the", max_tokens=3)
@@ -259,9 +261,9 @@ def test_training_goes_on_without_the_id(padded: Path, gpt: Gpt, tmp_path: Path)
     assert load(padded).evaluate_files([str(tmp_path / "tokens")]).tokens > 100
 
 
-def test_turns_are_added_behind_the_id(made: Made, tmp_path: Path) -> None:
-    """Each new row is the mean of those that the model had."""
-    path = made()
+def test_chat_tokens_are_added_after_the_extra_id(make_folder: MakeFolder, tmp_path: Path) -> None:
+    """New embedding rows are the mean of the old rows."""
+    path = make_folder()
     size = add_padding(path)
     values = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
     names = {"<|im_start|>": "<|start|>", "<|im_end|>": "<|stop|>"}
@@ -280,20 +282,20 @@ def test_turns_are_added_behind_the_id(made: Made, tmp_path: Path) -> None:
     assert torch.allclose(table[size:], mean.expand(3, -1), atol=1e-4)
 
 
-def test_an_end_of_text_that_has_no_row_is_refused(made: Made, gpt: Gpt) -> None:
-    path = made()
+def test_end_of_text_without_a_row_is_refused(make_folder: MakeFolder, gpt: Gpt) -> None:
+    path = make_folder()
     change(path / "config.json", vocab_size=650)
     tensors = load_file(path / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][:650].contiguous()
     save_file(tensors, path / "model.safetensors")
-    done = gpt("sample", "the", "-m", path)
-    one_line_of_what_and_what_next(done, "703 ids, the model 650, without the one that starts or ends a text")
+    result = gpt("sample", "the", "-m", path)
+    one_line_of_what_and_what_next(result, "703 ids, the model 650, without the one that starts or ends a text")
 
 
-def test_a_gguf_file_leaves_the_id_out(made: Made, tmp_path: Path) -> None:
+def test_gguf_files_omit_the_extra_id(make_folder: MakeFolder, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
-    path = made("gaps")
+    path = make_folder("gaps")
     size = add_padding(path)
     notes: list[str] = []
     api.export(path, tmp_path / "model.gguf", note=notes.append)
@@ -302,37 +304,37 @@ def test_a_gguf_file_leaves_the_id_out(made: Made, tmp_path: Path) -> None:
     assert any("no token for 6 of the 256 bytes" in note for note in notes)
 
 
-# An adapter's own tokenizer and chat template
+# Tokenizers and chat templates of adapters
 
 peft = pytest.importorskip("peft")
-OWN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-CHAT = [{"role": "user", "content": "the cat"}]
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+MESSAGES = [{"role": "user", "content": "the cat"}]
 
 
 @pytest.fixture
-def adapter(made: Made, tmp_path: Path) -> Path:
-    """An adapter as PEFT saves it, without a tokenizer."""
-    base = made("qwen", vocab_size=704)
+def adapter(make_folder: MakeFolder, tmp_path: Path) -> Path:
+    """Returns an adapter that PEFT saved, without a tokenizer."""
+    base = make_folder("qwen", vocab_size=704)
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    about = peft.LoraConfig(
+    lora_config = peft.LoraConfig(
         r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
     )
-    peft.get_peft_model(model.eval(), about).save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    peft.get_peft_model(model.eval(), lora_config).save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     return tmp_path / "adapter"
 
 
 def prompt_of(path: Path) -> list[int]:
-    return chat.prompt(checkpoint.peek(path)[1], CHAT)
+    return chat.prompt(checkpoint.peek(path)[1], MESSAGES)
 
 
-def test_an_adapters_own_tokenizer_counts(adapter: Path, tmp_path: Path) -> None:
+def test_adapter_tokenizer_overrides_the_base(adapter: Path, tmp_path: Path) -> None:
     base = checkpoint.peek(adapter)[1]
     assert base.chat_template == vocabularies.TEMPLATE
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
-    theirs.eos_token, theirs.chat_template = "<|endoftext|>", OWN
+    theirs.eos_token, theirs.chat_template = "<|endoftext|>", TEMPLATE
     theirs.save_pretrained(adapter)
     theirs = transformers.AutoTokenizer.from_pretrained(adapter)
-    assert prompt_of(adapter) == theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert prompt_of(adapter) == theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     ours = checkpoint.peek(adapter)[1]
     assert (ours.eot, ours.ends) == (theirs.eos_token_id, {theirs.eos_token_id})
     other = learn_tokenizer([make_text()], 400)  # another vocabulary
@@ -346,84 +348,84 @@ def test_an_adapters_own_tokenizer_counts(adapter: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("form", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_template_beside_an_adapter_goes_with_its_bases_tokenizer(adapter: Path, tmp_path: Path, form: str) -> None:
-    text = OWN if form.endswith("jinja") else json.dumps({"chat_template": OWN})
+def test_adapter_template_works_with_the_base_tokenizer(adapter: Path, tmp_path: Path, form: str) -> None:
+    text = TEMPLATE if form.endswith("jinja") else json.dumps({"chat_template": TEMPLATE})
     (adapter / form).write_text(text, encoding="utf-8")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs", chat_template=OWN)
-    assert prompt_of(adapter) == theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert load(adapter).tokenizer.chat_template == OWN
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs", chat_template=TEMPLATE)
+    assert prompt_of(adapter) == theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert load(adapter).tokenizer.chat_template == TEMPLATE
 
 
-def test_an_adapter_upon_an_adapter_has_the_nearest(adapter: Path, tmp_path: Path) -> None:
-    (adapter / "chat_template.jinja").write_text(OWN, encoding="utf-8")
+def test_stacked_adapters_use_the_outermost_template(adapter: Path, tmp_path: Path) -> None:
+    (adapter / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     upper = tmp_path / "upper"
     upper.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (upper / name).write_bytes((adapter / name).read_bytes())
     change(upper / "adapter_config.json", base_model_name_or_path=str(adapter))
-    assert checkpoint.peek(upper)[1].chat_template == OWN
+    assert checkpoint.peek(upper)[1].chat_template == TEMPLATE
     (upper / "chat_template.jinja").write_text("nearer", encoding="utf-8")
     assert checkpoint.peek(upper)[1].chat_template == "nearer"
 
 
-def test_a_template_may_be_put_beside_a_tokenizer_of_ours(run_folder: Path, tmp_path: Path) -> None:
+def test_chat_template_can_be_added_to_a_checkpoint(run_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "copy"
     shutil.copytree(folder.find_checkpoint(str(run_folder)), path)
     assert load(path).tokenizer.chat_template is None
-    (path / "chat_template.jinja").write_text(OWN, encoding="utf-8")
-    assert load(path).tokenizer.chat_template == OWN
-    assert chat.render(load(path).tokenizer, CHAT) == "[user]the cat"
+    (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    assert load(path).tokenizer.chat_template == TEMPLATE
+    assert chat.render(load(path).tokenizer, MESSAGES) == "[user]the cat"
 
 
-def test_an_adapter_to_a_tied_model_that_has_an_unembedding_of_its_own(adapter: Path, tmp_path: Path) -> None:
+def test_adapters_work_on_a_base_with_a_differing_lm_head(adapter: Path, tmp_path: Path) -> None:
     expected = load(adapter).generate("the", max_tokens=5, greedy=True)
     change(tmp_path / "theirs/config.json", tie_word_embeddings=True)
     with pytest.warns(ModelWarning, match="differs from the embedding"):
         assert load(adapter).generate("the", max_tokens=5, greedy=True) == expected
 
 
-# A config.json that another program left beside an adapter
+# A config.json next to an adapter
 
 
 @pytest.mark.parametrize(
-    "left",
+    "leftover",
     [
         {"vocab_size": 999}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 500.0},
         {"quantization_config": NF4},
     ],
 )  # fmt: skip
-def test_a_config_beside_an_adapter_does_not_count(
-    adapter: Path, tmp_path: Path, left: dict[str, Any], gpt: Gpt
+def test_config_json_next_to_an_adapter_is_ignored(
+    adapter: Path, tmp_path: Path, leftover: dict[str, Any], gpt: Gpt
 ) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(theirs, adapter).eval()
-    said = json.loads((tmp_path / "theirs/config.json").read_text()) | left
-    for text in (json.dumps(said), json.dumps({"model_type": "llama"})):
+    config = json.loads((tmp_path / "theirs/config.json").read_text()) | leftover
+    for text in (json.dumps(config), json.dumps({"model_type": "llama"})):
         (adapter / "config.json").write_text(text)
         x = torch.randint(400, (2, 20))
         with torch.no_grad():
             assert torch.allclose(checkpoint.load(adapter, CPU.device).model(x), theirs(x).logits, atol=1e-4)
     for words in (["sample", "the", "-n", 3, "-m", adapter], ["export", "-m", adapter, "-o", tmp_path / "out"]):
-        done = gpt(*words)
-        assert done.code == 0, done.err
+        result = gpt(*words)
+        assert result.code == 0, result.err
 
 
-# A base that an adapter's files do not name rightly
+# Adapters that do not name their base model correctly
 
 
-@pytest.mark.parametrize("named", ["unsloth/llama-3.2-1b-bnb-4bit", "/gone", None])
-def test_a_base_can_be_named(
-    adapter: Path, tmp_path: Path, named: str | None, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("base_name", ["unsloth/llama-3.2-1b-bnb-4bit", "/gone", None])
+def test_base_option_names_the_base_model(
+    adapter: Path, tmp_path: Path, base_name: str | None, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("gpt.runs.folder._bases", {})
     expected = load(adapter).generate("the", max_tokens=5, greedy=True)[0]
-    change(adapter / "adapter_config.json", base_model_name_or_path=named, revision="unsloth")
-    done = gpt("sample", "the", "-m", adapter)
-    assert done.code != 0 and "--base" in done.err.splitlines()[-1]
+    change(adapter / "adapter_config.json", base_model_name_or_path=base_name, revision="unsloth")
+    result = gpt("sample", "the", "-m", adapter)
+    assert result.code != 0 and "--base" in result.err.splitlines()[-1]
     base = tmp_path / "theirs"
-    done = gpt("sample", "the", "-m", adapter, "--base", base, "-n", 5, "--greedy", "--no-echo")
-    assert done.out.rstrip("\n") == expected.rstrip("\n")
+    result = gpt("sample", "the", "-m", adapter, "--base", base, "-n", 5, "--greedy", "--no-echo")
+    assert result.out.rstrip("\n") == expected.rstrip("\n")
     book = tmp_path / "book.txt"
     book.write_text(make_text(400))
     assert gpt("eval", book, "-m", adapter, "--base", base).code == 0
@@ -433,15 +435,15 @@ def test_a_base_can_be_named(
     one_line_of_what_and_what_next(gpt("sample", "-m", adapter, "--base", tmp_path / "no"), "there is no run")
 
 
-# What transformers 4 reads of ours
+# Compatibility with Transformers 4
 
 
-def test_special_tokens_are_named_as_all_of_transformers_reads_them(tmp_path: Path) -> None:
-    """`extra_special_tokens` as a list is an AttributeError in transformers 4, which takes a mapping."""
+def test_special_tokens_are_listed_for_transformers_4(tmp_path: Path) -> None:
+    """Transformers 4 needs a mapping as `extra_special_tokens`; a list is an AttributeError."""
     save_tokenizer(learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]), tmp_path / "t")
-    said = json.loads((tmp_path / "t/tokenizer_config.json").read_text())
-    assert said["additional_special_tokens"] == ["<|user|>", "<|bot|>"]
-    assert not isinstance(said.get("extra_special_tokens"), list)
+    config = json.loads((tmp_path / "t/tokenizer_config.json").read_text())
+    assert config["additional_special_tokens"] == ["<|user|>", "<|bot|>"]
+    assert not isinstance(config.get("extra_special_tokens"), list)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
     ours = find_tokenizer(str(tmp_path / "t"))
     assert theirs("a<|user|>b").input_ids == ours.encode("a<|user|>b", specials=True).tolist()

@@ -1,4 +1,4 @@
-"""Checkpoints: ours in transformers, transformers' here, and damage refused."""
+"""Checkpoints and run folders: compatibility with Transformers, damage, and selection of checkpoints."""
 
 import json
 import os
@@ -27,8 +27,8 @@ from gpt.sample_config import SampleConfig
 from gpt.text import tokenizer, tokenizer_files
 
 CPU = torch.device("cpu")
-# Of a config.json of our own kind, written before a shape was a set of properties; and its arch.
-BEFORE = (
+# Keys of a config.json from before `arch` became a set of properties.
+OLD_CONFIG_KEYS = (
     "architectures", "model_type", "vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "layer_norm_epsilon",
     "dropout", "positions",
 )  # fmt: skip
@@ -38,7 +38,7 @@ PROMPTS = [
 
 
 def assert_equal_to_transformers(path: Path, with_tokenizer: bool = True) -> None:
-    """Ids of ten prompts, logits within 1e-4, and greedy continuations id for id."""
+    """Asserts equal ids of ten prompts, logits within 1e-4 and equal greedy continuations."""
     ours = gpt.load(path, device="cpu", dtype="float32")
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     their_tokenizer = AutoTokenizer.from_pretrained(path) if with_tokenizer else None
@@ -48,18 +48,18 @@ def assert_equal_to_transformers(path: Path, with_tokenizer: bool = True) -> Non
         x = torch.tensor([ids])
         with torch.no_grad():
             assert torch.allclose(ours.model(x), theirs(x).logits, atol=1e-4, rtol=0)
-        room = ours.model.config.block_size - len(ids)
+        max_tokens = ours.model.config.block_size - len(ids)
         expected = theirs.generate(
-            x, attention_mask=torch.ones_like(x), max_new_tokens=room, do_sample=False, eos_token_id=None,
+            x, attention_mask=torch.ones_like(x), max_new_tokens=max_tokens, do_sample=False, eos_token_id=None,
             pad_token_id=0,
         )  # fmt: skip
-        config = SampleConfig(greedy=True, max_tokens=room, ignore_eot=True)
-        found = generate(Context(ours.model, ours.compute), ids, config, ours.tokenizer.ends)
-        assert [token.id for token in found] == expected[0, len(ids) :].tolist()
+        config = SampleConfig(greedy=True, max_tokens=max_tokens, ignore_eot=True)
+        continuation = generate(Context(ours.model, ours.compute), ids, config, ours.tokenizer.ends)
+        assert [token.id for token in continuation] == expected[0, len(ids) :].tolist()
 
 
-def scrambled(model: torch.nn.Module) -> None:
-    """Weights with no zeros and ones that would hide a mix-up, large enough for logits that differ."""
+def add_noise(model: torch.nn.Module) -> None:
+    """Adds noise to all weights: initial zeros and ones would hide mix-ups."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -68,13 +68,13 @@ def scrambled(model: torch.nn.Module) -> None:
 def save_ours(path: Path, config: GPTConfig, tok: tokenizer.Tokenizer) -> GPT:
     torch.manual_seed(0)
     model = GPT(config).eval()
-    scrambled(model)
+    add_noise(model)
     checkpoint.save(path, model, checkpoint.TokenizerFiles(tok, config), {"step": 1, "val_loss": 2.5})
     return model
 
 
 @pytest.mark.parametrize(("kind", "positions"), [("bpe", "learned"), slow("bytes", "sinusoidal")])
-def test_transformers_reads_ours(tmp_path: Path, kind: str, positions: str) -> None:
+def test_transformers_loads_our_checkpoints(tmp_path: Path, kind: str, positions: str) -> None:
     tok = tokenizer.learn_tokenizer([make_text()], 400) if kind == "bpe" else tokenizer.bytes_tokenizer()
     config = GPTConfig(tok.vocab_size, 64, 2, 4, 32, dropout=0.1, positions=positions)  # type: ignore[arg-type]
     model = save_ours(tmp_path / "c", config, tok)
@@ -87,12 +87,12 @@ def test_transformers_reads_ours(tmp_path: Path, kind: str, positions: str) -> N
 
 
 @pytest.mark.parametrize("properties", [{"positions": "rotary"}, {"window": 5}])
-def test_what_no_family_computes_says_so(tmp_path: Path, properties: dict[str, Any]) -> None:
+def test_unsupported_shapes_use_our_model_type(tmp_path: Path, properties: dict[str, Any]) -> None:
     tok = tokenizer.bytes_tokenizer()
     config = GPTConfig(257, 64, 2, 4, 32, dropout=0.1, **properties)
     model = save_ours(tmp_path / "c", config, tok)
-    said = json.loads((tmp_path / "c" / "config.json").read_text())
-    assert (said["model_type"], said["positions"]) == ("gpt", config.positions)
+    config_json = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert (config_json["model_type"], config_json["positions"]) == ("gpt", config.positions)
     with pytest.raises(ValueError, match="gpt"):
         AutoConfig.from_pretrained(tmp_path / "c")
     loaded = checkpoint.load(tmp_path / "c", CPU)
@@ -101,20 +101,20 @@ def test_what_no_family_computes_says_so(tmp_path: Path, properties: dict[str, A
     with torch.no_grad():
         assert torch.equal(loaded.model(idx), model(idx))
     for key in ("positions", "n_head"):
-        (tmp_path / "c" / "config.json").write_text(json.dumps({k: v for k, v in said.items() if k != key}))
+        (tmp_path / "c" / "config.json").write_text(json.dumps({k: v for k, v in config_json.items() if k != key}))
         with pytest.raises(UserError, match="has no "):
             hf.load_config(tmp_path / "c")
-    before = {key: value for key, value in said.items() if key in BEFORE}
-    (tmp_path / "c" / "config.json").write_text(json.dumps({**before, "arch": "gpt2"}))
+    old_config = {key: value for key, value in config_json.items() if key in OLD_CONFIG_KEYS}
+    (tmp_path / "c" / "config.json").write_text(json.dumps({**old_config, "arch": "gpt2"}))
     if config.window is None:
         assert hf.load_config(tmp_path / "c") == config
-    (tmp_path / "c" / "config.json").write_text(json.dumps({**before, "arch": "modern"}))
+    (tmp_path / "c" / "config.json").write_text(json.dumps({**old_config, "arch": "modern"}))
     with pytest.raises(UserError, match="uses the old --arch modern") as error:
         hf.load_config(tmp_path / "c")
     assert error.value.hint == "train it again"
 
 
-def test_checkpoint_holds_one_tied_tensor_and_no_pickle(run_folder: Path) -> None:
+def test_checkpoint_has_one_tied_tensor_and_no_pickle(run_folder: Path) -> None:
     path = folder.find_checkpoint(str(run_folder))
     names = set(load_file(path / "model.safetensors"))
     assert "transformer.wte.weight" in names
@@ -127,26 +127,26 @@ def test_checkpoint_holds_one_tied_tensor_and_no_pickle(run_folder: Path) -> Non
 
 @pytest.fixture
 def gpt2_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A random GPT-2 as transformers saves it, without a tokenizer: 50,257 ids mean GPT-2's vocabulary."""
+    """Saves a random GPT-2 with Transformers, without a tokenizer: 50,257 ids imply GPT-2's vocabulary."""
     if not SHARED.exists():
         pytest.skip("../shared is not in a user's checkout")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=24, n_positions=48))
-    scrambled(model)
+    add_noise(model)
     model.save_pretrained(tmp_path / "gpt2")
     return tmp_path / "gpt2"
 
 
-def test_ours_reads_transformers(gpt2_folder: Path) -> None:
+def test_transformers_checkpoints_are_loaded(gpt2_folder: Path) -> None:
     assert gpt.load(gpt2_folder, device="cpu").tokenizer.name == "gpt2"
     assert_equal_to_transformers(gpt2_folder, with_tokenizer=False)
 
 
-def test_older_files_buffers_prefix_and_unembedding(gpt2_folder: Path) -> None:
-    """The hub's first GPT-2 has no prefix, has mask buffers, and vocab.json with merges.txt."""
+def test_old_gpt2_files_are_loaded(gpt2_folder: Path) -> None:
+    """The Hub's first GPT-2 has names without a prefix, mask buffers, and vocab.json with merges.txt."""
     tensors = load_file(gpt2_folder / "model.safetensors")
-    before = gpt.load(gpt2_folder, device="cpu").model.state_dict()
+    expected = gpt.load(gpt2_folder, device="cpu").model.state_dict()
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     old["h.0.attn.bias"] = torch.tril(torch.ones(1, 1, 48, 48))
     old["h.0.attn.masked_bias"] = torch.tensor(-1e4)
@@ -157,11 +157,11 @@ def test_older_files_buffers_prefix_and_unembedding(gpt2_folder: Path) -> None:
     (gpt2_folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
     (gpt2_folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]) + "\n", encoding="utf-8")
     loaded = gpt.load(gpt2_folder, device="cpu")
-    assert all(torch.equal(loaded.model.state_dict()[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(loaded.model.state_dict()[name], tensor) for name, tensor in expected.items())
     assert loaded.tokenizer.fingerprint == gpt2.fingerprint
 
 
-def test_sharded_folder(gpt2_folder: Path) -> None:
+def test_sharded_weights_are_loaded(gpt2_folder: Path) -> None:
     whole = gpt.load(gpt2_folder, device="cpu").model.state_dict()
     GPT2LMHeadModel.from_pretrained(gpt2_folder).save_pretrained(gpt2_folder.parent / "parts", max_shard_size="2MB")
     assert len(list((gpt2_folder.parent / "parts").glob("model-*.safetensors"))) > 1
@@ -169,9 +169,9 @@ def test_sharded_folder(gpt2_folder: Path) -> None:
     assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
 
 
-@pytest.mark.parametrize("parts_too", [False, True])
-def test_a_single_file_counts_beside_an_index_of_an_earlier_save(gpt2_folder: Path, parts_too: bool) -> None:
-    """As transformers reads them; the index may name files that are gone."""
+@pytest.mark.parametrize("with_old_shards", [False, True])
+def test_single_file_takes_precedence_over_an_old_index(gpt2_folder: Path, with_old_shards: bool) -> None:
+    """Transformers prefers the single file too. The index can name missing files."""
     folder, model = gpt2_folder.parent / "both", GPT2LMHeadModel.from_pretrained(gpt2_folder)
     model.save_pretrained(folder, max_shard_size="2MB")
     old = {path.name: path.read_bytes() for path in folder.glob("model*")}
@@ -179,15 +179,15 @@ def test_a_single_file_counts_beside_an_index_of_an_earlier_save(gpt2_folder: Pa
         model.transformer.wte.weight += 1
     model.save_pretrained(folder)
     for name, data in old.items():
-        if parts_too or name.endswith(".json"):
+        if with_old_shards or name.endswith(".json"):
             (folder / name).write_bytes(data)
-    read = GPT2LMHeadModel.from_pretrained(folder).transformer.wte.weight
-    assert torch.equal(gpt.load(folder, device="cpu").model.wte.weight, read)
-    assert torch.equal(read, model.transformer.wte.weight)
+    their_embedding = GPT2LMHeadModel.from_pretrained(folder).transformer.wte.weight
+    assert torch.equal(gpt.load(folder, device="cpu").model.wte.weight, their_embedding)
+    assert torch.equal(their_embedding, model.transformer.wte.weight)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
         ({"model_type": "llama"}, "has no max_position_embeddings, num_hidden_layers"),
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
@@ -199,18 +199,18 @@ def test_a_single_file_counts_beside_an_index_of_an_earlier_save(gpt2_folder: Pa
         ({"vocab_size": 1000}, r"no tokenizer, and its vocabulary of 1,000|has the shape"),
     ],
 )
-def test_other_kinds_and_hostile_numbers(gpt2_folder: Path, change: dict[str, object], message: str) -> None:
+def test_invalid_config_json_is_an_error(gpt2_folder: Path, changes: dict[str, object], message: str) -> None:
     values = json.loads((gpt2_folder / "config.json").read_text())
-    (gpt2_folder / "config.json").write_text(json.dumps({**values, **change}))
+    (gpt2_folder / "config.json").write_text(json.dumps({**values, **changes}))
     with pytest.raises(UserError, match=message):
         gpt.load(gpt2_folder, device="cpu")
 
 
-def test_damaged_weights_of_others_are_a_clear_error(gpt2_folder: Path) -> None:
+def test_damaged_transformers_weights_are_an_error(gpt2_folder: Path) -> None:
     path = gpt2_folder / "model.safetensors"
-    good, weights = path.read_bytes(), load_file(path)
-    for bad in (good[: len(good) // 2], b"\xff" * 64 + good):
-        path.write_bytes(bad)
+    original, weights = path.read_bytes(), load_file(path)
+    for damaged in (original[: len(original) // 2], b"\xff" * 64 + original):
+        path.write_bytes(damaged)
         with pytest.raises(UserError, match="damaged|config.json (expects|requires)"):
             checkpoint.load(gpt2_folder, CPU)
     save_file(weights | {"transformer.h.0.ln_1.bias": torch.zeros(24, dtype=torch.int32)}, path)
@@ -255,7 +255,7 @@ def test_damage_is_refused(ours: Path, name: str, damage: str) -> None:
         checkpoint.load(ours, CPU)
 
 
-def test_sums_cannot_name_files_elsewhere(ours: Path) -> None:
+def test_checksums_cannot_name_files_outside_the_folder(ours: Path) -> None:
     record = json.loads((ours / "checksums.json").read_text())
     record["sha256"]["../../secret"] = "0"
     record["self"] = folder._checksum_of(record["sha256"])
@@ -264,7 +264,7 @@ def test_sums_cannot_name_files_elsewhere(ours: Path) -> None:
         checkpoint.load(ours, CPU)
 
 
-def test_equal_runs_give_equal_files(tmp_path: Path) -> None:
+def test_equal_models_give_equal_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save_ours(tmp_path / name, GPTConfig(257, 16, 1, 2, 16), tokenizer.bytes_tokenizer())
     for path in (tmp_path / "a").iterdir():
@@ -272,7 +272,7 @@ def test_equal_runs_give_equal_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
-def test_modes_follow_the_umask(ours: Path) -> None:
+def test_file_modes_follow_the_umask(ours: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE(ours.stat().st_mode) == 0o777 & ~mask
@@ -281,12 +281,12 @@ def test_modes_follow_the_umask(ours: Path) -> None:
 
 
 def test_a_failed_save_leaves_nothing(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, pieces: Iterable[bytes]) -> str:
+    def raise_no_space(path: Path, pieces: Iterable[bytes]) -> str:
         if path.name == "model.safetensors":
             raise OSError(28, "No space left on device")
         return files.write_pieces(path, pieces)
 
-    monkeypatch.setattr(checkpoint, "write_pieces", full)
+    monkeypatch.setattr(checkpoint, "write_pieces", raise_no_space)
     with pytest.raises(WorkError, match="No space left on device") as error:
         save_ours(ours.parent / "second", GPTConfig(257, 16, 1, 2, 16), tokenizer.bytes_tokenizer())
     assert error.value.exit_code == 1
@@ -307,7 +307,7 @@ def fake_run(path: Path, started: str, losses: dict[int, float | None]) -> Path:
     return path
 
 
-def test_which_checkpoint_is_meant(workdir: Path) -> None:
+def test_find_checkpoint(workdir: Path) -> None:
     old = fake_run(Path("runs/old"), "2026-01-02", {10: 3.0, 20: 2.0, 30: 2.5})
     new = fake_run(Path("runs/new"), "2026-01-03", {5: None})
     fake_run(Path("runs/empty"), "2026-01-04", {})
@@ -317,7 +317,7 @@ def test_which_checkpoint_is_meant(workdir: Path) -> None:
     assert folder.find_checkpoint("runs/old:latest") == old / "step-000030"
     assert folder.find_checkpoint("runs/old:step-10") == old / "step-000010"
     assert folder.find_checkpoint("runs/old/step-000010") == old / "step-000010"
-    for wrong, message in {
+    for name, message in {
         "runs/old:step-11": "has no checkpoint step-11",
         "runs/none": "there is no run or checkpoint",
         "runs/none:best": "there is no run",
@@ -325,7 +325,7 @@ def test_which_checkpoint_is_meant(workdir: Path) -> None:
         "runs": "is not a run or a checkpoint",
     }.items():
         with pytest.raises(UserError, match=message):
-            folder.find_checkpoint(wrong)
+            folder.find_checkpoint(name)
     shutil.rmtree("runs")
     with pytest.raises(UserError, match="no run with a checkpoint"):
         folder.find_checkpoint(None)
@@ -338,28 +338,28 @@ def test_pruning_keeps_the_newest_and_the_best(workdir: Path) -> None:
     folder.write_index(run)
     index = json.loads((run / "index.json").read_text())
     assert (index["best"], index["latest"]) == ("step-000002", "step-000005")
-    # Of a run that went on from before the newest: what is kept, and which is best, has nothing to do with that.
+    # After a rollback, checkpoints after ``newest`` are deleted, even the best.
     run = fake_run(Path("again"), "", {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5, 5: 2.0})
     folder.prune(run, keep=1, newest=3)
     assert [entry.step for entry in folder.checkpoints(run)] == [2, 3]
 
 
-def test_a_checkpoint_that_goes_loses_its_name_first(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a run that is killed before anything of it is deleted."""
+def test_pruned_checkpoints_are_renamed_first(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulates a kill after the rename, before the deletion."""
     run = fake_run(Path("r"), "", {1: None, 2: None, 3: None})
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     folder.prune(run, keep=1)
     assert [entry.step for entry in folder.checkpoints(run)] == [3]
 
 
-def test_without_a_loss_the_newest_is_best(workdir: Path) -> None:
+def test_newest_checkpoint_is_best_without_losses(workdir: Path) -> None:
     run = fake_run(Path("r"), "", {1: None, 2: None})
     (run / "step-000002/gpt.json").write_text('{"val_loss": 1e999}')
     assert folder.best(folder.checkpoints(run)).step == 2
     assert folder.checkpoints(run)[1].val_loss is None
 
 
-def test_a_taken_name_gets_a_number(workdir: Path) -> None:
+def test_existing_run_names_get_a_number(workdir: Path) -> None:
     assert [str(folder.create_run("r/x")) for _ in range(3)] == [str(Path(p)) for p in ("r/x", "r/x-2", "r/x-3")]
     Path("file").write_text("mine")
     assert str(folder.create_run("file")) == "file-2"
@@ -368,8 +368,8 @@ def test_a_taken_name_gets_a_number(workdir: Path) -> None:
 
 
 @needs_shared
-def test_gpt2_tokenizer_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_contain_the_gpt2_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
     save_ours(tmp_path / "c", GPTConfig(50_257, 64, 1, 2, 8), tokenizer.gpt2_tokenizer())
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "nothing"))  # the checkpoint has all that is needed
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "nothing"))  # the checkpoint contains the vocabulary
     assert_equal_to_transformers(tmp_path / "c")
