@@ -60,7 +60,7 @@ def model_of(
 
 @torch.inference_mode()
 def residual_stream(model: GPT) -> torch.Tensor:
-    """The residual residual_stream of 30 positions, computed one position at a time."""
+    """The residual stream of 30 positions, computed one position at a time."""
     cache = KVCache(model.config, 1, CPU.device, CPU.dtype)
     return torch.cat([model.trunk(torch.tensor([[id]]), Placement(cache, [(0, [id], 1)])) for id in range(30)], dim=1)
 
@@ -77,7 +77,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None and shutil.which
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
-    ("arch", "bits", "more"),
+    ("arch", "bits", "properties"),
     [
         ("qwen3", 4, {"n_kv_head": 2, "window": 9, "window_layers": (0, 2)}),
         ("qwen2", 8, {"n_kv_head": 1}),
@@ -179,7 +179,7 @@ def test_unloadable_program_is_recompiled(
 
 
 @pytest.mark.parametrize(
-    ("platform", "there", "unasked"),
+    ("platform", "compiler", "by_default"),
     [("linux", "g++", True), ("linux", "cl", False), ("win32", "cl", True), ("darwin", "clang++", False)],
 )
 def test_programs_are_compiled_by_default(
