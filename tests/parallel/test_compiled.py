@@ -1,4 +1,4 @@
-"""Compiled steps of several processes, as far as one process can show them."""
+"""Compiled steps of several processes, tested within one process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +17,8 @@ from gpt.training.step import Objective
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
+def process_group() -> Iterator[None]:
+    """A process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch._dynamo.reset()
     yield
@@ -26,20 +26,20 @@ def alone() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Graphs(list[str]):
-    """A compiler that keeps the code of the graphs that it is given, and does not compile."""
+class GraphRecorder(list[str]):
+    """A compiler backend that records each graph's code and does not compile."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         self.append(graph.code)
         return graph.forward
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler, which a `Stepper` ignores too
-@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore")  # A `Stepper` ignores compiler warnings too.
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_shards_compile_without_a_break(arch: Arch) -> None:
-    """Whole blocks are gathered before they are computed: no hook lies within what is compiled."""
-    graphs, config, narrow = Graphs(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
+def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
+    """Whole blocks are gathered before they run, so no hook is inside the compiled code."""
+    graphs, config, narrow = GraphRecorder(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
     sharded = ShardedModel(config, Grid(1, 1, True), World().mesh("cpu"), narrow)
     sharded.allocate(torch.device("cpu"))
     for name, whole in drawn(config):
@@ -57,10 +57,10 @@ def test_shards_compile_without_a_break(arch: Arch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("alone")
-def test_replicas_compile_the_halves_of_blocks_whole() -> None:
-    """Torch splits what is compiled under `DistributedDataParallel` where its buckets of gradients end."""
-    graphs = Graphs()
+@pytest.mark.usefixtures("process_group")
+def test_replicated_block_halves_compile_as_whole_graphs() -> None:
+    """Under `DistributedDataParallel`, torch splits compiled code at the boundaries of gradient buckets."""
+    graphs = GraphRecorder()
     model = GPT(GPTConfig(64, 8, 3, 2, 256))
     ids = torch.randint(64, (2, 8))
     expected = Objective(model, 0)(ids, ids)
@@ -68,4 +68,4 @@ def test_replicas_compile_the_halves_of_blocks_whole() -> None:
     compile_halves(model, torch.device("cpu"), backend=graphs)
     wrapped(ids, ids).backward()
     assert wrapped(ids, ids).item() == pytest.approx(expected.item())
-    assert len(graphs) == 3  # attention's half, the MLP's, the last norm: the blocks share them
+    assert len(graphs) == 3  # Blocks share three graphs: the attention half, the MLP half, the last norm.
