@@ -100,7 +100,7 @@ def count_step(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[
         original = getattr(context, method)
 
         def record_and_call(*args: Any) -> Any:
-            snapshots.append((Counter(device.kinds()), Counter(device.launches)))
+            snapshots.append((Counter(device.wait_counts()), Counter(device.launches)))
             return original(*args)
 
         with mock.patch.object(context, method, record_and_call):
