@@ -50,7 +50,7 @@ class FakeCudaTensor(Tensor):
         self.cpu_data, self.owner = cpu_data, owner_device
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Disguised({self.numbers})"
+        return f"FakeCudaTensor({self.cpu_data})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
