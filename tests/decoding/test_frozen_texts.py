@@ -1,7 +1,7 @@
-"""Texts that stay as they are, by hash: every way of choosing tokens, on small models of each kind.
+"""Frozen hashes of generated texts: every sampling setting, on small models of each kind.
 
-The models compute in double precision and their weights are whole numbers over a power of two, so that the hashes
-depend on no processor. Whoever means to change texts writes new hashes: ``python tests/decoding/test_frozen_texts.py``.
+Models compute in float64 with weights that are integers over a power of two, so hashes do not depend on the CPU. If
+texts are meant to change, write new hashes: ``python tests/decoding/test_frozen_texts.py``.
 """
 
 import hashlib
@@ -83,28 +83,28 @@ def language_model(arch: Any, positions: Any) -> LanguageModel:
     return LanguageModel(model, bytes_tokenizer(), Compute(torch.device("cpu"), torch.float64), Path("frozen"))
 
 
-def written(model: LanguageModel, settings: dict[str, Any], seed: int) -> list[Any]:
-    """The hash of what stands in all samples, and the sum of their log-probabilities."""
+def hash_samples(model: LanguageModel, settings: dict[str, Any], seed: int) -> list[Any]:
+    """Returns the hash of all samples, and the sum of their log-probabilities."""
     config = SampleConfig(**{"max_tokens": 12, **settings})
-    told, total = [], 0.0
+    records, total = [], 0.0
     for piece in model.write_all(PROMPTS, config, seed, 1 if config.beam else 2):
         if piece.sample is not None:
             sample = piece.sample
             tokens = [*(sample.logprobs or ()), *(sample.prompt_logprobs or ())]
-            about = [sample.text, sample.tokens, sample.finish_reason, sample.dropped, sample.slid]
-            told.append([piece.prompt, piece.index, *about, [[t.id, [id for id, _ in t.top]] for t in tokens]])
+            fields = [sample.text, sample.tokens, sample.finish_reason, sample.dropped, sample.slid]
+            records.append([piece.prompt, piece.index, *fields, [[t.id, [id for id, _ in t.top]] for t in tokens]])
             total += sample.logprob + (sample.score or 0.0) + sum(token.logprob or 0.0 for token in tokens)
-    return [hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12], round(total, 3)]
+    return [hashlib.sha256(json.dumps(records).encode()).hexdigest()[:12], round(total, 3)]
 
 
-def all_written(arch: str, positions: str) -> dict[str, list[Any]]:
+def hash_all_settings(arch: str, positions: str) -> dict[str, list[Any]]:
     model = language_model(arch, positions)
-    return {str(settings): written(model, settings, seed) for seed, settings in enumerate(SETTINGS)}
+    return {str(settings): hash_samples(model, settings, seed) for seed, settings in enumerate(SETTINGS)}
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads that meet after each of so small products would wait for each other most of the time."""
+    """With products this small, several threads would mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -114,16 +114,18 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("arch", "positions"), [MODELS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in MODELS[1:])]
 )
-def test_texts_are_as_they_were(arch: str, positions: str) -> None:
+def test_texts_match_the_frozen_hashes(arch: str, positions: str) -> None:
     frozen = json.loads(FROZEN.read_text(encoding="utf-8"))[f"{arch} {positions}"]
-    found = all_written(arch, positions)
-    assert {how: hash for how, (hash, _) in found.items()} == {how: hash for how, (hash, _) in frozen.items()}
-    for how, (_, total) in found.items():
-        assert total == pytest.approx(frozen[how][1], abs=0.01), how
+    actual = hash_all_settings(arch, positions)
+    assert {settings: hash for settings, (hash, _) in actual.items()} == {
+        settings: hash for settings, (hash, _) in frozen.items()
+    }
+    for settings, (_, total) in actual.items():
+        assert total == pytest.approx(frozen[settings][1], abs=0.01), settings
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    everything = {f"{arch} {positions}": all_written(arch, positions) for arch, positions in MODELS}
+    everything = {f"{arch} {positions}": hash_all_settings(arch, positions) for arch, positions in MODELS}
     lines = re.sub(r"\[\s+(\S+),\s+(\S+)\s+\]", r"[\1, \2]", json.dumps(everything, indent=1))
     FROZEN.write_text(lines + "\n", encoding="utf-8")
