@@ -22,8 +22,7 @@ EARLY_STOPPING = {"off": False, "on": True, "never": "never"}
 
 
 def model_pair(vocab_size: int, seed: int, spread: float = 0.5) -> tuple[GPT, GPT2LMHeadModel]:
-    """Returns `gpt` and Transformers models with the same random weights. A larger ``spread`` gives more peaked
-    distributions."""
+    """Returns `gpt` and Transformers models with equal weights. A larger ``spread`` sharpens their distributions."""
     config = GPTConfig(vocab_size, 64, 2, 2, 16)
     model = loud(config, seed, spread)
     reference = GPT2LMHeadModel(
@@ -40,7 +39,7 @@ def model_pair(vocab_size: int, seed: int, spread: float = 0.5) -> tuple[GPT, GP
 def search(
     model: GPT, prompts: list[list[int]], eot: int, rows: int = 1, **settings: Any
 ) -> list[tuple[list[int], list[Hypothesis]]]:
-    """Returns, for each prompt, the ids streamed before the end of the search, and the best hypotheses."""
+    """Returns each prompt's streamed ids and best hypotheses."""
     config = SampleConfig(**settings)
     context = Context(model, CPU, rows * config.beam)
     streamed: list[list[int]] = [[] for _ in prompts]
@@ -105,7 +104,7 @@ def test_beam_search_matches_transformers(number: int, settings: dict[str, Any])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_wide_beam_matches_exhaustive_search(seed: int, penalty: float) -> None:
-    """Compares with the best of all texts of up to 4 tokens over 4 ids."""
+    """Tries every text of up to 4 tokens over 4 ids."""
     model, _ = model_pair(4, seed)
     eot, max_tokens = 0, 4
     scores: dict[tuple[int, ...], float] = {}
@@ -135,7 +134,6 @@ def test_wide_beam_matches_exhaustive_search(seed: int, penalty: float) -> None:
 def test_one_beam_is_greedy(number: int, early_stopping: str) -> None:
     model, _ = model_pair(30, number, 0.3)
     endless = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
-    # The greedy text contains this id.
     eot = [token.id for token in generate(Context(model, CPU), [1, 2], endless, ())][number]
     [(streamed, [best])] = search(model, [[1, 2]], eot, beam=1, max_tokens=12, early_stopping=early_stopping)
     greedy = list(generate(Context(model, CPU), [1, 2], SampleConfig(greedy=True, max_tokens=12), {eot}))
@@ -160,7 +158,6 @@ def test_batched_beams_match_single_prompts(rows: int) -> None:
 
 @pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary"), ("gpt2", "rotary")])
 def test_beam_search_past_the_context(arch: str, positions: str) -> None:
-    """Compares with computing each hypothesis separately, in a context of 8."""
     model = loud(GPTConfig.of(arch, 20, 8, 2, 2, 16, positions=positions))  # type: ignore[arg-type]
     [(_, hypotheses)] = search(model, [[1, 2, 3]], 0, beam=3, n_best=3, max_tokens=20, ignore_eot=True)
     assert len({tuple(hypothesis.ids) for hypothesis in hypotheses}) == 3
@@ -201,14 +198,14 @@ def test_search_ends_when_no_live_hypothesis_can_win() -> None:
     beam_search = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=0.0), ends={0})
     beam_search.advance(uniform, torch.tensor([[-1.0, 0.0]]))  # One hypothesis ends at -1, the other continues at 0.
     assert not beam_search.done
-    # Another ends at -1, and the one that continues at -1 is no better.
+    # Another ends at -1; the one that continues is no better.
     beam_search.advance(uniform, torch.tensor([[-1.0, -1.0]]))
     assert beam_search.done
 
 
 @pytest.mark.parametrize("penalty", [100.0, -100.0])
 def test_scores_stay_finite_under_a_large_length_penalty(penalty: float) -> None:
-    """The length penalty can exceed the range of a float in both directions."""
+    """The penalty overflows a float in either direction."""
     uniform = torch.zeros(1, 2).log_softmax(-1)
     for length in (1, 10, 5000):
         beam_search = Search(SampleConfig(beam=2, max_tokens=9999, length_penalty=penalty), ends={0})

@@ -73,7 +73,6 @@ VALID: dict[str, tuple[Any, Callable[[str], Any]]] = {
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
-    """A random model over bytes."""
     return LanguageModel(loud(GPTConfig(257, 128, 1, 2, 16), spread=0.1), bytes_tokenizer(), CPU, Path("nowhere"))
 
 
@@ -117,7 +116,7 @@ def test_permissive_constraint_does_not_change_the_text(model: LanguageModel, se
 
 
 def test_complete_text_ends(model: LanguageModel) -> None:
-    """A complete text stops immediately. If it can also continue, the model decides by end-of-text."""
+    """If a complete text can also continue, the model decides by end-of-text."""
     config = SampleConfig(choices=("A", "AB"), max_tokens=9)
     reasons = {}
     for index in range(20):
@@ -174,7 +173,6 @@ def test_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_constraint_beyond_the_vocabulary_is_refused() -> None:
-    """A vocabulary can lack bytes, and several tokens can have the same bytes."""
     cache = ConstraintCache(letters(b"a", b"b", b"ab", b"a"))
     with pytest.raises(UserError, match="regex: no text can match it"):
         cache.find(SampleConfig(regex="z"))
@@ -228,7 +226,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", HOSTILE, ids=lambda each: str(each)[:60])
 def test_hostile_constraints_are_cheap_or_refused(settings: dict[str, Any]) -> None:
-    """Limits the CPU time for compiling and 100 bytes, unless the constraint is refused."""
+    """Limits the CPU time for compilation and 100 bytes."""
     start, rng = time.thread_time(), random.Random(0)
     with contextlib.suppress(UserError):
         constraint = ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))

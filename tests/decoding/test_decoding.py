@@ -32,8 +32,8 @@ def generate_ids(model: GPT, prompt: list[int], config: SampleConfig, **seed: in
 
 
 def logprobs_without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[float]:
-    """Yields the log-probability of each of ``ids``, from a forward pass over the whole window. The window starts with
-    the end of the prompt and keeps its last half when full."""
+    """Computes log-probabilities of ``ids`` from whole windows, each starting with the end of the prompt. A full window
+    keeps its last half."""
     size = model.config.block_size
     window = prompt[-size:]
     for id in ids:
@@ -83,7 +83,7 @@ def test_rotary_positions_attend_to_exactly_one_context(
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_copied_slot_continues_like_its_source(positions: str) -> None:
-    """Covers texts with and without a common prefix, before and after either has slid."""
+    """Covers slots before and after sliding, with and without a common prefix."""
     model, rng = tiny_model(8, positions), random.Random(0)
     for _ in range(50):
         context = Context(model, CPU, 3)
@@ -126,7 +126,7 @@ def test_batched_requests_match_single_requests(rows: int, positions: str, setti
         assert [token.id for token in tokens] == [token.id for token in single]
         assert [token.logprob for token in tokens] == pytest.approx([token.logprob for token in single], abs=1e-4)
     if not settings:
-        assert len({len(tokens) for tokens in results}) > 1  # End-of-text ended some of the texts.
+        assert len({len(tokens) for tokens in results}) > 1
 
 
 def test_requests_can_be_cancelled_during_an_update() -> None:
@@ -151,7 +151,7 @@ def test_sample_depends_only_on_seed_and_index() -> None:
 
 
 def test_prompt_logprobs_match_one_forward_pass() -> None:
-    """The truncated prompt is evaluated in three chunks. The request asks for the top 99 of 50 ids."""
+    """The prompt is truncated and evaluated in three chunks. The top 99 contain all 50 ids."""
     model, prompt = tiny_model(2 * POSITIONS_AT_ONCE + 9), [position * position % 47 for position in range(200)]
     config = SampleConfig(max_tokens=0, echo_logprobs=True, logprobs=99)
     [update] = engine_of(Context(model, CPU), [Request(prompt)], config).run()
@@ -171,7 +171,6 @@ def test_prompt_logprobs_match_one_forward_pass() -> None:
 
 
 def text_generator(config: SampleConfig, block_size: int = 64) -> TextGenerator:
-    """Uses a model whose ids are bytes."""
     return TextGenerator(
         ContextPool(loud(GPTConfig(257, block_size, 2, 2, 16)), CPU), bytes_tokenizer(), config, seed=3
     )
@@ -229,7 +228,7 @@ def test_slid_is_set_when_the_context_slides(monkeypatch: pytest.MonkeyPatch) ->
     slides: list[int] = []
     slide = Context.slide
     monkeypatch.setattr(Context, "slide", lambda self, slot: slides.append(slot.at) or slide(self, slot))
-    # The last token is predicted but never enters the context.
+    # The last token never enters the context.
     for count, slid in ((60, False), (61, False), (62, True)):
         slides.clear()
         [sample] = generate_samples(SampleConfig(max_tokens=count, ignore_eot=True), ["abcd"])

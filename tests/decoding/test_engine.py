@@ -42,7 +42,7 @@ def random_request(rng: random.Random) -> Request:
 
 
 def summarize(events: list[Update]) -> Any:
-    """Summarizes the updates of one request, without log-probabilities."""
+    """Summarizes one request's updates, without log-probabilities."""
     tokens = [token for event in events for token in event.tokens]
     prompts = [[token.id for token in event.prompt] for event in events if event.prompt]
     best = [(hypothesis.ids, hypothesis.reason) for hypothesis in events[-1].best]
@@ -69,13 +69,10 @@ def run_alone(model: GPT, request: Request) -> list[Update]:
 def test_concurrent_requests_do_not_affect_each_other(
     positions: str, fixed_shapes: bool, chunk: int, properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples, speculation, beam searches and penalties run concurrently, with more requests than slots; some are
-    cancelled. Prompts are prefilled in chunks and reuse the contents of slots."""
+    """All kinds of requests run concurrently, more than there are slots; some are cancelled."""
     monkeypatch.setattr(scheduler, "REUSED_FROM", 1)
     model, rng = tiny_model(24, positions, **properties), random.Random(0)
-    context = Context(
-        model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None
-    )  # Calls the step like a compiled one.
+    context = Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None)
     engine = Engine(context, {EOT}, chunk)
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}
@@ -106,11 +103,11 @@ def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
     for settings in ({}, {}, {"greedy": False, "beam": 2}, {}):
         engine.add(Request([1, 2], SampleConfig(**{**vars(config), **settings})))
     assert engine.free == -2
-    # The beam search waits for two slots, and the last request waits behind it.
+    # The beam search needs two slots; the last request queues behind it.
     assert [event.number for event in engine.step()] == [0, 1]
     engine.cancel(0)
     assert [event.number for event in engine.step()] == [1, 2]
-    engine.cancel(3)  # Cancels a waiting request.
+    engine.cancel(3)
     engine.cancel(2)
     assert [event.number for event in engine.step()] == [1]
     engine.cancel(99)
@@ -119,7 +116,7 @@ def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
 
 @pytest.mark.parametrize("settings", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])
 def test_nan_logits_end_only_their_request(settings: dict[str, Any]) -> None:
-    """The embedding of one id is NaN and occurs in prompts. The slots of failed requests serve others."""
+    """Prompts contain an id with a NaN embedding. The slots of failed requests are reused."""
     model = tiny_model(24)
     with torch.no_grad():
         model.lm_head = torch.nn.Linear(16, 50, bias=False)
@@ -156,9 +153,7 @@ def test_unread_nan_logits_do_not_reach_later_requests(ended_by: str) -> None:
     for _ in range(4 if ended_by == "cancelled" else 9):  # Each step prefills four ids.
         engine.step()
     engine.cancel(number)
-    engine.add(
-        Request([3, 4] * 8, SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
-    )  # A longer request runs concurrently.
+    engine.add(Request([3, 4] * 8, SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),)))
     later = engine.add(good)
     assert summarize([event for event in engine.run() if event.number == later]) == expected
 
@@ -194,7 +189,7 @@ def test_beam_search_keeps_its_slots_when_beams_end(seed: int) -> None:
 
 
 class CountingContext(Context):
-    """Records the number of positions computed by each step."""
+    """Records how many positions each step computes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -209,8 +204,7 @@ GREEDY = SampleConfig(greedy=True, ignore_eot=True, max_tokens=12)
 
 
 def test_long_prompts_are_prefilled_in_chunks() -> None:
-    """No step prefills more than a chunk. Running requests get a token in each step. A short prompt overtakes long
-    prompts, which are prefilled in order of arrival."""
+    """Running requests get a token in each step. A short prompt overtakes long ones, which are prefilled in order."""
     model = tiny_model(200)
     context = CountingContext(model, CPU, 6)
     engine = Engine(context, {EOT}, chunk=16)
@@ -236,7 +230,7 @@ def test_long_prompts_are_prefilled_in_chunks() -> None:
 
 @pytest.mark.parametrize("length_watched", [3, 100])
 def test_waiting_times_are_bounded(length_watched: int) -> None:
-    """A short prompt among a stream of long prompts, and a long prompt among short ones."""
+    """Covers a short prompt among long ones, and a long one among short ones."""
     engine = Engine(Context(tiny_model(200), CPU, 8), {EOT}, chunk=16)
     rng = random.Random(0)
 
@@ -277,7 +271,7 @@ def test_shared_prefix_is_prefilled_once() -> None:
     events: dict[int, list[Update]] = {}
     for event in engine.run():
         events.setdefault(event.number, []).append(event)
-    # The others wait for three chunks, and compute the last few ids themselves.
+    # The others reuse three chunks and compute the rest.
     assert sum(context.positions) == 101 + 3 * 5 + 4 * 11
     assert [events[number][-1].cached for number in range(4)] == [0, 96, 96, 96]
     assert all(
@@ -287,8 +281,7 @@ def test_shared_prefix_is_prefilled_once() -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_prompt_reuses_the_prefix_of_a_slot(window: int | None) -> None:
-    """Covers running and finished requests, and sliding-window layers whose ring buffer still contains the needed
-    positions."""
+    """Covers running and finished requests, and ring buffers of sliding-window layers."""
     properties: dict[str, Any] = {} if window is None else {"window": window, "window_layers": (1,)}
     model = tiny_model(300, "rotary", "modern", **properties)
     context = CountingContext(model, CPU, 4)
@@ -309,7 +302,7 @@ def test_prompt_reuses_the_prefix_of_a_slot(window: int | None) -> None:
         reused = shared >= 16 and (window is None or shared > 140)
         assert (computed < shared) == reused, (shared, computed)
     assert not engine.busy
-    number = engine.add(first)  # The finished request's slot serves the same prompt again.
+    number = engine.add(first)
     context.positions = []
     events = [*engine.run()]
     assert summarize(events) == summarize(run_alone(model, first))
@@ -334,7 +327,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
 
 
 def test_overwritten_window_is_not_reused_as_a_prefix() -> None:
-    """A longer text or rejected guesses in the same slot overwrite positions of the ring buffer."""
+    """Longer texts or rejected guesses overwrite positions of the ring buffer."""
     model, rng = tiny_model(400, "rotary", "modern", window=8, window_layers=(0, 1)), random.Random(1)
     first = [rng.randrange(40) for _ in range(300)]
     settings: dict[str, Any] = {"max_tokens": 4, "ignore_eot": True}
@@ -364,7 +357,7 @@ def test_nan_logits_of_guesses_end_only_their_request() -> None:
 
 
 def test_guesses_count_towards_the_chunk() -> None:
-    """The logits of guesses take memory, and clients can request speculation."""
+    """Logits of guesses take memory."""
     context = CountingContext(tiny_model(64), CPU, 4)
     engine = Engine(context, {EOT}, chunk=6)
     for n in range(4):

@@ -132,7 +132,7 @@ def test_filters_at_boundary_values() -> None:
     assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # Torch sorts doubles.
     assert torch.isfinite(filters.keep_min_p(logits, 1)).tolist() == [False, True, False]
     assert torch.isfinite(filters.exclude(logits, [1])).tolist() == [True, False, True]
-    assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])  # At least one id remains.
+    assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])
     assert not filters.warm(logits, 1e-300).isnan().any()  # float32 rounds this temperature to 0.
     scaled = filters.warm(logits, 1e-40)
     assert scaled.softmax(-1).tolist() == [0, 1, 0]
@@ -154,7 +154,7 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_uniform_draws_are_unbiased() -> None:
-    """A chi-square test of a uniform distribution over 400 ids. Ids near either end are not favored."""
+    """Chi-square test of a uniform distribution over 400 ids."""
     counts = torch.bincount(torch.tensor(draw(torch.zeros(400), SampleConfig(temperature=1), 20_000)), minlength=400)
     chi = float(((counts - 50) ** 2 / 50).sum())
     assert abs(chi - 399) < 5 * math.sqrt(2 * 399)
@@ -169,7 +169,7 @@ def test_consecutive_steps_are_independent() -> None:
 
 
 def test_random_bits_are_frozen() -> None:
-    """Frozen, because a seed must reproduce its text. The bits are the first outputs of SplitMix64 for state 0."""
+    """A seed must reproduce its text. The bits are SplitMix64's first outputs for state 0."""
     words = filters.bits(torch.tensor([[0]]), 3)[0].tolist()
     assert [word % 2**64 for word in words] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     noise = filters.gumbel(torch.tensor([[0]]), 3)[0].tolist()

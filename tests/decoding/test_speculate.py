@@ -1,4 +1,4 @@
-"""Speculative decoding by prompt lookup does not change the text, and finds repetitions."""
+"""Speculative decoding by prompt lookup."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from gpt.sample_config import SampleConfig
 
 
 def expected_guess(ids: list[int], count: int) -> list[int]:
-    """Returns what followed the last earlier occurrence of the longest matching suffix of ``ids``."""
+    """Returns what followed the last occurrence of the longest matching suffix."""
     for length in range(min(LONGEST, len(ids)), 0, -1):
         for position in range(len(ids) - 1, length - 1, -1):
             if ids[position - length : position] == ids[-length:]:
@@ -45,7 +45,7 @@ def test_guess_continues_the_last_match(ids: list[int], steps: list[int]) -> Non
     ],
 )
 def test_speculation_does_not_change_the_text(rows: int, positions: str, sampling: dict[str, object]) -> None:
-    """Equal token for token, not just in distribution, because each position has its random numbers."""
+    """Equal token by token, because each position has separate random numbers."""
     model = tiny_model(40, positions)
     requests = [Request(prompt, index=index) for index, prompt in enumerate([*PROMPTS, [1, 2, 3] * 5])]
     without_guesses, with_guesses = (
@@ -58,7 +58,6 @@ def test_speculation_does_not_change_the_text(rows: int, positions: str, samplin
 
 
 def test_guesses_fit_the_slot() -> None:
-    """Guesses never exceed the capacity of a slot."""
     model, prompts = tiny_model(40), [[1, 2, 3] * 6, [4], [1, 2] * 5]
     config = SampleConfig(max_tokens=12, speculate=5, temperature=0.3, ignore_eot=True)
     capacity = max(map(len, prompts)) + config.max_tokens
@@ -73,7 +72,7 @@ def test_guesses_fit_the_slot() -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_right_guesses_save_steps(rows: int) -> None:
     model = tiny_model(200)
-    with torch.no_grad():  # A model that repeats itself
+    with torch.no_grad():  # The model repeats itself.
         for block in model.h:
             block.attn.c_proj.weight.zero_()  # type: ignore[union-attr]
             block.attn.c_proj.bias.zero_()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Streaming ids as text: only whole characters, and no part of a stop string."""
+"""Streaming of whole characters, without any part of a stop string."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,6 @@ PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]) 
 
 
 def stream_pieces(ids: Sequence[int], stops: Sequence[str] = (), tok: Tokenizer = BYTES) -> list[str]:
-    """Returns the pieces shown up to a stop string."""
     stream = TextStream(tok, stops)
     pieces = []
     for id in ids:
@@ -40,7 +39,7 @@ def test_literal_replacement_character_streams() -> None:
 
 
 def text_before_stop(text: str, stops: Sequence[str]) -> str:
-    """Cuts the text, letter by letter, before the longest stop string that matches first."""
+    """Cuts the text at the first stop string that ends, the longest if several do."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -61,7 +60,7 @@ def test_no_part_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
     pieces = stream_pieces(list(text.encode()), stops)
     assert "".join(pieces) == expected
     shown = ""
-    for piece in pieces:  # Text already shown is never retracted.
+    for piece in pieces:  # Shown text is never retracted.
         shown += piece
         assert expected.startswith(shown)
 

@@ -1,5 +1,4 @@
-"""The decoding step that is compiled for a GPU, tested on a CPU: matrix products, attention, and inputs of a CUDA
-graph."""
+"""The decoding step for a GPU, tested on a CPU."""
 
 import functools
 from typing import Any
@@ -34,8 +33,7 @@ def model_of(arch: Any, rounded: bool = False) -> GPT:
 
 
 def logits_of(model: GPT, prompt: list[int], following: list[int], backend: Any = None) -> list[torch.Tensor]:
-    """Returns the logits after each of ``following``: from `next_tokens` compiled by ``backend``, or from the model
-    without one."""
+    """Returns the logits after each of ``following``, from `next_tokens` compiled by ``backend`` if given."""
     step = None if backend is None else functools.partial(torch.compile(next_tokens, backend=backend), model)
     context = Context(model, Compute(torch.device("cpu"), torch.float32), 1, 64, step)
     push(context, prompt)
@@ -61,7 +59,7 @@ def test_gpu_layout_matches_plain_weights(arch: str, rounded: bool) -> None:
     torch._dynamo.reset()
     for results in (logits_of(prepared, [1, 2, 3], [4, 5, 49], "eager"), logits_of(prepared, [1, 2, 3], [4, 5, 49])):
         for actual, reference in zip(results, expected, strict=True):
-            assert actual.shape[-1] == 50  # Padding is removed.
+            assert actual.shape[-1] == 50
             assert torch.allclose(actual, reference, rtol=1e-4, atol=1e-4)
 
 
@@ -100,7 +98,7 @@ def test_attention_reads_only_filled_blocks(window: int, columns: int, heads: in
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_cuda_graph_inputs_are_static(rounded: bool) -> None:
-    """A CUDA graph copies each input whose address could change in every step."""
+    """A CUDA graph would copy other inputs in every step."""
     moving: list[tuple[int, ...]] = []
 
     def inspect_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Weights laid out for decoding match the model. int8 is close, and compiled steps are equal."""
+"""Weight layouts for decoding: packed, int8, int4, compiled."""
 
 import copy
 import json
@@ -62,13 +62,12 @@ def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
 def test_int8_products_match_rounded_weights(
     missing_instruction: str | None, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares with the same rounding in floating point. Rows differ widely in size and have separate scales. Covers
-    CPUs that lack an instruction."""
+    """Rows differ widely in size. Covers CPUs without some instructions."""
     if missing_instruction:
         monkeypatch.setattr(weights, missing_instruction, lambda: False)
     torch.manual_seed(0)
     layer = nn.Linear(64, 33, bias=bias)
-    layer.weight.data[7] = 0.0  # This row is zero, like a padding row.
+    layer.weight.data[7] = 0.0  # Padding rows are zero.
     x = torch.randn(2, 5, 64) * torch.tensor([1e-4, 1.0, 1e4, 3.0, 0.0])[:, None]
     quantized = Int8Linear(to_int8(layer.weight), layer.bias)
     assert quantized.integer == weights.has_byte_products()
@@ -86,8 +85,7 @@ def test_int8_products_match_rounded_weights(
 @pytest.mark.skipif(not Int4Linear.runs_on(CPU.device), reason="the int4 kernel needs AVX2")
 @pytest.mark.parametrize("bias", [True, False])
 def test_int4_products_match_rounded_weights(bias: bool) -> None:
-    """Unit vectors show each weight exactly: few rows use the kernel, many use dequantized weights. Then random
-    inputs."""
+    """Unit vectors expose each weight. Few rows use the kernel, many use dequantized weights."""
     torch.manual_seed(0)
     for out_features, in_features in ((16, 64), (80, 96), (192, 256)):
         weight = to_int4(torch.randn(out_features, in_features) * torch.logspace(-3, 1, out_features)[:, None])
@@ -121,7 +119,7 @@ def test_int4_weights_are_dequantized_without_a_kernel(monkeypatch: pytest.Monke
 
 
 def test_int8_rows_are_independent() -> None:
-    """Each position has a separate scale, so a large row does not coarsen a small one."""
+    """A large row does not coarsen a small one."""
     torch.manual_seed(0)
     layer = Int8Linear(to_int8(torch.randn(20, 32)), None)
     x = torch.randn(4, 32)
@@ -173,7 +171,7 @@ def test_idle_row_with_a_full_context_does_not_affect_others(positions: str) -> 
     generated: list[list[int]] = [[], []]
     for event in engine.run():
         generated[event.number] += [token.id for token in event.tokens]
-        if len(generated[1]) == 3:  # Two of the three tokens are in the context, so it is full.
+        if len(generated[1]) == 3:  # The context is full after two of the three tokens.
             engine.cancel(1)
     assert generated[0] == [token.id for token in batched(model, requests[:1], config, 1)[0]]
 

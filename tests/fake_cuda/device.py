@@ -1,4 +1,4 @@
-"""Tensors that report a CUDA device but keep their values on the CPU, and the device that runs their operators."""
+"""Tensors that report a CUDA device but store values on the CPU, and the device that runs their operators."""
 
 import contextlib
 import traceback
@@ -18,7 +18,7 @@ SKIPPED_PATHS = (str(Path(__file__).parent / "device.py"), str(Path(torch.__file
 GPT_FOLDER = str(Path(__file__).resolve().parents[2] / "gpt")
 CPU = torch.device("cpu")
 
-# The host reads the result of these operators, or their output shape depends on device values.
+# The host reads the results or output shapes of these operators.
 WAITING_OPS = {
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default,
     aten.is_nonzero.default, aten.equal.default, aten.bincount.default, aten.repeat_interleave.Tensor,
@@ -27,9 +27,9 @@ INDEXING_OPS = {
     aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default,
     aten._unsafe_index.Tensor,
 }  # fmt: skip
-# Operators that create a tensor without computing it, or read one value
+# Operators that compute nothing
 OPS_WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_local_scalar_dense"}
-STALE_INTEGER = 99  # Content of an integer buffer before the host waits for its copy. Floats are NaN.
+STALE_INTEGER = 99  # integers in a buffer whose copy is pending; floats are NaN
 
 
 class FakeCudaTensor(Tensor):
@@ -55,7 +55,7 @@ class FakeCudaTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def tolist(self) -> Any:
-        """Copies to the CPU first, because torch's `tolist` refuses subclasses."""
+        """Torch's `tolist` refuses subclasses."""
         return self.cpu().tolist()
 
     @classmethod
@@ -72,24 +72,24 @@ def _unwrap(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class PendingCopy:
-    """An unfinished copy to the host, which will write ``cpu_data`` to ``buffer``."""
+    """A pending copy of ``cpu_data`` into the host's ``buffer``."""
 
     buffer: Tensor
     cpu_data: Tensor
-    index: int  # index of the source device
+    index: int  # source device
 
 
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``count`` devices, as a context in which ``device="cuda"`` makes tensors on them."""
+    """Provides ``count`` CUDA devices within a context."""
 
     def __init__(self, count: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = count
         self.current = 0
         self.waits: list[tuple[str, str]] = []  # (kind, source line) of each wait of the host for the device
-        self.launches: Counter[str] = Counter()  # operators that launch at least one kernel, and copies
-        self.failure = ""  # the error that every further CUDA call raises, if not empty
-        # Storages by address. Keeping them prevents an unpinned tensor from reusing the address.
+        self.launches: Counter[str] = Counter()  # launched kernels and copies, by operator
+        self.failure = ""  # error raised by all further CUDA calls, if any
+        # Keeping the storages prevents an unpinned tensor from reusing an address.
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._pending: list[PendingCopy] = []
 
@@ -97,7 +97,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operator on this device if its arguments or its output are on ``cuda``, otherwise on the host."""
+        """Runs an operator on this device or on the host."""
         if _is_composite(func):  # Inference mode dispatches composite operators undecomposed.
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -127,7 +127,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.pin(func(*args, **{**kwargs, "pin_memory": False}))
 
     def _check(self, func: Any, args: Any, fake_tensors: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
-        """Records a wait if the operator causes one. Raises for tensors on several devices, as CUDA does."""
+        """Records a wait if the operator needs one. Raises for mixed devices, as CUDA does."""
         if func in WAITING_OPS:
             self.wait(func._schema.name.removeprefix("aten::"))
         host = [tensor for tensor in tensors if not isinstance(tensor, FakeCudaTensor)]
@@ -184,7 +184,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # Copies and waits
 
     def wait(self, kind: str) -> None:
-        """Records a wait of the host for the device, with the line of `gpt` that caused it."""
+        """Records a wait and the line of `gpt` that caused it."""
         if self.failure:
             raise torch.AcceleratorError(self.failure)
         frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(SKIPPED_PATHS)]
@@ -194,7 +194,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.waits.append((kind, f"{Path(frame.filename).name}:{frame.lineno}"))
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Marks the tensor as pinned memory and returns it."""
+        """Marks the tensor's memory as pinned."""
         storage = tensor.untyped_storage()
         self._pinned[storage.data_ptr()] = storage
         return tensor
@@ -240,11 +240,11 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.wait("host to device")
 
     def pending_from(self, index: int) -> list[PendingCopy]:
-        """Returns unfinished copies from one device to the host."""
+        """Returns pending copies from one device to the host."""
         return [copy for copy in self._pending if copy.index == index]
 
     def complete(self, copies: Iterable[PendingCopy]) -> None:
-        """Writes the values of copies into their buffers, unless they are already complete."""
+        """Finishes copies that are still pending."""
         copies = list(copies)
         for copy in self._pending:
             if any(copy is other for other in copies):
@@ -252,7 +252,6 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pending = [copy for copy in self._pending if not any(copy is other for other in copies)]
 
     def wait_counts(self) -> Counter[str]:
-        """Counts waits by kind."""
         return Counter(kind for kind, _ in self.waits)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from . import shim
 from .device import Device, FakeCudaTensor, PendingCopy
 
-# The properties of an H100 that `gpt` queries
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132
 )
@@ -21,10 +20,9 @@ H100 = SimpleNamespace(
 
 @contextlib.contextmanager
 def disguised(folder: Path, count: int = 1) -> Iterator[Device]:
-    """Gives this process ``count`` CUDA devices within the context. ``folder`` contains the compiled shim, or receives
-    it.
+    """Gives this process ``count`` CUDA devices. ``folder`` caches the compiled shim.
 
-    Raises `Unavailable` if the fake device cannot run here.
+    Raises `Unavailable`.
     """
     device = Device(count)
     lifts_only_cpu_tensors = torch._C._only_lift_cpu_tensors()
@@ -33,12 +31,12 @@ def disguised(folder: Path, count: int = 1) -> Iterator[Device]:
         for name, replacement in _replacements(device).items():
             undo.enter_context(mock.patch.object(torch.cuda, name, replacement))
         undo.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory(device)))
-        # GradScaler and autocast check for CUDA through this function.
+        # GradScaler and autocast check for CUDA here.
         undo.enter_context(mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-        # Lists become host tensors first, then are copied like uploads to a GPU.
+        # Lists become host tensors first, as before an upload to a GPU.
         undo.callback(torch._C._set_only_lift_cpu_tensors, lifts_only_cpu_tensors)
         torch._C._set_only_lift_cpu_tensors(True)
-        # Module.to must replace parameters, because it cannot swap the data of a tensor subclass.
+        # Module.to cannot swap the data of a tensor subclass, so it must replace parameters.
         undo.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         # Autograd created its device threads before this device existed.
@@ -48,7 +46,6 @@ def disguised(folder: Path, count: int = 1) -> Iterator[Device]:
 
 
 def _replacements(device: Device) -> dict[str, Any]:
-    """Returns replacements of functions and types of ``torch.cuda``."""
     states = [torch.zeros(16, dtype=torch.uint8) for _ in range(device.count)]
     index = _make_device_index(device)
 
@@ -75,7 +72,7 @@ def _replacements(device: Device) -> dict[str, Any]:
         "memory_allocated": lambda spec=None: 0,
         "max_memory_allocated": lambda spec=None: 0,
         "reset_peak_memory_stats": lambda spec=None: None,
-        # Random numbers come from the CPU generator. These states are stored but unused.
+        # The CPU generates random numbers. These states are unused.
         "get_rng_state": lambda spec="cuda": states[index(spec)].clone(),
         "set_rng_state": lambda state, spec="cuda": states[index(spec)].copy_(state),
         "manual_seed": lambda seed: None,
@@ -85,8 +82,7 @@ def _replacements(device: Device) -> dict[str, Any]:
 
 def _make_device_index(device: Device) -> Callable[[Any], int]:
     def index(spec: Any) -> int:
-        """Resolves a device as ``torch.cuda`` accepts it: an index, a name, a `torch.device`, or None for the current
-        device."""
+        """Resolves an index, name, `torch.device`, or None for the current device."""
         if isinstance(spec, int):
             return spec
         explicit_index = None if spec is None else torch.device(spec).index
@@ -97,7 +93,7 @@ def _make_device_index(device: Device) -> Callable[[Any], int]:
 
 def _make_event_class(device: Device) -> type:
     class Event:
-        """Marks the copies to the host that one device started before it."""
+        """Covers the copies to the host that its device started earlier."""
 
         def __init__(self, **_: Any) -> None:
             self.pending: list[PendingCopy] = []

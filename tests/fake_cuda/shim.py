@@ -1,4 +1,4 @@
-"""The C++ part of the fake device (shim.cpp): built on first use, then loaded, installed and removed."""
+"""Builds, loads and installs the C++ part of the fake device (shim.cpp)."""
 
 import contextlib
 import ctypes
@@ -15,21 +15,20 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("shim.cpp")
-RELEASE = "2.13"  # The fake device replaces internals of this torch release.
+RELEASE = "2.13"  # the torch release whose internals are replaced
 COMPILERS = ("c++", "g++", "clang++")
 
 
 class Unavailable(Exception):
-    """The fake device cannot run here. The message is the reason."""
+    """The fake device cannot run here."""
 
 
 def compiler() -> str | None:
-    """Returns the C++ compiler from ``CXX``, or the first one installed."""
     return next(filter(None, map(shutil.which, filter(None, [os.environ.get("CXX"), *COMPILERS]))), None)
 
 
 def why_not() -> str | None:
-    """Returns why the fake device cannot run here, or None if it can."""
+    """Returns why the fake device cannot run here, if so."""
     if not torch.__version__.startswith(f"{RELEASE}."):
         return f"the disguise is written for torch {RELEASE}; this is {torch.__version__}"
     if torch.version.cuda or torch.version.hip:
@@ -42,7 +41,7 @@ def why_not() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Compiles the shim into ``folder`` unless it exists, and returns its path. Raises `Unavailable`."""
+    """Compiles the shim into ``folder`` once and returns its path. Raises `Unavailable`."""
     if (reason := why_not()) is not None:
         raise Unavailable(reason)
     content = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
@@ -53,7 +52,7 @@ def build(folder: Path) -> Path:
             if done.returncode:
                 last_line = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
                 raise Unavailable(f"the disguise's C++ does not compile here: {last_line}")
-            # The rename is atomic, because other processes can build concurrently.
+            # Other processes can build concurrently.
             (Path(scratch) / path.name).replace(path)
     return path
 
@@ -67,15 +66,14 @@ def _command(target: Path) -> list[str | Path]:
 
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
-    # Autograd creates one thread per device in its first backward pass. This pass, before the fake device exists,
-    # creates none for it.
+    # Autograd starts its device threads in the first backward pass. Run here, the pass starts none for the fake device.
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     return ctypes.CDLL(str(path))
 
 
 @contextlib.contextmanager
 def put_on(folder: Path) -> Iterator[None]:
-    """Makes this process accept CUDA tensors within the context. Raises `Unavailable`."""
+    """Makes this process accept CUDA tensors. Raises `Unavailable`."""
     library = _load(build(folder))
     library.install()
     try:

@@ -1,4 +1,4 @@
-"""Decoding, evaluation and inspection on the fake CUDA device give the CPU's results."""
+"""Decoding, evaluation and inspection on the fake CUDA device."""
 
 import functools
 import math
@@ -42,7 +42,6 @@ REQUESTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of each architecture."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "text.txt").write_bytes(make_text().encode())
     settings: dict[str, Any] = {**TINY, "steps": 4, "dtype": "float32", "vocab_size": 300}
@@ -54,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def sample_all(path: Path, device: str, settings: dict[str, Any]) -> list[tuple[str, float]]:
     config = SampleConfig(**{"max_tokens": 12, **settings})
-    with mock.patch.object(torch, "compile", lambda model, **options: model):  # Steps run uncompiled.
+    with mock.patch.object(torch, "compile", lambda model, **options: model):
         model = gpt.load(path, device=device, dtype="float32", sampling=config)
         pieces = model.write_all(["the cat ", "dogs"], config, 3, 1 if config.beam else 2)
         return [(piece.sample.text, piece.sample.logprob) for piece in pieces if piece.sample]
@@ -97,8 +96,8 @@ def random_requests(rng: random.Random) -> Iterator[Request]:
 def test_concurrent_requests_match_the_cpu(
     disguise: Disguise, fixed_shapes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine launches most steps before reading the last step's tokens. Requests end or are cancelled, and their
-    slots are reused by prompts with the same prefix."""
+    """Steps launch before the last tokens are read. Requests end, are cancelled, and their slots serve prompts with the
+    same prefix."""
     monkeypatch.setattr("gpt.decoding.scheduler.REUSED_FROM", 1)
     rng = random.Random(1)
     requests = list(random_requests(rng))
@@ -131,8 +130,7 @@ def test_concurrent_requests_match_the_cpu(
 @pytest.mark.slow
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_nan_logits_do_not_reach_other_requests(disguise: Disguise, cancelled: bool) -> None:
-    """The first token ends a request while its next step is in flight. That step has NaN logits, because the embedding
-    of end-of-text is NaN. Another request reuses the slot."""
+    """A request ends while its next step, whose logits are NaN, is in flight. Its slot is reused."""
     expected = token_ids(
         run_alone(Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),)))
     )
@@ -177,7 +175,7 @@ def test_generation_on_the_second_device(models: dict[str, Path], disguise: Disg
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 def test_generation_with_narrow_weights(models: dict[str, Path], disguise: Disguise, dtype: str) -> None:
-    """Texts can differ from float32, but their log-probabilities are similar."""
+    """Texts can differ from float32; log-probabilities are close."""
     config = SampleConfig(greedy=True, max_tokens=5)
     (_, expected), *_ = sample_all(models["gpt2"], "cpu", {"greedy": True, "max_tokens": 5})
     with disguise():
@@ -225,8 +223,7 @@ def test_device_failure_is_a_one_line_error(models: dict[str, Path], disguise: D
 
 
 class FakeCompiler:
-    """Replaces ``torch.compile``. Counts its calls, and the CUDA graphs that it would capture: one per step shape and
-    KV cache address."""
+    """Replaces ``torch.compile``. Counts calls, and CUDA graphs to capture: one per step shape and KV cache."""
 
     def __init__(self) -> None:
         self.compiled = self.captured = self.steps = 0
@@ -281,16 +278,16 @@ def test_later_calls_reuse_the_captured_graph(
 def test_cached_contexts_are_bounded_in_number_and_memory(
     models: dict[str, Path], disguise: Disguise, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With memory for seven rows, contexts of three, two and four rows evict the oldest."""
+    """Memory for seven rows cannot cache contexts of three, two and four rows together."""
     with disguise():
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
         for count in range(1, KEPT + 3):
             generate_compiled(model, count)
         assert (fake_compiler.compiled, fake_compiler.captured, len(fake_compiler.caches)) == (1, KEPT + 2, KEPT)
-        for count in (KEPT + 2, KEPT, KEPT + 2):  # These contexts are still cached.
+        for count in (KEPT + 2, KEPT, KEPT + 2):  # cached contexts
             generate_compiled(model, count)
         assert fake_compiler.captured == KEPT + 2
-        generate_compiled(model, 1)  # This context was evicted.
+        generate_compiled(model, 1)  # evicted context
         assert (fake_compiler.captured, len(fake_compiler.caches)) == (KEPT + 3, KEPT)
         fake_compiler.caches.clear()
         memory = int(7.5 * cache_bytes(model.model.config, 32, 4) / CACHE_SHARE)

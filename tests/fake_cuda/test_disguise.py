@@ -1,4 +1,4 @@
-"""The fake CUDA device raises what CUDA raises, records waits, and leaves nothing behind. Other tests rely on this."""
+"""The fake CUDA device: errors, recorded waits, cleanup. Other tests rely on it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def test_mixed_devices_raise(disguise: Disguise) -> None:
             on_cpu[torch.tensor([0], device="cuda")]
         with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
             on_first.pin_memory()
-        assert (on_first + torch.ones(())).tolist() == [2, 2]  # A scalar from the host is allowed.
+        assert (on_first + torch.ones(())).tolist() == [2, 2]  # Host scalars are allowed.
         assert (on_first.to("cuda:1") + on_second).device == torch.device("cuda:1")
 
 
@@ -70,5 +70,5 @@ def test_copies_are_incomplete_until_the_host_waits(disguise: Disguise) -> None:
         event.synchronize()
         assert buffers[0].isnan().all()
         assert buffers[1].tolist() == [7, 7]
-        torch.cuda.synchronize()  # This waits for the current device, the first.
+        torch.cuda.synchronize()  # Waits for the current device, the first.
         assert buffers[0].tolist() == [7, 7]

@@ -1,4 +1,4 @@
-"""Training on the fake CUDA device matches the CPU, and handles what only happens on a GPU."""
+"""Training on the fake CUDA device."""
 
 import contextlib
 import json
@@ -72,8 +72,8 @@ def test_losses_match_the_cpu(text: Path, disguise: Disguise, settings: dict[str
 
 @pytest.mark.slow
 def test_float16_loss_scaling_follows_float32(text: Path, disguise: Disguise) -> None:
-    """The first steps are skipped until the loss scale is small enough, so the loss stays constant. The trial of
-    compiled code does not disturb the scaler."""
+    """The first steps are skipped until the loss scale is small enough. A trial of compiled code does not affect the
+    scaler."""
     with disguise():
         _, float16_events = train("cuda", dtype="float16", steps=8)
         _, float32_events = train("cuda", steps=8)
@@ -97,7 +97,7 @@ def test_chunked_logits_match(text: Path, disguise: Disguise, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_rollback_after_nan_losses(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snapshot was copied without waiting. Step 8 was already in flight and is undone."""
+    """Step 8 is in flight during the rollback and is undone."""
     original, calls = stepping.tied_cross_entropy, []
 
     def compute_loss(*args: Any) -> Any:
@@ -158,7 +158,6 @@ def test_pair_losses_match_the_cpu(workdir: Path, disguise: Disguise) -> None:
 
 
 def test_step_on_the_second_device(disguise: Disguise) -> None:
-    """Reading the loss waits for that device, not for the current device."""
     on_cpu = make_stepper(torch.device("cpu"))
     with disguise(2):
         on_cuda = make_stepper(torch.device("cuda:1"))
@@ -181,7 +180,7 @@ def make_stepper(device: torch.device) -> Stepper:
 
 
 def test_batches_are_uploaded_without_a_wait(disguise: Disguise) -> None:
-    """Inputs and targets are views of one array, offset by one column."""
+    """Inputs and targets are offset views of one array."""
     with disguise() as device:
         waits = len(device.waits)
         x = upload(np.arange(12).reshape(3, 4)[:, :-1], torch.device("cuda"))
@@ -191,7 +190,7 @@ def test_batches_are_uploaded_without_a_wait(disguise: Disguise) -> None:
 
 @pytest.mark.slow
 def test_device_failure_ends_a_run_with_a_one_line_error(text: Path, disguise: Disguise, gpt: Gpt) -> None:
-    """The last checkpoint is intact and the run resumes from it."""
+    """The run resumes from its last checkpoint."""
     words = "train book.txt -o run --tokenizer bytes --preset nano --n-layer 1 --block-size 16 --batch-tokens 64 "
     words += "--save-every 2 --eval-every 2 --dtype float32 --compile off --device cuda --sample-every 0 --steps"
     with disguise() as device:

@@ -1,5 +1,4 @@
-"""Tests that need a GPU. Tests marked ``on_cuda`` also run on the fake CUDA device. Texts are tokenized as bytes, so no
-tokenizer is trained."""
+"""GPU tests. With ``on_cuda``, they also run on the fake CUDA device. Texts are bytes, so no tokenizer is trained."""
 
 import json
 from dataclasses import replace
@@ -50,7 +49,7 @@ def train(text: Path, **settings: Any) -> tuple[Any, list[float], list[str]]:
 @on_cuda
 @pytest.mark.slow
 def test_half_precision_follows_float32(text: Path) -> None:
-    """With float16, the first steps can be skipped while the loss scale adjusts."""
+    """With float16, the first steps can be skipped to adjust the loss scale."""
     _, float32_losses, _ = train(text, steps=20, dtype="float32", **FEW_TOKENS)
     for dtype in ("bfloat16", "float16"):
         _, half_losses, _ = train(text, steps=20, dtype=dtype, **FEW_TOKENS)
@@ -70,7 +69,7 @@ def test_compiled_training_matches_uncompiled_training(text: Path, arch: str) ->
 
 
 class StepRunner:
-    """Steps a small model on fixed batches. Collects losses and gradient norms."""
+    """Trains a small model on fixed batches. Returns losses and gradient norms."""
 
     def __init__(self, repeats: bool, **settings: Any) -> None:
         compute = pick(DEVICE, settings.pop("dtype", "float32"))
@@ -106,10 +105,10 @@ class StepRunner:
     ids=str,
 )  # fmt: skip
 def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> None:
-    """Covers a growing batch, a sample past the context, and restored weights and moments."""
+    """Covers a growing batch, sampling past the context, and restored weights."""
     uncaptured, captured = StepRunner(False, **settings), StepRunner(True, **settings)
     for runner in (uncaptured, captured):
-        torch.manual_seed(1)  # random numbers of dropout
+        torch.manual_seed(1)  # dropout
         runner.results = runner.run(range(5), 4) + runner.run(range(5, 9))  # type: ignore[attr-defined]
     assert captured.stepper.graph is not None
     tolerance = 1e-5 if settings.get("dtype") is None else 2e-3
@@ -118,7 +117,7 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
         state = {name: moment.clone() for name, moment in runner.optimizer.state(runner.stepper.model).items()}
         torch.manual_seed(2)
         runner.stepper.model.reach(200)
-        # Overwrites the freed memory of the old table.
+        # Overwrites the old table's freed memory.
         overwritten = [torch.full((2, 64, 32), torch.nan, device=DEVICE) for _ in range(100)]
         runner.results = runner.run(range(4))  # type: ignore[attr-defined]
         del overwritten
@@ -147,7 +146,7 @@ def test_uncapturable_step_runs_without_a_cuda_graph(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.usefixtures("real_cuda")
 def test_out_of_memory_halves_the_micro_batch(text: Path) -> None:
-    """The device's memory limit is below the full batch and above an eighth of it."""
+    """The memory limit is below the full batch and above an eighth of it."""
     large = {"n_embd": 256, "n_layer": 4, "n_head": 4, "batch_tokens": 32_768, "steps": 4, "dtype": "float32"}
 
     def measure_reserved(micro_batch: str) -> tuple[int, list[float]]:
@@ -175,7 +174,6 @@ def test_out_of_memory_halves_the_micro_batch(text: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_kv_cache_matches_one_forward_pass(text: Path, arch: str) -> None:
-    """Log-probabilities from token-by-token decoding equal those from one forward pass over the text."""
     result, _, _ = train(text, steps=8, arch=arch, dtype="float32", n_embd=32, batch_tokens=512)
     model = gpt.load(result.run, device=DEVICE, dtype="float32")
     prompt = "the cat "
@@ -206,7 +204,6 @@ def test_mfu_is_reported_for_known_devices(text: Path) -> None:
 @pytest.mark.parametrize(("arch", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("modern", 0.0)])
 @pytest.mark.parametrize("batch", [4096, 8192])
 def test_memory_estimate_matches_the_allocator(arch: Any, dropout: float, dtype: Any, batch: int) -> None:
-    """Compares with the allocator's peak in the second step."""
     compute = pick(DEVICE, dtype)
     config = gpt.TrainConfig(
         preset="gpt2", n_layer=3, arch=arch, dropout=dropout, batch_tokens=batch, micro_batch="4", steps=1,

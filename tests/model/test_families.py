@@ -1,4 +1,4 @@
-"""Model families compared with Transformers: logits, generation, gradients, saving and loading, refusals."""
+"""Model families compared with Transformers."""
 
 import json
 import random
@@ -28,12 +28,11 @@ from gpt.text.tokenizer import bytes_tokenizer
 transformers = pytest.importorskip("transformers")
 
 IDS, EOT = 257, 256
-# One shape of each family, more for `make test-more`
+# one shape of each family, and nine more for `make test-more`
 SHAPES = [(family, 0) for family in FAMILIES] + [more(family, n) for family in FAMILIES for n in range(1, 10)]
 
 
 def random_shape(family: str, number: int) -> GPTConfig:
-    """Returns a random shape of a family."""
     rng = random.Random(f"{family} {number}")
     heads, layers = rng.choice([2, 4, 6]), rng.randint(2, 4)
     properties: dict[str, Any] = FAMILIES[family] | {"tied": rng.random() < 0.5, "n_inner": rng.choice([None, 40])}
@@ -50,7 +49,7 @@ def random_shape(family: str, number: int) -> GPTConfig:
         "qwen3": [(), range(1, layers, 2), rng.sample(range(layers), 2)],
     }
     windowed = tuple(sorted(rng.choice(window_choices.get(family, [()]))))
-    # A window of 1 is excluded: Transformers' cache would then keep the last 0 columns, meaning all.
+    # With a window of 1, Transformers' cache keeps all columns instead of none.
     properties |= {"window": rng.choice([2, 5, 11]), "window_layers": windowed} if windowed else {}
     return GPTConfig(IDS, 48, layers, heads, 8 * heads, **properties)
 
@@ -61,7 +60,7 @@ def save(path: Path, model: GPT) -> None:
 
 
 def generate_ids(model: GPT, prompt: list[int], **settings: Any) -> list[list[int]]:
-    """Generates with `gpt`: the greedy text, or the best hypotheses."""
+    """Generates the greedy text, or the best hypotheses."""
     config = SampleConfig(max_tokens=24, **settings)
     context = Context(model, CPU, max(1, config.beam))
     updates = list(engine_of(context, [Request(prompt, config)], config, eot=EOT).run())
@@ -152,7 +151,7 @@ def test_preset_configs_round_trip(preset: str) -> None:
 def test_fine_tuned_model_loads_in_transformers(
     gpt: Gpt, workdir: Path, family: str, tokenizer: str, ends: list[str]
 ) -> None:
-    """A Transformers folder keeps its family, tokenizer, and begin and end ids when fine-tuned."""
+    """Fine-tuning keeps the family, tokenizer, and begin and end ids."""
     tokenizer_json = json.loads((vocabularies.write(tokenizer, Path("theirs")) / "tokenizer.json").read_text())
     size = len(tokenizer_json["model"]["vocab"])
     config = replace(random_shape(family, 1), vocab_size=size + 40, window=None, window_layers=None)

@@ -1,5 +1,4 @@
-"""LoRA: only adapters are trained and saved; they load with their base model, and merge. PEFT loads `gpt`'s adapters
-and vice versa."""
+"""LoRA adapters: training, saving, merging, and exchange with PEFT."""
 
 import json
 import shutil
@@ -52,7 +51,7 @@ def second_text(workdir: Path) -> Path:
 
 @pytest.fixture
 def base(run_folder: Path, workdir: Path) -> Path:
-    """A copy of a checkpoint that tests can modify."""
+    """A checkpoint that tests can modify."""
     return Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), workdir / "base"))
 
 
@@ -62,7 +61,6 @@ def scramble(parameters: list[torch.nn.Parameter]) -> None:
 
 
 def model_with_adapters(config: GPTConfig, rank: int, targets: str = "all") -> GPT:
-    """Returns a model with random, nonzero adapters."""
     torch.manual_seed(0)
     model = GPT(config)
     scramble(lora.adapt(model, rank, 2.0 * rank, targets))
@@ -98,7 +96,7 @@ def test_only_adapters_are_trained(family: str) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in lora.adapters(model).items()}
     assert shapes == lora.adapter_shapes(config, 3, LORA_ROLES)
     assert len(shapes) == 2 * 4 * 2
-    # There is one adapter per stored tensor. A fused GPT-2 matrix is one tensor.
+    # Each stored tensor has one adapter, even fused ones.
     stored_names = [
         name for name in hf.stored_tensors(config) if name.endswith(("_proj.weight", "c_attn.weight", "c_fc.weight"))
     ]
@@ -123,8 +121,7 @@ def test_frozen_bfloat16_weights_keep_their_dtype() -> None:
 
 @pytest.mark.parametrize("vocab_size", [301, 320])
 def test_loss_with_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a frozen unembedding, loss and gradient are computed in chunks. They equal autograd's with a trained
-    unembedding."""
+    """Loss and gradient in chunks equal autograd's with a trained unembedding."""
     torch.manual_seed(0)
     monkeypatch.setattr(memory, "LOGITS_ON_CPU", vocab_size * 13)
     monkeypatch.setattr(memory, "LEAST_AT_ONCE", 1)
@@ -147,7 +144,6 @@ def test_loss_with_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.Mon
 
 
 def load_transformers(path: Path) -> Any:
-    """Loads a folder with Transformers."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
@@ -159,7 +155,7 @@ def save_base(config: GPTConfig, path: Path) -> Path:
 
 
 def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = "all") -> None:
-    """Writes a model's adapters the way a run does. Alpha is twice the rank."""
+    """Writes adapters as a run does, with alpha twice the rank."""
     config = adapter.Adapter(str(base), rank, 2.0 * rank, folder.weight_checksums(base))
     store = partial(adapter.contents, config, lora.find_roles(targets, model.config))
     files = checkpoint.TokenizerFiles(bytes_tokenizer(), model.config)
@@ -191,7 +187,6 @@ PEFT_TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "llama": "all-linear", "qwen2"
 
 
 def make_peft_adapter(config: GPTConfig, workdir: Path, **settings: Any) -> tuple[Any, Path]:
-    """Returns a model with PEFT adapters, and the adapter folder."""
     base = save_base(config, workdir / "base")
     targets = PEFT_TARGETS.get(config.layout, ["o_proj", "gate_proj"])
     lora_settings = {"r": 3, "lora_alpha": 7, "target_modules": targets, "init_lora_weights": False, **settings}

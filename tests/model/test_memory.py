@@ -1,4 +1,4 @@
-"""Estimated memory compared with tensors saved by autograd, tensors alive during steps, and the growth of a process."""
+"""Memory estimates compared with real tensors and processes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @pytest.fixture
 def gpu_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imitates a GPU on the CPU: fused attention, float32 norms, a bfloat16 residual stream, padded logits."""
+    """Imitates a GPU: fused attention, float32 norms, bfloat16 residual stream, padded logits."""
     forward, layer_norm = decoder.RMSNorm.forward, torch.nn.LayerNorm.forward
     monkeypatch.setattr(kernels, "NARROW_ON", ("cpu", "cuda"))
     monkeypatch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: layer_norm(self, x.float()))
@@ -71,7 +71,7 @@ def test_plain_attention_limit_matches_the_kernels() -> None:
 
 
 def saved_bytes(config: GPTConfig, rows: int, dtype: str) -> int:
-    """Returns the bytes that autograd saves in the trunk, excluding parameters and tables."""
+    """Returns the bytes saved by autograd in the trunk, without parameters and tables."""
     model = GPT(config)
     parameter_addresses = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     storages: dict[int, Any] = {}
@@ -91,7 +91,7 @@ def saved_bytes(config: GPTConfig, rows: int, dtype: str) -> int:
 @pytest.mark.parametrize(("block_size", "dropout"), [(64, 0.0), (64, 0.1), (576, 0.0), (576, 0.1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_bytes_on_a_cpu(kind: str, block_size: int, dropout: float, dtype: str) -> None:
-    """Covers plain attention, and contexts above 512 positions, whose scores are float32 with dropout."""
+    """Above 512 positions, dropout keeps scores in float32."""
     config = preset_shape("nano", dropout=dropout, block_size=block_size, n_layer=2, **KINDS[kind])
     check_saved_bytes(config, Setup(micro_batch=2, dtype=dtype, device="cpu"))
 
@@ -116,7 +116,7 @@ def assert_estimates(estimate: int, used: int) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, and their peak in each phase."""
+    """Tracks the bytes of live tensors and their peak in each phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,8 +141,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
-    """Returns the peak bytes in the second step of a run, for gradients and for the update. Fake tensors allow the
-    sizes of a GPU."""
+    """Returns peak bytes of gradients and update in the second step. Fake tensors allow GPU sizes."""
     compute = Compute(torch.device("cpu"), DTYPES[setup.dtype])
     train_config = TrainConfig(batch_tokens=rows * config.block_size, micro_batch=str(setup.micro_batch), steps=1)
     recipe = resolve(
@@ -236,12 +235,12 @@ print(resident("VmHWM") - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("dtype", ["float32", more("bfloat16")])
 def test_process_growth_matches_the_estimate(tmp_path: Path, dtype: Any) -> None:
-    """Measures a whole run with evaluation and checkpoints by the system's resident memory."""
+    """Includes evaluation and checkpoints."""
     text = tmp_path / "text.txt"
     text.write_text(make_text(60_000), encoding="utf-8")
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 128, "batch_tokens": 32768}
     settings = json.dumps(shape | {"dtype": dtype, "micro_batch": "256"})
-    # Makes the allocator return freed memory to the system immediately.
+    # The allocator returns freed memory immediately.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", GROWTH_SCRIPT, str(text), settings],

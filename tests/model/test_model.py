@@ -1,4 +1,4 @@
-"""The decoder compared with its definition, and the parameter table compared with the built model."""
+"""The decoder and its parameter table."""
 
 import itertools
 import math
@@ -72,7 +72,7 @@ def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...])
     model = loud(KINDS[kind], 4)
     idx = torch.randint(97, (2, 150))
     cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32)
-    # A prompt, single steps, chunks, and a chunk that exceeds the columns of a window
+    # a prompt, single steps, chunks, and a chunk above the columns of a window
     pieces, position = [], 0
     with torch.no_grad():
         expected = model(idx)
@@ -80,7 +80,7 @@ def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...])
             pieces.append(model(part, Placement(cache, [(0, [position, position], part.size(1))])))
             position += part.size(1)
     assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-4)
-    if kind != "mistral":  # At least one layer attends to the whole context.
+    if kind != "mistral":  # Some layer attends to the whole context.
         with pytest.raises(ValueError, match="155 tokens do not fit"):
             model(idx[:, :5], Placement(cache, [(0, [150, 150], 5)]))
 
@@ -88,7 +88,7 @@ def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...])
 @EACH_KIND
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 def test_cache_rows_of_different_lengths_with_rollback(kind: str, fixed_shapes: bool) -> None:
-    """Prompts of different lengths in one pass, rejected guesses, and a row that is copied to another."""
+    """Covers prompts in one pass, rejected guesses, and copied rows."""
     model, lengths = loud(KINDS[kind], 4), [3, 80, 110]
     idx = torch.randint(97, (3, 150))
     cache = KVCache(model.config, 3, torch.device("cpu"), torch.float32)
@@ -122,7 +122,7 @@ def test_cache_rows_of_different_lengths_with_rollback(kind: str, fixed_shapes: 
 
 
 def test_layers_keep_their_windows_past_the_context() -> None:
-    """With rotary positions, dense layers attend to the last block_size positions, windowed layers to their window."""
+    """Rotary positions continue past the context."""
     config = GPTConfig.of("modern", 97, 16, 2, 2, 16, window=4)
     model = loud(config, 4)
     longer = GPT(replace(config, block_size=60, window=4)).eval()
@@ -178,8 +178,7 @@ def test_dropout_only_in_training() -> None:
 def test_loss_and_gradients_match_autograd(
     chunk: int, padded: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference computes all logits together in float64. The operations compiled for a GPU are traced and run
-    eagerly."""
+    """The reference computes all logits together in float64."""
     torch.manual_seed(3)
     x, weight = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(11, 4, dtype=torch.float64)
     targets = torch.randint(11, (2, 5))
@@ -203,7 +202,7 @@ def test_loss_and_gradients_match_autograd(
 
 
 def test_half_precision_loss_does_not_overflow() -> None:
-    """The summed gradient of 2¹⁷ equal positions exceeds float16's maximum."""
+    """The gradients of 2¹⁷ equal positions sum to more than float16's maximum."""
     weight = torch.zeros(3, 2, requires_grad=True)
     x = torch.ones(1, 2**17, 2, requires_grad=True)
     with torch.autocast("cpu", torch.float16):
@@ -231,7 +230,7 @@ SHAPES = {name: preset.model for name, preset in PRESETS.items()} | KINDS
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameter_table_matches_the_built_model(name: str) -> None:
-    """Compares names in order, shapes, trainability and kinds. The meta device fits 175B parameters."""
+    """The meta device fits 175B parameters."""
     config = SHAPES[name]
     with torch.device("meta"):
         model = GPT(config)

@@ -1,4 +1,4 @@
-"""Counts of parameters, operations and cache, compared with Transformers, the built model, and loops."""
+"""Counts of parameters, FLOPs and cache."""
 
 import json
 import random
@@ -30,7 +30,6 @@ FAMILIES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 
 
 def random_shapes(count: int) -> list[GPTConfig]:
-    """Returns small random shapes that vary every property."""
     rng = random.Random(0)
     configs = []
     for _ in range(count):
@@ -77,13 +76,13 @@ def test_counts_match_transformers(name: str) -> None:
 
 
 def multiplications(config: GPTConfig, T: int) -> int:
-    """Counts the multiplications of a forward pass for the last of T positions, by matrix, head and key."""
+    """Counts a forward pass's multiplications for the last of T positions."""
     total = sum(p.numel() for n, p in GPT(config).named_parameters() if n != "wpe.weight")
     total -= 0 if config.tied else config.vocab_size * config.n_embd  # The embedding is a lookup.
     for window in config.windows:
         for _ in range(config.n_head):
             visible_keys = [key for key in range(T) if window is None or key > T - 1 - window]
-            total += 2 * len(visible_keys) * config.head_size  # the score, and the weighted sum of values
+            total += 2 * len(visible_keys) * config.head_size  # score, and weighted sum of values
     return total
 
 

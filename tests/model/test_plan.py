@@ -1,4 +1,4 @@
-"""`gpt params --devices`: which setups fit on how many devices, their cost, and the printed plan."""
+"""Plans of `gpt params --devices`."""
 
 import json
 import time
@@ -47,7 +47,7 @@ def test_plan_for_gpt3_on_1024_devices(gpt: Gpt) -> None:
     output = json.loads(gpt(*command, "--json").out)
     plan = output["plan"]
     assert (plan["devices"], plan["shard"], plan["fits"]) == (1024, "full", True)
-    # Gradients and Muon's state take less than AdamW's 16 bytes.
+    # Parameters, gradients and Muon's state take less than AdamW's 16 bytes per parameter.
     assert output["trainable"] * 16 / 1024 > output["memory"]["parameters"] * 3
     assert plan["peak"] <= plan["room"] == int(USABLE * 80e9)
     seconds = flops_per_token(PRESETS["gpt3-175b"].model, 2048) * 300e9 / (1024 * 989.4e12 * 0.4)
@@ -57,8 +57,8 @@ def test_plan_for_gpt3_on_1024_devices(gpt: Gpt) -> None:
     assert all(type(n) is int for n in [*integers, *output["memory"]["moments"].values()])
     out = gpt(*command).out
     assert f"--shard full --tensor {plan['tensor']} --micro-batch {plan['micro_batch']} --recompute" in out
-    assert "nothing fits" in out  # on one device
-    assert "617,558,016" in out  # The parameter table is printed too.
+    assert "nothing fits" in out  # on a single device
+    assert "617,558,016" in out  # parameter table
 
 
 def test_plan_that_does_not_fit_is_reported(gpt: Gpt) -> None:
@@ -90,7 +90,7 @@ def test_first_setup_that_fits_is_chosen(preset: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["h100-80gb", "t4-16gb", "cpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_plan_matches_the_recipe_of_train(monkeypatch: pytest.MonkeyPatch, preset: str, kind: str, dtype: Any) -> None:
-    """With ``--micro-batch auto``."""
+    """Covers ``--micro-batch auto``."""
     shape, memory = PRESETS[preset].model, KINDS["t4-16gb" if kind == "cpu" else kind].memory
     monkeypatch.setattr(Compute, "_memory", lambda compute: memory)
     monkeypatch.setattr("gpt.peaks.host_memory", lambda: memory)
@@ -111,18 +111,18 @@ def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:
     assert fits(config, setup, memory)
     assert not fits(config, replace(setup, micro_batch=next_micro_batch), memory)
     assert largest(config, Setup(), setup.micro_batch, memory) == replace(setup, accumulates=False)
-    # The logits of one sequence take most of the memory.
+    # Logits take most of the memory.
     large_vocabulary = replace(config, vocab_size=10**6, n_layer=1, n_embd=48)
     small_memory = (
         int(training(large_vocabulary, Setup(accumulates=True)).peak / USABLE) - 10**6
-    )  # slightly less than the logits need
+    )  # slightly too little for full logits
     chunked = largest(large_vocabulary, Setup(), 96, small_memory)
     assert (chunked.micro_batch, 0 < chunked.loss_chunk < config.block_size) == (1, True)
     assert fits(large_vocabulary, chunked, small_memory)
 
 
 def test_logits_per_chunk_fit_int32() -> None:
-    """GPT-2 124M on 80 GB computes 128 sequences together, with 6.6·10⁹ logits."""
+    """GPT-2 124M on 80 GB computes 128 sequences and 6.6·10⁹ logits together."""
     config, memory = PRESETS["gpt2"].model, KINDS["h100-80gb"].memory
     setup = largest(config, Setup(), 512, memory)
     assert (setup.micro_batch, setup.loss_chunk) == (128, 0)
@@ -135,7 +135,7 @@ def test_logits_per_chunk_fit_int32() -> None:
     [("gpt2", 1, 1), ("gpt2", 8, 1), ("gpt2", 1, 4), ("gpt2", 4, 2), ("gpt3-175b", 128, 8), ("gpt3-175b", 512, 2)],
 )
 def test_rank_memory_matches_its_shard(name: str, data: int, tensor: int) -> None:
-    """Compares with the actual shards. The first rank has the largest."""
+    """The first rank has the largest shard."""
     config = PRESETS[name].model
     estimate = training(config, Setup(data=data, shard=True, tensor=tensor, optimizer="adamw"))
     parameter_count = rank_parameters(config, data, tensor)

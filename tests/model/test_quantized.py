@@ -1,4 +1,4 @@
-"""Folders of quantized weights: every command dequantizes them, and refuses damaged ones."""
+"""Folders of quantized weights in every command."""
 
 import json
 import shutil
@@ -43,7 +43,6 @@ fast_int4 = Int4Linear.runs_on(torch.device("cpu"))
 
 
 def save(path: Path, **properties: Any) -> Path:
-    """Saves a checkpoint of random weights."""
     shape = {"vocab_size": 257, "block_size": 48, "n_layer": 2, "n_head": 2, "n_embd": 64}
     model = loud(GPTConfig(**shape | properties), spread=0.1)
     checkpoint.save(path, model, checkpoint.TokenizerFiles(bytes_tokenizer(), model.config), {})
@@ -59,7 +58,7 @@ def export(model: Path, dtype: str) -> Path:
 
 @pytest.fixture(scope="module")
 def quantized_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Returns the folder of a shape, created once: float32, quantized, or quantized and dequantized (int4-float32)."""
+    """Returns the folder of a shape, cached by dtypes. int4-float32 is quantized, then dequantized."""
     root = tmp_path_factory.mktemp("quantized")
 
     def get(shape: str, dtypes: str = "float32") -> Path:
@@ -100,7 +99,7 @@ def test_int8_matches_its_definition(dtype: torch.dtype) -> None:
 
 
 def test_int4_matches_gguf_q4_0() -> None:
-    """The format is byte-compatible with Q4_0, and the error is smaller than that of its reference quantizer."""
+    """Bytes are compatible, and the error is smaller than the reference quantizer's."""
     gguf = pytest.importorskip("gguf")
     q4_0 = gguf.GGMLQuantizationType.Q4_0
     weight = (
@@ -162,7 +161,6 @@ def test_quantized_folder_matches_the_dtype_option(quantized_folder: QuantizedFo
 def test_quantized_folder_matches_its_dequantized_weights(
     quantized_folder: QuantizedFolder, shape: str, dtype: str
 ) -> None:
-    """Bit for bit equal to a float32 folder of the dequantized weights."""
     rounded, restored = quantized_folder(shape, f"float32-{dtype}"), quantized_folder(shape, f"float32-{dtype}-float32")
     for options in (
         {}, {"sampling": SAMPLING, "dtype": "float32"}, {"sampling": SAMPLING, "dtype": "bfloat16"},
@@ -200,7 +198,6 @@ def test_quantized_embedding_rows_are_dequantized_on_use(quantized_folder: Quant
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_quantized_folder_can_be_exported_again(quantized_folder: QuantizedFolder, dtype: str) -> None:
-    """Quantized weights are copied unchanged."""
     rounded = quantized_folder("untied", f"float32-{dtype}")
     exported = quantized_folder("untied", f"float32-{dtype}-{dtype}")
     assert (exported / "model.safetensors").read_bytes() == (rounded / "model.safetensors").read_bytes()
@@ -214,9 +211,7 @@ def test_quantized_folder_can_be_exported_again(quantized_folder: QuantizedFolde
 def test_quantized_weights_in_several_files(
     quantized_folder: QuantizedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = {
-        dtype: quantized_folder("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")
-    }  # Other tests share these folders.
+    whole = {dtype: quantized_folder("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}
     monkeypatch.setattr(checkpoint, "MOST_BYTES", 30_000)
     for dtype, one_file in whole.items():
         api.export(quantized_folder("gpt2"), tmp_path / dtype, dtype=dtype)
@@ -226,7 +221,7 @@ def test_quantized_weights_in_several_files(
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_quantized_folder_without_gpt_files(quantized_folder: QuantizedFolder, tmp_path: Path, dtype: str) -> None:
-    """Without `gpt`'s two files and the model card, the folder is read like a Transformers folder."""
+    """Without `gpt`'s files and the model card, the folder loads like a Transformers folder."""
     rounded = quantized_folder("modern", f"float32-{dtype}")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         shutil.copy(rounded / name, tmp_path)
@@ -349,7 +344,7 @@ def test_quantized_weights_too_large_for_memory_are_refused(
     path = quantized_folder("gpt2", f"float32-{dtype}")
     model = library.load(path).model
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    # The embedding is separate from the unembedding, which is laid out for products.
+    # The prepared unembedding is a second copy.
     embedding_bytes = 4 * model.wte.weight.numel()
     command = ("sample", "x", "-m", path, "-n", "2", "--device", "cpu", "--dtype", requested_dtype)
     monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * parameter_count - 1)
@@ -393,7 +388,7 @@ def test_quantized_weights_are_in_memory_once(
     rounded = export(large, dtype)
     command = [sys.executable, "-c", PEAK_SCRIPT, quantized_folder("gpt2", f"float32-{dtype}"), rounded, dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    # FBGEMM takes some 60 MB once. Weights stored twice would exceed this limit.
+    # FBGEMM takes some 60 MB. Duplicate weights would exceed the limit.
     assert int(done.stdout) < 1.5 * (rounded / "model.safetensors").stat().st_size + 90e6
 
 
@@ -498,7 +493,7 @@ def test_transformers_refuses_quantized_folders(quantized_folder: QuantizedFolde
 def test_quantized_tensors_do_not_match_transformers_models(
     quantized_folder: QuantizedFolder, shape: str, dtype: str
 ) -> None:
-    """A reader that ignores quantization_config cannot load these tensors."""
+    """A reader that ignores quantization_config fails."""
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(quantized_folder(shape))
@@ -515,7 +510,7 @@ def test_hub_downloads_all_files_of_a_quantized_folder(quantized_folder: Quantiz
 
 @pytest.mark.slow
 def test_quantized_folder_on_a_gpu(quantized_folder: QuantizedFolder, cuda: Any) -> None:
-    """Products are bfloat16 and int8. A folder matches the option, and is close to exact."""
+    """Products use bfloat16 and int8."""
     for shape in ("gpt2", "untied"):
         unquantized, rounded = quantized_folder(shape), quantized_folder(shape, "float32-int8")
         expected = logits(unquantized, "cuda", dtype="int8", sampling=SAMPLING)

@@ -1,4 +1,4 @@
-"""Compiled steps of several processes, tested within one process."""
+"""Compiled sharded and replicated steps, in one process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +18,6 @@ from gpt.training.step import Objective
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """A process group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch._dynamo.reset()
     yield
@@ -27,7 +26,7 @@ def process_group() -> Iterator[None]:
 
 
 class GraphRecorder(list[str]):
-    """A compiler backend that records each graph's code and does not compile."""
+    """A backend that records graphs without compiling."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         self.append(graph.code)
@@ -38,7 +37,7 @@ class GraphRecorder(list[str]):
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
-    """Whole blocks are gathered before they run, so no hook is inside the compiled code."""
+    """Blocks are gathered before they run, so compiled code contains no hooks."""
     graphs, config, narrow = GraphRecorder(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
     sharded = ShardedModel(config, Grid(1, 1, True), World().mesh("cpu"), narrow)
     sharded.allocate(torch.device("cpu"))
@@ -59,7 +58,7 @@ def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("process_group")
 def test_replicated_block_halves_compile_as_whole_graphs() -> None:
-    """Under `DistributedDataParallel`, torch splits compiled code at the boundaries of gradient buckets."""
+    """Under `DistributedDataParallel`, torch splits compiled code between gradient buckets."""
     graphs = GraphRecorder()
     model = GPT(GPTConfig(64, 8, 3, 2, 256))
     ids = torch.randint(64, (2, 8))
@@ -68,4 +67,4 @@ def test_replicated_block_halves_compile_as_whole_graphs() -> None:
     compile_halves(model, torch.device("cpu"), backend=graphs)
     wrapped(ids, ids).backward()
     assert wrapped(ids, ids).item() == pytest.approx(expected.item())
-    assert len(graphs) == 3  # Blocks share three graphs: the attention half, the MLP half, the last norm.
+    assert len(graphs) == 3  # the attention half, the MLP half, the last norm

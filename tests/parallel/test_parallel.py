@@ -1,4 +1,4 @@
-"""Data-parallel runs of two processes over gloo match one process. `ranks.py` executes them."""
+"""Data-parallel runs of two processes, executed by `ranks.py`."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for pr
 
 @pytest.fixture(scope="module")
 def several_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of the same runs trained by one process (in ``one``) and by two (in ``two``)."""
+    """The same runs trained by one process (in ``one``) and by two (in ``two``)."""
     return train_all(tmp_path_factory.mktemp("ranks"), RUNS, RANKS)
 
 
@@ -76,12 +76,12 @@ def test_dropout_differs_between_data_ranks() -> None:
         return torch.rand(1).item()
 
     assert len({draw(0, 1), draw(1, 1), draw(0, 2), draw(0, 1)}) == 3
-    for rank, row in ((0, 0), (1, 0), (2, 1)):  # With tensor=2, two ranks share each sequence and its dropout.
+    for rank, row in ((0, 0), (1, 0), (2, 1)):  # Two ranks share each sequence and its dropout.
         assert draw(rank, 1, tensor=2) == draw(row, 1)
 
 
 def test_resume_with_another_number_of_processes(several_trained: Path, workdir: Path) -> None:
-    """From one process to two and back: the same batches, equal up to rounding."""
+    """Batches stay the same. Results are equal up to rounding."""
     expected = losses(several_trained / "one/adamw")
     assert losses(several_trained / "two/from-one") == pytest.approx(expected, rel=1e-4)
     notes = rank_report(several_trained, 0)["notes"]
@@ -135,7 +135,7 @@ def test_error_on_one_rank_is_reported_once(workdir: Path, capfd: pytest.Capture
 
 @pytest.mark.slow
 def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The other rank hangs in a collective, as with NCCL. The last checkpoint can be resumed."""
+    """The other rank hangs, as in an NCCL collective."""
     write_texts()
     start = time.monotonic()
     ended = launch([sys.executable, str(RANKS), "killed"], 2)
@@ -147,7 +147,7 @@ def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, capfd: pytest.Capture
 
 @pytest.mark.slow
 def test_rank_ends_when_a_collective_times_out(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """When another machine loses power, its connections do not break."""
+    """A machine that loses power does not close its connections."""
     write_texts()
     ended = launch([sys.executable, str(RANKS), "silent"], 2)
     assert (ended.status, ended.run) == (1, Path("silent"))
@@ -233,7 +233,7 @@ def test_port_in_use_is_refused(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_recently_closed_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system keeps a closed connection of that port for a minute."""
+    """The system reserves such a port for a minute."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         server.accept()[0].close()
@@ -281,8 +281,7 @@ def test_first_failed_rank_determines_the_exit_status() -> None:
 
 @pytest.mark.slow
 def test_reported_status_survives_a_later_kill() -> None:
-    """A launcher that sees one rank end stops the other rank, even if it has already reported its status. Rank 0's
-    status counts."""
+    """A launcher stops all ranks when one ends. Rank 0's reported status counts."""
     code = """
 import os, signal, time
 from gpt.parallel import environment
@@ -312,7 +311,7 @@ def test_launcher_restores_signals_logging_and_environment(tmp_path: Path, monke
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_process_of_a_group_exits_without_interpreter_shutdown(rank: int | None) -> None:
-    """A torch thread could abort the interpreter's shutdown. Functions registered with atexit still run."""
+    """A torch thread could abort the shutdown. Functions registered with atexit still run."""
     code = """
 import atexit
 from gpt_cli import processes

@@ -1,4 +1,4 @@
-"""Sharded parameters: the shards, and steps that match one process."""
+"""Sharded parameters and their training steps."""
 
 import math
 import time
@@ -58,7 +58,6 @@ def test_shards_contain_every_element_once_per_copy(grid: Grid, config: GPTConfi
 @pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2), Grid(2, 2), Grid(2, 2, True), Grid(3, 1, True)])
 @pytest.mark.parametrize("config", [TINY, MODERN])
 def test_every_element_is_gathered_once(grid: Grid, config: GPTConfig) -> None:
-    """Ranks send each element once to the rank that assembles a checkpoint."""
     gatherer = CheckpointGatherer.__new__(CheckpointGatherer)
     gatherer.grid, gatherer.tensors = grid, named_parameters(config)
     for name, p in gatherer.tensors.items():
@@ -68,7 +67,7 @@ def test_every_element_is_gathered_once(grid: Grid, config: GPTConfig) -> None:
 
 
 def test_tensors_are_gathered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two files are written in parallel, but tensors sent by other ranks carry no name."""
+    """Two files are written in parallel, but sent tensors carry no name."""
     calls: list[str] = []
     parameters = named_parameters(TINY)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -93,7 +92,7 @@ def test_tensors_are_gathered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_tensor_shards_keep_heads_together() -> None:
-    """With 4 heads of 8 dimensions, the second of two ranks has heads 2 and 3 of queries, keys and values."""
+    """The second of two ranks has heads 2 and 3 of 4, for queries, keys and values."""
     part = Grid(1, 2).part(named_parameters(TINY)["h.0.attn.c_attn.weight"], 1)
     assert [(run.start, run.stop) for run in part.rows] == [(16, 32), (48, 64), (80, 96)]
 
@@ -160,7 +159,7 @@ def overflow_on_rank_1(rank: int, rendezvous: Path) -> None:
 
 @pytest.mark.slow
 def test_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
-    """The overflow lowers float16's loss scale, and its step changes nothing."""
+    """The overflow lowers float16's loss scale."""
     mp.spawn(overflow_on_rank_1, (tmp_path / "meeting",), nprocs=2)
 
 
@@ -189,8 +188,7 @@ def test_large_weights_are_saved_as_indexed_files(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_gpt3_175b_shard_of_1024_ranks() -> None:
-    """Rank 0 of 128 × 8, with fake tensors and a fake process group, has its shard of parameters, gradients and
-    moments."""
+    """Uses fake tensors and a fake process group, as rank 0 of 128 × 8."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -212,4 +210,4 @@ def test_gpt3_175b_shard_of_1024_ranks() -> None:
             assert {t.dtype for t in (*own, *moments)} == {torch.float32}
     finally:
         dist.destroy_process_group()
-    assert counts == [rank_parameters(config, 128, 8)] * 3  # `test_plan` compares this count with the arithmetic.
+    assert counts == [rank_parameters(config, 128, 8)] * 3  # `test_plan` checks this count.

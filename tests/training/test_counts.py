@@ -1,4 +1,5 @@
-"""Upper limits on host waits, kernel launches, graphs, graph breaks and recompiles, from counts.toml."""
+"""Exact counts of host waits, kernel launches, graphs, breaks and recompiles, in counts.toml. They should only go
+down."""
 
 import functools
 import tomllib
@@ -84,7 +85,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def count_step(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[str, int]:
-    """Counts the host waits and kernel launches of one decoding step, sampling included."""
+    """Counts host waits and kernel launches of one decoding step."""
     config = SampleConfig(max_tokens=6, ignore_eot=True, **settings)
     width = rows * max(1, config.beam)
     with disguise() as device:
@@ -92,7 +93,7 @@ def count_step(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[
         model = GPT(gpt.GPTConfig(vocab_size=101, block_size=64, n_layer=1, n_head=2, n_embd=32)).to(CUDA).eval()
         compute = Compute(CUDA, torch.bfloat16)
         weights.prepare(model, compute)
-        # Runs the code of a compiled step without compiling it.
+        # runs uncompiled
         step = functools.partial(token_step.next_tokens, model) if config.compile == "on" else None
         context = Context(model, compute, width, 64, step)
         snapshots: list[tuple[Counter[str], Counter[str]]] = []
@@ -131,7 +132,7 @@ GRAPHS = COUNTS["compiling"]
 
 @contextmanager
 def count_graphs() -> Iterator[dict[str, Any]]:
-    """Makes ``torch.compile`` stop after Dynamo's tracing. Fills the yielded dict with counts on exit."""
+    """Makes ``torch.compile`` stop after tracing. Yields the counts, filled on exit."""
     counts: dict[str, Any] = {}
     torch_compile = torch.compile
 
@@ -151,10 +152,10 @@ def count_graphs() -> Iterator[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
 def test_graphs_in_training() -> None:
-    """Four graphs (a block's two halves, the last norm, the loss) serve steps, evaluations and growing batches."""
+    """Steps, evaluations and growing batches share four graphs: a block's two halves, the last norm, the loss."""
     with count_graphs() as counts:
         stepper = make_stepper(Compute(torch.device("cpu"), torch.float32))
-        stepper.one_program = False  # Compiles the way a GPU does.
+        stepper.one_program = False  # compiles as on a GPU
         stepper.compile()
         for _ in range(3):
             stepper.step(IDS, IDS, 0.01).read()
@@ -172,7 +173,7 @@ def test_graphs_in_training() -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_graphs_in_decoding(arch: Any) -> None:
-    """One graph per model serves prompts of any length, text past the context, and new requests."""
+    """One graph serves all prompts, texts past the context, and new requests."""
     with count_graphs() as counts:
         positions: Any = "rotary" if arch == "modern" else "learned"
         compute = Compute(torch.device("cpu"), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Disk faults, damaged and forged files, killed runs. `tests/stress/faults.py` tries many more."""
+"""Disk faults, forged files, killed runs. `tests/stress/faults.py` tries more."""
 
 import errno
 import json
@@ -78,7 +78,7 @@ def test_files_and_folder_are_synced_before_the_rename(tmp_path: Path, monkeypat
 
 
 def test_data_lost_by_the_disk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the disk loses data after a sync, the new checkpoint never gets its final name."""
+    """The new checkpoint does not get its final name."""
     contents, fsync = faults.small_checkpoint_files(), os.fsync
 
     def sync_and_truncate(descriptor: int) -> None:
@@ -210,7 +210,7 @@ def test_low_disk_space_is_reported_before_the_first_step(text: Path, monkeypatc
 
 
 def test_training_continues_on_a_full_disk(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full at steps 4 and 8; the save at step 12 succeeds."""
+    """The disk is full at steps 4 and 8."""
     attempts = mock.Mock(side_effect=[OSError(errno.ENOSPC, "No space left on device")] * 2 + [mock.DEFAULT])
     attempts.return_value = None
     write = checkpoint.write
@@ -332,15 +332,14 @@ def test_metrics_skip_lines_while_the_disk_is_full(text: Path) -> None:
 
 @pytest.mark.parametrize("until", [6, 8])
 def test_training_continues_during_a_save(text: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> None:
-    """The save of step 4 ends after step 6, or while the save of step 8 waits for it. Its files are those of an
-    undelayed run."""
+    """The save of step 4 ends after step 6, or while the save of step 8 waits for it."""
     write = checkpoint.write
     step_reached = threading.Event()
 
     def write_slowly(target: Path, contents: Any) -> None:
         if target.name == "step-000004":
             assert step_reached.wait(60)
-            # Without its wait, the save of step 8 would overwrite the data being written.
+            # Otherwise, the save of step 8 would overwrite the data being written.
             time.sleep(0.3 * (until == 8))
         write(target, contents)
 
@@ -395,7 +394,7 @@ def test_lock_of_a_dead_process_is_free(killed_run: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_and_interrupted_commands_resume(tmp_path: Path) -> None:
-    """One run is killed during a save, the other interrupted by a signal. Resumed, both match an uninterrupted run."""
+    """Both resumed runs match an uninterrupted run."""
     killed, stopped = faults.many(range(1, 2), tmp_path, faults.killed, faults.stopped)
     assert set(killed) <= {"within a save", "training", "begun", "before run.json", "finished"}, killed
     assert set(stopped) <= {"saved and gone on with", "before the first step", "finished"}, stopped
@@ -415,7 +414,6 @@ def test_signal_stops_watched_work_and_handlers_are_restored() -> None:
 
 
 def test_second_signal_exits_without_a_torn_checkpoint(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second signal does not wait for a slow save."""
     write = checkpoint.write
     release = threading.Event()
 
@@ -440,7 +438,7 @@ def test_second_signal_exits_without_a_torn_checkpoint(text: Path, monkeypatch: 
 
 
 def test_folder_created_during_the_work_is_not_replaced(tmp_path: Path) -> None:
-    """Without ``replace``, a folder created between the first check and the rename is kept."""
+    """The folder appears after the first check."""
     target = tmp_path / "mine"
     with pytest.raises(FileExistsError), files.whole_folder(target):
         target.mkdir()

@@ -31,7 +31,6 @@ def train_with_events(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
 
 @pytest.fixture
 def second_text(workdir: Path) -> Path:
-    """A second text, for fine-tuning."""
     path = workdir / "other.txt"
     path.write_bytes(make_text(2500, seed=5).encode())
     return path
@@ -43,13 +42,13 @@ def losses_by_step(run_events: list[Any]) -> dict[int, float]:
 
 def test_training_starts_from_the_base_weights(run_folder: Path, second_text: Path) -> None:
     base = library.load(run_folder)
-    # These sizes equal the base model's.
+    # These sizes match the base model.
     result, run_events = train_with_events(second_text, init=run_folder, steps=12, n_layer=2, vocab_size=400)
     tuned = library.load(result.run)
     assert tuned.model.config == base.model.config
     assert tuned.tokenizer.fingerprint == base.tokenizer.fingerprint
     losses = losses_by_step(run_events)
-    assert min(losses) == 0  # The base model is evaluated before the first step.
+    assert min(losses) == 0  # step 0 is the base model
     data = second_text.read_bytes()
     held_out = data[len(data) - round(len(data) * 0.1) :].decode()
     assert losses[0] == pytest.approx(base.loss(held_out), rel=1e-5)
@@ -58,7 +57,7 @@ def test_training_starts_from_the_base_weights(run_folder: Path, second_text: Pa
     record = json.loads((result.run / "run.json").read_text())
     assert record["init"]["sha256"] == {"model.safetensors": file_sha256(base.path / "model.safetensors")}
     assert record["init"]["path"] == str(base.path)
-    assert record["resolved"]["lr"] == pytest.approx(4e-3)  # half the learning rate of the nano preset with Muon
+    assert record["resolved"]["lr"] == pytest.approx(4e-3)  # half of nano's with Muon
 
 
 @pytest.mark.slow
@@ -100,7 +99,7 @@ def test_transformers_gpt2_folder_as_base_model(workdir: Path, second_text: Path
 
 @pytest.mark.parametrize("rank", [None, slow(2)])
 def test_long_context_trains_on_shorter_sequences(workdir: Path, rank: int | None) -> None:
-    """A Llama model trains on 1,024-token sequences, keeps its context length, resumes, and loads in Transformers."""
+    """A Llama model keeps its context, resumes, and loads in Transformers."""
     from transformers import AutoModelForCausalLM
 
     config = GPTConfig.of("modern", 257, 4096, 1, 2, 16, qk_norm=False)

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases logs, FLOPs per token, and MFU (speed as a share of the device's peak)."""
+"""TensorBoard, Weights & Biases, FLOPs per token, and MFU (speed as a share of the device's peak)."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def test_tensorboard_contains_the_metrics(text: Path) -> None:
 
 @pytest.mark.slow
 def test_resumed_run_continues_its_tensorboard_curves(text: Path) -> None:
-    """Steps after the resumed checkpoint are logged once. `--log` can be added on resume."""
+    """Steps after the checkpoint are logged once. `--log` can be added on resume."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -94,10 +94,10 @@ def test_logging_does_not_change_training(text: Path, monkeypatch: pytest.Monkey
 
 
 class FakeWandb(types.ModuleType):
-    """The part of wandb that `gpt` uses. Records each call."""
+    """Records calls of the wandb functions that `gpt` uses."""
 
     class Error(Exception):
-        """Replaces wandb's exception."""
+        pass
 
     def __init__(self, mode: str = "offline") -> None:
         super().__init__("wandb")
@@ -182,7 +182,7 @@ def test_real_wandb_offline_log(text: Path, monkeypatch: pytest.MonkeyPatch) -> 
     wandb = pytest.importorskip("wandb", reason="wandb is no part of the dev extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
     result = gpt.train(text, steps=4, log="wandb", **FAST)
-    wandb.teardown()  # Until this call, which normally runs at exit, wandb's process can still be writing.
+    wandb.teardown()  # Before this call, wandb's process can still be writing.
     (log,) = (result.run / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"step/grad_norm" in log.read_bytes()
     assert b"eval/val_loss" in log.read_bytes()
@@ -246,7 +246,7 @@ def test_failing_logger_does_not_stop_training(
 
 
 def count_flops_per_token(config: GPTConfig, rank: int = 0) -> float:
-    """Returns the FLOPs per token of a training step's matrix products, as counted by torch."""
+    """Counts the FLOPs per token of matrix products, by torch."""
     model = GPT(config)
     if rank:
         lora.adapt(model, rank, 1.0)
@@ -266,7 +266,7 @@ def count_flops_per_token(config: GPTConfig, rank: int = 0) -> float:
 )
 def test_flops_per_token_match_torchs_counter(config: GPTConfig) -> None:
     counts = breakdown(config)
-    vectors = counts.biases + counts.layer_norms  # N includes vectors by convention, but they are in no matrix product.
+    vectors = counts.biases + counts.layer_norms  # N includes vectors, but they are in no matrix product.
     assert flops_per_token(config, 32) - 6 * vectors == count_flops_per_token(config)
 
 
@@ -334,7 +334,7 @@ def test_mfu_is_reported_when_the_peak_is_known(
     monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: None)
     done = gpt("train", text, "--steps", "5", "--json", *options)
     assert "MFU" not in done.err
-    assert "mfu" not in json.loads(done.out)  # Scripts depend on this output, so it has no MFU.
+    assert "mfu" not in json.loads(done.out)  # Scripts depend on this output.
     assert {step.mfu for step in metrics(Path("runs/book-2"), "step")} == {None}
 
 

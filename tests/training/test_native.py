@@ -1,4 +1,4 @@
-"""Blocks compiled for a CPU match uncompiled blocks. Programs load only from a folder that nobody else can write to."""
+"""Blocks compiled for a CPU, and the private folder of their programs."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ CONFIG = SampleConfig(greedy=True, max_tokens=40, ignore_eot=True)
 
 @pytest.fixture(autouse=True)
 def program_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of compiled programs, initially missing."""
+    """The folder of compiled programs, not yet created."""
     monkeypatch.setattr(programs, "user_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "programs"
 
@@ -60,13 +60,13 @@ def model_of(
 
 @torch.inference_mode()
 def residual_stream(model: GPT) -> torch.Tensor:
-    """The residual stream of 30 positions, computed one position at a time."""
+    """The residual stream of 30 positions, one position at a time."""
     cache = KVCache(model.config, 1, CPU.device, CPU.dtype)
     return torch.cat([model.trunk(torch.tensor([[id]]), Placement(cache, [(0, [id], 1)])) for id in range(30)], dim=1)
 
 
 def generate_greedily(model: GPT, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
-    """The ids that a model generates after a prompt, and their log-probabilities."""
+    """Returns the generated ids and their log-probabilities."""
     tokens = list(generate(Context(model, CPU, 1, 64), prompt, CONFIG, ends=()))
     return [token.id for token in tokens], torch.tensor([token.logprob for token in tokens])
 
@@ -101,7 +101,7 @@ def test_compiled_blocks_match_uncompiled_blocks(
         torch.testing.assert_close(logprobs, expected_logprobs, atol=2e-5, rtol=0)
     exact = residual_stream(
         model_of(arch, bits, unprepared=True, **properties)
-    )  # Uses the dequantized weights without further rounding.
+    )  # dequantized weights without further rounding
     torch.testing.assert_close(residual_stream(compiled), exact, atol=5e-5, rtol=0)
     assert stat.S_IMODE(program_folder.stat().st_mode) == 0o700 or sys.platform == "win32"
     programs_on_disk = sorted(program_folder.iterdir())
@@ -110,7 +110,7 @@ def test_compiled_blocks_match_uncompiled_blocks(
     before = {path: path.stat().st_ino for path in programs_on_disk}
     second_model = model_of(arch, bits, second_notes := [], **properties)
     assert generate_greedily(second_model, prompt)[0] == ids
-    assert second_notes == []  # The second model reuses the compiled program.
+    assert second_notes == []
     assert {path: path.stat().st_ino for path in program_folder.iterdir()} == before
 
 
@@ -132,7 +132,7 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.fixture
 def find_program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Looks up a program by name. A text file replaces the compiled graph."""
+    """Finds a program by name, with text files instead of compiled graphs."""
 
     def compile_to_text(graph: str, scratch: Path, options: object) -> Path:
         (scratch / "program.pt2").write_text(f"{graph}: {99 * 'code '}")
@@ -165,7 +165,7 @@ def test_damaged_program_is_recompiled(how: str, find_program: Callable[[str], s
 def test_unloadable_program_is_recompiled(
     find_program: Callable[[str], str], program_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old program stays, because another system can share the folder."""
+    """Another system that shares the folder can need the old program."""
     find_program("a")
     before = set(program_folder.iterdir())
 
@@ -185,7 +185,6 @@ def test_unloadable_program_is_recompiled(
 def test_programs_are_compiled_by_default(
     platform: str, compiler: str, by_default: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiling is the default if Inductor's compiler is installed."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(shutil, "which", lambda name: name if name == compiler else None)
@@ -205,7 +204,7 @@ def test_least_recently_used_programs_are_deleted(
     monkeypatch.setattr(programs, "KEPT", 2)
     use("a", 1)
     use("b", 2)
-    assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # This makes a more recent than b.
+    assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # a is now more recent than b.
     killed, active = (program_folder / f"{programs.SCRATCH}{name}" for name in ("killed", "at-work"))
     for folder in (killed, active):
         folder.mkdir()
@@ -281,7 +280,7 @@ def test_program_key_depends_on_the_block_shape() -> None:
 def test_compiled_gradients_match_uncompiled_gradients(
     arch: str, layers: int, dropout: float, dtype: torch.dtype
 ) -> None:
-    """Equal up to rounding. With dropout, the same seed gives the same gradients."""
+    """With dropout, the same seed gives the same gradients."""
     compute, results = Compute(torch.device("cpu"), dtype), []
     model = model_of(arch, unprepared=True, dropout=dropout, n_layer=layers).train()
     objective = Objective(model, 0)

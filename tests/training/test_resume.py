@@ -1,4 +1,4 @@
-"""Resuming: k steps and then N − k are bit for bit the same as N steps, wherever the run was interrupted."""
+"""Resuming: k steps plus N − k are N steps, bit for bit, wherever the run stops."""
 
 import json
 import math
@@ -30,8 +30,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no 
 def interrupt_at(
     k: int, train: Callable[..., Any], kind: type[events.Event] = events.StepEvent, ahead: int = 0
 ) -> list[Any]:
-    """Runs ``train`` and sends SIGINT at the event of step k, when up to ``ahead`` further steps have started. Returns the
-    events."""
+    """Sends SIGINT at the event of step k, with up to ``ahead`` steps in flight. Returns the events."""
     run_events: list[Any] = []
 
     def on_event(event: Any) -> None:
@@ -55,7 +54,7 @@ def test_resume_is_bit_exact(text: Path, optimizer: str, stops: tuple[int, ...])
         run = Path(f"at-{k}")
         interrupt_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings))
         assert folder.checkpoints(run)[-1].step == k
-        if k < STEPS - 1:  # Interrupts the run a second time.
+        if k < STEPS - 1:  # interrupted again
             run_events = interrupt_at(k + 1, lambda listen, run=run: library.resume(run, listen))
             assert any(isinstance(event, events.ResumeEvent) for event in run_events)
         result = library.resume(run)
@@ -84,14 +83,14 @@ def test_interrupt_between_steps_is_bit_exact(text: Path, kind: type[events.Even
 
 
 def test_metrics_after_the_checkpoint_are_truncated(text: Path) -> None:
-    """A killed run leaves metrics of later steps than its newest checkpoint, possibly ending in half a line."""
+    """A killed run leaves metrics newer than its checkpoint, possibly half a line."""
     settings: dict[str, Any] = FAST
     whole = library.train(text, out="whole", **settings)
     interrupt_at(5, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     with Path("parts/metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 6, "tokens": 1, "seconds": 1}\n{"event": "st')
     (Path("parts") / ".tmp-step-000099").mkdir()
-    # The run was killed between the two renames of a save.
+    # killed between two renames
     (Path("parts") / "step-000005").rename("parts/.tmp-was-step-000005")
     Path("parts/index.json").unlink()
     run_events: list[Any] = []
@@ -104,7 +103,7 @@ def test_metrics_after_the_checkpoint_are_truncated(text: Path) -> None:
 
 
 def make_killed_after(run: Path, step: int) -> None:
-    """Changes a finished run into one that was killed after the checkpoint of ``step``."""
+    """Turns a finished run into one killed after the checkpoint of ``step``."""
     for entry in folder.checkpoints(run):
         if entry.step > step:
             shutil.rmtree(run / entry.name)
@@ -117,7 +116,7 @@ def test_resume_does_not_repeat_the_checkpoints_step(text: Path, monkeypatch: py
     whole = library.train(text, out="whole", **settings)
     shutil.copytree("whole", "parts")
     make_killed_after(Path("parts"), 8)
-    with monkeypatch.context() as patch:  # The resumed run must not save this step again.
+    with monkeypatch.context() as patch:  # Step 8 is already saved.
         patch.setattr(checkpoint, "write", lambda target, contents: pytest.fail(f"{target} is written"))
         interrupt_at(8, lambda listen: library.resume("parts", listen), events.ResumeEvent)
     library.resume("parts")
@@ -149,7 +148,7 @@ def test_resume_without_a_checkpoint_restarts_at_step_1(text: Path) -> None:
     record = json.loads(Path("parts/run.json").read_text())
     library.resume("parts")
     assert_same(Path("parts"), whole.run)
-    # This run was killed during tokenization.
+    # killed during tokenization
     for key in ("resolved", "tokens", "tokenizer", "sources", "compute", "versions"):
         del record[key]
     for path in Path("parts").iterdir():
@@ -205,14 +204,14 @@ def test_environment_variables_count_as_options_on_resume(
     one_line_of_what_and_what_next(gpt("train", "--resume"), "--lr cannot be given with --resume")
     monkeypatch.delenv("GPT_TRAIN_LR")
     monkeypatch.setenv("GPT_TRAIN_RESUME", "runs/x")
-    monkeypatch.setenv("GPT_TRAIN_EPOCHS", "3")  # GPT_TRAIN_EPOCHS is refused too, except when --steps overrides it.
+    monkeypatch.setenv("GPT_TRAIN_EPOCHS", "3")  # This variable is refused too, unless --steps overrides it.
     one_line_of_what_and_what_next(gpt("train"), "--epochs cannot be given with --resume")
     assert gpt("train", "--steps", "13").code == 0
 
 
 @pytest.mark.slow
 def test_resume_with_more_steps(text: Path) -> None:
-    """With a constant learning rate, an extended run equals a run that had all steps from the start."""
+    """With a constant learning rate, an extended run equals a run planned for all steps."""
     settings: dict[str, Any] = {**FAST, "schedule": "constant", "warmup": 2, "decay": 6, "eval_every": 4, "keep": 9}
     planned = library.train(text, out="long", **{**settings, "steps": 20})
     library.train(text, out="short", **settings)
@@ -223,7 +222,7 @@ def test_resume_with_more_steps(text: Path) -> None:
     notes = [event.text for event in run_events if isinstance(event, events.Note)]
     assert any("20 steps instead of 12: from step 12, the constant schedule" in note for note in notes)
     assert library.resume("short").steps == 20
-    make_killed_after(Path("short"), 12)  # The checkpoint was written with a plan of 12 steps.
+    make_killed_after(Path("short"), 12)  # The checkpoint's plan has 12 steps.
     assert library.resume("short").steps == 20
     assert_same(Path("short"), planned.run)
 
@@ -304,7 +303,7 @@ def test_resume_of_fine_tuning(run_folder: Path, text: Path, rank: int | None) -
 
 
 def test_changed_base_model_is_refused(run_folder: Path, text: Path) -> None:
-    """Without a checkpoint, the resumed run would start from the changed base model."""
+    """A run without a checkpoint restarts from the base model."""
     base = Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), "base"))
     library.train(text, out="x", init=base, steps=2, dtype="float32")
     make_killed_after(Path("x"), 0)
@@ -319,7 +318,7 @@ def test_changed_base_model_is_refused(run_folder: Path, text: Path) -> None:
 
 @pytest.mark.slow
 def test_resume_of_a_timed_run(text: Path) -> None:
-    """The resumed run keeps the planned steps and the time already spent."""
+    """Planned steps and time spent are kept."""
     settings = {**FAST, "steps": None, "minutes": 0.15}
     run_events = interrupt_at(40, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     planned = next(event.steps for event in run_events if isinstance(event, events.Plan))
@@ -336,7 +335,7 @@ def test_resume_of_a_timed_run(text: Path) -> None:
 
 @pytest.fixture
 def loss_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The loss computations so far. The seventh to ninth return NaN."""
+    """Loss computations so far; the seventh to ninth return NaN."""
     original = stepping.tied_cross_entropy
     loss_calls: list[int] = []
 
@@ -349,7 +348,7 @@ def loss_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_resume_after_a_rollback(text: Path, loss_calls: list[int]) -> None:
-    """The lower learning rate and the pending NaN loss are part of the saved state."""
+    """The state includes the lower learning rate and pending NaN losses."""
     settings: dict[str, Any] = {**FAST, "eval_every": 3}
     whole = library.train(text, out="whole", **settings)
     loss_calls.clear()
@@ -368,7 +367,6 @@ def test_resume_after_a_rollback(text: Path, loss_calls: list[int]) -> None:
 
 @pytest.mark.usefixtures("loss_calls")
 def test_rollback_does_not_count_evaluations_twice(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a rollback, repeated evaluations do not count towards patience."""
     monkeypatch.setattr("gpt.training.loop.mean_loss", lambda *args: 5.0)  # The first evaluation is the best.
     settings: dict[str, Any] = {**FAST, "eval_every": 2, "save_every": 4, "patience": 3}
     run = library.train(text, out="run", **settings).run
@@ -458,7 +456,7 @@ def test_second_process_cannot_write_the_same_run(gpt: Gpt, text: Path) -> None:
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", ["float16", more("float32"), more("bfloat16")])
 def test_resume_is_bit_exact_on_a_gpu(text: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses deterministic kernels. Under float16, the loss scaler is resumed too."""
+    """Kernels are deterministic. float16 resumes the loss scaler too."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
@@ -466,7 +464,7 @@ def test_resume_is_bit_exact_on_a_gpu(text: Path, dtype: str, monkeypatch: pytes
         whole = library.train(text, out="whole", **settings)
         for k in (1, 6):
             run = Path(f"at-{k}")
-            # A GPU computes the next step while one is being reported, unless something is due between them.
+            # A GPU is one step ahead, unless something is due in between.
             interrupt_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings), ahead=1)
             library.resume(run)
             assert_same(run, whole.run)
@@ -475,8 +473,7 @@ def test_resume_is_bit_exact_on_a_gpu(text: Path, dtype: str, monkeypatch: pytes
 
 
 def test_finished_run_starts_no_processes(run_folder: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes start, however many the run had or ``--nproc`` requests. With more steps, the run is not
-    finished."""
+    """With more steps, the run is not finished."""
     shutil.copytree(run_folder, "run")
     record = json.loads(Path("run/run.json").read_text())
     record["settings"]["nproc"] = 2

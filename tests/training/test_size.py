@@ -20,7 +20,7 @@ CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 def fake_throughput(flops: float, measured: list[str]) -> Callable[[str], float]:
-    """A device that computes ``flops`` FLOPs per second for every preset."""
+    """Simulates a device of ``flops`` FLOPs per second."""
 
     def tokens_per_second(name: str) -> float:
         measured.append(name)
@@ -37,7 +37,7 @@ def test_size_grows_with_time(arch: Arch) -> None:
     assert chosen[0] == "pico"
     assert chosen[-1] == "gpt2"
     for below, name in pairwise(SIZES):
-        # time to train on the required tokens per parameter
+        # time for the required tokens per parameter
         minutes = needs(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60
         assert largest_preset(1.01 * minutes, 10**12, arch, fake_throughput(1e11, []))[0] == name
         chosen_before, why = largest_preset(0.99 * minutes, 10**12, arch, fake_throughput(1e11, []))
@@ -96,7 +96,7 @@ def test_throughput_is_measured_on_this_machine() -> None:
 
 
 def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU loads its kernels in the first evaluation, and evaluates many windows in the time of one."""
+    """A GPU loads kernels in the first evaluation, and computes many windows in the time of one."""
     sizes: list[int] = []
 
     def mean_loss(parallel: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:

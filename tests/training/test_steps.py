@@ -1,4 +1,4 @@
-"""Training steps: skipped for non-finite gradients, reported late on a GPU, compiled, with a growing batch."""
+"""Single training steps: skipped, late, compiled, of a growing batch."""
 
 import copy
 import json
@@ -50,7 +50,6 @@ def test_skipped_step_changes_nothing(kind: Literal["muon", "adamw"]) -> None:
 
 
 def test_snapshot_restores_the_loss_scale() -> None:
-    """The loss scale of float16 training."""
     model = GPT(gpt.GPTConfig(50, 8, 1, 1, 8))
     optimizer, scaler = make_optimizer(model, "adamw", 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
     parallel = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
@@ -68,7 +67,7 @@ def test_snapshot_restores_the_loss_scale() -> None:
 
 
 class LateDownload(Download):
-    """Simulates a GPU download: values arrive only when `read` is called."""
+    """Simulates a download whose values arrive when `read` is called."""
 
     def __init__(self, *values: torch.Tensor) -> None:
         super().__init__(*values)
@@ -86,7 +85,7 @@ def test_late_downloads_do_not_change_events_or_weights(text: Path, monkeypatch:
     late, late_events = train(text, **settings)
     immediate_kinds, late_kinds = (
         [(type(event), getattr(event, "step", 0)) for event in run_events if not isinstance(event, events.SaveEvent)]
-        for run_events in (immediate_events, late_events)  # Saves run in a thread and can finish at any time.
+        for run_events in (immediate_events, late_events)  # Saves end at any time, in a thread.
     )
     assert immediate_kinds == late_kinds
     assert losses(immediate_events) == losses(late_events)
@@ -94,14 +93,14 @@ def test_late_downloads_do_not_change_events_or_weights(text: Path, monkeypatch:
 
 
 def trace_without_compiling(key: object, trace: Any, note: Any, what: str) -> programs.Program:
-    """Returns the traced graph as the program, uncompiled."""
+    """Returns the traced graph, uncompiled."""
     graph, _ = trace()
     return lambda tensors: list(graph(*tensors))
 
 
 @pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
 def test_compiled_steps_match_up_to_rounding(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The traced graph runs uncompiled, because compiling takes half a minute."""
+    """Compiling the traced graph would take half a minute."""
     settings = {"steps": 6, "sample_every": 3, "eval_every": 3, "dropout": 0.1, "micro_batch": "8"}
     _, uncompiled_events = train(text, **settings)
     monkeypatch.setattr(programs, "find", trace_without_compiling)
@@ -136,7 +135,7 @@ def test_signal_during_compilation_interrupts_the_run(text: Path, monkeypatch: p
     def interrupt(*_: Any) -> Any:
         try:
             raise Interrupted(15, "interrupted before the first step")
-        except Interrupted as error:  # Torch's compiler wraps exceptions like this.
+        except Interrupted as error:  # Torch's compiler wraps exceptions.
             raise RuntimeError(f"Interrupted: {error}") from None
 
     monkeypatch.setattr(programs, "find", interrupt)
@@ -149,8 +148,7 @@ def test_signal_during_compilation_interrupts_the_run(text: Path, monkeypatch: p
 def test_failed_compilation_falls_back_to_uncompiled_steps(
     text: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
 ) -> None:
-    """Covers a program that does not compile and one that does not run. With dropout, the trial run consumes random
-    numbers."""
+    """The program does not compile, or does not run. Its trial consumes dropout's random numbers."""
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("no C++ compiler\nlong story")
@@ -166,7 +164,7 @@ def test_failed_compilation_falls_back_to_uncompiled_steps(
 
 
 def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled program that runs out of memory raises this unspecific error."""
+    """Out of memory in a compiled program raises this error."""
     settings = {"steps": 6, "dropout": 0.1, "micro_batch": "8", "save_every": 3}
     _, uncompiled_events = train(text, **settings)
     calls = 0
@@ -177,7 +175,7 @@ def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeyp
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             nonlocal calls
             calls += 1
-            if calls > 6:  # This call is in the middle of a batch.
+            if calls > 6:  # in the middle of a batch
                 raise RuntimeError("API call failed\nsomewhere")
             return program(tensors)
 
@@ -235,7 +233,7 @@ def test_large_logits_are_computed_in_chunks(text: Path) -> None:
 
 
 def test_huge_step_counts_resolve_immediately(text: Path) -> None:
-    """Schedules are computed on demand, so a huge run starts immediately."""
+    """Schedules are computed on demand."""
     small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_tokens": 64}
     assert resolved(steps=10**12, **small).tokens(10**12) == 64 * 10**12
     assert resolved(steps=10**6, batch_ramp=2**53, **small).tokens(10**6) < 64 * 10**6

@@ -1,4 +1,4 @@
-"""Training: learning, repeatability, schedules, checkpoints, faults, and the defaults chosen for the user."""
+"""Training runs: results, schedules, checkpoints, faults, and defaults."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ def lr_at(step: int, **recipe: Any) -> float:
 def test_loss_decreases(text: Path) -> None:
     result, run_events = train(text, steps=60, lr=1e-2)
     first, last = losses(run_events)[0], losses(run_events)[-1]
-    # An untrained model predicts every id with about equal probability.
+    # The untrained model's loss is that of a uniform distribution.
     assert first == pytest.approx(math.log(400), abs=0.3)
     assert last < first - 1.5
     assert result.val_loss < first - 1.5
@@ -64,14 +64,14 @@ def test_same_seed_is_bit_exact(text: Path) -> None:
 
 @pytest.mark.slow
 def test_monitoring_does_not_change_training(text: Path) -> None:
-    """Sampling, evaluating and saving do not touch the random state of training."""
+    """Sampling, evaluation and saves keep the random state of training."""
     one, _ = train(text, steps=12, dropout=0.1, eval_every=3, sample_every=2, save_every=1)
     other, _ = train(text, steps=12, dropout=0.1, eval_every=12, sample_every=0, save_every=12)
     assert all(torch.equal(a, b) for a, b in zip(weights(one.run).values(), weights(other.run).values(), strict=True))
 
 
 def test_step_applies_adamw_to_the_clipped_gradient(text: Path) -> None:
-    """Compares three steps of the loop with a written-out loop."""
+    """Compares with a written-out loop."""
     result, run_events = train(
         text, steps=3, val_fraction=0.1, schedule="constant", warmup=0, lr=1e-2, clip=0.5, optimizer="adamw"
     )
@@ -132,7 +132,7 @@ def test_parameter_groups_of_muon_and_adamw(decay: float, embedding_decay: float
 
 @pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
 def test_compiled_muon_update_matches_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Covers changing learning rates, a skipped step, and restored momenta."""
+    """Covers changing learning rates, skipped steps and restored momenta."""
     torch_compile, graphs = torch.compile, []
 
     def backend(module: Any, inputs: Any) -> Any:
@@ -165,7 +165,7 @@ def test_compiled_muon_update_matches_and_compiles_once(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 32), (32, 8)])
 def test_muon_matches_torch(shape: tuple[int, int]) -> None:
-    """Compares with torch.optim.Muon. The singular values of both are in [0.7, 1.2], but differ."""
+    """The singular values of both are in [0.7, 1.2], but differ."""
     torch.manual_seed(0)
     actual, expected = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
     muon = Muon([{"params": [actual]}], lr=0.02, weight_decay=0.1, dtype=torch.bfloat16)
@@ -217,7 +217,7 @@ def test_fitting_a_time_budget_keeps_past_learning_rates(schedule: str, remainin
     assert [fitted.lr_at(step) for step in range(51)] == [plan.lr_at(step) for step in range(51)]
     learning_rates = [fitted.lr_at(step) for step in range(50, 51 + remaining_steps)]
     assert learning_rates[-1] == pytest.approx(plan.lr_at(100), abs=1 / 20)
-    # The cosine is steepest in the middle: π / 2 · 0.9 times the mean slope.
+    # the cosine's steepest slope, π / 2 · 0.9 times the mean
     max_slope = 1.5 if schedule == "cosine" else 1
     assert all(0 <= a - b <= max_slope / remaining_steps + 1e-9 for a, b in itertools.pairwise(learning_rates))
 
@@ -241,8 +241,7 @@ def test_timed_run_can_be_repeated_by_steps(text: Path) -> None:
 
 @pytest.mark.slow
 def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run compiles with the dropout of the number of uncompiled steps that fit. The steps guessed before measuring
-    and the compiled steps that fit do not affect it."""
+    """Dropout follows from the uncompiled steps that fit, not from the guess before or the compiled steps."""
     looked_up: list[GPTConfig] = []
 
     def find(key: Any, *args: object) -> Any:
@@ -259,12 +258,12 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) ->
     for length in ({"minutes": 1.0}, {"steps": 400}):
         assert resolved(n_tokens=record["tokens"]["train"], **TINY, **length).model.dropout > 0
     assert record["resolved"]["model"]["dropout"] == 0
-    assert [model.dropout for model in looked_up] == [0, 0]  # one lookup by the measurement, one by the run
+    assert [model.dropout for model in looked_up] == [0, 0]  # by the measurement, then by the run
 
 
 @pytest.mark.slow
 def test_timed_run_compiles_by_minutes_only(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of steps that fit would compile here, but it was measured uncompiled."""
+    """The 400 steps that fit would compile."""
     looked_up: list[object] = []
     monkeypatch.setattr(programs, "find", lambda key, *args: looked_up.append(key))
     monkeypatch.setattr(recipe, "compiles_unasked", lambda: True)
@@ -279,7 +278,7 @@ def test_timed_run_compiles_by_minutes_only(text: Path, monkeypatch: pytest.Monk
 
 def test_steps_that_fit_a_time_budget() -> None:
     pace = TimeBudget(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
-    assert pace.steps(now=10.0) == 750  # 90 s minus 5 s for the end and 10 s for evaluations, at 0.1 s per step
+    assert pace.steps(now=10.0) == 750  # 90 s minus 5 s at the end and 10 s of evaluations
     assert pace.steps_left(now=50.0, step=0.15) == 300
     assert pace.steps_left(now=99.0, step=0.15) == 1
     with pytest.raises(gpt.UserError, match="no time to train") as error:
@@ -291,12 +290,12 @@ SLOW = Costs(step=1.2, window=2.0, sample=4.0, save=1.0, usual_windows=32, whole
 
 
 def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
-    """A large model on a slow machine gets fewer evaluations and no samples."""
+    """A large model on a slow machine."""
     budget = TimeBudget.fitting(5, began=0.0, now=30.0, costs=SLOW, evals=20)
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
     assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
-    # More than a fifth of the time is already spent.
+    # A fifth of the time is already spent.
     late = TimeBudget.fitting(5, began=0.0, now=90.0, costs=SLOW, evals=20)
     assert late.evaluations + late.end <= 0.2 * 300 / 2
     assert late.windows == late.last_windows == 1
@@ -307,11 +306,10 @@ def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
 
 @pytest.mark.slow
 def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> None:
-    """A step of the default batch would take all the time."""
     steps: list[int] = []
 
     def steps_that_fit(budget: TimeBudget, now: float) -> int:
-        steps.append(5 if steps else 64)  # 64 steps of one sequence fit; with the resulting batch, 5 steps.
+        steps.append(5 if steps else 64)  # 64 steps of one sequence fit, then 5 of the resulting batch.
         return steps[-1]
 
     with pytest.MonkeyPatch.context() as patched:
@@ -319,7 +317,7 @@ def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> No
         patched.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
         result = gpt.train(text, init=str(run_folder), minutes=1.0, lora_rank=2, dtype="float32", sample_every=0)
     resolved = json.loads((result.run / "run.json").read_text())["resolved"]
-    assert resolved["batch_tokens"] == 32  # 64 sequences of 32 tokens in 100 steps: one sequence per step
+    assert resolved["batch_tokens"] == 32  # 64 sequences of 32 tokens in 100 steps: one each
     assert result.val_tokens > 0
 
 
@@ -382,7 +380,7 @@ def test_format_seconds() -> None:
 
 
 def test_best_checkpoint_is_kept_and_reported(text: Path) -> None:
-    """A learning rate that wrecks the model late: the run reports an earlier checkpoint as the best."""
+    """The learning rate wrecks the model after its best checkpoint."""
     result, run_events = train(text, steps=60, eval_every=10, lr=0.5, warmup=58, keep=1)
     evals = {e.step: e.val_loss for e in run_events if isinstance(e, events.EvalEvent)}
     best = min(evals, key=lambda step: evals[step])
@@ -391,7 +389,7 @@ def test_best_checkpoint_is_kept_and_reported(text: Path) -> None:
     assert result.val_loss == pytest.approx(evals[best], rel=1e-4)
     assert gpt.load(result.run).path == result.checkpoint
     assert [entry.step for entry in folder.checkpoints(result.run)] == [best, 60]
-    assert not folder.can_resume(result.checkpoint)  # An old checkpoint keeps only its weights.
+    assert not folder.can_resume(result.checkpoint)  # old, so only weights are kept
     assert folder.can_resume(result.run / folder.step_name(60))
 
 
@@ -424,7 +422,7 @@ def test_reported_loss_matches_evaluate(text: Path, tmp_path: Path) -> None:
 
 
 def test_held_out_text_does_not_affect_training(text: Path) -> None:
-    """Two texts that differ only in the held-out part give the same vocabulary and weights."""
+    """The texts differ only in the held-out part."""
     data = text.read_bytes()
     cut = len(data) - round(len(data) * 0.1)
     other = text.with_name("other.txt")
@@ -469,7 +467,7 @@ def test_short_text_reduces_the_context(workdir: Path) -> None:
 
 
 def scale_loss(monkeypatch: pytest.MonkeyPatch, factor: float, calls: range) -> None:
-    """Multiplies the loss by ``factor`` in the loss computations numbered ``calls``, counted from 1."""
+    """Multiplies the loss by ``factor`` in the computations ``calls``, counted from 1."""
     original, call_numbers = stepping.tied_cross_entropy, itertools.count(1)
     monkeypatch.setattr(
         stepping, "tied_cross_entropy", lambda *args: original(*args) * (factor if next(call_numbers) in calls else 1)
@@ -504,7 +502,7 @@ def test_out_of_memory_halves_the_micro_batch(text: Path, monkeypatch: pytest.Mo
         return trunk(self, idx, *rest)
 
     monkeypatch.setattr(GPT, "trunk", limited)
-    # Gradient accumulation does not change the result.
+    # Accumulation does not change the result.
     parts, run_events = train(text, steps=6, micro_batch="8", dropout=0.0)
     assert losses(run_events) == pytest.approx(losses(whole_events), rel=1e-4)
     assert json.loads((parts.run / "run.json").read_text())["resolved"]["micro_batch"] == 2
@@ -519,7 +517,7 @@ def test_nan_step_is_skipped(text: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     result, run_events = train(text, steps=20, eval_every=6, save_every=6, keep=9)
     assert not any(isinstance(event, events.RollbackEvent) for event in run_events)
     assert math.isnan(losses(run_events)[5])
-    # Step 6 is skipped and has no evaluation.
+    # no evaluation at the skipped step 6
     assert [event.step for event in run_events if isinstance(event, events.EvalEvent)] == [12, 18, 20]
     assert [entry.step for entry in folder.checkpoints(result.run)] == [12, 18, 20]
     assert math.isfinite(result.val_loss)
@@ -527,7 +525,7 @@ def test_nan_step_is_skipped(text: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_exploding_loss_rolls_back_with_a_lower_learning_rate(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rollback restores weights and moments, so the loss of the next step is reproduced."""
+    """Weights and moments are restored, so the next loss is reproduced."""
     scale_loss(monkeypatch, 1000, range(46, 49))
     result, run_events = train(text, steps=60, lr=1e-2, eval_every=15, schedule="constant", dropout=0.0)
     (rollback,) = [event for event in run_events if isinstance(event, events.RollbackEvent)]
@@ -572,7 +570,7 @@ def test_every_preset_resolves() -> None:
     ("settings", "expected"),
     [
         ({"epochs": 1.0}, (0.0, 0.1)),
-        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # a third of the decay for 12 epochs
+        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # a third of the value for 12 epochs
         ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.29)),  # A decay of 1 would need 80 · 0.43 epochs.
         ({"epochs": 18.0, "n_tokens": 45_000}, (0.1, 1.0)),
         ({"epochs": 18.0, "n_tokens": 60_000}, (0.0, 1.0)),
@@ -598,7 +596,7 @@ def test_dropout_and_weight_decay_follow_from_epochs(settings: dict[str, Any], e
 def test_cpu_compilation_depends_on_length_size_and_dtype(
     settings: dict[str, Any], in_bfloat16: bool, in_float32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, one minute is just long enough for four blocks."""
+    """In bfloat16, a minute is just enough for four blocks."""
     for has_compiler in (True, False):
         monkeypatch.setattr(recipe, "compiles_unasked", lambda has_compiler=has_compiler: has_compiler)
         for dtype, compiles in (("bfloat16", in_bfloat16), ("float32", in_float32)):
@@ -612,7 +610,7 @@ def test_cpu_compilation_depends_on_length_size_and_dtype(
         ({"steps": 100}, True),  # 124 million parameters, 52 million tokens
         ({"steps": 50}, False),
         ({"minutes": 5.0}, True),
-        ({"minutes": 4.9}, False),  # The 1,000 steps assumed before measuring would compile.
+        ({"minutes": 4.9}, False),  # The 1,000 steps assumed at first would compile.
         ({"minutes": 4.9, "compile": "on"}, True),
         ({"preset": "nano", "minutes": 60.0}, False),
     ],
@@ -669,7 +667,7 @@ def test_loss_decreases_in_bfloat16(text: Path) -> None:
 
 
 def test_first_ten_losses(text: Path) -> None:
-    """Frozen values: they change with arithmetic, data order or initialization."""
+    """Detects changes of arithmetic, data order or initialization."""
     _, run_events = train(text, steps=10, lr=1e-2, warmup=2, optimizer="adamw", schedule="cosine")
     assert losses(run_events) == pytest.approx(FROZEN, abs=2e-3)
 

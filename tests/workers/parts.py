@@ -1,4 +1,4 @@
-"""Worker script of `test_divided.py`: each process runs the named scenario on sharded models.
+"""Worker script of `test_divided.py`, with sharded models.
 
 python tests/workers/parts.py SCENARIO
 """
@@ -16,10 +16,10 @@ from gpt import events
 from gpt.runs import checkpoint
 from gpt.training import evaluation
 
-# Single-process runs. `SHARDED_RUNS` repeats them in two processes.
+# Single-process runs; `SHARDED_RUNS` repeats them.
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**SIX_STEPS, "optimizer": "adamw", "micro_batch": 4},
-    # Each matrix shape occurs once, so one process has no matrix to orthogonalize.
+    # Each matrix shape occurs once, so one process orthogonalizes none.
     "muon": {
         **SIX_STEPS,
         "arch": "modern",
@@ -45,7 +45,7 @@ SHARDED_AND_TENSOR = {**TWELVE_STEPS, "steps": 3, "shard": "full", "tensor": 2, 
 
 
 def two() -> None:
-    """Runs in two processes, and resumes with another number of processes or another sharding."""
+    """Trains, and resumes with other numbers of processes or shards."""
     for name, (model, sharding) in SHARDED_RUNS.items():
         gpt.train(TEXTS.get(model, "book.txt"), out=name, **MODELS[model], **sharding)
     gpt.train("book.txt", out="dropout", **{**TWELVE_STEPS, "dropout": 0.1}, **SHARDED)
@@ -65,7 +65,7 @@ def two() -> None:
 
 
 def four() -> None:
-    """Tensor parallelism in pairs within a sharded run of four processes."""
+    """Sharding across two tensor-parallel pairs."""
     gpt.train("book.txt", out="four", **SHARDED_AND_TENSOR)
 
 

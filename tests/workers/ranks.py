@@ -1,4 +1,4 @@
-"""Worker script of `test_parallel.py`: each process runs the named scenario.
+"""Worker script of `test_parallel.py`.
 
 python tests/workers/ranks.py SCENARIO
 """
@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 SIX_STEPS = {**SMALL, "steps": 6, "save_every": 4, "eval_every": 4, "keep": 9}
 TWELVE_STEPS = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
-# This run is long enough to be killed midway.
+# long enough to be killed
 THIRTY_STEPS = {**TWELVE_STEPS, "steps": 30, "save_every": 3, "dropout": 0.1}
 
 
@@ -57,14 +57,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "batch_tokens": 264,
     },
 }
-# The sample exceeds the context. Each token of a tensor-parallel model takes 20 ms.
+# longer than the context, but short: a tensor-parallel token takes 20 ms
 SAMPLE = SampleConfig(max_tokens=18)
 TEXTS = {"pairs": "pairs.jsonl"}
 RANK = int(os.environ.get("RANK", "0"))
 
 
 def copy_killed_run(run: str, target: str, step: int) -> None:
-    """Copies a run into the state of a run that was killed soon after ``step``."""
+    """Copies a run as if killed soon after ``step``."""
     shutil.copytree(run, target)
     for path in Path(target).glob("step-*"):
         if int(path.name[5:]) > step:
@@ -99,7 +99,7 @@ def two() -> None:
 
 @contextlib.contextmanager
 def record_gradient_syncs() -> Iterator[list[bool]]:
-    """Records, for each micro-batch, whether the backward pass all-reduced gradients."""
+    """Records for each micro-batch whether gradients were all-reduced."""
     original, syncs = stepping.Stepper._backward, []
 
     def backward(self: stepping.Stepper, *args: Any) -> torch.Tensor:
@@ -112,7 +112,6 @@ def record_gradient_syncs() -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def nan_loss_on_rank_1() -> Iterator[None]:
-    """Makes the loss NaN three times, only on rank 1."""
     original, calls = stepping.tied_cross_entropy, []
 
     def loss(*args: Any) -> torch.Tensor:
@@ -125,8 +124,7 @@ def nan_loss_on_rank_1() -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_rollbacks() -> Iterator[list[Any]]:
-    """Records the weights and moments (as sums) that this rank has after each rollback, and how many of them its
-    snapshot contains."""
+    """Records this rank's weights and moments (as sums) after each rollback, and its snapshot's size."""
     original, reports = Checkpointer.roll_back, []
 
     def roll_back(self: Checkpointer, **changes: Any) -> None:
@@ -146,7 +144,6 @@ def record_rollbacks() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def limit_memory_on_rank_1() -> Iterator[None]:
-    """Limits rank 1 to one sequence per forward pass."""
     original = GPT.trunk
 
     def trunk(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -172,7 +169,7 @@ def raise_on_rank_1() -> None:
 
 
 def kill_rank_1() -> None:
-    """Kills rank 1 while rank 0 hangs in an NCCL collective that ignores signals."""
+    """Rank 0 hangs, as in an NCCL collective, which ignores signals."""
     original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
@@ -188,7 +185,7 @@ def kill_rank_1() -> None:
 
 
 def time_out_on_rank_1() -> None:
-    """Rank 1 misses a collective's timeout, like a machine that lost power."""
+    """Rank 1 is late for a collective, like a machine without power."""
     original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
@@ -202,7 +199,6 @@ def time_out_on_rank_1() -> None:
 
 
 def compile_on_rank_0_only() -> None:
-    """Trains compiled, with a compiler only on rank 0."""
     from torch._inductor import config
 
     run_events: list[Any] = []
@@ -220,7 +216,7 @@ def disagree_on_seed() -> None:
 
 
 def run_command(*words: str) -> None:
-    """Runs the ``gpt train`` command, which exits abruptly in a group of several processes."""
+    """Runs ``gpt train`` as a command, which exits abruptly in a process group."""
     from gpt_cli.main import run
 
     sys.argv = ["gpt", "train", "book.txt", *OPTIONS, *words]

@@ -1,4 +1,4 @@
-"""Helpers for multi-process tests: comparing runs, sending signals, resuming."""
+"""Helpers for multi-process tests."""
 
 import json
 import os
@@ -22,17 +22,14 @@ RANKS, PARTS = (Path(__file__).with_name(name) for name in ("ranks.py", "parts.p
 
 
 def write_texts() -> None:
-    """Writes the training texts into the current folder."""
     Path("book.txt").write_bytes(make_text().encode())
     pairs = [{"prompt": f"{n} =>", "completion": " " + "la" * (n % 7) + f" {n * n}"} for n in range(60)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
 def train_all(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) -> Path:
-    """Trains each run in one process, into ``place``/one, then runs the script's scenario ``two`` in two processes.
-
-    Returns ``place``.
-    """
+    """Trains each run in one process, into ``place``/one, then runs the script's scenario ``two``. Returns
+    ``place``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setattr("gpt.training.evaluation.SAMPLE", SAMPLE)
@@ -44,7 +41,7 @@ def train_all(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) 
 
 
 def event_values(run: Path, key: str, *kinds: str) -> list[Any]:
-    """Returns ``key`` of each event of a run that has one of ``kinds``."""
+    """Returns ``key`` of a run's events of the given kinds."""
     return [line[key] for line in curve(run) if line["event"] in kinds]
 
 
@@ -53,8 +50,8 @@ def losses(run: Path) -> list[float]:
 
 
 def assert_trained_alike(one: Path, several: Path, norm_tolerance: float, **loss_tolerance: float) -> None:
-    """Asserts that losses agree by `pytest.approx` with ``loss_tolerance``, and gradient norms with relative tolerance
-    ``norm_tolerance``."""
+    """Compares losses with ``loss_tolerance`` (as in `pytest.approx`), and gradient norms with ``norm_tolerance``
+    (relative)."""
     assert losses(several) == pytest.approx(losses(one), **loss_tolerance)
     held_out = [event_values(run, "val_loss", "eval", "end") for run in (one, several)]
     assert held_out[1] == pytest.approx(held_out[0], **loss_tolerance)
@@ -66,7 +63,7 @@ def assert_trained_alike(one: Path, several: Path, norm_tolerance: float, **loss
 def train_and_signal(options: list[str], rank: int, signum: int) -> tuple[str, str, float, int]:
     """Trains in two processes, and signals ``rank`` once a checkpoint of step 6 or later exists.
 
-    Returns the command's stdout and stderr, the seconds from the signal to its exit, and its exit status.
+    Returns stdout, stderr, the seconds until the exit, and the exit status.
     """
     options = [
         *options,
@@ -88,9 +85,9 @@ def train_and_signal(options: list[str], rank: int, signum: int) -> tuple[str, s
 
 
 def assert_resumes_after_kill(options: list[str], rank: int, whole: Path) -> None:
-    """Kills ``rank`` of a run of two processes and resumes it.
+    """Kills ``rank`` of two processes and resumes.
 
-    Asserts that all processes end, that the command reports the kill once, and that the resumed run equals ``whole``.
+    All processes must end with a single error, and the resumed run must equal ``whole``.
     """
     out, err, seconds, code = train_and_signal(options, rank, signal.SIGKILL)
     assert (code, out) == (1, "")
@@ -103,7 +100,7 @@ def assert_resumes_after_kill(options: list[str], rank: int, whole: Path) -> Non
 
 
 def assert_resumes_after_stop(options: list[str], whole: Path) -> None:
-    """Stops rank 1 of a run of two processes by SIGTERM, which saves a checkpoint, and resumes the run."""
+    """Stops rank 1 by SIGTERM, which saves a checkpoint, and resumes."""
     out, err, _, code = train_and_signal(options, 1, signal.SIGTERM)
     assert (code, out) == (143, "")
     assert err.startswith("interrupted at step ")
@@ -113,7 +110,7 @@ def assert_resumes_after_stop(options: list[str], whole: Path) -> None:
 
 
 def assert_resumes(whole: Path) -> None:
-    process = spawn("train", "--resume", "--quiet", "--json")  # The resumed run keeps its number of processes.
+    process = spawn("train", "--resume", "--quiet", "--json")  # with the same number of processes
     out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, "")
     assert json.loads(out)["steps"] == THIRTY_STEPS["steps"]
