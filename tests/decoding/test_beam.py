@@ -205,7 +205,7 @@ def test_search_ends_when_no_live_hypothesis_can_win() -> None:
 
 @pytest.mark.parametrize("penalty", [100.0, -100.0])
 def test_scores_stay_finite_under_a_large_length_penalty(penalty: float) -> None:
-    """The penalty overflows a float in either direction."""
+    """The power of the length overflows or underflows a float."""
     uniform = torch.zeros(1, 2).log_softmax(-1)
     for length in (1, 10, 5000):
         beam_search = Search(SampleConfig(beam=2, max_tokens=9999, length_penalty=penalty), ends={0})

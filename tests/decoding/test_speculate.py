@@ -45,7 +45,7 @@ def test_guess_continues_the_last_match(ids: list[int], steps: list[int]) -> Non
     ],
 )
 def test_speculation_does_not_change_the_text(rows: int, positions: str, sampling: dict[str, object]) -> None:
-    """Equal token by token, because each position has separate random numbers."""
+    """Texts are equal token by token, because random numbers belong to positions."""
     model = tiny_model(40, positions)
     requests = [Request(prompt, index=index) for index, prompt in enumerate([*PROMPTS, [1, 2, 3] * 5])]
     without_guesses, with_guesses = (

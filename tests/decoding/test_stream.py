@@ -39,7 +39,7 @@ def test_literal_replacement_character_streams() -> None:
 
 
 def text_before_stop(text: str, stops: Sequence[str]) -> str:
-    """Cuts the text at the first stop string that ends, the longest if several do."""
+    """Cuts the text before the first stop string that ends; if several end together, before the longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -1,4 +1,4 @@
-"""The decoding step for a GPU, tested on a CPU."""
+"""The decoding step for a GPU, tested on a CPU: products, attention, and CUDA graph inputs."""
 
 import functools
 from typing import Any
@@ -98,7 +98,7 @@ def test_attention_reads_only_filled_blocks(window: int, columns: int, heads: in
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_cuda_graph_inputs_are_static(rounded: bool) -> None:
-    """A CUDA graph would copy other inputs in every step."""
+    """In every step, a CUDA graph copies inputs whose address can change."""
     moving: list[tuple[int, ...]] = []
 
     def inspect_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -62,7 +62,7 @@ def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
 def test_int8_products_match_rounded_weights(
     missing_instruction: str | None, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows differ widely in size. Covers CPUs without some instructions."""
+    """Rows differ widely in size and have separate scales. Some cases lack a CPU instruction."""
     if missing_instruction:
         monkeypatch.setattr(weights, missing_instruction, lambda: False)
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ INDEXING_OPS = {
 }  # fmt: skip
 # Operators that compute nothing
 OPS_WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_local_scalar_dense"}
-STALE_INTEGER = 99  # integers in a buffer whose copy is pending; floats are NaN
+STALE_INTEGER = 99  # An integer buffer contains this value while its copy is pending. A float buffer contains NaN.
 
 
 class FakeCudaTensor(Tensor):
@@ -97,7 +97,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operator on this device or on the host."""
+        """Runs an operator on this device if it involves CUDA tensors, otherwise on the host."""
         if _is_composite(func):  # Inference mode dispatches composite operators undecomposed.
             with self:
                 out = func.decompose(*args, **kwargs)

@@ -82,7 +82,7 @@ def _replacements(device: Device) -> dict[str, Any]:
 
 def _make_device_index(device: Device) -> Callable[[Any], int]:
     def index(spec: Any) -> int:
-        """Resolves an index, name, `torch.device`, or None for the current device."""
+        """Accepts an index, a name, a `torch.device`, or None for the current device."""
         if isinstance(spec, int):
             return spec
         explicit_index = None if spec is None else torch.device(spec).index
@@ -93,7 +93,7 @@ def _make_device_index(device: Device) -> Callable[[Any], int]:
 
 def _make_event_class(device: Device) -> type:
     class Event:
-        """Covers the copies to the host that its device started earlier."""
+        """Marks the copies to the host that its device started earlier."""
 
         def __init__(self, **_: Any) -> None:
             self.pending: list[PendingCopy] = []

@@ -28,7 +28,7 @@ def compiler() -> str | None:
 
 
 def why_not() -> str | None:
-    """Returns why the fake device cannot run here, if so."""
+    """Returns why the fake device cannot run here, or None."""
     if not torch.__version__.startswith(f"{RELEASE}."):
         return f"the disguise is written for torch {RELEASE}; this is {torch.__version__}"
     if torch.version.cuda or torch.version.hip:
@@ -52,7 +52,7 @@ def build(folder: Path) -> Path:
             if done.returncode:
                 last_line = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
                 raise Unavailable(f"the disguise's C++ does not compile here: {last_line}")
-            # Other processes can build concurrently.
+            # The rename is atomic, because other processes can build concurrently.
             (Path(scratch) / path.name).replace(path)
     return path
 

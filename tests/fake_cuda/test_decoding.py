@@ -36,7 +36,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"logprobs": 2, "echo_logprobs": True, "stop": ("e",), "bias": (" the=-2",)},
     {"beam": 3, "n_best": 2},
     {"greedy": True, "speculate": 3},
-    {"max_tokens": 40, "compile": "on"},  # exceeds the context of 32
+    {"max_tokens": 40, "compile": "on"},  # longer than the context, 32
 ]
 
 

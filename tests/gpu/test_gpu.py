@@ -69,7 +69,7 @@ def test_compiled_training_matches_uncompiled_training(text: Path, arch: str) ->
 
 
 class StepRunner:
-    """Trains a small model on fixed batches. Returns losses and gradient norms."""
+    """Trains a small model on fixed batches. `run` returns losses and gradient norms."""
 
     def __init__(self, repeats: bool, **settings: Any) -> None:
         compute = pick(DEVICE, settings.pop("dtype", "float32"))
@@ -108,7 +108,7 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
     """Covers a growing batch, sampling past the context, and restored weights."""
     uncaptured, captured = StepRunner(False, **settings), StepRunner(True, **settings)
     for runner in (uncaptured, captured):
-        torch.manual_seed(1)  # dropout
+        torch.manual_seed(1)  # seed of dropout
         runner.results = runner.run(range(5), 4) + runner.run(range(5, 9))  # type: ignore[attr-defined]
     assert captured.stepper.graph is not None
     tolerance = 1e-5 if settings.get("dtype") is None else 2e-3

@@ -333,7 +333,7 @@ def test_run_with_targets(family: str, workdir: Path, second_text: Path) -> None
     assert longer.steps == 6
 
 
-def test_adapter_run(base: Path, second_text: Path) -> None:
+def test_run_saves_only_adapters(base: Path, second_text: Path) -> None:
     run_events: list[Any] = []
     checksums = folder.weight_checksums(base)
     result = library.train(second_text, init=base, steps=30, merge_lora=True, listen=run_events.append, **LORA)

@@ -59,7 +59,7 @@ def test_sharded_training_matches_one_process(several_trained: Path, name: str) 
 def test_transformers_loads_sharded_runs(several_trained: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    for name in ("adamw-sharded", "files"):  # The second has several files.
+    for name in ("adamw-sharded", "files"):  # The second run has several weight files.
         path = folder.find_checkpoint(str(several_trained / name))
         idx = torch.arange(16)[None]
         ours = checkpoint.load(path, torch.device("cpu")).model(idx)
@@ -133,7 +133,7 @@ def test_every_data_rank_evaluates_equally_many_windows() -> None:
 
 
 def test_full_disk_does_not_leave_other_ranks_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks send tensors until they are notified, once per checkpoint."""
+    """Other ranks send tensors until the checkpoint is written or given up, and are notified once."""
     notifications: list[int] = []
     saver = Writer(tmp_path, 1, -1, lambda step: None, lambda text: None, lambda: notifications.append(1))
 

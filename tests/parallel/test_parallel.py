@@ -174,7 +174,7 @@ def test_ranks_with_different_options_are_refused(workdir: Path, capfd: pytest.C
 
 
 @pytest.mark.slow
-def test_torchrun(workdir: Path) -> None:
+def test_training_under_torchrun(workdir: Path) -> None:
     write_texts()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gpt_cli"]
     words = ["train", "book.txt", *OPTIONS, "-o", "run", "--json"]
@@ -281,7 +281,7 @@ def test_first_failed_rank_determines_the_exit_status() -> None:
 
 @pytest.mark.slow
 def test_reported_status_survives_a_later_kill() -> None:
-    """A launcher stops all ranks when one ends. Rank 0's reported status counts."""
+    """When one rank ends, the launcher stops the other, whose reported status stays valid. Rank 0's status counts."""
     code = """
 import os, signal, time
 from gpt.parallel import environment

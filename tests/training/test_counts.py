@@ -93,7 +93,7 @@ def count_step(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[
         model = GPT(gpt.GPTConfig(vocab_size=101, block_size=64, n_layer=1, n_head=2, n_embd=32)).to(CUDA).eval()
         compute = Compute(CUDA, torch.bfloat16)
         weights.prepare(model, compute)
-        # runs uncompiled
+        # The step's code runs uncompiled.
         step = functools.partial(token_step.next_tokens, model) if config.compile == "on" else None
         context = Context(model, compute, width, 64, step)
         snapshots: list[tuple[Counter[str], Counter[str]]] = []
@@ -155,7 +155,7 @@ def test_graphs_in_training() -> None:
     """Steps, evaluations and growing batches share four graphs: a block's two halves, the last norm, the loss."""
     with count_graphs() as counts:
         stepper = make_stepper(Compute(torch.device("cpu"), torch.float32))
-        stepper.one_program = False  # compiles as on a GPU
+        stepper.one_program = False  # GPU behavior
         stepper.compile()
         for _ in range(3):
             stepper.step(IDS, IDS, 0.01).read()

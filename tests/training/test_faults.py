@@ -210,7 +210,7 @@ def test_low_disk_space_is_reported_before_the_first_step(text: Path, monkeypatc
 
 
 def test_training_continues_on_a_full_disk(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full at steps 4 and 8."""
+    """The disk is full at steps 4 and 8; the save at step 12 succeeds."""
     attempts = mock.Mock(side_effect=[OSError(errno.ENOSPC, "No space left on device")] * 2 + [mock.DEFAULT])
     attempts.return_value = None
     write = checkpoint.write
@@ -332,7 +332,8 @@ def test_metrics_skip_lines_while_the_disk_is_full(text: Path) -> None:
 
 @pytest.mark.parametrize("until", [6, 8])
 def test_training_continues_during_a_save(text: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> None:
-    """The save of step 4 ends after step 6, or while the save of step 8 waits for it."""
+    """The save of step 4 ends after step 6, or while the save of step 8 waits for it. Its files match an undelayed
+    run's."""
     write = checkpoint.write
     step_reached = threading.Event()
 
@@ -394,7 +395,7 @@ def test_lock_of_a_dead_process_is_free(killed_run: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_and_interrupted_commands_resume(tmp_path: Path) -> None:
-    """Both resumed runs match an uninterrupted run."""
+    """One run is killed during a save, the other is interrupted. Both resume to the state of an uninterrupted run."""
     killed, stopped = faults.many(range(1, 2), tmp_path, faults.killed, faults.stopped)
     assert set(killed) <= {"within a save", "training", "begun", "before run.json", "finished"}, killed
     assert set(stopped) <= {"saved and gone on with", "before the first step", "finished"}, stopped

@@ -48,7 +48,7 @@ def test_training_starts_from_the_base_weights(run_folder: Path, second_text: Pa
     assert tuned.model.config == base.model.config
     assert tuned.tokenizer.fingerprint == base.tokenizer.fingerprint
     losses = losses_by_step(run_events)
-    assert min(losses) == 0  # step 0 is the base model
+    assert min(losses) == 0  # Step 0 evaluates the base model.
     data = second_text.read_bytes()
     held_out = data[len(data) - round(len(data) * 0.1) :].decode()
     assert losses[0] == pytest.approx(base.loss(held_out), rel=1e-5)
@@ -57,7 +57,7 @@ def test_training_starts_from_the_base_weights(run_folder: Path, second_text: Pa
     record = json.loads((result.run / "run.json").read_text())
     assert record["init"]["sha256"] == {"model.safetensors": file_sha256(base.path / "model.safetensors")}
     assert record["init"]["path"] == str(base.path)
-    assert record["resolved"]["lr"] == pytest.approx(4e-3)  # half of nano's with Muon
+    assert record["resolved"]["lr"] == pytest.approx(4e-3)  # half of nano's learning rate with Muon
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_transformers_gpt2_folder_as_base_model(workdir: Path, second_text: Path
 
 @pytest.mark.parametrize("rank", [None, slow(2)])
 def test_long_context_trains_on_shorter_sequences(workdir: Path, rank: int | None) -> None:
-    """A Llama model keeps its context, resumes, and loads in Transformers."""
+    """A Llama model trains on 1,024 tokens, keeps its context, resumes, and loads in Transformers."""
     from transformers import AutoModelForCausalLM
 
     config = GPTConfig.of("modern", 257, 4096, 1, 2, 16, qk_norm=False)

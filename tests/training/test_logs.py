@@ -246,7 +246,7 @@ def test_failing_logger_does_not_stop_training(
 
 
 def count_flops_per_token(config: GPTConfig, rank: int = 0) -> float:
-    """Counts the FLOPs per token of matrix products, by torch."""
+    """Counts FLOPs per token of matrix products with torch's counter."""
     model = GPT(config)
     if rank:
         lora.adapt(model, rank, 1.0)
@@ -266,7 +266,7 @@ def count_flops_per_token(config: GPTConfig, rank: int = 0) -> float:
 )
 def test_flops_per_token_match_torchs_counter(config: GPTConfig) -> None:
     counts = breakdown(config)
-    vectors = counts.biases + counts.layer_norms  # N includes vectors, but they are in no matrix product.
+    vectors = counts.biases + counts.layer_norms  # N includes vectors by convention, but they are in no matrix product.
     assert flops_per_token(config, 32) - 6 * vectors == count_flops_per_token(config)
 
 

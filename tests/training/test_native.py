@@ -182,7 +182,7 @@ def test_unloadable_program_is_recompiled(
     ("platform", "compiler", "by_default"),
     [("linux", "g++", True), ("linux", "cl", False), ("win32", "cl", True), ("darwin", "clang++", False)],
 )
-def test_programs_are_compiled_by_default(
+def test_compiling_is_the_default_with_inductors_compiler(
     platform: str, compiler: str, by_default: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)

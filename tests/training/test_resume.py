@@ -1,4 +1,4 @@
-"""Resuming: k steps plus N − k are N steps, bit for bit, wherever the run stops."""
+"""Resuming: k steps plus N − k equal N steps, bit for bit, wherever the run stops."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_resume_is_bit_exact(text: Path, optimizer: str, stops: tuple[int, ...])
         run = Path(f"at-{k}")
         interrupt_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings))
         assert folder.checkpoints(run)[-1].step == k
-        if k < STEPS - 1:  # interrupted again
+        if k < STEPS - 1:  # This interrupts the run again.
             run_events = interrupt_at(k + 1, lambda listen, run=run: library.resume(run, listen))
             assert any(isinstance(event, events.ResumeEvent) for event in run_events)
         result = library.resume(run)
@@ -90,7 +90,7 @@ def test_metrics_after_the_checkpoint_are_truncated(text: Path) -> None:
     with Path("parts/metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 6, "tokens": 1, "seconds": 1}\n{"event": "st')
     (Path("parts") / ".tmp-step-000099").mkdir()
-    # killed between two renames
+    # The run was killed between two renames.
     (Path("parts") / "step-000005").rename("parts/.tmp-was-step-000005")
     Path("parts/index.json").unlink()
     run_events: list[Any] = []
@@ -148,7 +148,7 @@ def test_resume_without_a_checkpoint_restarts_at_step_1(text: Path) -> None:
     record = json.loads(Path("parts/run.json").read_text())
     library.resume("parts")
     assert_same(Path("parts"), whole.run)
-    # killed during tokenization
+    # The run was killed during tokenization.
     for key in ("resolved", "tokens", "tokenizer", "sources", "compute", "versions"):
         del record[key]
     for path in Path("parts").iterdir():
@@ -473,7 +473,7 @@ def test_resume_is_bit_exact_on_a_gpu(text: Path, dtype: str, monkeypatch: pytes
 
 
 def test_finished_run_starts_no_processes(run_folder: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more steps, the run is not finished."""
+    """No processes start, whatever ``--nproc`` is. With more steps, the run is not finished."""
     shutil.copytree(run_folder, "run")
     record = json.loads(Path("run/run.json").read_text())
     record["settings"]["nproc"] = 2

@@ -85,7 +85,7 @@ def test_late_downloads_do_not_change_events_or_weights(text: Path, monkeypatch:
     late, late_events = train(text, **settings)
     immediate_kinds, late_kinds = (
         [(type(event), getattr(event, "step", 0)) for event in run_events if not isinstance(event, events.SaveEvent)]
-        for run_events in (immediate_events, late_events)  # Saves end at any time, in a thread.
+        for run_events in (immediate_events, late_events)  # Saves run in a thread and end at any time.
     )
     assert immediate_kinds == late_kinds
     assert losses(immediate_events) == losses(late_events)
@@ -100,7 +100,7 @@ def trace_without_compiling(key: object, trace: Any, note: Any, what: str) -> pr
 
 @pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
 def test_compiled_steps_match_up_to_rounding(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling the traced graph would take half a minute."""
+    """The traced graph runs uncompiled, because compiling takes half a minute."""
     settings = {"steps": 6, "sample_every": 3, "eval_every": 3, "dropout": 0.1, "micro_batch": "8"}
     _, uncompiled_events = train(text, **settings)
     monkeypatch.setattr(programs, "find", trace_without_compiling)
@@ -175,7 +175,7 @@ def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeyp
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             nonlocal calls
             calls += 1
-            if calls > 6:  # in the middle of a batch
+            if calls > 6:  # This is in the middle of a batch.
                 raise RuntimeError("API call failed\nsomewhere")
             return program(tensors)
 

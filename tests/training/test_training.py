@@ -41,7 +41,7 @@ def lr_at(step: int, **recipe: Any) -> float:
 def test_loss_decreases(text: Path) -> None:
     result, run_events = train(text, steps=60, lr=1e-2)
     first, last = losses(run_events)[0], losses(run_events)[-1]
-    # The untrained model's loss is that of a uniform distribution.
+    # The initial loss is that of a uniform distribution.
     assert first == pytest.approx(math.log(400), abs=0.3)
     assert last < first - 1.5
     assert result.val_loss < first - 1.5
@@ -165,7 +165,7 @@ def test_compiled_muon_update_matches_and_compiles_once(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 32), (32, 8)])
 def test_muon_matches_torch(shape: tuple[int, int]) -> None:
-    """The singular values of both are in [0.7, 1.2], but differ."""
+    """Compares with torch.optim.Muon, whose singular values differ within [0.7, 1.2]."""
     torch.manual_seed(0)
     actual, expected = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
     muon = Muon([{"params": [actual]}], lr=0.02, weight_decay=0.1, dtype=torch.bfloat16)
@@ -203,7 +203,7 @@ def test_cosine_and_constant_schedules() -> None:
     assert learning_rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert max(learning_rates) == learning_rates[9] == 1.0
     assert learning_rates[-1] == pytest.approx(0.1)
-    assert learning_rates[54] == pytest.approx(0.55)  # halfway down
+    assert learning_rates[54] == pytest.approx(0.55)  # the middle of the decay
     assert all(a >= b for a, b in itertools.pairwise(learning_rates[9:]))
     assert lr_at(50, lr=2.0, warmup=10, steps=100, decay=0, schedule="constant") == 2.0
     assert lr_at(1, lr=2.0, warmup=0, steps=1, decay=0, schedule="cosine") == pytest.approx(0.2)
@@ -241,7 +241,8 @@ def test_timed_run_can_be_repeated_by_steps(text: Path) -> None:
 
 @pytest.mark.slow
 def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout follows from the uncompiled steps that fit, not from the guess before or the compiled steps."""
+    """Dropout follows from the number of uncompiled steps that fit, not from the earlier guess or the number of
+    compiled steps."""
     looked_up: list[GPTConfig] = []
 
     def find(key: Any, *args: object) -> Any:
@@ -258,12 +259,12 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) ->
     for length in ({"minutes": 1.0}, {"steps": 400}):
         assert resolved(n_tokens=record["tokens"]["train"], **TINY, **length).model.dropout > 0
     assert record["resolved"]["model"]["dropout"] == 0
-    assert [model.dropout for model in looked_up] == [0, 0]  # by the measurement, then by the run
+    assert [model.dropout for model in looked_up] == [0, 0]  # one lookup by the measurement, one by the run
 
 
 @pytest.mark.slow
 def test_timed_run_compiles_by_minutes_only(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 400 steps that fit would compile."""
+    """The 400 steps that fit would compile, but they were measured uncompiled."""
     looked_up: list[object] = []
     monkeypatch.setattr(programs, "find", lambda key, *args: looked_up.append(key))
     monkeypatch.setattr(recipe, "compiles_unasked", lambda: True)
@@ -290,12 +291,12 @@ SLOW = Costs(step=1.2, window=2.0, sample=4.0, save=1.0, usual_windows=32, whole
 
 
 def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
-    """A large model on a slow machine."""
+    """A large model on a slow machine gets fewer evaluations and no samples."""
     budget = TimeBudget.fitting(5, began=0.0, now=30.0, costs=SLOW, evals=20)
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
     assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
-    # A fifth of the time is already spent.
+    # More than a fifth of the time is spent.
     late = TimeBudget.fitting(5, began=0.0, now=90.0, costs=SLOW, evals=20)
     assert late.evaluations + late.end <= 0.2 * 300 / 2
     assert late.windows == late.last_windows == 1
@@ -389,7 +390,7 @@ def test_best_checkpoint_is_kept_and_reported(text: Path) -> None:
     assert result.val_loss == pytest.approx(evals[best], rel=1e-4)
     assert gpt.load(result.run).path == result.checkpoint
     assert [entry.step for entry in folder.checkpoints(result.run)] == [best, 60]
-    assert not folder.can_resume(result.checkpoint)  # old, so only weights are kept
+    assert not folder.can_resume(result.checkpoint)  # Old checkpoints keep only their weights.
     assert folder.can_resume(result.run / folder.step_name(60))
 
 
@@ -570,7 +571,7 @@ def test_every_preset_resolves() -> None:
     ("settings", "expected"),
     [
         ({"epochs": 1.0}, (0.0, 0.1)),
-        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # a third of the value for 12 epochs
+        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # 4 epochs, a third of 12
         ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.29)),  # A decay of 1 would need 80 · 0.43 epochs.
         ({"epochs": 18.0, "n_tokens": 45_000}, (0.1, 1.0)),
         ({"epochs": 18.0, "n_tokens": 60_000}, (0.0, 1.0)),
@@ -666,7 +667,7 @@ def test_loss_decreases_in_bfloat16(text: Path) -> None:
     assert losses(run_events)[-1] < losses(run_events)[0] - 0.5
 
 
-def test_first_ten_losses(text: Path) -> None:
+def test_first_ten_losses_are_frozen(text: Path) -> None:
     """Detects changes of arithmetic, data order or initialization."""
     _, run_events = train(text, steps=10, lr=1e-2, warmup=2, optimizer="adamw", schedule="cosine")
     assert losses(run_events) == pytest.approx(FROZEN, abs=2e-3)

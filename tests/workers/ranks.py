@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 SIX_STEPS = {**SMALL, "steps": 6, "save_every": 4, "eval_every": 4, "keep": 9}
 TWELVE_STEPS = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
-# long enough to be killed
+# This run is long enough to be killed.
 THIRTY_STEPS = {**TWELVE_STEPS, "steps": 30, "save_every": 3, "dropout": 0.1}
 
 
@@ -57,7 +57,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "batch_tokens": 264,
     },
 }
-# longer than the context, but short: a tensor-parallel token takes 20 ms
+# The sample exceeds the context. A tensor-parallel token takes 20 ms.
 SAMPLE = SampleConfig(max_tokens=18)
 TEXTS = {"pairs": "pairs.jsonl"}
 RANK = int(os.environ.get("RANK", "0"))
@@ -169,7 +169,7 @@ def raise_on_rank_1() -> None:
 
 
 def kill_rank_1() -> None:
-    """Rank 0 hangs, as in an NCCL collective, which ignores signals."""
+    """Kills rank 1 while rank 0 hangs, as in an NCCL collective, which ignores signals."""
     original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:

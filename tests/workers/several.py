@@ -110,7 +110,7 @@ def assert_resumes_after_stop(options: list[str], whole: Path) -> None:
 
 
 def assert_resumes(whole: Path) -> None:
-    process = spawn("train", "--resume", "--quiet", "--json")  # with the same number of processes
+    process = spawn("train", "--resume", "--quiet", "--json")  # The number of processes stays the same.
     out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, "")
     assert json.loads(out)["steps"] == THIRTY_STEPS["steps"]
