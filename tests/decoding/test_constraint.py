@@ -149,7 +149,7 @@ INVALID = [
 ]
 
 
-@pytest.mark.parametrize("settings, message", INVALID, ids=lambda each: str(each)[:40])
+@pytest.mark.parametrize("settings, message", INVALID, ids=lambda value: str(value)[:40])
 def test_invalid_constraints_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))
@@ -198,10 +198,10 @@ def test_too_complex_constraint_ends_only_its_request(model: LanguageModel, monk
     config = SampleConfig(regex="[ab]*a[ab]{200}", max_tokens=100)
     engine = Engine(Context(model.model, CPU, 2), model.tokenizer.ends)
     for _ in range(2):
-        other = engine.add(Request([EOT], SampleConfig(max_tokens=120)))
+        unconstrained = engine.add(Request([EOT], SampleConfig(max_tokens=120)))
         number = engine.add(Request([EOT], config, constraint=cache.find(config)))
         last = {update.number: update for update in engine.run()}
-        assert last[other].error is None
+        assert last[unconstrained].error is None
         error = last[number].error
         assert error is not None
         assert error.message.startswith("no text meets the constraint: ")
@@ -224,7 +224,7 @@ HOSTILE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", HOSTILE, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize("settings", HOSTILE, ids=lambda value: str(value)[:60])
 def test_hostile_constraints_are_cheap_or_refused(settings: dict[str, Any]) -> None:
     """Limits the CPU time for compilation and 100 bytes."""
     start, rng = time.thread_time(), random.Random(0)

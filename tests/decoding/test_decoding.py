@@ -186,13 +186,17 @@ def generate_samples(config: SampleConfig, prompts: list[str], num: int = 1, **o
 
 def test_early_stop_does_not_affect_other_samples() -> None:
     config = SampleConfig(max_tokens=60, ignore_eot=True)
-    whole = generate_samples(config, ["a", "b"], num=4)
-    letters = {letter for letter in set(whole[5].text + whole[2].text) - set(whole[0].text) if letter.isascii()}
+    full_samples = generate_samples(config, ["a", "b"], num=4)
+    letters = {
+        letter
+        for letter in set(full_samples[5].text + full_samples[2].text) - set(full_samples[0].text)
+        if letter.isascii()
+    }
     # The first sample continues, while others stop and wait for it.
     stops = sorted(letters)[:4]
     stopped = generate_samples(replace(config, stop=tuple(stops)), ["a", "b"], num=4)
     assert [sample.finish_reason for sample in stopped].count("stop") > 2
-    for full, early in zip(whole, stopped, strict=True):
+    for full, early in zip(full_samples, stopped, strict=True):
         assert early.tokens == full.tokens[: len(early.tokens)]
         assert early.text == full.text[: len(early.text)]
         assert early.finish_reason == ("stop" if any(stop in full.text for stop in stops) else "length")

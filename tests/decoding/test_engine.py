@@ -318,10 +318,10 @@ def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
         events = [*engine.run()]
         expected = run_alone(model, request)
         assert summarize(events) == summarize(expected)
-        chunked, whole = (next(event.prompt for event in updates if event.prompt) for updates in (events, expected))
+        chunked, unchunked = (next(event.prompt for event in updates if event.prompt) for updates in (events, expected))
         assert chunked[0].logprob is None
         assert torch.allclose(
-            torch.tensor([token.logprob for token in chunked[1:]]), torch.tensor([token.logprob for token in whole[1:]]),
+            torch.tensor([token.logprob for token in chunked[1:]]), torch.tensor([token.logprob for token in unchunked[1:]]),
             atol=1e-5,
         )  # fmt: skip
 

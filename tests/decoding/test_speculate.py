@@ -52,9 +52,9 @@ def test_speculation_does_not_change_the_text(rows: int, positions: str, samplin
         batched(model, requests, SampleConfig(max_tokens=70, speculate=guesses, **sampling), rows, seed=3)  # type: ignore[arg-type]
         for guesses in (0, 5)
     )
-    for one, other in zip(without_guesses, with_guesses, strict=True):
-        assert [token.id for token in one] == [token.id for token in other]
-        assert [token.logprob for token in one] == pytest.approx([token.logprob for token in other], abs=1e-4)
+    for expected, actual in zip(without_guesses, with_guesses, strict=True):
+        assert [token.id for token in expected] == [token.id for token in actual]
+        assert [token.logprob for token in expected] == pytest.approx([token.logprob for token in actual], abs=1e-4)
 
 
 def test_guesses_fit_the_slot() -> None:

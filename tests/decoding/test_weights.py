@@ -45,9 +45,9 @@ def test_packed_weights_match(arch: str, positions: str) -> None:
     config = SampleConfig(max_tokens=30, ignore_eot=True)
     requests = [Request(prompt) for prompt in PROMPTS]
     for rows in (1, 3):
-        one, other = (batched(model, requests, config, rows) for model in (unpacked, packed))
-        assert [[token.id for token in tokens] for tokens in one] == [
-            [token.id for token in tokens] for tokens in other
+        expected, actual = (batched(model, requests, config, rows) for model in (unpacked, packed))
+        assert [[token.id for token in tokens] for tokens in expected] == [
+            [token.id for token in tokens] for tokens in actual
         ]
 
 

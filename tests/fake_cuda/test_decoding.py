@@ -63,8 +63,8 @@ def sample_all(path: Path, device: str, settings: dict[str, Any]) -> list[tuple[
     ("settings", "arch"),
     [
         (REQUESTS[-1], "modern"),
-        *((each, "gpt2") for each in REQUESTS[:2]),
-        *(slow(each, "gpt2") for each in REQUESTS[2:]),
+        *((settings, "gpt2") for settings in REQUESTS[:2]),
+        *(slow(settings, "gpt2") for settings in REQUESTS[2:]),
     ],
     ids=str,
 )

@@ -50,16 +50,16 @@ def test_plain_attention_with_shared_heads_matches_fused_attention(heads: tuple[
     H, K = heads
     q = torch.randn(9, H, 11, 8, requires_grad=True)
     k, v = (torch.randn(9, K, 11, 8, requires_grad=True) for _ in "kv")
-    plain = kernels.attend(q, k, v, None, 0.0, window)
+    unfused = kernels.attend(q, k, v, None, 0.0, window)
     with torch.no_grad():
         fused = kernels.attend(q, k, v, None, 0.0, window)
-    assert torch.allclose(plain, fused, atol=1e-5)
-    weight = torch.randn_like(plain)
+    assert torch.allclose(unfused, fused, atol=1e-5)
+    weight = torch.randn_like(unfused)
     mask = torch.ones(11, 11).tril().triu(1 - (window or 11)).bool()
     repeated = [t.repeat_interleave(H // K, dim=1) for t in (k, v)]
     expected = ((q @ repeated[0].mT / 8**0.5).masked_fill(~mask, -math.inf)).softmax(-1) @ repeated[1]
     for a, b in zip(
-        torch.autograd.grad((plain * weight).sum(), (q, k, v)),
+        torch.autograd.grad((unfused * weight).sum(), (q, k, v)),
         torch.autograd.grad((expected * weight).sum(), (q, k, v)),
         strict=True,
     ):

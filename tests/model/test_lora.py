@@ -96,7 +96,7 @@ def test_only_adapters_are_trained(family: str) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in lora.adapters(model).items()}
     assert shapes == lora.adapter_shapes(config, 3, LORA_ROLES)
     assert len(shapes) == 2 * 4 * 2
-    # Each stored tensor has one adapter, even fused ones.
+    # Each stored tensor has one adapter, including fused tensors.
     stored_names = [
         name for name in hf.stored_tensors(config) if name.endswith(("_proj.weight", "c_attn.weight", "c_fc.weight"))
     ]
@@ -121,7 +121,7 @@ def test_frozen_bfloat16_weights_keep_their_dtype() -> None:
 
 @pytest.mark.parametrize("vocab_size", [301, 320])
 def test_loss_with_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradient in chunks equal autograd's with a trained unembedding."""
+    """Loss and gradient are computed in chunks, and equal autograd's with a trained unembedding."""
     torch.manual_seed(0)
     monkeypatch.setattr(memory, "LOGITS_ON_CPU", vocab_size * 13)
     monkeypatch.setattr(memory, "LEAST_AT_ONCE", 1)

@@ -235,7 +235,7 @@ print(resident("VmHWM") - before)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("dtype", ["float32", more("bfloat16")])
 def test_process_growth_matches_the_estimate(tmp_path: Path, dtype: Any) -> None:
-    """Includes evaluation and checkpoints."""
+    """The run includes evaluation and checkpoints."""
     text = tmp_path / "text.txt"
     text.write_text(make_text(60_000), encoding="utf-8")
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 128, "batch_tokens": 32768}

@@ -57,8 +57,8 @@ def test_plan_for_gpt3_on_1024_devices(gpt: Gpt) -> None:
     assert all(type(n) is int for n in [*integers, *output["memory"]["moments"].values()])
     out = gpt(*command).out
     assert f"--shard full --tensor {plan['tensor']} --micro-batch {plan['micro_batch']} --recompute" in out
-    assert "nothing fits" in out  # on a single device
-    assert "617,558,016" in out  # parameter table
+    assert "nothing fits" in out  # Nothing fits on a single device.
+    assert "617,558,016" in out  # The parameter table is printed too.
 
 
 def test_plan_that_does_not_fit_is_reported(gpt: Gpt) -> None:
@@ -83,7 +83,7 @@ def test_first_setup_that_fits_is_chosen(preset: str, kind: str) -> None:
         assert all(training(config, replace(setup, loss_chunk=128)).peak > usable_memory for setup in rejected)
         assert plan.fits == (plan.memory.peak <= usable_memory)
         assert plan.memory == training(config, plan.setup)
-    assert all(fewer.days >= more.days for fewer, more in pairwise(found_plans) if fewer.days and more.days)
+    assert all(slower.days >= faster.days for slower, faster in pairwise(found_plans) if slower.days and faster.days)
 
 
 @pytest.mark.parametrize("preset", ["gpt3-350m", "gpt3-2.7b", "gpt3-6.7b"])
@@ -115,7 +115,7 @@ def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:
     large_vocabulary = replace(config, vocab_size=10**6, n_layer=1, n_embd=48)
     small_memory = (
         int(training(large_vocabulary, Setup(accumulates=True)).peak / USABLE) - 10**6
-    )  # slightly too little for full logits
+    )  # slightly less than full logits need
     chunked = largest(large_vocabulary, Setup(), 96, small_memory)
     assert (chunked.micro_batch, 0 < chunked.loss_chunk < config.block_size) == (1, True)
     assert fits(large_vocabulary, chunked, small_memory)

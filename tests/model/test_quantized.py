@@ -82,7 +82,7 @@ def logits(path: Path, device: str = "cpu", **options: Any) -> Tensor:
         return output.float().cpu()
 
 
-# Rounding
+# Quantization
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,7 +99,7 @@ def test_int8_matches_its_definition(dtype: torch.dtype) -> None:
 
 
 def test_int4_matches_gguf_q4_0() -> None:
-    """Bytes are compatible, and the error is smaller than the reference quantizer's."""
+    """The bytes are Q4_0's. The error is smaller than the reference quantizer's."""
     gguf = pytest.importorskip("gguf")
     q4_0 = gguf.GGMLQuantizationType.Q4_0
     weight = (
@@ -211,9 +211,9 @@ def test_quantized_folder_can_be_exported_again(quantized_folder: QuantizedFolde
 def test_quantized_weights_in_several_files(
     quantized_folder: QuantizedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = {dtype: quantized_folder("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}
+    single_file_folders = {dtype: quantized_folder("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}
     monkeypatch.setattr(checkpoint, "MOST_BYTES", 30_000)
-    for dtype, one_file in whole.items():
+    for dtype, one_file in single_file_folders.items():
         api.export(quantized_folder("gpt2"), tmp_path / dtype, dtype=dtype)
         assert len(list((tmp_path / dtype).glob("model-*.safetensors"))) > 2
         assert torch.equal(logits(tmp_path / dtype), logits(one_file))
@@ -344,7 +344,7 @@ def test_quantized_weights_too_large_for_memory_are_refused(
     path = quantized_folder("gpt2", f"float32-{dtype}")
     model = library.load(path).model
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    # The prepared unembedding is a second copy.
+    # the float32 embedding, a copy separate from the prepared unembedding
     embedding_bytes = 4 * model.wte.weight.numel()
     command = ("sample", "x", "-m", path, "-n", "2", "--device", "cpu", "--dtype", requested_dtype)
     monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * parameter_count - 1)
@@ -376,7 +376,7 @@ print(status("VmHWM") - before)
     [
         (True, "int4"),
         (False, "int8"),
-        *(more(*each) for each in [(False, "int4"), (True, "int8"), (True, "bfloat16"), (False, "bfloat16")]),
+        *(more(*case) for case in [(False, "int4"), (True, "int8"), (True, "bfloat16"), (False, "bfloat16")]),
     ],
 )
 def test_quantized_weights_are_in_memory_once(
@@ -473,7 +473,7 @@ def test_damaged_quantized_weights_are_refused(
         library.load(tmp_path / "c")
 
 
-# Others
+# Transformers, the Hub, GPUs
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -493,7 +493,7 @@ def test_transformers_refuses_quantized_folders(quantized_folder: QuantizedFolde
 def test_quantized_tensors_do_not_match_transformers_models(
     quantized_folder: QuantizedFolder, shape: str, dtype: str
 ) -> None:
-    """A reader that ignores quantization_config fails."""
+    """A reader that ignores quantization_config cannot load these tensors."""
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(quantized_folder(shape))

@@ -38,15 +38,15 @@ class GraphRecorder(list[str]):
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
     """Blocks are gathered before they run, so compiled code contains no hooks."""
-    graphs, config, narrow = GraphRecorder(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
-    sharded = ShardedModel(config, Grid(1, 1, True), World().mesh("cpu"), narrow)
+    graphs, config, dtype = GraphRecorder(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
+    sharded = ShardedModel(config, Grid(1, 1, True), World().mesh("cpu"), dtype)
     sharded.allocate(torch.device("cpu"))
-    for name, whole in drawn(config):
-        sharded.fill(name, whole)
+    for name, tensor in drawn(config):
+        sharded.fill(name, tensor)
     ids = torch.randint(64, (2, 8))
     objective = Objective(sharded.model, 0)
     torch._dynamo.utils.counters.clear()
-    with torch.autocast("cpu", dtype=narrow):
+    with torch.autocast("cpu", dtype=dtype):
         expected = objective(ids, ids).item()
         compile_halves(sharded.model, torch.device("cpu"), backend=graphs)
         objective(ids, ids).backward()

@@ -26,7 +26,7 @@ from gpt.training.parallel import Sharded
 
 @pytest.fixture(scope="module")
 def several_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same runs trained by one process (in ``one``) and by two."""
+    """The same runs trained by one process (in ``one``) and by two processes."""
     return train_all(tmp_path_factory.mktemp("parts"), MODELS, PARTS)
 
 
@@ -62,9 +62,9 @@ def test_transformers_loads_sharded_runs(several_trained: Path) -> None:
     for name in ("adamw-sharded", "files"):  # The second run has several weight files.
         path = folder.find_checkpoint(str(several_trained / name))
         idx = torch.arange(16)[None]
-        ours = checkpoint.load(path, torch.device("cpu")).model(idx)
-        theirs = AutoModelForCausalLM.from_pretrained(path).eval()(idx).logits
-        torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-4)
+        expected = checkpoint.load(path, torch.device("cpu")).model(idx)
+        actual = AutoModelForCausalLM.from_pretrained(path).eval()(idx).logits
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     assert len(list(path.glob("model-0000?-of-0000?.safetensors"))) > 1
 
 
@@ -75,7 +75,7 @@ def test_sharded_resume_is_bit_exact_with_dropout(several_trained: Path) -> None
 
 
 def test_resume_with_another_sharding(several_trained: Path, workdir: Path) -> None:
-    """From one process to two shards, to tensor parallelism, and back to one process."""
+    """Runs move from one process to two shards, to tensor parallelism, and back to one process."""
     assert losses(several_trained / "from-one") == pytest.approx(losses(several_trained / "one/muon"), abs=1e-4)
     assert losses(several_trained / "to-together") == pytest.approx(losses(several_trained / "one/adamw"), abs=1e-4)
     notes = json.loads((several_trained / "heard-0.json").read_text())

@@ -99,11 +99,11 @@ def test_nan_loss_on_one_rank_rolls_back_all_ranks_to_rank_0s_snapshot(several_t
     assert (rollback["step"], rollback["failed_step"]) == (4, 8)
     assert [line["step"] for line in logged if line["event"] == "step" and line["loss"] is None] == [6, 7, 8]
     assert (logged[-1]["event"], logged[-1]["reason"]) == ("end", "steps")
-    (here,), (there,) = (rank_report(several_trained, rank)["rolled_back"] for rank in (0, 1))
-    assert here["has"] == there["has"]
-    assert here["step"] == there["step"] == 4
-    assert any("momentum" in name for name in here["has"])
-    assert (here["kept"], there["kept"]) == (len(here["has"]), 0)
+    (on_rank_0,), (on_rank_1,) = (rank_report(several_trained, rank)["rolled_back"] for rank in (0, 1))
+    assert on_rank_0["has"] == on_rank_1["has"]
+    assert on_rank_0["step"] == on_rank_1["step"] == 4
+    assert any("momentum" in name for name in on_rank_0["has"])
+    assert (on_rank_0["kept"], on_rank_1["kept"]) == (len(on_rank_0["has"]), 0)
 
 
 def test_out_of_memory_on_one_rank_halves_the_micro_batch_on_all(several_trained: Path) -> None:

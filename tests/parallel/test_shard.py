@@ -203,11 +203,14 @@ def test_gpt3_175b_shard_of_1024_ranks() -> None:
             sharded.collect()
             optimizer = make_optimizer(sharded.own, "adamw", 0.1)
             optimizer.step(skip=torch.tensor(False))
-            own = list(sharded.own.parameters())
-            counts = [sum(p.numel() for p in own), sum(p.grad.numel() for p in own if p.grad is not None)]
+            shard_parameters = list(sharded.own.parameters())
+            counts = [
+                sum(p.numel() for p in shard_parameters),
+                sum(p.grad.numel() for p in shard_parameters if p.grad is not None),
+            ]
             moments = [m for name, m in optimizer.state(sharded.own).items() if not name.endswith(".step")]
             counts.append(sum(m.numel() for m in moments) // 2)
-            assert {t.dtype for t in (*own, *moments)} == {torch.float32}
+            assert {t.dtype for t in (*shard_parameters, *moments)} == {torch.float32}
     finally:
         dist.destroy_process_group()
     assert counts == [rank_parameters(config, 128, 8)] * 3  # `test_plan` checks this count.

@@ -356,8 +356,8 @@ def test_training_continues_during_a_save(text: Path, monkeypatch: pytest.Monkey
     saves = {event.checkpoint: event.step for event in run_events if isinstance(event, events.SaveEvent)}
     assert saves["step-000004"] >= until
     for name in ("model.safetensors", "training.safetensors"):
-        one, other = (run / "step-000004" / name for run in (undelayed.run, delayed.run))
-        assert one.read_bytes() == other.read_bytes()
+        undelayed_file, delayed_file = (run / "step-000004" / name for run in (undelayed.run, delayed.run))
+        assert undelayed_file.read_bytes() == delayed_file.read_bytes()
 
 
 def test_save_in_progress_completes_when_the_run_fails(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,10 @@ def test_logging_does_not_change_training(text: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
     unlogged = gpt.train(text, steps=8, dropout=0.1, **FAST)
     logged = gpt.train(text, steps=8, dropout=0.1, log="tensorboard,wandb", **FAST)
-    one, other = (load_file(folder.find_checkpoint(str(r.run)) / "model.safetensors") for r in (unlogged, logged))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    unlogged_weights, logged_weights = (
+        load_file(folder.find_checkpoint(str(r.run)) / "model.safetensors") for r in (unlogged, logged)
+    )
+    assert all(torch.equal(unlogged_weights[name], logged_weights[name]) for name in unlogged_weights)
 
 
 # Weights & Biases
@@ -225,20 +227,20 @@ def test_missing_wandb_login_is_an_error(text: Path, gpt: Callable[..., Done], w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["init", "Html"])
+@pytest.mark.parametrize("failing_function", ["init", "Html"])
 def test_failing_logger_does_not_stop_training(
-    text: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, where: str
+    text: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, failing_function: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise wandb.Error("the network is gone")
 
-    monkeypatch.setattr(wandb, where, fail, raising=True)
+    monkeypatch.setattr(wandb, failing_function, fail, raising=True)
     run_events: list[Any] = []
     result = gpt.train(text, listen=run_events.append, steps=4, log="wandb", **{**FAST, "sample_every": 2})
     assert result.steps == 4
     notes = [event.text for event in run_events if isinstance(event, events.Note) and "--log" in event.text]
     assert notes == ["--log wandb failed and is disabled for the rest of this run: Error: the network is gone"]
-    assert wandb.ended == ([] if where == "init" else [1])
+    assert wandb.ended == ([] if failing_function == "init" else [1])
     assert len(metrics(result.run, "step")) == 4
 
 
@@ -259,7 +261,7 @@ def count_flops_per_token(config: GPTConfig, rank: int = 0) -> float:
 @pytest.mark.parametrize(
     "config",
     [
-        *[GPTConfig(96, 32, 3, 2, 64, positions=each) for each in ("learned", "sinusoidal", "rotary")],
+        *[GPTConfig(96, 32, 3, 2, 64, positions=name) for name in ("learned", "sinusoidal", "rotary")],
         GPTConfig.of("modern", 96, 32, 3, 2, 64),
         GPTConfig.of("modern", 96, 32, 3, 4, 64, n_kv_head=2, head_dim=32, tied=False),
     ],

@@ -114,19 +114,19 @@ def test_compiled_blocks_match_uncompiled_blocks(
     assert {path: path.stat().st_ino for path in program_folder.iterdir()} == before
 
 
-def damage(path: Path, how: str) -> None:
+def damage(path: Path, kind: str) -> None:
     data = bytearray(path.read_bytes())
     middle = len(data) // 3
-    if how == "zero pages":
+    if kind == "zero pages":
         data[middle : 2 * middle] = bytes(middle)
-    elif how == "flipped bit":
+    elif kind == "flipped bit":
         data[middle] ^= 1
-    elif how == "truncated":
+    elif kind == "truncated":
         del data[middle:]
     path.write_bytes(data)
-    if how == "another's checksum":
+    if kind == "another's checksum":
         path.rename(path.with_stem(path.stem[:-64] + "0" * 64))
-    elif how == "no checksum":
+    elif kind == "no checksum":
         path.rename(path.with_stem(path.stem[:-65]))
 
 
@@ -149,15 +149,15 @@ def find_program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     return lambda name: programs.find(name, lambda: name, lambda text: None, "it")  # type: ignore[arg-type, return-value]
 
 
-@pytest.mark.parametrize("how", ["zero pages", "flipped bit", "truncated", "another's checksum", "no checksum"])
-def test_damaged_program_is_recompiled(how: str, find_program: Callable[[str], str], program_folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["zero pages", "flipped bit", "truncated", "another's checksum", "no checksum"])
+def test_damaged_program_is_recompiled(kind: str, find_program: Callable[[str], str], program_folder: Path) -> None:
     assert find_program("a") == "a"
     intact = next(program_folder.iterdir())
     name, data = intact.name, intact.read_bytes()
-    damage(intact, how)
+    damage(intact, kind)
     notes: list[str] = []
     assert programs.find("a", lambda: "a", notes.append, "it") == "a"  # type: ignore[arg-type, return-value, comparison-overlap]
-    assert [note.split()[-1] for note in notes] == ["damaged", "once"][how == "no checksum" :]
+    assert [note.split()[-1] for note in notes] == ["damaged", "once"][kind == "no checksum" :]
     assert (program_folder / name).read_bytes() == data
     assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # type: ignore[comparison-overlap]
 
@@ -234,15 +234,15 @@ def test_blocks_run_uncompiled_without_a_compiler(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="folders have no mode there")
-@pytest.mark.parametrize("how", ["open", "link", "file"])
+@pytest.mark.parametrize("fault", ["open", "link", "file"])
 def test_program_folder_with_unsafe_permissions_is_not_used(
-    how: str, program_folder: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, program_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program_folder.parent.mkdir()
-    if how == "open":
+    if fault == "open":
         program_folder.mkdir()
         program_folder.chmod(0o755)
-    elif how == "link":
+    elif fault == "link":
         (program_folder.parent / "other").mkdir(mode=0o700)
         program_folder.symlink_to(program_folder.parent / "other")
     else:
@@ -252,7 +252,7 @@ def test_program_folder_with_unsafe_permissions_is_not_used(
     assert generate_greedily(model_of("gpt2", None, notes), [1, 2])[0] == generate_greedily(model_of("gpt2"), [1, 2])[0]
     assert len(notes) == 1
     assert str(program_folder) in notes[0]
-    assert how != "open" or list(program_folder.iterdir()) == []
+    assert fault != "open" or list(program_folder.iterdir()) == []
 
 
 def test_program_key_depends_on_the_block_shape() -> None:

@@ -45,11 +45,11 @@ def interrupt_at(
 
 @pytest.mark.parametrize(
     ("optimizer", "stops"),
-    [("muon", (1, 7)), slow("adamw", (5, STEPS)), *(more(each, (2, 4, 5, STEPS - 1)) for each in ("muon", "adamw"))],
+    [("muon", (1, 7)), slow("adamw", (5, STEPS)), *(more(name, (2, 4, 5, STEPS - 1)) for name in ("muon", "adamw"))],
 )
 def test_resume_is_bit_exact(text: Path, optimizer: str, stops: tuple[int, ...]) -> None:
     settings: dict[str, Any] = {**FAST, "optimizer": optimizer, "eval_every": 4, "sample_every": 5, "save_every": 3}
-    whole = library.train(text, out="whole", **settings)
+    uninterrupted = library.train(text, out="whole", **settings)
     for k in stops:
         run = Path(f"at-{k}")
         interrupt_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings))
@@ -58,16 +58,16 @@ def test_resume_is_bit_exact(text: Path, optimizer: str, stops: tuple[int, ...])
             run_events = interrupt_at(k + 1, lambda listen, run=run: library.resume(run, listen))
             assert any(isinstance(event, events.ResumeEvent) for event in run_events)
         result = library.resume(run)
-        assert_same(run, whole.run)
-        assert curve(run) == curve(whole.run)
-        assert (result.val_loss, result.sample, result.steps) == (whole.val_loss, whole.sample, STEPS)
-        assert result.checkpoint.name == whole.checkpoint.name
+        assert_same(run, uninterrupted.run)
+        assert curve(run) == curve(uninterrupted.run)
+        assert (result.val_loss, result.sample, result.steps) == (uninterrupted.val_loss, uninterrupted.sample, STEPS)
+        assert result.checkpoint.name == uninterrupted.checkpoint.name
 
 
 @pytest.mark.parametrize("kind", [events.SaveEvent, slow(events.EvalEvent), slow(events.SampleEvent)])
 def test_interrupt_between_steps_is_bit_exact(text: Path, kind: type[events.Event]) -> None:
     settings: dict[str, Any] = {**FAST, "sample_every": 4, "save_every": 4}
-    whole = library.train(text, out="whole", **settings)
+    uninterrupted = library.train(text, out="whole", **settings)
     run_events: list[Any] = []
 
     def on_event(event: Any) -> None:
@@ -78,14 +78,14 @@ def test_interrupt_between_steps_is_bit_exact(text: Path, kind: type[events.Even
     with pytest.raises(Interrupted):
         library.train(text, out="parts", listen=on_event, **settings)
     library.resume("parts")
-    assert_same(Path("parts"), whole.run)
-    assert curve(Path("parts")) == curve(whole.run)
+    assert_same(Path("parts"), uninterrupted.run)
+    assert curve(Path("parts")) == curve(uninterrupted.run)
 
 
 def test_metrics_after_the_checkpoint_are_truncated(text: Path) -> None:
     """A killed run leaves metrics newer than its checkpoint, possibly half a line."""
     settings: dict[str, Any] = FAST
-    whole = library.train(text, out="whole", **settings)
+    uninterrupted = library.train(text, out="whole", **settings)
     interrupt_at(5, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     with Path("parts/metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 6, "tokens": 1, "seconds": 1}\n{"event": "st')
@@ -98,7 +98,7 @@ def test_metrics_after_the_checkpoint_are_truncated(text: Path) -> None:
     assert [(event.step, indexed) for event, indexed in run_events if isinstance(event, events.ResumeEvent)] == [
         (5, True)
     ]
-    assert curve(Path("parts")) == curve(whole.run)
+    assert curve(Path("parts")) == curve(uninterrupted.run)
     assert not list(Path("parts").rglob(".tmp*"))
 
 
@@ -113,15 +113,15 @@ def make_killed_after(run: Path, step: int) -> None:
 
 def test_resume_does_not_repeat_the_checkpoints_step(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {**FAST, "sample_every": 4, "save_every": 4, "keep": 9}
-    whole = library.train(text, out="whole", **settings)
+    uninterrupted = library.train(text, out="whole", **settings)
     shutil.copytree("whole", "parts")
     make_killed_after(Path("parts"), 8)
     with monkeypatch.context() as patch:  # Step 8 is already saved.
         patch.setattr(checkpoint, "write", lambda target, contents: pytest.fail(f"{target} is written"))
         interrupt_at(8, lambda listen: library.resume("parts", listen), events.ResumeEvent)
     library.resume("parts")
-    assert_same(Path("parts"), whole.run)
-    assert curve(Path("parts")) == curve(whole.run)
+    assert_same(Path("parts"), uninterrupted.run)
+    assert curve(Path("parts")) == curve(uninterrupted.run)
 
 
 @pytest.mark.slow
@@ -142,12 +142,12 @@ def test_resume_keeps_the_number_of_threads(text: Path) -> None:
 
 
 def test_resume_without_a_checkpoint_restarts_at_step_1(text: Path) -> None:
-    whole = library.train(text, out="whole", **FAST)
+    uninterrupted = library.train(text, out="whole", **FAST)
     shutil.copytree("whole", "parts")
     make_killed_after(Path("parts"), 0)
     record = json.loads(Path("parts/run.json").read_text())
     library.resume("parts")
-    assert_same(Path("parts"), whole.run)
+    assert_same(Path("parts"), uninterrupted.run)
     # The run was killed during tokenization.
     for key in ("resolved", "tokens", "tokenizer", "sources", "compute", "versions"):
         del record[key]
@@ -155,8 +155,8 @@ def test_resume_without_a_checkpoint_restarts_at_step_1(text: Path) -> None:
         if path.name != "run.json":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     Path("parts/run.json").write_text(json.dumps(record))
-    assert library.resume("parts").val_loss == whole.val_loss
-    assert_same(Path("parts"), whole.run)
+    assert library.resume("parts").val_loss == uninterrupted.val_loss
+    assert_same(Path("parts"), uninterrupted.run)
 
 
 @pytest.mark.slow
@@ -242,11 +242,11 @@ def test_more_steps_restore_the_peak_of_a_linear_schedule(text: Path) -> None:
 @pytest.mark.slow
 def test_resume_with_another_micro_batch_is_equal_up_to_rounding(text: Path) -> None:
     settings: dict[str, Any] = {**FAST, "dropout": 0.0}
-    whole = library.train(text, out="whole", **settings)
+    uninterrupted = library.train(text, out="whole", **settings)
     interrupt_at(4, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     run_events: list[Any] = []
     result = library.resume("parts", run_events.append, micro_batch="2")
-    assert result.val_loss == pytest.approx(whole.val_loss, rel=1e-5)
+    assert result.val_loss == pytest.approx(uninterrupted.val_loss, rel=1e-5)
     assert any("equal up to rounding" in e.text for e in run_events if isinstance(e, events.Note))
     assert json.loads(Path("parts/run.json").read_text())["resolved"]["micro_batch"] == 2
 
@@ -270,12 +270,16 @@ def test_resume_of_pairs_and_chats(
     Path("lines.jsonl").write_text("\n".join(lines))
     start = {"init": run_folder} if fine_tunes else {**TINY, "vocab_size": 270}
     settings: dict[str, Any] = {**start, kind: True, "steps": 6, "dropout": 0.1, "dtype": "float32"}
-    whole = library.train("lines.jsonl", out="whole", **settings)
+    uninterrupted = library.train("lines.jsonl", out="whole", **settings)
     interrupt_at(3, lambda listen: library.train("lines.jsonl", out="parts", listen=listen, **settings))
     shutil.copytree("parts", "other")
     result = library.resume("parts")
-    assert_same(result.run, whole.run)
-    assert (result.val_loss, result.sample, result.prompt) == (whole.val_loss, whole.sample, whole.prompt)
+    assert_same(result.run, uninterrupted.run)
+    assert (result.val_loss, result.sample, result.prompt) == (
+        uninterrupted.val_loss,
+        uninterrupted.sample,
+        uninterrupted.prompt,
+    )
     Path("lines.jsonl").write_text("\n".join(lines[:-1]))
     with pytest.raises(UserError, match="the text of other has changed"):
         library.resume("other")
@@ -286,15 +290,15 @@ def test_resume_of_fine_tuning(run_folder: Path, text: Path, rank: int | None) -
     base = Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), "base"))
     settings: dict[str, Any] = {"init": base, "steps": 8, "dtype": "float32", "lora_rank": rank, "dropout": 0.1}
     settings["merge_lora"] = rank is not None
-    whole = library.train(text, out="whole", **settings)
+    uninterrupted = library.train(text, out="whole", **settings)
     interrupt_at(3, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     result = library.resume("parts")
-    assert_same(result.run, whole.run)
-    assert curve(result.run) == curve(whole.run)
+    assert_same(result.run, uninterrupted.run)
+    assert curve(result.run) == curve(uninterrupted.run)
     assert json.loads(Path("parts/run.json").read_text())["init"]["sha256"] == folder.weight_checksums(base)
     if rank is not None:
         assert (result.run / "merged/model.safetensors").read_bytes() == (
-            whole.run / "merged/model.safetensors"
+            uninterrupted.run / "merged/model.safetensors"
         ).read_bytes()
         interrupt_at(3, lambda listen: library.train(text, out="other", listen=listen, **settings))
         base.rename("elsewhere")
@@ -350,7 +354,7 @@ def loss_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_resume_after_a_rollback(text: Path, loss_calls: list[int]) -> None:
     """The state includes the lower learning rate and pending NaN losses."""
     settings: dict[str, Any] = {**FAST, "eval_every": 3}
-    whole = library.train(text, out="whole", **settings)
+    uninterrupted = library.train(text, out="whole", **settings)
     loss_calls.clear()
 
     def on_event(event: Any) -> None:
@@ -360,8 +364,8 @@ def test_resume_after_a_rollback(text: Path, loss_calls: list[int]) -> None:
     with pytest.raises(Interrupted):
         library.train(text, out="parts", listen=on_event, **settings)
     result = library.resume("parts")
-    assert_same(result.run, whole.run)
-    assert curve(result.run) == curve(whole.run)
+    assert_same(result.run, uninterrupted.run)
+    assert curve(result.run) == curve(uninterrupted.run)
     assert any(line["event"] == "rollback" for line in curve(result.run))
 
 
@@ -390,10 +394,10 @@ def test_nan_held_out_loss_before_the_first_step_ends_the_run(
 @pytest.mark.slow
 def test_resume_keeps_the_patience_count(text: Path) -> None:
     settings: dict[str, Any] = {**FAST, "steps": 200, "eval_every": 2, "lr": 0.5, "warmup": 150, "patience": 3}
-    whole = library.train(text, out="whole", **settings)
-    interrupt_at(whole.steps - 3, lambda listen: library.train(text, out="parts", listen=listen, **settings))
-    assert library.resume("parts").steps == whole.steps
-    assert_same(Path("parts"), whole.run)
+    uninterrupted = library.train(text, out="whole", **settings)
+    interrupt_at(uninterrupted.steps - 3, lambda listen: library.train(text, out="parts", listen=listen, **settings))
+    assert library.resume("parts").steps == uninterrupted.steps
+    assert_same(Path("parts"), uninterrupted.run)
 
 
 def test_more_steps_reset_the_patience_count(text: Path) -> None:
@@ -405,7 +409,7 @@ def test_more_steps_reset_the_patience_count(text: Path) -> None:
 
 def test_damaged_latest_checkpoint_falls_back_to_an_older_one(gpt: Gpt, text: Path) -> None:
     settings: dict[str, Any] = {**FAST, "save_every": 3, "eval_every": 100, "keep": 5}
-    whole = library.train(text, out="whole", **settings)
+    uninterrupted = library.train(text, out="whole", **settings)
     interrupt_at(7, lambda listen: library.train(text, out="runs/x", listen=listen, **settings))
     for name, file in (("step-000007", "training.safetensors"), ("step-000006", "model.safetensors")):
         path = Path("runs/x") / name / file
@@ -420,7 +424,7 @@ def test_damaged_latest_checkpoint_falls_back_to_an_older_one(gpt: Gpt, text: Pa
     for step in (7, 6):
         assert f"step-00000{step}" in done.err
     assert "from step 3" in done.err
-    assert_same(Path("runs/x"), whole.run)
+    assert_same(Path("runs/x"), uninterrupted.run)
     assert [entry.step for entry in folder.checkpoints(Path("runs/x"))] == [3, 6, 9, 12]
     path = Path("runs/x/step-000012/model.safetensors")
     path.write_bytes(path.read_bytes()[:-3])
@@ -461,13 +465,13 @@ def test_resume_is_bit_exact_on_a_gpu(text: Path, dtype: str, monkeypatch: pytes
     torch.use_deterministic_algorithms(True)
     try:
         settings: dict[str, Any] = {**FAST, "steps": 8, "dtype": dtype, "device": "cuda", "eval_every": 4}
-        whole = library.train(text, out="whole", **settings)
+        uninterrupted = library.train(text, out="whole", **settings)
         for k in (1, 6):
             run = Path(f"at-{k}")
             # A GPU is one step ahead, unless something is due in between.
             interrupt_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings), ahead=1)
             library.resume(run)
-            assert_same(run, whole.run)
+            assert_same(run, uninterrupted.run)
     finally:
         torch.use_deterministic_algorithms(False)
 

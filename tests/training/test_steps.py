@@ -92,7 +92,7 @@ def test_late_downloads_do_not_change_events_or_weights(text: Path, monkeypatch:
     assert all(torch.equal(tensor, weights(late.run)[name]) for name, tensor in weights(immediate.run).items())
 
 
-def trace_without_compiling(key: object, trace: Any, note: Any, what: str) -> programs.Program:
+def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
     """Returns the traced graph, uncompiled."""
     graph, _ = trace()
     return lambda tensors: list(graph(*tensors))

@@ -52,10 +52,10 @@ def test_loss_decreases(text: Path) -> None:
 
 def test_same_seed_is_bit_exact(text: Path) -> None:
     runs = [train(text, steps=12, dropout=0.1, seed=seed) for seed in (1, 1, 2)]
-    one, same, other = (weights(result.run) for result, _ in runs)
-    assert all(torch.equal(one[name], same[name]) for name in one)
+    first, second, different = (weights(result.run) for result, _ in runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
     assert losses(runs[0][1]) == losses(runs[1][1])
-    assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
+    assert not torch.equal(first["transformer.wte.weight"], different["transformer.wte.weight"])
     checkpoints = [folder.find_checkpoint(str(result.run)) for result, _ in runs[:2]]
     for path in checkpoints[0].iterdir():  # training.json contains durations.
         if path.name not in ("training.json", "checksums.json"):
@@ -65,9 +65,12 @@ def test_same_seed_is_bit_exact(text: Path) -> None:
 @pytest.mark.slow
 def test_monitoring_does_not_change_training(text: Path) -> None:
     """Sampling, evaluation and saves keep the random state of training."""
-    one, _ = train(text, steps=12, dropout=0.1, eval_every=3, sample_every=2, save_every=1)
-    other, _ = train(text, steps=12, dropout=0.1, eval_every=12, sample_every=0, save_every=12)
-    assert all(torch.equal(a, b) for a, b in zip(weights(one.run).values(), weights(other.run).values(), strict=True))
+    monitored, _ = train(text, steps=12, dropout=0.1, eval_every=3, sample_every=2, save_every=1)
+    unmonitored, _ = train(text, steps=12, dropout=0.1, eval_every=12, sample_every=0, save_every=12)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(weights(monitored.run).values(), weights(unmonitored.run).values(), strict=True)
+    )
 
 
 def test_step_applies_adamw_to_the_clipped_gradient(text: Path) -> None:
@@ -145,21 +148,21 @@ def test_compiled_muon_update_matches_and_compiles_once(monkeypatch: pytest.Monk
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT(GPTConfig(50, 16, 2, 2, 32))
-    other = copy.deepcopy(model)
-    uncompiled, compiled = make_optimizer(model, "muon", 0.1), make_optimizer(other, "muon", 0.1)
+    copied_model = copy.deepcopy(model)
+    uncompiled, compiled = make_optimizer(model, "muon", 0.1), make_optimizer(copied_model, "muon", 0.1)
     for step in range(5):
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        for p, q in zip(model.parameters(), copied_model.parameters(), strict=True):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
         if step == 0:
             compiled.optimizers[0].compile()
         if step == 3:
-            compiled.restore(other, compiled.state(other))
+            compiled.restore(copied_model, compiled.state(copied_model))
         for optimizer in (uncompiled, compiled):
             optimizer.set_lr(0.01 * (step + 1))
             optimizer.step(torch.tensor(step == 2))
     assert len(graphs) == 1
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+    for p, q in zip(model.parameters(), copied_model.parameters(), strict=True):
         assert torch.allclose(p, q, atol=1e-6)
 
 
@@ -235,8 +238,8 @@ def test_timed_run_can_be_repeated_by_steps(text: Path) -> None:
         eval_every=resolved["eval_every"], save_every=resolved["save_every"],
     )  # fmt: skip
     assert repeated.val_loss == timed.val_loss
-    one, other = weights(timed.run), weights(repeated.run)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    timed_weights, repeated_weights = weights(timed.run), weights(repeated.run)
+    assert all(torch.equal(timed_weights[name], repeated_weights[name]) for name in timed_weights)
 
 
 @pytest.mark.slow
@@ -426,19 +429,19 @@ def test_held_out_text_does_not_affect_training(text: Path) -> None:
     """The texts differ only in the held-out part."""
     data = text.read_bytes()
     cut = len(data) - round(len(data) * 0.1)
-    other = text.with_name("other.txt")
-    other.write_bytes(data[:cut] + b"q" * (len(data) - cut))
+    changed_text = text.with_name("other.txt")
+    changed_text.write_bytes(data[:cut] + b"q" * (len(data) - cut))
     one, _ = train(text, steps=4)
-    two, _ = train(other, steps=4)
+    two, _ = train(changed_text, steps=4)
     assert all(torch.equal(a, b) for a, b in zip(weights(one.run).values(), weights(two.run).values(), strict=True))
     assert two.val_loss != one.val_loss
 
 
 def test_separate_held_out_text(text: Path) -> None:
-    other = text.with_name("held.txt")
-    other.write_text(make_text(300, seed=9), encoding="utf-8")
-    result, _ = train(text, steps=4, val_text=str(other))
-    assert gpt.load(result.run).loss(other.read_bytes().decode()) == pytest.approx(result.val_loss, rel=1e-5)
+    held_out_text = text.with_name("held.txt")
+    held_out_text.write_text(make_text(300, seed=9), encoding="utf-8")
+    result, _ = train(text, steps=4, val_text=str(held_out_text))
+    assert gpt.load(result.run).loss(held_out_text.read_bytes().decode()) == pytest.approx(result.val_loss, rel=1e-5)
     document = TokenFolder(result.run / "tokens").stream("train").documents[0]
     decoded = gpt.load(result.run).tokenizer.decode(document[:].tolist())
     assert decoded == text.read_bytes().decode()
@@ -494,7 +497,7 @@ def test_repeated_nan_loss_ends_the_run(
 
 
 def test_out_of_memory_halves_the_micro_batch(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, whole_events = train(text, steps=6, micro_batch="8", dropout=0.0)
+    unlimited, whole_events = train(text, steps=6, micro_batch="8", dropout=0.0)
     trunk = GPT.trunk
 
     def limited(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -510,7 +513,7 @@ def test_out_of_memory_halves_the_micro_batch(text: Path, monkeypatch: pytest.Mo
     notes = [event.text for event in run_events if isinstance(event, events.Note)]
     assert "out of memory: from now on, 4 of 8 sequences at once" in notes
     assert "out of memory: from now on, 2 of 8 sequences at once" in notes
-    assert parts.val_loss == pytest.approx(whole.val_loss, rel=1e-3)
+    assert parts.val_loss == pytest.approx(unlimited.val_loss, rel=1e-3)
 
 
 def test_nan_step_is_skipped(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,14 +49,14 @@ def losses(run: Path) -> list[float]:
     return event_values(run, "loss", "step")
 
 
-def assert_trained_alike(one: Path, several: Path, norm_tolerance: float, **loss_tolerance: float) -> None:
+def assert_trained_alike(single: Path, several: Path, norm_tolerance: float, **loss_tolerance: float) -> None:
     """Compares losses with ``loss_tolerance`` (as in `pytest.approx`), and gradient norms with ``norm_tolerance``
     (relative)."""
-    assert losses(several) == pytest.approx(losses(one), **loss_tolerance)
-    held_out = [event_values(run, "val_loss", "eval", "end") for run in (one, several)]
+    assert losses(several) == pytest.approx(losses(single), **loss_tolerance)
+    held_out = [event_values(run, "val_loss", "eval", "end") for run in (single, several)]
     assert held_out[1] == pytest.approx(held_out[0], **loss_tolerance)
     assert event_values(several, "grad_norm", "step") == pytest.approx(
-        event_values(one, "grad_norm", "step"), rel=norm_tolerance
+        event_values(single, "grad_norm", "step"), rel=norm_tolerance
     )
 
 
@@ -84,10 +84,10 @@ def train_and_signal(options: list[str], rank: int, signum: int) -> tuple[str, s
     return out, err, time.monotonic() - signaled_at, process.returncode
 
 
-def assert_resumes_after_kill(options: list[str], rank: int, whole: Path) -> None:
+def assert_resumes_after_kill(options: list[str], rank: int, uninterrupted: Path) -> None:
     """Kills ``rank`` of two processes and resumes.
 
-    All processes must end with a single error, and the resumed run must equal ``whole``.
+    All processes must end with a single error, and the resumed run must equal ``uninterrupted``.
     """
     out, err, seconds, code = train_and_signal(options, rank, signal.SIGKILL)
     assert (code, out) == (1, "")
@@ -96,22 +96,22 @@ def assert_resumes_after_kill(options: list[str], rank: int, whole: Path) -> Non
         "hint: resume with: gpt train --resume runs/x\n"
     )
     assert seconds < 15
-    assert_resumes(whole)
+    assert_resumes(uninterrupted)
 
 
-def assert_resumes_after_stop(options: list[str], whole: Path) -> None:
+def assert_resumes_after_stop(options: list[str], uninterrupted: Path) -> None:
     """Stops rank 1 by SIGTERM, which saves a checkpoint, and resumes."""
     out, err, _, code = train_and_signal(options, 1, signal.SIGTERM)
     assert (code, out) == (143, "")
     assert err.startswith("interrupted at step ")
     assert err.endswith("; resume with: gpt train --resume runs/x\n")
     assert err.count("\n") == 1
-    assert_resumes(whole)
+    assert_resumes(uninterrupted)
 
 
-def assert_resumes(whole: Path) -> None:
+def assert_resumes(uninterrupted: Path) -> None:
     process = spawn("train", "--resume", "--quiet", "--json")  # The number of processes stays the same.
     out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (0, "")
     assert json.loads(out)["steps"] == THIRTY_STEPS["steps"]
-    assert_same(Path("runs/x"), whole)
+    assert_same(Path("runs/x"), uninterrupted)
