@@ -71,8 +71,9 @@ def transformers_beam_search(
 ) -> tuple[list[list[int]], list[float]]:
     x = torch.tensor([prompt])
     out = reference.generate(
-        x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=settings["beam"], eos_token_id=eot, pad_token_id=eot,
-        length_penalty=settings["length_penalty"], early_stopping=EARLY_STOPPING[settings["early_stopping"]],
+        x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=settings["beam"], eos_token_id=eot,
+        pad_token_id=eot, length_penalty=settings["length_penalty"],
+        early_stopping=EARLY_STOPPING[settings["early_stopping"]],
         num_return_sequences=settings["n_best"], no_repeat_ngram_size=settings["no_repeat_ngram"] or None,
         repetition_penalty=settings["repetition_penalty"] or None, max_new_tokens=settings["max_tokens"],
         min_new_tokens=settings["min_tokens"] or None, return_dict_in_generate=True, output_scores=True,
@@ -147,8 +148,8 @@ def test_batched_beams_match_single_prompts(rows: int) -> None:
     prompts = [[1], [2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]
     settings: dict[str, Any] = {"beam": 3, "n_best": 2, "max_tokens": 12}
     single = [search(model, [prompt], 5, **settings)[0] for prompt in prompts]
-    batched = search(model, prompts, 5, rows, **settings)
-    for (streamed, hypotheses), (expected_ids, expected) in zip(batched, single, strict=True):
+    batch_results = search(model, prompts, 5, rows, **settings)
+    for (streamed, hypotheses), (expected_ids, expected) in zip(batch_results, single, strict=True):
         assert streamed == expected_ids
         assert [hypothesis.ids for hypothesis in hypotheses] == [hypothesis.ids for hypothesis in expected]
         assert [hypothesis.score for hypothesis in hypotheses] == pytest.approx(

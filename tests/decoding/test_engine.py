@@ -321,9 +321,10 @@ def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
         chunked, unchunked = (next(event.prompt for event in updates if event.prompt) for updates in (events, expected))
         assert chunked[0].logprob is None
         assert torch.allclose(
-            torch.tensor([token.logprob for token in chunked[1:]]), torch.tensor([token.logprob for token in unchunked[1:]]),
+            torch.tensor([token.logprob for token in chunked[1:]]),
+            torch.tensor([token.logprob for token in unchunked[1:]]),
             atol=1e-5,
-        )  # fmt: skip
+        )
 
 
 def test_overwritten_window_is_not_reused_as_a_prefix() -> None:

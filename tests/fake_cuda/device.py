@@ -41,8 +41,8 @@ class FakeCudaTensor(Tensor):
     @staticmethod
     def __new__(cls, cpu_data: Tensor, owner_device: "Device", index: int = 0) -> Self:
         tensor: Self = Tensor._make_wrapper_subclass(
-            cls, cpu_data.size(), strides=cpu_data.stride(), storage_offset=cpu_data.storage_offset(), dtype=cpu_data.dtype,
-            layout=cpu_data.layout, device=torch.device("cuda", index),
+            cls, cpu_data.size(), strides=cpu_data.stride(), storage_offset=cpu_data.storage_offset(),
+            dtype=cpu_data.dtype, layout=cpu_data.layout, device=torch.device("cuda", index),
         )  # fmt: skip
         return tensor
 

@@ -331,7 +331,11 @@ def test_training_from_a_quantized_folder(gpt: Gpt, model_pair: tuple[Path, Path
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bytes_each", "requested_dtype"), [("int8", 1, "auto"), ("int8", 4, "float32"), ("int4", 4, "float32"), ("int4", 1, "int8"), ("int8", 1 if fast_int4 else 4, "int4")]
+    ("dtype", "bytes_each", "requested_dtype"),
+    [
+        ("int8", 1, "auto"), ("int8", 4, "float32"), ("int4", 4, "float32"), ("int4", 1, "int8"),
+        ("int8", 1 if fast_int4 else 4, "int4"),
+    ],
 )  # fmt: skip
 def test_quantized_weights_too_large_for_memory_are_refused(
     gpt: Gpt,
@@ -405,13 +409,13 @@ def edit_config(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps({key: v for key, v in (config | changes).items() if v != "gone"}))
 
 
-def edit_tensors(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
 
 
-def replace_tensor(name: str, transform: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+def replace(name: str, transform: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors.update({name: transform(tensors[name])})
 
 
@@ -438,15 +442,15 @@ def test_unknown_quantization_config_is_refused(
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "scales gone": ("int8", lambda c: edit_tensors(c, lambda t: t.pop(f"{QKV}.scales")), f"{QKV}.scales is missing"),
-    "scales of another shape": ("int8", lambda c: edit_tensors(c, replace_tensor(f"{QKV}.scales", lambda t: t[:-1])), "has the shape"),
-    "scales of another dtype": ("int8", lambda c: edit_tensors(c, replace_tensor(f"{QKV}.scales", Tensor.half)), "is F16; F32"),
-    "nan": ("int8", lambda c: edit_tensors(c, replace_tensor(f"{QKV}.scales", fill_last_row(torch.nan))), "not all finite"),
-    "embedding": ("int4", lambda c: edit_tensors(c, replace_tensor(f"{EMBEDDING}.scales", fill_last_row(-torch.inf))), "not all finite"),
-    "float levels": ("int8", lambda c: edit_tensors(c, replace_tensor(QKV, Tensor.float)), "is F32; I8"),
-    "transposed": ("int8", lambda c: edit_tensors(c, replace_tensor(QKV, Tensor.t)), "has the shape"),
-    "a level too few": ("int4", lambda c: edit_tensors(c, replace_tensor(QKV, lambda t: t[:, 1:])), "has the shape"),
-    "more": ("int8", lambda c: edit_tensors(c, lambda t: t.update({"x": torch.ones(2)})), "does not expect"),
+    "scales gone": ("int8", lambda c: edit(c, lambda t: t.pop(f"{QKV}.scales")), f"{QKV}.scales is missing"),
+    "scales of another shape": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", lambda t: t[:-1])), "has the shape"),
+    "scales of another dtype": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", Tensor.half)), "is F16; F32"),
+    "nan": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", fill_last_row(torch.nan))), "not all finite"),
+    "embedding": ("int4", lambda c: edit(c, replace(f"{EMBEDDING}.scales", fill_last_row(-torch.inf))), "not all finite"),
+    "float levels": ("int8", lambda c: edit(c, replace(QKV, Tensor.float)), "is F32; I8"),
+    "transposed": ("int8", lambda c: edit(c, replace(QKV, Tensor.t)), "has the shape"),
+    "a level too few": ("int4", lambda c: edit(c, replace(QKV, lambda t: t[:, 1:])), "has the shape"),
+    "more": ("int8", lambda c: edit(c, lambda t: t.update({"x": torch.ones(2)})), "does not expect"),
     "float that says int8": ("float32", lambda c: edit_config(c, quantization_config=BITS), "does not expect"),
     "int8 that says float": ("int8", lambda c: edit_config(c, quantization_config="gone"), "does not expect|expects|requires"),
     "int8 that says int4": ("int8", lambda c: edit_config(c, quantization_config={**BITS, "bits": 4}), "has the shape|is I8"),
