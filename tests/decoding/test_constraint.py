@@ -73,7 +73,6 @@ VALID: dict[str, tuple[Any, Callable[[str], Any]]] = {
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
-    """A random model of bytes."""
     return LanguageModel(loud(GPTConfig(257, 128, 1, 2, 16), spread=0.1), bytes_tokenizer(), CPU, Path("nowhere"))
 
 
@@ -82,14 +81,16 @@ def model() -> LanguageModel:
     {"min_tokens": 30, "no_repeat_ngram": 2, "repetition_penalty": 1.5}, {"presence_penalty": 1.0, "bias": ("e=5",)},
 ])  # fmt: skip
 @pytest.mark.parametrize("name", VALID)
-def test_texts_are_valid(model: LanguageModel, name: str, settings: dict[str, Any]) -> None:
-    value, valid = VALID[name]
+def test_constrained_texts_are_valid(model: LanguageModel, name: str, settings: dict[str, Any]) -> None:
+    value, is_valid = VALID[name]
     config = SampleConfig(**{name: value, "max_tokens": 110, **settings})
-    found = [each.sample for each in model.write_all(["", "a b"], config, num=1 if config.beam else 8) if each.sample]
-    complete = [each for each in found if each.finish_reason != "length"]
-    assert len(complete) > len(found) / 2
-    for each in complete:
-        assert valid(each.text), each
+    samples = [
+        piece.sample for piece in model.write_all(["", "a b"], config, num=1 if config.beam else 8) if piece.sample
+    ]
+    complete = [sample for sample in samples if sample.finish_reason != "length"]
+    assert len(complete) > len(samples) / 2
+    for sample in complete:
+        assert is_valid(sample.text), sample
 
 
 def run(model: LanguageModel, config: SampleConfig, constrained: bool = True, **settings: Any) -> list[Update]:
@@ -103,19 +104,19 @@ def run(model: LanguageModel, config: SampleConfig, constrained: bool = True, **
     {}, {"greedy": True}, {"temperature": 1.5, "top_k": 9}, {"beam": 3, "n_best": 2},
     {"min_tokens": 5, "frequency_penalty": 0.5},
 ])  # fmt: skip
-def test_a_constraint_that_forbids_nothing_changes_nothing(model: LanguageModel, settings: dict[str, Any]) -> None:
-    """Any text of ASCII, where others have no chance."""
+def test_permissive_constraint_does_not_change_the_text(model: LanguageModel, settings: dict[str, Any]) -> None:
+    """Any ASCII text is allowed, and the bias rules out other bytes."""
     config = SampleConfig(regex=r"(?s:.)*", **{"max_tokens": 30, **settings})
     bias = tuple((byte, -1e9) for byte in range(128, 256))
-    found, expected = (
-        [(each.tokens, each.reason, [(best.ids, best.score) for best in each.best]) for each in updates]
+    actual, expected = (
+        [(update.tokens, update.reason, [(best.ids, best.score) for best in update.best]) for update in updates]
         for updates in (run(model, config, True, bias=bias), run(model, config, False, bias=bias))
     )
-    assert found == expected
+    assert actual == expected
 
 
-def test_a_text_ends_where_its_constraint_does(model: LanguageModel) -> None:
-    """What may not go on ends at once. Otherwise the model decides, by end-of-text."""
+def test_complete_text_ends(model: LanguageModel) -> None:
+    """If a complete text can also continue, the model decides by end-of-text."""
     config = SampleConfig(choices=("A", "AB"), max_tokens=9)
     reasons = {}
     for index in range(20):
@@ -127,7 +128,7 @@ def test_a_text_ends_where_its_constraint_does(model: LanguageModel) -> None:
     assert run(model, replace(config, choices=("A",), min_tokens=3))[-1].reason == "stop"
 
 
-WRONG = [
+INVALID = [
     ({"regex": "a(?=b)"}, "regex: look-around, including look-ahead and look-behind, is not supported"),
     ({"regex": "["}, "regex: unclosed character class"),
     ({"regex": r"\bfoo"}, "lookarounds not supported yet"),
@@ -148,8 +149,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("settings, message", WRONG, ids=lambda each: str(each)[:40])
-def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("settings, message", INVALID, ids=lambda value: str(value)[:40])
+def test_invalid_constraints_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))
     assert error.value.message.startswith(message) or message in error.value.message
@@ -157,51 +158,50 @@ def test_what_cannot_be_followed_is_refused(settings: dict[str, Any], message: s
     assert len(error.value.message) < 400
 
 
-def test_settings_that_exclude_each_other() -> None:
+def test_contradicting_settings_are_refused() -> None:
     with pytest.raises(UserError, match="choices and regex both constrain the text"):
         SampleConfig(choices=("a",), regex="b")
     with pytest.raises(UserError, match="structured output cannot ignore end-of-text"):
         SampleConfig(regex="b", ignore_eot=True)
 
 
-def test_it_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match="structured output needs the package llguidance") as error:
         ConstraintCache(bytes_tokenizer()).find(SampleConfig(regex="a"))
     assert (error.value.hint, error.value.exit_code) == (install_extra("structured"), 2)
 
 
-def test_a_vocabulary_that_cannot_write_it() -> None:
-    """Some vocabularies lack bytes. Several tokens may have the same."""
+def test_constraint_beyond_the_vocabulary_is_refused() -> None:
     cache = ConstraintCache(letters(b"a", b"b", b"ab", b"a"))
     with pytest.raises(UserError, match="regex: no text can match it"):
         cache.find(SampleConfig(regex="z"))
-    found = cache.find(SampleConfig(regex="aba?|abz"))
-    assert found is not None
-    assert found.allowed(5).tolist() == [True, False, True, True, False]
-    both = found.after(2)
-    assert both.allowed(5).tolist() == [True, False, False, True, True]
-    assert both.after(3).ended
-    assert found.allowed(5).tolist() == [True, False, True, True, False]
-    dead = cache.find(SampleConfig(regex="abz"))
-    assert dead is not None
-    dead = dead.after(2)
-    assert dead.allowed(5).tolist() == [False] * 4 + [True]
+    constraint = cache.find(SampleConfig(regex="aba?|abz"))
+    assert constraint is not None
+    assert constraint.allowed(5).tolist() == [True, False, True, True, False]
+    after_both = constraint.after(2)
+    assert after_both.allowed(5).tolist() == [True, False, False, True, True]
+    assert after_both.after(3).ended
+    assert constraint.allowed(5).tolist() == [True, False, True, True, False]
+    dead_end = cache.find(SampleConfig(regex="abz"))
+    assert dead_end is not None
+    dead_end = dead_end.after(2)
+    assert dead_end.allowed(5).tolist() == [False] * 4 + [True]
     with pytest.raises(UserError, match="no text meets the constraint: "):
-        dead.take(4)
+        dead_end.take(4)
 
 
-def test_what_becomes_too_complex_ends_its_request_alone(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later requests begin with an automaton of their own."""
+def test_too_complex_constraint_ends_only_its_request(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later requests start with a new automaton."""
     monkeypatch.setattr(constraints, "MOST_STATES", 60)
     cache = ConstraintCache(model.tokenizer)
     config = SampleConfig(regex="[ab]*a[ab]{200}", max_tokens=100)
     engine = Engine(Context(model.model, CPU, 2), model.tokenizer.ends)
     for _ in range(2):
-        other = engine.add(Request([EOT], SampleConfig(max_tokens=120)))
+        unconstrained = engine.add(Request([EOT], SampleConfig(max_tokens=120)))
         number = engine.add(Request([EOT], config, constraint=cache.find(config)))
         last = {update.number: update for update in engine.run()}
-        assert last[other].error is None
+        assert last[unconstrained].error is None
         error = last[number].error
         assert error is not None
         assert error.message.startswith("no text meets the constraint: ")
@@ -224,25 +224,25 @@ HOSTILE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", HOSTILE, ids=lambda each: str(each)[:60])
-def test_hostile_constraints_take_little_time(settings: dict[str, Any]) -> None:
-    """Of the processor, to compile and for a hundred bytes, unless they are refused."""
-    began, rng = time.thread_time(), random.Random(0)
+@pytest.mark.parametrize("settings", HOSTILE, ids=lambda value: str(value)[:60])
+def test_hostile_constraints_are_cheap_or_refused(settings: dict[str, Any]) -> None:
+    """Limits the CPU time for compilation and 100 bytes."""
+    start, rng = time.thread_time(), random.Random(0)
     with contextlib.suppress(UserError):
         constraint = ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))
         assert constraint is not None
         for _ in range(100):
             if not constraint.ended:
                 constraint.take(int(rng.choice(constraint.allowed(257).nonzero()[0])))
-    assert time.thread_time() - began < 5
+    assert time.thread_time() - start < 5
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", VALID)
-def test_a_thousand_texts_are_valid(model: LanguageModel, name: str) -> None:
-    value, valid = VALID[name]
+def test_thousand_constrained_texts_are_valid(model: LanguageModel, name: str) -> None:
+    value, is_valid = VALID[name]
     config = SampleConfig(**{name: value, "max_tokens": 110, "temperature": 1.0})
-    found = [each.sample for each in model.write_all([""], config, num=1000) if each.sample]
-    complete = [each.text for each in found if each.finish_reason != "length"]
+    samples = [piece.sample for piece in model.write_all([""], config, num=1000) if piece.sample]
+    complete = [sample.text for sample in samples if sample.finish_reason != "length"]
     assert len(complete) > 900
-    assert all(map(valid, complete))
+    assert all(map(is_valid, complete))

@@ -1,4 +1,4 @@
-"""Rows of ids: the context past its size, seeds, batches, what ends a text."""
+"""Decoding: sliding past the context, seeds, batches, and what ends a text."""
 
 import math
 import random
@@ -27,13 +27,13 @@ from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import bytes_tokenizer
 
 
-def ids_of(model: GPT, prompt: list[int], config: SampleConfig, **seed: int) -> list[int]:
+def generate_ids(model: GPT, prompt: list[int], config: SampleConfig, **seed: int) -> list[int]:
     return [token.id for token in generate(Context(model, CPU), prompt, config, ends={EOT}, **seed)]
 
 
-def without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[float]:
-    """The log-probabilities of ``ids``, each from a whole forward of what the context holds: the end of the prompt, and
-    half of the context each time that it is full."""
+def logprobs_without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[float]:
+    """Computes log-probabilities of ``ids`` from whole windows, each starting with the end of the prompt. A full window
+    keeps its last half."""
     size = model.config.block_size
     window = prompt[-size:]
     for id in ids:
@@ -44,49 +44,51 @@ def without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[flo
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
 @pytest.mark.parametrize("prompt", [[EOT], [3], list(range(15)), list(range(16)), list(range(40))])
-def test_past_the_context_absolute_positions_go_on_from_its_last_half(prompt: list[int], positions: str) -> None:
+def test_absolute_positions_keep_half_the_context_when_full(prompt: list[int], positions: str) -> None:
     for size in (16, 1, 3):
         model = tiny_model(size, positions)
         config = SampleConfig(temperature=1.5, max_tokens=60, ignore_eot=True)
-        found = list(generate(Context(model, CPU), prompt, config, {EOT}, seed=4))
-        assert len({token.id for token in found}) > 5
-        expected = list(without_cache(model, prompt, [token.id for token in found]))
-        assert [token.logprob for token in found] == pytest.approx(expected, abs=1e-4)
+        tokens = list(generate(Context(model, CPU), prompt, config, {EOT}, seed=4))
+        assert len({token.id for token in tokens}) > 5
+        expected = list(logprobs_without_cache(model, prompt, [token.id for token in tokens]))
+        assert [token.logprob for token in tokens] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 @pytest.mark.parametrize("prompt", [[EOT], [3], list(range(16)), list(range(40))])
-def test_past_the_context_rotary_positions_see_exactly_the_last_ones(
+def test_rotary_positions_attend_to_exactly_one_context(
     prompt: list[int], arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against one forward over everything, in which a mask shows each position the 16 up to itself."""
+    """Compares with one forward pass whose mask lets each position attend to the last 16."""
     model = tiny_model(16, "rotary", arch)
     config = SampleConfig(temperature=1.5, max_tokens=60, ignore_eot=True)
-    found = list(generate(Context(model, CPU), prompt, config, {EOT}, seed=4))
-    assert len({token.id for token in found}) > 5
-    whole = tiny_model(128, "rotary", arch)
+    tokens = list(generate(Context(model, CPU), prompt, config, {EOT}, seed=4))
+    assert len({token.id for token in tokens}) > 5
+    long_model = tiny_model(128, "rotary", arch)
 
-    def banded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None) -> Tensor:
-        at = torch.arange(q.size(2))
-        band = (at <= at[:, None]) & (at > at[:, None] - 16)
+    def attend_in_band(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None
+    ) -> Tensor:
+        position = torch.arange(q.size(2))
+        band = (position <= position[:, None]) & (position > position[:, None] - 16)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scale)
 
-    monkeypatch.setattr(kernels, "attend", banded)
-    ids = [*prompt[-16:], *(token.id for token in found)]
+    monkeypatch.setattr(kernels, "attend", attend_in_band)
+    ids = [*prompt[-16:], *(token.id for token in tokens)]
     with torch.no_grad():
-        logprobs = whole(torch.tensor([ids]))[0].log_softmax(-1)
-    expected = [float(logprobs[at - 1, ids[at]]) for at in range(len(ids) - 60, len(ids))]
-    assert [token.logprob for token in found] == pytest.approx(expected, abs=1e-4)
+        logprobs = long_model(torch.tensor([ids]))[0].log_softmax(-1)
+    expected = [float(logprobs[position - 1, ids[position]]) for position in range(len(ids) - 60, len(ids))]
+    assert [token.logprob for token in tokens] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_copied_slot_goes_on_as_its_source_does(positions: str) -> None:
-    """Texts that begin alike, or not, before and after the context has dropped something of one or the other."""
+def test_copied_slot_continues_like_its_source(positions: str) -> None:
+    """Covers slots before and after sliding, with and without a common prefix."""
     model, rng = tiny_model(8, positions), random.Random(0)
     for _ in range(50):
         context = Context(model, CPU, 3)
-        whole = [rng.randrange(50) for _ in range(8)]
-        push(context, *(whole[: rng.randrange(1, 8)] for _ in range(3)))
+        ids = [rng.randrange(50) for _ in range(8)]
+        push(context, *(ids[: rng.randrange(1, 8)] for _ in range(3)))
         for _ in range(rng.randrange(12)):
             push(context, *([rng.randrange(2)] for _ in range(3)))
         first, second, third = context.slots
@@ -100,7 +102,7 @@ def test_a_copied_slot_goes_on_as_its_source_does(positions: str) -> None:
         assert torch.allclose(x[0], x[2], atol=1e-4)
 
 
-def test_rotary_sliding_computes_nothing_anew() -> None:
+def test_rotary_sliding_recomputes_nothing() -> None:
     context = Context(tiny_model(16, "rotary"), CPU)
     push(context, list(range(16)))
     for _ in range(40):
@@ -111,23 +113,23 @@ def test_rotary_sliding_computes_nothing_anew() -> None:
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
 @pytest.mark.parametrize("rows", [1, slow(2), 3, slow(7)])
 @pytest.mark.parametrize(
-    "more", [{}, {"greedy": True}, {"repetition_penalty": 1.3, "no_repeat_ngram": 2, "min_tokens": 4}]
+    "settings", [{}, {"greedy": True}, {"repetition_penalty": 1.3, "no_repeat_ngram": 2, "min_tokens": 4}]
 )
-def test_batched_equals_one_by_one(rows: int, positions: str, more: dict[str, object]) -> None:
-    """Prompts of mixed lengths, some longer than the context, texts that outgrow it, others that end early."""
+def test_batched_requests_match_single_requests(rows: int, positions: str, settings: dict[str, object]) -> None:
+    """Some prompts exceed the context. Some texts outgrow it, others end early."""
     model = tiny_model(16, positions)
-    config = SampleConfig(**{"max_tokens": 25, "temperature": 1.5, **more})  # type: ignore[arg-type]
+    config = SampleConfig(**{"max_tokens": 25, "temperature": 1.5, **settings})  # type: ignore[arg-type]
     requests = [Request(prompt, index=index) for index, prompt in enumerate(PROMPTS)]
-    found = batched(model, requests, config, rows, seed=3)
-    for request, tokens in zip(requests, found, strict=True):
-        alone = list(generate(Context(model, CPU), request.ids, config, {EOT}, seed=3, index=request.index))
-        assert [token.id for token in tokens] == [token.id for token in alone]
-        assert [token.logprob for token in tokens] == pytest.approx([token.logprob for token in alone], abs=1e-4)
-    if not more:
-        assert len({len(tokens) for tokens in found}) > 1  # some have met an end-of-text
+    results = batched(model, requests, config, rows, seed=3)
+    for request, tokens in zip(requests, results, strict=True):
+        single = list(generate(Context(model, CPU), request.ids, config, {EOT}, seed=3, index=request.index))
+        assert [token.id for token in tokens] == [token.id for token in single]
+        assert [token.logprob for token in tokens] == pytest.approx([token.logprob for token in single], abs=1e-4)
+    if not settings:
+        assert len({len(tokens) for tokens in results}) > 1
 
 
-def test_whoever_listens_may_end_a_request_that_is_told_of_or_another() -> None:
+def test_requests_can_be_cancelled_during_an_update() -> None:
     config = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
     engine = engine_of(Context(tiny_model(16), CPU, 3), [Request([1]), Request([2]), Request([3])], config)
     counts = [0, 0, 0]
@@ -140,104 +142,115 @@ def test_whoever_listens_may_end_a_request_that_is_told_of_or_another() -> None:
     assert counts == [12, 1, 3]
 
 
-def test_sample_depends_on_seed_and_index_alone() -> None:
+def test_sample_depends_only_on_seed_and_index() -> None:
     config = SampleConfig(max_tokens=20, ignore_eot=True)
-    some = [ids_of(tiny_model(), [1], config, seed=seed, index=n) for seed, n in ((1, 3), (1, 3), (1, 2), (2, 3))]
-    assert some[0] == some[1] and some[0] not in some[2:]
+    texts = [
+        generate_ids(tiny_model(), [1], config, seed=seed, index=n) for seed, n in ((1, 3), (1, 3), (1, 2), (2, 3))
+    ]
+    assert texts[0] == texts[1] and texts[0] not in texts[2:]
 
 
-def test_a_prompts_log_probabilities_are_those_of_one_forward() -> None:
-    """Of what the context keeps; looked at in parts, of which there are three. There are 50 ids, and 99 are asked for."""
-    model, prompt = tiny_model(2 * POSITIONS_AT_ONCE + 9), [at * at % 47 for at in range(200)]
+def test_prompt_logprobs_match_one_forward_pass() -> None:
+    """The prompt is truncated and evaluated in three chunks. The top 99 contain all 50 ids."""
+    model, prompt = tiny_model(2 * POSITIONS_AT_ONCE + 9), [position * position % 47 for position in range(200)]
     config = SampleConfig(max_tokens=0, echo_logprobs=True, logprobs=99)
-    [told] = engine_of(Context(model, CPU), [Request(prompt)], config).run()
-    kept = prompt[-model.config.block_size :]
+    [update] = engine_of(Context(model, CPU), [Request(prompt)], config).run()
+    truncated = prompt[-model.config.block_size :]
     with torch.no_grad():
-        logprobs = model(torch.tensor([kept]))[0].log_softmax(-1)
-    assert told.prompt is not None
-    assert [token.id for token in told.prompt] == kept
-    assert told.prompt[0] == Token(kept[0], None)
-    for at, token in enumerate(told.prompt[1:], 1):
-        assert token.logprob == pytest.approx(logprobs[at - 1, token.id].item(), abs=1e-4)
-        assert token.top[0][1] == pytest.approx(logprobs[at - 1].max().item(), abs=1e-4)
+        logprobs = model(torch.tensor([truncated]))[0].log_softmax(-1)
+    assert update.prompt is not None
+    assert [token.id for token in update.prompt] == truncated
+    assert update.prompt[0] == Token(truncated[0], None)
+    for position, token in enumerate(update.prompt[1:], 1):
+        assert token.logprob == pytest.approx(logprobs[position - 1, token.id].item(), abs=1e-4)
+        assert token.top[0][1] == pytest.approx(logprobs[position - 1].max().item(), abs=1e-4)
         assert len(token.top) == 50
 
 
 # Texts
 
 
-def writer(config: SampleConfig, block_size: int = 64) -> TextGenerator:
-    """Of a model whose ids are bytes."""
+def text_generator(config: SampleConfig, block_size: int = 64) -> TextGenerator:
     return TextGenerator(
         ContextPool(loud(GPTConfig(257, block_size, 2, 2, 16)), CPU), bytes_tokenizer(), config, seed=3
     )
 
 
-def samples(config: SampleConfig, prompts: list[str], num: int = 1, **more: Any) -> list[Sample]:
-    return [piece.sample for piece in writer(config).write(prompts, range(num), **more) if piece.sample is not None]
+def generate_samples(config: SampleConfig, prompts: list[str], num: int = 1, **options: Any) -> list[Sample]:
+    return [
+        piece.sample
+        for piece in text_generator(config).write(prompts, range(num), **options)
+        if piece.sample is not None
+    ]
 
 
-def test_samples_that_stop_early_leave_others_as_they_are() -> None:
+def test_early_stop_does_not_affect_other_samples() -> None:
     config = SampleConfig(max_tokens=60, ignore_eot=True)
-    whole = samples(config, ["a", "b"], num=4)
-    letters = {letter for letter in set(whole[5].text + whole[2].text) - set(whole[0].text) if letter.isascii()}
-    stops = sorted(letters)[:4]  # while others stop, the first goes on, and all wait for it
-    cut = samples(replace(config, stop=tuple(stops)), ["a", "b"], num=4)
-    assert [sample.finish_reason for sample in cut].count("stop") > 2
-    for one, other in zip(whole, cut, strict=True):
-        assert other.tokens == one.tokens[: len(other.tokens)]
-        assert other.text == one.text[: len(other.text)]
-        assert other.finish_reason == ("stop" if any(stop in one.text for stop in stops) else "length")
-        assert not any(stop in other.text for stop in stops)
+    full_samples = generate_samples(config, ["a", "b"], num=4)
+    letters = {
+        letter
+        for letter in set(full_samples[5].text + full_samples[2].text) - set(full_samples[0].text)
+        if letter.isascii()
+    }
+    # The first sample continues, while others stop and wait for it.
+    stops = sorted(letters)[:4]
+    stopped = generate_samples(replace(config, stop=tuple(stops)), ["a", "b"], num=4)
+    assert [sample.finish_reason for sample in stopped].count("stop") > 2
+    for full, early in zip(full_samples, stopped, strict=True):
+        assert early.tokens == full.tokens[: len(early.tokens)]
+        assert early.text == full.text[: len(early.text)]
+        assert early.finish_reason == ("stop" if any(stop in full.text for stop in stops) else "length")
+        assert not any(stop in early.text for stop in stops)
 
 
-@pytest.mark.parametrize("how", [{"greedy": True}, {"beam": 2}])
-def test_an_end_of_text_that_ends_nothing_is_text(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"greedy": True}, {"beam": 2}])
+def test_ignored_end_of_text_is_part_of_the_text(settings: dict[str, Any]) -> None:
     bias = {"bias": ("<|endoftext|>=1000",), "max_tokens": 5}
-    [sample] = samples(SampleConfig(ignore_eot=True, **bias, **how), ["a"])
+    [sample] = generate_samples(SampleConfig(ignore_eot=True, **bias, **settings), ["a"])
     assert (sample.tokens, sample.text, sample.finish_reason) == ([256] * 5, "<|endoftext|>" * 5, "length")
-    [sample] = samples(SampleConfig(**bias, **how), ["a"])
+    [sample] = generate_samples(SampleConfig(**bias, **settings), ["a"])
     assert (sample.tokens, sample.text, sample.finish_reason) == ([], "", "eot")
 
 
-def test_what_is_done_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = [0]
+def test_finished_samples_are_not_generated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_counts = [0]
     begin = Context.begin
 
-    def counted(self: Context, *args: Any) -> None:
-        computed[-1] += 1
+    def count_and_begin(self: Context, *args: Any) -> None:
+        begin_counts[-1] += 1
         begin(self, *args)
 
-    monkeypatch.setattr(Context, "begin", counted)
+    monkeypatch.setattr(Context, "begin", count_and_begin)
     config = SampleConfig(max_tokens=5)
-    expected = [samples(config, ["a"], 2)[0], samples(config, ["b"], 2)[1]]
-    computed.append(0)
-    assert samples(config, ["a", "b"], 2, done={(0, 1), (1, 0)}) == expected
-    assert computed == [4, 2]
+    expected = [generate_samples(config, ["a"], 2)[0], generate_samples(config, ["b"], 2)[1]]
+    begin_counts.append(0)
+    assert generate_samples(config, ["a", "b"], 2, done={(0, 1), (1, 0)}) == expected
+    assert begin_counts == [4, 2]
 
 
-def test_a_text_has_slid_once_the_context_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slid_is_set_when_the_context_slides(monkeypatch: pytest.MonkeyPatch) -> None:
     slides: list[int] = []
     slide = Context.slide
     monkeypatch.setattr(Context, "slide", lambda self, slot: slides.append(slot.at) or slide(self, slot))
-    for count, slid in ((60, False), (61, False), (62, True)):  # the last one is only predicted
+    # The last token never enters the context.
+    for count, slid in ((60, False), (61, False), (62, True)):
         slides.clear()
-        [sample] = samples(SampleConfig(max_tokens=count, ignore_eot=True), ["abcd"])
+        [sample] = generate_samples(SampleConfig(max_tokens=count, ignore_eot=True), ["abcd"])
         assert (sample.slid, bool(slides)) == (slid, slid)
 
 
-def test_so_many_at_once_as_the_memory_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = Context(writer(SampleConfig()).model, CPU).cache.nbytes
-    for fitting, width, rows in ((3, 1, 3), (6, 2, 6), (5, 2, 4), (0, 1, 1), (999, 1, ROWS["cpu"]), (999, 5, 15)):
-        monkeypatch.setattr(Compute, "memory", lambda self, n=fitting: int((n + 0.5) * size / CACHE_SHARE))
+def test_batch_size_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = Context(text_generator(SampleConfig()).model, CPU).cache.nbytes
+    for rows_that_fit, width, rows in ((3, 1, 3), (6, 2, 6), (5, 2, 4), (0, 1, 1), (999, 1, ROWS["cpu"]), (999, 5, 15)):
+        monkeypatch.setattr(Compute, "memory", lambda self, n=rows_that_fit: int((n + 0.5) * size / CACHE_SHARE))
         config = SampleConfig(max_tokens=20, beam=width if width > 1 else 0)
-        assert writer(config)._shape([[1, 2], [1]], 50) == (rows, 64, False)
-    assert writer(SampleConfig(max_tokens=20, batch=7))._shape([[1, 2]], 50)[0] == 7
+        assert text_generator(config)._shape([[1, 2], [1]], 50) == (rows, 64, False)
+    assert text_generator(SampleConfig(max_tokens=20, batch=7))._shape([[1, 2]], 50)[0] == 7
 
 
-def test_settings_that_mean_nothing() -> None:
-    some: list[dict[str, Any]] = [{"temperature": math.inf}, {"top_k": -1}, {"max_tokens": -1}, {"max_tokens": 1.5}]
-    for settings in some:
+def test_invalid_settings_are_refused() -> None:
+    invalid: list[dict[str, Any]] = [{"temperature": math.inf}, {"top_k": -1}, {"max_tokens": -1}, {"max_tokens": 1.5}]
+    for settings in invalid:
         [(name, value)] = settings.items()
         with pytest.raises(UserError, match=f"{name.replace('_', '-')} is {value}"):
             SampleConfig(**settings)

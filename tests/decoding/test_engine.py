@@ -1,4 +1,4 @@
-"""Requests that come and go, each with settings of its own, beside others."""
+"""The engine: concurrent requests with different settings, cancellation, prefix reuse, chunked prefill."""
 
 import random
 from functools import partial
@@ -27,12 +27,12 @@ SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-# The model's 50 ids as letters, and what a text of them may have to be.
+# The model's 50 ids as letters, and regular expressions over them
 CONSTRAINTS = ConstraintCache(letters(*(bytes([65 + id]) for id in range(EOT))))
 REGEXES = ["A[B-Z]{0,9}", "[^A-F]+K.*", "(B|CD|EFG){2,}Z?", "HIJ"]
 
 
-def some_request(rng: random.Random) -> Request:
+def random_request(rng: random.Random) -> Request:
     config = SampleConfig(**{"max_tokens": rng.randint(2, 20), **rng.choice(SETTINGS)})
     bias = rng.choice([(), (), ((3, 2.0), (EOT, 1.5))])
     constraint = None
@@ -41,23 +41,23 @@ def some_request(rng: random.Random) -> Request:
     return Request(rng.choice(PROMPTS), config, rng.randrange(3), rng.randrange(3), bias, constraint=constraint)
 
 
-def told(events: list[Update]) -> Any:
-    """All that the events of one request say, but for log-probabilities."""
+def summarize(events: list[Update]) -> Any:
+    """Summarizes one request's updates, without log-probabilities."""
     tokens = [token for event in events for token in event.tokens]
     prompts = [[token.id for token in event.prompt] for event in events if event.prompt]
-    best = [(each.ids, each.reason) for each in events[-1].best]
+    best = [(hypothesis.ids, hypothesis.reason) for hypothesis in events[-1].best]
     ids = [(token.id, [id for id, _ in token.top]) for token in tokens]
     return ids, prompts, events[-1].reason, best
 
 
-def alone(model: GPT, request: Request) -> list[Update]:
+def run_alone(model: GPT, request: Request) -> list[Update]:
     engine = Engine(Context(model, CPU, request.width), {EOT})
     engine.add(request)
     return list(engine.run())
 
 
 @pytest.mark.parametrize(
-    ("positions", "fixed", "chunk", "more"),
+    ("positions", "fixed_shapes", "chunk", "properties"),
     [
         ("learned", True, 2, {}),
         slow("rotary", False, 2, {}),
@@ -66,23 +66,20 @@ def alone(model: GPT, request: Request) -> list[Update]:
         slow("rotary", False, 9, {"window": 5, "window_layers": (1,)}),
     ],
 )
-def test_what_runs_beside_a_request_changes_nothing_of_it(
-    positions: str, fixed: bool, chunk: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_concurrent_requests_do_not_affect_each_other(
+    positions: str, fixed_shapes: bool, chunk: int, properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples, guesses, searches and penalties come one after the other while others run, more than there are slots;
-    some are cancelled. Prompts are read in chunks too, and take over what slots have computed."""
+    """All kinds of requests run concurrently, more than there are slots; some are cancelled."""
     monkeypatch.setattr(scheduler, "REUSED_FROM", 1)
-    model, rng = tiny_model(24, positions, **more), random.Random(0)
-    context = Context(
-        model, CPU, 5, step=partial(next_tokens, model) if fixed else None
-    )  # as a compiled step is called
+    model, rng = tiny_model(24, positions, **properties), random.Random(0)
+    context = Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None)
     engine = Engine(context, {EOT}, chunk)
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}
     cancelled: set[int] = set()
     while len(requests) < 120 or engine.busy:
         for _ in range(rng.randrange(3) if len(requests) < 120 else 0):
-            requests.append(some_request(rng))
+            requests.append(random_request(rng))
             assert engine.add(requests[-1]) == len(requests) - 1
         for event in engine.step():
             assert event.number not in cancelled
@@ -90,44 +87,45 @@ def test_what_runs_beside_a_request_changes_nothing_of_it(
         if rng.random() < 0.1:
             cancelled.add(number := rng.randrange(max(1, len(requests))))
             engine.cancel(number)
-    ended = [number for number, of_one in events.items() if of_one[-1].reason is not None]
+    ended = [number for number, updates in events.items() if updates[-1].reason is not None]
     assert set(ended) | cancelled == set(range(len(requests)))
     assert engine.free == 5
     for number in ended:
-        assert told(events[number]) == told(alone(model, requests[number])), requests[number]
+        assert summarize(events[number]) == summarize(run_alone(model, requests[number])), requests[number]
     for number in cancelled - set(ended):
-        ids, *_ = told(events.get(number, [Update(number)]))
-        assert ids == told(alone(model, requests[number]))[0][: len(ids)]
+        ids, *_ = summarize(events.get(number, [Update(number)]))
+        assert ids == summarize(run_alone(model, requests[number]))[0][: len(ids)]
 
 
-def test_first_come_first_served_and_a_cancelled_row_is_free_in_the_next_step() -> None:
+def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
     engine = Engine(Context(tiny_model(), CPU, 3), {EOT})
     config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=50)
     for settings in ({}, {}, {"greedy": False, "beam": 2}, {}):
         engine.add(Request([1, 2], SampleConfig(**{**vars(config), **settings})))
     assert engine.free == -2
-    assert [event.number for event in engine.step()] == [0, 1]  # the search waits for two rows, and the last for it
+    # The beam search needs two slots; the last request queues behind it.
+    assert [event.number for event in engine.step()] == [0, 1]
     engine.cancel(0)
     assert [event.number for event in engine.step()] == [1, 2]
-    engine.cancel(3)  # while it waits
+    engine.cancel(3)
     engine.cancel(2)
     assert [event.number for event in engine.step()] == [1]
     engine.cancel(99)
     assert engine.free == 2
 
 
-@pytest.mark.parametrize("how", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])
-def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
-    """A model with one id whose embedding is NaN, in prompts; the rows that had it serve others."""
+@pytest.mark.parametrize("settings", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])
+def test_nan_logits_end_only_their_request(settings: dict[str, Any]) -> None:
+    """Prompts contain an id with a NaN embedding. The slots of failed requests are reused."""
     model = tiny_model(24)
     with torch.no_grad():
         model.lm_head = torch.nn.Linear(16, 50, bias=False)
         model.lm_head.weight.copy_(model.wte.weight)
         model.wte.weight[7] = torch.nan
     good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
-    expected = told(alone(model, good))
+    expected = summarize(run_alone(model, good))
     engine = Engine(Context(model, CPU, 4), {EOT})
-    bad = Request([5, 7, 5, 5, 5], SampleConfig(**{"max_tokens": 8, **how}))
+    bad = Request([5, 7, 5, 5, 5], SampleConfig(**{"max_tokens": 8, **settings}))
     numbers = [engine.add(request) for request in (good, bad, good, bad, good, good)]
     events: dict[int, list[Update]] = {}
     for event in engine.run():
@@ -137,32 +135,30 @@ def test_an_error_ends_its_request_alone(how: dict[str, Any]) -> None:
             assert isinstance(events[number][-1].error, NotANumber)
             assert events[number][-1].reason is None
         else:
-            assert told(events[number]) == expected
+            assert summarize(events[number]) == expected
 
 
-@pytest.mark.parametrize("how", ["cancelled", "max_tokens"])
-def test_nan_of_a_text_whose_logits_were_not_read_reaches_no_later_text(how: str) -> None:
+@pytest.mark.parametrize("ended_by", ["cancelled", "max_tokens"])
+def test_unread_nan_logits_do_not_reach_later_requests(ended_by: str) -> None:
     model = tiny_model(24)
     good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
-    expected = told(alone(model, good))
+    expected = summarize(run_alone(model, good))
     with torch.no_grad():
         model.lm_head = torch.nn.Linear(16, 50, bias=False)
         model.lm_head.weight.copy_(model.wte.weight)
         model.wte.weight[7] = torch.nan
     engine = Engine(Context(model, CPU, 2), {EOT}, 4)
     bad = [5, 6] * 6 + [5, 7, 5, 7, 5, 5, 5, 5]
-    number = engine.add(Request(bad, SampleConfig(max_tokens=0 if how == "max_tokens" else 8)))
-    for _ in range(4 if how == "cancelled" else 9):  # of four ids each
+    number = engine.add(Request(bad, SampleConfig(max_tokens=0 if ended_by == "max_tokens" else 8)))
+    for _ in range(4 if ended_by == "cancelled" else 9):  # Each step prefills four ids.
         engine.step()
     engine.cancel(number)
-    engine.add(
-        Request([3, 4] * 8, SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
-    )  # a longer one beside
+    engine.add(Request([3, 4] * 8, SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),)))
     later = engine.add(good)
-    assert told([event for event in engine.run() if event.number == later]) == expected
+    assert summarize([event for event in engine.run() if event.number == later]) == expected
 
 
-def test_what_the_model_cannot_serve_is_refused_before_it_runs() -> None:
+def test_invalid_requests_are_refused_when_added() -> None:
     engine = Engine(Context(tiny_model(), CPU, 2, 8), {EOT})
     for request in (
         Request([1, 2], SampleConfig(max_tokens=7)), Request([1] * 9, SampleConfig(max_tokens=0)),
@@ -174,26 +170,26 @@ def test_what_the_model_cannot_serve_is_refused_before_it_runs() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_search_that_narrows_and_widens_keeps_to_its_rows(seed: int) -> None:
-    """Most of its hypotheses end at once, and those that live have children again."""
+def test_beam_search_keeps_its_slots_when_beams_end(seed: int) -> None:
+    """Most hypotheses end in the same step, and the remaining ones branch again."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(4, 16, 1, 1, 8)).eval()
 
-    def stops(ids: Any) -> bool:
+    def is_stopped(ids: Any) -> bool:
         return len(ids) in (3, 6) and ids[-1] > 0
 
     config = SampleConfig(beam=5, n_best=5, max_tokens=9, early_stopping="never", length_penalty=2.0, ignore_eot=True)
-    found = []
+    results = []
     for rows in (5, 9):
         engine = Engine(Context(model, CPU, rows), {0})
-        engine.add(Request([1], config, stops=stops))
-        found.append(told(list(engine.run())))
-    assert found[0] == found[1]
-    assert {reason for _, reason in found[0][-1]} <= {"length", "stop"}
+        engine.add(Request([1], config, stops=is_stopped))
+        results.append(summarize(list(engine.run())))
+    assert results[0] == results[1]
+    assert {reason for _, reason in results[0][-1]} <= {"length", "stop"}
 
 
-class Counted(Context):
-    """A context that counts the positions that it computes, by step."""
+class CountingContext(Context):
+    """Records how many positions each step computes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -207,35 +203,34 @@ class Counted(Context):
 GREEDY = SampleConfig(greedy=True, ignore_eot=True, max_tokens=12)
 
 
-def test_a_long_prompt_is_read_between_the_steps_of_others() -> None:
-    """No step reads more than a chunk; running texts get a token in each, and a short prompt passes the long ones,
-    which are read in order of arrival."""
+def test_long_prompts_are_prefilled_in_chunks() -> None:
+    """Running requests get a token in each step. A short prompt overtakes long ones, which are prefilled in order."""
     model = tiny_model(200)
-    context = Counted(model, CPU, 6)
+    context = CountingContext(model, CPU, 6)
     engine = Engine(context, {EOT}, chunk=16)
     engine.add(Request([1, 2], GREEDY))
     engine.step()
     long = [Request([n, *range(40), *range(40), *range(40)], GREEDY) for n in range(2)]
     numbers = [engine.add(request) for request in long]
-    said: list[dict[int, int]] = []
+    token_counts: list[dict[int, int]] = []
     added = 0
     while engine.busy:
-        if len(said) == 3:
+        if len(token_counts) == 3:
             added = engine.add(Request([5, 6, 7], GREEDY))
         context.positions = []
-        said.append({update.number: len(update.tokens) for update in engine.step()})
+        token_counts.append({update.number: len(update.tokens) for update in engine.step()})
         assert sum(context.positions) <= 16 + 4
-    assert all(each[0] == 1 for each in said[:11])
-    assert said[3][added] == 1
-    first = [next(at for at, each in enumerate(said) if each.get(number)) for number in numbers]
-    assert (first[0], first[1]) == (7, 15)  # 8 chunks each
+    assert all(counts[0] == 1 for counts in token_counts[:11])
+    assert token_counts[3][added] == 1
+    first_steps = [next(step for step, counts in enumerate(token_counts) if counts.get(number)) for number in numbers]
+    assert (first_steps[0], first_steps[1]) == (7, 15)  # Each prompt takes 8 chunks.
     for number, request in zip(numbers, long, strict=True):
-        assert sum(each.get(number, 0) for each in said) == len(told(alone(model, request))[0])
+        assert sum(counts.get(number, 0) for counts in token_counts) == len(summarize(run_alone(model, request))[0])
 
 
-@pytest.mark.parametrize("many", [3, 100])
-def test_waits_are_bounded(many: int) -> None:
-    """Of a short prompt beside long ones that keep coming, and of a long one beside short ones that do."""
+@pytest.mark.parametrize("length_watched", [3, 100])
+def test_waiting_times_are_bounded(length_watched: int) -> None:
+    """Covers a short prompt among long ones, and a long one among short ones."""
     engine = Engine(Context(tiny_model(200), CPU, 8), {EOT}, chunk=16)
     rng = random.Random(0)
 
@@ -243,31 +238,31 @@ def test_waits_are_bounded(many: int) -> None:
         config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=1)
         return engine.add(Request([rng.randrange(50) for _ in range(length)], config))
 
-    watched, waited, began = add(many), [], 0
-    for at in range(200):
+    watched, waits, added_at = add(length_watched), [], 0
+    for step in range(200):
         for _ in range(engine.free - 1):
-            add(103 - many)
-        if any(each.number == watched and each.reason for each in engine.step()):
-            waited.append(at - began)
-            watched, began = add(many), at + 1
-    assert len(waited) >= 10
-    assert max(waited) <= (0 if many == 3 else 2 * 100 // 16 + 1)
+            add(103 - length_watched)
+        if any(update.number == watched and update.reason for update in engine.step()):
+            waits.append(step - added_at)
+            watched, added_at = add(length_watched), step + 1
+    assert len(waits) >= 10
+    assert max(waits) <= (0 if length_watched == 3 else 2 * 100 // 16 + 1)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_slot_that_has_lost_its_beginning_serves_no_other_prompt(positions: str) -> None:
+def test_slid_slot_is_not_reused_as_a_prefix(positions: str) -> None:
     model = tiny_model(24, positions)
     engine = Engine(Context(model, CPU, 2), {EOT})
     request = Request([*range(20)], SampleConfig(max_tokens=20, ignore_eot=True))
-    expected = told(alone(model, request))
+    expected = summarize(run_alone(model, request))
     for _ in range(2):
         engine.add(request)
-        assert told([*engine.run()]) == expected
+        assert summarize([*engine.run()]) == expected
 
 
-def test_a_beginning_that_prompts_share_is_read_once() -> None:
+def test_shared_prefix_is_prefilled_once() -> None:
     model = tiny_model(200, "rotary", "modern")
-    context = Counted(model, CPU, 4)
+    context = CountingContext(model, CPU, 4)
     engine = Engine(context, {EOT}, chunk=32)
     start = [n * 7 % 50 for n in range(100)]
     requests = [Request([*start, n], GREEDY) for n in range(4)]
@@ -276,17 +271,20 @@ def test_a_beginning_that_prompts_share_is_read_once() -> None:
     events: dict[int, list[Update]] = {}
     for event in engine.run():
         events.setdefault(event.number, []).append(event)
-    assert sum(context.positions) == 101 + 3 * 5 + 4 * 11  # three chunks are waited for, and not the last few ids
+    # The others reuse three chunks and compute the rest.
+    assert sum(context.positions) == 101 + 3 * 5 + 4 * 11
     assert [events[number][-1].cached for number in range(4)] == [0, 96, 96, 96]
-    assert all(told(events[number]) == told(alone(model, request)) for number, request in enumerate(requests))
+    assert all(
+        summarize(events[number]) == summarize(run_alone(model, request)) for number, request in enumerate(requests)
+    )
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_prompt_takes_over_what_a_row_has_computed(window: int | None) -> None:
-    """Of running and of ended requests; of layers with a window as long as their ring still holds what is seen."""
+def test_prompt_reuses_the_prefix_of_a_slot(window: int | None) -> None:
+    """Covers running and finished requests, and ring buffers of sliding-window layers."""
     properties: dict[str, Any] = {} if window is None else {"window": window, "window_layers": (1,)}
     model = tiny_model(300, "rotary", "modern", **properties)
-    context = Counted(model, CPU, 4)
+    context = CountingContext(model, CPU, 4)
     engine = Engine(context, {EOT})
     rng = random.Random(1)
     start = [rng.randrange(50) for _ in range(180)]
@@ -294,60 +292,62 @@ def test_a_prompt_takes_over_what_a_row_has_computed(window: int | None) -> None
     engine.add(first)
     engine.step()
     cases = [(180, 1), (150, 1), (170, 30), (60, 1), (10, 1), (181, 5)]
-    for kept, more in cases:
-        request = Request([*start[:kept], *[49] * more], GREEDY)
+    for shared, suffix in cases:
+        request = Request([*start[:shared], *[49] * suffix], GREEDY)
         context.positions = []
         number = engine.add(request)
         events = [event for _ in range(14) for event in engine.step() if event.number == number]
-        assert told(events) == told(alone(model, request))
-        read = max(context.positions)
-        reused = kept >= 16 and (window is None or kept > 140)
-        assert (read < kept) == reused, (kept, read)
+        assert summarize(events) == summarize(run_alone(model, request))
+        computed = max(context.positions)
+        reused = shared >= 16 and (window is None or shared > 140)
+        assert (computed < shared) == reused, (shared, computed)
     assert not engine.busy
-    number = engine.add(first)  # its row, now that it has ended, serves it again
+    number = engine.add(first)
     context.positions = []
     events = [*engine.run()]
-    assert told(events) == told(alone(model, first))
+    assert summarize(events) == summarize(run_alone(model, first))
     assert max(context.positions) == 1
 
 
-def test_log_probabilities_of_a_prompt_in_chunks_are_those_of_the_whole() -> None:
+def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
     model = tiny_model(100)
     request = Request(list(range(45)), SampleConfig(greedy=True, max_tokens=3, echo_logprobs=True, logprobs=2))
     engine = Engine(Context(model, CPU, 2), {EOT}, chunk=7)
     for _ in range(2):
         engine.add(request)
         events = [*engine.run()]
-        expected = alone(model, request)
-        assert told(events) == told(expected)
-        ours, theirs = (next(event.prompt for event in some if event.prompt) for some in (events, expected))
-        assert ours[0].logprob is None
+        expected = run_alone(model, request)
+        assert summarize(events) == summarize(expected)
+        chunked, unchunked = (next(event.prompt for event in updates if event.prompt) for updates in (events, expected))
+        assert chunked[0].logprob is None
         assert torch.allclose(
-            torch.tensor([token.logprob for token in ours[1:]]), torch.tensor([token.logprob for token in theirs[1:]]),
+            torch.tensor([token.logprob for token in chunked[1:]]),
+            torch.tensor([token.logprob for token in unchunked[1:]]),
             atol=1e-5,
-        )  # fmt: skip
+        )
 
 
-def test_windows_serve_no_prompt_whose_positions_were_written_over() -> None:
-    """By a text in the same slot, before or since: one that was longer, or guesses that turned out wrong."""
+def test_overwritten_window_is_not_reused_as_a_prefix() -> None:
+    """Longer texts or rejected guesses overwrite positions of the ring buffer."""
     model, rng = tiny_model(400, "rotary", "modern", window=8, window_layers=(0, 1)), random.Random(1)
     first = [rng.randrange(40) for _ in range(300)]
-    some: dict[str, Any] = {"max_tokens": 4, "ignore_eot": True}
+    settings: dict[str, Any] = {"max_tokens": 4, "ignore_eot": True}
     rewound = [first, [*first[:245], 41, 41], [*first[:190], 42, 42]]
     guessed = Request([7, 8, 9] * 23, SampleConfig(max_tokens=40, ignore_eot=True, speculate=64))
-    after = Request([*guessed.ids[:20], 42, 42], SampleConfig(greedy=True, **some))
-    for requests in ([Request(ids, SampleConfig(greedy=True, **some)) for ids in rewound], [guessed, after]):
+    after = Request([*guessed.ids[:20], 42, 42], SampleConfig(greedy=True, **settings))
+    for requests in ([Request(ids, SampleConfig(greedy=True, **settings)) for ids in rewound], [guessed, after]):
         context = Context(model, CPU, 1)
         for request in requests:
             engine = Engine(context, {EOT})
             engine.add(request)
-            found, expected = (
-                [t.logprob for u in us for t in u.tokens] for us in (engine.run(), alone(model, request))
+            actual, expected = (
+                [token.logprob for update in updates for token in update.tokens]
+                for updates in (engine.run(), run_alone(model, request))
             )
-            assert found == pytest.approx(expected, abs=1e-5)
+            assert actual == pytest.approx(expected, abs=1e-5)
 
 
-def test_guesses_beyond_what_is_no_number_end_their_text_alone() -> None:
+def test_nan_logits_of_guesses_end_only_their_request() -> None:
     model = tiny_model(64)
     model.get_parameter("wpe.weight").data[22:] = float("nan")
     engine = Engine(Context(model, CPU, 2), {EOT})
@@ -357,21 +357,21 @@ def test_guesses_beyond_what_is_no_number_end_their_text_alone() -> None:
     assert [(type(end.error), end.reason) for end in ends] == [(NotANumber, None), (type(None), "length")]
 
 
-def test_guesses_of_a_step_fit_its_chunk() -> None:
-    """Their logits take memory too, and a client may ask for guesses."""
-    context = Counted(tiny_model(64), CPU, 4)
+def test_guesses_count_towards_the_chunk() -> None:
+    """Logits of guesses take memory."""
+    context = CountingContext(tiny_model(64), CPU, 4)
     engine = Engine(context, {EOT}, chunk=6)
     for n in range(4):
         config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=30, speculate=8)
         engine.add(Request([n, n, 7, 8] * 4, config))
     assert len([update for update in engine.run() if update.reason]) == 4
-    assert 4 + 6 <= max(context.positions) <= 4 + 6 + 6  # newest ids, guesses, and prompts
+    assert 4 + 6 <= max(context.positions) <= 4 + 6 + 6  # the newest ids, guesses, and prompt ids
 
 
-def test_texts_that_wait_for_a_shared_prompt_are_compared_with_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_are_compared_with_a_shared_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    whole = Context.shared
-    monkeypatch.setattr(Context, "shared", lambda *args, **kwargs: calls.append(1) or whole(*args, **kwargs))
+    original = Context.shared
+    monkeypatch.setattr(Context, "shared", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
     engine = Engine(Context(tiny_model(300), CPU, 4), {EOT}, chunk=16)
     for n in range(4):
         engine.add(Request([*range(40), *range(40), *range(40), n], GREEDY))

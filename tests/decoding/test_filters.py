@@ -1,4 +1,4 @@
-"""Filters and draws, against transformers' processors on random logits."""
+"""Logits filters and sampling, compared with Transformers' processors on random logits."""
 
 import math
 from collections import Counter
@@ -32,18 +32,18 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS, st.integers(1, 60), st.floats(0.01, 0.99), st.floats(0.1, 3.0))
-def test_what_is_drawn_from_equals_transformers(seed: int, k: int, p: float, t: float) -> None:
+def test_temperature_top_k_top_p_and_min_p_match_transformers(seed: int, k: int, p: float, t: float) -> None:
     logits = random_logits(seed)
-    ours = filters.warm(logits, t)
-    theirs = TemperatureLogitsWarper(t)(IDS, logits)
-    assert torch.allclose(ours.softmax(-1), theirs.softmax(-1), atol=1e-6)
+    scaled = filters.warm(logits, t)
+    expected = TemperatureLogitsWarper(t)(IDS, logits)
+    assert torch.allclose(scaled.softmax(-1), expected.softmax(-1), atol=1e-6)
     assert torch.equal(filters.keep_top_k(logits, k), TopKLogitsWarper(k)(IDS, logits))
     assert torch.equal(filters.keep_min_p(logits, p), MinPLogitsWarper(p)(IDS, logits))
-    kept_ours = filters.keep_top_p(logits, p) > -math.inf
-    kept_theirs = TopPLogitsWarper(p)(IDS, logits) > -math.inf
+    kept = filters.keep_top_p(logits, p) > -math.inf
+    expected_kept = TopPLogitsWarper(p)(IDS, logits) > -math.inf
     sums = logits.softmax(-1).sort(descending=True).values.cumsum(-1)
-    if (sums - p).abs().min() > 1e-5:  # a sum that lands on p itself may round either way
-        assert torch.equal(kept_ours, kept_theirs)
+    if (sums - p).abs().min() > 1e-5:  # A sum equal to p can round either way.
+        assert torch.equal(kept, expected_kept)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,19 +51,19 @@ def test_what_is_drawn_from_equals_transformers(seed: int, k: int, p: float, t: 
     SEEDS, st.lists(st.integers(0, 6), min_size=1, max_size=30), st.floats(0.1, 5.0), st.integers(1, 5),
     st.dictionaries(st.integers(0, V - 1), st.floats(-9, 9), max_size=5),
 )  # fmt: skip
-def test_what_looks_back_equals_transformers(
+def test_penalties_ngrams_and_bias_match_transformers(
     seed: int, past: list[int], penalty: float, n: int, bias: dict[int, float]
 ) -> None:
     logits = random_logits(seed)
     ids = torch.tensor([past])
-    theirs = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
-    assert torch.equal(filters.penalize(logits[0], past, penalty), theirs[0])
-    theirs = NoRepeatNGramLogitsProcessor(n)(ids, logits.clone())
-    assert torch.equal(filters.exclude(logits[0], filters.repeats(past, n)), theirs[0])
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    assert torch.equal(filters.penalize(logits[0], past, penalty), expected[0])
+    expected = NoRepeatNGramLogitsProcessor(n)(ids, logits.clone())
+    assert torch.equal(filters.exclude(logits[0], filters.repeats(past, n)), expected[0])
     if bias:
-        theirs = SequenceBiasLogitsProcessor({(id,): value for id, value in bias.items()})(ids, logits.clone())
-        ours = filters.Filters(SampleConfig(), {0}, list(bias.items())).shape(logits, [past], [0])
-        assert torch.allclose(ours, theirs, atol=1e-6)
+        expected = SequenceBiasLogitsProcessor({(id,): value for id, value in bias.items()})(ids, logits.clone())
+        shaped = filters.Filters(SampleConfig(), {0}, list(bias.items())).shape(logits, [past], [0])
+        assert torch.allclose(shaped, expected, atol=1e-6)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -71,35 +71,35 @@ def test_what_looks_back_equals_transformers(
     SEEDS, st.lists(st.integers(0, 6), max_size=30), st.lists(st.integers(0, 6), max_size=30),
     st.floats(-2, 2), st.floats(-2, 2),
 )  # fmt: skip
-def test_presence_and_frequency_penalties_are_those_of_openai(
+def test_presence_and_frequency_penalties_match_openai(
     seed: int, prompt: list[int], generated: list[int], presence: float, frequency: float
 ) -> None:
-    """``logit[j] -= count[j] * frequency + (count[j] > 0) * presence``, over generated tokens alone."""
+    """``logit[j] -= count[j] * frequency + (count[j] > 0) * presence``, counting only generated tokens."""
     logits = random_logits(seed)
     expected = logits.clone()
     for id in range(V):
         count = generated.count(id)
         expected[0, id] -= count * frequency + (count > 0) * presence
     config = SampleConfig(presence_penalty=presence, frequency_penalty=frequency)
-    ours = filters.Filters(config, {0}).shape(logits, [[*prompt, *generated]], [len(generated)])
-    assert torch.allclose(ours, expected, atol=1e-6)
+    shaped = filters.Filters(config, {0}).shape(logits, [[*prompt, *generated]], [len(generated)])
+    assert torch.allclose(shaped, expected, atol=1e-6)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS)
-def test_all_in_the_stated_order_equals_transformers(seed: int) -> None:
+def test_order_of_filters_matches_transformers(seed: int) -> None:
     config = SampleConfig(temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.5, no_repeat_ngram=2)
     logits, past = random_logits(seed, 2), [[1, 2, 3, 1], [4, 4, 4, 4]]
-    theirs = SequenceBiasLogitsProcessor({(7,): 2.0})(torch.tensor(past), logits.clone())
-    for step in (
+    expected = SequenceBiasLogitsProcessor({(7,): 2.0})(torch.tensor(past), logits.clone())
+    for processor in (
         RepetitionPenaltyLogitsProcessor(1.5), NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(0.7),
         TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05),
     ):  # fmt: skip
-        theirs = step(torch.tensor(past), theirs)
-    each = filters.Filters(config, {49}, [(7, 2.0)])
-    ours = each.keep(each.shape(logits, past, [0, 0]))
-    assert torch.equal(ours > -math.inf, theirs > -math.inf)
-    assert torch.allclose(ours.softmax(-1), theirs.softmax(-1), atol=1e-6)
+        expected = processor(torch.tensor(past), expected)
+    pipeline = filters.Filters(config, {49}, [(7, 2.0)])
+    filtered = pipeline.keep(pipeline.shape(logits, past, [0, 0]))
+    assert torch.equal(filtered > -math.inf, expected > -math.inf)
+    assert torch.allclose(filtered.softmax(-1), expected.softmax(-1), atol=1e-6)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -107,38 +107,38 @@ def test_all_in_the_stated_order_equals_transformers(seed: int) -> None:
     st.lists(st.sampled_from([0.0, 1.0, -1e30, 1e30, 5.0]), min_size=1, max_size=6), st.floats(0, 1e3),
     st.integers(0, 9), st.floats(0, 1), st.floats(0, 1), st.integers(0, 3), st.lists(st.integers(0, 5), max_size=12),
 )  # fmt: skip
-def test_something_is_always_left(
+def test_filters_always_leave_a_token(
     values: list[float], t: float, k: int, p: float, m: float, n: int, past: list[int]
 ) -> None:
     config = SampleConfig(temperature=t, top_k=k, top_p=p, min_p=m, no_repeat_ngram=n, min_tokens=1)
     past = [id % len(values) for id in past]
-    each = filters.Filters(config, {0})
-    shaped = each.shape(torch.tensor([values]), [past], [0])
-    chosen = int(each.choose(shaped, torch.tensor([[3]]))[0])
+    pipeline = filters.Filters(config, {0})
+    shaped = pipeline.shape(torch.tensor([values]), [past], [0])
+    chosen = int(pipeline.choose(shaped, torch.tensor([[3]]))[0])
     assert shaped[0, chosen] > -math.inf
 
 
-def test_filters_at_their_edges() -> None:
+def test_filters_at_boundary_values() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0])
-    for off in (
+    for unfiltered in (
         filters.keep_top_k(logits, 0), filters.keep_top_k(logits, 99), filters.keep_top_p(logits, 0),
         filters.keep_top_p(logits, 1), filters.keep_min_p(logits, 0), filters.penalize(logits, [1], 0),
     ):  # fmt: skip
-        assert torch.equal(off, logits)
+        assert torch.equal(unfiltered, logits)
     assert filters.keep_top_p(logits, 1e-9).argmax() == 1
     assert torch.isfinite(filters.keep_top_p(logits, 1e-9)).sum() == 1
-    ties = torch.tensor([[0.0, 0.0, 0.0, 0.0], [-1e9, 5.0, -1e9, 5.0]])  # probabilities are exact
+    ties = torch.tensor([[0.0, 0.0, 0.0, 0.0], [-1e9, 5.0, -1e9, 5.0]])  # These probabilities are exact.
     assert torch.isfinite(filters.keep_top_p(ties, 0.75)).tolist() == [[True] * 3 + [False], [False, True] * 2]
-    assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # sorted by torch
+    assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # Torch sorts doubles.
     assert torch.isfinite(filters.keep_min_p(logits, 1)).tolist() == [False, True, False]
     assert torch.isfinite(filters.exclude(logits, [1])).tolist() == [True, False, True]
-    assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])  # one id always stays
-    assert not filters.warm(logits, 1e-300).isnan().any()  # which float32 rounds to 0
-    warmed = filters.warm(logits, 1e-40)
-    assert warmed.softmax(-1).tolist() == [0, 1, 0]
+    assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])
+    assert not filters.warm(logits, 1e-300).isnan().any()  # float32 rounds this temperature to 0.
+    scaled = filters.warm(logits, 1e-40)
+    assert scaled.softmax(-1).tolist() == [0, 1, 0]
 
 
-def draws(logits: Tensor, config: SampleConfig, count: int) -> list[int]:
+def draw(logits: Tensor, config: SampleConfig, count: int) -> list[int]:
     keys = [filters.step_key(filters.key_of(1, number, []), number % 7) for number in range(count)]
     return (
         filters.Filters(config, {0}).choose(logits.expand(count, -1), torch.from_numpy(filters.as_int64(keys))).tolist()
@@ -147,15 +147,15 @@ def draws(logits: Tensor, config: SampleConfig, count: int) -> list[int]:
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    counts = Counter(draws(logits, SampleConfig(temperature=0.7, top_k=3), 20_000))
+    counts = Counter(draw(logits, SampleConfig(temperature=0.7, top_k=3), 20_000))
     expected = torch.tensor([0.0, 1.0, 2.0, -math.inf]).div(0.7).softmax(-1)
     for id in range(4):
         assert counts[id] / 20_000 == pytest.approx(expected[id].item(), abs=0.012)
 
 
-def test_draws_from_many_ids_are_even() -> None:
-    """A uniform distribution over 400 ids, by chi-square: ids near the end or the start are not favoured."""
-    counts = torch.bincount(torch.tensor(draws(torch.zeros(400), SampleConfig(temperature=1), 20_000)), minlength=400)
+def test_uniform_draws_are_unbiased() -> None:
+    """Chi-square test of a uniform distribution over 400 ids."""
+    counts = torch.bincount(torch.tensor(draw(torch.zeros(400), SampleConfig(temperature=1), 20_000)), minlength=400)
     chi = float(((counts - 50) ** 2 / 50).sum())
     assert abs(chi - 399) < 5 * math.sqrt(2 * 399)
     assert abs(float(counts[:200].sum()) - 10_000) < 5 * math.sqrt(5_000)
@@ -163,13 +163,13 @@ def test_draws_from_many_ids_are_even() -> None:
 
 def test_consecutive_steps_are_independent() -> None:
     keys = [[filters.step_key(filters.key_of(1, number, []), step) for number in range(20_000)] for step in (0, 1)]
-    first, second = (filters.gumbel(torch.from_numpy(filters.as_int64(each)), 2).argmax(-1) for each in keys)
+    first, second = (filters.gumbel(torch.from_numpy(filters.as_int64(step_keys)), 2).argmax(-1) for step_keys in keys)
     both = Counter(zip(first.tolist(), second.tolist(), strict=True))
     assert all(abs(count - 5000) < 5 * math.sqrt(20_000 * 3 / 16) for count in both.values())
 
 
-def test_noise_is_what_it_was() -> None:
-    """Frozen: a text drawn with a seed must stay the same text. SplitMix64's own first outputs for the state 0."""
+def test_random_bits_are_frozen() -> None:
+    """A seed must reproduce its text. The bits are SplitMix64's first outputs for state 0."""
     words = filters.bits(torch.tensor([[0]]), 3)[0].tolist()
     assert [word % 2**64 for word in words] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     noise = filters.gumbel(torch.tensor([[0]]), 3)[0].tolist()

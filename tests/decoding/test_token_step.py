@@ -1,4 +1,4 @@
-"""The step that is compiled for a GPU, on a CPU: its products, its attention, and what a CUDA graph reads in place."""
+"""The decoding step for a GPU, tested on a CPU: products, attention, and CUDA graph inputs."""
 
 import functools
 from typing import Any
@@ -33,38 +33,38 @@ def model_of(arch: Any, rounded: bool = False) -> GPT:
 
 
 def logits_of(model: GPT, prompt: list[int], following: list[int], backend: Any = None) -> list[torch.Tensor]:
-    """Logits after each of some ids: by `next_tokens` where there is a backend that compiles it, else by the model."""
+    """Returns the logits after each of ``following``, from `next_tokens` compiled by ``backend`` if given."""
     step = None if backend is None else functools.partial(torch.compile(next_tokens, backend=backend), model)
     context = Context(model, Compute(torch.device("cpu"), torch.float32), 1, 64, step)
     push(context, prompt)
     if step is None:
         return [context.logits(push(context, [id])) for id in following]
-    found = []
+    results = []
     for id in following:
         context.last[:] = id
-        found.append(context.next_tokens(context.slots)[0].clone())
-    return found
+        results.append(context.next_tokens(context.slots)[0].clone())
+    return results
 
 
 @pytest.mark.parametrize(
     ("arch", "rounded"), [("gpt2", True), ("modern", False), slow("gpt2", False), slow("modern", True)]
 )
-def test_products_of_one_text_are_sums(arch: str, rounded: bool) -> None:
+def test_gpu_layout_matches_plain_weights(arch: str, rounded: bool) -> None:
     expected = logits_of(model_of(arch, rounded), [1, 2, 3], [4, 5, 49])
-    laid = prepare(model_of(arch, rounded), GPU)
-    assert sum(isinstance(module, GPULinear) for module in laid.modules()) == 9
-    assert dtype_name(laid, GPU) == ("int8" if rounded else "float32")
-    count = sum(module.numbers for module in laid.modules() if isinstance(module, GPULinear))
-    assert weight_bytes(laid, GPU) == 4 * multiplied(laid.config) - (3 * count if rounded else 0)
+    prepared = prepare(model_of(arch, rounded), GPU)
+    assert sum(isinstance(module, GPULinear) for module in prepared.modules()) == 9
+    assert dtype_name(prepared, GPU) == ("int8" if rounded else "float32")
+    count = sum(module.numbers for module in prepared.modules() if isinstance(module, GPULinear))
+    assert weight_bytes(prepared, GPU) == 4 * multiplied(prepared.config) - (3 * count if rounded else 0)
     torch._dynamo.reset()
-    for found in (logits_of(laid, [1, 2, 3], [4, 5, 49], "eager"), logits_of(laid, [1, 2, 3], [4, 5, 49])):
-        for one, other in zip(found, expected, strict=True):
-            assert one.shape[-1] == 50  # and none that fills up
-            assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+    for results in (logits_of(prepared, [1, 2, 3], [4, 5, 49], "eager"), logits_of(prepared, [1, 2, 3], [4, 5, 49])):
+        for actual, reference in zip(results, expected, strict=True):
+            assert actual.shape[-1] == 50
+            assert torch.allclose(actual, reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_a_product_is_the_same_as_a_sum(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_linear_matches_linear(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias, x = torch.randn(50, 32), torch.randn(50), torch.randn(1, 1, 32)
     rounded = to_int8(weight)
     for linear, expected in (
@@ -81,27 +81,27 @@ def test_a_product_is_the_same_as_a_sum(once: bool, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("window", "columns"), [(300, 300), (256, 256), (100, 164), (20, 400)])
 @pytest.mark.parametrize("heads", [2, 6])
-def test_attention_reads_the_blocks_that_are_filled(window: int, columns: int, heads: int) -> None:
+def test_attention_reads_only_filled_blocks(window: int, columns: int, heads: int) -> None:
     positions = torch.tensor([0, 5, 127, 128, 255, 290, 299] + ([164, 700] if columns > window else []))
     positions = positions[positions < columns] if columns == window else positions
     q, k, v = (torch.randn(len(positions), n, t, 16) for n, t in ((heads, 1), (2, columns), (2, columns)))
-    seen = sees_columns(positions, window, columns)
+    visible = sees_columns(positions, window, columns)
     blocks = filled_blocks(torch.arange(5, dtype=torch.int32), positions, window, columns)
     read = blocks.to_dense().repeat_interleave(BLOCK, -1)[..., :columns].bool()
-    assert (read | ~seen).all()  # every column that is seen is read
+    assert (read | ~visible).all()  # Every visible column is read.
     filled = (positions + 1).clamp(max=columns)[:, None, None, None]
     assert torch.equal(read.sum(-1, keepdim=True), (-(-filled // BLOCK) * BLOCK).clamp(max=columns))
-    expected = attend(q, k, v, seen)
+    expected = attend(q, k, v, visible)
     torch._dynamo.reset()
     assert torch.allclose(torch.compile(attend_blocks, backend="eager")(q, k, v, blocks), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
-def test_a_graph_copies_nothing_that_it_reads(rounded: bool) -> None:
-    """A CUDA graph copies each tensor whose address could change, at every step."""
+def test_cuda_graph_inputs_are_static(rounded: bool) -> None:
+    """In every step, a CUDA graph copies inputs whose address can change."""
     moving: list[tuple[int, ...]] = []
 
-    def look(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def inspect_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         for node in graph.graph.find_nodes(op="placeholder"):
             static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
             if static is None and isinstance(node.meta.get("example_value"), torch.Tensor):
@@ -109,5 +109,5 @@ def test_a_graph_copies_nothing_that_it_reads(rounded: bool) -> None:
         return graph
 
     torch._dynamo.reset()
-    logits_of(prepare(model_of("modern", rounded), GPU), [1, 2, 3], [4], look)
+    logits_of(prepare(model_of("modern", rounded), GPU), [1, 2, 3], [4], inspect_inputs)
     assert moving == []

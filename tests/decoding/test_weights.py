@@ -1,4 +1,4 @@
-"""Weights laid out for decoding compute what the model computes; int8 nearly so; compiled steps the same."""
+"""Weight layouts for decoding: packed, int8, int4, compiled."""
 
 import copy
 import json
@@ -36,149 +36,150 @@ def logits(model: GPT) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary")])
-def test_packed_weights_compute_the_same(arch: str, positions: str) -> None:
-    plain = tiny_model(40, positions, arch)
-    packed = prepare(copy.deepcopy(plain), CPU)
+def test_packed_weights_match(arch: str, positions: str) -> None:
+    unpacked = tiny_model(40, positions, arch)
+    packed = prepare(copy.deepcopy(unpacked), CPU)
     assert not any(isinstance(module, nn.Linear) for module in packed.modules())
     assert sum(isinstance(module, PackedLinear) for module in packed.modules()) == 4 * 2 + 1
-    assert torch.allclose(logits(packed), logits(plain), atol=1e-5)
+    assert torch.allclose(logits(packed), logits(unpacked), atol=1e-5)
     config = SampleConfig(max_tokens=30, ignore_eot=True)
     requests = [Request(prompt) for prompt in PROMPTS]
     for rows in (1, 3):
-        one, other = (batched(model, requests, config, rows) for model in (plain, packed))
-        assert [[token.id for token in tokens] for tokens in one] == [
-            [token.id for token in tokens] for tokens in other
+        expected, actual = (batched(model, requests, config, rows) for model in (unpacked, packed))
+        assert [[token.id for token in tokens] for tokens in expected] == [
+            [token.id for token in tokens] for tokens in actual
         ]
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """int8 a channel, in floating point."""
+def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
+    """Rounds to int8 per channel, in floating point."""
     scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
     return (weight / scale).round() * scale
 
 
-@pytest.mark.parametrize("lacking", [None, "has_byte_products", "has_whole_products"])
+@pytest.mark.parametrize("missing_instruction", [None, "has_byte_products", "has_whole_products"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_int8_products_are_those_of_rounded_numbers(
-    lacking: str | None, bias: bool, monkeypatch: pytest.MonkeyPatch
+def test_int8_products_match_rounded_weights(
+    missing_instruction: str | None, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the same rounding in floating point; rows of very different size, each with a scale of its own. Where the
-    processor lacks an instruction too."""
-    if lacking:
-        monkeypatch.setattr(weights, lacking, lambda: False)
+    """Rows differ widely in size and have separate scales. Some cases lack a CPU instruction."""
+    if missing_instruction:
+        monkeypatch.setattr(weights, missing_instruction, lambda: False)
     torch.manual_seed(0)
     layer = nn.Linear(64, 33, bias=bias)
-    layer.weight.data[7] = 0.0  # as a row of padding is
+    layer.weight.data[7] = 0.0  # Padding rows are zero.
     x = torch.randn(2, 5, 64) * torch.tensor([1e-4, 1.0, 1e4, 3.0, 0.0])[:, None]
-    ours = Int8Linear(to_int8(layer.weight), layer.bias)
-    assert ours.integer == weights.has_byte_products()
-    assert not ours.integer or lacking != "has_whole_products" or ours.levels == 63
+    quantized = Int8Linear(to_int8(layer.weight), layer.bias)
+    assert quantized.integer == weights.has_byte_products()
+    assert not quantized.integer or missing_instruction != "has_whole_products" or quantized.levels == 63
     with torch.no_grad():
-        y = ours(x)
-        if ours.integer:
-            step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / ours.levels
+        y = quantized(x)
+        if quantized.integer:
+            step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / quantized.levels
             x = (x / step).round() * step
-        expected = nn.functional.linear(x, rounded(layer.weight), layer.bias)
+        expected = nn.functional.linear(x, round_to_int8(layer.weight), layer.bias)
     size = expected.abs().amax(-1, keepdim=True)
-    assert ((y - expected).abs() <= (1e-5 if ours.integer else 2e-2) * size + 1e-6).all()
+    assert ((y - expected).abs() <= (1e-5 if quantized.integer else 2e-2) * size + 1e-6).all()
 
 
 @pytest.mark.skipif(not Int4Linear.runs_on(CPU.device), reason="the int4 kernel needs AVX2")
 @pytest.mark.parametrize("bias", [True, False])
-def test_int4_products_are_those_of_rounded_numbers(bias: bool) -> None:
-    """Number for number by unit vectors, a few by the kernel and many by restored weights; then of any input."""
+def test_int4_products_match_rounded_weights(bias: bool) -> None:
+    """Unit vectors expose each weight. Few rows use the kernel, many use dequantized weights."""
     torch.manual_seed(0)
-    for out, inside in ((16, 64), (80, 96), (192, 256)):
-        weight = to_int4(torch.randn(out, inside) * torch.logspace(-3, 1, out)[:, None])
-        exact, units = weight.dequantize(), torch.eye(inside)
+    for out_features, in_features in ((16, 64), (80, 96), (192, 256)):
+        weight = to_int4(torch.randn(out_features, in_features) * torch.logspace(-3, 1, out_features)[:, None])
+        exact, units = weight.dequantize(), torch.eye(in_features)
         layer = Int4Linear(weight, None)
-        coarse = Quantized(weight.levels, weight.scales.bfloat16()).dequantize()
-        assert torch.equal(torch.cat([layer(some) for some in units.split(16)]).t(), coarse.bfloat16().float())
-        assert layer.restores == (out == 192)
-        restored = coarse if layer.restores and not has_native_bfloat16() else coarse.bfloat16().float()
-        assert torch.equal(torch.cat([layer(some) for some in units.repeat(2, 1).split(128)])[:inside].t(), restored)
-        layer = Int4Linear(weight, torch.randn(out) if bias else None)
+        rounded = Quantized(weight.levels, weight.scales.bfloat16()).dequantize()
+        assert torch.equal(torch.cat([layer(chunk) for chunk in units.split(16)]).t(), rounded.bfloat16().float())
+        assert layer.restores == (out_features == 192)
+        restored = rounded if layer.restores and not has_native_bfloat16() else rounded.bfloat16().float()
+        assert torch.equal(
+            torch.cat([layer(chunk) for chunk in units.repeat(2, 1).split(128)])[:in_features].t(), restored
+        )
+        layer = Int4Linear(weight, torch.randn(out_features) if bias else None)
         for rows in (1, 40, 100):
-            x = torch.randn(2, rows, inside)
+            x = torch.randn(2, rows, in_features)
             y, expected = layer(x), nn.functional.linear(x, exact, layer.bias)
             assert y.dtype == x.dtype
             size = x.norm(dim=-1, keepdim=True) * exact.norm(dim=1) + expected.abs()
             assert ((y - expected).abs() <= 2**-8 * size).all()
 
 
-def test_without_the_int4_kernel_weights_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_weights_are_dequantized_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Int4Linear, "runs_on", lambda device: False)
     exact = round_matrices(GPT(GPTConfig(11, 8, 2, 2, 32)).eval(), 4)
     idx = torch.tensor([[1, 2, 3]])
     with torch.inference_mode():
         expected = exact.trunk(idx)
-        laid = prepare(exact, CPU)
-        assert dtype_name(laid, CPU) == "float32"
-        assert torch.allclose(laid.trunk(idx), expected, atol=1e-5)
+        prepared = prepare(exact, CPU)
+        assert dtype_name(prepared, CPU) == "float32"
+        assert torch.allclose(prepared.trunk(idx), expected, atol=1e-5)
 
 
-def test_int8_rows_do_not_see_each_other() -> None:
-    """The scale is a position's own: beside a large one, a small one is rounded no more coarsely."""
+def test_int8_rows_are_independent() -> None:
+    """A large row does not coarsen a small one."""
     torch.manual_seed(0)
     layer = Int8Linear(to_int8(torch.randn(20, 32)), None)
     x = torch.randn(4, 32)
-    alone = torch.cat([layer(row[None]) for row in x])
-    assert torch.equal(layer(torch.cat([x, 1e6 * torch.randn(1, 32)]))[:4], alone)
+    single = torch.cat([layer(row[None]) for row in x])
+    assert torch.equal(layer(torch.cat([x, 1e6 * torch.randn(1, 32)]))[:4], single)
 
 
-def test_int8_is_a_little_worse(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_int8_loss_is_close(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes("the cat sat on the mat in Zürich\n".encode() * 20)
-    exact, near = (
+    exact, rounded = (
         json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json", "--dtype", dtype).out)["loss"]
         for dtype in ("float32", "int8")
     )
-    assert exact != near
-    assert abs(exact - near) < 0.01 * exact
+    assert exact != rounded
+    assert abs(exact - rounded) < 0.01 * exact
     done = gpt("sample", "the cat", "-m", run_folder, "--dtype", "int8", "-n", "10", "--greedy")
     assert done.code == 0
     assert "int8" in done.err
 
 
-def test_weights_come_straight_to_their_dtype(run_folder: Path) -> None:
+def test_weights_are_loaded_in_their_final_dtype(run_folder: Path) -> None:
     config = SampleConfig()
     assert library.load(run_folder, dtype="bfloat16", sampling=config).model.wte.weight.dtype == torch.bfloat16
     assert library.load(run_folder, dtype="bfloat16").model.wte.weight.dtype == torch.float32
-    plain = library.load(run_folder)
-    assert plain.model.lm_head is None
+    unprepared = library.load(run_folder)
+    assert unprepared.model.lm_head is None
     loaded = library.load(run_folder, sampling=config)
-    assert torch.allclose(logits(loaded.model), logits(plain.model), atol=1e-4)
+    assert torch.allclose(logits(loaded.model), logits(unprepared.model), atol=1e-4)
     to_compile = library.load(run_folder, sampling=SampleConfig(compile="on"))
     assert native.is_used(to_compile.model)
 
 
-def test_wide_weights_are_cast_at_each_product() -> None:
+def test_float32_weights_are_cast_in_each_product() -> None:
     model, ids = tiny_model(40), [[1, 2, 3, 4, 5]]
     context = Context(model, BF16)
     with torch.inference_mode():
-        found = context.logits(context.forward([(context.slots[0], 5)], torch.tensor(ids[0])))
+        actual = context.logits(context.forward([(context.slots[0], 5)], torch.tensor(ids[0])))
         with BF16.autocast():
             expected = model(torch.tensor(ids)).float()
-        assert torch.allclose(found, expected, atol=1e-2)
-        assert (found - model(torch.tensor(ids))).abs().max() > 1e-2
+        assert torch.allclose(actual, expected, atol=1e-2)
+        assert (actual - model(torch.tensor(ids))).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_a_fixed_cache_minds_no_idle_row_whose_context_is_full(positions: str) -> None:
+def test_idle_row_with_a_full_context_does_not_affect_others(positions: str) -> None:
     model, config = tiny_model(40, positions), SampleConfig(max_tokens=20, ignore_eot=True)
     requests = [Request([1]), Request(list(range(38)))]
     engine = engine_of(Context(model, CPU, 2, step=partial(next_tokens, model)), requests, config)
-    found: list[list[int]] = [[], []]
+    generated: list[list[int]] = [[], []]
     for event in engine.run():
-        found[event.number] += [token.id for token in event.tokens]
-        if len(found[1]) == 3:  # of which the context has taken in two: it is full
+        generated[event.number] += [token.id for token in event.tokens]
+        if len(generated[1]) == 3:  # The context is full after two of the three tokens.
             engine.cancel(1)
-    assert found[0] == [token.id for token in batched(model, requests[:1], config, 1)[0]]
+    assert generated[0] == [token.id for token in batched(model, requests[:1], config, 1)[0]]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None or sys.platform == "win32", reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_steps_are_the_same_and_compiled_once() -> None:
+def test_compiled_steps_match_and_compile_once() -> None:
     model = tiny_model(64)
     notes: list[str] = []
     torch._dynamo.reset()
@@ -188,42 +189,44 @@ def test_compiled_steps_are_the_same_and_compiled_once() -> None:
     config = SampleConfig(max_tokens=20, ignore_eot=True)
     for prompt in ([1], list(range(9)), list(range(30))):
         requests = [Request(prompt), Request([3, 4])]
-        found: list[list[int]] = [[], []]
+        generated: list[list[int]] = [[], []]
         for event in engine_of(Context(model, CPU, 2, 64, step), requests, config).run():
-            found[event.number] += [token.id for token in event.tokens]
+            generated[event.number] += [token.id for token in event.tokens]
         expected = batched(model, requests, config, 2)
-        assert found == [[token.id for token in tokens] for tokens in expected]
+        assert generated == [[token.id for token in tokens] for tokens in expected]
     assert notes == []
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(("error", "why"), [("no compiler here\nand more", "no compiler here"), ("", "RuntimeError")])
-def test_where_compiling_fails_steps_are_computed_as_written(
-    error: str, why: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "reason"), [("no compiler here\nand more", "no compiler here"), ("", "RuntimeError")]
+)
+def test_failed_compilation_falls_back_to_uncompiled_steps(
+    error: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(*_: object, **__: object) -> Callable[..., torch.Tensor]:
+    def fail_to_compile(*_: object, **__: object) -> Callable[..., torch.Tensor]:
         def step(*_: object) -> torch.Tensor:
             raise RuntimeError(error)
 
         return step
 
-    monkeypatch.setattr(torch, "compile", refuses)
+    monkeypatch.setattr(torch, "compile", fail_to_compile)
     model, notes = tiny_model(40), []
     step = compiled(model, CPU, notes.append)
     config = SampleConfig(max_tokens=9, ignore_eot=True)
     events = list(engine_of(Context(model, CPU, step=step), [Request([1, 2])], config).run())
     assert sum(len(event.tokens) for event in events) == 9
-    assert notes == [f"torch.compile failed, so steps run without it: {why}"]
+    assert notes == [f"torch.compile failed, so steps run without it: {reason}"]
     notes.clear()
     assert compiled(prepare(round_matrices(tiny_model(40), 8), CPU), CPU, notes.append) is None
     assert len(notes) == 1
 
 
-def test_memory_that_runs_out_is_no_fault_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> torch.Tensor:
+def test_out_of_memory_is_not_a_compile_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_out_of_memory(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: full)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: raise_out_of_memory)
     notes: list[str] = []
     model = tiny_model(40)
     with pytest.raises(torch.OutOfMemoryError):

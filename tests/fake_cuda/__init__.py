@@ -1,21 +1,18 @@
-"""A CUDA device that is the CPU in disguise, for tests of code for CUDA on machines without one.
+"""A fake CUDA device that computes on the CPU, for tests of CUDA code on machines without a GPU.
 
-In ``disguised()`` tensors can be made on ``cuda``. They say that they lie there and hold numbers that the CPU computes,
-so that training and decoding give what they give on the CPU. Beyond that:
+Inside ``disguised()``, tensors can be created on ``cuda``. Training and decoding give the CPU's results. Also:
 
-- operators on tensors of several devices raise, as CUDA's do;
-- every wait of the host for the device is noted, with the line of ours that caused it (`Device.waits`);
-- every operator that would launch a kernel is counted (`Device.launches`), views not;
-- a copy to pinned memory that nobody waits for leaves NaN (99 in whole numbers) in its buffer, until an event that was
-  recorded on its device, or the device itself, has been waited for;
-- a device can be lost (`Device.lost`).
+- Operators on tensors of several devices raise, as on CUDA.
+- `Device.waits` records each wait of the host for the device, with the line of `gpt` that caused it.
+- `Device.launches` counts operators that would launch a kernel. Views do not count.
+- A copy to pinned memory leaves NaN (99 for integers) in its buffer until the host waits for the device or its event.
+- A device can fail (`Device.failure`).
 
-What it cannot show: kernels' numerics, and which attention kernel CUDA would choose; whether an operator has a kernel
-for CUDA; CUDA graphs and what `torch.compile` makes for a GPU (``torch.compile`` must be patched away); races between
-streams; the allocator; NCCL; time.
+Not covered: kernel numerics; the attention kernel that CUDA would choose; operators without a CUDA kernel; CUDA graphs
+and code compiled for a GPU (tests must patch ``torch.compile``); races between streams; the allocator; NCCL; timing.
 
-It replaces internals of torch and is written for one release (`shim.RELEASE`). A few lines of C++ (shim.cpp) are
-compiled on first use. All of it is undone at the end of the context: the process has no CUDA again.
+It replaces internals of one torch release (`shim.RELEASE`) and compiles a few lines of C++ (shim.cpp) on first use. On
+exit, the process has no CUDA again.
 """
 
 from .device import Device

@@ -1,4 +1,4 @@
-"""Tensors that say they lie on CUDA and hold numbers of the CPU, and the device that computes with them."""
+"""Tensors that report a CUDA device but store values on the CPU, and the device that runs their operators."""
 
 import contextlib
 import traceback
@@ -14,177 +14,187 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
-NOT_TO_BLAME = (str(Path(__file__).parent / "device.py"), str(Path(torch.__file__).parent))
-OURS = str(Path(__file__).resolve().parents[2] / "gpt")
+SKIPPED_PATHS = (str(Path(__file__).parent / "device.py"), str(Path(torch.__file__).parent))
+GPT_FOLDER = str(Path(__file__).resolve().parents[2] / "gpt")
 CPU = torch.device("cpu")
 
-# Whose result the host reads, or whose result has a shape that the device's numbers decide.
-WAITS = {
+# The host reads the results or output shapes of these operators.
+WAITING_OPS = {
     aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten._unique2.default,
     aten.is_nonzero.default, aten.equal.default, aten.bincount.default, aten.repeat_interleave.Tensor,
 }  # fmt: skip
-INDEXING = {
+INDEXING_OPS = {
     aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default,
     aten._unsafe_index.Tensor,
 }  # fmt: skip
-# What makes a tensor without computing its numbers, and what reads one number that is there.
-NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_local_scalar_dense"}
-RUBBISH = 99  # what a buffer of whole numbers holds until its copy has been waited for; floats are NaN
+# Operators that compute nothing
+OPS_WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_local_scalar_dense"}
+STALE_INTEGER = 99  # An integer buffer contains this value while its copy is pending. A float buffer contains NaN.
 
 
-class Disguised(Tensor):
-    """A tensor on ``cuda:index`` whose ``numbers`` are a tensor on the CPU."""
+class FakeCudaTensor(Tensor):
+    """A tensor on ``cuda:index`` whose values are in ``cpu_data``."""
 
-    numbers: Tensor
-    device_of: "Device"
+    cpu_data: Tensor
+    owner: "Device"
 
     @staticmethod
-    def __new__(cls, inner: Tensor, of: "Device", index: int = 0) -> Self:
-        made: Self = Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            layout=inner.layout, device=torch.device("cuda", index),
+    def __new__(cls, cpu_data: Tensor, owner_device: "Device", index: int = 0) -> Self:
+        tensor: Self = Tensor._make_wrapper_subclass(
+            cls, cpu_data.size(), strides=cpu_data.stride(), storage_offset=cpu_data.storage_offset(),
+            dtype=cpu_data.dtype, layout=cpu_data.layout, device=torch.device("cuda", index),
         )  # fmt: skip
-        return made
+        return tensor
 
-    def __init__(self, inner: Tensor, of: "Device", index: int = 0) -> None:
-        self.numbers, self.device_of = inner, of
+    def __init__(self, cpu_data: Tensor, owner_device: "Device", index: int = 0) -> None:
+        self.cpu_data, self.owner = cpu_data, owner_device
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Disguised({self.numbers})"
+        return f"FakeCudaTensor({self.cpu_data})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def tolist(self) -> Any:
-        """A copy's: torch's own refuses subclasses."""
+        """Torch's `tolist` refuses subclasses."""
         return self.cpu().tolist()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        (first, *_) = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Disguised))
-        return first.device_of.run(func, args, kwargs or {})
+        (first, *_) = (tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, FakeCudaTensor))
+        return first.owner.run(func, args, kwargs or {})
 
 
-def _inner(value: Any) -> Any:
-    return value.numbers if isinstance(value, Disguised) else value
+def _unwrap(value: Any) -> Any:
+    return value.cpu_data if isinstance(value, FakeCudaTensor) else value
 
 
 @dataclass(frozen=True, eq=False)
-class Arriving:
-    """A copy on its way to the host: what will stand in ``buffer`` once it has been waited for."""
+class PendingCopy:
+    """A pending copy of ``cpu_data`` into the host's ``buffer``."""
 
     buffer: Tensor
-    numbers: Tensor
-    index: int  # the device that sends it
+    cpu_data: Tensor
+    index: int  # source device
 
 
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``count`` devices, as a context in which ``device="cuda"`` makes tensors on them."""
+    """Provides ``count`` CUDA devices within a context."""
 
     def __init__(self, count: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = count
         self.current = 0
-        self.waits: list[tuple[str, str]] = []  # each wait of the host for the device: of what kind, and where
-        self.launches: Counter[str] = Counter()  # operators that launch a kernel at least, and copies
-        self.lost = ""  # what CUDA says of everything from now on
-        # By address, and kept: memory that was freed may come back as a tensor that is not pinned.
+        self.waits: list[tuple[str, str]] = []  # (kind, source line) of each wait of the host for the device
+        self.launches: Counter[str] = Counter()  # launched kernels and copies, by operator
+        self.failure = ""  # error raised by all further CUDA calls, if any
+        # Keeping the storages prevents an unpinned tensor from reusing an address.
         self._pinned: dict[int, torch.UntypedStorage] = {}
-        self._arriving: list[Arriving] = []
+        self._pending: list[PendingCopy] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives, where it is called with the device's tensors or makes one; else what it gives."""
-        if _is_made_of_others(func):  # inference mode brings these here in one piece
+        """Runs an operator on this device if it involves CUDA tensors, otherwise on the host."""
+        if _is_composite(func):  # Inference mode dispatches composite operators undecomposed.
             with self:
                 out = func.decompose(*args, **kwargs)
                 if out is not NotImplemented:
                     return out
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        ours = [each for each in tensors if isinstance(each, Disguised)]
-        asked = None if kwargs.get("device") is None else torch.device(kwargs["device"])
-        if not ours and (asked is None or asked.type != "cuda"):
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        fake_tensors = [tensor for tensor in tensors if isinstance(tensor, FakeCudaTensor)]
+        requested = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if not fake_tensors and (requested is None or requested.type != "cuda"):
             return self._on_host(func, args, kwargs)
-        if self.lost:
-            raise torch.AcceleratorError(self.lost)
+        if self.failure:
+            raise torch.AcceleratorError(self.failure)
         if func is aten.is_pinned.default:
             return False
         if func is aten.copy_.default:
             return self._copy(args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
         if func is aten._to_copy.default:
-            return self._to(args[0], dict(kwargs), asked)
-        if kwargs.get("pin_memory") and (asked is None or asked.type == "cuda"):
+            return self._to(args[0], dict(kwargs), requested)
+        if kwargs.get("pin_memory") and (requested is None or requested.type == "cuda"):
             raise RuntimeError("Only dense CPU tensors can be pinned")
-        self._check(func, args, ours, tensors)
-        return self._compute(func, args, kwargs, ours, asked)
+        self._check(func, args, fake_tensors, tensors)
+        return self._compute(func, args, kwargs, fake_tensors, requested)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not kwargs.get("pin_memory"):
             return func(*args, **kwargs)
         return self.pin(func(*args, **{**kwargs, "pin_memory": False}))
 
-    def _check(self, func: Any, args: Any, ours: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
-        """Notes a wait that the operator means. Raises for tensors on several devices, as CUDA does."""
-        if func in WAITS:
+    def _check(self, func: Any, args: Any, fake_tensors: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+        """Records a wait if the operator needs one. Raises for mixed devices, as CUDA does."""
+        if func in WAITING_OPS:
             self.wait(func._schema.name.removeprefix("aten::"))
-        host = [each for each in tensors if not isinstance(each, Disguised)]
-        if func in INDEXING:
-            if not isinstance(args[0], Disguised):
+        host = [tensor for tensor in tensors if not isinstance(tensor, FakeCudaTensor)]
+        if func in INDEXING_OPS:
+            if not isinstance(args[0], FakeCudaTensor):
                 raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
             for index in tree_leaves(args[1]):
-                if isinstance(index, Disguised) and index.dtype in (torch.bool, torch.uint8):
+                if isinstance(index, FakeCudaTensor) and index.dtype in (torch.bool, torch.uint8):
                     self.wait("index by a mask")
-                elif isinstance(index, Tensor) and not isinstance(index, Disguised):
+                elif isinstance(index, Tensor) and not isinstance(index, FakeCudaTensor):
                     self.wait("index from the host")
-            host = [each for each in host if not any(each is index for index in tree_leaves(args[1]))]
-        devices = {str(each.device) for each in (*ours, *host) if each.dim() or isinstance(each, Disguised)}
+            host = [tensor for tensor in host if not any(tensor is index for index in tree_leaves(args[1]))]
+        devices = {
+            str(tensor.device)
+            for tensor in (*fake_tensors, *host)
+            if tensor.dim() or isinstance(tensor, FakeCudaTensor)
+        }
         if len(devices) > 1:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{' and '.join(sorted(devices, reverse=True))}! ({func})"
             )
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, ours: list[Any], asked: torch.device | None) -> Any:
+    def _compute(
+        self, func: Any, args: Any, kwargs: Any, fake_tensors: list[Any], requested: torch.device | None
+    ) -> Any:
         name, is_view = func._schema.name.removeprefix("aten::"), _is_view(func)
-        if not is_view and name not in NO_KERNEL:
+        if not is_view and name not in OPS_WITHOUT_KERNEL:
             self.launches[name] += 1
-        index = ours[0].device.index if ours else self._index(asked)
-        inner = tree_map(_inner, dict(kwargs))
-        if inner.get("device") is not None:
-            inner["device"] = CPU
-        pins = inner.pop("pin_memory", False)
-        out = func(*tree_map(_inner, args), **inner)
-        if asked is not None and asked.type != "cuda":
+        index = fake_tensors[0].device.index if fake_tensors else self._index(requested)
+        cpu_kwargs = tree_map(_unwrap, dict(kwargs))
+        if cpu_kwargs.get("device") is not None:
+            cpu_kwargs["device"] = CPU
+        pins = cpu_kwargs.pop("pin_memory", False)
+        out = func(*tree_map(_unwrap, args), **cpu_kwargs)
+        if requested is not None and requested.type != "cuda":
             return self.pin(out) if pins else out
-        # Under inference mode a view of a tensor from outside of it is one from outside too.
-        outside = is_view and torch.is_inference_mode_enabled() and bool(ours) and not ours[0].is_inference()
-        with torch.inference_mode(False) if outside else contextlib.nullcontext():
-            out = tree_map(lambda each: self.wrap(each, index) if isinstance(each, Tensor) else each, out)
-        if ours and func is not aten._local_scalar_dense.default:
+        # In inference mode, a view of a normal tensor is a normal tensor too.
+        is_normal_view = (
+            is_view and torch.is_inference_mode_enabled() and bool(fake_tensors) and not fake_tensors[0].is_inference()
+        )
+        with torch.inference_mode(False) if is_normal_view else contextlib.nullcontext():
+            out = tree_map(lambda tensor: self.wrap(tensor, index) if isinstance(tensor, Tensor) else tensor, out)
+        if fake_tensors and func is not aten._local_scalar_dense.default:
             return return_and_correct_aliasing(func, args, kwargs, out)  # type: ignore[no-untyped-call]
         return out
 
-    def wrap(self, inner: Tensor, index: int) -> Disguised:
-        return Disguised(inner, self, index)
+    def wrap(self, cpu_data: Tensor, index: int) -> FakeCudaTensor:
+        return FakeCudaTensor(cpu_data, self, index)
 
-    def _index(self, asked: torch.device | None) -> int:
-        return self.current if asked is None or asked.index is None else asked.index
+    def _index(self, requested: torch.device | None) -> int:
+        return self.current if requested is None or requested.index is None else requested.index
 
     # Copies and waits
 
     def wait(self, kind: str) -> None:
-        """Notes that the host waits for the device, and the line of ours that is to blame."""
-        if self.lost:
-            raise torch.AcceleratorError(self.lost)
-        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(NOT_TO_BLAME)]
-        frame = next((each for each in reversed(frames) if each.filename.startswith(OURS)), frames[-1])
+        """Records a wait and the line of `gpt` that caused it."""
+        if self.failure:
+            raise torch.AcceleratorError(self.failure)
+        frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(SKIPPED_PATHS)]
+        frame = next(
+            (candidate for candidate in reversed(frames) if candidate.filename.startswith(GPT_FOLDER)), frames[-1]
+        )
         self.waits.append((kind, f"{Path(frame.filename).name}:{frame.lineno}"))
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """The tensor, from now on as if it lay in pinned memory."""
+        """Marks the tensor's memory as pinned."""
         storage = tensor.untyped_storage()
         self._pinned[storage.data_ptr()] = storage
         return tensor
@@ -194,58 +204,58 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
         self.launches["copy"] += 1
-        if isinstance(target, Disguised):
-            if not isinstance(source, Disguised):
+        if isinstance(target, FakeCudaTensor):
+            if not isinstance(source, FakeCudaTensor):
                 self._upload(source, non_blocking)
-            target.numbers.copy_(_inner(source))
+            target.cpu_data.copy_(_unwrap(source))
             return target
-        assert isinstance(source, Disguised)
+        assert isinstance(source, FakeCudaTensor)
         if non_blocking and self._is_pinned(target):
-            self._arriving.append(Arriving(target, source.numbers.clone(), source.device.index))
+            self._pending.append(PendingCopy(target, source.cpu_data.clone(), source.device.index))
             with torch.no_grad():
-                return target.fill_(float("nan") if target.is_floating_point() else RUBBISH)
-        self.arrive(self.sent_by(source.device.index))
+                return target.fill_(float("nan") if target.is_floating_point() else STALE_INTEGER)
+        self.complete(self.pending_from(source.device.index))
         self.wait("device to host")
-        return target.copy_(source.numbers)
+        return target.copy_(source.cpu_data)
 
-    def _to(self, source: Tensor, kwargs: dict[str, Any], asked: torch.device | None) -> Tensor:
+    def _to(self, source: Tensor, kwargs: dict[str, Any], requested: torch.device | None) -> Tensor:
         non_blocking = kwargs.pop("non_blocking", False)
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         self.launches["copy"] += 1
-        goes_to_host = asked is not None and asked.type != "cuda"
+        goes_to_host = requested is not None and requested.type != "cuda"
         if goes_to_host:
-            self.arrive(self.sent_by(source.device.index))
+            self.complete(self.pending_from(source.device.index))
             self.wait("device to host")
-        elif not isinstance(source, Disguised):
+        elif not isinstance(source, FakeCudaTensor):
             self._upload(source, non_blocking)
-        out: Tensor = aten._to_copy.default(_inner(source), **kwargs)
+        out: Tensor = aten._to_copy.default(_unwrap(source), **kwargs)
         if goes_to_host:
             return out
-        stays = isinstance(source, Disguised) and (asked is None or asked.index is None)
-        return self.wrap(out, source.device.index if stays else self._index(asked))
+        stays_on_device = isinstance(source, FakeCudaTensor) and (requested is None or requested.index is None)
+        return self.wrap(out, source.device.index if stays_on_device else self._index(requested))
 
     def _upload(self, source: Tensor, non_blocking: bool) -> None:
-        if not (non_blocking and self._is_pinned(source) and source.is_contiguous()):  # CUDA copies gaps by way of a
-            self.wait("host to device")  # buffer of its own, which is not pinned
+        # CUDA copies a strided tensor through an unpinned buffer.
+        if not (non_blocking and self._is_pinned(source) and source.is_contiguous()):
+            self.wait("host to device")
 
-    def sent_by(self, index: int) -> list[Arriving]:
-        """Copies of one device that are on their way to the host."""
-        return [each for each in self._arriving if each.index == index]
+    def pending_from(self, index: int) -> list[PendingCopy]:
+        """Returns pending copies from one device to the host."""
+        return [copy for copy in self._pending if copy.index == index]
 
-    def arrive(self, copies: Iterable[Arriving]) -> None:
-        """Puts numbers where they were sent, unless they have come already."""
+    def complete(self, copies: Iterable[PendingCopy]) -> None:
+        """Finishes copies that are still pending."""
         copies = list(copies)
-        for each in self._arriving:
-            if any(each is one for one in copies):
-                each.buffer.copy_(each.numbers)
-        self._arriving = [each for each in self._arriving if not any(each is one for one in copies)]
+        for copy in self._pending:
+            if any(copy is other for other in copies):
+                copy.buffer.copy_(copy.cpu_data)
+        self._pending = [copy for copy in self._pending if not any(copy is other for other in copies)]
 
-    def kinds(self) -> Counter[str]:
-        """How many waits there were of each kind."""
+    def wait_counts(self) -> Counter[str]:
         return Counter(kind for kind, _ in self.waits)
 
 
-def _is_made_of_others(func: Any) -> bool:
+def _is_composite(func: Any) -> bool:
     return bool(
         func._can_decompose()
         and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

@@ -1,8 +1,8 @@
-// Makes a torch without CUDA take tensors that say they lie on CUDA, until it is told to stop.
+// Makes a CPU build of torch accept tensors that report a CUDA device.
 //
-// Autograd asks the device guard of a tensor's device for a stream, and the hooks whether CUDA is there. A CPU build
-// has no guard for CUDA, and hooks that say no. `put_on` registers a guard whose streams are all one and hooks that say
-// yes; `take_off` puts back what was there.
+// Autograd gets a stream from the tensor's device guard, and asks the CUDA hooks whether CUDA exists. A CPU build has no
+// CUDA guard, and its hooks report no CUDA. `install` registers a guard with a single stream, and hooks that report CUDA;
+// `uninstall` restores the originals.
 #include <new>
 
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -13,12 +13,12 @@ using namespace c10;
 namespace {
 
 struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
-  static Stream only() { return Stream(Stream::DEFAULT, Device(DeviceType::CUDA, 0)); }
+  static Stream default_stream() { return Stream(Stream::DEFAULT, Device(DeviceType::CUDA, 0)); }
   Device exchangeDevice(Device) const override { return {DeviceType::CUDA, 0}; }
   Device getDevice() const override { return {DeviceType::CUDA, 0}; }
-  Stream getStream(Device) const noexcept override { return only(); }
-  Stream getNewStream(Device, int = 0) const override { return only(); }
-  Stream exchangeStream(Stream) const noexcept override { return only(); }
+  Stream getStream(Device) const noexcept override { return default_stream(); }
+  Stream getNewStream(Device, int = 0) const override { return default_stream(); }
+  Stream exchangeStream(Stream) const noexcept override { return default_stream(); }
   void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -29,20 +29,20 @@ struct Hooks final : at::CUDAHooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
 };
 
-// The one object of hooks lives as long as the process. Neither class has data, so one can be made in the other's place.
-void* place() { return const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks()); }
+// The hooks object is never freed. Neither class has data, so either can be constructed in the same memory.
+void* hooks_address() { return const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks()); }
 
-auto& registered() { return impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)]; }
+auto& guard_slot() { return impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)]; }
 
 }  // namespace
 
-extern "C" void put_on() {
+extern "C" void install() {
   static const Guard* guard = new Guard;
-  registered().store(guard);
-  new (place()) Hooks;
+  guard_slot().store(guard);
+  new (hooks_address()) Hooks;
 }
 
-extern "C" void take_off() {
-  registered().store(nullptr);
-  new (place()) at::CUDAHooksInterface;
+extern "C" void uninstall() {
+  guard_slot().store(nullptr);
+  new (hooks_address()) at::CUDAHooksInterface;
 }

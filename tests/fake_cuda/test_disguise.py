@@ -1,4 +1,4 @@
-"""The disguise itself: it refuses what CUDA refuses, it tells waits, and nothing of it stays. Else others prove nothing."""
+"""The fake CUDA device: errors, recorded waits, cleanup. Other tests rely on it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,11 @@ import torch
 Disguise = Callable[..., Any]
 
 
-def test_nothing_of_it_stays(disguise: Disguise) -> None:
+def test_exit_restores_torch(disguise: Disguise) -> None:
     before = vars(torch.cuda).copy()
     with disguise():
         assert torch.ones(2, device="cuda").sum().item() == 2
-    assert all(getattr(torch.cuda, name) is each for name, each in before.items())
+    assert all(getattr(torch.cuda, name) is original for name, original in before.items())
     assert torch.accelerator.current_accelerator() is None
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA"):
         torch.ones(1, device="cuda")
@@ -22,21 +22,21 @@ def test_nothing_of_it_stays(disguise: Disguise) -> None:
     assert x.grad is not None
 
 
-def test_tensors_of_several_devices_do_not_meet(disguise: Disguise) -> None:
+def test_mixed_devices_raise(disguise: Disguise) -> None:
     with disguise(2):
-        here, there, other = torch.ones(2), torch.ones(2, device="cuda"), torch.ones(2, device="cuda:1")
-        for left, right in ((here, there), (there, here), (there, other)):
+        on_cpu, on_first, on_second = torch.ones(2), torch.ones(2, device="cuda"), torch.ones(2, device="cuda:1")
+        for left, right in ((on_cpu, on_first), (on_first, on_cpu), (on_first, on_second)):
             with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
                 left + right
         with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
-            here[torch.tensor([0], device="cuda")]
+            on_cpu[torch.tensor([0], device="cuda")]
         with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
-            there.pin_memory()
-        assert (there + torch.ones(())).tolist() == [2, 2]  # a number from the host may come along
-        assert (there.to("cuda:1") + other).device == torch.device("cuda:1")
+            on_first.pin_memory()
+        assert (on_first + torch.ones(())).tolist() == [2, 2]  # Host scalars are allowed.
+        assert (on_first.to("cuda:1") + on_second).device == torch.device("cuda:1")
 
 
-def test_every_wait_is_told(disguise: Disguise) -> None:
+def test_every_wait_is_recorded(disguise: Disguise) -> None:
     with disguise() as device:
         x = torch.arange(4.0, device="cuda")
         (x * x).sum()
@@ -53,22 +53,22 @@ def test_every_wait_is_told(disguise: Disguise) -> None:
             device.waits.clear()
             wait()
             assert len(device.waits) == 1
-        kind, where = device.waits[0]
-        assert (kind, where.split(":")[0]) == ("_local_scalar_dense", "test_disguise.py")
+        kind, line = device.waits[0]
+        assert (kind, line.split(":")[0]) == ("_local_scalar_dense", "test_disguise.py")
 
 
-def test_what_was_not_waited_for_has_not_come(disguise: Disguise) -> None:
+def test_copies_are_incomplete_until_the_host_waits(disguise: Disguise) -> None:
     with disguise(2):
         buffers = []
         for index in range(2):
             x = torch.full((2,), 7.0, device=f"cuda:{index}")
             buffers.append(torch.empty(2, pin_memory=True).copy_(x, non_blocking=True))
-            x.zero_()  # after the copy
-        early = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        early.record(torch.cuda.current_stream(1))
+            x.zero_()  # This write follows the copy.
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(1))
         assert all(buffer.isnan().all() for buffer in buffers)
-        early.synchronize()
+        event.synchronize()
         assert buffers[0].isnan().all()
         assert buffers[1].tolist() == [7, 7]
-        torch.cuda.synchronize()  # of the current device, the first
+        torch.cuda.synchronize()  # Waits for the current device, the first.
         assert buffers[0].tolist() == [7, 7]

@@ -1,4 +1,4 @@
-"""What a GPU can show, and where ``on_cuda``, the CPU in disguise. Texts are bytes, so that no vocabulary need be learnt."""
+"""GPU tests. With ``on_cuda``, they also run on the fake CUDA device. Texts are bytes, so no tokenizer is trained."""
 
 import json
 from dataclasses import replace
@@ -21,14 +21,14 @@ from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
 
-on_cuda = pytest.mark.usefixtures("cuda")  # the machine's own, and the CPU in disguise
+on_cuda = pytest.mark.usefixtures("cuda")  # a real GPU, and the fake CUDA device
 
 DEVICE = "cuda"
 SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "batch_tokens": 2048, "tokenizer": "bytes",
     "sample_every": 0, "device": DEVICE, "lr": 3e-3,
 }  # fmt: skip
-FEW_TOKENS = {"n_layer": 1, "n_embd": 32, "batch_tokens": 256, "lr": 1e-2}  # a CPU computes slowly in float16
+FEW_TOKENS = {"n_layer": 1, "n_embd": 32, "batch_tokens": 256, "lr": 1e-2}  # float16 is slow on a CPU.
 SMALL_VOCABULARY = 257  # bytes, and end-of-text
 
 
@@ -40,43 +40,43 @@ def text(workdir: Path) -> Path:
 
 
 def train(text: Path, **settings: Any) -> tuple[Any, list[float], list[str]]:
-    heard: list[Any] = []
-    result = gpt.train(text, listen=heard.append, **{**SMALL, **settings})
-    losses = [event.loss for event in heard if isinstance(event, events.StepEvent)]
-    return result, losses, [event.text for event in heard if isinstance(event, events.Note)]
+    run_events: list[Any] = []
+    result = gpt.train(text, listen=run_events.append, **{**SMALL, **settings})
+    losses = [event.loss for event in run_events if isinstance(event, events.StepEvent)]
+    return result, losses, [event.text for event in run_events if isinstance(event, events.Note)]
 
 
 @on_cuda
 @pytest.mark.slow
 def test_half_precision_follows_float32(text: Path) -> None:
-    """Under float16 the first steps may be left out, until the scale of the loss is found."""
-    _, whole, _ = train(text, steps=20, dtype="float32", **FEW_TOKENS)
+    """With float16, the first steps can be skipped to adjust the loss scale."""
+    _, float32_losses, _ = train(text, steps=20, dtype="float32", **FEW_TOKENS)
     for dtype in ("bfloat16", "float16"):
-        _, half, _ = train(text, steps=20, dtype=dtype, **FEW_TOKENS)
-        assert half[0] == pytest.approx(whole[0], abs=0.02), dtype
-        assert half[-1] == pytest.approx(whole[-1], abs=0.15), dtype
-        assert half[-1] < half[0] - 1, dtype
+        _, half_losses, _ = train(text, steps=20, dtype=dtype, **FEW_TOKENS)
+        assert half_losses[0] == pytest.approx(float32_losses[0], abs=0.02), dtype
+        assert half_losses[-1] == pytest.approx(float32_losses[-1], abs=0.15), dtype
+        assert half_losses[-1] < half_losses[0] - 1, dtype
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("real_cuda")
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_compiled_and_not_learn_the_same(text: Path, arch: str) -> None:
+def test_compiled_training_matches_uncompiled_training(text: Path, arch: str) -> None:
     runs = {mode: train(text, steps=20, arch=arch, dtype="bfloat16", compile=mode) for mode in ("off", "on")}
     assert json.loads((runs["on"][0].run / "run.json").read_text())["resolved"]["compile"]
     assert runs["on"][1] == pytest.approx(runs["off"][1], abs=0.05)
     assert runs["on"][0].val_loss == pytest.approx(runs["off"][0].val_loss, abs=0.05)
 
 
-class OneStep:
-    """Steps of a small model and the same batches; the losses and gradients' norms that they give."""
+class StepRunner:
+    """Trains a small model on fixed batches. `run` returns losses and gradient norms."""
 
     def __init__(self, repeats: bool, **settings: Any) -> None:
         compute = pick(DEVICE, settings.pop("dtype", "float32"))
-        asked = gpt.TrainConfig(
+        config = gpt.TrainConfig(
             **{"preset": "nano", "dropout": 0.0, "compile": "off", "batch_tokens": 1024, "steps": 9} | settings
         )
-        recipe = resolve(asked, compute, 10**9, 10**8, 1024, False, lambda note: None)
+        recipe = resolve(config, compute, 10**9, 10**8, 1024, False, lambda note: None)
         torch.manual_seed(0)
         model = GPT(recipe.model).to(compute.device)
         self.optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
@@ -88,9 +88,9 @@ class OneStep:
             assert self.stepper.compile() is None
         torch.manual_seed(0)
 
-    def take(self, numbers: range, rows: int | None = None) -> list[float]:
-        done = [(self.batches[n][:rows], 1e-3 * (n + 1)) for n in numbers]
-        return [number for x, lr in done for number in self.stepper.step(x, x, lr).read()]
+    def run(self, batch_numbers: range, rows: int | None = None) -> list[float]:
+        batches = [(self.batches[n][:rows], 1e-3 * (n + 1)) for n in batch_numbers]
+        return [value for x, lr in batches for value in self.stepper.step(x, x, lr).read()]
 
 
 @pytest.mark.gpu
@@ -104,62 +104,63 @@ class OneStep:
     ],
     ids=str,
 )  # fmt: skip
-def test_steps_as_a_graph_are_steps(settings: dict[str, Any]) -> None:
-    """Also when the batch grows, after a sample past the context, and after weights and moments were restored."""
-    one_by_one, repeated = OneStep(False, **settings), OneStep(True, **settings)
-    for each in (one_by_one, repeated):
-        torch.manual_seed(1)  # the draws of dropout
-        each.found = each.take(range(5), 4) + each.take(range(5, 9))  # type: ignore[attr-defined]
-    assert repeated.stepper.graph is not None
-    exact = 1e-5 if settings.get("dtype") is None else 2e-3
-    assert repeated.found == pytest.approx(one_by_one.found, rel=exact)  # type: ignore[attr-defined]
-    for each in (one_by_one, repeated):
-        state = {name: moment.clone() for name, moment in each.optimizer.state(each.stepper.model).items()}
+def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> None:
+    """Covers a growing batch, sampling past the context, and restored weights."""
+    uncaptured, captured = StepRunner(False, **settings), StepRunner(True, **settings)
+    for runner in (uncaptured, captured):
+        torch.manual_seed(1)  # seed of dropout
+        runner.results = runner.run(range(5), 4) + runner.run(range(5, 9))  # type: ignore[attr-defined]
+    assert captured.stepper.graph is not None
+    tolerance = 1e-5 if settings.get("dtype") is None else 2e-3
+    assert captured.results == pytest.approx(uncaptured.results, rel=tolerance)  # type: ignore[attr-defined]
+    for runner in (uncaptured, captured):
+        state = {name: moment.clone() for name, moment in runner.optimizer.state(runner.stepper.model).items()}
         torch.manual_seed(2)
-        each.stepper.model.reach(200)
-        rubbish = [torch.full((2, 64, 32), torch.nan, device=DEVICE) for _ in range(100)]  # where the table lay
-        each.found = each.take(range(4))  # type: ignore[attr-defined]
-        del rubbish
-        each.optimizer.restore(each.stepper.model, state)
-        each.stepper.forget_graph()
-        each.found += each.take(range(4))  # type: ignore[attr-defined]
-    assert repeated.found == pytest.approx(one_by_one.found, rel=exact)  # type: ignore[attr-defined]
+        runner.stepper.model.reach(200)
+        # Overwrites the old table's freed memory.
+        overwritten = [torch.full((2, 64, 32), torch.nan, device=DEVICE) for _ in range(100)]
+        runner.results = runner.run(range(4))  # type: ignore[attr-defined]
+        del overwritten
+        runner.optimizer.restore(runner.stepper.model, state)
+        runner.stepper.forget_graph()
+        runner.results += runner.run(range(4))  # type: ignore[attr-defined]
+    assert captured.results == pytest.approx(uncaptured.results, rel=tolerance)  # type: ignore[attr-defined]
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("real_cuda")
-def test_what_can_be_no_graph_is_a_step_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = OneStep(False).take(range(6))
-    steps = OneStep(True)
-    clip = steps.stepper.parallel.clip_grad_norm
+def test_uncapturable_step_runs_without_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = StepRunner(False).run(range(6))
+    runner = StepRunner(True)
+    clip = runner.stepper.parallel.clip_grad_norm
 
-    def waits(*args: Any) -> torch.Tensor:
+    def clip_and_wait(*args: Any) -> torch.Tensor:
         norm = clip(*args)
         return norm + 0 * float(norm)
 
-    monkeypatch.setattr(steps.stepper.parallel, "clip_grad_norm", waits)
-    assert steps.take(range(6)) == pytest.approx(expected, rel=1e-5)
-    assert not steps.stepper.repeats
+    monkeypatch.setattr(runner.stepper.parallel, "clip_grad_norm", clip_and_wait)
+    assert runner.run(range(6)) == pytest.approx(expected, rel=1e-5)
+    assert not runner.stepper.repeats
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("real_cuda")
-def test_memory_that_runs_out_halves_what_is_computed_at_once(text: Path) -> None:
-    """The device is made to have room for less than the whole batch and more than an eighth of it."""
+def test_out_of_memory_halves_the_micro_batch(text: Path) -> None:
+    """The memory limit is below the full batch and above an eighth of it."""
     large = {"n_embd": 256, "n_layer": 4, "n_head": 4, "batch_tokens": 32_768, "steps": 4, "dtype": "float32"}
 
-    def reserved(micro_batch: str) -> tuple[int, list[float]]:
+    def measure_reserved(micro_batch: str) -> tuple[int, list[float]]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         _, losses, _ = train(text, micro_batch=micro_batch, **large)
         return torch.cuda.max_memory_reserved(), losses
 
-    most, expected = reserved("512")
-    least, _ = reserved("64")
-    assert most > 1.5 * least
+    max_bytes, expected = measure_reserved("512")
+    min_bytes, _ = measure_reserved("64")
+    assert max_bytes > 1.5 * min_bytes
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((most + least) / 2 / total)
+    torch.cuda.set_per_process_memory_fraction((max_bytes + min_bytes) / 2 / total)
     try:
         result, losses, notes = train(text, micro_batch="512", **large)
     finally:
@@ -172,29 +173,28 @@ def test_memory_that_runs_out_halves_what_is_computed_at_once(text: Path) -> Non
 @on_cuda
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_from_the_cache_as_without(text: Path, arch: str) -> None:
-    """What a sample says of its ids' log-probabilities, a step a token, is what the whole text at once gives them."""
+def test_kv_cache_matches_one_forward_pass(text: Path, arch: str) -> None:
     result, _, _ = train(text, steps=8, arch=arch, dtype="float32", n_embd=32, batch_tokens=512)
     model = gpt.load(result.run, device=DEVICE, dtype="float32")
     prompt = "the cat "
     writing = model.write(prompt, gpt.SampleConfig(max_tokens=16, ignore_eot=True), seed=1)
     assert "".join(writing) == writing.sample.text
-    given, written = model.tokenizer.encode(prompt).tolist(), writing.sample.tokens
+    prompt_ids, new_ids = model.tokenizer.encode(prompt).tolist(), writing.sample.tokens
     with torch.inference_mode():
-        logits = model.model(torch.tensor([given + written], device=model.compute.device))[0, :, :SMALL_VOCABULARY]
-    told = logits.log_softmax(-1)[len(given) - 1 : -1].cpu()
-    at_once = told.gather(1, torch.tensor(written)[:, None]).sum()
-    assert writing.sample.logprob == pytest.approx(float(at_once), rel=1e-4)
-    assert len(set(written)) > 5
+        logits = model.model(torch.tensor([prompt_ids + new_ids], device=model.compute.device))[0, :, :SMALL_VOCABULARY]
+    logprobs = logits.log_softmax(-1)[len(prompt_ids) - 1 : -1].cpu()
+    expected = logprobs.gather(1, torch.tensor(new_ids)[:, None]).sum()
+    assert writing.sample.logprob == pytest.approx(float(expected), rel=1e-4)
+    assert len(set(new_ids)) > 5
 
 
 @on_cuda
 @pytest.mark.slow
-def test_mfu_is_told_where_the_datasheet_is_known(text: Path) -> None:
+def test_mfu_is_reported_for_known_devices(text: Path) -> None:
     result, _, _ = train(text, steps=2, dtype="bfloat16", **FEW_TOKENS)
-    known = peak_flops(torch.cuda.get_device_name(), "bfloat16") is not None
-    assert (result.mfu is not None) == known
-    if known:
+    is_known = peak_flops(torch.cuda.get_device_name(), "bfloat16") is not None
+    assert (result.mfu is not None) == is_known
+    if is_known:
         assert 0 < result.mfu < 1
 
 
@@ -203,14 +203,13 @@ def test_mfu_is_told_where_the_datasheet_is_known(text: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("arch", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("modern", 0.0)])
 @pytest.mark.parametrize("batch", [4096, 8192])
-def test_steps_hold_what_the_arithmetic_says(arch: Any, dropout: float, dtype: Any, batch: int) -> None:
-    """The allocator's own peak, of the second step."""
+def test_memory_estimate_matches_the_allocator(arch: Any, dropout: float, dtype: Any, batch: int) -> None:
     compute = pick(DEVICE, dtype)
-    asked = gpt.TrainConfig(
+    config = gpt.TrainConfig(
         preset="gpt2", n_layer=3, arch=arch, dropout=dropout, batch_tokens=batch, micro_batch="4", steps=1,
         compile="off",
     )  # fmt: skip
-    recipe = replace(resolve(asked, compute, 10**9, 10**8, 50_257, False, lambda note: None), loss_chunk=0)
+    recipe = replace(resolve(config, compute, 10**9, 10**8, 50_257, False, lambda note: None), loss_chunk=0)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = GPT(recipe.model).to(compute.device)
@@ -220,5 +219,5 @@ def test_steps_hold_what_the_arithmetic_says(arch: Any, dropout: float, dtype: A
     stepper.step(x, x, 0.0).read()
     torch.cuda.reset_peak_memory_stats()
     stepper.step(x, x, 0.0).read()
-    counted = training(recipe.model, Setup(4, recipe.rows > 4, dtype)).peak
-    assert torch.cuda.max_memory_allocated() - before == pytest.approx(counted, rel=0.1)
+    estimate = training(recipe.model, Setup(4, recipe.rows > 4, dtype)).peak
+    assert torch.cuda.max_memory_allocated() - before == pytest.approx(estimate, rel=0.1)

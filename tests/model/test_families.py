@@ -1,4 +1,4 @@
-"""Families of transformers, beside transformers itself: logits, searches, gradients, folders both ways, refusals."""
+"""Model families compared with Transformers."""
 
 import json
 import random
@@ -28,31 +28,30 @@ from gpt.text.tokenizer import bytes_tokenizer
 transformers = pytest.importorskip("transformers")
 
 IDS, EOT = 257, 256
-# Of each family one shape, and more where time is no matter.
+# one shape of each family, and nine more for `make test-more`
 SHAPES = [(family, 0) for family in FAMILIES] + [more(family, n) for family in FAMILIES for n in range(1, 10)]
 
 
-def shape_of(family: str, number: int) -> GPTConfig:
-    """A shape of a family, by chance."""
-    chance = random.Random(f"{family} {number}")
-    heads, layers = chance.choice([2, 4, 6]), chance.randint(2, 4)
-    found: dict[str, Any] = FAMILIES[family] | {"tied": chance.random() < 0.5, "n_inner": chance.choice([None, 40])}
-    found["layer_norm_epsilon"] = chance.choice([1e-5, 1e-6, 1e-3])
+def random_shape(family: str, number: int) -> GPTConfig:
+    rng = random.Random(f"{family} {number}")
+    heads, layers = rng.choice([2, 4, 6]), rng.randint(2, 4)
+    properties: dict[str, Any] = FAMILIES[family] | {"tied": rng.random() < 0.5, "n_inner": rng.choice([None, 40])}
+    properties["layer_norm_epsilon"] = rng.choice([1e-5, 1e-6, 1e-3])
     if family == "gpt2":
-        return GPTConfig(IDS, 48, layers, heads, 8 * heads, **found)
-    found["n_kv_head"] = chance.choice([n for n in range(1, heads + 1) if heads % n == 0])
-    found["head_dim"] = chance.choice([None, 4, 16])
-    found["rope_base"] = chance.choice([10_000.0, 500_000.0, 100.0])
-    found["rope_scaling"] = chance.choice([None, RopeScaling(8.0, 1.0, 4.0, 16), RopeScaling(2.0, 1.0, 2.0, 24)])
-    some = {
+        return GPTConfig(IDS, 48, layers, heads, 8 * heads, **properties)
+    properties["n_kv_head"] = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    properties["head_dim"] = rng.choice([None, 4, 16])
+    properties["rope_base"] = rng.choice([10_000.0, 500_000.0, 100.0])
+    properties["rope_scaling"] = rng.choice([None, RopeScaling(8.0, 1.0, 4.0, 16), RopeScaling(2.0, 1.0, 2.0, 24)])
+    window_choices = {
         "mistral": [range(layers)],
         "qwen2": [(), (), range(1, layers)],
-        "qwen3": [(), range(1, layers, 2), chance.sample(range(layers), 2)],
+        "qwen3": [(), range(1, layers, 2), rng.sample(range(layers), 2)],
     }
-    windowed = tuple(sorted(chance.choice(some.get(family, [()]))))
-    # Not 1: of a window of 1 transformers' cache keeps the last 0 columns, which is all of them.
-    found |= {"window": chance.choice([2, 5, 11]), "window_layers": windowed} if windowed else {}
-    return GPTConfig(IDS, 48, layers, heads, 8 * heads, **found)
+    windowed = tuple(sorted(rng.choice(window_choices.get(family, [()]))))
+    # With a window of 1, Transformers' cache keeps all columns instead of none.
+    properties |= {"window": rng.choice([2, 5, 11]), "window_layers": windowed} if windowed else {}
+    return GPTConfig(IDS, 48, layers, heads, 8 * heads, **properties)
 
 
 def save(path: Path, model: GPT) -> None:
@@ -60,9 +59,9 @@ def save(path: Path, model: GPT) -> None:
     checkpoint.write(path, checkpoint.contents(model.config, {**model.state_dict()}, files, {}))
 
 
-def ids_of(model: GPT, prompt: list[int], **how: Any) -> list[list[int]]:
-    """Ours after a prompt: of a greedy text, or of the best hypotheses."""
-    config = SampleConfig(max_tokens=24, **how)
+def generate_ids(model: GPT, prompt: list[int], **settings: Any) -> list[list[int]]:
+    """Generates the greedy text, or the best hypotheses."""
+    config = SampleConfig(max_tokens=24, **settings)
     context = Context(model, CPU, max(1, config.beam))
     updates = list(engine_of(context, [Request(prompt, config)], config, eot=EOT).run())
     if config.beam:
@@ -71,76 +70,76 @@ def ids_of(model: GPT, prompt: list[int], **how: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("family", "number"), SHAPES)
-def test_a_family_is_transformers(tmp_path: Path, family: str, number: int) -> None:
-    config = shape_of(family, number)
+def test_family_matches_transformers(tmp_path: Path, family: str, number: int) -> None:
+    config = random_shape(family, number)
     assert config.layout == family
-    ours = loud(config, spread=0.1)
-    save(tmp_path / "ours", ours)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
-    assert type(theirs).__name__ == hf.FAMILIES[family].architecture
-    stored = checkpoint.to_stored(config, ours.state_dict())
-    state = theirs.state_dict()
+    model = loud(config, spread=0.1)
+    save(tmp_path / "ours", model)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    assert type(reference).__name__ == hf.FAMILIES[family].architecture
+    stored = checkpoint.to_stored(config, model.state_dict())
+    state = reference.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in stored.items())
     assert set(state) - set(stored) <= ({hf.UNEMBEDDING} if config.tied else set())
 
     x = torch.randint(IDS, (2, 40))
     with torch.no_grad():
-        assert torch.allclose(ours(x), theirs(x).logits, atol=1e-4, rtol=0)
+        assert torch.allclose(model(x), reference(x).logits, atol=1e-4, rtol=0)
     prompt = x[:1, :20]
     for beams in (1, 3):
-        expected = theirs.generate(
+        expected = reference.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False, num_beams=beams,
             num_return_sequences=beams, eos_token_id=None, pad_token_id=EOT,
         )  # fmt: skip
-        how = {"beam": beams, "n_best": beams, "length_penalty": 1.0} if beams > 1 else {"greedy": True}
-        assert ids_of(ours, prompt[0].tolist(), **how, ignore_eot=True) == expected[:, 20:].tolist()
+        settings = {"beam": beams, "n_best": beams, "length_penalty": 1.0} if beams > 1 else {"greedy": True}
+        assert generate_ids(model, prompt[0].tolist(), **settings, ignore_eot=True) == expected[:, 20:].tolist()
 
-    theirs.save_pretrained(tmp_path / "theirs")
+    reference.save_pretrained(tmp_path / "theirs")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "theirs" / name).write_bytes((tmp_path / "ours" / name).read_bytes())
     for folder in ("ours", "theirs"):
-        again = checkpoint.load(tmp_path / folder, CPU.device).model
-        assert again.config == config
-        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
-    laid_out = library.load(tmp_path / "ours", device="cpu", dtype="float32", sampling=SampleConfig()).model
+        loaded = checkpoint.load(tmp_path / folder, CPU.device).model
+        assert loaded.config == config
+        assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    prepared = library.load(tmp_path / "ours", device="cpu", dtype="float32", sampling=SampleConfig()).model
     with torch.no_grad():
-        assert torch.allclose(laid_out(x), ours(x), atol=1e-4)
+        assert torch.allclose(prepared(x), model(x), atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "number"), SHAPES)
-def test_it_learns_as_transformers_does(family: str, number: int) -> None:
-    config = shape_of(family, number)
-    said = hf.to_hf_config(config, EOT, EOT)
-    kind = getattr(transformers, hf.FAMILIES[family].architecture)
+def test_loss_and_gradients_match_transformers(family: str, number: int) -> None:
+    config = random_shape(family, number)
+    hf_config = hf.to_hf_config(config, EOT, EOT)
+    model_class = getattr(transformers, hf.FAMILIES[family].architecture)
     torch.manual_seed(1)
-    theirs = kind(kind.config_class.from_dict(said))
-    ours = ours_with(theirs, config).train()
+    reference = model_class(model_class.config_class.from_dict(hf_config))
+    model = ours_with(reference, config).train()
     x = torch.randint(IDS, (3, 33))
     losses = [
         F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
-        for logits in (ours(x[:, :-1]), theirs.train()(x[:, :-1]).logits)
+        for logits in (model(x[:, :-1]), reference.train()(x[:, :-1]).logits)
     ]
     assert torch.allclose(*losses, atol=1e-5)
     for loss in losses:
         loss.backward()
-    gradients = checkpoint.to_stored(config, {name: p.grad for name, p in ours.named_parameters()})
-    for name, p in theirs.named_parameters():
+    gradients = checkpoint.to_stored(config, {name: p.grad for name, p in model.named_parameters()})
+    for name, p in reference.named_parameters():
         assert torch.allclose(gradients[name], p.grad, atol=1e-5), name
 
 
 @pytest.mark.parametrize("preset", ["smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "mistral-7b"])
-def test_config_of_a_preset_comes_back(preset: str) -> None:
+def test_preset_configs_round_trip(preset: str) -> None:
     config = PRESETS[preset].model
-    said = hf.to_hf_config(config, 0, [1, 2])
-    assert hf.from_hf_config(json.loads(json.dumps(said)), "it") == config
-    kind = getattr(transformers, hf.FAMILIES[config.layout].architecture).config_class
-    theirs = kind.from_dict(said)
-    for written in (theirs.to_dict(), theirs.to_diff_dict()):
+    hf_config = hf.to_hf_config(config, 0, [1, 2])
+    assert hf.from_hf_config(json.loads(json.dumps(hf_config)), "it") == config
+    config_class = getattr(transformers, hf.FAMILIES[config.layout].architecture).config_class
+    reference = config_class.from_dict(hf_config)
+    for written in (reference.to_dict(), reference.to_diff_dict()):
         assert hf.from_hf_config(json.loads(json.dumps(written, default=str)), "it") == config
 
 
 @pytest.mark.parametrize(
-    ("family", "form", "ends"),
+    ("family", "tokenizer", "ends"),
     [
         ("qwen3", "qwen", ["<|im_end|>", "<|endoftext|>"]),
         slow("llama", "llama3", ["<|end_of_text|>", "<|eot_id|>"]),
@@ -149,34 +148,36 @@ def test_config_of_a_preset_comes_back(preset: str) -> None:
         more("gpt2", "gpt2", ["<|endoftext|>"]),
     ],
 )
-def test_fine_tuned_and_saved_again(gpt: Gpt, workdir: Path, family: str, form: str, ends: list[str]) -> None:
-    """From a folder of transformers to one: its family, its tokenizer, and the ids that begin and end a text."""
-    whole = json.loads((vocabularies.write(form, Path("theirs")) / "tokenizer.json").read_text())
-    size = len(whole["model"]["vocab"])
-    config = replace(shape_of(family, 1), vocab_size=size + 40, window=None, window_layers=None)
+def test_fine_tuned_model_loads_in_transformers(
+    gpt: Gpt, workdir: Path, family: str, tokenizer: str, ends: list[str]
+) -> None:
+    """Fine-tuning keeps the family, tokenizer, and begin and end ids."""
+    tokenizer_json = json.loads((vocabularies.write(tokenizer, Path("theirs")) / "tokenizer.json").read_text())
+    size = len(tokenizer_json["model"]["vocab"])
+    config = replace(random_shape(family, 1), vocab_size=size + 40, window=None, window_layers=None)
     torch.manual_seed(0)
-    kind = getattr(transformers, hf.FAMILIES[config.layout].architecture)
-    added = {each["content"]: each["id"] for each in whole["added_tokens"]}
-    eos = [added[word] for word in ends]
-    kind(kind.config_class.from_dict(hf.to_hf_config(config, 0, eos))).save_pretrained("theirs")
+    model_class = getattr(transformers, hf.FAMILIES[config.layout].architecture)
+    added_tokens = {token["content"]: token["id"] for token in tokenizer_json["added_tokens"]}
+    eos = [added_tokens[word] for word in ends]
+    model_class(model_class.config_class.from_dict(hf.to_hf_config(config, 0, eos))).save_pretrained("theirs")
     Path("book.txt").write_bytes(make_text(800).encode())
     done = gpt("train", "book.txt", "--init", "theirs", "--steps", "2", "-o", "run", "--quiet", "--device", "cpu")
     assert done.code == 0, done.err
     saved = Path("run/step-000002")
     assert json.loads((saved / "config.json").read_text())["model_type"] == config.layout
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
-    ours = library.load(saved, device="cpu")
-    said = theirs.generation_config.eos_token_id
-    assert set(eos) == set(said if isinstance(said, list) else [said])
-    ids = ours.tokenizer.prompt("the cat sat")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
+    model = library.load(saved, device="cpu")
+    eos_token_id = reference.generation_config.eos_token_id
+    assert set(eos) == set(eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])
+    ids = model.tokenizer.prompt("the cat sat")
     assert transformers.AutoTokenizer.from_pretrained(saved)("the cat sat")["input_ids"] == ids
     with torch.no_grad():
-        assert torch.allclose(ours.model(torch.tensor([ids])), theirs(torch.tensor([ids])).logits, atol=1e-4)
+        assert torch.allclose(model.model(torch.tensor([ids])), reference(torch.tensor([ids])).logits, atol=1e-4)
 
 
-# What is missing means what it means to transformers
+# Missing keys have Transformers' defaults
 
-LEAST = {
+MINIMAL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 32,
     "max_position_embeddings": 48,
 }  # fmt: skip
@@ -184,7 +185,7 @@ LEAST = {
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
 @pytest.mark.parametrize(
-    "more",
+    "keys",
     [
         {},
         {"num_key_value_heads": 4},
@@ -197,25 +198,25 @@ LEAST = {
         },
     ],
 )
-def test_a_missing_key_is_transformers_default(family: str, more: dict[str, Any]) -> None:
-    said = {"model_type": family, **LEAST, **more}
-    config = hf.from_hf_config(json.loads(json.dumps(said)), "it")
-    theirs = getattr(transformers, hf.FAMILIES[family].architecture).config_class.from_dict(said)
-    assert config == hf.from_hf_config(theirs.to_dict(), "it")
-    assert config.rope_base == theirs.rope_parameters["rope_theta"]
+def test_missing_config_keys_have_transformers_defaults(family: str, keys: dict[str, Any]) -> None:
+    hf_config = {"model_type": family, **MINIMAL, **keys}
+    config = hf.from_hf_config(json.loads(json.dumps(hf_config)), "it")
+    reference = getattr(transformers, hf.FAMILIES[family].architecture).config_class.from_dict(hf_config)
+    assert config == hf.from_hf_config(reference.to_dict(), "it")
+    assert config.rope_base == reference.rope_parameters["rope_theta"]
 
 
-def test_a_missing_key_of_gpt2() -> None:
-    said = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 8}
-    config = hf.from_hf_config(said, "it")
-    theirs = transformers.GPT2Config.from_dict(said)
-    assert config.dropout == theirs.resid_pdrop
-    assert (config.tied, config.layer_norm_epsilon) == (theirs.tie_word_embeddings, theirs.layer_norm_epsilon)
-    ours = {key: value for key, value in said.items() if key != "n_positions"}
-    assert hf.from_hf_config(ours | {"n_ctx": 8}, "it") == config
+def test_missing_gpt2_config_keys_have_transformers_defaults() -> None:
+    hf_config = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 8}
+    config = hf.from_hf_config(hf_config, "it")
+    reference = transformers.GPT2Config.from_dict(hf_config)
+    assert config.dropout == reference.resid_pdrop
+    assert (config.tied, config.layer_norm_epsilon) == (reference.tie_word_embeddings, reference.layer_norm_epsilon)
+    without_positions = {key: value for key, value in hf_config.items() if key != "n_positions"}
+    assert hf.from_hf_config(without_positions | {"n_ctx": 8}, "it") == config
 
 
-# What is not computed is refused by name
+# Unsupported features are refused by name
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -259,15 +260,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"attention_dropout": 2}, "dropout is 2"),
     ],
 )  # fmt: skip
-def test_what_is_not_computed_is_refused(family: str, change: dict[str, Any], message: str) -> None:
+def test_unsupported_config_values_are_refused(family: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        hf.from_hf_config({"model_type": family, **LEAST, **change}, "config.json")
+        hf.from_hf_config({"model_type": family, **MINIMAL, **change}, "config.json")
     assert "config.json" in error.value.message
     assert len(error.value.message) < 300
 
 
-def test_a_family_that_is_not_read_is_told_which_are(gpt: Gpt, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", **LEAST}))
+def test_unknown_family_is_refused_with_a_list(gpt: Gpt, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", **MINIMAL}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     done = gpt("sample", "x", "-m", tmp_path)
     one_line_of_what_and_what_next(done, "describes a model of type 'gemma3'")
@@ -275,12 +276,15 @@ def test_a_family_that_is_not_read_is_told_which_are(gpt: Gpt, tmp_path: Path) -
 
 
 def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
-    config = shape_of("qwen2", 0)
+    config = random_shape("qwen2", 0)
     model = loud(config, spread=0.1)
     save(tmp_path / "c", model)
     (tmp_path / "c" / "checksums.json").unlink()
     (tmp_path / "c" / "gpt.json").unlink()
-    good, said = load_file(tmp_path / "c" / "model.safetensors"), json.loads((tmp_path / "c/config.json").read_text())
+    good, hf_config = (
+        load_file(tmp_path / "c" / "model.safetensors"),
+        json.loads((tmp_path / "c/config.json").read_text()),
+    )
     query = "model.layers.1.self_attn.q_proj.weight"
     for change, message in (
         ({query: good[query].T.contiguous()[:4]}, "q_proj.weight has the shape"),
@@ -293,16 +297,16 @@ def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / "c" / "model.safetensors")
         with pytest.raises(UserError, match=message):
             checkpoint.load(tmp_path / "c", CPU.device)
-    # As older versions saved a model without its unembedding, with buffers.
+    # Older versions saved models without the unembedding, and with buffers.
     base = {name.removeprefix("model."): tensor for name, tensor in good.items()}
     base["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(base, tmp_path / "c" / "model.safetensors")
-    again = checkpoint.load(tmp_path / "c", CPU.device).model.state_dict()
-    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
-    # Tied or not is never decided behind the user's back.
+    loaded = checkpoint.load(tmp_path / "c", CPU.device).model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+    # `gpt` never guesses whether embeddings are tied.
     untied = {name: tensor for name, tensor in good.items() if name != hf.UNEMBEDDING}
     save_file(untied, tmp_path / "c" / "model.safetensors")
-    (tmp_path / "c" / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}))
+    (tmp_path / "c" / "config.json").write_text(json.dumps(hf_config | {"tie_word_embeddings": False}))
     with pytest.raises(UserError, match=r"lm_head.weight is missing"):
         checkpoint.load(tmp_path / "c", CPU.device)
 
@@ -310,15 +314,17 @@ def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
 # Memory
 
 
-def test_weights_that_do_not_fit_are_refused(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_too_large_for_memory_are_refused(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "c", loud(GPTConfig.of("modern", 257, 48, 2, 2, 64), spread=0.1))
-    numbers = sum(parameter.numel() for parameter in GPT(GPTConfig.of("modern", 257, 48, 2, 2, 64)).parameters())
-    monkeypatch.setattr(Compute, "memory", lambda self: 3 * numbers)
-    words = ("sample", "x", "-m", tmp_path / "c", "-n", "4", "--device", "cpu")
-    done = gpt(*words)
+    parameter_count = sum(
+        parameter.numel() for parameter in GPT(GPTConfig.of("modern", 257, 48, 2, 2, 64)).parameters()
+    )
+    monkeypatch.setattr(Compute, "memory", lambda self: 3 * parameter_count)
+    command = ("sample", "x", "-m", tmp_path / "c", "-n", "4", "--device", "cpu")
+    done = gpt(*command)
     assert done.code == 0, done.err
     assert "bfloat16" in done.err
-    one_line_of_what_and_what_next(gpt(*words, "--dtype", "float32"), "the weights of")
-    assert gpt(*words, "--dtype", "int8").code == 0
+    one_line_of_what_and_what_next(gpt(*command, "--dtype", "float32"), "the weights of")
+    assert gpt(*command, "--dtype", "int8").code == 0
     with pytest.raises(UserError, match="the weights of"):
         library.load(tmp_path / "c", device="cpu")

@@ -1,4 +1,4 @@
-"""Fast ways of computing, each beside the plain definition that it equals."""
+"""Fast kernels compared with their plain definitions."""
 
 import math
 from typing import Any
@@ -13,17 +13,17 @@ from gpt.model.loss import tied_cross_entropy
 from gpt.training.compiling import compile_halves, uncompile_halves
 
 
-def test_rms_norm_is_torchs() -> None:
+def test_rms_norm_matches_torch() -> None:
     torch.manual_seed(0)
-    ours = decoder.RMSNorm(16, eps=1e-3)
-    torch.nn.init.normal_(ours.weight)
+    norm = decoder.RMSNorm(16, eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
     x = torch.randn(2, 3, 5, 16, requires_grad=True)
-    expected = torch.nn.functional.rms_norm(x, (16,), ours.weight, 1e-3)
-    assert torch.allclose(ours(x), expected, atol=1e-6)
+    expected = torch.nn.functional.rms_norm(x, (16,), norm.weight, 1e-3)
+    assert torch.allclose(norm(x), expected, atol=1e-6)
     weight = torch.randn_like(x)
     for a, b in zip(
-        torch.autograd.grad((ours(x) * weight).sum(), (x, ours.weight)),
-        torch.autograd.grad((expected * weight).sum(), (x, ours.weight)),
+        torch.autograd.grad((norm(x) * weight).sum(), (x, norm.weight)),
+        torch.autograd.grad((expected * weight).sum(), (x, norm.weight)),
         strict=True,
     ):
         assert torch.allclose(a, b, atol=1e-5)
@@ -45,22 +45,22 @@ def test_rms_norm_of_bfloat16_rounds_once() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 4, 30])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-def test_plain_attention_with_shared_heads_is_the_fused_one(heads: tuple[int, int], window: int | None) -> None:
+def test_plain_attention_with_shared_heads_matches_fused_attention(heads: tuple[int, int], window: int | None) -> None:
     torch.manual_seed(0)
     H, K = heads
     q = torch.randn(9, H, 11, 8, requires_grad=True)
     k, v = (torch.randn(9, K, 11, 8, requires_grad=True) for _ in "kv")
-    plain = kernels.attend(q, k, v, None, 0.0, window)
+    unfused = kernels.attend(q, k, v, None, 0.0, window)
     with torch.no_grad():
         fused = kernels.attend(q, k, v, None, 0.0, window)
-    assert torch.allclose(plain, fused, atol=1e-5)
-    weight = torch.randn_like(plain)
-    sees = torch.ones(11, 11).tril().triu(1 - (window or 11)).bool()
-    whole = [t.repeat_interleave(H // K, dim=1) for t in (k, v)]
-    again = ((q @ whole[0].mT / 8**0.5).masked_fill(~sees, -math.inf)).softmax(-1) @ whole[1]
+    assert torch.allclose(unfused, fused, atol=1e-5)
+    weight = torch.randn_like(unfused)
+    mask = torch.ones(11, 11).tril().triu(1 - (window or 11)).bool()
+    repeated = [t.repeat_interleave(H // K, dim=1) for t in (k, v)]
+    expected = ((q @ repeated[0].mT / 8**0.5).masked_fill(~mask, -math.inf)).softmax(-1) @ repeated[1]
     for a, b in zip(
-        torch.autograd.grad((plain * weight).sum(), (q, k, v)),
-        torch.autograd.grad((again * weight).sum(), (q, k, v)),
+        torch.autograd.grad((unfused * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight).sum(), (q, k, v)),
         strict=True,
     ):
         assert torch.allclose(a, b, atol=1e-4)
@@ -68,19 +68,19 @@ def test_plain_attention_with_shared_heads_is_the_fused_one(heads: tuple[int, in
 
 @pytest.mark.parametrize("window", [None, 1, 100, 129, 500])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_attention_in_bfloat16_is_that_in_float32(kv_heads: int, window: int | None) -> None:
-    """A prompt's scores are computed some positions at a time."""
+def test_bfloat16_attention_matches_float32(kv_heads: int, window: int | None) -> None:
+    """Scores of a prompt are computed in chunks of positions."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 300, 8).bfloat16() for heads in (6, kv_heads, kv_heads))
     with torch.no_grad():
-        parts = kernels.attend(q, k, v, None, 0.0, window)
-        whole = kernels.attend(q.float(), k.float(), v.float(), None, 0.0, window)
-    assert parts.dtype == torch.bfloat16
-    assert torch.allclose(parts.float(), whole, atol=0.03)
+        actual = kernels.attend(q, k, v, None, 0.0, window)
+        expected = kernels.attend(q.float(), k.float(), v.float(), None, 0.0, window)
+    assert actual.dtype == torch.bfloat16
+    assert torch.allclose(actual.float(), expected, atol=0.03)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.99])
-def test_dropout_zeroes_its_share_and_keeps_the_mean(p: float) -> None:
+def test_dropout_rate_and_mean(p: float) -> None:
     torch.manual_seed(1)
     x = torch.ones(999, 1001, dtype=torch.float64).requires_grad_()
     y = kernels.drop(x.mT, p).mT
@@ -88,15 +88,15 @@ def test_dropout_zeroes_its_share_and_keeps_the_mean(p: float) -> None:
     assert (y == 0).double().mean().item() == pytest.approx(p, abs=0.002)
     assert y.mean().item() == pytest.approx(1, abs=0.03)
     assert len(y.unique()) == 2 and torch.equal(x.grad, y)
-    pairs = (y[:, 1:] != 0).double() * (y[:, :-1] != 0)  # neighbours share a draw
+    pairs = (y[:, 1:] != 0).double() * (y[:, :-1] != 0)  # Neighbors share a random number.
     assert pairs.mean().item() == pytest.approx((1 - p) ** 2, abs=0.002)
     assert torch.equal(kernels.drop(x, 0.0), x)
 
 
-@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+@pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
 @pytest.mark.parametrize("arch", ["gpt2", "qwen2"])
-def test_compiled_gradients_are_the_eager_ones(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of biases are summed in two steps, as on a GPU."""
+def test_compiled_gradients_match_eager_gradients(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bias gradients are summed in two steps, as on a GPU."""
     monkeypatch.setattr(kernels, "SUMMED_ON", ("cpu",))
     monkeypatch.setattr(kernels, "PLAIN_UP_TO", 0)
     torch.manual_seed(0)
@@ -110,16 +110,16 @@ def test_compiled_gradients_are_the_eager_ones(arch: str, monkeypatch: pytest.Mo
         total = tied_cross_entropy(model.trunk(idx), model.unembedding, idx)
         return [total.detach(), *torch.autograd.grad(total, list(model.parameters()))]
 
-    plain = gradients()
+    eager = gradients()
     torch._dynamo.reset()
     compile_halves(model, torch.device("cpu"), backend="aot_eager", fullgraph=True)
-    for one, other in zip(gradients(), plain, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+    for actual, expected in zip(gradients(), eager, strict=True):
+        assert torch.allclose(actual, expected, atol=1e-5)
     uncompile_halves(model)
     assert not any("last_norm" in vars(module) or "add_mlp" in vars(module) for module in model.modules())
 
 
-def test_the_residual_stream_is_narrowed_under_a_gpus_autocast_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_residual_stream_is_narrowed_only_under_gpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 3, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert kernels.narrowed(x) is x

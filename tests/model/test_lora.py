@@ -1,5 +1,4 @@
-"""Adapters: they alone train and are saved, they come back with their base, and merged they compute the same. PEFT
-loads ours and we load PEFT's."""
+"""LoRA adapters: training, saving, merging, and exchange with PEFT."""
 
 import json
 import shutil
@@ -22,7 +21,7 @@ from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.text.tokenizer import bytes_tokenizer
 
-# PEFT asks transformers 5 by a former name.
+# PEFT uses a former name of a Transformers 5 attribute.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 CPU = torch.device("cpu")
 
@@ -40,11 +39,11 @@ FAMILIES = {
 }
 
 LORA: dict[str, Any] = {"lora_rank": 4, "dtype": "float32", "sample_every": 0}
-WORDS = ("--lora-rank", "4", "--steps", "3", "--dtype", "float32")
+OPTIONS = ("--lora-rank", "4", "--steps", "3", "--dtype", "float32")
 
 
 @pytest.fixture
-def other(workdir: Path) -> Path:
+def second_text(workdir: Path) -> Path:
     path = workdir / "other.txt"
     path.write_bytes(make_text(2500, seed=5).encode())
     return path
@@ -52,7 +51,7 @@ def other(workdir: Path) -> Path:
 
 @pytest.fixture
 def base(run_folder: Path, workdir: Path) -> Path:
-    """A checkpoint of our own to move about."""
+    """A checkpoint that tests can modify."""
     return Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), workdir / "base"))
 
 
@@ -61,8 +60,7 @@ def scramble(parameters: list[torch.nn.Parameter]) -> None:
         parameter.data.normal_(0, 0.2)
 
 
-def scrambled(config: GPTConfig, rank: int, targets: str = "all") -> GPT:
-    """A model whose adapters do something."""
+def model_with_adapters(config: GPTConfig, rank: int, targets: str = "all") -> GPT:
     torch.manual_seed(0)
     model = GPT(config)
     scramble(lora.adapt(model, rank, 2.0 * rank, targets))
@@ -71,41 +69,41 @@ def scrambled(config: GPTConfig, rank: int, targets: str = "all") -> GPT:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", ["all", "mlp"])
-def test_merged_weights_give_the_same_logits(family: str, targets: str) -> None:
+def test_merged_weights_match_adapters(family: str, targets: str) -> None:
     config = FAMILIES[family]
-    model = scrambled(config, 3, targets)
-    plain = GPT(config)
-    plain.load_state_dict({name: p for name, p in model.state_dict().items() if not name.endswith((".a", ".b"))})
+    model = model_with_adapters(config, 3, targets)
+    merged = GPT(config)
+    merged.load_state_dict({name: p for name, p in model.state_dict().items() if not name.endswith((".a", ".b"))})
     ids = torch.arange(16)[None]
     with torch.no_grad():
-        before = plain(ids)
-        lora.merge(plain, lora.adapters(model), 2.0, lora.find_roles(targets, config))
-        assert torch.allclose(plain(ids), model(ids), atol=1e-5)
+        before = merged(ids)
+        lora.merge(merged, lora.adapters(model), 2.0, lora.find_roles(targets, config))
+        assert torch.allclose(merged(ids), model(ids), atol=1e-5)
         assert not torch.allclose(before, model(ids), atol=1e-2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_alone_train(family: str) -> None:
+def test_only_adapters_are_trained(family: str) -> None:
     config, ids = FAMILIES[family], torch.arange(16)[None]
     fresh = GPT(config).eval()
     with torch.no_grad():
         before = fresh(ids)
         lora.adapt(fresh, 3, 6.0)
-        assert torch.equal(fresh(ids), before)  # B is 0 at first
-    model = scrambled(config, 3)
+        assert torch.equal(fresh(ids), before)  # B starts as 0.
+    model = model_with_adapters(config, 3)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(lora.adapters(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in lora.adapters(model).items()}
     assert shapes == lora.adapter_shapes(config, 3, LORA_ROLES)
     assert len(shapes) == 2 * 4 * 2
-    # An adapter for each tensor that is stored, of which a map of GPT-2 is one.
-    stored = [
+    # Each stored tensor has one adapter, including fused tensors.
+    stored_names = [
         name for name in hf.stored_tensors(config) if name.endswith(("_proj.weight", "c_attn.weight", "c_fc.weight"))
     ]
-    assert sum(shape[0] // 3 for name, shape in shapes.items() if name.endswith(".a")) == len(stored)
+    assert sum(shape[0] // 3 for name, shape in shapes.items() if name.endswith(".a")) == len(stored_names)
 
 
-def test_a_frozen_map_in_bfloat16_keeps_its_dtype() -> None:
+def test_frozen_bfloat16_weights_keep_their_dtype() -> None:
     linear = torch.nn.Linear(8, 8).requires_grad_(False)
     x = torch.randn(4, 8)
     adapted = lora.LowRank(linear.bfloat16(), 2, 1.0, (lora.AdaptedMatrix(("up",), 0, 8),))
@@ -113,44 +111,43 @@ def test_a_frozen_map_in_bfloat16_keeps_its_dtype() -> None:
     adapted.b.data.normal_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = adapted(x)
-    exact = x @ (linear.weight.float() + adapted.b @ adapted.a).T + linear.bias.float()
+    expected = x @ (linear.weight.float() + adapted.b @ adapted.a).T + linear.bias.float()
     assert out.dtype == torch.bfloat16
-    assert torch.allclose(out.float(), exact, atol=0.05)
+    assert torch.allclose(out.float(), expected, atol=0.05)
     out.float().square().sum().backward()
     assert adapted.a.grad is not None
     assert adapted.a.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("vocab_size", [301, 320])
-def test_the_loss_through_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is computed in chunks with its gradient, and is what autograd computes of one whose unembedding learns."""
+def test_loss_with_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradient are computed in chunks, and equal autograd's with a trained unembedding."""
     torch.manual_seed(0)
     monkeypatch.setattr(memory, "LOGITS_ON_CPU", vocab_size * 13)
     monkeypatch.setattr(memory, "LEAST_AT_ONCE", 1)
     weight, x = torch.randn(vocab_size, 16), torch.randn(3, 50, 16, requires_grad=True)
     targets = torch.randint(0, vocab_size, (3, 50))
     targets[0, :7] = loss.IGNORED
-    for dtype, near in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        found = []
-        for learns in (False, True):
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        results = []
+        for is_trained in (False, True):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-                total = loss.tied_cross_entropy(x, weight.clone().requires_grad_(learns), targets)
+                total = loss.tied_cross_entropy(x, weight.clone().requires_grad_(is_trained), targets)
             (grad,) = torch.autograd.grad(total / 7, x)
-            found.append((total.item(), grad))
-        assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-        assert torch.allclose(found[0][1], found[1][1], atol=near)
-        assert not found[0][1][0, :7].any()
+            results.append((total.item(), grad))
+        assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+        assert torch.allclose(results[0][1], results[1][1], atol=tolerance)
+        assert not results[0][1][0, :7].any()
 
 
 # PEFT
 
 
-def theirs_at(path: Path) -> Any:
-    """The model of transformers' in a folder."""
+def load_transformers(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def base_of(config: GPTConfig, path: Path) -> Path:
+def save_base(config: GPTConfig, path: Path) -> Path:
     torch.manual_seed(0)
     files = checkpoint.TokenizerFiles(bytes_tokenizer(), config)
     checkpoint.save(path, GPT(config), files, {"step": 1})
@@ -158,88 +155,90 @@ def base_of(config: GPTConfig, path: Path) -> Path:
 
 
 def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = "all") -> None:
-    """Writes a model's adapters, whose alpha is twice their rank, as a run does."""
-    about = adapter.Adapter(str(base), rank, 2.0 * rank, folder.weight_checksums(base))
-    store = partial(adapter.contents, about, lora.find_roles(targets, model.config))
+    """Writes adapters as a run does, with alpha twice the rank."""
+    config = adapter.Adapter(str(base), rank, 2.0 * rank, folder.weight_checksums(base))
+    store = partial(adapter.contents, config, lora.find_roles(targets, model.config))
     files = checkpoint.TokenizerFiles(bytes_tokenizer(), model.config)
-    meta = {"step": 1, "adapter": {"sha256": about.sha256}}
+    meta = {"step": 1, "adapter": {"sha256": config.sha256}}
     checkpoint.write(path, checkpoint.contents(model.config, lora.adapters(model), files, meta, store))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", ["all", slow("attention"), "output,down", slow("query,value")])
-def test_peft_loads_ours(family: str, targets: str, workdir: Path) -> None:
+def test_peft_loads_our_adapters(family: str, targets: str, workdir: Path) -> None:
     config = FAMILIES[family]
     if family == "gpt2" and targets == "query,value":
         targets = "query,key,value"
-    base = base_of(config, workdir / "base")
+    base = save_base(config, workdir / "base")
     model = checkpoint.load(base, CPU).model
     scramble(lora.adapt(model, 3, 6.0, targets))
     write_adapter(model, base, workdir / "adapter", 3, targets)
     ids = torch.arange(16)[None]
     with torch.no_grad():
-        ours = model(ids)
-        theirs = peft.PeftModel.from_pretrained(theirs_at(base), workdir / "adapter")  # missing keys would be warned of
-        assert torch.allclose(theirs(ids).logits, ours, atol=1e-4)
-        assert torch.allclose(checkpoint.load(workdir / "adapter", CPU).model(ids), ours, atol=1e-5)
-        assert not torch.allclose(theirs_at(base)(ids).logits, ours, atol=1e-2)
+        expected = model(ids)
+        # PEFT would warn about missing keys.
+        peft_model = peft.PeftModel.from_pretrained(load_transformers(base), workdir / "adapter")
+        assert torch.allclose(peft_model(ids).logits, expected, atol=1e-4)
+        assert torch.allclose(checkpoint.load(workdir / "adapter", CPU).model(ids), expected, atol=1e-5)
+        assert not torch.allclose(load_transformers(base)(ids).logits, expected, atol=1e-2)
 
 
-THEIR_TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "llama": "all-linear", "qwen2": ["q_proj", "v_proj"]}
+PEFT_TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "llama": "all-linear", "qwen2": ["q_proj", "v_proj"]}
 
 
-def their_adapter(config: GPTConfig, workdir: Path, **settings: Any) -> tuple[Any, Path]:
-    """A model with adapters made by PEFT, and their folder."""
-    base = base_of(config, workdir / "base")
-    targets = THEIR_TARGETS.get(config.layout, ["o_proj", "gate_proj"])
-    given = {"r": 3, "lora_alpha": 7, "target_modules": targets, "init_lora_weights": False, **settings}
+def make_peft_adapter(config: GPTConfig, workdir: Path, **settings: Any) -> tuple[Any, Path]:
+    base = save_base(config, workdir / "base")
+    targets = PEFT_TARGETS.get(config.layout, ["o_proj", "gate_proj"])
+    lora_settings = {"r": 3, "lora_alpha": 7, "target_modules": targets, "init_lora_weights": False, **settings}
     torch.manual_seed(1)
-    about = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=config.layout == "gpt2", **given)
-    theirs = peft.get_peft_model(theirs_at(base), about).eval()
-    theirs.save_pretrained(workdir / "theirs", save_embedding_layers=False)
-    return theirs, workdir / "theirs"
+    lora_config = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=config.layout == "gpt2", **lora_settings)
+    model = peft.get_peft_model(load_transformers(base), lora_config).eval()
+    model.save_pretrained(workdir / "theirs", save_embedding_layers=False)
+    return model, workdir / "theirs"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("by_root", [False, True])
-def test_we_load_pefts(family: str, by_root: bool, workdir: Path) -> None:
-    theirs, path = their_adapter(FAMILIES[family], workdir, use_rslora=by_root)
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_peft_adapters_are_loaded(family: str, use_rslora: bool, workdir: Path) -> None:
+    peft_model, path = make_peft_adapter(FAMILIES[family], workdir, use_rslora=use_rslora)
     ids = torch.arange(16)[None]
     with torch.no_grad():
-        assert torch.allclose(library.load(path).model(ids), theirs(ids).logits, atol=1e-4)
+        assert torch.allclose(library.load(path).model(ids), peft_model(ids).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_pefts(family: str, workdir: Path) -> None:
+def test_gradients_match_peft(family: str, workdir: Path) -> None:
     config = FAMILIES[family]
-    base = base_of(config, workdir / "base")
+    base = save_base(config, workdir / "base")
     model = checkpoint.load(base, CPU).model.train()
     scramble(lora.adapt(model, 3, 6.0))
     write_adapter(model, base, workdir / "adapter", 3)
-    theirs = peft.PeftModel.from_pretrained(theirs_at(base), workdir / "adapter", is_trainable=True)
+    peft_model = peft.PeftModel.from_pretrained(load_transformers(base), workdir / "adapter", is_trainable=True)
     ids = torch.randint(0, 257, (2, 17))
     x, y = ids[:, :-1], ids[:, 1:].contiguous()
-    one = loss.tied_cross_entropy(model.trunk(x), model.unembedding, y)
-    one.backward()
-    other = torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten(), reduction="sum")
-    other.backward()
-    assert one.item() == pytest.approx(other.item(), rel=1e-5)
+    our_loss = loss.tied_cross_entropy(model.trunk(x), model.unembedding, y)
+    our_loss.backward()
+    peft_loss = torch.nn.functional.cross_entropy(peft_model(x).logits.flatten(0, 1), y.flatten(), reduction="sum")
+    peft_loss.backward()
+    assert our_loss.item() == pytest.approx(peft_loss.item(), rel=1e-5)
     grads = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
-    about = adapter.Adapter(str(base), 3, 6.0, {})
-    stored = adapter.contents(about, lora.find_roles("all", config), config, grads)[adapter.FILE]
-    found = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    assert set(stored) == set(found)
+    adapter_config = adapter.Adapter(str(base), 3, 6.0, {})
+    stored = adapter.contents(adapter_config, lora.find_roles("all", config), config, grads)[adapter.FILE]
+    peft_grads = {
+        name.replace(".default.", "."): p.grad for name, p in peft_model.named_parameters() if p.grad is not None
+    }
+    assert set(stored) == set(peft_grads)
     for name, grad in stored.items():
-        assert torch.allclose(torch.from_numpy(grad), found[name], rtol=1e-3, atol=1e-4), name
+        assert torch.allclose(torch.from_numpy(grad), peft_grads[name], rtol=1e-3, atol=1e-4), name
 
 
-def test_a_folder_of_pefts_is_a_model(gpt: Gpt, workdir: Path, other: Path) -> None:
-    _, path = their_adapter(FAMILIES["llama"], workdir)
+def test_commands_accept_a_peft_folder(gpt: Gpt, workdir: Path, second_text: Path) -> None:
+    _, path = make_peft_adapter(FAMILIES["llama"], workdir)
     assert json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(workdir / "base")
     assert gpt("sample", "the", "-m", path, "-n", "4").code == 0
     assert json.loads(gpt("params", path, "--json").out)["config"]["n_embd"] == 32
-    assert gpt("eval", other, "-m", path).code == 0
-    result = library.train(other, init=path, steps=2, **LORA)
+    assert gpt("eval", second_text, "-m", path).code == 0
+    result = library.train(second_text, init=path, steps=2, **LORA)
     assert library.load(result.run).model.config.layout == "llama"
     (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
     one_line_of_what_and_what_next(gpt("sample", "-m", path), "has no adapter_model.safetensors")
@@ -259,32 +258,32 @@ def test_a_folder_of_pefts_is_a_model(gpt: Gpt, workdir: Path, other: Path) -> N
         ("lora_alpha", float("inf")),
     ],
 )
-def test_adapters_that_compute_something_else(gpt: Gpt, workdir: Path, key: str, value: Any) -> None:
-    path = base_of(FAMILIES["llama"], workdir / "base")
+def test_unsupported_peft_settings_are_refused(gpt: Gpt, workdir: Path, key: str, value: Any) -> None:
+    path = save_base(FAMILIES["llama"], workdir / "base")
     model = checkpoint.load(path, CPU).model
     lora.adapt(model, 3, 6.0)
     write_adapter(model, path, workdir / "adapter", 3)
     for name in ("gpt.json", "checksums.json", "config.json"):
         (workdir / "adapter" / name).unlink()
-    about = workdir / "adapter" / "adapter_config.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {key: value}))
-    named = {"r": "rank", "lora_alpha": "scale"}.get(key, key)
+    config_path = workdir / "adapter" / "adapter_config.json"
+    config_path.write_text(json.dumps(json.loads(config_path.read_text()) | {key: value}))
+    expected_name = {"r": "rank", "lora_alpha": "scale"}.get(key, key)
     done = gpt("sample", "-m", workdir / "adapter")
     assert (done.code, done.err.count("error: ")) == (2, 1)
-    assert named in done.err
+    assert expected_name in done.err
 
 
-def test_adapters_with_too_many_tensors_too_few_or_themselves_as_a_base(gpt: Gpt, workdir: Path) -> None:
-    _, path = their_adapter(FAMILIES["mistral"], workdir, target_modules=["q_proj", "lm_head"])
+def test_invalid_adapter_folders_are_refused(gpt: Gpt, workdir: Path) -> None:
+    _, path = make_peft_adapter(FAMILIES["mistral"], workdir, target_modules=["q_proj", "lm_head"])
     one_line_of_what_and_what_next(gpt("sample", "-m", path), "has a tensor base_model.model.lm_head.lora_A.weight")
     (workdir / "other").mkdir()
-    _, path = their_adapter(FAMILIES["llama"], workdir / "other")
+    _, path = make_peft_adapter(FAMILIES["llama"], workdir / "other")
     arrays = load_file(path / "adapter_model.safetensors")
     del arrays["base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"]
     save_file(arrays, path / "adapter_model.safetensors")
     assert "layers.1.self_attn.k_proj.lora_B.weight is missing" in gpt("sample", "-m", path).err
-    about = json.loads((path / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(path)}
-    (path / "adapter_config.json").write_text(json.dumps(about))
+    peft_config = json.loads((path / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(path)}
+    (path / "adapter_config.json").write_text(json.dumps(peft_config))
     one_line_of_what_and_what_next(gpt("sample", "-m", path), "is in a chain of more than 100 adapters")
 
 
@@ -300,15 +299,15 @@ def test_adapters_with_too_many_tensors_too_few_or_themselves_as_a_base(gpt: Gpt
         ("", 'there is no ""'),
     ],
 )
-def test_targets_that_a_gpt2_does_not_have(gpt: Gpt, base: Path, other: Path, targets: str, message: str) -> None:
-    done = gpt("train", other, "--init", base, *WORDS, "--lora-targets", targets)
+def test_invalid_targets_are_refused(gpt: Gpt, base: Path, second_text: Path, targets: str, message: str) -> None:
+    done = gpt("train", second_text, "--init", base, *OPTIONS, "--lora-targets", targets)
     assert (done.code, done.err.count("error: ")) == (2, 1)
     assert message in done.err
     assert not Path("runs").exists()
 
 
-def test_targets_need_adapters(gpt: Gpt, base: Path, other: Path) -> None:
-    done = gpt("train", other, "--init", base, "--lora-targets", "mlp")
+def test_targets_need_adapters(gpt: Gpt, base: Path, second_text: Path) -> None:
+    done = gpt("train", second_text, "--init", base, "--lora-targets", "mlp")
     one_line_of_what_and_what_next(done, "--lora-targets needs --lora-rank")
 
 
@@ -316,37 +315,37 @@ def test_targets_need_adapters(gpt: Gpt, base: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", slow("qwen3")])
-def test_a_run_with_targets(family: str, workdir: Path, other: Path) -> None:
-    base = base_of(FAMILIES[family], workdir / "base")
-    result = library.train(other, init=base, steps=4, lora_targets="mlp,output", merge_lora=True, **LORA)
+def test_run_with_targets(family: str, workdir: Path, second_text: Path) -> None:
+    base = save_base(FAMILIES[family], workdir / "base")
+    result = library.train(second_text, init=base, steps=4, lora_targets="mlp,output", merge_lora=True, **LORA)
     record = json.loads((result.run / "run.json").read_text())
     assert record["settings"]["lora_targets"] == record["resolved"]["lora_targets"] == "mlp,output"
-    names = load_file(result.checkpoint / "adapter_model.safetensors")
-    assert not any("q_proj" in name or "c_attn" in name for name in names)
+    tensors = load_file(result.checkpoint / "adapter_model.safetensors")
+    assert not any("q_proj" in name or "c_attn" in name for name in tensors)
     ids = torch.arange(16)[None]
     with torch.no_grad():
         tuned = library.load(result.run).model(ids)
         assert torch.allclose(
-            peft.PeftModel.from_pretrained(theirs_at(base), result.checkpoint)(ids).logits, tuned, atol=1e-4
+            peft.PeftModel.from_pretrained(load_transformers(base), result.checkpoint)(ids).logits, tuned, atol=1e-4
         )
-        assert torch.allclose(theirs_at(result.run / "merged")(ids).logits, tuned, atol=1e-4)
+        assert torch.allclose(load_transformers(result.run / "merged")(ids).logits, tuned, atol=1e-4)
     longer = library.resume(result.run, steps=6)
     assert longer.steps == 6
 
 
-def test_a_run_of_adapters(base: Path, other: Path) -> None:
-    heard: list[Any] = []
-    sums = folder.weight_checksums(base)
-    result = library.train(other, init=base, steps=30, merge_lora=True, listen=heard.append, **LORA)
-    assert folder.weight_checksums(base) == sums
-    first = next(event.val_loss for event in heard if isinstance(event, events.EvalEvent))
+def test_run_saves_only_adapters(base: Path, second_text: Path) -> None:
+    run_events: list[Any] = []
+    checksums = folder.weight_checksums(base)
+    result = library.train(second_text, init=base, steps=30, merge_lora=True, listen=run_events.append, **LORA)
+    assert folder.weight_checksums(base) == checksums
+    first = next(event.val_loss for event in run_events if isinstance(event, events.EvalEvent))
     assert result.val_loss < first
     assert not (result.checkpoint / "model.safetensors").exists()
     saved = load_file(result.checkpoint / "adapter_model.safetensors")
     assert len(saved) == 2 * 4 * library.load(base).model.config.n_layer
-    assert json.loads((result.checkpoint / "gpt.json").read_text())["adapter"] == {"sha256": sums}
-    about = json.loads((result.checkpoint / "adapter_config.json").read_text())
-    assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (4, 8.0, str(base))
+    assert json.loads((result.checkpoint / "gpt.json").read_text())["adapter"] == {"sha256": checksums}
+    peft_config = json.loads((result.checkpoint / "adapter_config.json").read_text())
+    assert (peft_config["r"], peft_config["lora_alpha"], peft_config["base_model_name_or_path"]) == (4, 8.0, str(base))
     assert json.loads((result.run / "run.json").read_text())["resolved"]["optimizer"] == "adamw"
 
     tuned, merged = library.load(result.run), library.load(result.run / "merged")
@@ -357,8 +356,8 @@ def test_a_run_of_adapters(base: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_merged_model_needs_no_base(gpt: Gpt, base: Path, other: Path) -> None:
-    assert gpt("train", other, "--init", base, *WORDS, "--merge-lora").code == 0
+def test_merged_model_needs_no_base(gpt: Gpt, base: Path, second_text: Path) -> None:
+    assert gpt("train", second_text, "--init", base, *OPTIONS, "--merge-lora").code == 0
     from_run = gpt("sample", "the", "-m", "runs/other", "--greedy").out
     assert gpt("sample", "the", "-m", "runs/other:latest", "--greedy").code == 0
     assert json.loads(gpt("params", "runs/other", "--json").out)["config"]["n_embd"] == 32
@@ -367,8 +366,8 @@ def test_the_merged_model_needs_no_base(gpt: Gpt, base: Path, other: Path) -> No
     assert gpt("sample", "the", "-m", "runs/other/merged", "--greedy").out == from_run
 
 
-def test_a_base_that_changed_is_refused(gpt: Gpt, base: Path, other: Path) -> None:
-    assert gpt("train", other, "--init", base, *WORDS).code == 0
+def test_changed_base_is_refused(gpt: Gpt, base: Path, second_text: Path) -> None:
+    assert gpt("train", second_text, "--init", base, *OPTIONS).code == 0
     weights = load_file(base / "model.safetensors")
     weights["transformer.ln_f.bias"] += 1
     save_file(weights, base / "model.safetensors")
@@ -376,21 +375,21 @@ def test_a_base_that_changed_is_refused(gpt: Gpt, base: Path, other: Path) -> No
 
 
 @pytest.mark.slow
-def test_adapters_on_adapters_and_with_a_shorter_context(base: Path, other: Path) -> None:
-    one = library.train(other, init=base, steps=4, block_size=16, **LORA)
-    two = library.train(other, init=one.run, steps=4, out="two", **LORA)
-    model = library.load(two.run).model
+def test_adapters_on_adapters_with_a_shorter_context(base: Path, second_text: Path) -> None:
+    first = library.train(second_text, init=base, steps=4, block_size=16, **LORA)
+    second = library.train(second_text, init=first.run, steps=4, out="two", **LORA)
+    model = library.load(second.run).model
     assert model.config.block_size == 16
-    whole = library.train(other, init=two.run, steps=1, lr=0.0, out="whole", dtype="float32")
+    full = library.train(second_text, init=second.run, steps=1, lr=0.0, out="whole", dtype="float32")
     ids = torch.arange(16)[None]
     with torch.no_grad():
-        assert torch.allclose(library.load(whole.run).model(ids), model(ids), atol=1e-6)
+        assert torch.allclose(library.load(full.run).model(ids), model(ids), atol=1e-6)
 
 
-def test_adapters_that_do_not_fit(gpt: Gpt, base: Path, other: Path) -> None:
-    done = gpt("train", other, "--init", base, "--lora-rank", "33")
+def test_mismatched_adapters_are_refused(gpt: Gpt, base: Path, second_text: Path) -> None:
+    done = gpt("train", second_text, "--init", base, "--lora-rank", "33")
     one_line_of_what_and_what_next(done, "lora-rank 33 is more than the model's width, 32")
-    result = library.train(other, init=base, steps=1, **LORA)
+    result = library.train(second_text, init=base, steps=1, **LORA)
     save_file({"x": torch.zeros(1)}, result.checkpoint / "adapter_model.safetensors")
     one_line_of_what_and_what_next(gpt("sample", "-m", result.run), "its sha256 has changed since it was saved")
     (result.checkpoint / "checksums.json").unlink()

@@ -1,4 +1,4 @@
-"""The decoder against its definition, and its table of parameters against what is built."""
+"""The decoder and its parameter table."""
 
 import itertools
 import math
@@ -44,84 +44,85 @@ EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 @EACH_KIND
-def test_logits_are_those_of_the_definition(kind: str) -> None:
+def test_logits_match_the_definition(kind: str) -> None:
     model = loud(KINDS[kind], 4)
     idx = torch.randint(97, (1, 20))
     with torch.no_grad():
         expected = naive.logits(model, idx[0].tolist())
-        assert torch.allclose(model(idx)[0], expected, atol=2e-5)  # attends by torch's fused kernel
-        assert torch.allclose(torch.stack(patterns(model, idx)), torch.stack(patterns(model, idx)).tril())
-    assert torch.allclose(model(idx)[0], expected, atol=2e-5)  # attends plainly
+        assert torch.allclose(model(idx)[0], expected, atol=2e-5)  # torch's fused attention
+        assert torch.allclose(
+            torch.stack(attention_patterns(model, idx)), torch.stack(attention_patterns(model, idx)).tril()
+        )
+    assert torch.allclose(model(idx)[0], expected, atol=2e-5)  # plain attention
     assert torch.allclose(torch.func.functional_call(model.double(), {}, (idx,))[0].float(), expected, atol=2e-5)
 
 
-def patterns(model: GPT, idx: Tensor) -> list[Tensor]:
+def attention_patterns(model: GPT, idx: Tensor) -> list[Tensor]:
     x, rope = model.embed(idx)
-    found = []
+    patterns = []
     for layer, block in enumerate(model.h):
-        found.append(block.attn.pattern(block.ln_1(x), rope)[0])
+        patterns.append(block.attn.pattern(block.ln_1(x), rope)[0])
         x = block(x, layer, rope)
-    return found
+    return patterns
 
 
 @EACH_KIND
 @pytest.mark.parametrize("sizes", [(7, 1, 6, 1, 5, 90, 1, 1, 38), (67, 68, 1, 14)])
-def test_cache_equals_no_cache(kind: str, sizes: tuple[int, ...]) -> None:
+def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...]) -> None:
     model = loud(KINDS[kind], 4)
     idx = torch.randint(97, (2, 150))
     cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32)
-    # A prompt, one step, several at once, more than a window's columns have room for, and steps again.
-    pieces, at = [], 0
+    # a prompt, single steps, chunks, and a chunk above the columns of a window
+    pieces, position = [], 0
     with torch.no_grad():
-        whole = model(idx)
+        expected = model(idx)
         for part in idx.split(sizes, dim=1):
-            pieces.append(model(part, Placement(cache, [(0, [at, at], part.size(1))])))
-            at += part.size(1)
-    assert torch.allclose(torch.cat(pieces, dim=1), whole, atol=1e-4)
-    if kind != "mistral":  # some layer sees all of the context
+            pieces.append(model(part, Placement(cache, [(0, [position, position], part.size(1))])))
+            position += part.size(1)
+    assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-4)
+    if kind != "mistral":  # Some layer attends to the whole context.
         with pytest.raises(ValueError, match="155 tokens do not fit"):
             model(idx[:, :5], Placement(cache, [(0, [150, 150], 5)]))
 
 
 @EACH_KIND
-@pytest.mark.parametrize("fixed", [False, True])
-def test_rows_of_different_lengths_with_steps_taken_back(kind: str, fixed: bool) -> None:
-    """Prompts of different lengths in one pass, guesses that are taken back, and a row that becomes a copy of
-    another."""
+@pytest.mark.parametrize("fixed_shapes", [False, True])
+def test_cache_rows_of_different_lengths_with_rollback(kind: str, fixed_shapes: bool) -> None:
+    """Covers prompts in one pass, rejected guesses, and copied rows."""
     model, lengths = loud(KINDS[kind], 4), [3, 80, 110]
     idx = torch.randint(97, (3, 150))
     cache = KVCache(model.config, 3, torch.device("cpu"), torch.float32)
 
     def logits_after(new: torch.Tensor) -> torch.Tensor:
-        if not fixed or new.size(1) > 1:
+        if not fixed_shapes or new.size(1) > 1:
             return model(new, Placement(cache, [(0, lengths, new.size(1))]))
         positions = torch.tensor(lengths)
         x, rope = model.embed_at(new, positions[:, None])
         return model.unembed(model.stack(x, rope, EveryRow(cache, positions)))
 
-    def own() -> torch.Tensor:
-        return torch.stack([row[at : at + 1] for row, at in zip(idx, lengths, strict=True)])
+    def next_ids() -> torch.Tensor:
+        return torch.stack([row[position : position + 1] for row, position in zip(idx, lengths, strict=True)])
 
     with torch.no_grad():
-        whole = model(idx)
+        full_logits = model(idx)
         packed = torch.cat([row[:length] for row, length in zip(idx, lengths, strict=True)])[None]
         logits = model(packed, Placement(cache, [(row, [0], length) for row, length in enumerate(lengths)]))
-        expected = torch.cat([row[:length] for row, length in zip(whole, lengths, strict=True)])
+        expected = torch.cat([row[:length] for row, length in zip(full_logits, lengths, strict=True)])
         assert torch.allclose(logits[0], expected, atol=1e-4)
         for step, guesses in enumerate([0, 3, 20, 0, 1, 30]):
-            logits = logits_after(torch.cat([own(), torch.randint(97, (3, guesses))], dim=1))[:, 0]
-            expected = torch.stack([row[at] for row, at in zip(whole, lengths, strict=True)])
+            logits = logits_after(torch.cat([next_ids(), torch.randint(97, (3, guesses))], dim=1))[:, 0]
+            expected = torch.stack([row[position] for row, position in zip(full_logits, lengths, strict=True)])
             lengths = [length + 1 for length in lengths]
             assert torch.allclose(logits, expected, atol=1e-4), step
         for source, target in ((1, 0), (2, 1)):
             cache.copy(source, target, 0, lengths[source], max(lengths))
             idx[target], lengths[target] = idx[source], lengths[source]
-        expected = torch.stack([row[at] for row, at in zip(model(idx), lengths, strict=True)])
-        assert torch.allclose(logits_after(own())[:, 0], expected, atol=1e-4)
+        expected = torch.stack([row[position] for row, position in zip(model(idx), lengths, strict=True)])
+        assert torch.allclose(logits_after(next_ids())[:, 0], expected, atol=1e-4)
 
 
-def test_past_the_context_each_layer_sees_its_window() -> None:
-    """Rotary positions run on: dense layers see the last block_size positions, windowed ones theirs."""
+def test_layers_keep_their_windows_past_the_context() -> None:
+    """Rotary positions continue past the context."""
     config = GPTConfig.of("modern", 97, 16, 2, 2, 16, window=4)
     model = loud(config, 4)
     longer = GPT(replace(config, block_size=60, window=4)).eval()
@@ -129,13 +130,16 @@ def test_past_the_context_each_layer_sees_its_window() -> None:
     idx = torch.randint(97, (1, 60))
     cache = KVCache(config, 1, torch.device("cpu"), torch.float32)
     with torch.no_grad():
-        got = torch.cat([model(idx[:, at : at + 1], Placement(cache, [(0, [at], 1)])) for at in range(60)], dim=1)
+        actual = torch.cat(
+            [model(idx[:, position : position + 1], Placement(cache, [(0, [position], 1)])) for position in range(60)],
+            dim=1,
+        )
         for block, window in zip(longer.h, (16, 4), strict=True):
             block.attn.window = window
-        assert torch.allclose(got, longer(idx), atol=1e-4)
+        assert torch.allclose(actual, longer(idx), atol=1e-4)
 
 
-def test_sine_table_is_the_papers() -> None:
+def test_sine_table_matches_the_paper() -> None:
     table = sine_table(50, 16)
     for p in (0, 1, 7, 49):
         for i in range(8):
@@ -144,7 +148,7 @@ def test_sine_table_is_the_papers() -> None:
             assert table[p, 2 * i + 1] == pytest.approx(math.cos(angle), abs=1e-6)
 
 
-def test_initialization_is_gpt2s() -> None:
+def test_initialization_matches_gpt2() -> None:
     torch.manual_seed(5)
     model = GPT(GPTConfig(512, 256, 8, 4, 256))
     assert model.wte.weight.std().item() == pytest.approx(0.02, rel=0.02)
@@ -166,39 +170,39 @@ def test_dropout_only_in_training() -> None:
     assert torch.equal(model(idx), model(idx))
 
 
-@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+@pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
 @pytest.mark.parametrize(
-    ("chunk", "filled", "compiled"),
+    ("chunk", "padded", "compiled"),
     [*itertools.product([0, 1, 3, 10, 64], [False, True], [False]), (3, True, True), slow(0, True, True)],
 )
-def test_the_loss_and_its_gradients_are_autograds(
-    chunk: int, filled: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+def test_loss_and_gradients_match_autograd(
+    chunk: int, padded: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle has all logits at once, in float64; the operations that a GPU compiles are traced and run one by one."""
+    """The reference computes all logits together in float64."""
     torch.manual_seed(3)
     x, weight = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(11, 4, dtype=torch.float64)
     targets = torch.randint(11, (2, 5))
     targets[1, 2] = IGNORED
 
     def gradients(loss: Any, dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = [each.to(dtype, copy=True).requires_grad_() for each in (x, weight)]
+        leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in (x, weight)]
         total = loss(*leaves, targets) / 7
         return [total.detach(), *torch.autograd.grad(total, leaves)]
 
-    def plain(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def reference(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy((x @ weight.t()).flatten(0, 1), targets.flatten(), reduction="sum")
 
-    monkeypatch.setattr("gpt.model.memory.ALIGNED_ON", ("cpu",) if filled else ())
+    monkeypatch.setattr("gpt.model.memory.ALIGNED_ON", ("cpu",) if padded else ())
     torch._dynamo.reset()
     loss = torch.compile(tied_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else tied_cross_entropy
-    ours = partial(loss, chunk=chunk)
-    for dtype, near in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
-        for one, other in zip(gradients(ours, dtype), gradients(plain, torch.float64), strict=True):
-            assert torch.allclose(one.double(), other, atol=near)
+    chunked_loss = partial(loss, chunk=chunk)
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
+        for actual, expected in zip(gradients(chunked_loss, dtype), gradients(reference, torch.float64), strict=True):
+            assert torch.allclose(actual.double(), expected, atol=tolerance)
 
 
-def test_a_loss_in_half_precision_does_not_overflow() -> None:
-    """The gradients of 2¹⁷ positions alike add up to more than float16's largest number."""
+def test_half_precision_loss_does_not_overflow() -> None:
+    """The gradients of 2¹⁷ equal positions sum to more than float16's maximum."""
     weight = torch.zeros(3, 2, requires_grad=True)
     x = torch.ones(1, 2**17, 2, requires_grad=True)
     with torch.autocast("cpu", torch.float16):
@@ -207,15 +211,15 @@ def test_a_loss_in_half_precision_does_not_overflow() -> None:
     assert grad.flatten().tolist() == pytest.approx([-2 / 3] * 2 + [1 / 3] * 4, rel=1e-3)
 
 
-def test_loss_equals_its_definition() -> None:
+def test_token_losses_match_the_definition() -> None:
     torch.manual_seed(7)
     logits, targets = torch.randn(2, 5, 11), torch.randint(11, (2, 5))
-    naive = [
+    expected = [
         math.log(sum(math.exp(logits[b, t, v]) for v in range(11))) - logits[b, t, targets[b, t]].item()
         for b in range(2)
         for t in range(5)
     ]
-    assert token_losses(logits.flatten(0, 1), targets.flatten()).tolist() == pytest.approx(naive, rel=1e-4)
+    assert token_losses(logits.flatten(0, 1), targets.flatten()).tolist() == pytest.approx(expected, rel=1e-4)
     targets[0, 0] = -100
     assert token_losses(logits[0], targets[0])[0] == 0
     assert bits_per_byte(math.log(2) * 80, 10) == pytest.approx(8)
@@ -225,8 +229,8 @@ SHAPES = {name: preset.model for name, preset in PRESETS.items()} | KINDS
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_table_is_the_built_model(name: str) -> None:
-    """Names in order, shapes, what is trained, and what each kind is; on the meta device, so that 175B fits too."""
+def test_parameter_table_matches_the_built_model(name: str) -> None:
+    """The meta device fits 175B parameters."""
     config = SHAPES[name]
     with torch.device("meta"):
         model = GPT(config)
@@ -250,7 +254,7 @@ def test_the_table_is_the_built_model(name: str) -> None:
     assert parts.total_weights == sum(row.parameters for row in parts.rows)
 
 
-PAPER_TOTALS = {  # GPT-2's own counts; table 2.1 of the GPT-3 paper, in millions
+PAPER_TOTALS = {  # parameter counts of GPT-2, and of GPT-3 in table 2.1 of its paper
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
     "gpt3-175b": 174_604_259_328,
 }  # fmt: skip
@@ -260,7 +264,7 @@ PAPER_MILLIONS = {
 }  # fmt: skip
 
 
-def test_totals_are_the_papers() -> None:
+def test_parameter_totals_match_the_papers() -> None:
     for name, total in PAPER_TOTALS.items():
         assert breakdown(PRESETS[name].model).trainable == total
     for name, millions in PAPER_MILLIONS.items():
@@ -279,6 +283,6 @@ def test_totals_are_the_papers() -> None:
         ({"n_head": 1, "n_embd": 33, "positions": "sinusoidal"}, "even n_embd"),
     ],
 )
-def test_shapes_that_cannot_be_built(change: dict[str, object], message: str) -> None:
+def test_invalid_shapes_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         replace(SMALL, **change)  # type: ignore[arg-type]

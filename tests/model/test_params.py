@@ -1,4 +1,4 @@
-"""Counts of parameters, operations and cache, against transformers', the built model, and loops."""
+"""Counts of parameters, FLOPs and cache."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.params import SLACK, breakdown, cache_bytes, flops_per_token, flops_sampled
 
-# As their config.json says on the hub.
+# values of config.json on the Hub
 COLUMNS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings", "tie_word_embeddings",
@@ -29,19 +29,18 @@ FAMILIES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
-def shapes(count: int) -> list[GPTConfig]:
-    """Random small ones of every property."""
+def random_shapes(count: int) -> list[GPTConfig]:
     rng = random.Random(0)
-    found = []
+    configs = []
     for _ in range(count):
         n_head, head = rng.choice([1, 2, 4, 6]), rng.choice([2, 4, 6])
-        rms = rng.random() < 0.7
+        has_rms_norm = rng.random() < 0.7
         n_layer, window = rng.randint(1, 5), rng.choice([None, 1, 3, 8, 30])
-        found.append(
+        configs.append(
             GPTConfig(
                 rng.randint(5, 99), rng.randint(2, 40), n_layer, n_head, n_head * head,
-                positions="rotary" if rms else rng.choice(["learned", "sinusoidal", "rotary"]),
-                norm="rmsnorm" if rms else "layernorm",
+                positions="rotary" if has_rms_norm else rng.choice(["learned", "sinusoidal", "rotary"]),
+                norm="rmsnorm" if has_rms_norm else "layernorm",
                 mlp=rng.choice(["gelu", "swiglu"]),
                 n_inner=rng.choice([None, 7, 32]),
                 biases=rng.choice(["all", "qkv", "none"]),
@@ -53,42 +52,42 @@ def shapes(count: int) -> list[GPTConfig]:
                 tied=rng.random() < 0.5,
             )
         )  # fmt: skip
-    return found
+    return configs
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_counts_are_transformers(name: str) -> None:
-    family, values, more = FAMILIES[name]
-    settings = getattr(transformers, f"{family}Config")(**dict(zip(COLUMNS, values, strict=True)), **more)
+def test_counts_match_transformers(name: str) -> None:
+    family, values, extra = FAMILIES[name]
+    settings = getattr(transformers, f"{family}Config")(**dict(zip(COLUMNS, values, strict=True)), **extra)
     with torch.device("meta"):
-        theirs = getattr(transformers, f"{family}ForCausalLM")(settings)
+        reference = getattr(transformers, f"{family}ForCausalLM")(settings)
     parts = breakdown(PRESETS[name].model)
-    assert parts.trainable == theirs.num_parameters()
+    assert parts.trainable == reference.num_parameters()
     sizes = {row.matrix: row.parameters for row in parts.rows}
-    said = {
+    endings = {
         "Query": "q_proj.weight", "Key": "k_proj.weight", "Value-Up": "v_proj.weight", "Value-Down": "o_proj.weight",
         "Gate-Projection": "gate_proj", "Up-Projection": "up_proj", "Down-Projection": "down_proj",
         "Embedding": "embed_tokens",
     }  # fmt: skip
-    for matrix, ending in said.items():
-        assert sizes[matrix] == sum(p.numel() for n, p in theirs.named_parameters() if ending in n), matrix
-    assert parts.layer_norms == sum(p.numel() for n, p in theirs.named_parameters() if "norm" in n)
-    assert parts.biases == sum(p.numel() for n, p in theirs.named_parameters() if n.endswith("bias"))
+    for matrix, ending in endings.items():
+        assert sizes[matrix] == sum(p.numel() for n, p in reference.named_parameters() if ending in n), matrix
+    assert parts.layer_norms == sum(p.numel() for n, p in reference.named_parameters() if "norm" in n)
+    assert parts.biases == sum(p.numel() for n, p in reference.named_parameters() if n.endswith("bias"))
 
 
 def multiplications(config: GPTConfig, T: int) -> int:
-    """Of a forward pass for the last of T positions, counted map by map, head by head and key by key."""
+    """Counts a forward pass's multiplications for the last of T positions."""
     total = sum(p.numel() for n, p in GPT(config).named_parameters() if n != "wpe.weight")
-    total -= 0 if config.tied else config.vocab_size * config.n_embd  # a row of it is looked up
+    total -= 0 if config.tied else config.vocab_size * config.n_embd  # The embedding is a lookup.
     for window in config.windows:
         for _ in range(config.n_head):
-            seen = [key for key in range(T) if window is None or key > T - 1 - window]
-            total += 2 * len(seen) * config.head_size  # the score, and the sum of values
+            visible_keys = [key for key in range(T) if window is None or key > T - 1 - window]
+            total += 2 * len(visible_keys) * config.head_size  # score, and weighted sum of values
     return total
 
 
-def test_operations_and_cache_are_counted_one_by_one() -> None:
-    for config in shapes(40):
+def test_flops_and_cache_match_explicit_counts() -> None:
+    for config in random_shapes(40):
         for T in (1, 9, 40):
             assert flops_sampled(config, T) == 2 * multiplications(config, T), config
             assert flops_per_token(config, T) == 3 * flops_sampled(config, T)
@@ -97,58 +96,58 @@ def test_operations_and_cache_are_counted_one_by_one() -> None:
         assert 3 * cache_bytes(long, 2 * SLACK, 2) == cache.nbytes
 
 
-def test_a_window_costs_less(gpt: Gpt) -> None:
-    words = ("params", "qwen3-0.6b", "--block-size", "8192", "--devices", "1", "--json")
-    dense, banded = (json.loads(gpt(*words, *window).out) for window in ((), ("--window", "512")))
+def test_window_reduces_flops_and_cache(gpt: Gpt) -> None:
+    command = ("params", "qwen3-0.6b", "--block-size", "8192", "--devices", "1", "--json")
+    dense, banded = (json.loads(gpt(*command, *window).out) for window in ((), ("--window", "512")))
     assert banded["trainable"] == dense["trainable"]
-    saved = 14 * (8192 - 512)  # positions that every other one of 28 layers doesn't see
-    assert dense["flops"]["trained_token"] - banded["flops"]["trained_token"] == 12 * 16 * 128 * saved
+    saved_positions = 14 * (8192 - 512)  # positions outside the window, in 14 of 28 layers
+    assert dense["flops"]["trained_token"] - banded["flops"]["trained_token"] == 12 * 16 * 128 * saved_positions
     columns = 14 * (8192 - 512 - SLACK)
     assert dense["memory"]["sampling"]["cache"] - banded["memory"]["sampling"]["cache"] == 2 * 2 * 8 * 128 * columns
-    assert "S = 121,856 tokens that the layers attend to" in gpt(*words[:-1], "--window", "512").out
+    assert "S = 121,856 tokens that the layers attend to" in gpt(*command[:-1], "--window", "512").out
 
 
-# What is printed
+# Printed tables
 
 
 def test_tables_of_families(gpt: Gpt) -> None:
     out = gpt("params", "mistral-7b").out
-    for words in (
+    for fragment in (
         "(128 × 4,096) × 8 × 32", "(128 × 4,096) × 32 × 32", "(14,336 × 4,096) × 32", "Gate-Projection",
         "not tied: the unembedding is a separate matrix", "RMSNorms, γ", "the linear layers have none",
     ):  # fmt: skip
-        assert words in out
+        assert fragment in out
     assert "biases of queries, keys and values" in gpt("params", "qwen2.5-0.5b").out
 
 
 @pytest.mark.parametrize("names", [("gpt2", "qwen3-0.6b"), ("mistral-7b", "gpt2")])
-def test_rows_side_by_side_go_by_name(gpt: Gpt, names: tuple[str, str]) -> None:
+def test_compared_rows_are_matched_by_name(gpt: Gpt, names: tuple[str, str]) -> None:
     rows = {line[:16].strip(): line[16:].split() for line in gpt("params", *names).out.splitlines() if line.strip()}
     assert list(rows)[2:11] == [row.matrix for row in breakdown(PRESETS["qwen3-0.6b"].model).rows]
-    for at, name in enumerate(names):
+    for column, name in enumerate(names):
         parts = breakdown(PRESETS[name].model)
         sizes = {row.matrix: f"{row.parameters:,}" for row in parts.rows}
         for matrix in list(rows)[2:11]:
             cells = [cell for cell in rows[matrix] if not cell.endswith("%")]
-            assert cells[at] == sizes.get(matrix, "–")
-        assert rows["trainable"][at] == f"{parts.trainable:,}"
-        assert rows["norms"][at] == f"+{parts.layer_norms:,}"
+            assert cells[column] == sizes.get(matrix, "–")
+        assert rows["trainable"][column] == f"{parts.trainable:,}"
+        assert rows["norms"][column] == f"+{parts.layer_norms:,}"
 
 
-def test_a_shape_by_hand(gpt: Gpt) -> None:
-    words = ["--n-layer", "3", "--n-head", "4", "--n-kv-head", "2", "--head-dim", "16", "--n-embd", "32"]
-    words += ["--n-inner", "48", "--window", "9", "--block-size", "64", "--vocab-size", "99", "--arch", "modern"]
-    said = json.loads(gpt("params", *words, "--json").out)
+def test_shape_from_options(gpt: Gpt) -> None:
+    options = ["--n-layer", "3", "--n-head", "4", "--n-kv-head", "2", "--head-dim", "16", "--n-embd", "32"]
+    options += ["--n-inner", "48", "--window", "9", "--block-size", "64", "--vocab-size", "99", "--arch", "modern"]
+    output = json.loads(gpt("params", *options, "--json").out)
     config = GPTConfig.of("modern", 99, 64, 3, 4, 32, n_kv_head=2, head_dim=16, n_inner=48, window=9)
-    assert said["config"] == json.loads(json.dumps(asdict(config)))
-    assert said["trainable"] == sum(p.numel() for p in GPT(config).parameters())
-    for n_layer in (3, 40):  # fewer or more layers keep their windows
-        said = json.loads(gpt("params", "mistral-7b", "--n-layer", str(n_layer), "--json").out)["config"]
-        assert said["window_layers"] == list(range(n_layer))
+    assert output["config"] == json.loads(json.dumps(asdict(config)))
+    assert output["trainable"] == sum(p.numel() for p in GPT(config).parameters())
+    for n_layer in (3, 40):  # Windows follow the number of layers.
+        output = json.loads(gpt("params", "mistral-7b", "--n-layer", str(n_layer), "--json").out)["config"]
+        assert output["window_layers"] == list(range(n_layer))
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--n-kv-head", "5"], "n_head 12 is not divisible by n_kv_head 5"),
         (["--window", "0"], "window is 0; it must be between 1 and 16,777,216"),
@@ -156,5 +155,5 @@ def test_a_shape_by_hand(gpt: Gpt) -> None:
         (["--n-kv-head", "4", "--devices", "8", "--tensor", "8"], "the model's 4 key/value heads cannot be"),
     ],
 )
-def test_shapes_that_cannot_be(gpt: Gpt, words: list[str], message: str) -> None:
-    one_line_of_what_and_what_next(gpt("params", "gpt2", *words), message)
+def test_invalid_shape_options_are_refused(gpt: Gpt, options: list[str], message: str) -> None:
+    one_line_of_what_and_what_next(gpt("params", "gpt2", *options), message)

@@ -1,4 +1,4 @@
-"""Folders of rounded matrices: every command reads them as what they stand for, and refuses what they cannot be."""
+"""Folders of quantized weights in every command."""
 
 import json
 import shutil
@@ -36,14 +36,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied": MODERN | {"qk_norm": False, "biases": "qkv", "tied": False},
     "sinusoidal": {"positions": "sinusoidal"},
     "own": {"positions": "rotary"},
-    "narrow": {"n_embd": 24},  # rows of which are no groups of 32
+    "narrow": {"n_embd": 24},  # The rows do not divide into groups of 32.
 }
 SAMPLING = SampleConfig()
 fast_int4 = Int4Linear.runs_on(torch.device("cpu"))
 
 
 def save(path: Path, **properties: Any) -> Path:
-    """A checkpoint of random weights."""
     shape = {"vocab_size": 257, "block_size": 48, "n_layer": 2, "n_head": 2, "n_embd": 64}
     model = loud(GPTConfig(**shape | properties), spread=0.1)
     checkpoint.save(path, model, checkpoint.TokenizerFiles(bytes_tokenizer(), model.config), {})
@@ -58,36 +57,36 @@ def export(model: Path, dtype: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Returns the folder of a shape, made once: in float32, rounded, or rounded and then restored (int4-float32)."""
-    place = tmp_path_factory.mktemp("quantized")
+def quantized_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Returns the folder of a shape, cached by dtypes. int4-float32 is quantized, then dequantized."""
+    root = tmp_path_factory.mktemp("quantized")
 
     def get(shape: str, dtypes: str = "float32") -> Path:
-        found = place / shape
-        if not found.exists():
-            save(found, **SHAPES[shape])
+        path = root / shape
+        if not path.exists():
+            save(path, **SHAPES[shape])
         for dtype in dtypes.split("-"):
-            found = export(found, dtype)
-        return found
+            path = export(path, dtype)
+        return path
 
     return get
 
 
-Made = Callable[..., Path]
+QuantizedFolder = Callable[..., Path]
 
 
-def logits(path: Path, device: str = "cpu", **how: Any) -> Tensor:
+def logits(path: Path, device: str = "cpu", **options: Any) -> Tensor:
     idx = torch.randint(257, (3, 40), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.inference_mode():
-        found: Tensor = library.load(path, device=device, **how).model(idx)
-        return found.float().cpu()
+        output: Tensor = library.load(path, device=device, **options).model(idx)
+        return output.float().cpu()
 
 
-# Rounding
+# Quantization
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_is_its_definition(dtype: torch.dtype) -> None:
+def test_int8_matches_its_definition(dtype: torch.dtype) -> None:
     weight = (torch.randn(300, 2048) * torch.logspace(-20, 20, 300)[:, None]).to(dtype)
     weight[3] = 0
     rounded, exact = to_int8(weight), weight.float()
@@ -99,8 +98,8 @@ def test_int8_is_its_definition(dtype: torch.dtype) -> None:
     assert (rounded.bits, rounded.shape) == (8, (300, 2048))
 
 
-def test_int4_is_q4_0_of_gguf() -> None:
-    """The same numbers in the same bytes, and less error than its own rounding."""
+def test_int4_matches_gguf_q4_0() -> None:
+    """The bytes are Q4_0's. The error is smaller than the reference quantizer's."""
     gguf = pytest.importorskip("gguf")
     q4_0 = gguf.GGMLQuantizationType.Q4_0
     weight = (
@@ -115,24 +114,24 @@ def test_int4_is_q4_0_of_gguf() -> None:
     )
     restored = rounded.dequantize()
     assert np.array_equal(gguf.quants.dequantize(blocks.reshape(130, -1), q4_0), restored.numpy())
-    theirs = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), q4_0), q4_0))
-    ours, plain = ((each - weight).view(-1, GROUP).square().sum(1) for each in (restored, theirs))
-    assert ours.sum() < 0.91 * plain.sum()
+    reference = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), q4_0), q4_0))
+    our_error, reference_error = ((values - weight).view(-1, GROUP).square().sum(1) for values in (restored, reference))
+    assert our_error.sum() < 0.91 * reference_error.sum()
     assert (restored[7] == 0).all()
     ids = torch.tensor([[8, 0], [129, 7]])
     assert torch.equal(rounded.rows(ids), restored[ids])
 
 
-@pytest.mark.parametrize("rounds", [to_int8, to_int4])
+@pytest.mark.parametrize("quantize", [to_int8, to_int4])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_are_none_are_not_rounded(rounds: Callable[[Tensor], Quantized], bad: float) -> None:
+def test_nan_and_infinity_are_not_quantized(quantize: Callable[[Tensor], Quantized], bad: float) -> None:
     weight = torch.ones(9000, 64)
     weight[8000, 40] = bad
     with pytest.raises(UserError, match="NaN or infinite"):
-        rounds(weight)
+        quantize(weight)
 
 
-def test_numbers_at_the_ends_of_float16() -> None:
+def test_int4_scales_at_the_limits_of_float16() -> None:
     assert (to_int4(torch.full((2, 32), 1e-12)).dequantize() == 0).all()
     large = torch.full((2, 32), 4e5)
     torch.testing.assert_close(to_int4(large).dequantize(), large, rtol=1e-3, atol=0)
@@ -140,36 +139,37 @@ def test_numbers_at_the_ends_of_float16() -> None:
         to_int4(torch.full((2, 32), 1e6))
 
 
-# What a folder computes
+# Models from quantized folders
 
 
 @pytest.mark.parametrize("dtype", ["int4", slow("int8")])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_rounded_folder_is_the_option(made: Made, shape: str, dtype: str) -> None:
-    plain, rounded = made(shape), made(shape, f"float32-{dtype}")
-    for how in ({"sampling": SAMPLING}, {"sampling": SampleConfig(compile="on")}, {}):
-        assert torch.equal(logits(rounded, dtype=dtype, **how), logits(plain, dtype=dtype, **how))
-    assert torch.equal(logits(rounded, sampling=SAMPLING), logits(plain, dtype=dtype, sampling=SAMPLING))
-    one, other = (
-        library.load(path, dtype=how, sampling=SAMPLING).generate("ab", greedy=True, max_tokens=60)
-        for path, how in ((rounded, "auto"), (plain, dtype))
+def test_quantized_folder_matches_the_dtype_option(quantized_folder: QuantizedFolder, shape: str, dtype: str) -> None:
+    unquantized, rounded = quantized_folder(shape), quantized_folder(shape, f"float32-{dtype}")
+    for options in ({"sampling": SAMPLING}, {"sampling": SampleConfig(compile="on")}, {}):
+        assert torch.equal(logits(rounded, dtype=dtype, **options), logits(unquantized, dtype=dtype, **options))
+    assert torch.equal(logits(rounded, sampling=SAMPLING), logits(unquantized, dtype=dtype, sampling=SAMPLING))
+    from_folder, from_option = (
+        library.load(path, dtype=options, sampling=SAMPLING).generate("ab", greedy=True, max_tokens=60)
+        for path, options in ((rounded, "auto"), (unquantized, dtype))
     )
-    assert one == other
+    assert from_folder == from_option
 
 
 @pytest.mark.parametrize("dtype", ["int8", slow("int4")])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_rounded_folder_computes_its_numbers(made: Made, shape: str, dtype: str) -> None:
-    """Bit for bit what the folder does that those numbers are written to in float32."""
-    rounded, restored = made(shape, f"float32-{dtype}"), made(shape, f"float32-{dtype}-float32")
-    for how in (
+def test_quantized_folder_matches_its_dequantized_weights(
+    quantized_folder: QuantizedFolder, shape: str, dtype: str
+) -> None:
+    rounded, restored = quantized_folder(shape, f"float32-{dtype}"), quantized_folder(shape, f"float32-{dtype}-float32")
+    for options in (
         {}, {"sampling": SAMPLING, "dtype": "float32"}, {"sampling": SAMPLING, "dtype": "bfloat16"},
         {"sampling": SampleConfig(compile="on"), "dtype": "float32"},
     ):  # fmt: skip
-        assert torch.equal(logits(rounded, **how), logits(restored, **how)), how
+        assert torch.equal(logits(rounded, **options), logits(restored, **options)), options
     config = checkpoint.peek(rounded)[0]
-    _, stored = checkpoint.open_weights(made(shape))
-    weights = {name: whole.detach() for name, whole in library.load(rounded).model.state_dict().items()}
+    _, stored = checkpoint.open_weights(quantized_folder(shape))
+    weights = {name: tensor.detach() for name, tensor in library.load(rounded).model.state_dict().items()}
     for name, p in named_parameters(config).items():
         if p.kind in ("embedding", "unembedding") or (p.kind == "linear" and (dtype == "int8" or p.shape[1] % GROUP)):
             assert torch.equal(weights[name], to_int8(stored[name]()).dequantize())
@@ -178,44 +178,51 @@ def test_a_rounded_folder_computes_its_numbers(made: Made, shape: str, dtype: st
         elif p.trained:
             assert torch.equal(weights[name], stored[name]())
     parts: dict[str, Tensor] = {}
-    checkpoint.load_parts(rounded, config, lambda name, whole: parts.update({name: whole.clone()}))
-    assert all(torch.equal(whole, weights[name]) for name, whole in parts.items())
+    checkpoint.load_parts(rounded, config, lambda name, tensor: parts.update({name: tensor.clone()}))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in parts.items())
     assert set(parts) == set(dict(library.load(rounded).model.named_parameters()))
 
 
-def test_rows_of_a_rounded_embedding_are_restored_as_they_are_used(made: Made) -> None:
-    for shape, dtype, how in (("gpt2", "int4", "float32"), ("untied", "int4", "float32"), ("modern", "int8", "auto")):
-        model = library.load(made(shape, f"float32-{dtype}"), dtype=how, sampling=SAMPLING).model
+def test_quantized_embedding_rows_are_dequantized_on_use(quantized_folder: QuantizedFolder) -> None:
+    for shape, dtype, compute_dtype in (
+        ("gpt2", "int4", "float32"),
+        ("untied", "int4", "float32"),
+        ("modern", "int8", "auto"),
+    ):
+        model = library.load(quantized_folder(shape, f"float32-{dtype}"), dtype=compute_dtype, sampling=SAMPLING).model
         assert isinstance(model.wte, QuantizedEmbedding)
         assert not model.wte.weight.levels.is_inference()
-        assert isinstance(model.lm_head, Int8Linear) == (how == "auto")
-    assert type(library.load(made("untied", "float32-int8")).model.wte) is not QuantizedEmbedding
+        assert isinstance(model.lm_head, Int8Linear) == (compute_dtype == "auto")
+    assert type(library.load(quantized_folder("untied", "float32-int8")).model.wte) is not QuantizedEmbedding
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_exported_again(made: Made, dtype: str) -> None:
-    """Numbers that are rounded already are written as they stand."""
-    rounded = made("untied", f"float32-{dtype}")
-    again = made("untied", f"float32-{dtype}-{dtype}")
-    assert (again / "model.safetensors").read_bytes() == (rounded / "model.safetensors").read_bytes()
-    for other, near in (("bfloat16", 0.05), ("float16", 0.02), ("int8", 0.2)):
+def test_quantized_folder_can_be_exported_again(quantized_folder: QuantizedFolder, dtype: str) -> None:
+    rounded = quantized_folder("untied", f"float32-{dtype}")
+    exported = quantized_folder("untied", f"float32-{dtype}-{dtype}")
+    assert (exported / "model.safetensors").read_bytes() == (rounded / "model.safetensors").read_bytes()
+    for other_dtype, tolerance in (("bfloat16", 0.05), ("float16", 0.02), ("int8", 0.2)):
         expected = logits(rounded)
-        assert (logits(made("untied", f"float32-{dtype}-{other}")) - expected).abs().max() < near * expected.abs().max()
+        assert (
+            logits(quantized_folder("untied", f"float32-{dtype}-{other_dtype}")) - expected
+        ).abs().max() < tolerance * expected.abs().max()
 
 
-def test_several_files_with_an_index(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {dtype: made("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}  # which other tests share
+def test_quantized_weights_in_several_files(
+    quantized_folder: QuantizedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single_file_folders = {dtype: quantized_folder("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}
     monkeypatch.setattr(checkpoint, "MOST_BYTES", 30_000)
-    for dtype, one_file in whole.items():
-        api.export(made("gpt2"), tmp_path / dtype, dtype=dtype)
+    for dtype, one_file in single_file_folders.items():
+        api.export(quantized_folder("gpt2"), tmp_path / dtype, dtype=dtype)
         assert len(list((tmp_path / dtype).glob("model-*.safetensors"))) > 2
         assert torch.equal(logits(tmp_path / dtype), logits(one_file))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_what_an_upload_may_lose(made: Made, tmp_path: Path, dtype: str) -> None:
-    """Without our own two files and the card it is read as a folder of transformers is."""
-    rounded = made("modern", f"float32-{dtype}")
+def test_quantized_folder_without_gpt_files(quantized_folder: QuantizedFolder, tmp_path: Path, dtype: str) -> None:
+    """Without `gpt`'s files and the model card, the folder loads like a Transformers folder."""
+    rounded = quantized_folder("modern", f"float32-{dtype}")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         shutil.copy(rounded / name, tmp_path)
     assert torch.equal(logits(tmp_path), logits(rounded))
@@ -225,15 +232,15 @@ def test_what_an_upload_may_lose(made: Made, tmp_path: Path, dtype: str) -> None
 
 
 @pytest.fixture
-def pair(run_folder: Path, workdir: Path) -> tuple[Path, Path]:
-    """A trained model in int4, and its numbers in float32."""
+def model_pair(run_folder: Path, workdir: Path) -> tuple[Path, Path]:
+    """A trained model in int4, and its dequantized weights in float32."""
     run = Path("run")
     shutil.copytree(folder.find_checkpoint(str(run_folder)), run)
     return export(run, "int4"), export(export(run, "int4"), "float32")
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
         "sample the -m MODEL -n 20 --greedy --json --logprobs 2 --ignore-eot --dtype float32",
         "sample the -m MODEL -n 20 --seed 3 -N 3 --dtype float32",
@@ -248,29 +255,31 @@ def pair(run_folder: Path, workdir: Path) -> tuple[Path, Path]:
         "params MODEL --memory --json",
     ],
 )
-def test_commands(gpt: Gpt, pair: tuple[Path, Path], words: str) -> None:
+def test_commands_match_for_quantized_and_dequantized_models(
+    gpt: Gpt, model_pair: tuple[Path, Path], command: str
+) -> None:
     Path("prompts.jsonl").write_text('{"prompt": "the"}\n{"prompt": "a cat"}\n')
     Path("text.txt").write_bytes(make_text(300).encode())
 
-    def said(model: Path) -> Done:
-        done = gpt(*words.replace("MODEL", "MODEL.").split())
+    def run_command(model: Path) -> Done:
+        done = gpt(*command.replace("MODEL", "MODEL.").split())
         shutil.rmtree("MODEL.")
         return done
 
-    found = []
-    for model in pair:
+    results = []
+    for model in model_pair:
         shutil.copytree(model, "MODEL.")
-        found.append(said(model))
-    assert found[0].code == 0, found[0].err
-    assert found[0].out == found[1].out
+        results.append(run_command(model))
+    assert results[0].code == 0, results[0].err
+    assert results[0].out == results[1].out
 
 
 @pytest.mark.parametrize("dtype", ["int8", slow("int4")])
-def test_bench_says_the_dtype(gpt: Gpt, made: Made, dtype: str) -> None:
-    words = (
+def test_bench_reports_the_dtype(gpt: Gpt, quantized_folder: QuantizedFolder, dtype: str) -> None:
+    command = (
         "bench",
         "-m",
-        made("gpt2", f"float32-{dtype}"),
+        quantized_folder("gpt2", f"float32-{dtype}"),
         "-n",
         "2",
         "--rounds",
@@ -279,31 +288,31 @@ def test_bench_says_the_dtype(gpt: Gpt, made: Made, dtype: str) -> None:
         "4",
         "--json",
     )
-    assert json.loads(gpt(*words).out)["dtype"] == (dtype if dtype == "int8" or fast_int4 else "float32")
-    assert json.loads(gpt(*words, "--dtype", "float32").out)["dtype"] == "float32"
-    done = gpt(*words, "--compile", "on")
+    assert json.loads(gpt(*command).out)["dtype"] == (dtype if dtype == "int8" or fast_int4 else "float32")
+    assert json.loads(gpt(*command, "--dtype", "float32").out)["dtype"] == "float32"
+    done = gpt(*command, "--compile", "on")
     assert (done.code, "not compiled: none in tests" in done.err) == (0, True)
 
 
-def test_what_is_rounded_anew_is_said(gpt: Gpt, made: Made) -> None:
-    def notes(dtype: str, *words: str) -> str:
-        return gpt("sample", "x", "-m", made("gpt2", f"float32-{dtype}"), "-n", "2", *words).err
+def test_requantization_is_reported(gpt: Gpt, quantized_folder: QuantizedFolder) -> None:
+    def notes(dtype: str, *options: str) -> str:
+        return gpt("sample", "x", "-m", quantized_folder("gpt2", f"float32-{dtype}"), "-n", "2", *options).err
 
-    for dtype, other in (("int8", "int4"), ("int4", "int8")):
-        for silent in (notes(dtype), notes(dtype, "--dtype", dtype), notes(dtype, "--dtype", "float32")):
-            assert "round" not in silent
-        assert f"{other} rounds the weights" in notes(dtype, "--dtype", other)
+    for dtype, other_dtype in (("int8", "int4"), ("int4", "int8")):
+        for output in (notes(dtype), notes(dtype, "--dtype", dtype), notes(dtype, "--dtype", "float32")):
+            assert "round" not in output
+        assert f"{other_dtype} rounds the weights" in notes(dtype, "--dtype", other_dtype)
 
 
 @pytest.mark.parametrize("rank", [0, slow(4)])
-def test_training_from_a_rounded_folder(gpt: Gpt, pair: tuple[Path, Path], rank: int) -> None:
+def test_training_from_a_quantized_folder(gpt: Gpt, model_pair: tuple[Path, Path], rank: int) -> None:
     Path("text.txt").write_bytes(make_text().encode())
     runs = []
-    for number, init in enumerate(pair):
+    for number, init in enumerate(model_pair):
         runs.append(Path(f"tuned-{number}"))
-        words = ["--steps", "8", "--batch-tokens", "128", "--dtype", "float32", "--save-every", "4"]
-        words += ["--lora-rank", str(rank), "--merge-lora"] if rank else []
-        done = gpt("train", "text.txt", "--init", init, "-o", runs[-1], "--quiet", *words)
+        options = ["--steps", "8", "--batch-tokens", "128", "--dtype", "float32", "--save-every", "4"]
+        options += ["--lora-rank", str(rank), "--merge-lora"] if rank else []
+        done = gpt("train", "text.txt", "--init", init, "-o", runs[-1], "--quiet", *options)
         assert done.code == 0, done.err
     assert curve(runs[0]) == curve(runs[1])
     sampled = [gpt("sample", "the", "-m", run, "-n", "12", "--greedy", "--dtype", "float32").out for run in runs]
@@ -322,23 +331,33 @@ def test_training_from_a_rounded_folder(gpt: Gpt, pair: tuple[Path, Path], rank:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bytes_each", "asked"), [("int8", 1, "auto"), ("int8", 4, "float32"), ("int4", 4, "float32"), ("int4", 1, "int8"), ("int8", 1 if fast_int4 else 4, "int4")]
+    ("dtype", "bytes_each", "requested_dtype"),
+    [
+        ("int8", 1, "auto"), ("int8", 4, "float32"), ("int4", 4, "float32"), ("int4", 1, "int8"),
+        ("int8", 1 if fast_int4 else 4, "int4"),
+    ],
 )  # fmt: skip
-def test_weights_that_do_not_fit(
-    gpt: Gpt, made: Made, monkeypatch: pytest.MonkeyPatch, dtype: str, bytes_each: int, asked: str
+def test_quantized_weights_too_large_for_memory_are_refused(
+    gpt: Gpt,
+    quantized_folder: QuantizedFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    bytes_each: int,
+    requested_dtype: str,
 ) -> None:
-    path = made("gpt2", f"float32-{dtype}")
+    path = quantized_folder("gpt2", f"float32-{dtype}")
     model = library.load(path).model
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    apart = 4 * model.wte.weight.numel()  # the embedding, beside the unembedding that is laid out for products
-    words = ("sample", "x", "-m", path, "-n", "2", "--device", "cpu", "--dtype", asked)
-    monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * numbers - 1)
-    one_line_of_what_and_what_next(gpt(*words), "the weights of")
-    monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * numbers + apart + 100_000)
-    assert gpt(*words).code == 0
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    # the float32 embedding, a copy separate from the prepared unembedding
+    embedding_bytes = 4 * model.wte.weight.numel()
+    command = ("sample", "x", "-m", path, "-n", "2", "--device", "cpu", "--dtype", requested_dtype)
+    monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * parameter_count - 1)
+    one_line_of_what_and_what_next(gpt(*command), "the weights of")
+    monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * parameter_count + embedding_bytes + 100_000)
+    assert gpt(*command).code == 0
 
 
-PEAK = """
+PEAK_SCRIPT = """
 import sys
 import gpt.api
 from gpt.sample_config import SampleConfig
@@ -361,105 +380,111 @@ print(status("VmHWM") - before)
     [
         (True, "int4"),
         (False, "int8"),
-        *(more(*each) for each in [(False, "int4"), (True, "int8"), (True, "bfloat16"), (False, "bfloat16")]),
+        *(more(*case) for case in [(False, "int4"), (True, "int8"), (True, "bfloat16"), (False, "bfloat16")]),
     ],
 )
-def test_weights_are_in_memory_once(made: Made, tmp_path: Path, tied: bool, dtype: str) -> None:
+def test_quantized_weights_are_in_memory_once(
+    quantized_folder: QuantizedFolder, tmp_path: Path, tied: bool, dtype: str
+) -> None:
     if dtype == "int4" and not fast_int4:
         pytest.skip("the int4 kernel needs AVX2")
     large = save(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=4, n_head=8, n_embd=1024, tied=tied)
     rounded = export(large, dtype)
-    words = [sys.executable, "-c", PEAK, made("gpt2", f"float32-{dtype}"), rounded, dtype]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    # Besides, FBGEMM takes some 60 MB once. Twice in memory it is more.
+    command = [sys.executable, "-c", PEAK_SCRIPT, quantized_folder("gpt2", f"float32-{dtype}"), rounded, dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # FBGEMM takes some 60 MB. Duplicate weights would exceed the limit.
     assert int(done.stdout) < 1.5 * (rounded / "model.safetensors").stat().st_size + 90e6
 
 
 # Damage
 
 
-def signed(path: Path) -> None:
+def rewrite_checksums(path: Path) -> None:
     (path / folder.CHECKSUMS).unlink()
     folder.write_checksums(path)
 
 
-def config_of(path: Path, **changed: Any) -> None:
-    said = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({key: v for key, v in (said | changed).items() if v != "gone"}))
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({key: v for key, v in (config | changes).items() if v != "gone"}))
 
 
-def tensors_of(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    found = load_file(path / "model.safetensors")
-    change(found)
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, path / "model.safetensors")
+def edit(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
 
 
-def put(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
-    return lambda found: found.update({name: value(found[name])})
+def replace(name: str, transform: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: transform(tensors[name])})
 
 
-def filled(number: float) -> Callable[[Tensor], Tensor]:
+def fill_last_row(number: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.clone().index_fill_(0, torch.tensor([tensor.size(0) - 1]), number)
 
 
 BITS = {"format": "gpt", "bits": 8, "group_size": 32}
 QKV, EMBEDDING = "h.1.attn.c_attn.weight", "wte.weight"
-CONFIGS: list[Any] = [
+INVALID_CONFIGS: list[Any] = [
     {"quant_method": "gptq", "bits": 4, "group_size": 128}, {**BITS, "quant_method": "gpt"}, {**BITS, "bits": 3},
     {**BITS, "bits": "8"}, {**BITS, "group_size": 64}, {**BITS, "format": "other"}, {"bits": 8}, [], {**BITS, "more": 1},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("said", CONFIGS)
-def test_quantization_of_another_kind(gpt: Gpt, made: Made, tmp_path: Path, said: Any) -> None:
-    shutil.copytree(made("gpt2", "float32-int8"), tmp_path / "c")
-    config_of(tmp_path / "c", quantization_config=said)
-    signed(tmp_path / "c")
+@pytest.mark.parametrize("quantization_config", INVALID_CONFIGS)
+def test_unknown_quantization_config_is_refused(
+    gpt: Gpt, quantized_folder: QuantizedFolder, tmp_path: Path, quantization_config: Any
+) -> None:
+    shutil.copytree(quantized_folder("gpt2", "float32-int8"), tmp_path / "c")
+    edit_config(tmp_path / "c", quantization_config=quantization_config)
+    rewrite_checksums(tmp_path / "c")
     one_line_of_what_and_what_next(gpt("sample", "x", "-m", tmp_path / "c"), "quantization_config is")
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "scales gone": ("int8", lambda c: tensors_of(c, lambda t: t.pop(f"{QKV}.scales")), f"{QKV}.scales is missing"),
-    "scales of another shape": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", lambda t: t[:-1])), "has the shape"),
-    "scales of another dtype": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", Tensor.half)), "is F16; F32"),
-    "nan": ("int8", lambda c: tensors_of(c, put(f"{QKV}.scales", filled(torch.nan))), "not all finite"),
-    "embedding": ("int4", lambda c: tensors_of(c, put(f"{EMBEDDING}.scales", filled(-torch.inf))), "not all finite"),
-    "float levels": ("int8", lambda c: tensors_of(c, put(QKV, Tensor.float)), "is F32; I8"),
-    "transposed": ("int8", lambda c: tensors_of(c, put(QKV, Tensor.t)), "has the shape"),
-    "a level too few": ("int4", lambda c: tensors_of(c, put(QKV, lambda t: t[:, 1:])), "has the shape"),
-    "more": ("int8", lambda c: tensors_of(c, lambda t: t.update({"x": torch.ones(2)})), "does not expect"),
-    "float that says int8": ("float32", lambda c: config_of(c, quantization_config=BITS), "does not expect"),
-    "int8 that says float": ("int8", lambda c: config_of(c, quantization_config="gone"), "does not expect|expects|requires"),
-    "int8 that says int4": ("int8", lambda c: config_of(c, quantization_config={**BITS, "bits": 4}), "has the shape|is I8"),
-    "larger": ("int8", lambda c: config_of(c, vocab_size=10**7), "expects|requires"),
+    "scales gone": ("int8", lambda c: edit(c, lambda t: t.pop(f"{QKV}.scales")), f"{QKV}.scales is missing"),
+    "scales of another shape": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", lambda t: t[:-1])), "has the shape"),
+    "scales of another dtype": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", Tensor.half)), "is F16; F32"),
+    "nan": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", fill_last_row(torch.nan))), "not all finite"),
+    "embedding": ("int4", lambda c: edit(c, replace(f"{EMBEDDING}.scales", fill_last_row(-torch.inf))), "not all finite"),
+    "float levels": ("int8", lambda c: edit(c, replace(QKV, Tensor.float)), "is F32; I8"),
+    "transposed": ("int8", lambda c: edit(c, replace(QKV, Tensor.t)), "has the shape"),
+    "a level too few": ("int4", lambda c: edit(c, replace(QKV, lambda t: t[:, 1:])), "has the shape"),
+    "more": ("int8", lambda c: edit(c, lambda t: t.update({"x": torch.ones(2)})), "does not expect"),
+    "float that says int8": ("float32", lambda c: edit_config(c, quantization_config=BITS), "does not expect"),
+    "int8 that says float": ("int8", lambda c: edit_config(c, quantization_config="gone"), "does not expect|expects|requires"),
+    "int8 that says int4": ("int8", lambda c: edit_config(c, quantization_config={**BITS, "bits": 4}), "has the shape|is I8"),
+    "larger": ("int8", lambda c: edit_config(c, vocab_size=10**7), "expects|requires"),
     "headless": ("int8", lambda c: (c / "model.safetensors").write_bytes(b"\xff" * 200_000), "header has"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_damage_is_refused(gpt: Gpt, made: Made, tmp_path: Path, case: str) -> None:
+def test_damaged_quantized_weights_are_refused(
+    gpt: Gpt, quantized_folder: QuantizedFolder, tmp_path: Path, case: str
+) -> None:
     dtype, damage, message = DAMAGES[case]
-    shutil.copytree(made("gpt2", "-".join(dict.fromkeys(("float32", dtype)))), tmp_path / "c")
+    shutil.copytree(quantized_folder("gpt2", "-".join(dict.fromkeys(("float32", dtype)))), tmp_path / "c")
     damage(tmp_path / "c")
-    words = ("sample", "x", "-m", tmp_path / "c", "-n", "1")
-    assert "is damaged: its sha256" in gpt(*words).err
-    signed(tmp_path / "c")
-    done = gpt(*words)
+    command = ("sample", "x", "-m", tmp_path / "c", "-n", "1")
+    assert "is damaged: its sha256" in gpt(*command).err
+    rewrite_checksums(tmp_path / "c")
+    done = gpt(*command)
     assert done.code == 2, done
     assert len(done.err.splitlines()) <= 2
-    assert any(each in done.err for each in message.split("|")), done.err
+    assert any(alternative in done.err for alternative in message.split("|")), done.err
     with pytest.raises(UserError):
         library.load(tmp_path / "c")
 
 
-# Others
+# Transformers, the Hub, GPUs
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("shape", ["gpt2", "modern", "untied"])
-def test_transformers_refuses_it(made: Made, shape: str, dtype: str) -> None:
+def test_transformers_refuses_quantized_folders(quantized_folder: QuantizedFolder, shape: str, dtype: str) -> None:
     transformers = pytest.importorskip("transformers")
-    path = made(shape, f"float32-{dtype}")
+    path = quantized_folder(shape, f"float32-{dtype}")
     name = json.loads((path / "config.json").read_text())["architectures"][0]
     for reader in (transformers.AutoModelForCausalLM, getattr(transformers, name), transformers.AutoModel):
         with pytest.raises(ValueError, match="quant_method"):
@@ -469,29 +494,33 @@ def test_transformers_refuses_it(made: Made, shape: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("shape", ["gpt2", "modern", "untied"])
-def test_its_tensors_have_no_place_in_transformers(made: Made, shape: str, dtype: str) -> None:
-    """So that a reader that minds no quantization_config cannot fill a model with them."""
+def test_quantized_tensors_do_not_match_transformers_models(
+    quantized_folder: QuantizedFolder, shape: str, dtype: str
+) -> None:
+    """A reader that ignores quantization_config cannot load these tensors."""
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(made(shape)))
-    for model in (theirs, theirs.base_model):
+    reference = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(quantized_folder(shape))
+    )
+    for model in (reference, reference.base_model):
         with pytest.raises(RuntimeError, match="Missing key|size mismatch"):
-            model.load_state_dict(load_file(made(shape, f"float32-{dtype}") / "model.safetensors"))
+            model.load_state_dict(load_file(quantized_folder(shape, f"float32-{dtype}") / "model.safetensors"))
 
 
-def test_the_hub_s_files_are_fetched(made: Made) -> None:
-    names = {path.name for path in made("gpt2", "float32-int4").iterdir()}
+def test_hub_downloads_all_files_of_a_quantized_folder(quantized_folder: QuantizedFolder) -> None:
+    names = {path.name for path in quantized_folder("gpt2", "float32-int4").iterdir()}
     assert {name for name in names if any(fnmatch(name, pattern) for pattern in hub.FILES)} == names
 
 
 @pytest.mark.slow
-def test_on_a_gpu(made: Made, cuda: Any) -> None:
-    """Products are of bfloat16 and int8; a folder gives what the option does, and nearly what is exact."""
+def test_quantized_folder_on_a_gpu(quantized_folder: QuantizedFolder, cuda: Any) -> None:
+    """Products use bfloat16 and int8."""
     for shape in ("gpt2", "untied"):
-        plain, rounded = made(shape), made(shape, "float32-int8")
-        expected = logits(plain, "cuda", dtype="int8", sampling=SAMPLING)
+        unquantized, rounded = quantized_folder(shape), quantized_folder(shape, "float32-int8")
+        expected = logits(unquantized, "cuda", dtype="int8", sampling=SAMPLING)
         assert torch.equal(logits(rounded, "cuda", sampling=SAMPLING), expected)
         exact = logits(rounded, "cuda", dtype="float32")
         assert (expected - exact).abs().max() < 0.1 * exact.abs().max()
-        int4, wide = made(shape, "float32-int4"), made(shape, "float32-int4-float32")
-        how = {"dtype": "float32", "sampling": SAMPLING}
-        assert torch.equal(logits(int4, "cuda", **how), logits(wide, "cuda", **how))
+        int4, dequantized = quantized_folder(shape, "float32-int4"), quantized_folder(shape, "float32-int4-float32")
+        options = {"dtype": "float32", "sampling": SAMPLING}
+        assert torch.equal(logits(int4, "cuda", **options), logits(dequantized, "cuda", **options))

@@ -1,4 +1,4 @@
-"""Compiled steps of several processes, as far as one process can show them."""
+"""Compiled sharded and replicated steps, in one process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +17,7 @@ from gpt.training.step import Objective
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
+def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch._dynamo.reset()
     yield
@@ -26,28 +25,28 @@ def alone() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Graphs(list[str]):
-    """A compiler that keeps the code of the graphs that it is given, and does not compile."""
+class GraphRecorder(list[str]):
+    """A backend that records graphs without compiling."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         self.append(graph.code)
         return graph.forward
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler, which a `Stepper` ignores too
-@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore")  # A `Stepper` ignores compiler warnings too.
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_shards_compile_without_a_break(arch: Arch) -> None:
-    """Whole blocks are gathered before they are computed: no hook lies within what is compiled."""
-    graphs, config, narrow = Graphs(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
-    sharded = ShardedModel(config, Grid(1, 1, True), World().mesh("cpu"), narrow)
+def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
+    """Blocks are gathered before they run, so compiled code contains no hooks."""
+    graphs, config, dtype = GraphRecorder(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
+    sharded = ShardedModel(config, Grid(1, 1, True), World().mesh("cpu"), dtype)
     sharded.allocate(torch.device("cpu"))
-    for name, whole in drawn(config):
-        sharded.fill(name, whole)
+    for name, tensor in drawn(config):
+        sharded.fill(name, tensor)
     ids = torch.randint(64, (2, 8))
     objective = Objective(sharded.model, 0)
     torch._dynamo.utils.counters.clear()
-    with torch.autocast("cpu", dtype=narrow):
+    with torch.autocast("cpu", dtype=dtype):
         expected = objective(ids, ids).item()
         compile_halves(sharded.model, torch.device("cpu"), backend=graphs)
         objective(ids, ids).backward()
@@ -57,10 +56,10 @@ def test_shards_compile_without_a_break(arch: Arch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("alone")
-def test_replicas_compile_the_halves_of_blocks_whole() -> None:
-    """Torch splits what is compiled under `DistributedDataParallel` where its buckets of gradients end."""
-    graphs = Graphs()
+@pytest.mark.usefixtures("process_group")
+def test_replicated_block_halves_compile_as_whole_graphs() -> None:
+    """Under `DistributedDataParallel`, torch splits compiled code between gradient buckets."""
+    graphs = GraphRecorder()
     model = GPT(GPTConfig(64, 8, 3, 2, 256))
     ids = torch.randint(64, (2, 8))
     expected = Objective(model, 0)(ids, ids)
@@ -68,4 +67,4 @@ def test_replicas_compile_the_halves_of_blocks_whole() -> None:
     compile_halves(model, torch.device("cpu"), backend=graphs)
     wrapped(ids, ids).backward()
     assert wrapped(ids, ids).item() == pytest.approx(expected.item())
-    assert len(graphs) == 3  # attention's half, the MLP's, the last norm: the blocks share them
+    assert len(graphs) == 3  # the attention half, the MLP half, the last norm

@@ -1,4 +1,4 @@
-"""Parameters divided over processes: the parts, and steps that come to what one process comes to."""
+"""Sharded parameters and their training steps."""
 
 import math
 import time
@@ -41,24 +41,23 @@ def mesh_of(grid: Grid) -> DeviceMesh:
 
 @pytest.mark.parametrize("grid", [Grid(1), Grid(3, 1, True), Grid(2, 4, True), Grid(3, 2), Grid(1, 2, True)])
 @pytest.mark.parametrize("config", [TINY, MODERN])
-def test_parts_hold_every_number_as_often_as_there_are_copies(grid: Grid, config: GPTConfig) -> None:
+def test_shards_contain_every_element_once_per_copy(grid: Grid, config: GPTConfig) -> None:
     for name, p in named_parameters(config).items():
         count, whole = torch.zeros(p.shape), torch.randn(p.shape)
-        again = torch.empty(p.shape)
+        restored = torch.empty(p.shape)
         for rank in range(grid.size):
             part = grid.part(p, rank)
-            taken = part.take(whole)
-            assert taken.shape == part.shape
-            part.put(taken, again)
+            shard = part.take(whole)
+            assert shard.shape == part.shape
+            part.put(shard, restored)
             part.put(part.take(count) + 1, count)
         assert (count == grid.copies(p)).all(), name
-        assert torch.equal(again, whole)
+        assert torch.equal(restored, whole)
 
 
 @pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2), Grid(2, 2), Grid(2, 2, True), Grid(3, 1, True)])
 @pytest.mark.parametrize("config", [TINY, MODERN])
-def test_every_number_is_sent_once(grid: Grid, config: GPTConfig) -> None:
-    """To where a checkpoint is put together."""
+def test_every_element_is_gathered_once(grid: Grid, config: GPTConfig) -> None:
     gatherer = CheckpointGatherer.__new__(CheckpointGatherer)
     gatherer.grid, gatherer.tensors = grid, named_parameters(config)
     for name, p in gatherer.tensors.items():
@@ -67,71 +66,71 @@ def test_every_number_is_sent_once(grid: Grid, config: GPTConfig) -> None:
         assert all(grid.part(p, rank).numel for rank in senders)
 
 
-def test_one_tensor_is_asked_for_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though two files are written side by side: what others send has no name."""
-    told: list[str] = []
-    places = named_parameters(TINY)
+def test_tensors_are_gathered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files are written in parallel, but sent tensors carry no name."""
+    calls: list[str] = []
+    parameters = named_parameters(TINY)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    gatherer = CheckpointGatherer(Grid(2, 1, True), places, None)  # type: ignore[arg-type]
+    gatherer = CheckpointGatherer(Grid(2, 1, True), parameters, None)  # type: ignore[arg-type]
 
-    def say(which: int) -> int:
-        told.append(gatherer.names[which])
+    def broadcast(index: int) -> int:
+        calls.append(gatherer.names[index])
         time.sleep(0.05)
-        return which
+        return index
 
-    def come(rank: int, shape: tuple[int, ...]) -> Any:
-        told.append("sent")
+    def receive(rank: int, shape: tuple[int, ...]) -> Any:
+        calls.append("sent")
         return np.zeros(shape, np.float32)
 
-    monkeypatch.setattr(gatherer, "_broadcast", say)
-    monkeypatch.setattr(gatherer, "_receive", come)
+    monkeypatch.setattr(gatherer, "_broadcast", broadcast)
+    monkeypatch.setattr(gatherer, "_receive", receive)
     names = ["wte.weight", "h.0.attn.c_attn.weight", "h.1.mlp.c_fc.weight", "ln_f.weight"]
-    mine = {name: np.zeros(gatherer.grid.part(places[name], 0).shape, np.float32) for name in names}
-    side_by_side(lambda name: gatherer.full_tensor(name, mine[name]), names)
-    assert sorted(told[::2]) == sorted(names)
-    assert told[1::2] == ["sent"] * 4
+    shards = {name: np.zeros(gatherer.grid.part(parameters[name], 0).shape, np.float32) for name in names}
+    side_by_side(lambda name: gatherer.full_tensor(name, shards[name]), names)
+    assert sorted(calls[::2]) == sorted(names)
+    assert calls[1::2] == ["sent"] * 4
 
 
-def test_queries_keys_and_values_of_a_head_stay_together() -> None:
-    """With 4 heads of 8: the second of two processes has heads 2 and 3 of each of the three."""
+def test_tensor_shards_keep_heads_together() -> None:
+    """The second of two ranks has heads 2 and 3 of 4, for queries, keys and values."""
     part = Grid(1, 2).part(named_parameters(TINY)["h.0.attn.c_attn.weight"], 1)
     assert [(run.start, run.stop) for run in part.rows] == [(16, 32), (48, 64), (80, 96)]
 
 
-def test_tensor_must_divide_the_heads() -> None:
-    with pytest.raises(UserError, match="4 heads cannot be split evenly over 3 processes") as told:
+def test_tensor_parallel_size_must_divide_the_heads() -> None:
+    with pytest.raises(UserError, match="4 heads cannot be split evenly over 3 processes") as error:
         check_heads(TINY, 3)
-    assert told.value.hint == "use one of 1, 2, 4"
+    assert error.value.hint == "use one of 1, 2, 4"
 
 
 @pytest.mark.parametrize("config", [TINY, MODERN])
-def test_recomputing_changes_no_number(config: GPTConfig) -> None:
+def test_recomputation_is_bit_exact_and_saves_memory(config: GPTConfig) -> None:
     torch.manual_seed(0)
     model = GPT(config)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.2
     idx = torch.randint(257, (3, 16))
-    found = []
+    results = []
     for model.recompute in (False, True):
         torch.manual_seed(1)
-        kept: list[int] = []
+        saved_sizes: list[int] = []
 
-        def keep(x: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
-            kept.append(x.numel())
+        def record_size(x: torch.Tensor, saved_sizes: list[int] = saved_sizes) -> torch.Tensor:
+            saved_sizes.append(x.numel())
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(record_size, lambda x: x):
             loss = tied_cross_entropy(model.trunk(idx), model.unembedding, idx)
-        found.append((loss, torch.autograd.grad(loss, list(model.parameters())), sum(kept)))
-    (loss, grads, kept_all), (again, anew, kept_some) = found
-    assert torch.equal(loss, again)
-    assert all(torch.equal(a, b) for a, b in zip(grads, anew, strict=True))
-    assert kept_some < kept_all / 2
+        results.append((loss, torch.autograd.grad(loss, list(model.parameters())), sum(saved_sizes)))
+    (loss, grads, saved), (recomputed_loss, recomputed_grads, saved_with_recompute) = results
+    assert torch.equal(loss, recomputed_loss)
+    assert all(torch.equal(a, b) for a, b in zip(grads, recomputed_grads, strict=True))
+    assert saved_with_recompute < saved / 2
 
 
-def overflow_in_one(rank: int, meeting: Path) -> None:
-    dist.init_process_group("gloo", init_method=meeting.as_uri(), rank=rank, world_size=2)
+def overflow_on_rank_1(rank: int, rendezvous: Path) -> None:
+    dist.init_process_group("gloo", init_method=rendezvous.as_uri(), rank=rank, world_size=2)
     grid = Grid(2, 1, True)
     sharded = ShardedModel(MODERN, grid, mesh_of(grid), torch.float32)
     sharded.allocate(CPU)
@@ -159,12 +158,12 @@ def overflow_in_one(rank: int, meeting: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_in_one_process_is_one_in_all(tmp_path: Path) -> None:
-    """It lowers the scale of float16's loss; its step changes nothing."""
-    mp.spawn(overflow_in_one, (tmp_path / "meeting",), nprocs=2)
+def test_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    """The overflow lowers float16's loss scale."""
+    mp.spawn(overflow_on_rank_1, (tmp_path / "meeting",), nprocs=2)
 
 
-def test_weights_above_a_limit_are_several_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_saved_as_indexed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, files = GPT(TINY), checkpoint.TokenizerFiles(bytes_tokenizer(), TINY)
     checkpoint.save(tmp_path / "whole", model, files, {})
@@ -180,17 +179,16 @@ def test_weights_above_a_limit_are_several_files_with_an_index(tmp_path: Path, m
     assert torch.equal(checkpoint.load(tmp_path / "cut", CPU).model(idx), expected)
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "cut").eval()(idx).logits
-    torch.testing.assert_close(theirs, expected, atol=1e-5, rtol=1e-4)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "cut").eval()(idx).logits
+    torch.testing.assert_close(reference, expected, atol=1e-5, rtol=1e-4)
     (tmp_path / "cut" / names[1]).unlink()
     with pytest.raises(UserError, match=f"{names[1]} is missing"):
         checkpoint.load(tmp_path / "cut", CPU)
 
 
 @pytest.mark.slow
-def test_layers_of_175_billion_parameters_on_1024_processes() -> None:
-    """As rank 0 of 128 × 8, with a process group and tensors that only pretend: it has its part of parameters, gradients
-    and moments."""
+def test_gpt3_175b_shard_of_1024_ranks() -> None:
+    """Uses fake tensors and a fake process group, as rank 0 of 128 × 8."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -205,11 +203,14 @@ def test_layers_of_175_billion_parameters_on_1024_processes() -> None:
             sharded.collect()
             optimizer = make_optimizer(sharded.own, "adamw", 0.1)
             optimizer.step(skip=torch.tensor(False))
-            own = list(sharded.own.parameters())
-            held = [sum(p.numel() for p in own), sum(p.grad.numel() for p in own if p.grad is not None)]
+            shard_parameters = list(sharded.own.parameters())
+            counts = [
+                sum(p.numel() for p in shard_parameters),
+                sum(p.grad.numel() for p in shard_parameters if p.grad is not None),
+            ]
             moments = [m for name, m in optimizer.state(sharded.own).items() if not name.endswith(".step")]
-            held.append(sum(m.numel() for m in moments) // 2)
-            assert {t.dtype for t in (*own, *moments)} == {torch.float32}
+            counts.append(sum(m.numel() for m in moments) // 2)
+            assert {t.dtype for t in (*shard_parameters, *moments)} == {torch.float32}
     finally:
         dist.destroy_process_group()
-    assert held == [rank_parameters(config, 128, 8)] * 3  # which `test_plan` compares with the arithmetic
+    assert counts == [rank_parameters(config, 128, 8)] * 3  # `test_plan` checks this count.

@@ -1,4 +1,4 @@
-"""Faults: disks that fail, files that are damaged or forged, runs that are killed. `tests/stress/faults.py` does many."""
+"""Disk faults, forged files, killed runs. `tests/stress/faults.py` tries more."""
 
 import errno
 import json
@@ -33,118 +33,116 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills and limit
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400, "steps": 12, "eval_every": 4, "save_every": 4}
 
 
-def test_what_we_write_is_what_safetensors_writes() -> None:
-    some = {
+def test_tensor_files_match_safetensors() -> None:
+    example = {
         "b": torch.arange(6, dtype=torch.float32).view(2, 3),
         "a.é": torch.tensor(1.5),
         "c": torch.tensor([1, 2], dtype=torch.int64),
         "d": torch.tensor([7], dtype=torch.uint8),
         "e": torch.zeros(0, 4),
     }
-    ours = b"".join(tensors.pieces({name: tensor.numpy() for name, tensor in some.items()}))
-    assert ours == save(some, {"format": "pt"})
-    turned = b"".join(tensors.pieces({"x": some["b"].numpy().T}))
-    assert turned == save({"x": some["b"].T.contiguous()}, {"format": "pt"})
+    written = b"".join(tensors.pieces({name: tensor.numpy() for name, tensor in example.items()}))
+    assert written == save(example, {"format": "pt"})
+    transposed = b"".join(tensors.pieces({"x": example["b"].numpy().T}))
+    assert transposed == save({"x": example["b"].T.contiguous()}, {"format": "pt"})
 
 
 @pytest.mark.parametrize("every", [7, more(1)])
-def test_every_write_and_sync_of_a_save_that_fails(tmp_path: Path, every: int) -> None:
+def test_failed_write_or_sync_keeps_the_old_checkpoint(tmp_path: Path, every: int) -> None:
     outcomes = faults.failing_saves(tmp_path, (errno.ENOSPC,), every)
     assert sum(outcomes.values()) > 50 / every
     assert all(outcome.startswith("the old one is intact") for outcome in outcomes), outcomes
 
 
-def test_everything_is_synced_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[str, int]] = []  # what, and the inode to which
+def test_files_and_folder_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []  # (operation, inode)
     contents = faults.small_checkpoint_files()
     replace, fsync = os.replace, os.fsync
 
-    def renamed(source: Any, target: Any) -> None:
-        done.append(("name", Path(source).stat().st_ino))
+    def record_rename(source: Any, target: Any) -> None:
+        calls.append(("name", Path(source).stat().st_ino))
         replace(source, target)
 
-    def synced(descriptor: int) -> None:
-        done.append(("sync", os.fstat(descriptor).st_ino))
+    def record_sync(descriptor: int) -> None:
+        calls.append(("sync", os.fstat(descriptor).st_ino))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "replace", renamed)
-    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", record_rename)
+    monkeypatch.setattr(os, "fsync", record_sync)
     saved = tmp_path / "step-000001"
     checkpoint.write(saved, contents)
     for path in [*saved.iterdir(), saved]:
         inode = path.stat().st_ino
-        assert done.index(("sync", inode)) < done.index(("name", inode)), path
-    assert done[-2:] == [("name", saved.stat().st_ino), ("sync", tmp_path.stat().st_ino)]
+        assert calls.index(("sync", inode)) < calls.index(("name", inode)), path
+    assert calls[-2:] == [("name", saved.stat().st_ino), ("sync", tmp_path.stat().st_ino)]
 
 
-def test_what_the_disk_did_not_keep_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes a write and holds something else: the new checkpoint never gets its name."""
+def test_data_lost_by_the_disk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new checkpoint does not get its final name."""
     contents, fsync = faults.small_checkpoint_files(), os.fsync
 
-    def lossy(descriptor: int) -> None:
+    def sync_and_truncate(descriptor: int) -> None:
         fsync(descriptor)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.ftruncate(descriptor, 5)
 
-    monkeypatch.setattr(os, "fsync", lossy)
+    monkeypatch.setattr(os, "fsync", sync_and_truncate)
     with pytest.raises(OSError, match="what was written does not read back the same"):
         checkpoint.write(tmp_path / "step-000001", contents)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told to forget a file")
-def test_what_is_read_back_comes_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forgotten: set[int] = set()
+def test_read_back_bypasses_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evicted_inodes: set[int] = set()
     contents, fadvise = faults.small_checkpoint_files(), os.posix_fadvise
 
-    def forgets(descriptor: int, start: int, length: int, how: int) -> None:
-        if (start, length, how) == (0, 0, os.POSIX_FADV_DONTNEED):
-            forgotten.add(os.fstat(descriptor).st_ino)
-        fadvise(descriptor, start, length, how)
+    def record_eviction(descriptor: int, start: int, length: int, advice: int) -> None:
+        if (start, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED):
+            evicted_inodes.add(os.fstat(descriptor).st_ino)
+        fadvise(descriptor, start, length, advice)
 
-    monkeypatch.setattr(os, "posix_fadvise", forgets)
+    monkeypatch.setattr(os, "posix_fadvise", record_eviction)
     saved = tmp_path / "step-000001"
     checkpoint.write(saved, contents)
-    assert forgotten == {path.stat().st_ino for path in saved.iterdir()}
+    assert evicted_inodes == {path.stat().st_ino for path in saved.iterdir()}
 
 
-def test_what_a_killed_save_left_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_replaced(tmp_path: Path) -> None:
     for name in (".tmp-step-000001", "step-000001"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stale").write_text("old")
-    with files.whole_folder(tmp_path / "step-000001", replace=True) as beside:
-        (beside / "x").write_text("new")
+    with files.whole_folder(tmp_path / "step-000001", replace=True) as temporary:
+        (temporary / "x").write_text("new")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["step-000001", "step-000001/x"]
 
 
-def test_where_the_new_one_cannot_take_its_name_the_old_one_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rename_restores_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "step-000001"
     target.mkdir()
     (target / "x").write_text("old")
     replace = os.replace
 
-    def fails(source: Any, to: Any) -> None:
+    def fail_rename(source: Any, destination: Any) -> None:
         if Path(source).name == ".tmp-step-000001":
             raise OSError(errno.EIO, "Input/output error")
-        replace(source, to)
+        replace(source, destination)
 
-    monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OSError, match="Input/output"), files.whole_folder(target, replace=True) as beside:
-        (beside / "x").write_text("new")
+    monkeypatch.setattr(os, "replace", fail_rename)
+    with pytest.raises(OSError, match="Input/output"), files.whole_folder(target, replace=True) as temporary:
+        (temporary / "x").write_text("new")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert (target / "x").read_text() == "old"
 
 
 def test_damaged_copies_are_refused(tmp_path: Path) -> None:
-    for do in (faults.damaged_copies, faults.damaged_tokens):
-        tried = do(tmp_path, 60)
-        assert dict(tried.outcomes) == {"refused": 60}
-        assert tried.memory < 2
+    for scenario in (faults.damaged_copies, faults.damaged_tokens):
+        report = scenario(tmp_path, 60)
+        assert dict(report.outcomes) == {"refused": 60}
+        assert report.memory < 2
 
 
-HOSTILE: list[Callable[[dict[str, Any]], object]] = [
+FORGERIES: list[Callable[[dict[str, Any]], object]] = [
     lambda record: record.update(format=2),
     lambda record: record.update(texts=[1]),
     lambda record: record["settings"].update(unheard_of=1),
@@ -156,9 +154,9 @@ HOSTILE: list[Callable[[dict[str, Any]], object]] = [
 ]
 
 
-@pytest.mark.parametrize("change", HOSTILE)
-def test_a_forged_record_of_a_run(gpt: Gpt, begun: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    run = begun
+@pytest.mark.parametrize("change", FORGERIES)
+def test_forged_run_record_is_refused(gpt: Gpt, killed_run: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    run = killed_run
     record = json.loads((run / "run.json").read_text())
     change(record)
     (run / "run.json").write_text(json.dumps(record))
@@ -170,14 +168,14 @@ def test_a_forged_record_of_a_run(gpt: Gpt, begun: Path, change: Callable[[dict[
 
 
 @pytest.mark.parametrize("data", [b"", b"[" * 100_000, b"null", b"\xff\xfe"])
-def test_a_record_that_is_no_json(gpt: Gpt, begun: Path, data: bytes) -> None:
-    (begun / "run.json").write_bytes(data)
-    one_line_of_what_and_what_next(gpt("train", "--resume", begun), "run.json is damaged")
+def test_run_record_that_is_not_json_is_refused(gpt: Gpt, killed_run: Path, data: bytes) -> None:
+    (killed_run / "run.json").write_bytes(data)
+    one_line_of_what_and_what_next(gpt("train", "--resume", killed_run), "run.json is damaged")
 
 
 @pytest.fixture
-def begun(run_folder: Path) -> Path:
-    """A run that was set up and killed before its first checkpoint."""
+def killed_run(run_folder: Path) -> Path:
+    """A run that was killed before its first checkpoint."""
     run = Path(shutil.copytree(run_folder, "runs/x", ignore=shutil.ignore_patterns("step-*", "index.json")))
     record = json.loads((run / "run.json").read_text())
     del record["ended"], record["result"]
@@ -186,7 +184,7 @@ def begun(run_folder: Path) -> Path:
     return run
 
 
-def test_a_result_cannot_point_elsewhere(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+def test_result_checkpoint_outside_the_run_is_refused(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     run = Path(shutil.copytree(run_folder, "runs/x"))
     record = json.loads((run / "run.json").read_text())
     for name in ("../../../etc", "..", "", None, 7, "step-000030/..", "x" * 9999):
@@ -195,50 +193,52 @@ def test_a_result_cannot_point_elsewhere(gpt: Gpt, run_folder: Path, workdir: Pa
         one_line_of_what_and_what_next(gpt("train", "--resume", run), "is not a checkpoint")
 
 
-# The disk
+# Full disks
 
 
-def full(target: Path, contents: Any) -> None:
+def raise_disk_full(target: Path, contents: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_no_room_is_said_before_the_first_step(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_disk_space_is_reported_before_the_first_step(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointing.shutil, "disk_usage", lambda path: SimpleNamespace(free=500_000))
-    heard: list[Any] = []
+    run_events: list[Any] = []
     with pytest.raises(WorkError, match="a checkpoint needs about .*, but only 0.5 MB are free"):
-        library.train(text, out="runs/x", listen=heard.append, **FAST)
-    assert not any(isinstance(event, events.StepEvent) for event in heard)
+        library.train(text, out="runs/x", listen=run_events.append, **FAST)
+    assert not any(isinstance(event, events.StepEvent) for event in run_events)
     assert not Path("runs").exists()
 
 
-def test_a_full_disk_stops_no_training(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps 4 and 8 find no room; step 12 does."""
-    tried = mock.Mock(side_effect=[OSError(errno.ENOSPC, "No space left on device")] * 2 + [mock.DEFAULT])
-    tried.return_value = None
+def test_training_continues_on_a_full_disk(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full at steps 4 and 8; the save at step 12 succeeds."""
+    attempts = mock.Mock(side_effect=[OSError(errno.ENOSPC, "No space left on device")] * 2 + [mock.DEFAULT])
+    attempts.return_value = None
     write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *given: (tried(given[0].name), write(*given)))
-    heard: list[Any] = []
-    result = library.train(text, out="runs/x", listen=heard.append, **FAST)
+    monkeypatch.setattr(checkpoint, "write", lambda *args: (attempts(args[0].name), write(*args)))
+    run_events: list[Any] = []
+    result = library.train(text, out="runs/x", listen=run_events.append, **FAST)
     assert result.checkpoint.name == "step-000012"
-    assert [call.args[0] for call in tried.call_args_list] == ["step-000004", "step-000008", "step-000012"]
-    warnings = [event.text for event in heard if isinstance(event, events.Note) and event.warning]
+    assert [call.args[0] for call in attempts.call_args_list] == ["step-000004", "step-000008", "step-000012"]
+    warnings = [event.text for event in run_events if isinstance(event, events.Note) and event.warning]
     assert warnings == ["step 4 could not be saved: No space left on device; the run continues and will try again"]
-    assert [event.step for event in heard if isinstance(event, events.StepEvent)] == list(range(1, 13))
+    assert [event.step for event in run_events if isinstance(event, events.StepEvent)] == list(range(1, 13))
 
 
-def test_a_disk_that_stays_full_is_status_1(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_stays_full_exits_with_status_1(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library.train(text, out="runs/one", **{**FAST, "steps": 4})
     monkeypatch.setattr(checkpointing, "ROOM_SECONDS", 0.3)
     monkeypatch.setattr(checkpointing, "ROOM_PAUSE", 0.05)
     write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(checkpoint, "write", raise_disk_full)
     done = gpt("train", "--resume", "runs/one", "--steps", "8")
     assert done.code == 1
     assert "step 8 could not be saved and is lost: No space left on device" in done.err
     assert "the newest checkpoint is step-000004" in done.err
     assert faults.torn(Path("runs/one")) == []
 
-    monkeypatch.setattr(checkpoint, "write", lambda *given: (full if "training.json" in given[1] else write)(*given))
+    monkeypatch.setattr(
+        checkpoint, "write", lambda *args: (raise_disk_full if "training.json" in args[1] else write)(*args)
+    )
     done = gpt("train", "--resume", "runs/one")
     assert done.code == 1
     assert "its weights are in runs/one/step-000008" in done.err
@@ -248,143 +248,142 @@ def test_a_disk_that_stays_full_is_status_1(gpt: Gpt, text: Path, monkeypatch: p
     assert folder.can_resume(Path("runs/one/step-000008"))
 
 
-def test_a_fault_while_a_checkpoint_is_written_is_no_fault_of_the_disk(
-    text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bug_in_a_save_is_not_reported_as_a_disk_fault(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "write", mock.Mock(side_effect=RuntimeError("boom")))
     with pytest.raises(RuntimeError, match="boom"):
         library.train(text, out="runs/x", **FAST)
 
 
-def test_the_wait_for_room_ends_with_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = mock.Mock(side_effect=full)
-    monkeypatch.setattr(checkpoint, "write", tried)
+def test_signal_ends_the_wait_for_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = mock.Mock(side_effect=raise_disk_full)
+    monkeypatch.setattr(checkpoint, "write", attempts)
     monkeypatch.setattr(checkpointing, "ROOM_PAUSE", 0.01)
     writer = checkpointing.Writer(tmp_path, 1, -1, lambda step: None, lambda text: None)
     with pytest.raises(WorkError, match="step 4 could not be saved and is lost"):
-        writer.last(4, 10, dict, lambda: tried.call_count == 3)
-    assert tried.call_count == 3
+        writer.last(4, 10, dict, lambda: attempts.call_count == 3)
+    assert attempts.call_count == 3
 
 
-def test_metrics_last_longer_than_what_tells_their_length(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[str, int]] = []
+def test_metrics_are_synced_before_the_checkpoint_that_records_their_length(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
     replace, fsync = os.replace, os.fsync
     metrics = Path("runs/x/metrics.jsonl")
 
-    def renamed(source: Any, target: Any) -> None:
+    def record_rename(source: Any, target: Any) -> None:
         if str(target).endswith("step-000012"):
-            done.append(("name", metrics.stat().st_size))
+            calls.append(("name", metrics.stat().st_size))
         replace(source, target)
 
-    def synced(descriptor: int) -> None:
+    def record_sync(descriptor: int) -> None:
         if metrics.exists() and os.fstat(descriptor).st_ino == metrics.stat().st_ino:
-            done.append(("sync", os.fstat(descriptor).st_size))
+            calls.append(("sync", os.fstat(descriptor).st_size))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "replace", renamed)
-    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", record_rename)
+    monkeypatch.setattr(os, "fsync", record_sync)
     run = library.train(text, out="runs/x", **{**FAST, "eval_every": 12, "save_every": 12}).run
     state = json.loads((run / "step-000012/training.json").read_text())["state"]
-    assert done == [("sync", state["metrics_bytes"]), ("name", state["metrics_bytes"])]
+    assert calls == [("sync", state["metrics_bytes"]), ("name", state["metrics_bytes"])]
 
 
-def test_a_signal_that_cannot_be_saved_is_status_1(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def strike(event: Any) -> None:
+def test_failed_save_after_a_signal_is_an_error(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_event(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 5:
             failing = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
             monkeypatch.setattr(checkpoint, "write", failing)
             send(signal.SIGTERM)
 
     with pytest.raises(WorkError, match="interrupted at step 5, which could not be saved: Input/output error") as error:
-        library.train(text, out="runs/x", listen=strike, **FAST)
+        library.train(text, out="runs/x", listen=on_event, **FAST)
     assert "gpt train --resume runs/x" in error.value.hint
 
 
-def test_metrics_that_cannot_be_written_have_a_gap(text: Path) -> None:
+def test_metrics_skip_lines_while_the_disk_is_full(text: Path) -> None:
     from gpt.training.logs import Metrics
 
-    class Full:
+    class FullableFile:
         def __init__(self, file: Any) -> None:
-            self.file, self.full = file, False
+            self.file, self.is_full = file, False
 
         def write(self, data: bytes) -> int:
-            return int(self.file.write(data[:5] if self.full else data))
+            return int(self.file.write(data[:5] if self.is_full else data))
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.file, name)
 
-    said: list[str] = []
-    metrics = Metrics(text.parent, said.append)
-    metrics.file = full = Full(metrics.file)  # type: ignore[assignment]
+    warnings: list[str] = []
+    metrics = Metrics(text.parent, warnings.append)
+    metrics.file = file_on_disk = FullableFile(metrics.file)  # type: ignore[assignment]
     metrics.write("one")
-    full.full = True
+    file_on_disk.is_full = True
     metrics.write("two, which is long")
     metrics.write("three, which is long")
-    full.full = False
+    file_on_disk.is_full = False
     metrics.write("four")
     metrics.close()
     assert (text.parent / "metrics.jsonl").read_text() == "one\nfour\n"
-    assert len(said) == 1
+    assert len(warnings) == 1
 
 
-# Writing beside training
+# Background saves
 
 
 @pytest.mark.parametrize("until", [6, 8])
-def test_training_goes_on_while_a_checkpoint_is_written(
-    text: Path, monkeypatch: pytest.MonkeyPatch, until: int
-) -> None:
-    """The write of step 4 ends only after step 6 is done, or while the save of step 8 waits for it; what it holds is
-    step 4 all the same."""
+def test_training_continues_during_a_save(text: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> None:
+    """The save of step 4 ends after step 6, or while the save of step 8 waits for it. Its files match an undelayed
+    run's."""
     write = checkpoint.write
-    reached = threading.Event()
+    step_reached = threading.Event()
 
-    def slow(target: Path, contents: Any) -> None:
+    def write_slowly(target: Path, contents: Any) -> None:
         if target.name == "step-000004":
-            assert reached.wait(60)
-            time.sleep(0.3 * (until == 8))  # in which that save would copy what is being written, if it did not wait
+            assert step_reached.wait(60)
+            # Otherwise, the save of step 8 would overwrite the data being written.
+            time.sleep(0.3 * (until == 8))
         write(target, contents)
 
     def watch(event: Any) -> None:
-        heard.append(event)
+        run_events.append(event)
         if isinstance(event, events.StepEvent) and event.step == until:
-            reached.set()
+            step_reached.set()
 
-    heard: list[Any] = []
-    plain = library.train(text, out="plain", **FAST, keep=9)
-    monkeypatch.setattr(checkpoint, "write", slow)
-    beside = library.train(text, out="beside", listen=watch, **FAST, keep=9)
-    saves = {event.checkpoint: event.step for event in heard if isinstance(event, events.SaveEvent)}
+    run_events: list[Any] = []
+    undelayed = library.train(text, out="plain", **FAST, keep=9)
+    monkeypatch.setattr(checkpoint, "write", write_slowly)
+    delayed = library.train(text, out="beside", listen=watch, **FAST, keep=9)
+    saves = {event.checkpoint: event.step for event in run_events if isinstance(event, events.SaveEvent)}
     assert saves["step-000004"] >= until
     for name in ("model.safetensors", "training.safetensors"):
-        one, other = (run / "step-000004" / name for run in (plain.run, beside.run))
-        assert one.read_bytes() == other.read_bytes()
+        undelayed_file, delayed_file = (run / "step-000004" / name for run in (undelayed.run, delayed.run))
+        assert undelayed_file.read_bytes() == delayed_file.read_bytes()
 
 
-def test_what_is_being_written_becomes_whole_though_the_run_fails(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_in_progress_completes_when_the_run_fails(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = checkpoint.write
-    struck = threading.Event()
+    run_failed = threading.Event()
 
-    def slow(target: Path, contents: Any) -> None:
-        assert struck.wait(60)
+    def write_slowly(target: Path, contents: Any) -> None:
+        assert run_failed.wait(60)
         time.sleep(0.5)
         write(target, contents)
 
-    def strike(event: Any) -> None:
+    def on_event(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 5:
-            struck.set()
+            run_failed.set()
             raise RuntimeError("boom")
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(checkpoint, "write", write_slowly)
     with pytest.raises(RuntimeError, match="boom"):
-        library.train(text, out="runs/x", listen=strike, **FAST)
+        library.train(text, out="runs/x", listen=on_event, **FAST)
     assert [entry.step for entry in folder.checkpoints(Path("runs/x"))] == [4]
     folder.verify_checksums(Path("runs/x/step-000004"), training=True)
 
 
 @pytest.mark.slow
-def test_a_lock_that_a_dead_process_held_is_free(begun: Path) -> None:
-    run = begun
+def test_lock_of_a_dead_process_is_free(killed_run: Path) -> None:
+    run = killed_run
     code = f"from gpt.files import locked; from pathlib import Path; locked(Path({str(run)!r}), '').__enter__(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert (run / ".lock").exists()
@@ -395,14 +394,14 @@ def test_a_lock_that_a_dead_process_held_is_free(begun: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_interrupted_commands_go_on(tmp_path: Path) -> None:
-    """One is killed within a save, one gets a signal; resumed, both end in the state of a third."""
+def test_killed_and_interrupted_commands_resume(tmp_path: Path) -> None:
+    """One run is killed during a save, the other is interrupted. Both resume to the state of an uninterrupted run."""
     killed, stopped = faults.many(range(1, 2), tmp_path, faults.killed, faults.stopped)
     assert set(killed) <= {"within a save", "training", "begun", "before run.json", "finished"}, killed
     assert set(stopped) <= {"saved and gone on with", "before the first step", "finished"}, stopped
 
 
-def test_work_that_is_watched_is_left_off_at_a_signal_and_others_do_what_they_did_before() -> None:
+def test_signal_stops_watched_work_and_handlers_are_restored() -> None:
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     done = []
     with StopSignal() as stop, pytest.raises(Stopped):
@@ -415,33 +414,32 @@ def test_work_that_is_watched_is_left_off_at_a_signal_and_others_do_what_they_di
     assert {signum: signal.getsignal(signum) for signum in before} == before
 
 
-def test_a_second_signal_ends_at_once_and_tears_nothing(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though a checkpoint is being written that takes long."""
+def test_second_signal_exits_without_a_torn_checkpoint(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = checkpoint.write
-    let_go = threading.Event()
+    release = threading.Event()
 
-    def slow(target: Path, contents: Any) -> None:
-        let_go.wait(60)
+    def write_slowly(target: Path, contents: Any) -> None:
+        release.wait(60)
         write(target, contents)
 
-    def strike(event: Any) -> None:
+    def on_event(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 8:
-            monkeypatch.setattr(checkpoint, "write", slow)
+            monkeypatch.setattr(checkpoint, "write", write_slowly)
         if isinstance(event, events.StepEvent) and event.step == 10:
             send(signal.SIGINT)
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(Interrupted, match="twice") as stop:
-        library.train(text, out="runs/x", listen=strike, **FAST)
-    assert time.monotonic() - began < 50
+        library.train(text, out="runs/x", listen=on_event, **FAST)
+    assert time.monotonic() - start < 50
     assert stop.value.exit_code == 143
     assert library.load("runs/x").path.name == "step-000004"
-    let_go.set()
+    release.set()
 
 
-def test_a_folder_that_has_come_to_be_there_is_not_replaced(tmp_path: Path) -> None:
-    """Unless that is meant: between the look at the start of a long work and its end somebody may make one."""
+def test_folder_created_during_the_work_is_not_replaced(tmp_path: Path) -> None:
+    """The folder appears after the first check."""
     target = tmp_path / "mine"
     with pytest.raises(FileExistsError), files.whole_folder(target):
         target.mkdir()

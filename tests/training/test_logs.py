@@ -1,4 +1,4 @@
-"""What else hears a run: TensorBoard, Weights & Biases; and how its speed is stated as a share of the device's."""
+"""TensorBoard, Weights & Biases, FLOPs per token, and MFU (speed as a share of the device's peak)."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def metrics(run: Path, kind: str) -> list[Any]:
 # TensorBoard
 
 
-def test_tensorboard_reads_what_the_metrics_say(text: Path) -> None:
+def test_tensorboard_contains_the_metrics(text: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -45,66 +45,68 @@ def test_tensorboard_reads_what_the_metrics_say(text: Path) -> None:
     board = EventAccumulator(str(result.run / "tensorboard"), {"scalars": 0, "tensors": 0})
     board.Reload()
     for key in ("loss", "lr", "grad_norm", "tokens_per_second"):
-        told = [(each.step, each.value) for each in board.Scalars(f"step/{key}")]
-        assert told == [(event.step, pytest.approx(getattr(event, key))) for event in metrics(result.run, "step")]
-    held_out = [(each.step, each.value) for each in board.Scalars("eval/val_loss")]
+        points = [(point.step, point.value) for point in board.Scalars(f"step/{key}")]
+        assert points == [(event.step, pytest.approx(getattr(event, key))) for event in metrics(result.run, "step")]
+    held_out = [(point.step, point.value) for point in board.Scalars("eval/val_loss")]
     assert held_out == [(event.step, pytest.approx(event.val_loss)) for event in metrics(result.run, "eval")]
-    assert [each.value for each in board.Scalars("end/bits_per_byte")] == [pytest.approx(result.bits_per_byte)]
-    assert "step/mfu" not in board.Tags()["scalars"]  # a CPU's peak is not known
+    assert [point.value for point in board.Scalars("end/bits_per_byte")] == [pytest.approx(result.bits_per_byte)]
+    assert "step/mfu" not in board.Tags()["scalars"]  # The peak of a CPU is unknown.
     first, last = board.Tensors("sample/text/text_summary")
     assert (first.step, last.step) == (3, 6)
-    told = last.tensor_proto.string_val[0].decode()
-    assert [line.removeprefix("    ") for line in told.split("\n")] == result.sample.splitlines()
+    sample_text = last.tensor_proto.string_val[0].decode()
+    assert [line.removeprefix("    ") for line in sample_text.split("\n")] == result.sample.splitlines()
     (settings,) = board.Tensors("settings/text_summary")
     assert json.loads(settings.tensor_proto.string_val[0])["model"]["n_embd"] == 32
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_in_its_curves(text: Path) -> None:
-    """What was told after the checkpoint that a run goes on from is told anew, once; `--log` may come later."""
+def test_resumed_run_continues_its_tensorboard_curves(text: Path) -> None:
+    """Steps after the checkpoint are logged once. `--log` can be added on resume."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def strike(event: Any) -> None:
+    def on_event(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 6:
             raise RuntimeError("a fault")
 
     with pytest.raises(RuntimeError):
-        gpt.train(text, listen=strike, steps=8, save_every=4, eval_every=8, log="tensorboard", **FAST)
-    time.sleep(1.1)  # files are ordered by the second that their names hold
+        gpt.train(text, listen=on_event, steps=8, save_every=4, eval_every=8, log="tensorboard", **FAST)
+    time.sleep(1.1)  # Log files are sorted by the second in their names.
     result = resume("runs/book")
     board = EventAccumulator(str(result.run / "tensorboard"))
     board.Reload()
-    assert [each.step for each in board.Scalars("step/loss")] == list(range(1, 9))
-    told = [each.value for each in board.Scalars("step/loss")]
-    assert told == [pytest.approx(event.loss) for event in metrics(result.run, "step")]
+    assert [point.step for point in board.Scalars("step/loss")] == list(range(1, 9))
+    logged_losses = [point.value for point in board.Scalars("step/loss")]
+    assert logged_losses == [pytest.approx(event.loss) for event in metrics(result.run, "step")]
 
 
 @pytest.mark.slow
-def test_logs_change_nothing(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_does_not_change_training(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
-    monkeypatch.setitem(sys.modules, "wandb", StandIn())
-    plain = gpt.train(text, steps=8, dropout=0.1, **FAST)
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    unlogged = gpt.train(text, steps=8, dropout=0.1, **FAST)
     logged = gpt.train(text, steps=8, dropout=0.1, log="tensorboard,wandb", **FAST)
-    one, other = (load_file(folder.find_checkpoint(str(r.run)) / "model.safetensors") for r in (plain, logged))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    unlogged_weights, logged_weights = (
+        load_file(folder.find_checkpoint(str(r.run)) / "model.safetensors") for r in (unlogged, logged)
+    )
+    assert all(torch.equal(unlogged_weights[name], logged_weights[name]) for name in unlogged_weights)
 
 
 # Weights & Biases
 
 
-class StandIn(types.ModuleType):
-    """What is used of wandb, and what was done with it."""
+class FakeWandb(types.ModuleType):
+    """Records calls of the wandb functions that `gpt` uses."""
 
     class Error(Exception):
-        """As theirs."""
+        pass
 
     def __init__(self, mode: str = "offline") -> None:
         super().__init__("wandb")
         self.mode = mode
-        self.begun: dict[str, Any] = {}
+        self.init_settings: dict[str, Any] = {}
         self.axes: list[tuple[str, str]] = []
-        self.told: list[dict[str, Any]] = []
+        self.logged: list[dict[str, Any]] = []
         self.ended: list[int] = []
 
     def setup(self) -> Any:
@@ -114,10 +116,10 @@ class StandIn(types.ModuleType):
         raise self.Error("No API key configured.")
 
     def init(self, **settings: Any) -> Any:
-        self.begun = settings
+        self.init_settings = settings
         return types.SimpleNamespace(
             define_metric=lambda name, step_metric: self.axes.append((name, step_metric)),
-            log=self.told.append,
+            log=self.logged.append,
             finish=lambda exit_code: self.ended.append(exit_code),
         )
 
@@ -131,62 +133,64 @@ class StandIn(types.ModuleType):
 
 
 @pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    stand_in = StandIn()
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     monkeypatch.delenv("WANDB_NAME", raising=False)
-    return stand_in
+    return fake
 
 
-def test_wandb_hears_what_the_metrics_say(text: Path, wandb: StandIn) -> None:
+def test_wandb_receives_the_metrics(text: Path, wandb: FakeWandb) -> None:
     result = gpt.train(text, steps=4, eval_every=2, log="wandb", **FAST)
-    assert (wandb.begun["project"], wandb.begun["name"], wandb.begun["dir"]) == ("gpt", "book", str(result.run))
-    assert wandb.begun["config"]["steps"] == 4
+    assert (wandb.init_settings["project"], wandb.init_settings["name"], wandb.init_settings["dir"]) == (
+        "gpt",
+        "book",
+        str(result.run),
+    )
+    assert wandb.init_settings["config"]["steps"] == 4
     assert wandb.axes == [("*", "step")]
     for kind, key in (("step", "loss"), ("step", "lr"), ("eval", "val_loss"), ("end", "val_loss")):
-        told = [(each["step"], each[f"{kind}/{key}"]) for each in wandb.told if f"{kind}/{key}" in each]
-        assert told == [(event.step, getattr(event, key)) for event in metrics(result.run, kind)]
-    (sample,) = [each["sample/text"] for each in wandb.told if "sample/text" in each]
+        points = [(values["step"], values[f"{kind}/{key}"]) for values in wandb.logged if f"{kind}/{key}" in values]
+        assert points == [(event.step, getattr(event, key)) for event in metrics(result.run, kind)]
+    (sample,) = [values["sample/text"] for values in wandb.logged if "sample/text" in values]
     assert sample.startswith("html <pre>")
     assert wandb.ended == [0]
 
 
-def test_a_run_that_is_resumed_may_be_logged_from_then_on_and_ends_as_failed_if_cut_off(
-    text: Path, wandb: StandIn
-) -> None:
-    def strike(event: Any) -> None:
+def test_wandb_added_on_resume_marks_an_interrupted_run_as_failed(text: Path, wandb: FakeWandb) -> None:
+    def on_event(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 6:
             signal.raise_signal(signal.SIGINT)
 
     run = gpt.train(text, steps=4, **FAST).run
-    assert wandb.begun == {}
+    assert wandb.init_settings == {}
     with pytest.raises(gpt.Interrupted):
-        resume(str(run), {"steps": 8, "log": "wandb"}, listen=strike)
-    assert [each["step"] for each in wandb.told if "step/loss" in each] == [5, 6]
+        resume(str(run), {"steps": 8, "log": "wandb"}, listen=on_event)
+    assert [values["step"] for values in wandb.logged if "step/loss" in values] == [5, 6]
     assert wandb.ended == [1]
 
 
-def test_the_same_run_has_the_same_name_at_wandb_and_another_has_not(wandb: StandIn) -> None:
+def test_wandb_id_is_stable_and_unique_per_run(wandb: FakeWandb) -> None:
     ids = []
     for name, started in (("a", "1"), ("a", "1"), ("a", "2"), ("b", "1")):
         logs.Wandb(Path("runs") / name, {"started": started, "resolved": {}}, 0)
-        ids.append(wandb.begun["id"])
+        ids.append(wandb.init_settings["id"])
     assert ids[0] == ids[1]
     assert len(set(ids)) == 3
 
 
-def test_what_wandb_itself_writes_offline(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_wandb_offline_log(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is no part of the dev extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
     result = gpt.train(text, steps=4, log="wandb", **FAST)
-    wandb.teardown()  # as at the end of a program: until then its own process may still write
+    wandb.teardown()  # Before this call, wandb's process can still be writing.
     (log,) = (result.run / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"step/grad_norm" in log.read_bytes()
     assert b"eval/val_loss" in log.read_bytes()
 
 
-# What a user can get wrong
+# User errors
 
 
 @pytest.mark.parametrize(
@@ -198,7 +202,7 @@ def test_what_wandb_itself_writes_offline(text: Path, monkeypatch: pytest.Monkey
         ("tensorboard", "--log tensorboard needs a package: ", '"gpt-workshop[log]"'),
     ],
 )
-def test_a_log_that_is_not_there(
+def test_unknown_or_missing_logger_is_refused(
     text: Path, gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, log: str, message: str, hint: str
 ) -> None:
     for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
@@ -212,7 +216,7 @@ def test_a_log_that_is_not_there(
     assert not Path("runs").exists()
 
 
-def test_no_account_at_wandb(text: Path, gpt: Callable[..., Done], wandb: StandIn) -> None:
+def test_missing_wandb_login_is_an_error(text: Path, gpt: Callable[..., Done], wandb: FakeWandb) -> None:
     wandb.mode = "online"
     done = gpt("train", text, "--log", "wandb")
     assert done.code == 2
@@ -223,26 +227,28 @@ def test_no_account_at_wandb(text: Path, gpt: Callable[..., Done], wandb: StandI
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["init", "Html"])
-def test_a_log_that_fails_ends_no_run(text: Path, wandb: StandIn, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+@pytest.mark.parametrize("failing_function", ["init", "Html"])
+def test_failing_logger_does_not_stop_training(
+    text: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch, failing_function: str
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise wandb.Error("the network is gone")
 
-    monkeypatch.setattr(wandb, where, fail, raising=True)
-    heard: list[Any] = []
-    result = gpt.train(text, listen=heard.append, steps=4, log="wandb", **{**FAST, "sample_every": 2})
+    monkeypatch.setattr(wandb, failing_function, fail, raising=True)
+    run_events: list[Any] = []
+    result = gpt.train(text, listen=run_events.append, steps=4, log="wandb", **{**FAST, "sample_every": 2})
     assert result.steps == 4
-    said = [event.text for event in heard if isinstance(event, events.Note) and "--log" in event.text]
-    assert said == ["--log wandb failed and is disabled for the rest of this run: Error: the network is gone"]
-    assert wandb.ended == ([] if where == "init" else [1])
+    notes = [event.text for event in run_events if isinstance(event, events.Note) and "--log" in event.text]
+    assert notes == ["--log wandb failed and is disabled for the rest of this run: Error: the network is gone"]
+    assert wandb.ended == ([] if failing_function == "init" else [1])
     assert len(metrics(result.run, "step")) == 4
 
 
-# What a token costs
+# FLOPs per token
 
 
-def counted(config: GPTConfig, rank: int = 0) -> float:
-    """FLOPs a token, as torch counts matrix products of a step."""
+def count_flops_per_token(config: GPTConfig, rank: int = 0) -> float:
+    """Counts FLOPs per token of matrix products with torch's counter."""
     model = GPT(config)
     if rank:
         lora.adapt(model, rank, 1.0)
@@ -255,34 +261,36 @@ def counted(config: GPTConfig, rank: int = 0) -> float:
 @pytest.mark.parametrize(
     "config",
     [
-        *[GPTConfig(96, 32, 3, 2, 64, positions=each) for each in ("learned", "sinusoidal", "rotary")],
+        *[GPTConfig(96, 32, 3, 2, 64, positions=name) for name in ("learned", "sinusoidal", "rotary")],
         GPTConfig.of("modern", 96, 32, 3, 2, 64),
         GPTConfig.of("modern", 96, 32, 3, 4, 64, n_kv_head=2, head_dim=32, tied=False),
     ],
 )
-def test_flops_are_those_that_torch_counts(config: GPTConfig) -> None:
-    parts = breakdown(config)
-    vectors = parts.biases + parts.layer_norms  # in N by convention, and in no matrix product
-    assert flops_per_token(config, 32) - 6 * vectors == counted(config)
+def test_flops_per_token_match_torchs_counter(config: GPTConfig) -> None:
+    counts = breakdown(config)
+    vectors = counts.biases + counts.layer_norms  # N includes vectors by convention, but they are in no matrix product.
+    assert flops_per_token(config, 32) - 6 * vectors == count_flops_per_token(config)
 
 
-def test_flops_of_adapters() -> None:
+def test_flops_per_token_with_adapters() -> None:
     config = GPTConfig(96, 32, 8, 2, 64)
     adapters = sum(p.numel() for p in lora.adapt(GPT(config), 4, 1.0))
-    parts = breakdown(config)
-    told = flops_per_token(config, 32, adapters) - 4 * (parts.biases + parts.layer_norms)
-    assert counted(config, 4) == pytest.approx(told, rel=0.05)  # what lies before the first adapter needs no gradient
+    counts = breakdown(config)
+    estimate = flops_per_token(config, 32, adapters) - 4 * (counts.biases + counts.layer_norms)
+    assert count_flops_per_token(config, 4) == pytest.approx(
+        estimate, rel=0.05
+    )  # Layers before the first adapter need no gradient.
 
 
-def test_flops_of_gpt2_are_nanogpts() -> None:
-    """``estimate_mfu`` of nanoGPT: 6 × (124,439,808 − 1,024 × 768) + 12 × 12 layers × 12 heads × 64 × 1,024."""
+def test_flops_of_gpt2_match_nanogpt() -> None:
+    """``estimate_mfu`` in nanoGPT: 6 × (124,439,808 − 1,024 × 768) + 12 × 12 layers × 12 heads × 64 × 1,024."""
     assert flops_per_token(PRESETS["gpt2"].model, 1024) == 855_166_464
 
 
-# What a device can do
+# Peak FLOP/s of devices
 
-# Multiprocessors, operations a clock of each, boost clock in GHz.
-PARTS = {
+# (multiprocessors, operations per clock of each, boost clock in GHz)
+SPECS = {
     "NVIDIA B200": (148, 8192, 1.855), "NVIDIA H100 80GB HBM3": (132, 4096, 1.83),
     "NVIDIA H100 PCIe": (114, 4096, 1.62), "NVIDIA H100 NVL": (132, 4096, 1.545),
     "NVIDIA A100-SXM4-80GB": (108, 2048, 1.41), "NVIDIA A100 80GB PCIe": (108, 2048, 1.41),
@@ -292,9 +300,9 @@ PARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_a_peak_is_what_the_parts_add_up_to(name: str) -> None:
-    processors, operations, gigahertz = PARTS[name]
+@pytest.mark.parametrize("name", SPECS)
+def test_peak_flops_follow_from_the_hardware_specs(name: str) -> None:
+    processors, operations, gigahertz = SPECS[name]
     assert peak_flops(name, "float16") == pytest.approx(processors * operations * gigahertz * 1e9, rel=0.01)
     assert peak_flops(name, "bfloat16") == (None if re.search("V100|T4", name) else peak_flops(name, "float16"))
     assert peak_flops(name, "float32") is None
@@ -303,12 +311,14 @@ def test_a_peak_is_what_the_parts_add_up_to(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "cpu", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
 )
-def test_a_peak_that_is_not_known(name: str) -> None:
+def test_peak_flops_of_unknown_devices(name: str) -> None:
     assert peak_flops(name, "bfloat16") is None
 
 
 @pytest.mark.slow
-def test_mfu_where_the_peak_is_known(text: Path, gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_reported_when_the_peak_is_known(
+    text: Path, gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: 1e12 if (name, dtype) == ("cpu", "float32") else None)
     monkeypatch.setattr("gpt_cli.progress.PLAIN_SECONDS", 0)
     options = [word for name, value in FAST.items() for word in ("--" + name.replace("_", "-"), str(value))]
@@ -326,18 +336,18 @@ def test_mfu_where_the_peak_is_known(text: Path, gpt: Callable[..., Done], monke
     monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: None)
     done = gpt("train", text, "--steps", "5", "--json", *options)
     assert "MFU" not in done.err
-    assert "mfu" not in json.loads(done.out)  # of what scripts depend on
+    assert "mfu" not in json.loads(done.out)  # Scripts depend on this output.
     assert {step.mfu for step in metrics(Path("runs/book-2"), "step")} == {None}
 
 
-def test_metrics_from_before_mfu_are_read() -> None:
+def test_metrics_without_mfu_are_readable() -> None:
     line = '{"event": "step", "step": 1, "tokens": 2, "seconds": 3.0, "loss": 4.0, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0}'
     event = events.from_json(line)
     assert isinstance(event, events.StepEvent)
     assert event.mfu is None
 
 
-def test_the_context_of_pairs_is_their_mean_length(workdir: Path) -> None:
+def test_flops_of_pairs_use_their_mean_length(workdir: Path) -> None:
     path = workdir / "pairs.jsonl"
     path.write_text(
         "".join(json.dumps({"prompt": f"{n} plus {n} is", "completion": f" {2 * n}"}) + "\n" for n in range(300))
@@ -348,7 +358,7 @@ def test_the_context_of_pairs_is_their_mean_length(workdir: Path) -> None:
     recipe = types.SimpleNamespace(
         lora_rank=0, model=model.config, batch_tokens=resolved["batch_tokens"], rows=resolved["rows"]
     )
-    found = logs.Speed.of(model, recipe, Compute(torch.device("cpu"), torch.float32))  # type: ignore[arg-type]
+    speed = logs.Speed.of(model, recipe, Compute(torch.device("cpu"), torch.float32))  # type: ignore[arg-type]
     mean = resolved["batch_tokens"] // resolved["rows"]
     assert mean < model.config.block_size
-    assert found.flops_per_token == flops_per_token(model.config, mean)
+    assert speed.flops_per_token == flops_per_token(model.config, mean)

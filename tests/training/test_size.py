@@ -1,4 +1,4 @@
-"""Which size is chosen for a time."""
+"""The preset chosen for a time budget."""
 
 import time
 from collections.abc import Callable
@@ -19,33 +19,34 @@ from gpt.training.budget import SIZES, largest_preset, measured_rate, needs, par
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
-def device(flops: float, asked: list[str]) -> Callable[[str], float]:
-    """One that computes so many FLOPs a second, whatever the size."""
+def fake_throughput(flops: float, measured: list[str]) -> Callable[[str], float]:
+    """Simulates a device of ``flops`` FLOPs per second."""
 
-    def rate(name: str) -> float:
-        asked.append(name)
+    def tokens_per_second(name: str) -> float:
+        measured.append(name)
         return flops / (6 * parameters(name))
 
-    return rate
+    return tokens_per_second
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_sizes_grow_with_time(arch: Arch) -> None:
+def test_size_grows_with_time(arch: Arch) -> None:
     times = (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)
-    chosen = [largest_preset(minutes, 10**12, arch, device(1e11, []))[0] for minutes in times]
+    chosen = [largest_preset(minutes, 10**12, arch, fake_throughput(1e11, []))[0] for minutes in times]
     assert chosen == sorted(chosen, key=SIZES.index)
     assert chosen[0] == "pico"
     assert chosen[-1] == "gpt2"
     for below, name in pairwise(SIZES):
-        minutes = needs(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60  # to read so many tokens a parameter
-        assert largest_preset(1.01 * minutes, 10**12, arch, device(1e11, []))[0] == name
-        chosen_before, why = largest_preset(0.99 * minutes, 10**12, arch, device(1e11, []))
+        # time for the required tokens per parameter
+        minutes = needs(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60
+        assert largest_preset(1.01 * minutes, 10**12, arch, fake_throughput(1e11, []))[0] == name
+        chosen_before, why = largest_preset(0.99 * minutes, 10**12, arch, fake_throughput(1e11, []))
         assert chosen_before == below
         assert f"; {name} would need at least {minutes:,.1f} minutes" in why
 
 
 @pytest.mark.parametrize(
-    ("arch", "name", "tokens", "chosen"),
+    ("arch", "name", "tokens_per_parameter", "chosen"),
     [
         (None, "nano", 2.0, "pico"),
         ("gpt2", "nano", 2.0, "pico"),
@@ -54,48 +55,48 @@ def test_sizes_grow_with_time(arch: Arch) -> None:
         ("modern", "tiny", 1.1, "tiny"),
     ],
 )
-def test_a_size_is_chosen_that_reads_enough_for_its_parameters(
-    arch: Arch | None, name: str, tokens: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+def test_size_is_limited_by_tokens_per_parameter(
+    arch: Arch | None, name: str, tokens_per_parameter: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "measured_rate", lambda name, config, compute: 10_000.0)
-    minutes = tokens * parameters(name) / 10_000 / 60
+    minutes = tokens_per_parameter * parameters(name) / 10_000 / 60
     config = TrainConfig(minutes=minutes, arch=arch)
     assert preset_for_minutes(config, CPU, 10**9, lambda text: None).preset == chosen
 
 
-def test_a_size_needs_two_bytes_for_five_parameters() -> None:
-    least = parameters("mini") * 2 // 5
-    for n_bytes, chosen in ((least + 1, "mini"), (least - 1, "micro"), (1000, "nano")):
-        name, why = largest_preset(1e7, n_bytes, "gpt2", device(1e14, []))
+def test_size_needs_two_bytes_per_five_parameters() -> None:
+    min_bytes = parameters("mini") * 2 // 5
+    for n_bytes, chosen in ((min_bytes + 1, "mini"), (min_bytes - 1, "micro"), (1000, "nano")):
+        name, why = largest_preset(1e7, n_bytes, "gpt2", fake_throughput(1e14, []))
         assert name == chosen
         assert f"{SIZES[SIZES.index(name) + 1]} has" in why
 
 
-def test_a_size_out_of_reach_is_not_tried() -> None:
-    asked: list[str] = []
-    assert largest_preset(1, 10**12, "gpt2", device(1e11, asked))[0] == "pico"
-    assert asked == ["pico", "nano"]
+def test_sizes_out_of_reach_are_not_measured() -> None:
+    measured: list[str] = []
+    assert largest_preset(1, 10**12, "gpt2", fake_throughput(1e11, measured))[0] == "pico"
+    assert measured == ["pico", "nano"]
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"minutes": 1, "preset": "mini"}, {"minutes": 1, "n_layer": 3}, {"minutes": 1, **TINY}]
 )
-def test_what_was_asked_for_stays(settings: dict[str, object]) -> None:
+def test_explicit_size_is_kept(settings: dict[str, object]) -> None:
     config = TrainConfig(**settings)  # type: ignore[arg-type]
     assert preset_for_minutes(config, CPU, 10**6, lambda text: pytest.fail(text)) is config
 
 
 @pytest.mark.slow
-def test_the_rate_is_that_of_steps_here() -> None:
-    said: list[str] = []
-    config = preset_for_minutes(TrainConfig(minutes=10**6), CPU, 800_000, said.append)
+def test_throughput_is_measured_on_this_machine() -> None:
+    notes: list[str] = []
+    config = preset_for_minutes(TrainConfig(minutes=10**6), CPU, 800_000, notes.append)
     assert config.preset == "nano"
-    assert said == ["size nano: tiny has 2,185,344 parameters, more than 2.5 per byte of text"]
+    assert notes == ["size nano: tiny has 2,185,344 parameters, more than 2.5 per byte of text"]
     assert 100 < measured_rate("nano", TrainConfig(), CPU) < 1e7
 
 
-def test_the_cost_of_a_window_is_not_that_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU loads its kernels in the first evaluation, and computes many windows in the time of one."""
+def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU loads kernels in the first evaluation, and computes many windows in the time of one."""
     sizes: list[int] = []
 
     def mean_loss(parallel: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:
@@ -104,8 +105,8 @@ def test_the_cost_of_a_window_is_not_that_of_the_first(monkeypatch: pytest.Monke
         return 0.0
 
     monkeypatch.setattr(budget, "mean_loss", mean_loss)
-    alone: Any = SimpleNamespace(world=World(), model=None, compute=None)
+    single: Any = SimpleNamespace(world=World(), model=None, compute=None)
     windows: Any = range(100)
-    assert budget.window_seconds(alone, windows, 0.3) < 0.01
+    assert budget.window_seconds(single, windows, 0.3) < 0.01
     assert sizes == [1, 1, 4, 16, 64]
-    assert budget.window_seconds(alone, windows[:0], 2.0) < 1e-6
+    assert budget.window_seconds(single, windows[:0], 2.0) < 1e-6

@@ -1,4 +1,4 @@
-"""A step by itself: left out where its gradient is no number, told one later on a GPU, compiled, of a growing batch."""
+"""Single training steps: skipped, late, compiled, of a growing batch."""
 
 import copy
 import json
@@ -27,16 +27,16 @@ from gpt.training.state import Snapshot, TrainState
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
-def test_a_step_that_is_left_out_changes_nothing(kind: Literal["muon", "adamw"]) -> None:
+def test_skipped_step_changes_nothing(kind: Literal["muon", "adamw"]) -> None:
     torch.manual_seed(0)
     model = GPT(gpt.GPTConfig(50, 8, 2, 2, 16))
     optimizer = make_optimizer(model, kind, 0.1)
     optimizer.set_lr(0.1)
 
-    def step(value: float, unless: bool) -> None:
+    def step(value: float, skip: bool) -> None:
         for n, p in enumerate(model.parameters()):
             p.grad = torch.full_like(p, value * (n + 1)) + torch.linspace(0, 1, p.numel()).view_as(p)
-        optimizer.step(torch.tensor(unless))
+        optimizer.step(torch.tensor(skip))
 
     step(1.0, False)
     before = copy.deepcopy([model.state_dict(), *(part.state_dict() for part in optimizer.optimizers)])
@@ -49,8 +49,7 @@ def test_a_step_that_is_left_out_changes_nothing(kind: Literal["muon", "adamw"])
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_a_snapshot_remembers_the_scale_of_the_loss() -> None:
-    """As a run in float16 has it."""
+def test_snapshot_restores_the_loss_scale() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 1, 1, 8))
     optimizer, scaler = make_optimizer(model, "adamw", 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
     parallel = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
@@ -67,8 +66,8 @@ def test_a_snapshot_remembers_the_scale_of_the_loss() -> None:
     assert scaler.get_scale() == 8.0
 
 
-class Late(Download):
-    """As from a GPU: what a step came to is there once its event is waited for."""
+class LateDownload(Download):
+    """Simulates a download whose values arrive when `read` is called."""
 
     def __init__(self, *values: torch.Tensor) -> None:
         super().__init__(*values)
@@ -79,172 +78,174 @@ class Late(Download):
         return super().read()
 
 
-def test_steps_told_one_later_are_the_same(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_downloads_do_not_change_events_or_weights(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"steps": 20, "eval_every": 6, "save_every": 4, "sample_every": 7, "dropout": 0.1}
-    at_once, heard = train(text, **settings)
-    monkeypatch.setattr(stepping, "Download", Late)
-    later, heard_later = train(text, **settings)
-    told, told_later = (
-        [(type(e), getattr(e, "step", 0)) for e in each if not isinstance(e, events.SaveEvent)]
-        for each in (heard, heard_later)  # but saves, which are by a thread, at any time
+    immediate, immediate_events = train(text, **settings)
+    monkeypatch.setattr(stepping, "Download", LateDownload)
+    late, late_events = train(text, **settings)
+    immediate_kinds, late_kinds = (
+        [(type(event), getattr(event, "step", 0)) for event in run_events if not isinstance(event, events.SaveEvent)]
+        for run_events in (immediate_events, late_events)  # Saves run in a thread and end at any time.
     )
-    assert told == told_later
-    assert losses(heard) == losses(heard_later)
-    assert all(torch.equal(one, weights(later.run)[name]) for name, one in weights(at_once.run).items())
+    assert immediate_kinds == late_kinds
+    assert losses(immediate_events) == losses(late_events)
+    assert all(torch.equal(tensor, weights(late.run)[name]) for name, tensor in weights(immediate.run).items())
 
 
-def interpreted(key: object, trace: Any, note: Any, what: str) -> programs.Program:
-    """The program of a step as a graph, which no compiler has seen."""
+def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
+    """Returns the traced graph, uncompiled."""
     graph, _ = trace()
     return lambda tensors: list(graph(*tensors))
 
 
-@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
-def test_compiled_steps_are_the_same_to_rounding(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a backend that compiles nothing, since that takes half a minute: what is tested is what is handed over."""
+@pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
+def test_compiled_steps_match_up_to_rounding(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traced graph runs uncompiled, because compiling takes half a minute."""
     settings = {"steps": 6, "sample_every": 3, "eval_every": 3, "dropout": 0.1, "micro_batch": "8"}
-    _, plain = train(text, **settings)
-    monkeypatch.setattr(programs, "find", interpreted)
-    _, compiled = train(text, **settings, compile="on")
-    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
-    said = [event.text for event in compiled if isinstance(event, events.Note)]
-    assert any(line.startswith("compiled in") for line in said), said
+    _, uncompiled_events = train(text, **settings)
+    monkeypatch.setattr(programs, "find", trace_without_compiling)
+    _, compiled_events = train(text, **settings, compile="on")
+    assert losses(compiled_events) == pytest.approx(losses(uncompiled_events), rel=1e-4)
+    notes = [event.text for event in compiled_events if isinstance(event, events.Note)]
+    assert any(note.startswith("compiled in") for note in notes), notes
 
 
-def test_a_step_has_a_program_for_each_shape_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str] = []
-    monkeypatch.setattr(programs, "find", lambda key, *_: found.append(programs.digest(key)))
+def test_each_shape_and_dtype_has_a_separate_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests: list[str] = []
+    monkeypatch.setattr(programs, "find", lambda key, *_: digests.append(programs.digest(key)))
 
-    def look_for(rows: int = 4, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> None:
-        usual = {"vocab_size": 50, "block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
-        model = GPT(gpt.GPTConfig(**{**usual, **shape}))
+    def add_program(rows: int = 4, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> None:
+        defaults = {"vocab_size": 50, "block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
+        model = GPT(gpt.GPTConfig(**{**defaults, **shape}))
         compute = Compute(torch.device("cpu"), dtype)
         GradientProgram(stepping.Objective(model, 0), model, compute, rows, lambda text: None)
 
-    look_for()
-    look_for()
-    assert found[0] == found[1]
-    look_for(rows=2)
-    look_for(dtype=torch.float32)
+    add_program()
+    add_program()
+    assert digests[0] == digests[1]
+    add_program(rows=2)
+    add_program(dtype=torch.float32)
     shapes = {"vocab_size": 51, "block_size": 4, "n_layer": 2, "n_head": 1, "n_embd": 32, "dropout": 0.1}
     for name, value in shapes.items():
-        look_for(**{name: value})
-    assert len(set(found)) == len(found) - 1
+        add_program(**{name: value})
+    assert len(set(digests)) == len(digests) - 1
 
 
-def test_a_signal_while_compiling_is_no_failure_of_it(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def struck(*_: Any) -> Any:
+def test_signal_during_compilation_interrupts_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> Any:
         try:
             raise Interrupted(15, "interrupted before the first step")
-        except Interrupted as error:  # as torch's compiler puts it
+        except Interrupted as error:  # Torch's compiler wraps exceptions.
             raise RuntimeError(f"Interrupted: {error}") from None
 
-    monkeypatch.setattr(programs, "find", struck)
+    monkeypatch.setattr(programs, "find", interrupt)
     with pytest.raises(Interrupted, match="the run was removed"):
         train(text, steps=6, compile="on", out="struck")
     assert not Path("struck").exists()
 
 
-@pytest.mark.parametrize("made", [False, slow(True)])
-def test_where_compiling_fails_the_run_goes_on(text: Path, monkeypatch: pytest.MonkeyPatch, made: bool) -> None:
-    """Whether there is no program, or one that does not run. With dropout, whose random numbers the trial takes."""
+@pytest.mark.parametrize("compiles", [False, slow(True)])
+def test_failed_compilation_falls_back_to_uncompiled_steps(
+    text: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    """The program does not compile, or does not run. Its trial consumes dropout's random numbers."""
 
-    def broken(*args: Any) -> Any:
+    def fail(*args: Any) -> Any:
         raise RuntimeError("no C++ compiler\nlong story")
 
-    plain, heard_plain = train(text, steps=6, dropout=0.1)
-    monkeypatch.setattr(programs, "find", (lambda *args: broken) if made else broken)
-    result, heard = train(text, steps=6, compile="on", dropout=0.1)
-    (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
+    uncompiled, uncompiled_events = train(text, steps=6, dropout=0.1)
+    monkeypatch.setattr(programs, "find", (lambda *args: fail) if compiles else fail)
+    result, run_events = train(text, steps=6, compile="on", dropout=0.1)
+    (warning,) = [event for event in run_events if isinstance(event, events.Note) and event.warning]
     assert warning.text == "steps are not compiled: no C++ compiler"
-    assert losses(heard) == losses(heard_plain)
+    assert losses(run_events) == losses(uncompiled_events)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["compile"] is False
-    assert all(torch.equal(one, weights(result.run)[name]) for name, one in weights(plain.run).items())
+    assert all(torch.equal(tensor, weights(result.run)[name]) for name, tensor in weights(uncompiled.run).items())
 
 
-def test_where_a_program_fails_later_its_batch_is_computed_without(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when memory runs out in it, which it does not say."""
+def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory in a compiled program raises this error."""
     settings = {"steps": 6, "dropout": 0.1, "micro_batch": "8", "save_every": 3}
-    _, heard_plain = train(text, **settings)
+    _, uncompiled_events = train(text, **settings)
     calls = 0
 
-    def failing(*given: Any) -> programs.Program:
-        program = interpreted(*given)
+    def find_failing_program(*args: Any) -> programs.Program:
+        program = trace_without_compiling(*args)
 
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             nonlocal calls
             calls += 1
-            if calls > 6:  # in the middle of a batch
+            if calls > 6:  # This is in the middle of a batch.
                 raise RuntimeError("API call failed\nsomewhere")
             return program(tensors)
 
         return run
 
-    monkeypatch.setattr(programs, "find", failing)
-    result, heard = train(text, **settings, compile="on")
+    monkeypatch.setattr(programs, "find", find_failing_program)
+    result, run_events = train(text, **settings, compile="on")
     assert calls == 7
-    (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
+    (warning,) = [event for event in run_events if isinstance(event, events.Note) and event.warning]
     assert warning.text.startswith("from now on, steps are not compiled")
     assert warning.text.endswith("bit for bit: API call failed")
-    assert losses(heard) == pytest.approx(losses(heard_plain), rel=1e-4)
+    assert losses(run_events) == pytest.approx(losses(uncompiled_events), rel=1e-4)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["compile"] is False
 
 
 @pytest.mark.slow
-def test_a_resumed_run_says_that_it_is_compiled_no_more(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "find", interpreted)
-    begun, _ = train(text, steps=3, compile="on")
+def test_resume_warns_when_compilation_is_lost(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "find", trace_without_compiling)
+    first_part, _ = train(text, steps=3, compile="on")
 
-    def none(*_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise OSError("there is no g++")
 
-    monkeypatch.setattr(programs, "find", none)
-    heard: list[Any] = []
-    gpt.resume(begun.run, heard.append, steps=6)
-    (warning,) = [event for event in heard if isinstance(event, events.Note) and event.warning]
+    monkeypatch.setattr(programs, "find", fail)
+    run_events: list[Any] = []
+    gpt.resume(first_part.run, run_events.append, steps=6)
+    (warning,) = [event for event in run_events if isinstance(event, events.Note) and event.warning]
     assert warning.text.startswith("from now on, steps are not compiled")
 
 
-def test_gpt3s_recipe(text: Path) -> None:
-    found = resolved(
+def test_gpt3_recipe(text: Path) -> None:
+    plan = resolved(
         preset="gpt3-125m", n_tokens=10**12, epochs=0.3, schedule="cosine", warmup_tokens=375_000_000,
         batch_ramp=4_000_000_000, optimizer="adamw", micro_batch="16",
     )  # fmt: skip
-    assert found.ramp is not None
-    assert found.ramp.first * 2048 == 32_768
-    assert found.tokens(found.steps) == pytest.approx(3e11, rel=1e-5)
-    assert found.tokens(found.warmup) == pytest.approx(375e6, rel=1e-2)
-    result, heard = train(text, epochs=2, batch_ramp=1500, warmup_tokens=500)
-    told = [event for event in heard if isinstance(event, events.StepEvent)]
-    grown = [b.tokens - a.tokens for a, b in pairwise(told)]
-    assert told[0].tokens < 256  # the whole batch
-    assert grown[-1] == 256
-    assert grown == sorted(grown)
-    assert result.tokens_seen == told[-1].tokens
-    assert told[-1].tokens >= 2 * json.loads((result.run / "run.json").read_text())["tokens"]["train"]
+    assert plan.ramp is not None
+    assert plan.ramp.first * 2048 == 32_768
+    assert plan.tokens(plan.steps) == pytest.approx(3e11, rel=1e-5)
+    assert plan.tokens(plan.warmup) == pytest.approx(375e6, rel=1e-2)
+    result, run_events = train(text, epochs=2, batch_ramp=1500, warmup_tokens=500)
+    steps = [event for event in run_events if isinstance(event, events.StepEvent)]
+    batch_sizes = [b.tokens - a.tokens for a, b in pairwise(steps)]
+    assert steps[0].tokens < 256  # 256 tokens are the full batch.
+    assert batch_sizes[-1] == 256
+    assert batch_sizes == sorted(batch_sizes)
+    assert result.tokens_seen == steps[-1].tokens
+    assert steps[-1].tokens >= 2 * json.loads((result.run / "run.json").read_text())["tokens"]["train"]
 
 
-def test_logits_in_chunks_where_they_do_not_fit(text: Path) -> None:
+def test_large_logits_are_computed_in_chunks(text: Path) -> None:
     assert resolved().loss_chunk == 0
     huge = resolved(preset="gpt2", vocab_size=2**24, n_tokens=10**9, n_layer=1, n_embd=16, n_head=1)
     assert huge.micro_batch == 1
     assert 128 <= huge.loss_chunk < 1024
 
 
-def test_lengths_that_only_a_number_can_have(text: Path) -> None:
-    """They are computed when they are needed, so that a run with them begins at once."""
+def test_huge_step_counts_resolve_immediately(text: Path) -> None:
+    """Schedules are computed on demand."""
     small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_tokens": 64}
     assert resolved(steps=10**12, **small).tokens(10**12) == 64 * 10**12
     assert resolved(steps=10**6, batch_ramp=2**53, **small).tokens(10**6) < 64 * 10**6
-    most = dict.fromkeys(("eval_every", "save_every", "warmup", "decay", "patience", "sample_every"), 2**53)
-    resolved(steps=2**53, warmup_tokens=None, **most, **small)
+    maxima = dict.fromkeys(("eval_every", "save_every", "warmup", "decay", "patience", "sample_every"), 2**53)
+    resolved(steps=2**53, warmup_tokens=None, **maxima, **small)
     with pytest.raises(UserError, match=r"^1e\+15 epochs are 15,625,000,000,000,000,000 steps; the limit is 9,007,199"):
         resolved(epochs=1e15, n_tokens=10**6, **small)
     with pytest.raises(UserError, match="^minutes is 1e\\+300; it must be between 0 and 10,000,000"):
         TrainConfig(minutes=1e300)
 
 
-def test_what_the_machine_cannot_hold_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_refused_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = 8 * 2**30
     monkeypatch.setattr(recipe, "host_memory", lambda: memory)
     monkeypatch.setattr(Compute, "memory", lambda self: memory)

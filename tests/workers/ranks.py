@@ -1,4 +1,4 @@
-"""The script that the processes of `test_parallel.py` run: each runs the scenario that is named.
+"""Worker script of `test_parallel.py`.
 
 python tests/workers/ranks.py SCENARIO
 """
@@ -33,137 +33,144 @@ SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_tokens": 128, "dtype": "float32",
     "sample_every": 0, "vocab_size": 400, "dropout": 0.0,
 }  # fmt: skip
-LONG = {**SMALL, "steps": 6, "save_every": 4, "eval_every": 4, "keep": 9}
-SHORT = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
-WHOLE = {**SHORT, "steps": 30, "save_every": 3, "dropout": 0.1}  # long enough to be ended
+SIX_STEPS = {**SMALL, "steps": 6, "save_every": 4, "eval_every": 4, "keep": 9}
+TWELVE_STEPS = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
+# This run is long enough to be killed.
+THIRTY_STEPS = {**TWELVE_STEPS, "steps": 30, "save_every": 3, "dropout": 0.1}
 
 
-def in_words(settings: dict[str, Any]) -> list[str]:
+def to_options(settings: dict[str, Any]) -> list[str]:
     return [word for key, value in settings.items() for word in ("--" + key.replace("_", "-"), str(value))]
 
 
-WORDS = in_words(SHORT)
+OPTIONS = to_options(TWELVE_STEPS)
 RUNS: dict[str, dict[str, Any]] = {
-    "adamw": {**LONG, "optimizer": "adamw", "micro_batch": 2},
-    "muon": {**LONG, "optimizer": "muon", "n_layer": 3},
-    "modern": {**LONG, "arch": "modern", "micro_batch": 1},
-    "pairs": {**LONG, "pairs": True, "vocab_size": 270, "optimizer": "adamw", "block_size": 32, "batch_tokens": 264},
+    "adamw": {**SIX_STEPS, "optimizer": "adamw", "micro_batch": 2},
+    "muon": {**SIX_STEPS, "optimizer": "muon", "n_layer": 3},
+    "modern": {**SIX_STEPS, "arch": "modern", "micro_batch": 1},
+    "pairs": {
+        **SIX_STEPS,
+        "pairs": True,
+        "vocab_size": 270,
+        "optimizer": "adamw",
+        "block_size": 32,
+        "batch_tokens": 264,
+    },
 }
-SAMPLE = SampleConfig(max_tokens=18)  # more than the context; each token of a tensor-parallel model takes 20 ms
+# The sample exceeds the context. A tensor-parallel token takes 20 ms.
+SAMPLE = SampleConfig(max_tokens=18)
 TEXTS = {"pairs": "pairs.jsonl"}
 RANK = int(os.environ.get("RANK", "0"))
 
 
-def cut(run: str, copy: str, step: int) -> None:
-    """Copies a run to what it was if it had been killed soon after a step."""
-    shutil.copytree(run, copy)
-    for path in Path(copy).glob("step-*"):
+def copy_killed_run(run: str, target: str, step: int) -> None:
+    """Copies a run as if killed soon after ``step``."""
+    shutil.copytree(run, target)
+    for path in Path(target).glob("step-*"):
         if int(path.name[5:]) > step:
             shutil.rmtree(path)
-    record = json.loads(Path(copy, "run.json").read_text())
+    record = json.loads(Path(target, "run.json").read_text())
     for key in ("ended", "result"):
         del record[key]
-    Path(copy, "run.json").write_text(json.dumps(record))
+    Path(target, "run.json").write_text(json.dumps(record))
 
 
 def two() -> None:
-    summed: dict[str, list[bool]] = {}
+    syncs: dict[str, list[bool]] = {}
     for name, settings in RUNS.items():
-        with summing() as summed[name]:
+        with record_gradient_syncs() as syncs[name]:
             gpt.train(TEXTS.get(name, "book.txt"), out=f"two/{name}", **settings)
-    gpt.train("book.txt", out="two/dropout", **{**SHORT, "dropout": 0.1})
-    gpt.train("book.txt", out="two/whole", **WHOLE)
+    gpt.train("book.txt", out="two/dropout", **{**TWELVE_STEPS, "dropout": 0.1})
+    gpt.train("book.txt", out="two/whole", **THIRTY_STEPS)
     if RANK == 0:
-        cut("two/dropout", "two/resumed", 4)
-        cut("one/adamw", "two/from-one", 4)
+        copy_killed_run("two/dropout", "two/resumed", 4)
+        copy_killed_run("one/adamw", "two/from-one", 4)
     gpt.resume("two/resumed")
-    heard: list[Any] = []
-    gpt.resume("two/from-one", heard.append)
-    with poisoned(), rollbacks() as rolled_back:
-        gpt.train("book.txt", out="two/poisoned", listen=heard.append, **SHORT)
-    with little_memory():
-        gpt.train("book.txt", out="two/little", listen=heard.append, **{**SHORT, "steps": 4})
-    notes = [event.text for event in heard if isinstance(event, events.Note)]
-    told = {"notes": notes, "summed": summed, "rolled_back": rolled_back}
-    Path(f"heard-{RANK}.json").write_text(json.dumps(told))
+    run_events: list[Any] = []
+    gpt.resume("two/from-one", run_events.append)
+    with nan_loss_on_rank_1(), record_rollbacks() as rolled_back:
+        gpt.train("book.txt", out="two/poisoned", listen=run_events.append, **TWELVE_STEPS)
+    with limit_memory_on_rank_1():
+        gpt.train("book.txt", out="two/little", listen=run_events.append, **{**TWELVE_STEPS, "steps": 4})
+    notes = [event.text for event in run_events if isinstance(event, events.Note)]
+    report = {"notes": notes, "summed": syncs, "rolled_back": rolled_back}
+    Path(f"heard-{RANK}.json").write_text(json.dumps(report))
 
 
 @contextlib.contextmanager
-def summing() -> Iterator[list[bool]]:
-    """Records for each backward pass of a micro-batch whether gradients were all-reduced."""
-    whole, summed = stepping.Stepper._backward, []
+def record_gradient_syncs() -> Iterator[list[bool]]:
+    """Records for each micro-batch whether gradients were all-reduced."""
+    original, syncs = stepping.Stepper._backward, []
 
     def backward(self: stepping.Stepper, *args: Any) -> torch.Tensor:
-        summed.append(bool(self.wrapped.require_backward_grad_sync))
-        return whole(self, *args)
+        syncs.append(bool(self.wrapped.require_backward_grad_sync))
+        return original(self, *args)
 
     with mock.patch.object(stepping.Stepper, "_backward", backward):
-        yield summed
+        yield syncs
 
 
 @contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Makes the loss NaN three times, on rank 1 alone."""
-    whole, calls = stepping.tied_cross_entropy, []
+def nan_loss_on_rank_1() -> Iterator[None]:
+    original, calls = stepping.tied_cross_entropy, []
 
     def loss(*args: Any) -> torch.Tensor:
         calls.append(1)
-        return whole(*args) * (math.nan if RANK == 1 and 6 < len(calls) <= 9 else 1)
+        return original(*args) * (math.nan if RANK == 1 and 6 < len(calls) <= 9 else 1)
 
     with mock.patch.object(stepping, "tied_cross_entropy", loss):
         yield
 
 
 @contextlib.contextmanager
-def rollbacks() -> Iterator[list[Any]]:
-    """Yields, for each rollback, what this rank then has, as sums, and how many weights and moments it kept a copy of."""
-    whole, found = Checkpointer.roll_back, []
+def record_rollbacks() -> Iterator[list[Any]]:
+    """Records this rank's weights and moments (as sums) after each rollback, and its snapshot's size."""
+    original, reports = Checkpointer.roll_back, []
 
     def roll_back(self: Checkpointer, **changes: Any) -> None:
-        whole(self, **changes)
-        kept = sum(name.startswith((WEIGHT, MOMENT)) for name in self.snapshot.tensors)
+        original(self, **changes)
+        snapshot_size = sum(name.startswith((WEIGHT, MOMENT)) for name in self.snapshot.tensors)
         parallel = self.parallel
         moments = parallel.optimizer.state(parallel.own)
-        has = {
-            name: float(each.double().abs().sum())
-            for name, each in [*parallel.own.named_parameters(), *moments.items()]
+        sums = {
+            name: float(tensor.double().abs().sum())
+            for name, tensor in [*parallel.own.named_parameters(), *moments.items()]
         }
-        found.append({"has": has, "kept": kept, "step": self.state.step})
+        reports.append({"has": sums, "kept": snapshot_size, "step": self.state.step})
 
     with mock.patch.object(Checkpointer, "roll_back", roll_back):
-        yield found
+        yield reports
 
 
 @contextlib.contextmanager
-def little_memory() -> Iterator[None]:
-    """Gives rank 1 memory for one sequence at a time."""
-    whole = GPT.trunk
+def limit_memory_on_rank_1() -> Iterator[None]:
+    original = GPT.trunk
 
     def trunk(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
         if RANK == 1 and self.training and idx.size(0) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return whole(self, idx, *rest)
+        return original(self, idx, *rest)
 
     with mock.patch.object(GPT, "trunk", trunk):
         yield
 
 
-def broken() -> None:
-    whole, calls = stepping.Stepper.step, []
+def raise_on_rank_1() -> None:
+    original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
         calls.append(1)
         if RANK == 1 and len(calls) == 6:
             raise RuntimeError("boom")
-        return whole(*args)
+        return original(*args)
 
     with mock.patch.object(stepping.Stepper, "step", step):
-        command("--quiet", "-o", "broken")
+        run_command("--quiet", "-o", "broken")
 
 
-def killed() -> None:
-    """Kills rank 1 while rank 0 is in a collective of NCCL, which would not end by itself, whatever the signal."""
-    whole, calls = stepping.Stepper.step, []
+def kill_rank_1() -> None:
+    """Kills rank 1 while rank 0 hangs, as in an NCCL collective, which ignores signals."""
+    original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
         calls.append(1)
@@ -171,56 +178,55 @@ def killed() -> None:
             if RANK == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(300)
-        return whole(*args)
+        return original(*args)
 
     with mock.patch.object(stepping.Stepper, "step", step):
-        command("--quiet", "-o", "killed")
+        run_command("--quiet", "-o", "killed")
 
 
-def silent() -> None:
-    """Rank 1 stays away from a collective for longer than its limit, as a machine without power would."""
-    whole, calls = stepping.Stepper.step, []
+def time_out_on_rank_1() -> None:
+    """Rank 1 is late for a collective, like a machine without power."""
+    original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
         calls.append(1)
         if RANK == 1 and len(calls) == 6:
             time.sleep(6)
-        return whole(*args)
+        return original(*args)
 
     with mock.patch.object(stepping.Stepper, "step", step), mock.patch.object(world, "LIMIT", timedelta(seconds=2)):
-        command("--quiet", "-o", "silent")
+        run_command("--quiet", "-o", "silent")
 
 
-def uncompilable() -> None:
-    """Trains with a compiler that only rank 0 has."""
+def compile_on_rank_0_only() -> None:
     from torch._inductor import config
 
-    heard: list[Any] = []
+    run_events: list[Any] = []
     if RANK == 1:
         config.cpp.cxx = ("/nowhere",)
     for name, settings in {"replicas": {}, "shards": {"shard": "full"}, "cut": {"tensor": 2}}.items():
         torch._dynamo.reset()
-        gpt.train("book.txt", out=name, listen=heard.append, **{**SHORT, **settings, "compile": "on"})
+        gpt.train("book.txt", out=name, listen=run_events.append, **{**TWELVE_STEPS, **settings, "compile": "on"})
     if RANK == 0:
-        Path("heard.json").write_text(json.dumps([e.text for e in heard if isinstance(e, events.Note)]))
+        Path("heard.json").write_text(json.dumps([e.text for e in run_events if isinstance(e, events.Note)]))
 
 
-def otherwise() -> None:
-    command("--quiet", "-o", "otherwise", "--seed", str(7 + RANK))
+def disagree_on_seed() -> None:
+    run_command("--quiet", "-o", "otherwise", "--seed", str(7 + RANK))
 
 
-def command(*words: str) -> None:
-    """Runs ``gpt train`` as a command, whose exit is abrupt in one of several processes."""
+def run_command(*words: str) -> None:
+    """Runs ``gpt train`` as a command, which exits abruptly in a process group."""
     from gpt_cli.main import run
 
-    sys.argv = ["gpt", "train", "book.txt", *WORDS, *words]
+    sys.argv = ["gpt", "train", "book.txt", *OPTIONS, *words]
     run()
 
 
 if __name__ == "__main__":
     scenarios: dict[str, Callable[[], None]] = {
-        "two": two, "broken": broken, "otherwise": otherwise, "killed": killed,
-        "silent": silent, "uncompilable": uncompilable,
+        "two": two, "broken": raise_on_rank_1, "otherwise": disagree_on_seed, "killed": kill_rank_1,
+        "silent": time_out_on_rank_1, "uncompilable": compile_on_rank_0_only,
     }  # fmt: skip
     evaluation.SAMPLE = SAMPLE
     scenarios[sys.argv[1]]()
