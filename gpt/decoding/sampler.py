@@ -16,15 +16,15 @@ from gpt.device import Download, upload
 from gpt.errors import UserError
 
 POSITIONS_AT_ONCE = 64  # Prompt positions whose logits are computed together.
-Place = tuple[RequestState, int]  # A request, and the number of its guesses before the token.
+Place = tuple[RequestState, int]  # A request, and how many of its guesses precede the new token.
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A token for each place, chosen on the device and in flight to the host."""
+    """A token for each place, chosen on the device and being copied to the host."""
 
     places: Sequence[Place]
-    ids: Tensor | None  # (n, 1) on the device. None if they are in the context's `last`.
+    ids: Tensor | None  # Ids (n, 1) on the device. None if the context's `last` has them.
     scores: Download
 
     @property
@@ -34,7 +34,7 @@ class Draw:
 
 
 def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
-    """Chooses a token for each place from logits (n, V). Filters adjacent places with equal filters together."""
+    """Chooses a token for each place from logits (n, V). Batches adjacent places with equal filters."""
     chosen: list[Tensor] = []
     done = 0
     for filters, members in itertools.groupby(places, key=lambda place: place[0].filters):
@@ -71,7 +71,7 @@ def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
             continue
         if math.isnan(token.logprob or 0.0):
             fail(state, nan_error(), context)
-        elif not state.done:  # Otherwise it ended with the previous token, or was cancelled.
+        elif not state.done:  # The previous token or a cancellation can have ended it.
             state.take(token, ends)
     for state, _ in batch.places:
         [slot] = state.live_slots
@@ -81,7 +81,7 @@ def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
 
 
 def extend(state: RequestState, logits: Tensor, context: Context) -> None:
-    """Extends a search by a token, from logits (n, V) of its live hypotheses. Copies slots for further children."""
+    """Extends a search by a token, from logits (n, V) of live hypotheses. Copies the slot of a repeated parent."""
     assert state.search is not None
     logprobs = logits.log_softmax(-1)
     constraints, sequences = (
@@ -110,7 +110,7 @@ def extend(state: RequestState, logits: Tensor, context: Context) -> None:
 
 
 def echo(state: RequestState, x: Tensor, context: Context) -> None:
-    """Appends the prompt tokens that follow the newest positions, with residual stream (T, C)."""
+    """Scores prompt tokens from the residual stream (T, C) of the preceding positions."""
     [slot], top = state.live_slots, state.request.config.logprobs or 0
     ids = slot.text[slot.computed - len(x) + 1 :][: len(x)]
     for start in range(0, len(ids), POSITIONS_AT_ONCE):
@@ -123,7 +123,7 @@ def echo(state: RequestState, x: Tensor, context: Context) -> None:
 
 
 def fail(state: RequestState, error: UserError, context: Context) -> None:
-    """Ends a request with an error, unless it has ended, and clears NaN from its slots."""
+    """Ends a request with an error, unless it has already ended. Clears its slots, which can contain NaN."""
     if not state.done:
         state.end(error=error)
     for slot in state.slots:
