@@ -57,7 +57,7 @@ class Search:
     def advance(self, logprobs: Tensor, adjusted: Tensor) -> list[int]:
         """Extends the live hypotheses by a token and returns the parent index of each new hypothesis.
 
-        ``logprobs`` (live, V) are the model's. ``adjusted`` log-probabilities (live, V) rank the candidates. Raises
+        ``logprobs`` (live, V) are unadjusted. Candidates are ranked by ``adjusted`` log-probabilities (live, V). Raises
         `UserError` if a hypothesis has no continuation.
         """
         width = self.config.beam

@@ -44,13 +44,13 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
     prompts = torch.randint(model.config.vocab_size, (config.batch, prompt_tokens)).tolist()
     # The first round is a warm-up.
     rounds = [_time_round(context, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]
-    first, step_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
+    first_seconds, step_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
     traffic = weight_bytes(model, compute) + config.batch * _kv_bytes(model, prompt_tokens + new_tokens // 2, compute)
     bandwidth = bandwidth_of(compute)
     return DecodingSpeed(
-        prefill_tokens_per_second=config.batch * prompt_tokens / first,
+        prefill_tokens_per_second=config.batch * prompt_tokens / first_seconds,
         decode_tokens_per_second=config.batch / step_seconds,
-        first_token_seconds=first,
+        first_token_seconds=first_seconds,
         memory_bytes=_peak_memory(compute),
         read_bytes=traffic,
         bandwidth_bytes_per_second=bandwidth,
@@ -66,14 +66,14 @@ def _time_round(context: Context, prompts: list[list[int]], new_tokens: int) -> 
     config = SampleConfig(greedy=True, max_tokens=new_tokens, ignore_eot=True)
     for ids in prompts:
         engine.add(Request(ids, config))
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     while not any(update.tokens for update in engine.step()):  # A GPU's first tokens are read in the second step.
         pass
-    first = time.perf_counter() - began
+    first_seconds = time.perf_counter() - start_time
     times: list[float] = []
     while engine.busy:
         times.append(_time_call(engine.step))
-    return first, statistics.mean(times[_WARMUP_STEPS:] or times or [first])
+    return first_seconds, statistics.mean(times[_WARMUP_STEPS:] or times or [first_seconds])
 
 
 def _kv_bytes(model: GPT, positions: int, compute: Compute) -> int:
@@ -89,9 +89,9 @@ def bandwidth_of(compute: Compute) -> float:
 
 
 def _time_call(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     work()
-    return time.perf_counter() - started
+    return time.perf_counter() - start_time
 
 
 def _peak_memory(compute: Compute) -> int:

@@ -121,7 +121,7 @@ def apply_constraints(logits: Tensor, constraints: Sequence[Constraint | None]) 
 
 
 def _grammar(name: str, value: str | tuple[str, ...]) -> str:
-    """Returns a rule in llguidance's Lark dialect. By default, JSON has no white space."""
+    """Returns a rule in llguidance's Lark dialect. By default, JSON has no whitespace."""
     from llguidance import regex_to_lark
 
     if isinstance(value, tuple):
@@ -148,8 +148,8 @@ def _sum_multiples(schema: object) -> Decimal:
         if isinstance(value, dict):
             factor = value.get("multipleOf")
             if isinstance(factor, int | float) and math.isfinite(factor):
-                exact = Decimal(repr(factor)) if isinstance(factor, float) else Decimal(factor)
-                total += abs(exact.scaleb(max(0, -int(exact.as_tuple().exponent))))
+                decimal = Decimal(repr(factor)) if isinstance(factor, float) else Decimal(factor)
+                total += abs(decimal.scaleb(max(0, -int(decimal.as_tuple().exponent))))
             pending += value.values()
         elif isinstance(value, list):
             pending += value

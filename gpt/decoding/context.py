@@ -68,7 +68,7 @@ class Context:
         _check_memory(model, compute, rows, positions)
         self.cache = KVCache(model.config, rows, compute.device, compute.dtype, positions, model.kv_heads)
         self.slots = [Slot(at) for at in range(rows)]
-        self.compiled = step  # Steps run uncompiled if None.
+        self.compiled = step  # If None, steps run uncompiled.
         if step is not None:
             model.reach(max(ROPE_TABLE, 2 * self.size))  # Growing the RoPE table later would recompile.
             self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # Newest id of each slot.
@@ -114,7 +114,7 @@ class Context:
         """Computes the next position of some slots in a compiled step, from the ids in `last`. With filters, writes the
         next ids to `last` and returns their `score_tokens`. Without filters, returns logits (n, V).
 
-        Its shapes are fixed, so the step computes all slots. It overwrites the next column of other slots."""
+        The step has fixed shapes, so it computes all slots, and overwrites the next column of other slots."""
         assert self.compiled is not None
         rows = [slot.at for slot in slots]
         for slot in self.slots:

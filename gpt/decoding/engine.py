@@ -36,7 +36,7 @@ class Engine:
         self.context, self.ends = context, ends
         self.scheduler = Scheduler(context, chunk)
         self._next_number = 0
-        self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Shared by requests with equal filters.
+        self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Shared by requests with equal keys.
         self._draws: list[Draw] = []  # Unread draws of the last step.
 
     @property
@@ -100,21 +100,21 @@ class Engine:
         tokens if guesses were correct. Returns an update for each running request.
 
         On a GPU, tokens are read after the next step is launched, so that the GPU doesn't wait for the host. If the
-        host needs the tokens (`can_run_ahead`), they are read immediately. Slots with unread tokens are not reused."""
+        host needs the tokens (see `can_run_ahead`), they are read immediately. Slots with unread tokens are not reused."""
         if any(state.done for state in self.scheduler.running):
             self._read_draws()
         self.scheduler.release()
         states = self.scheduler.plan()
         unread_draws, self._draws = self._draws, []
         if self.context.compiled is not None:
-            decoding = [
+            decoding_states = [
                 state
                 for state in states
                 if state.count == 1 and state.uncomputed <= 1 and state.request.config.max_tokens
             ]
-            states = [state for state in states if state not in decoding]
-            if decoding:
-                self._decode_compiled(decoding, unread_draws)
+            states = [state for state in states if state not in decoding_states]
+            if decoding_states:
+                self._decode_compiled(decoding_states, unread_draws)
         if states:
             self._compute(states, unread_draws)
         for draw in unread_draws:
@@ -139,8 +139,8 @@ class Engine:
     def _compute(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
         """Computes new positions in one pass, unread ids first. Chooses tokens for requests that finished prefill."""
         context = self.context
-        order = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].at)
-        work = sorted(((state, slot) for state in states for slot in state.live_slots), key=order)
+        sort_key = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].at)
+        work = sorted(((state, slot) for state in states for slot in state.live_slots), key=sort_key)
         known_ids = [id for state, slot in work for id in state.next_ids(slot)]
         id_tensors = [] if context.compiled or not unread_draws else [_sort_ids(unread_draws)]
         id_tensors += [upload(known_ids, context.compute.device)] if known_ids else []

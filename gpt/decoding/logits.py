@@ -22,7 +22,7 @@ EXCLUDED = float("-inf")
 
 @dataclass(frozen=True)
 class Token:
-    """An id and its log-probability in nats, before filters and temperature. A prompt's first id has None.
+    """An id and its log-probability in nats, before filters and temperature. A prompt's first id has none.
 
     ``top`` lists the most likely ids at this position with their log-probabilities, if requested.
     """
@@ -72,8 +72,8 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keeps the fewest ids whose probabilities sum to at least ``p`` (Holtzman et al. 2020). Keeps the first of tied
-    ids. 0 or 1 keeps all ids."""
+    """Keeps the fewest ids whose probabilities sum to at least ``p`` (Holtzman et al. 2020). Lower ids win
+    ties. 0 or 1 keeps all ids."""
     if p <= 0 or p >= 1:
         return logits
     sorted_logits = _sort_descending(logits)
@@ -101,8 +101,8 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
-    """Divides positive logits (V) of ``ids`` by ``penalty`` and multiplies negative logits (Keskar et al. 2019). 0 or 1
-    changes nothing."""
+    """Divides positive logits (V) of ``ids`` by ``penalty`` and multiplies negative logits by it (Keskar et al. 2019).
+    0 or 1 changes nothing."""
     if penalty in (0, 1):
         return logits
     index = upload(np.array(sorted(set(ids)), np.int64), logits.device)

@@ -104,7 +104,7 @@ def _multiply(kind: str, x: Tensor, tensors: Iterator[Tensor]) -> Tensor:
     levels = [
         (words << bits * (count - 1 - index) if index < count - 1 else words) >> 32 - bits for index in range(count)
     ]
-    sums = levels[0].float() * x[:, 0, None]  # (tiles, words of a row, lanes).
+    sums = levels[0].float() * x[:, 0, None]  # Shape: (tiles, words of a row, lanes).
     for index in range(1, count):
         sums = sums + levels[index].float() * x[:, index, None]
     if bits == 8:
@@ -140,7 +140,7 @@ def _to_tiles(rows: Tensor) -> Tensor:
 
 
 class NativeBlock(nn.Module):
-    """A block that runs a compiled program for a single position, and `Block` for several."""
+    """A block that runs a compiled program for a single position, and `Block` otherwise."""
 
     def __init__(self, block: Block, block_programs: "Programs") -> None:
         super().__init__()

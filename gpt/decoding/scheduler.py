@@ -12,7 +12,7 @@ REUSED_FROM = 16  # Minimum length of a prefix cache hit, in ids.
 class Scheduler:
     """Continuous batching with chunked prefill. Requests wait for free slots, first come, first served.
 
-    Each step computes the next id of every decoding request, and up to ``chunk`` prompt ids in total. Half of this
+    Each step computes the next token of every decoding request, and up to ``chunk`` prompt ids. Half of this
     budget goes to the prompts with the fewest ids left, so that short prompts never wait for long prompts. The rest
     goes to the oldest prompts, so that long prompts never starve. A prompt waits while another request prefills the
     same prefix.
@@ -60,21 +60,21 @@ class Scheduler:
                 state.guesses = state.guess(min(free_positions, 1 + self.chunk - guess_count))
                 guess_count += len(state.guesses)
                 state.count += len(state.guesses)
-        used = 0
+        total = 0
         by_arrival = sorted(prefilling, key=lambda state: state.number)
         for queue, budget in (
             (sorted(by_arrival, key=lambda state: state.uncomputed), self.chunk // 2),
             (by_arrival, self.chunk),
         ):
             for state in queue:
-                if used < budget:
-                    extra = min(state.uncomputed - state.count, max(1, (budget - used) // len(state.live_slots)))
-                    state.count += extra
-                    used += extra * len(state.live_slots)
+                if total < budget:
+                    id_count = min(state.uncomputed - state.count, max(1, (budget - total) // len(state.live_slots)))
+                    state.count += id_count
+                    total += id_count * len(state.live_slots)
         return [state for state in self.running if state.count]
 
     def _admit(self) -> None:
-        """Starts waiting requests in order. A request that waits for a prefix reserves its slots."""
+        """Starts waiting requests in order. A request that waits for a shared prefix reserves its slots."""
         free_slots = len(self.free)
         for state in [*self.waiting]:
             free_slots -= state.request.width

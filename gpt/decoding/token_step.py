@@ -39,9 +39,9 @@ def next_tokens(
     logits = model.unembed(x)[:, 0, :vocab_size].float()
     if filters is None:
         return [logits]
-    chosen = filters.choose(logits, keys[:, None])[:, None]
-    ids.copy_(chosen)
-    return score_tokens(chosen, logits, top)
+    chosen_ids = filters.choose(logits, keys[:, None])[:, None]
+    ids.copy_(chosen_ids)
+    return score_tokens(chosen_ids, logits, top)
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:

@@ -1,4 +1,4 @@
-"""Weight layouts for decoding steps, which read all weights for a few positions.
+"""Packed, low-precision, int8 and int4 weights for decoding steps, which read all weights for a few positions.
 
 A prepared model only computes logits. It can be neither trained nor saved.
 """
@@ -28,8 +28,8 @@ _CHUNK_SIZE = 2**20  # Matrix elements to pack or dequantize at a time, so that 
 class PackedLinear(nn.Module):
     """A linear layer on a CPU with weights in oneDNN's packed layout.
 
-    The layout is chosen for `ROWS` positions. oneDNN's layout for one position is slower: all float32 matrices of GPT-2
-    124M took 12.0 ms vs. 7.7 ms at one position and 21 ms vs. 11 ms at eight. In bfloat16, the times were equal.
+    The layout is optimized for `ROWS` positions. oneDNN's layout for one position is slower: all float32 matrices of
+    GPT-2 124M took 12.0 ms vs. 7.7 ms at one position and 21 ms vs. 11 ms at eight. In bfloat16, the times were equal.
     """
 
     ROWS = 16
@@ -59,7 +59,7 @@ class GPULinear(nn.Module):
     """A linear layer on a GPU with weights of any dtype and an optional scale per output.
 
     When compiled for one position, it computes the product as a sum. The compiler fuses the sum with the bias,
-    activation and residual addition, and reads int8 weights as int8. With ``once``, the kernel's input is computed
+    activation and residual addition, and reads int8 weights directly. With ``once``, the kernel's input is computed
     once, not once per output.
     """
 
@@ -119,9 +119,9 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), in the input's dtype."""
         if self.quantizes_input:
-            wide = x.float()
-            scale = torch.addcmul(_MIN_INPUT_SCALE, wide.abs().amax(-1, keepdim=True), self.level_size)
-            out = self.product(wide / scale, 1.0, self.levels + 1, self.weight).mul_(scale)
+            float_input = x.float()
+            scale = torch.addcmul(_MIN_INPUT_SCALE, float_input.abs().amax(-1, keepdim=True), self.level_size)
+            out = self.product(float_input / scale, 1.0, self.levels + 1, self.weight).mul_(scale)
         else:
             rows = x.reshape(-1, x.size(-1)).bfloat16()
             out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
@@ -207,7 +207,7 @@ class Int4Linear(nn.Module):
 
     @staticmethod
     def fits(weight: Quantized) -> bool:
-        """Whether the device's kernel supports the matrix: it needs a multiple of 16 outputs."""
+        """Whether the device's kernel supports the matrix. It needs a multiple of 16 outputs."""
         return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device)
 
 
@@ -228,8 +228,8 @@ def _pack_int8(weight: Quantized) -> torch.ScriptObject:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that these kernels will move.
         zero = torch.zeros(len(weight.scales), dtype=torch.long)
-        rounded = torch._make_per_channel_quantized_tensor(weight.levels, weight.scales, zero, 0)
-        return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
+        tensor = torch._make_per_channel_quantized_tensor(weight.levels, weight.scales, zero, 0)
+        return torch.ops.quantized.linear_prepack(tensor, None)  # type: ignore[no-any-return]
 
 
 def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool = False) -> Module:

@@ -158,7 +158,7 @@ class TextGenerator:
         return width * rows, positions, config.compile == "on" or (config.compile == "auto" and is_long)
 
     def _pieces(self, text: _TextBuilder, update: Update, prompt_length: int) -> list[Piece]:
-        """Returns the pieces of an update. For a text's last update, they have samples."""
+        """Returns the pieces of an update. Pieces from a text's last update have samples."""
         if update.error is not None:
             raise update.error
         text.prompt = update.prompt or text.prompt

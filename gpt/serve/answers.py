@@ -135,14 +135,14 @@ class Answer:
 
     def best(self) -> list[int]:
         """Returns the indices of the ``n`` choices per prompt with the highest mean log-probability."""
-        generation, chosen = self.generation, list[int]()
+        generation, indices = self.generation, list[int]()
         for start in range(0, len(self.choices), generation.best_of):
             candidates = range(start, start + generation.best_of)
-            ranked = sorted(
+            ranking = sorted(
                 candidates, key=lambda index: -self.choices[index].logprob / max(1, self.choices[index].count)
             )
-            chosen += ranked[: generation.n] if generation.best_of > generation.n else candidates
-        return chosen
+            indices += ranking[: generation.n] if generation.best_of > generation.n else candidates
+        return indices
 
     def usage(self) -> dict[str, Any]:
         """Returns token counts. Prompts and prefix cache hits count once, not per choice."""
@@ -253,7 +253,7 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends chunks as the answer grows. An error becomes the last chunk."""
-        status = 499  # Client disconnect, unless the stream reaches its end.
+        status = 499  # Client disconnect, unless overwritten below.
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for values in self._chunks():

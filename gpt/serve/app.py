@@ -186,7 +186,7 @@ class Server:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.service.block_size})
 
     def _to_ids(self, text: str, adds_bos: bool) -> list[int]:
-        """Returns the ids of a text. The text of a special token gives only its id."""
+        """Returns the ids of a text. If the text is a special token, returns only its id."""
         tokenizer = self.service.tokenizer
         if text in tokenizer.all_specials:
             return [tokenizer.all_specials[text]]
@@ -280,7 +280,7 @@ class Server:
         return prompt
 
     def _check_length(self, text: str) -> None:
-        """Raises `ApiError` if a text must have too many tokens, without tokenizing it."""
+        """Raises `ApiError` if a lower bound on the text's tokens exceeds the limit. Does not tokenize."""
         limit, min_tokens = self.service.config.limit_tokens, self.service.tokenizer.least_tokens(text)
         if min_tokens > limit:
             raise _too_long_error(f"prompt has at least {min_tokens:,} tokens; the limit is {limit:,}")

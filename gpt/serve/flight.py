@@ -9,7 +9,7 @@ from gpt.serve.metrics import ServerMetrics
 from gpt.serve.protocol import ApiError
 
 MAX_BODY = 4 * 2**20
-SMALL_BODY = 2**16  # Smaller bodies are accepted regardless of bodies in flight.
+SMALL_BODY = 2**16  # Smaller bodies are exempt from `MOST_BODIES`.
 MOST_BODIES = 64 * MAX_BODY  # Maximum bytes of all bodies in flight.
 THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # Threads per lane.
 

@@ -80,7 +80,7 @@ def _origin_headers(origin: str) -> dict[str, str]:
 def _preflight_headers(request_headers: Mapping[str, str]) -> dict[str, str]:
     """Returns the response headers for a preflight request. Allows all request headers, since clients add custom
     headers, and allows requests from public pages to a private network."""
-    allow = {
+    response_headers = {
         **_origin_headers(request_headers["origin"]),
         "access-control-allow-methods": "GET, POST",
         "access-control-allow-headers": request_headers.get(
@@ -89,8 +89,8 @@ def _preflight_headers(request_headers: Mapping[str, str]) -> dict[str, str]:
         "access-control-max-age": "600",
     }
     if request_headers.get("access-control-request-private-network") == "true":
-        allow["access-control-allow-private-network"] = "true"
-    return allow
+        response_headers["access-control-allow-private-network"] = "true"
+    return response_headers
 
 
 def _refusal_error(kind: str, value: str, option: str) -> ApiError:

@@ -29,7 +29,7 @@ class ApiError(Exception):
 
     @staticmethod
     def of(error: Exception) -> "ApiError":
-        """Converts any error. Drops hints that name options or commands, since they address the server's operator."""
+        """Converts any error to an `ApiError`. Drops hints with options or commands, which address the operator."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, UserError):
