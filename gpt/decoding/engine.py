@@ -100,7 +100,8 @@ class Engine:
         tokens if guesses were correct. Returns an update for each running request.
 
         On a GPU, tokens are read after the next step is launched, so that the GPU doesn't wait for the host. If the
-        host needs the tokens (see `can_run_ahead`), they are read immediately. Slots with unread tokens are not reused."""
+        host needs them sooner (see `can_run_ahead`), they are read immediately. Slots with unread tokens aren't reused.
+        """
         if any(state.done for state in self.scheduler.running):
             self._read_draws()
         self.scheduler.release()

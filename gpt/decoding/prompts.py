@@ -12,7 +12,7 @@ from gpt.errors import UserError, did_you_mean
 from gpt.words import as_json
 
 KEY = "prompt"
-SAMPLE_START = b'{"prompt_index": '  # Start of each sample's line.
+SAMPLE_START = b'{"prompt_index": '
 
 
 def parse_prompts(lines: Iterable[bytes], source: str) -> list[str]:

@@ -207,7 +207,7 @@ class Int4Linear(nn.Module):
 
     @staticmethod
     def fits(weight: Quantized) -> bool:
-        """Whether the device's kernel supports the matrix. It needs a multiple of 16 outputs."""
+        """Whether the device has a fast kernel, and the matrix a multiple of 16 outputs."""
         return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device)
 
 

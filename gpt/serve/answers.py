@@ -38,7 +38,7 @@ class Service:
     metrics: ServerMetrics
     created: int  # Server start, as Unix time.
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Defaults of request fields.
-    pending: "set[Answer]" = field(default_factory=set)  # Unfinished answers.
+    pending: "set[Answer]" = field(default_factory=set)
 
     @cached_property
     def constraints(self) -> ConstraintCache:
