@@ -11,15 +11,15 @@ from gpt.decoding.logits import EXCLUDED, Token, nan_error, score_tokens, to_tok
 from gpt.device import Download, upload
 from gpt.sample_config import SampleConfig
 
-StopCheck = Callable[[Sequence[int]], bool]  # Whether the text of these ids ends with a stop string.
+StopCheck = Callable[[Sequence[int]], bool]  # Returns whether the text of the ids ends with a stop string.
 
 
 @dataclass(frozen=True)
 class Hypothesis:
     """A candidate sequence of a beam search.
 
-    ``total``, the sum of log-probabilities after penalties, ranks it. ``score`` is ``total`` divided by length to the
-    power of the length penalty. ``reason`` is ``length``, ``eot`` or ``stop``, or None while unfinished.
+    ``total``, the sum of log-probabilities after penalties, ranks live hypotheses. ``score``, which is ``total`` /
+    length ** length_penalty, ranks ended hypotheses. ``reason`` is ``length``, ``eot`` or ``stop``, or None while live.
     """
 
     tokens: tuple[Token, ...]
@@ -48,18 +48,20 @@ class Search:
         self.ends = ends
         self.stops = stops
         self.live = [Hypothesis((), 0.0, constraint=constraint)]
-        self.ended: list[Hypothesis] = []  # Best first.
+        self.ended: list[Hypothesis] = []  # Sorted, best first.
         self.done = config.max_tokens == 0
         self._agreed_length = 0
         if self.done:
             self.ended = [Hypothesis((), 0.0, 0.0, "length")]
 
     def advance(self, logprobs: Tensor, adjusted: Tensor) -> list[int]:
-        """Extends the live hypotheses by a token and returns the parent index of each new hypothesis. Ranks by
-        ``adjusted`` log-probabilities (live, V). ``logprobs`` (live, V) are unadjusted. Raises `UserError` if a
-        hypothesis has no continuation."""
+        """Extends the live hypotheses by a token and returns the parent index of each new hypothesis.
+
+        ``logprobs`` (live, V) are unadjusted. Candidates are ranked by ``adjusted`` log-probabilities (live, V). Raises
+        `UserError` if a hypothesis has no continuation.
+        """
         width = self.config.beam
-        candidates = self._candidates(logprobs, adjusted, 2 * width)  # Half of them can stay live.
+        candidates = self._candidates(logprobs, adjusted, 2 * width)  # Even if half of them end, the beam stays full.
         live: list[Hypothesis] = []
         parents: list[int] = []
         for rank, (total, parent, token) in enumerate(candidates):
@@ -79,7 +81,7 @@ class Search:
         return parents
 
     def _candidates(self, logprobs: Tensor, adjusted: Tensor, count: int) -> list[tuple[float, int, Token]]:
-        """Returns the best continuations in order, as (sum of log-probabilities, parent index, token)."""
+        """Returns the best continuations, sorted, as (sum of log-probabilities, parent index, token)."""
         sums = adjusted + upload([[hypothesis.total] for hypothesis in self.live], adjusted.device)
         best = sums.topk(min(count, sums.size(-1)), dim=-1)
         top = self.config.logprobs or 0
@@ -116,7 +118,7 @@ class Search:
         return attainable_score <= self.ended[-1].score
 
     def agreed(self) -> list[Token]:
-        """Returns the new tokens that all hypotheses share, or the rest of the best sequence after the search."""
+        """Returns the new tokens that all hypotheses share. After the search, returns the rest of the best sequence."""
         sequences = [hypothesis.tokens for hypothesis in (self.ended[:1] if self.done else [*self.live, *self.ended])]
         start = end = self._agreed_length
         while all(len(tokens) > end and tokens[end].id == sequences[0][end].id for tokens in sequences):

@@ -19,7 +19,7 @@ from gpt.model.decoder import GPT
 from gpt.model.params import seen
 from gpt.sample_config import SampleConfig
 
-_PROBE_BYTES = 2**29  # Bytes read to measure the memory bandwidth, far more than fit in a cache.
+_PROBE_BYTES = 2**29  # Buffer for measuring memory bandwidth, far larger than any cache.
 _WARMUP_STEPS = 3
 
 
@@ -29,27 +29,28 @@ class DecodingSpeed:
 
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
-    first_token_seconds: float  # From the prompt's ids to the first token.
+    first_token_seconds: float  # Time to first token, excluding tokenization.
     memory_bytes: int  # Peak memory of the device, or of the process on a CPU.
-    read_bytes: int  # Per step: weights, plus keys and values at half the new tokens.
+    read_bytes: int  # Weights and KV cache read per step, halfway through decoding.
     bandwidth_bytes_per_second: float
-    bandwidth_share: float  # Share of the bandwidth that a step uses.
+    bandwidth_share: float  # Share of the memory bandwidth that decoding uses.
 
 
 def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None = None) -> DecodingSpeed:
-    """Times greedy decoding after random prompts. Raises `UserError` if the sequences exceed the context."""
+    """Times greedy decoding after random prompts. Raises `UserError` if the sequences exceed the context length."""
     config = config.fitted(model.config.block_size)
     prompt_tokens, new_tokens = config.prompt_tokens or 0, config.new_tokens or 0
     context = Context(model, compute, config.batch, prompt_tokens + new_tokens, step)
     prompts = torch.randint(model.config.vocab_size, (config.batch, prompt_tokens)).tolist()
-    rounds = [_time_round(context, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]  # Drop the warm-up.
-    first, step_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
+    # The first round is a warm-up.
+    rounds = [_time_round(context, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]
+    first_seconds, step_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
     traffic = weight_bytes(model, compute) + config.batch * _kv_bytes(model, prompt_tokens + new_tokens // 2, compute)
     bandwidth = bandwidth_of(compute)
     return DecodingSpeed(
-        prefill_tokens_per_second=config.batch * prompt_tokens / first,
+        prefill_tokens_per_second=config.batch * prompt_tokens / first_seconds,
         decode_tokens_per_second=config.batch / step_seconds,
-        first_token_seconds=first,
+        first_token_seconds=first_seconds,
         memory_bytes=_peak_memory(compute),
         read_bytes=traffic,
         bandwidth_bytes_per_second=bandwidth,
@@ -58,21 +59,21 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
 
 
 def _time_round(context: Context, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-    """Returns the seconds to the first tokens and the mean seconds of later steps."""
+    """Returns the time to first token and the mean time per later step, in seconds."""
     for slot in context.slots:  # A prefix cache hit would skip the prefill.
         slot.forget()
     engine = Engine(context, ends=(), chunk=sum(map(len, prompts)))  # Prefill all prompts in one pass.
     config = SampleConfig(greedy=True, max_tokens=new_tokens, ignore_eot=True)
     for ids in prompts:
         engine.add(Request(ids, config))
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     while not any(update.tokens for update in engine.step()):  # A GPU's first tokens are read in the second step.
         pass
-    first = time.perf_counter() - began
+    first_seconds = time.perf_counter() - start_time
     times: list[float] = []
     while engine.busy:
         times.append(_time_call(engine.step))
-    return first, statistics.mean(times[_WARMUP_STEPS:] or times or [first])
+    return first_seconds, statistics.mean(times[_WARMUP_STEPS:] or times or [first_seconds])
 
 
 def _kv_bytes(model: GPT, positions: int, compute: Compute) -> int:
@@ -88,9 +89,9 @@ def bandwidth_of(compute: Compute) -> float:
 
 
 def _time_call(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     work()
-    return time.perf_counter() - started
+    return time.perf_counter() - start_time
 
 
 def _peak_memory(compute: Compute) -> int:

@@ -25,13 +25,13 @@ if TYPE_CHECKING:  # An optional dependency, imported lazily.
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_LENGTH = 2**20  # Characters of a schema, a regular expression, or all choices together.
-MAX_MULTIPLES = 10_000  # Limits the sum of all multipleOf, and with it llguidance's time.
-MOST_STATES = 20_000  # About 1 KB per automaton state. A nested schema needs a few hundred.
+MAX_MULTIPLES = 10_000  # llguidance's time grows with the sum of all multipleOf.
+MOST_STATES = 20_000  # An automaton state takes about 1 KB. A nested schema needs a few hundred.
 CACHE_SIZE = 16
 
 
 class Constraint:
-    """The state of a constraint after the ids so far. ``ended``: whether the text is complete."""
+    """A constraint's state after the generated ids. ``ended`` means that the text is complete."""
 
     def __init__(self, matcher: "LLMatcher", clear_cache: Callable[[], None]) -> None:
         self._matcher, self._clear_cache = matcher, clear_cache
@@ -42,7 +42,7 @@ class Constraint:
         return Constraint(self._matcher.deep_copy(), self._clear_cache)
 
     def allowed(self, V: int) -> npt.NDArray[np.bool_]:
-        """Returns a mask (V) of the ids that can come next. End-of-text is allowed if the text can end."""
+        """Returns a mask (V) of the allowed next ids. Includes end-of-text if the text can end."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=V, bitorder="little").view(np.bool_)
 
@@ -62,14 +62,14 @@ class Constraint:
 
 
 class ConstraintCache:
-    """Compiles constraints for a model's vocabulary and caches the most recent."""
+    """Compiles constraints for a model's vocabulary, with an LRU cache."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._compiled = functools.lru_cache(CACHE_SIZE)(self._compile)
 
     def find(self, config: SampleConfig) -> Constraint | None:
-        """Returns the constraint that the settings ask for, or None. Raises `UserError` if no text can satisfy it."""
+        """Returns the constraint of ``config``, or None. Raises `UserError` if it is invalid or unsatisfiable."""
         if config.constraint is None:
             return None
         name, value = config.constraint
@@ -83,7 +83,7 @@ class ConstraintCache:
         vocabulary = self._vocabulary
         from llguidance import LLMatcher, LLParserLimits
 
-        # Let the model choose how to tokenize forced text, instead of asking a tokenizer.
+        # The model chooses the tokens of forced text, so llguidance needs no tokenizer.
         grammar = f'%llguidance {{"no_forcing": true}}\nstart: {_grammar(name, value)}'
         limits = LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
@@ -110,7 +110,7 @@ class ConstraintCache:
 
 
 def apply_constraints(logits: Tensor, constraints: Sequence[Constraint | None]) -> Tensor:
-    """Sets the logits (N, V) that each row's constraint forbids to -inf."""
+    """Sets logits (N, V) to -inf for the ids that each row's constraint forbids."""
     if not any(constraints):
         return logits
     allowed = np.ones(logits.shape, np.bool_)
@@ -121,7 +121,7 @@ def apply_constraints(logits: Tensor, constraints: Sequence[Constraint | None]) 
 
 
 def _grammar(name: str, value: str | tuple[str, ...]) -> str:
-    """Returns a rule in llguidance's Lark dialect. By default, JSON has no white space."""
+    """Returns a rule in llguidance's Lark dialect. By default, JSON has no whitespace."""
     from llguidance import regex_to_lark
 
     if isinstance(value, tuple):
@@ -141,15 +141,15 @@ def _grammar(name: str, value: str | tuple[str, ...]) -> str:
 
 
 def _sum_multiples(schema: object) -> Decimal:
-    """Returns the sum of all ``multipleOf`` in a schema, each without its decimal point: 0.01 counts as 1."""
+    """Returns the sum of all ``multipleOf`` in a schema, each scaled to an integer: 0.01 counts as 1."""
     total, pending = Decimal(0), [schema]
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
             factor = value.get("multipleOf")
             if isinstance(factor, int | float) and math.isfinite(factor):
-                exact = Decimal(repr(factor)) if isinstance(factor, float) else Decimal(factor)
-                total += abs(exact.scaleb(max(0, -int(exact.as_tuple().exponent))))
+                decimal = Decimal(repr(factor)) if isinstance(factor, float) else Decimal(factor)
+                total += abs(decimal.scaleb(max(0, -int(decimal.as_tuple().exponent))))
             pending += value.values()
         elif isinstance(value, list):
             pending += value
@@ -157,7 +157,7 @@ def _sum_multiples(schema: object) -> Decimal:
 
 
 def _describe_error(matcher: "LLMatcher") -> str:
-    """Returns why a matcher failed, in one line, without positions in the grammar, which users never see."""
+    """Returns a matcher's error in one line, without positions in the generated grammar."""
     lines = matcher.get_error().splitlines()
     if not lines or lines[0].startswith("NoExtension"):
         return "no text can match it"

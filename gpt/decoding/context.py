@@ -1,4 +1,4 @@
-"""Contexts: slots for sequences in one KV cache, and the steps that compute their next positions."""
+"""Contexts: a KV cache with a slot per sequence, and the steps that compute new positions."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,13 @@ KEPT = 4  # Maximum number of idle contexts.
 
 @dataclass(eq=False)
 class Slot:
-    """A row of the KV cache and its sequence. A freed slot keeps both for prefix reuse."""
+    """A row of the KV cache and its sequence. A freed slot keeps its contents for prefix reuse."""
 
     at: int  # Row of the cache.
     text: list[int] = field(default_factory=list)  # All known ids.
     start: int = 0  # Index in ``text`` of the id at position 0.
-    length: int = 0  # Computed positions.
-    written: int = 0  # Positions written, including rewound positions.
+    length: int = 0  # Number of computed positions.
+    written: int = 0  # Number of written positions, including rewound positions.
 
     @property
     def computed(self) -> int:
@@ -43,7 +43,7 @@ class Slot:
 
 
 class Context:
-    """Independent slots in one KV cache. Each slot sees the end of its sequence, up to the context length.
+    """Independent slots in one KV cache. Each slot attends to the end of its sequence, up to the context length.
 
     With absolute positions, a full slot drops its first half and recomputes the second. This costs a prefill of
     block_size / 2 tokens every block_size / 2 tokens. With RoPE, the window slides by one token at no cost.
@@ -68,26 +68,27 @@ class Context:
         _check_memory(model, compute, rows, positions)
         self.cache = KVCache(model.config, rows, compute.device, compute.dtype, positions, model.kv_heads)
         self.slots = [Slot(at) for at in range(rows)]
-        self.compiled = step  # None runs steps uncompiled.
+        self.compiled = step  # If None, steps run uncompiled.
         if step is not None:
             model.reach(max(ROPE_TABLE, 2 * self.size))  # Growing the RoPE table later would recompile.
             self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # Newest id of each slot.
             self._step_inputs = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
             static_tensors = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._step_inputs]
             table = model.get_submodule("wte")
-            if isinstance(table, QuantizedEmbedding):  # Parameters already have fixed addresses.
+            if isinstance(table, QuantizedEmbedding):  # Unlike parameters, its tensors have no fixed addresses.
                 static_tensors += [table.weight.levels, table.weight.scales]
             for tensor in static_tensors:
                 torch._dynamo.mark_static_address(tensor)
-        has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # Makes autocast unnecessary.
+        has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # If true, autocast is unnecessary.
         self._autocast = contextlib.nullcontext if has_compute_dtype else compute.autocast
 
     @torch.inference_mode()
     def forward(self, work: Sequence[tuple[Slot, int]], ids: Tensor) -> Tensor:
         """Computes the next positions of some slots in one pass. Returns the residual stream (N, C).
 
-        ``work`` lists each slot with its number of new positions, ``ids`` (N) are the concatenated ids on the device.
-        Adjacent slots attend together if they get equally many ids, and either few ids or the same first position.
+        ``work`` pairs slots with their numbers of new positions. ``ids`` (N) are their concatenated ids on the device.
+        Adjacent slots with the same number of new ids share an attention call, if this number is at most `SLACK` or
+        their lengths are equal.
         """
         parts: list[tuple[int, list[int], int]] = []
         for slot, count in work:
@@ -98,7 +99,7 @@ class Context:
                     continue
             parts.append((slot.at, [slot.length], count))
         places = Placement(self.cache, parts)
-        for slot, count in work:  # Recorded first, because the pass can fail halfway.
+        for slot, count in work:  # Record this first: the pass can fail halfway.
             slot.written = max(slot.written, slot.length + count)
         with self._autocast():
             x = self.model.trunk(ids.view(places.shape), places)
@@ -110,14 +111,14 @@ class Context:
     def next_tokens(
         self, slots: Sequence[Slot], filters: Filters | None = None, keys: Sequence[int] = (), top: int = 0
     ) -> list[Tensor]:
-        """Computes the next position of some slots in a compiled step, from the ids in `last`. With filters, updates
-        `last` and returns the `score_tokens` of the next ids. Without filters, returns logits (n, V).
+        """Computes the next position of some slots in a compiled step, from the ids in `last`. With filters, writes the
+        next ids to `last` and returns their `score_tokens`. Without filters, returns logits (n, V).
 
-        The step computes all slots, to keep its shapes fixed. Other slots write to the column after their last."""
+        The step has fixed shapes, so it computes all slots, and overwrites the next column of other slots."""
         assert self.compiled is not None
         rows = [slot.at for slot in slots]
         for slot in self.slots:
-            if slot.length >= self.cache.room and slot.at not in rows:  # A full slot has no column left.
+            if slot.length >= self.cache.room and slot.at not in rows:  # A full slot has no next column.
                 slot.forget()
             slot.written = max(slot.written, slot.length + 1)
         step_inputs = np.zeros((2, self.cache.rows), np.int64)
@@ -142,8 +143,8 @@ class Context:
         return max(0, self.cache.room - slot.length)
 
     def shared(self, slot: Slot, prompt: Sequence[int], soon: bool = False) -> int:
-        """Returns how many leading ids of a prompt a slot has computed, or with ``soon`` will have computed. Excludes
-        the prompt's last id, whose logits are needed."""
+        """Returns the length of the prompt's prefix that a slot has computed. With ``soon``, includes ids that the slot
+        will compute. Excludes the prompt's last id, because its logits are needed."""
         length = len(slot.text) if soon else slot.length
         if slot.start or slot.length > self.cache.room or len(prompt) > self.size:
             return 0
@@ -153,20 +154,20 @@ class Context:
 
     @torch.inference_mode()
     def begin(self, slot: Slot, prompt: list[int], source: Slot, prefix_length: int) -> None:
-        """Gives a slot a prompt, truncated from the left, and reuses ``prefix_length`` ids of slot ``source``."""
+        """Starts a prompt, truncated from the left. Reuses the first ``prefix_length`` positions of ``source``."""
         if source is not slot:
             self.cache.copy(source.at, slot.at, 0, prefix_length, source.written)
         slot.written = source.written if prefix_length else 0
         slot.text, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), prefix_length
 
     def slide(self, slot: Slot) -> None:
-        """Makes room in a full slot. With absolute positions, its last half has to be recomputed."""
+        """Makes room in a full slot. With absolute positions, the last half must be recomputed."""
         if self.model.config.positions != "rotary":
             slot.start, slot.length, slot.written = len(slot.text) - max(1, self.size // 2), 0, 0
 
     @torch.inference_mode()
     def copy(self, source: Slot, target: Slot) -> None:
-        """Makes ``target`` equal to ``source``. Skips the columns of a common prefix."""
+        """Copies ``source`` to ``target``, except a common prefix."""
         prefix_length = 0
         if source.start == target.start:
             prefix_length = min(_common_prefix(source.text, target.text) - source.start, source.length, target.length)
@@ -177,8 +178,8 @@ class Context:
 
     @torch.inference_mode()
     def clear(self, slot: Slot) -> None:
-        """Empties a slot and zeroes its keys and values. A NaN would reach its next sequence, because attention
-        multiplies masked values by a weight of 0."""
+        """Empties a slot and zeroes its keys and values. A NaN would reach the slot's next sequence, because attention
+        multiplies masked values by 0, and 0 · NaN is NaN."""
         self.cache.clear(slot.at, slot.written)
         slot.forget()
 
@@ -197,8 +198,8 @@ def select(tensor: Tensor, rows: list[int]) -> Tensor:
 class ContextPool:
     """The contexts of one model. Keeps up to `KEPT` idle contexts for reuse, within `CACHE_SHARE` of memory.
 
-    A CUDA graph uses fixed addresses, so a context's graphs are valid while it lives. All contexts share one compiled
-    step. Above ``recompile_limit`` shapes or ``cudagraph_unexpected_rerecord_limit`` graphs, it runs uncompiled.
+    CUDA graphs use fixed addresses, so they are valid only while their context exists. All contexts share one compiled
+    step. torch runs it uncompiled above ``recompile_limit`` shapes or ``cudagraph_unexpected_rerecord_limit`` graphs.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class ContextPool:
 
     @contextlib.contextmanager
     def lease(self, rows: int, positions: int, compile: bool = False) -> Iterator[Context]:
-        """Lends an empty context of ``rows`` rows with ``positions`` positions each. Drops it after an error, because
-        it can contain NaN or an unfinished step. Raises `UserError` if it does not fit in memory."""
+        """Lends an empty context with ``rows`` rows of ``positions`` positions. Drops it after an error, because it can
+        contain NaN or an unfinished step. Raises `UserError` if the KV cache does not fit in memory."""
         step = self._get_step() if compile else None
         context = self._pop(rows, positions, step)
         context = context or Context(self.model, self.compute, rows, positions, step, self.vocab_size)

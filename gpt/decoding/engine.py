@@ -1,4 +1,4 @@
-"""Requests → tokens: each step gives every running request its next token, in one pass. Works on ids only."""
+"""Requests → tokens: each step computes the next tokens of all running requests. Handles ids, not text."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,15 +28,15 @@ class Engine:
     """Generates for many requests together. Callers add and cancel requests between steps.
 
     Any id in ``ends`` ends a sequence. A step prefills at most ``chunk`` prompt ids (`Scheduler`). Tokens don't depend
-    on concurrent requests, up to the rounding of sums (docs/generate.md). An error of one request, like NaN logits,
-    ends that request with an update. An error raised by `step` ends the engine.
+    on concurrent requests, except for rounding (docs/generate.md). An error in one request, like NaN logits, ends only
+    that request. After `step` raises an error, the engine is unusable.
     """
 
     def __init__(self, context: Context, ends: Collection[int], chunk: int = CHUNK) -> None:
         self.context, self.ends = context, ends
         self.scheduler = Scheduler(context, chunk)
         self._next_number = 0
-        self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Groups requests with equal filters.
+        self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Shared by requests with equal keys.
         self._draws: list[Draw] = []  # Unread draws of the last step.
 
     @property
@@ -51,7 +51,7 @@ class Engine:
 
     @property
     def free(self) -> int:
-        """The number of slots for further requests. Negative if waiting requests need more than there are."""
+        """The number of slots for new requests. Negative if waiting requests need more than the free slots."""
         states = (*self.scheduler.waiting, *self.scheduler.running)
         return len(self.context.slots) - sum(state.request.width for state in states if not state.done)
 
@@ -90,31 +90,32 @@ class Engine:
         self.scheduler.cancel({*numbers})
 
     def run(self) -> Iterator[Update]:
-        """Steps until every request has ended."""
+        """Runs steps until all requests have ended, and yields their updates."""
         while self.busy:
             yield from self.step()
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Starts waiting requests if slots are free, and gives every running request its next token, or several if
-        guesses were right. Returns an update for each running request.
+        """Starts waiting requests if slots are free, and computes the next token of every running request, or several
+        tokens if guesses were correct. Returns an update for each running request.
 
-        On a GPU, launches the next step before reading this step's tokens, so that the GPU never waits for the host,
-        unless a request ends or the next step needs more than the ids. Never reuses a slot with unread tokens."""
+        On a GPU, tokens are read after the next step is launched, so that the GPU doesn't wait for the host. If the
+        host needs them sooner (see `can_run_ahead`), they are read immediately. Slots with unread tokens aren't reused.
+        """
         if any(state.done for state in self.scheduler.running):
             self._read_draws()
         self.scheduler.release()
         states = self.scheduler.plan()
         unread_draws, self._draws = self._draws, []
         if self.context.compiled is not None:
-            decoding = [
+            decoding_states = [
                 state
                 for state in states
                 if state.count == 1 and state.uncomputed <= 1 and state.request.config.max_tokens
             ]
-            states = [state for state in states if state not in decoding]
-            if decoding:
-                self._decode_compiled(decoding, unread_draws)
+            states = [state for state in states if state not in decoding_states]
+            if decoding_states:
+                self._decode_compiled(decoding_states, unread_draws)
         if states:
             self._compute(states, unread_draws)
         for draw in unread_draws:
@@ -137,10 +138,10 @@ class Engine:
             sampler.take(draw, self.context, self.ends)
 
     def _compute(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Computes the next ids in one pass, with unread ids first, and chooses tokens after finished prefills."""
+        """Computes new positions in one pass, unread ids first. Chooses tokens for requests that finished prefill."""
         context = self.context
-        order = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].at)
-        work = sorted(((state, slot) for state in states for slot in state.live_slots), key=order)
+        sort_key = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].at)
+        work = sorted(((state, slot) for state in states for slot in state.live_slots), key=sort_key)
         known_ids = [id for state, slot in work for id in state.next_ids(slot)]
         id_tensors = [] if context.compiled or not unread_draws else [_sort_ids(unread_draws)]
         id_tensors += [upload(known_ids, context.compute.device)] if known_ids else []
@@ -157,7 +158,7 @@ class Engine:
         self._choose(dict.fromkeys(state for state, _ in work), slot_ends, lambda rows: context.logits(select(x, rows)))
 
     def _decode_compiled(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Computes the next ids in the compiled step. It also chooses the tokens if the filters need only logits."""
+        """Runs the compiled step. It also chooses tokens if all requests share filters that need only logits."""
         context, filters = self.context, states[0].filters
         for draw in unread_draws:
             if draw.ids is not None:
@@ -185,13 +186,13 @@ class Engine:
         slot_ends: Mapping[Slot, int],
         compute_logits: Callable[[list[int]], Tensor],
     ) -> None:
-        """Chooses tokens after finished prefills. ``slot_ends`` maps each slot to the end of its rows in the pass."""
+        """Chooses tokens for requests that finished prefill. ``slot_ends`` maps slots to the ends of their rows."""
         ready = [state for state in states if state.uncomputed <= 0 and not state.done]
         for state in ready:
             if state.request.config.max_tokens == 0:
                 state.end("length")
         searches = [state for state in ready if state.search and not state.done]
-        # Groups requests with the same filters.
+        # Sorting by this number makes requests with the same filters adjacent.
         first_number = {state.filters: state.number for state in reversed(ready)}
         sampled = sorted(
             (state for state in ready if not (state.search or state.done)),

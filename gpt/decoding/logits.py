@@ -22,7 +22,7 @@ EXCLUDED = float("-inf")
 
 @dataclass(frozen=True)
 class Token:
-    """An id and its log-probability in nats, without filters and at temperature 1; None for the first id of a prompt.
+    """An id and its log-probability in nats, before filters and temperature. A prompt's first id has none.
 
     ``top`` lists the most likely ids at this position with their log-probabilities, if requested.
     """
@@ -58,7 +58,7 @@ def nan_error() -> NotANumber:
 
 
 def warm(logits: Tensor, temperature: float) -> Tensor:
-    """Divides logits by a temperature above 0, with the maximum at 0 so that tiny temperatures don't overflow."""
+    """Divides logits by a temperature above 0. Moves the maximum to 0, so that tiny temperatures don't overflow."""
     temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
 
@@ -72,8 +72,8 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keeps the fewest ids whose probabilities sum to at least ``p`` (Holtzman et al. 2020). Of tied ids, keeps the
-    first. 0 or 1 keeps all ids."""
+    """Keeps the fewest ids whose probabilities sum to at least ``p`` (Holtzman et al. 2020). Lower ids win
+    ties. 0 or 1 keeps all ids."""
     if p <= 0 or p >= 1:
         return logits
     sorted_logits = _sort_descending(logits)
@@ -85,8 +85,8 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def _sort_descending(logits: Tensor) -> Tensor:
-    """Sorts logits in descending order. On a CPU, torch sorts 50,257 logits in an eighth of a GPT-2 124M step. numpy
-    needs a quarter of that, because it uses SIMD and returns no indices."""
+    """Sorts logits in descending order. On a CPU, torch takes an eighth of a GPT-2 124M step to sort 50,257 logits.
+    numpy takes a quarter of that time, because it uses SIMD and returns no indices."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or torch.compiler.is_compiling():
         return logits.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1)).flip(-1)
@@ -101,7 +101,7 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
-    """Divides the positive logits (V) of ``ids`` by ``penalty`` and multiplies the others by it (Keskar et al. 2019).
+    """Divides positive logits (V) of ``ids`` by ``penalty`` and multiplies negative logits by it (Keskar et al. 2019).
     0 or 1 changes nothing."""
     if penalty in (0, 1):
         return logits
@@ -111,7 +111,7 @@ def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
 
 
 def penalize_counts(logits: Tensor, ids: Sequence[int], presence: float, frequency: float) -> Tensor:
-    """Subtracts OpenAI's ``presence`` penalty per id, and ``frequency`` per occurrence, from logits (V)."""
+    """Subtracts OpenAI's penalties from logits (V): ``presence`` per distinct id, ``frequency`` per occurrence."""
     if not ids or not (presence or frequency):
         return logits
     unique_ids, counts = np.unique(ids, return_counts=True)
@@ -120,7 +120,7 @@ def penalize_counts(logits: Tensor, ids: Sequence[int], presence: float, frequen
 
 
 def repeats(ids: Sequence[int], n: int) -> list[int]:
-    """Returns the ids that would repeat an n-gram of ``ids``, or none if ``n`` is 0."""
+    """Returns the next ids that would repeat an n-gram of ``ids``, or none if ``n`` is 0."""
     if n <= 0 or len(ids) < n:
         return []
     tail = list(ids[len(ids) - n + 1 :])
@@ -146,8 +146,8 @@ class Filters:
         self.draws, self.looks_back = config.draws, config.looks_back
 
     def shape(self, logits: Tensor, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Applies bias, penalties and the minimum length to logits (N, V). ``sequences`` are the ids of each row,
-        including the prompt, and ``counts`` the numbers of generated ids."""
+        """Applies bias, penalties and the minimum length to logits (N, V). ``sequences`` are each row's ids,
+        including the prompt. ``counts`` are the numbers of generated ids."""
         config = self.config
         if self.bias:
             ids, values = zip(*self.bias, strict=True)
@@ -190,19 +190,19 @@ _GOLDEN_INVERSE = pow(_GOLDEN, -1, 2**64) - 2**64
 
 
 def gumbel(keys: Tensor, V: int) -> Tensor:
-    """Returns Gumbel noise (N, V), a function of only each row's key (N, 1) and the id.
+    """Returns Gumbel noise (N, V) that depends only on each row's key (N, 1) and the id.
 
     The argmax of logits plus Gumbel noise is a sample from their softmax (Gumbel 1954). Sequences therefore don't
     depend on the batch, the device, or how many tokens are verified together.
     """
-    # Scaling as a float keeps the precision of small numbers. The result must not reach 1, whose noise is infinite.
+    # Scaling after conversion to float keeps small numbers precise. A result of 1 would give infinite noise.
     uniform = _shift_right(bits(keys, V), 1).float() * ((1 - 2.0**-24) * 2.0**-63)
     return -torch.log(-torch.log1p(-uniform))
 
 
 def bits(keys: Tensor, V: int) -> Tensor:
-    """Returns the first V words (N, V), as int64, of SplitMix64 seeded with each key (N, 1) (Steele et al. 2014)."""
-    # This is key + GOLDEN · n with wrap-around. The compiler would treat GOLDEN · n as an index, which never wraps.
+    """Returns the first V words of SplitMix64 (Steele et al. 2014), seeded with keys (N, 1), as int64 (N, V)."""
+    # This is key + GOLDEN · n with wrap-around. The compiler would assume that GOLDEN · n is an index and never wraps.
     x = (keys * _GOLDEN_INVERSE + torch.arange(1, V + 1, device=keys.device)) * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
@@ -215,12 +215,12 @@ def as_int64(keys: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
-    """Shifts int64 right, filling with zeros."""
+    """Shifts int64 right and fills with zeros."""
     return x.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
 
 
 def key_of(seed: int, index: int, prompt: Sequence[int]) -> int:
-    """Returns the random key of sample ``index``, which depends on the prompt's ids but not on other samples."""
+    """Returns the random key of sample ``index``. It depends on the prompt's ids, but not on other samples."""
     digest = hashlib.sha256(f"{seed}/{index}/{','.join(map(str, prompt))}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 

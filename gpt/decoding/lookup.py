@@ -1,22 +1,22 @@
 """Speculative decoding (Leviathan et al. 2023) without a draft model: prompt lookup decoding (Saxena 2023).
 
-The guesses are the ids that followed an earlier occurrence of the last ids.
+Guesses the ids that followed the previous occurrence of the last n-gram.
 """
 
 from collections.abc import Sequence
 
-LONGEST = 3  # Maximum length of an n-gram. Shorter n-grams are tried next.
+LONGEST = 3  # Maximum length of an n-gram. Longer matches take precedence.
 
 
 class Lookup:
-    """An index of the last occurrence of each n-gram, up to `LONGEST` ids, in a growing sequence."""
+    """An index of the last occurrence of each n-gram in a growing sequence."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}  # n-gram → the index after it.
-        self._indexed = 0  # Ids whose n-grams are indexed: all except the last.
+        self._ends: dict[tuple[int, ...], int] = {}  # Index after each n-gram.
+        self._indexed = 0  # Number of indexed ids: all except the last.
 
     def guess(self, ids: Sequence[int], count: int) -> list[int]:
-        """Returns ``count`` guesses of the next ids, if any. ``ids`` must extend the previous call's ids."""
+        """Returns ``count`` guesses of the next ids, or none. ``ids`` must extend the previous call's ids."""
         for end in range(self._indexed + 1, len(ids)):
             for length in range(1, min(LONGEST, end) + 1):
                 self._ends[tuple(ids[end - length : end])] = end
@@ -25,7 +25,7 @@ class Lookup:
             start = self._ends.get(tuple(ids[-length:]))
             if start is not None:
                 guesses = [*ids[start : start + count]]
-                while len(guesses) < count:  # Past the end, the guesses repeat.
+                while len(guesses) < count:  # Past the end of ``ids``, the guesses repeat.
                     guesses.append(guesses[len(guesses) - (len(ids) - start)])
                 return guesses
         return []

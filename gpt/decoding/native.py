@@ -1,10 +1,10 @@
 """Compiled transformer blocks for decoding one sequence on a CPU.
 
-Eager mode calls some thirty operators per block, at microseconds each. Inductor compiles a block into one program with
-the weights as inputs, which works for all blocks of a model and for any number of layers, cache size and sequence
-length. It dequantizes int8 and int4 weights as it reads them, and does not quantize activations.
+Eager mode calls some thirty operators per block, and each takes microseconds. Inductor compiles a block into one
+program. Weights are inputs, so the program works for all blocks, and for any number of layers, cache size and sequence
+length. It dequantizes int8 and int4 weights while reading them. Activations are not quantized.
 
-Programs are cached between commands (`gpt.programs`).
+`gpt.programs` caches programs between commands.
 """
 
 import math
@@ -29,9 +29,9 @@ from gpt.model.positions import Rope, rotate
 from gpt.model.quantize import GROUP, MIDDLE, Quantized
 
 _MAX_COLUMNS = 2**20  # Maximum length of a KV cache.
-# Interleaved rows of a quantized matrix, one per float32 in a vector register.
+# Number of interleaved rows of a quantized matrix: one per float32 in a vector register.
 _LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-# Fuses multiplications and additions, which makes int4 a seventh faster, and stores no intermediate results.
+# Fused multiply-add makes int4 a seventh faster. The thresholds prevent storing intermediate results.
 _OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",
     **dict.fromkeys(("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold"), 1000),
@@ -40,11 +40,11 @@ _MODULE_ORDER = ("ln_1", "attn.c_attn", "attn.q_norm", "attn.k_norm", "attn.c_pr
 
 
 class _Program(nn.Module):
-    """The part of a block that is compiled, for one position.
+    """The compiled part of a block, for one position.
 
-    Its inputs are the residual stream (C), the cache column of the position (1), an additive attention mask (S), RoPE
-    cosines and sines (D), keys and values (K, columns, D), which it updates in place, and the tensors of the block's
-    modules in `_MODULE_ORDER`.
+    Its inputs are the residual stream (C), the position's cache column (1), an additive attention mask (S), RoPE
+    cosines and sines (D), keys and values (K, columns, D), and the tensors of modules in `_MODULE_ORDER`. It updates
+    the keys and values in place.
     """
 
     def __init__(self, config: GPTConfig, kinds: Sequence[str]) -> None:
@@ -87,7 +87,7 @@ class _Program(nn.Module):
 
 
 def _materialize(x: Tensor) -> Tensor:
-    """Makes Inductor store ``x`` instead of recomputing it at each use: a strided view needs memory."""
+    """Makes Inductor store ``x`` instead of recomputing it at each use, because a strided view needs memory."""
     return x.reshape(-1).as_strided((x.numel(),), (1,)).view(x.shape)
 
 
@@ -95,7 +95,7 @@ def _multiply(kind: str, x: Tensor, tensors: Iterator[Tensor]) -> Tensor:
     """Multiplies a matrix by a vector: (in) → (out)."""
     weight = next(tensors)
     if kind == "float":
-        # Four rows at a time, so that additions don't wait for each other.
+        # Computing four rows at a time keeps additions from waiting for each other.
         rows = weight.view(-1, math.gcd(4, len(weight)), len(x))
         return torch.stack([(row * x).sum(-1) for row in rows.unbind(1)], 1).flatten()
     scales, bits = next(tensors), int(kind.removeprefix("int"))
@@ -104,7 +104,7 @@ def _multiply(kind: str, x: Tensor, tensors: Iterator[Tensor]) -> Tensor:
     levels = [
         (words << bits * (count - 1 - index) if index < count - 1 else words) >> 32 - bits for index in range(count)
     ]
-    sums = levels[0].float() * x[:, 0, None]  # (tiles, words of a row, lanes).
+    sums = levels[0].float() * x[:, 0, None]  # Shape: (tiles, words of a row, lanes).
     for index in range(1, count):
         sums = sums + levels[index].float() * x[:, index, None]
     if bits == 8:
@@ -113,8 +113,8 @@ def _multiply(kind: str, x: Tensor, tensors: Iterator[Tensor]) -> Tensor:
 
 
 def _kind_and_tensors(linear: nn.Module) -> tuple[str, list[Tensor]]:
-    """Returns the kind of a matrix and its tensors, in the layout of `_multiply`."""
-    weight: Any = getattr(linear, "original", linear.weight)  # Set by `weights.prepare`.
+    """Returns the kind of a matrix, and its tensors in the layout that `_multiply` reads."""
+    weight: Any = getattr(linear, "original", linear.weight)  # `weights.prepare` sets ``original``.
     if not isinstance(weight, Quantized):
         return "float", [weight.detach()]
     del linear.original
@@ -124,8 +124,8 @@ def _kind_and_tensors(linear: nn.Module) -> tuple[str, list[Tensor]]:
 
 
 def _pack_words(levels: Tensor, bits: int) -> Tensor:
-    """Packs neighboring levels of each row (out, in), in two's complement, into 32-bit words (tiles, words of a row,
-    `_LANES`). Their dtype is float32, the only dtype that Inductor loads as a full vector register."""
+    """Packs adjacent levels of each row (out, in), in two's complement, into 32-bit words (tiles, words of a row,
+    `_LANES`). The words are float32, the only dtype that Inductor loads into full vector registers."""
     count = 32 // bits
     levels = F.pad(levels, (0, -levels.size(1) % count, 0, -len(levels) % _LANES))
     words = torch.zeros(len(levels), levels.size(1) // count, dtype=torch.int32)
@@ -140,7 +140,7 @@ def _to_tiles(rows: Tensor) -> Tensor:
 
 
 class NativeBlock(nn.Module):
-    """A block that computes a single position by a compiled program, and everything else like `Block`."""
+    """A block that runs a compiled program for a single position, and `Block` otherwise."""
 
     def __init__(self, block: Block, block_programs: "Programs") -> None:
         super().__init__()
@@ -181,14 +181,14 @@ def is_used(model: GPT) -> bool:
 
 
 def use(model: GPT, note: programs.Note) -> None:
-    """Makes a model prepared with ``keep`` use compiled blocks, or calls ``note`` once if compiling fails."""
+    """Makes a model prepared with ``keep`` use compiled blocks. If compiling fails later, calls ``note``."""
     block_programs = Programs(model.config, note)
     for layer, block in enumerate(model.h):
         model.h[layer] = NativeBlock(cast(Block, block), block_programs)
 
 
 class Programs:
-    """The programs of a model's blocks, by matrix kinds. Loads a cached program, or compiles one, on first use."""
+    """The programs of a model's blocks, by matrix kinds. Loads or compiles a program on first use."""
 
     def __init__(self, config: GPTConfig, note: programs.Note) -> None:
         self.config, self.note = config, note
@@ -209,7 +209,7 @@ class Programs:
         if block.kinds not in self._made:
             try:
                 self._made[block.kinds] = self._load(block)
-            except Exception as error:  # From Inductor, the C++ compiler or the disk.
+            except Exception as error:  # Inductor, the C++ compiler or the disk can fail.
                 self.note(f"blocks are not compiled: {first_line(error):.200}")
                 self._made[block.kinds] = None
         return self._made[block.kinds]
@@ -241,7 +241,7 @@ def _export(program: _Program, tensors: Sequence[Tensor]) -> programs.Graph:
 
 
 def _key(config: GPTConfig, kinds: Sequence[str]) -> object:
-    """Returns the cache key of a block's program: this code and the shape."""
+    """Returns the cache key of a block's program: its code, shape and matrix kinds."""
     shape = replace(config, n_layer=1, vocab_size=1, block_size=1, dropout=0.0, window=None, window_layers=None)
     code = [Path(function.__code__.co_filename).read_bytes() for function in (_key, rotate, activate)]
     return code, shape, tuple(kinds)

@@ -12,14 +12,14 @@ from gpt.errors import UserError, did_you_mean
 from gpt.words import as_json
 
 KEY = "prompt"
-SAMPLE_START = b'{"prompt_index": '  # Start of each line.
+SAMPLE_START = b'{"prompt_index": '
 
 
 def parse_prompts(lines: Iterable[bytes], source: str) -> list[str]:
-    """Returns the prompts of ``lines``, each ``{"prompt": …}`` or empty. Raises `UserError` with a line number."""
+    """Returns the prompts of lines ``{"prompt": …}``. Skips empty lines. Raises `UserError` with a line number."""
     prompts = []
     for number, line in enumerate(lines, 1):
-        line = line.removeprefix(codecs.BOM_UTF8)  # Also in later lines, if files were concatenated.
+        line = line.removeprefix(codecs.BOM_UTF8)  # In concatenated files, later lines have one, too.
         if not line.strip():
             continue
         values = _parse_object(line, f"{source}, line {number}")
@@ -50,10 +50,10 @@ def _parse_object(line: bytes, source: str) -> dict[str, Any]:
 
 
 class Results:
-    """A JSON Lines file of samples. An existing file is resumed: ``done`` are its samples (prompt, index), ``seed`` is
-    their seed, and a cut-off last line is removed.
+    """A JSON Lines file of samples. An existing file is resumed, without a truncated last line. ``done`` contains the
+    (prompt, index) of its samples, and ``seed`` is their seed.
 
-    Raises `UserError` if the file has other contents, samples of other prompts, or several seeds, or is not writable.
+    Raises `UserError` if the file is not writable, or has other contents, other prompts or several seeds.
     """
 
     def __init__(self, path: Path, prompts: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ class Results:
         self._file.seek(0)
         valid_bytes = 0
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):  # A cut-off last line.
+            if not line.endswith(b"\n"):  # The last line is truncated.
                 if not line.startswith(SAMPLE_START[: len(line)]):
                     raise UserError(f"{self.path}, line {number} is not a sample", "choose another file")
                 break

@@ -16,15 +16,15 @@ from gpt.device import Download, upload
 from gpt.errors import UserError
 
 POSITIONS_AT_ONCE = 64  # Prompt positions whose logits are computed together.
-Place = tuple[RequestState, int]  # A request, and the number of its guesses before the token.
+Place = tuple[RequestState, int]  # A request, and how many of its guesses precede the new token.
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A token for each place, chosen on the device and in flight to the host."""
+    """A token for each place, chosen on the device and being copied to the host."""
 
     places: Sequence[Place]
-    ids: Tensor | None  # (n, 1) on the device. None if they are in the context's `last`.
+    ids: Tensor | None  # Ids (n, 1) on the device. None if the context's `last` has them.
     scores: Download
 
     @property
@@ -34,19 +34,19 @@ class Draw:
 
 
 def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
-    """Chooses a token for each place from logits (n, V). Filters adjacent places with equal filters together."""
-    chosen: list[Tensor] = []
-    done = 0
+    """Chooses a token for each place from logits (n, V). Batches adjacent places with equal filters."""
+    chosen_ids: list[Tensor] = []
+    offset = 0
     for filters, members in itertools.groupby(places, key=lambda place: place[0].filters):
         group = [*members]
         sequences = [state.live_slots[0].text + state.guesses[:t] if filters.looks_back else () for state, t in group]
         counts = [state.token_index - len(state.guesses) + t for state, t in group]
         constraints = [state.constraint for state, _ in group]
-        adjusted = adjust(filters, logits[done : done + len(group)], constraints, sequences, counts)
+        adjusted = adjust(filters, logits[offset : offset + len(group)], constraints, sequences, counts)
         keys = [step_key(state.key, n) for (state, _), n in zip(group, counts, strict=True)] if filters.draws else []
-        chosen.append(filters.choose(adjusted, upload(as_int64(keys), logits.device))[:, None])
-        done += len(group)
-    ids = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
+        chosen_ids.append(filters.choose(adjusted, upload(as_int64(keys), logits.device))[:, None])
+        offset += len(group)
+    ids = torch.cat(chosen_ids) if len(chosen_ids) > 1 else chosen_ids[0]
     top = max(state.request.config.logprobs or 0 for state, _ in places)
     return Draw(places, ids, Download(*score_tokens(ids, logits, top)))
 
@@ -71,7 +71,7 @@ def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
             continue
         if math.isnan(token.logprob or 0.0):
             fail(state, nan_error(), context)
-        elif not state.done:  # Otherwise it ended with the previous token, or was cancelled.
+        elif not state.done:  # The previous token or a cancellation can have ended the request.
             state.take(token, ends)
     for state, _ in batch.places:
         [slot] = state.live_slots
@@ -81,7 +81,7 @@ def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
 
 
 def extend(state: RequestState, logits: Tensor, context: Context) -> None:
-    """Extends a search by a token, from logits (n, V) of its live hypotheses. Copies slots for further children."""
+    """Extends a search, given logits (n, V) of live hypotheses. Copies the slots of parents with several children."""
     assert state.search is not None
     logprobs = logits.log_softmax(-1)
     constraints, sequences = (
@@ -97,12 +97,12 @@ def extend(state: RequestState, logits: Tensor, context: Context) -> None:
     if state.search.done:
         state.end(state.search.ended[0].reason)
         return
-    spare = [slot for slot in state.slots if slot not in parents]
+    spare_slots = [slot for slot in state.slots if slot not in parents]
     state.live_slots = []
     for parent in parents:
         slot = parent
         if slot in state.live_slots:
-            slot = spare.pop()
+            slot = spare_slots.pop()
             context.copy(parent, slot)
         state.live_slots.append(slot)
     for slot, hypothesis in zip(state.live_slots, state.search.live, strict=True):
@@ -110,7 +110,7 @@ def extend(state: RequestState, logits: Tensor, context: Context) -> None:
 
 
 def echo(state: RequestState, x: Tensor, context: Context) -> None:
-    """Appends the prompt tokens that follow the newest positions, with residual stream (T, C)."""
+    """Scores prompt tokens from the residual stream (T, C) of the preceding positions."""
     [slot], top = state.live_slots, state.request.config.logprobs or 0
     ids = slot.text[slot.computed - len(x) + 1 :][: len(x)]
     for start in range(0, len(ids), POSITIONS_AT_ONCE):
@@ -123,7 +123,7 @@ def echo(state: RequestState, x: Tensor, context: Context) -> None:
 
 
 def fail(state: RequestState, error: UserError, context: Context) -> None:
-    """Ends a request with an error, unless it has ended, and clears NaN from its slots."""
+    """Ends a request with an error, unless it has already ended. Clears its slots, which can contain NaN."""
     if not state.done:
         state.end(error=error)
     for slot in state.slots:

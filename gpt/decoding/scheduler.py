@@ -12,9 +12,10 @@ REUSED_FROM = 16  # Minimum length of a prefix cache hit, in ids.
 class Scheduler:
     """Continuous batching with chunked prefill. Requests wait for free slots, first come, first served.
 
-    Each step computes the next id of every decoding request, and up to ``chunk`` prompt ids in total. Half of these
-    go to the prompts with the fewest ids left, so that short prompts never wait for long prompts. The rest goes to the
-    oldest prompts, so that long prompts never starve. A prompt waits if another request is prefilling the same prefix.
+    Each step computes the next token of every decoding request, and up to ``chunk`` prompt ids. Half of this
+    budget goes to the prompts with the fewest ids left, so that short prompts never wait for long prompts. The rest
+    goes to the oldest prompts, so that long prompts never starve. A prompt waits while another request prefills the
+    same prefix.
     """
 
     def __init__(self, context: Context, chunk: int) -> None:
@@ -37,7 +38,7 @@ class Scheduler:
                 for slot in state.slots:
                     is_unchecked = state.error is None and len(slot.text) <= len(state.request.ids)
                     del slot.text[slot.computed :]
-                    if is_unchecked:  # Drawing a token would have detected NaN.
+                    if is_unchecked:  # No drawn token has ruled out NaN.
                         self.context.check(slot)
                 self.free += state.slots
         self.running = [state for state in self.running if not state.done]
@@ -59,21 +60,21 @@ class Scheduler:
                 state.guesses = state.guess(min(free_positions, 1 + self.chunk - guess_count))
                 guess_count += len(state.guesses)
                 state.count += len(state.guesses)
-        used = 0
+        total = 0
         by_arrival = sorted(prefilling, key=lambda state: state.number)
         for queue, budget in (
             (sorted(by_arrival, key=lambda state: state.uncomputed), self.chunk // 2),
             (by_arrival, self.chunk),
         ):
             for state in queue:
-                if used < budget:
-                    extra = min(state.uncomputed - state.count, max(1, (budget - used) // len(state.live_slots)))
-                    state.count += extra
-                    used += extra * len(state.live_slots)
+                if total < budget:
+                    id_count = min(state.uncomputed - state.count, max(1, (budget - total) // len(state.live_slots)))
+                    state.count += id_count
+                    total += id_count * len(state.live_slots)
         return [state for state in self.running if state.count]
 
     def _admit(self) -> None:
-        """Starts waiting requests in order. A request that waits for a shared prefix keeps its place and slots."""
+        """Starts waiting requests in order. A request that waits for a shared prefix reserves its slots."""
         free_slots = len(self.free)
         for state in [*self.waiting]:
             free_slots -= state.request.width
@@ -84,7 +85,7 @@ class Scheduler:
                 self.running.append(state)
 
     def _start(self, state: RequestState) -> bool:
-        """Assigns slots and reuses a cached prefix, or returns False to wait for another request's prefill."""
+        """Assigns slots and reuses a cached prefix. Returns False if the request waits for another prefill."""
         if (
             (other := state.prefix_leader) is not None
             and other.count
@@ -93,7 +94,7 @@ class Scheduler:
         ):
             return False
         ids, context, width = [*state.request.ids], self.context, state.request.width
-        echoes = state.request.config.echo_logprobs  # Needs logits of the whole prompt.
+        echoes = state.request.config.echo_logprobs  # Echoing needs logits of the whole prompt.
         source, prefix_length = self.free[0], 0
         for slot in () if echoes else context.slots:
             if (length := context.shared(slot, ids)) > prefix_length:
@@ -115,5 +116,5 @@ class Scheduler:
         context.begin(first_slot, ids, source, prefix_length)
         if echoes:
             state.prompt = [Token(ids[first_slot.start], None)]
-        state.count = 1  # Requests admitted after it in this step can wait for its prefill.
+        state.count = 1  # Requests started later in this step can wait for this prefill.
         return True

@@ -1,4 +1,4 @@
-"""Requests to the engine, their updates, and the state of each request in between."""
+"""Engine requests, their states and their updates."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +14,11 @@ from gpt.sample_config import SampleConfig
 
 @dataclass(frozen=True)
 class Request:
-    """A request to generate after ``ids``, which must not be empty.
+    """A request to continue ``ids``, which must not be empty.
 
-    It asks for sample ``index`` of ``seed``, or for a beam search if ``config`` has beams. The engine ignores the
-    strings ``config.stop`` and ``config.bias``. ``bias`` pairs ids with additions to their logits, and ``stops``
-    detects the stop strings of a beam search. When a sample reaches a stop string, the caller cancels it.
+    It asks for sample ``index`` of ``seed``, or for a beam search if ``config.beam`` is set. The engine ignores the
+    strings in ``config.stop`` and ``config.bias``. ``bias`` pairs ids with values added to their logits. ``stops``
+    detects the stop strings of a beam search. When a sample reaches a stop string, the caller must cancel it.
     """
 
     ids: Sequence[int]
@@ -39,9 +39,9 @@ class Request:
 class Update:
     """New tokens of request ``number`` and, at the end, its finish reason or error.
 
-    The first update has the tokens of the ``prompt``, if their log-probabilities were requested. A beam search sends
-    the ``tokens`` that all hypotheses share, and at the end its ``best`` hypotheses in order. ``reason`` is ``length``,
-    ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache.
+    The first update after prefill has the ``prompt`` tokens, if their log-probabilities were requested. In a beam
+    search, ``tokens`` are shared by all hypotheses, and the last update has the ``best`` hypotheses, sorted. ``reason``
+    is ``length``, ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache.
     """
 
     number: int
@@ -61,8 +61,8 @@ class RequestState:
     request: Request
     filters: Filters
     search: Search | None
-    key: int  # The key of its random numbers.
-    constraint: Constraint | None  # For samples. A beam hypothesis has a separate constraint.
+    key: int  # Key for random numbers.
+    constraint: Constraint | None  # For samples. Beam hypotheses have separate constraints.
     slots: list[Slot] = field(default_factory=list)  # Empty while the request waits.
     live_slots: list[Slot] = field(default_factory=list)  # One slot, or one per live hypothesis.
     count: int = 0  # Ids that each live slot gets in the current step.
@@ -111,7 +111,7 @@ class RequestState:
         return self.lookup.guess(ids, max_guesses) if max_guesses > 0 and generated and not unsupported else []
 
     def take(self, token: Token, ends: Collection[int]) -> None:
-        """Appends a token, and ends the request after the last one."""
+        """Appends a token, and ends the request if the token is the last."""
         config, [slot] = self.request.config, self.live_slots
         slot.text.append(token.id)
         self.tokens.append(token)

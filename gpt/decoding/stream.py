@@ -7,7 +7,7 @@ from gpt.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Decodes ids up to the first stop string, holding back its possible starts. Invalid bytes become U+FFFD."""
+    """Decodes ids up to the first stop string. Holds back text that could start one. Invalid bytes become U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
@@ -40,12 +40,12 @@ class TextStream:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Returns the start of the stop string that ends first. If several end together, the longest wins."""
+    """Returns the start index of the stop string that ends first. If several end together, the longest wins."""
     matches = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
     return min(matches)[1] if matches else None
 
 
 def _overlap_length(text: str, stop: str) -> int:
-    """Returns how many characters at the end of ``text`` are the start of ``stop``."""
+    """Returns the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     limit = min(len(text), len(stop) - 1)
     return next((n for n in range(limit, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""A decoding step of all cache rows, as one function of tensors that compiles to one graph."""
+"""A decoding step for all cache rows: a function of tensors that compiles to one graph."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from gpt.errors import first_line, is_out_of_memory
 from gpt.model.cache import EveryRow, KVCache
 from gpt.model.decoder import GPT
 
-# On a GPU, steps run as CUDA graphs. Without tuned tile sizes, single-row products are slow. The fusion options merge
+# On a GPU, steps run as CUDA graphs. Without tuned tile sizes, single-row products are slow. The last two options fuse
 # kernels that share only the positions, and compute log-probabilities and the choice in one kernel.
 OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": True, "coordinate_descent_tuning": True, "score_fusion_memory_threshold": 8,
@@ -39,15 +39,15 @@ def next_tokens(
     logits = model.unembed(x)[:, 0, :vocab_size].float()
     if filters is None:
         return [logits]
-    chosen = filters.choose(logits, keys[:, None])[:, None]
-    ids.copy_(chosen)
-    return score_tokens(chosen, logits, top)
+    chosen_ids = filters.choose(logits, keys[:, None])[:, None]
+    ids.copy_(chosen_ids)
+    return score_tokens(chosen_ids, logits, top)
 
 
 def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
     """Compiles `next_tokens` of a model, with CUDA graphs on a GPU. If compiling fails, calls ``note`` and runs steps
-    uncompiled. Returns None if blocks are already compiled (`native`), or if weights are int4, or packed or quantized
-    for a CPU, because the compiler cannot optimize their kernels."""
+    uncompiled. Returns None if blocks are already compiled (`native`). Also returns None if weights are int4, or
+    packed or quantized for a CPU, because the compiler cannot optimize their kernels."""
     if native.is_used(model):
         return None
     if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):
@@ -64,7 +64,7 @@ def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step 
         if not failed:
             try:
                 return compiled_step(model, *args)
-            except Exception as error:  # From the compiler, its backend, or a missing C++ compiler.
+            except Exception as error:  # The compiler can fail, or a C++ compiler can be missing.
                 if is_out_of_memory(error):
                     raise
                 failed = True

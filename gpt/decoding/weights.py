@@ -1,4 +1,4 @@
-"""Weight layouts for decoding, when a step reads all weights for a few positions: packed, narrow, int8 or int4.
+"""Packed, low-precision, int8 and int4 weights for decoding steps, which read all weights for a few positions.
 
 A prepared model only computes logits. It can be neither trained nor saved.
 """
@@ -19,17 +19,17 @@ from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 
 _MIN_INPUT_SCALE = torch.tensor(1e-30, device="cpu")
 Module = TypeVar("Module", bound=nn.Module)
-# Up to this number of positions, a CPU's int4 kernel is faster than dequantized weights. Measured on two cores with
+# Maximum number of positions at which a CPU's int4 kernel beats dequantized weights. Measured on two cores with
 # GPT-2 124M: 67 ms vs. 114 ms at 80 positions, 101 vs. 86 at 144. SmolLM2-135M's shape: 70 vs. 83, 131 vs. 121.
 _FEW = 112
-_CHUNK_SIZE = 2**20  # Elements of a matrix packed or dequantized at a time, to stay in the processor's cache.
+_CHUNK_SIZE = 2**20  # Matrix elements to pack or dequantize at a time, so that they fit in the CPU's cache.
 
 
 class PackedLinear(nn.Module):
-    """A linear map on a CPU with its weight packed in oneDNN's layout.
+    """A linear layer on a CPU with weights in oneDNN's packed layout.
 
-    The layout is chosen for `ROWS` positions. oneDNN's layout for one position is slower: all float32 matrices of GPT-2
-    124M took 12.0 ms vs. 7.7 ms at one position and 21 ms vs. 11 ms at eight. In bfloat16, the times were equal.
+    The layout is optimized for `ROWS` positions. oneDNN's layout for one position is slower: all float32 matrices of
+    GPT-2 124M took 12.0 ms vs. 7.7 ms at one position and 21 ms vs. 11 ms at eight. In bfloat16, the times were equal.
     """
 
     ROWS = 16
@@ -56,22 +56,22 @@ class PackedLinear(nn.Module):
 
 
 class GPULinear(nn.Module):
-    """A linear map on a GPU with a weight of any dtype and an optional scale per output.
+    """A linear layer on a GPU with weights of any dtype and an optional scale per output.
 
-    The compiled step of one sequence computes the product as a sum, which the compiler fuses with the bias, activation
-    and residual addition, and which reads int8 as int8. With ``once``, that kernel's input is computed once
-    instead of once per output.
+    When compiled for one position, it computes the product as a sum. The compiler fuses the sum with the bias,
+    activation and residual addition, and reads int8 weights directly. With ``once``, the kernel's input is computed
+    once, not once per output.
     """
 
     scale: Tensor | None
-    ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Others are padded to multiples of 64.
+    ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Other weights are padded to multiples of 64.
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, once: bool = True) -> None:
         super().__init__()
         self.outputs, self.once = len(weight), once
         if self.outputs % self.ALIGNED:
             weight = F.pad(weight, (0, 0, 0, -self.outputs % self.TILE))
-        # A parameter has a fixed address. A CUDA graph copies other tensors each time.
+        # A parameter has a fixed address. A CUDA graph would copy any other tensor in each step.
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
         self.register_buffer("scale", scale)
@@ -94,10 +94,10 @@ class GPULinear(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """A linear map on a CPU or MPS with its weight quantized to int8, with a scale per output.
+    """A linear layer on a CPU or MPS with int8 weights and a scale per output.
 
-    On x86 CPUs the input is also quantized to int8, with a scale per position, for FBGEMM's integer kernel. Elsewhere
-    it is bfloat16.
+    On x86 CPUs, inputs are also quantized to int8, with a scale per position, for FBGEMM's integer kernel. Elsewhere,
+    inputs are bfloat16.
     """
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
@@ -119,9 +119,9 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), in the input's dtype."""
         if self.quantizes_input:
-            wide = x.float()
-            scale = torch.addcmul(_MIN_INPUT_SCALE, wide.abs().amax(-1, keepdim=True), self.level_size)
-            out = self.product(wide / scale, 1.0, self.levels + 1, self.weight).mul_(scale)
+            float_input = x.float()
+            scale = torch.addcmul(_MIN_INPUT_SCALE, float_input.abs().amax(-1, keepdim=True), self.level_size)
+            out = self.product(float_input / scale, 1.0, self.levels + 1, self.weight).mul_(scale)
         else:
             rows = x.reshape(-1, x.size(-1)).bfloat16()
             out = torch.ops.aten._weight_int8pack_mm(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
@@ -132,17 +132,17 @@ class Int8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """A linear map with its weight quantized to int4, with a scale per 32 inputs of an output.
+    """A linear layer with int4 weights and a scale per 32 inputs of each output.
 
-    torch's kernels, from tinygemm, compute (level − 8) · scale + zero with bfloat16 scales and products and float32
-    sums. For many positions, a CPU multiplies by dequantized weights instead.
+    In torch's tinygemm kernels, a weight is (level − 8) · scale + zero. Scales and products are bfloat16, and sums are
+    float32. For many positions, a CPU multiplies by dequantized weights instead.
     """
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
         self.bias = bias
         scales = weight.scales.bfloat16().t()
-        self.scales = torch.stack([scales, torch.zeros_like(scales)], dim=-1)  # (in / 32, out, 2): scale and zero.
+        self.scales = torch.stack([scales, torch.zeros_like(scales)], dim=-1)  # Scale and zero, (in / 32, out, 2).
         self.block = 64 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 32  # Outputs per packed block.
         self.restores = weight.levels.device.type == "cpu" and weight.shape[0] % self.block == 0
         if weight.levels.device.type == "cpu":
@@ -158,7 +158,7 @@ class Int4Linear(nn.Module):
 
     def _pack(self, weight: Quantized) -> None:
         """Packs a few blocks of outputs at a time, since torch needs four bytes per level. The layout is internal to
-        torch: if `_unpack_levels` can't read it, weights are never dequantized."""
+        torch. If `_unpack_levels` can't read it, `forward` never dequantizes."""
         chunk = self.block * max(1, _CHUNK_SIZE // (self.block * weight.shape[1]))
         for start in range(0, weight.shape[0], chunk):
             levels = Quantized(weight.levels[start : start + chunk], weight.scales[start : start + chunk]).unpacked()
@@ -193,8 +193,8 @@ class Int4Linear(nn.Module):
         return out
 
     def _unpack_levels(self, blocks: slice) -> Tensor:
-        """Unpacks the levels of blocks of outputs, to uint8 (in, blocks, 2, block / 2). The low bits of a byte belong
-        to an output in the block's first half, the high bits to an output in the second."""
+        """Returns the levels of packed blocks as uint8 (in, blocks, 2, block / 2). The low bits of a byte belong to the
+        block's first half of outputs, the high bits to its second half."""
         pairs = self.weight.view(-1, 2 * len(self.weight[0]), self.block // 2)[blocks].transpose(0, 1)
         return torch.stack([pairs & 15, pairs >> 4], dim=2)
 
@@ -207,7 +207,7 @@ class Int4Linear(nn.Module):
 
     @staticmethod
     def fits(weight: Quantized) -> bool:
-        """Whether the kernel supports the matrix, which needs a multiple of 16 outputs."""
+        """Whether the device has a fast kernel, and the matrix a multiple of 16 outputs."""
         return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device)
 
 
@@ -217,8 +217,8 @@ def has_byte_products() -> bool:
 
 
 def has_whole_products() -> bool:
-    """Whether sums of int8 products are exact on this CPU (AVX-512 or AVX VNNI). Other CPUs add pairs in 16 bits, which
-    overflow unless the number of levels is halved."""
+    """Whether sums of int8 products are exact on this CPU (AVX-512 VNNI or AVX-VNNI). Other CPUs add pairs of products
+    in 16 bits, which overflow unless the number of levels is halved."""
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_vnni") or capabilities.get("avx_vnni"))
 
@@ -228,16 +228,16 @@ def _pack_int8(weight: Quantized) -> torch.ScriptObject:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that these kernels will move.
         zero = torch.zeros(len(weight.scales), dtype=torch.long)
-        rounded = torch._make_per_channel_quantized_tensor(weight.levels, weight.scales, zero, 0)
-        return torch.ops.quantized.linear_prepack(rounded, None)  # type: ignore[no-any-return]
+        tensor = torch._make_per_channel_quantized_tensor(weight.levels, weight.scales, zero, 0)
+        return torch.ops.quantized.linear_prepack(tensor, None)  # type: ignore[no-any-return]
 
 
 def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool = False) -> Module:
-    """Prepares a model, or a part of one, in place for fast steps, and returns it.
+    """Prepares a module for fast steps, in place, and returns it.
 
-    Converts weights to the dtype of ``compute`` and linear maps to the device's fastest layout. Dequantizes int4
-    weights if there is no fast kernel. Without ``packed``, leaves unquantized weights for a compiler to lay out. With
-    ``keep``, keeps the originals of packed weights for `gpt.decoding.native`.
+    Converts weights to the dtype of ``compute`` and linear layers to the device's fastest layout. Dequantizes int4
+    weights if there is no fast kernel. Without ``packed``, leaves the layout of unquantized weights to a compiler. With
+    ``keep``, keeps the original weights for `gpt.decoding.native`.
     """
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
@@ -267,7 +267,7 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool 
 
 
 def _lay_out_tied(model: GPT, compute: Compute, packed: bool) -> None:
-    """Gives a model with tied embeddings an LM head in the device's layout."""
+    """Adds an LM head in the device's layout to a model with tied embeddings."""
     weight = model.wte.weight.detach()
     if packed:
         model.lm_head = PackedLinear(weight, None)
@@ -286,7 +286,7 @@ def _lay_out_for_gpu(module: nn.Module, compute: Compute, once: bool) -> nn.Modu
 
 def _bypass_module_calls(block: Block) -> None:
     """Stores submodules' `forward` and parameters as plain attributes. `nn.Module`'s call and lookup take about 1 µs
-    each, and a block has eleven modules. Also makes attention over many positions use the dtype of `Int4Linear`."""
+    each, and a block has eleven modules. Also makes long prefills use bfloat16 attention, to match `Int4Linear`."""
     for module in block.modules():
         children = dict(module.named_children())
         if isinstance(module, Attention) and isinstance(children["c_attn"], Int4Linear) and has_native_bfloat16():
@@ -312,7 +312,7 @@ def _lay_out_quantized(linear: QuantizedLinear, compute: Compute) -> nn.Module:
 
 
 def dtype_name(model: GPT, compute: Compute) -> str:
-    """Returns the dtype of most matrices of a prepared model: ``int4`` or ``int8`` if a kernel computes with it."""
+    """Returns the dtype in which kernels read most matrices of a prepared model, like ``int4`` or ``int8``."""
     kinds = {type(module) for module in model.h.modules()}
     scaled = any(isinstance(module, GPULinear) and module.scale is not None for module in model.h.modules())
     return "int4" if Int4Linear in kinds else "int8" if Int8Linear in kinds or scaled else compute.dtype_name

@@ -13,11 +13,11 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
-ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # Batch size: sequences that one read of the weights can serve.
+ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # Maximum default batch size, by device.
 # Compiling on a GPU takes at least half a minute and saves 1 to 2 ms of host time per step (estimated without a GPU).
-# The minimum ignores existing graphs, because earlier calls must not change a text.
+# The minimum applies even if graphs exist, because earlier calls must not change a text.
 MIN_COMPILED_STEPS = 20_000
-POSITIONS_MULTIPLE = 256  # Context sizes are multiples of it, so that later calls can reuse a context.
+POSITIONS_MULTIPLE = 256  # Rounding context sizes up lets later calls reuse a context.
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sample:
     """A generated text.
 
     ``text`` excludes the prompt and the stop string. ``tokens`` include the stop string, but not the end-of-text.
-    ``logprob`` is the sum over tokens and end-of-text, in nats, under the unfiltered model. ``finish_reason`` is
+    ``logprob`` is the sum over tokens and end-of-text, in nats, before filters. ``finish_reason`` is
     ``length``, ``eot`` or ``stop`` (a stop string, or complete structured output).
     """
 
@@ -108,8 +108,8 @@ class TextGenerator:
     def write(
         self, prompts: Sequence[str | list[int]], indices: Sequence[int] = (0,), done: Collection[tuple[int, int]] = ()
     ) -> Iterator[Piece]:
-        """Yields the samples ``indices`` of each prompt, or its beams, piece by piece and in order, while later texts
-        are computed. Skips texts in ``done`` (prompt, index)."""
+        """Yields the samples ``indices`` of each prompt, or its beams, as pieces in order, while computing later texts.
+        Skips the (prompt, index) pairs in ``done``."""
         ids = [self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         wanted: Iterator[tuple[int, int]]
         if self.config.beam:  # One search yields all beams of a prompt.
@@ -141,7 +141,7 @@ class TextGenerator:
                     text = texts[update.number]
                     pieces = self._pieces(text, update, len(prompts[text.number]))
                     if ended := pieces[-1].sample is not None:
-                        engine.cancel(update.number)  # The engine can't see the stop string of a sample.
+                        engine.cancel(update.number)  # The engine doesn't detect stop strings in samples.
                         del texts[update.number]
                     for piece in pieces:
                         yield from sorter.take(update.number, piece, last=ended and piece is pieces[-1])
@@ -158,7 +158,7 @@ class TextGenerator:
         return width * rows, positions, config.compile == "on" or (config.compile == "auto" and is_long)
 
     def _pieces(self, text: _TextBuilder, update: Update, prompt_length: int) -> list[Piece]:
-        """Returns the pieces of an update. After the last update of a text, they have samples."""
+        """Returns the pieces of an update. Pieces from a text's last update have samples."""
         if update.error is not None:
             raise update.error
         text.prompt = update.prompt or text.prompt
@@ -198,7 +198,7 @@ class TextGenerator:
         )
 
     def _ends_with_stop(self, ids: Sequence[int]) -> bool:
-        """Whether the last of ``ids`` completes a stop string."""
+        """Whether ``ids`` end with a stop string."""
         max_bytes = max(len(stop.encode()) for stop in self.config.stop)
         stream = TextStream(self.tokenizer, self.config.stop)
         for id in ids[-max_bytes:]:  # A token has at least one byte.

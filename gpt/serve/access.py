@@ -13,10 +13,10 @@ _VALID_ID = re.compile(rb"[!-~]{1,128}")
 
 
 class Access:
-    """ASGI middleware that gives each request an id, the client's if valid, and returns it with the response.
+    """ASGI middleware that returns each request's id with the response: the client's id if valid, or a random id.
 
-    With ``log``, it logs each request in one line, without texts or keys. In `request.state`, handlers pass the final
-    ``status`` of a stream and the ``answer`` with the token counts.
+    With ``log``, logs one line per request, without texts or keys. Handlers set the final ``status`` of a stream and
+    the ``answer`` with its token counts in `request.state`.
     """
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Answers: the texts of a request while they are generated, and the JSON that clients receive."""
+"""Answers: a request's texts during generation, and the JSON that clients receive."""
 
 import asyncio
 import json
@@ -36,9 +36,9 @@ class Service:
     worker: Worker
     config: ServeConfig
     metrics: ServerMetrics
-    created: int  # Start of the server, in seconds since 1970.
+    created: int  # Server start, as Unix time.
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Defaults of request fields.
-    pending: "set[Answer]" = field(default_factory=set)  # Unfinished answers.
+    pending: "set[Answer]" = field(default_factory=set)
 
     @cached_property
     def constraints(self) -> ConstraintCache:
@@ -47,7 +47,7 @@ class Service:
 
 
 class Answer:
-    """The texts of a request while they are generated, from `begin` to `end`."""
+    """A request's texts during generation, from `begin` to `end`."""
 
     def __init__(
         self, service: Service, prompts: list[Prompt], generation: Generation, constraint: Constraint | None = None
@@ -57,9 +57,9 @@ class Answer:
         self.created = int(time.time())
         self.started = False  # Whether any update has arrived.
         self.choices: list[Choice] = []
-        self.deltas: list[list[Delta]] = []  # Per choice, unless streaming.
+        self.deltas: list[list[Delta]] = []  # Deltas per choice, not stored when streaming.
         self._error: ApiError | None = None
-        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()  # Bounded by the requested tokens.
+        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()  # The requested tokens bound its size.
         self._tickets: list[Ticket] = []
         seed = secrets.randbits(63) if generation.seed is None else generation.seed
         for prompt in prompts:
@@ -126,7 +126,7 @@ class Answer:
                 raise delta.error
             if delta.reason is not None:
                 remaining -= 1
-                if update.reason is None:  # The engine can't see stop strings.
+                if update.reason is None:  # The engine doesn't detect stop strings.
                     self.service.worker.cancel([self._tickets[index]])
             if not self.generation.stream:
                 self.deltas[index].append(delta)
@@ -135,17 +135,17 @@ class Answer:
 
     def best(self) -> list[int]:
         """Returns the indices of the ``n`` choices per prompt with the highest mean log-probability."""
-        generation, chosen = self.generation, list[int]()
+        generation, indices = self.generation, list[int]()
         for start in range(0, len(self.choices), generation.best_of):
             candidates = range(start, start + generation.best_of)
-            ranked = sorted(
+            ranking = sorted(
                 candidates, key=lambda index: -self.choices[index].logprob / max(1, self.choices[index].count)
             )
-            chosen += ranked[: generation.n] if generation.best_of > generation.n else candidates
-        return chosen
+            indices += ranking[: generation.n] if generation.best_of > generation.n else candidates
+        return indices
 
     def usage(self) -> dict[str, Any]:
-        """Returns token counts. Prompts and their prefix cache hits count once, for their first choice."""
+        """Returns token counts. Prompts and prefix cache hits count once, not per choice."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         cached = sum(choice.cached for choice in self.choices[:: self.generation.best_of])
         generated = sum(choice.count for choice in self.choices)
@@ -253,7 +253,7 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends chunks as the answer grows. An error becomes the last chunk."""
-        status = 499  # Client disconnect, unless the stream reaches its end.
+        status = 499  # Client disconnect, unless overwritten below.
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for values in self._chunks():

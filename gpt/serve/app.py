@@ -35,10 +35,10 @@ from gpt.serve.texts import Prompt, read_prompt
 from gpt.text import chat
 
 BODY_SECONDS = 30.0
-MAX_TEXTS = 1024  # Prompts times choices of a request.
-MAX_VALUES = 2**21  # Tokens and log-probabilities of a request.
+MAX_TEXTS = 1024  # Maximum prompts times choices per request.
+MAX_VALUES = 2**21  # Maximum tokens and log-probabilities per request.
 T = TypeVar("T")
-_PUBLIC_ROUTES = ("/", "/health", "/models", "/models/{id:path}")  # No API key needed.
+_PUBLIC_ROUTES = ("/", "/health", "/models", "/models/{id:path}")  # Routes that need no API key.
 _UNSUPPORTED_APIS = (
     "assistants", "audio", "batches", "conversations", "embeddings", "evals", "files", "fine_tuning", "images",
     "moderations", "realtime", "responses", "threads", "uploads", "vector_stores", "videos",
@@ -186,7 +186,7 @@ class Server:
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.service.block_size})
 
     def _to_ids(self, text: str, adds_bos: bool) -> list[int]:
-        """Returns the ids of a text. Clients can also look up the id of a special token."""
+        """Returns the ids of a text. If the text is a special token, returns only its id."""
         tokenizer = self.service.tokenizer
         if text in tokenizer.all_specials:
             return [tokenizer.all_specials[text]]
@@ -280,13 +280,13 @@ class Server:
         return prompt
 
     def _check_length(self, text: str) -> None:
-        """Raises `ApiError` for a text that is certain to have too many tokens, without tokenizing it."""
+        """Raises `ApiError` if a lower bound on the text's tokens exceeds the limit. Does not tokenize."""
         limit, min_tokens = self.service.config.limit_tokens, self.service.tokenizer.least_tokens(text)
         if min_tokens > limit:
             raise _too_long_error(f"prompt has at least {min_tokens:,} tokens; the limit is {limit:,}")
 
     def _check_capacity(self) -> None:
-        """Raises `ApiError` if the server is stopping or busy. The request already counts as in flight."""
+        """Raises `ApiError` if the server is stopping or busy. `in_flight` already counts this request."""
         if self.stopping:
             raise _stopping_error()
         if self.in_flight.count > self.service.worker.rows + self.service.config.queue:

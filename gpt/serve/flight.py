@@ -9,7 +9,7 @@ from gpt.serve.metrics import ServerMetrics
 from gpt.serve.protocol import ApiError
 
 MAX_BODY = 4 * 2**20
-SMALL_BODY = 2**16  # Accepted regardless of the other bodies in flight.
+SMALL_BODY = 2**16  # Smaller bodies are exempt from `MOST_BODIES`.
 MOST_BODIES = 64 * MAX_BODY  # Maximum bytes of all bodies in flight.
 THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # Threads per lane.
 
@@ -73,7 +73,7 @@ class _Flight:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.body" and not message.get("more_body"):
-            self.stop_watching()  # After the last part, the server always reports a disconnect.
+            self.stop_watching()  # Uvicorn reports a disconnect after every response.
         await self._send(message)
 
     async def _cancel_on_disconnect(self) -> None:

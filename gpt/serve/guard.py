@@ -68,8 +68,8 @@ class Guard:
 
 
 def _normalize_path(scope: Scope) -> Scope:
-    """Removes doubled and trailing slashes from the path, which clients create when they join a base URL and a route. A
-    redirect would name the wrong scheme behind a proxy, and many clients don't follow redirects."""
+    """Removes doubled and trailing slashes from the path. Clients create them by joining a base URL and a route. A
+    redirect would have the wrong scheme behind a proxy, and many clients don't follow redirects."""
     return {**scope, "path": "/" + "/".join(filter(None, scope["path"].split("/")))}
 
 
@@ -78,9 +78,9 @@ def _origin_headers(origin: str) -> dict[str, str]:
 
 
 def _preflight_headers(request_headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the response headers of a preflight request. They allow all headers, since clients add custom headers,
-    and requests from a public page to a private network."""
-    allow = {
+    """Returns the response headers for a preflight request. Allows all request headers, since clients add custom
+    headers, and allows requests from public pages to a private network."""
+    response_headers = {
         **_origin_headers(request_headers["origin"]),
         "access-control-allow-methods": "GET, POST",
         "access-control-allow-headers": request_headers.get(
@@ -89,8 +89,8 @@ def _preflight_headers(request_headers: Mapping[str, str]) -> dict[str, str]:
         "access-control-max-age": "600",
     }
     if request_headers.get("access-control-request-private-network") == "true":
-        allow["access-control-allow-private-network"] = "true"
-    return allow
+        response_headers["access-control-allow-private-network"] = "true"
+    return response_headers
 
 
 def _refusal_error(kind: str, value: str, option: str) -> ApiError:

@@ -35,7 +35,7 @@ class ServerMetrics:
         self.measure(engine)
 
     def measure(self, engine: Engine) -> None:
-        """Sets the gauges, after a step or when requests end between steps."""
+        """Updates the gauges after a step, or when requests end between steps."""
         self.running.set(engine.running)
         self.cached.set(sum(slot.length for slot in engine.context.slots))
 

@@ -1,4 +1,4 @@
-"""Validates requests of OpenAI's API and formats its errors, without model and network."""
+"""Validates requests to OpenAI's API and formats errors. Needs no model or network."""
 
 import json
 import math
@@ -29,7 +29,7 @@ class ApiError(Exception):
 
     @staticmethod
     def of(error: Exception) -> "ApiError":
-        """Converts any error. Drops hints with options or commands, which are for the server's operator."""
+        """Converts any error to an `ApiError`. Drops hints with options or commands, which address the operator."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, UserError):
@@ -54,7 +54,7 @@ class Generation:
     """The settings of a request, without its prompt."""
 
     config: SampleConfig
-    seed: int | None  # None draws a random seed.
+    seed: int | None  # None means a random seed.
     n: int
     best_of: int
     bias: tuple[tuple[int, float], ...]
@@ -63,8 +63,8 @@ class Generation:
     echo: bool
     open_ended: bool  # Whether the request sets no token limit.
     stop_ids: frozenset[int] = frozenset()
-    constrained_by: str | None = None  # Field name of the constraint, as sent.
-    token_details: bool = False  # Completions only: adds ids and bytes of tokens.
+    constrained_by: str | None = None  # Name of the constraint's field in the request.
+    token_details: bool = False  # Adds token ids and bytes to completions.
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _abbreviate(value: Any) -> str:
 
 
 _TOOL_FIELDS = ("tools", "tool_choice", "functions", "function_call")
-ALIASES = {  # From llama.cpp's server, Transformers and vLLM.
+ALIASES = {  # Field names of llama.cpp's server, Transformers and vLLM.
     "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_cmpl": "n",
     "no_repeat_ngram_size": "no_repeat_ngram", "guided_choice": "choices", "guided_regex": "regex",
     "guided_json": "json_schema",
@@ -310,7 +310,7 @@ def _read_constraint(fields: _Fields) -> dict[str, Any]:
 
 
 def _constraint_fields(fields: _Fields) -> list[str]:
-    """Returns the names of the sent constraint fields."""
+    """Returns the names of the constraint fields in a request."""
     output_format = fields.values.get("response_format", {})
     format_fields = (
         ["response_format"] if isinstance(output_format, dict) and output_format.get("type", "text") != "text" else []
@@ -445,7 +445,7 @@ def _read_variables(fields: _Fields) -> Mapping[str, Any]:
     values = fields.values.get(name, {})
     if not isinstance(values, dict):
         raise _field_error(name, f"is {_abbreviate(values)}; it must be an object")
-    if "enable_thinking" in fields.values:  # Some clients, like Alibaba's, send it as a field.
+    if "enable_thinking" in fields.values:  # Some clients, like Alibaba's, send it as a top-level field.
         values = {"enable_thinking": fields.flag("enable_thinking"), **values}
     level = [values]
     for _ in range(MAX_VARIABLES_DEPTH):

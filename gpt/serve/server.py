@@ -111,8 +111,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: int | None = None) -> Context:
-    """Creates a context for ``max_batch`` sequences, or for the number that fits in memory. Prompt and output get
-    ``limit_tokens`` each, within the context length. Raises `UserError` if the KV cache does not fit."""
+    """Creates a context for ``max_batch`` sequences. By default, the device and its memory determine the number. Prompt
+    and output get up to ``limit_tokens`` each, within the context length. Raises `UserError` if memory is too small."""
     size = min(model.config.block_size, config.context or model.config.block_size)
     positions = min(size, 2 * config.limit_tokens)
     rows = config.max_batch or max(1, min(ROWS[compute.device.type], capacity(model, compute, positions)))
@@ -155,9 +155,9 @@ def serve(
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
     service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()), defaults)
     gc.collect()
-    gc.freeze()  # Garbage collections, which stop all threads, then skip permanent objects.
+    gc.freeze()  # Garbage collection, which stops all threads, then skips existing objects.
     with contextlib.closing(listen(config)) as listener:
-        if native.is_used(model):  # Compiles before the first request.
+        if native.is_used(model):  # Compile before the first request.
             _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
             context.slots[0].forget()
         waiting.end_threads()  # The worker thread creates new OpenMP threads.
@@ -199,7 +199,7 @@ async def _serve(
     tasks: list[asyncio.Task[None]] = []
 
     def handle_signal() -> None:
-        """Handles a signal: the first starts a graceful shutdown, the second stops at once."""
+        """Starts a graceful shutdown at the first signal. Stops immediately at the second."""
         if len(signals) > 1:
             server.give_up()
             http.should_exit = http.force_exit = True
@@ -222,7 +222,7 @@ async def _serve(
 
 
 async def _finish(server: Server, http: uvicorn.Server, note: Callable[[str], None]) -> None:
-    """Stops the server when its requests have ended. After the grace period, they end with an error."""
+    """Stops the server when its requests have ended. Requests that exceed the grace period end with an error."""
     in_flight, grace = server.in_flight, server.service.config.grace
     server.stop()
     if in_flight.count:

@@ -54,7 +54,7 @@ class Choice:
         stop_ids: Collection[int] = (),
     ) -> None:
         self.tokenizer, self.config, self.prompt, self.echo = tokenizer, config, prompt, echo
-        self.stop_ids = stop_ids  # End the text, like the tokenizer's end-of-text ids.
+        self.stop_ids = stop_ids  # Additional end-of-text ids.
         self.count = 0  # Generated tokens.
         self.cached = 0  # Prompt ids from the prefix cache.
         self.logprob = 0.0  # Sum over the generated tokens.
@@ -98,7 +98,7 @@ class Choice:
         if self.config.logprobs is not None:
             tokens = update.prompt or [Token(id, None) for id in self.prompt.ids]
             if self.tokenizer.backend.adds_space:
-                self._offsets.begin(-1)  # The tokenizer put a space before the text.
+                self._offsets.begin(-1)  # The tokenizer adds a space before the text.
             delta.tokens = [(token, self._offsets.take(token.id, at >= hidden)) for at, token in enumerate(tokens)]
             self._offsets.begin(len(delta.text))
 
@@ -162,7 +162,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[Token, int]
             logprobs["top_logprobs"].append(None)
             continue
         logprobs["token_logprobs"].append(max(token.logprob, _MIN_LOGPROB))
-        # If two tokens have the same text, the more likely wins.
+        # If two tokens have the same text, the more likely token wins.
         alternatives = sorted({(token.id, token.logprob), *token.top}, key=lambda pair: -pair[1])
         top: dict[str, float] = {}
         for id, logprob in alternatives:

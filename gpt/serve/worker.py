@@ -18,7 +18,7 @@ CHUNK = 128  # Maximum prompt ids per step.
 
 @dataclass(eq=False)
 class Ticket:
-    """A submitted request. ``deliver`` is called with its updates, in the event loop."""
+    """A submitted request. ``deliver`` receives its updates in the event loop."""
 
     request: Request
     deliver: Callable[[Update], None]
@@ -110,7 +110,7 @@ class Worker:
         self._send(deliveries)
 
     def _process_inbox(self) -> bool:
-        """Runs the actions in the inbox, and waits for them if the engine is idle. Returns False after `stop`."""
+        """Runs the actions in the inbox. If the engine is idle, waits for an action. Returns False after `stop`."""
         while True:
             try:
                 action = self._inbox.get(block=not self.engine.busy)
@@ -131,7 +131,7 @@ class Worker:
                 context.clear(slot)
         except Exception:
             self.failure = error
-        with contextlib.suppress(Exception):  # The metrics can be the cause.
+        with contextlib.suppress(Exception):  # The metrics can be the cause of the error.
             self.metrics.measure(self.engine)
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
