@@ -35,7 +35,7 @@ from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.quantize import round_matrices
+from gpt.model.quantize import quantize_model
 from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 
@@ -135,7 +135,7 @@ def measure_speed(config: GPTConfig, prompt: int, new: int, rounds: int) -> tupl
     model, their_model = make_models(config)
     rng = random.Random(0)
     prompts = [[rng.randrange(config.vocab_size) for _ in range(prompt)]]
-    int8_model = prepare(round_matrices(make_models(config)[0], 8), CPU)
+    int8_model = prepare(quantize_model(make_models(config)[0], 8), CPU)
     float32_model = prepare(model, CPU)
     with tempfile.TemporaryDirectory() as folder:
         float32_generator, int8_generator = (
@@ -211,7 +211,7 @@ def _are_beams_equal(
 
 
 FILTERS: dict[str, tuple[Callable[[torch.Tensor, list[int], float], torch.Tensor], Callable[[float], Any]]] = {
-    "temperature": (lambda x, _, p: filters.warm(x, 0.1 + p), lambda p: TemperatureLogitsWarper(0.1 + p)),
+    "temperature": (lambda x, _, p: filters.apply_temperature(x, 0.1 + p), lambda p: TemperatureLogitsWarper(0.1 + p)),
     "top-k": (lambda x, _, p: filters.keep_top_k(x, 1 + int(60 * p)), lambda p: TopKLogitsWarper(1 + int(60 * p))),
     "top-p": (lambda x, _, p: filters.keep_top_p(x, p), lambda p: TopPLogitsWarper(p)),
     "min-p": (lambda x, _, p: filters.keep_min_p(x, p), lambda p: MinPLogitsWarper(p)),
@@ -220,7 +220,7 @@ FILTERS: dict[str, tuple[Callable[[torch.Tensor, list[int], float], torch.Tensor
         lambda p: RepetitionPenaltyLogitsProcessor(0.5 + p),
     ),
     "no-repeat n-gram": (
-        lambda x, past, p: filters.exclude(x, filters.repeats(past, 1 + int(4 * p))),
+        lambda x, past, p: filters.exclude(x, filters.find_repeats(past, 1 + int(4 * p))),
         lambda p: NoRepeatNGramLogitsProcessor(1 + int(4 * p)),
     ),
 }

@@ -30,7 +30,7 @@ from benchmarks.peers import THREADS
 from benchmarks.results import ROOT, SCRIPTS, Table, measured, write_section
 from gpt import api
 from gpt.config import PRESETS, GPTConfig
-from gpt.decoding.bench import bandwidth_of
+from gpt.decoding.bench import measure_bandwidth
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
@@ -311,7 +311,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="gpt-") as folder:
             bench = Bench(config, tokenizer, (args.folder or Path(folder)) / name)
             machine_note = (
-                f"{THREADS} threads; a read of memory just before reached {bandwidth_of(CPU) / 1e9:.1f} GB/s."
+                f"{THREADS} threads; a read of memory just before reached {measure_bandwidth(CPU) / 1e9:.1f} GB/s."
             )
             speeds, texts = measure(parts_to_run, bench, args.rounds, args.dtypes, warm=not args.tiny)
             for key, part in parts_to_run.items():

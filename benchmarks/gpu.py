@@ -254,7 +254,7 @@ def decoding(case: Case) -> dict[str, Any]:
     from gpt.bench_config import BenchConfig
     from gpt.config import PRESETS
     from gpt.decoding.bench import measure
-    from gpt.decoding.token_step import compiled
+    from gpt.decoding.token_step import compile_step
     from gpt.decoding.weights import prepare
     from gpt.device import pick
     from gpt.model.decoder import GPT
@@ -263,7 +263,7 @@ def decoding(case: Case) -> dict[str, Any]:
     shape, compute, notes = PRESETS[SHAPES[case.shape].preset].model, pick(), list[str]()
     with compute.device:
         model = prepare(GPT(shape).eval(), compute, packed=case.compile != "on")
-    step = compiled(model, compute, notes.append) if case.compile == "on" else None
+    step = compile_step(model, compute, notes.append) if case.compile == "on" else None
     prompt, new = (4, 8) if case.shape == "tiny" else (32, 256)
     config = BenchConfig(prompt_tokens=prompt, new_tokens=new, batch=case.texts, rounds=2)
     result = measure(model, compute, config, step)
@@ -295,9 +295,9 @@ def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     from gpt.device import pick
     from gpt.model.decoder import GPT
     from gpt.training.optim import make_optimizer
-    from gpt.training.parallel import Single
     from gpt.training.recipe import resolve
     from gpt.training.step import Stepper
+    from gpt.training.strategy import Single
 
     shape = SHAPES[case.shape]
     config = TrainConfig(

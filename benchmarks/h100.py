@@ -43,11 +43,11 @@ from gpt.model.cache import BLOCK
 from gpt.model.decoder import GPT, Block
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.memory import Setup
-from gpt.model.plan import largest
+from gpt.model.plan import with_largest_micro_batch
 from gpt.model.positions import rotary_table
 from gpt.peaks import find_kind
 from gpt.sample_config import SampleConfig
-from gpt.training.compiling import COMPUTED_AGAIN
+from gpt.training.compiling import RECOMPUTE_OPTIONS
 from gpt.training.optim import ITERATIONS, make_optimizer
 
 TITLE = "On an H100, estimated from generated code"
@@ -223,7 +223,7 @@ def count_uncompiled(work: Callable[[], object]) -> Work:
 
 def training_work(config: GPTConfig) -> list[tuple[str, Work]]:
     """Returns the work of each part of a training step of ``BATCH`` tokens."""
-    setup = largest(config, Setup(), BATCH // config.block_size, find_kind(KIND).memory)
+    setup = with_largest_micro_batch(config, Setup(), BATCH // config.block_size, find_kind(KIND).memory)
     micro_batches = BATCH // config.block_size // setup.micro_batch
     positions = setup.micro_batch * config.block_size
     C = config.n_embd
@@ -240,7 +240,7 @@ def training_work(config: GPTConfig) -> list[tuple[str, Work]]:
 def _count_forward_and_backward(work: Callable[..., object], *args: object) -> Work:
     """Returns the bytes and launches of the forward and backward graphs of ``work(*args)`` under autocast."""
     with torch.autocast("cuda", dtype=BFLOAT16):
-        graphs = count_compiled(lambda: torch.compile(work, fullgraph=True)(*args), **COMPUTED_AGAIN)
+        graphs = count_compiled(lambda: torch.compile(work, fullgraph=True)(*args), **RECOMPUTE_OPTIONS)
     assert len(graphs) == 2, "a graph forward and one backward"
     return Work(sum(graph.bytes for graph in graphs), sum(graph.launches for graph in graphs))
 
@@ -298,8 +298,8 @@ def decoding_work(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tupl
     finally:
         torch.set_default_dtype(torch.float32)
     if dtype == "int8":
-        with mock.patch.object(quantize, "_in_parts", _fake_quantize):
-            quantize.round_matrices(model, 8, BFLOAT16)
+        with mock.patch.object(quantize, "_quantize_in_chunks", _fake_quantize):
+            quantize.quantize_model(model, 8, BFLOAT16)
     prepare(model, Compute(CUDA, torch.float32))  # the weights are already bfloat16
     fast = torch.compile(next_tokens, dynamic=False, fullgraph=True)
     context = Context(model, compute, rows, T, partial(fast, model))

@@ -353,7 +353,7 @@ def their_loss(server: LlamaCpp, eval_windows: Sequence[Window]) -> float:
 def model_with_file_weights(path: Path, model: LanguageModel, kind: str) -> GPT:
     """Returns our decoder in float32 with weights rounded as in a .gguf file of this type."""
     source = open_source(path)
-    stored = run.stored(source, run.Target(Path("model.gguf"), True, kind, None))
+    stored = run.read_back(source, run.Target(Path("model.gguf"), True, kind, None))
     return checkpoint.build(source.config, stored, model.compute.device, torch.float32)
 
 

@@ -35,14 +35,14 @@ def write_inputs(base: Path, text: Path) -> None:
     from gpt.config import find_preset
     from gpt.model.decoder import GPT
     from gpt.runs import checkpoint
-    from gpt.text.tokenizer import learn_tokenizer
+    from gpt.text.tokenizer import train_tokenizer
 
     torch.manual_seed(0)
     letters = np.random.default_rng(0).integers(ord("a"), ord("z") + 1, (60_000, 8)).astype(np.uint8)
     words = b" ".join(word.tobytes() for word in letters)
     text.write_bytes(words)
     model = GPT(find_preset(PRESET).model)
-    tokenizer = learn_tokenizer([words.decode()], model.config.vocab_size)
+    tokenizer = train_tokenizer([words.decode()], model.config.vocab_size)
     checkpoint.save(base, model, checkpoint.TokenizerFiles(tokenizer, model.config), {"step": 0})
     weights = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(weights, base / "model.safetensors", {"format": "pt"})

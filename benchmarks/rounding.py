@@ -81,7 +81,7 @@ def main() -> None:
             ("int4", 0, ", many tokens at once"),
             ("int4", 10**9, ", the kernel"),
         ):
-            weights._FEW = kernel_limit
+            weights._MAX_INT4_POSITIONS = kernel_limit
             new_loss = loss(api.load(path, device="cpu", dtype=dtype), text)
             rows.append([f"`--dtype {dtype}`{suffix}", f"{new_loss:.4f}", f"{new_loss - base_loss:.4f}", ""])
         caption = f"{config.n_layer} blocks of width {config.n_embd}, {config.norm}, {config.mlp}:"

@@ -37,9 +37,9 @@ from gpt.runs import checkpoint
 from gpt.text import catalogue
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training.optim import make_optimizer
-from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
+from gpt.training.strategy import Single
 
 START_UPS = 7
 COMPUTE = pick("cpu", training=True)  # the device and dtype that `gpt train` chooses here

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.results import Table
 from gpt.api import LanguageModel
-from gpt.decoding.bench import bandwidth_of
+from gpt.decoding.bench import measure_bandwidth
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import weight_bytes
@@ -140,7 +140,7 @@ def make_table(models: Iterable[tuple[str, LanguageModel]], rows: tuple[int, ...
     table_rows = []
     for name, model in models:
         for count in rows:
-            read_seconds = weight_bytes(model.model, model.compute) / bandwidth_of(model.compute)
+            read_seconds = weight_bytes(model.model, model.compute) / measure_bandwidth(model.compute)
             parts = measure_parts(model, count)
             seconds = [parts["step"], parts["products"], read_seconds, *list(parts.values())[2:]]
             table_rows.append([name, str(count), *(f"{1e3 * value:.2f}" for value in seconds)])

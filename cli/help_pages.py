@@ -15,7 +15,7 @@ from . import render
 
 FLAGS = ["-h", "--help", "--help-all"]
 COMMON, RARE = "Options", "Rarely needed"
-SHORT = 12  # Maximum number of options that --help lists in full.
+MAX_LISTED_OPTIONS = 12  # Maximum number of options that --help lists in full.
 WIDTH = 100  # Maximum width of a page in columns.
 PLACEHOLDERS = {"int": "N", "float": "X", "str": "TEXT", "path": "FILE", "list[str]": "TEXT"}
 
@@ -56,7 +56,7 @@ def _write_page(command: Any, context: Any, page: Any) -> None:
     option_panels, positionals = panels(command, context), arguments(command)
     rare_count = len(option_panels.pop(RARE, []))
     count = sum(map(len, option_panels.values()))
-    description, examples = described(command)
+    description, examples = split_description(command)
     page.write_usage(context.command_path, usage(command, context))
     page.write_paragraph()
     page.write_text(description)
@@ -66,7 +66,7 @@ def _write_page(command: Any, context: Any, page: Any) -> None:
     for title, commands in group_commands(command).items():
         _write_section(page, title, [(word, summary(subcommand)) for word, subcommand in commands.items()], 10)
     _write_section(page, "Arguments", [(name(argument), _help_text(argument)) for argument in positionals])
-    if count <= SHORT:
+    if count <= MAX_LISTED_OPTIONS:
         option_panels = {
             COMMON: [option for option in listed_options(command, context) if option.rich_help_panel != RARE]
         }
@@ -75,7 +75,7 @@ def _write_page(command: Any, context: Any, page: Any) -> None:
     for title, options in option_panels.items():
         _write_section(page, title, [(flags(option, context), _help_text(option)) for option in options], 24)
     notes = (command.epilog or "").splitlines()
-    if count > SHORT and not show_all:
+    if count > MAX_LISTED_OPTIONS and not show_all:
         notes.append(f"{context.command_path} --help-all lists all {count} options.")
     elif show_all and not hasattr(command, "commands"):
         first = next(iter(option_panels.values()))[0]
@@ -94,7 +94,7 @@ def _write_section(page: Any, title: str, rows: list[tuple[str, str]], width: in
             page.write_dl([(term.ljust(width), words) for term, words in rows], col_max=28)
 
 
-def described(command: Any) -> tuple[str, list[str]]:
+def split_description(command: Any) -> tuple[str, list[str]]:
     """Returns a command's description as one line, and its examples."""
     words, _, examples = inspect.cleandoc(command.help or "").partition("\n\n")
     return " ".join(words.split()), examples.splitlines()
@@ -102,7 +102,7 @@ def described(command: Any) -> tuple[str, list[str]]:
 
 def summary(command: Any) -> str:
     """Returns the first sentence of a command's description, without its period."""
-    return described(command)[0].split(". ")[0].rstrip(".")
+    return split_description(command)[0].split(". ")[0].rstrip(".")
 
 
 def group_commands(group: Any) -> Mapping[str, Mapping[str, Any]]:

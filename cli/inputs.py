@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gpt.errors import UserError, check_text
-from gpt.settings import MOST_TOML, parse_toml
+from gpt.settings import MAX_TOML_BYTES, parse_toml
 
 from . import render
 
 WAIT_SECONDS = 1.0  # Delay of the note about waiting for input.
-MOST_TEXT = 64 * 2**20  # Maximum bytes of a text, or of a line in a prompt file.
-MOST_PROMPTS = 2**30  # Maximum bytes of a prompt file.
+MAX_TEXT_BYTES = 64 * 2**20  # Maximum bytes of a text, or of a line in a prompt file.
+MAX_PROMPT_FILE_BYTES = 2**30  # Maximum bytes of a prompt file.
 
 
 def read_text(words: str | None, file: Path | None, what: str, flag: str) -> str:
@@ -26,7 +26,7 @@ def read_text(words: str | None, file: Path | None, what: str, flag: str) -> str
         raise UserError(f"a {what} and {flag} were both given", "give only one of them")
     if file is not None:
         with open_input(file, f"the {what}") as stream:
-            data = read_bounded(stream, file, MOST_TEXT, f"that is the limit for a {what}")
+            data = read_bounded(stream, file, MAX_TEXT_BYTES, f"that is the limit for a {what}")
         try:
             words = data.decode("utf-8").removeprefix("\ufeff")
         except UnicodeDecodeError as error:
@@ -40,21 +40,23 @@ def read_text(words: str | None, file: Path | None, what: str, flag: str) -> str
 
 def read_lines(file: Path, what: str) -> Iterator[bytes]:
     """Yields the lines of a prompt file. Raises `UserError` if a line or the file is too long."""
-    bytes_left = MOST_PROMPTS
+    bytes_left = MAX_PROMPT_FILE_BYTES
     with open_input(file, what) as stream:
-        while line := stream.readline(MOST_TEXT + 1):
+        while line := stream.readline(MAX_TEXT_BYTES + 1):
             bytes_left -= len(line)
-            if len(line) > MOST_TEXT:
-                raise _size_error(f"a line of {display_name(file)}", MOST_TEXT, "that is the limit for a prompt")
+            if len(line) > MAX_TEXT_BYTES:
+                raise _size_error(f"a line of {display_name(file)}", MAX_TEXT_BYTES, "that is the limit for a prompt")
             if bytes_left < 0:
-                raise _size_error(display_name(file), MOST_PROMPTS, "split it into several files")
+                raise _size_error(display_name(file), MAX_PROMPT_FILE_BYTES, "split it into several files")
             yield line
 
 
 def read_toml(file: Path) -> dict[str, Any]:
     """Reads a TOML file."""
     with open_input(file, "settings") as stream:
-        return parse_toml(read_bounded(stream, file, MOST_TOML, "that is the limit for a settings file"), str(file))
+        return parse_toml(
+            read_bounded(stream, file, MAX_TOML_BYTES, "that is the limit for a settings file"), str(file)
+        )
 
 
 def read_bounded(stream: BinaryIO, file: Path, max_bytes: int, hint: str) -> bytes:

@@ -52,16 +52,18 @@ def attention(
     from . import render_inspect, views
 
     ids = loaded.tokenizer.prompt(words) if words else []  # Encode as for sampling.
-    look = inspect.look(loaded.model, ids, loaded.tokenizer, layer, head)
-    if look.dropped:
-        render.note(f"the prompt has {len(ids):,} tokens; showing the last {len(look.ids):,}, which fit the context")
+    inspection = inspect.inspect_prompt(loaded.model, ids, loaded.tokenizer, layer, head)
+    if inspection.dropped:
+        render.note(
+            f"the prompt has {len(ids):,} tokens; showing the last {len(inspection.ids):,}, which fit the context"
+        )
     name, tokenizer = str(loaded.path), loaded.tokenizer
     page.show(
         "attention", f"attention: {name}", out, json,
-        data=lambda: views.attention_data(look, tokenizer, name, words),
-        page=lambda: views.attention_page(look, tokenizer, name),
-        picture=lambda: plots.attention(look, tokenizer, name),
-        terminal=lambda: render_inspect.attention(look, tokenizer),
+        data=lambda: views.attention_data(inspection, tokenizer, name, words),
+        page=lambda: views.attention_page(inspection, tokenizer, name),
+        picture=lambda: plots.attention(inspection, tokenizer, name),
+        terminal=lambda: render_inspect.attention(inspection, tokenizer),
     )  # fmt: skip
 
 

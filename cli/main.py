@@ -152,7 +152,7 @@ def run() -> None:
     """Runs ``gpt`` and exits."""
     waiting.set_policy()
     status: list[int] = []
-    processes.end_abruptly(status)
+    processes.exit_before_shutdown(status)
     status.append(main(sys.argv[1:]))
     sys.exit(status[0])
 
@@ -177,7 +177,7 @@ def main(args: list[str]) -> int:
             render.trace(error)
         silent_status = processes.silent_status(error)
         status = _report_error(error, _command_name(args)) if silent_status is None else silent_status
-        environment.tell(environment.STATUS, status)
+        environment.write_message(environment.STATUS, status)
         return status
 
 

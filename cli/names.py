@@ -44,7 +44,7 @@ COMMANDS = {  # Hints for other programs' commands.
 }
 
 # Other programs' names for our options and arguments.
-_OPTIONS = {
+_FOREIGN_OPTIONS = {
     "--steps": "max-iters max-steps num-steps train-steps num-train-steps max-train-steps iters iterations",
     "--epochs": "num-epochs num-train-epochs max-epochs n-epochs",
     "--batch-tokens": "batch-size train-batch-size gradient-accumulation-steps grad-accum-steps total-batch-size",
@@ -131,7 +131,10 @@ def suggest(error: Any, context: Any) -> tuple[str, str] | None:
     if not hasattr(error, "possibilities"):  # Not an error about an unknown option.
         return None
     foreign_name = error.option_name.lower().lstrip("-").replace("_", "-")
-    candidates = [f"--{foreign_name}", *(name for name, aliases in _OPTIONS.items() if foreign_name in aliases.split())]
+    candidates = [
+        f"--{foreign_name}",
+        *(name for name, aliases in _FOREIGN_OPTIONS.items() if foreign_name in aliases.split()),
+    ]
     hint = "; ".join(
         _describe(name, parameters[name], context) for name in candidates if name in parameters
     ) or _HINTS.get(foreign_name)

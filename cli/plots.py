@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from gpt.inspect import Look, Positions
+    from gpt.inspect import Inspection, Positions
     from gpt.text.tokenizer import Tokenizer
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -58,29 +58,33 @@ def _draw_pattern(axes: "Axes", pattern: Any, **options: Any) -> None:
     axes.imshow(pattern, cmap="Blues", norm=PowerNorm(0.5, 0, 1), **options)
 
 
-def attention(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
+def attention(inspection: "Inspection", tokenizer: "Tokenizer", model: str) -> "Figure":
     """Draws attention patterns: layers down, heads across. Labels a single head with its tokens."""
-    if len(look.layers) == len(look.heads) == 1:
-        return _draw_head(look, tokenizer, model)
-    from gpt.inspect import KINDS, mostly
+    if len(inspection.layers) == len(inspection.heads) == 1:
+        return _draw_head(inspection, tokenizer, model)
+    from gpt.inspect import KINDS, find_dominant_kind
 
-    head_count, layer_count = len(look.heads), len(look.layers)
+    head_count, layer_count = len(inspection.heads), len(inspection.layers)
     figure = _make_figure(
-        max(5, head_count + 1), 1.2 * layer_count + 0.6, f"attention: {model}, {len(look.ids)} tokens"
+        max(5, head_count + 1), 1.2 * layer_count + 0.6, f"attention: {model}, {len(inspection.ids)} tokens"
     )
     axes = figure.add_subplot(xlim=(0, head_count), ylim=(1.2 * layer_count, 0), aspect="equal", frame_on=False)
     labels = [
         f"layer {layer}" + ("" if window is None else f"\nwindow {window:,}")
-        for layer, window in zip(look.layers, look.windows, strict=True)
+        for layer, window in zip(inspection.layers, inspection.windows, strict=True)
     ]
     axes.set_xticks([])
     axes.set_yticks([1.2 * row + 0.5 for row in range(layer_count)], labels, fontsize=8)
     axes.tick_params(length=0)
     for row in range(layer_count):
-        for column, head in enumerate(look.heads):
-            left, top, kind = column + 0.04, 1.2 * row + 0.04, mostly(look.here, look.probe, row, column)
+        for column, head in enumerate(inspection.heads):
+            left, top, kind = (
+                column + 0.04,
+                1.2 * row + 0.04,
+                find_dominant_kind(inspection.here, inspection.probe, row, column),
+            )
             box = (left, left + 0.92, top + 0.92, top)
-            _draw_pattern(axes, look.patterns[row, column], extent=box)
+            _draw_pattern(axes, inspection.patterns[row, column], extent=box)
             axes.add_patch(_rectangle((left, top), 0.92, 0.92, fill=False, edgecolor="lightgray", linewidth=0.6))
             axes.text(left, top + 0.95, f"{head} {kind if kind in KINDS else ''}", fontsize=7, verticalalignment="top")
     return figure
@@ -92,17 +96,17 @@ def _rectangle(corner: tuple[float, float], width: float, height: float, **style
     return Rectangle(corner, width, height, **style)
 
 
-def _draw_head(look: "Look", tokenizer: "Tokenizer", model: str) -> "Figure":
-    from gpt.inspect import KINDS, mostly, token_text
+def _draw_head(inspection: "Inspection", tokenizer: "Tokenizer", model: str) -> "Figure":
+    from gpt.inspect import KINDS, find_dominant_kind, token_text
 
-    kind = mostly(look.here, look.probe, 0, 0)
-    window = f", window {look.windows[0]:,}" if look.windows[0] else ""
-    figure = _make_figure(7, 7.4, f"layer {look.layers[0]}{window}, head {look.heads[0]}: {model}")
+    kind = find_dominant_kind(inspection.here, inspection.probe, 0, 0)
+    window = f", window {inspection.windows[0]:,}" if inspection.windows[0] else ""
+    figure = _make_figure(7, 7.4, f"layer {inspection.layers[0]}{window}, head {inspection.heads[0]}: {model}")
     axes = figure.add_subplot(title=f"mostly {KINDS[kind]}" if kind else "no single kind of key")
     axes.title.set_fontsize(10)
-    _draw_pattern(axes, look.patterns[0, 0])
-    label_positions = range(0, len(look.ids), -(-len(look.ids) // 64))  # More labels would be illegible.
-    labels = [token_text(tokenizer, int(look.ids[at]))[:14] for at in label_positions]
+    _draw_pattern(axes, inspection.patterns[0, 0])
+    label_positions = range(0, len(inspection.ids), -(-len(inspection.ids) // 64))  # More labels would be illegible.
+    labels = [token_text(tokenizer, int(inspection.ids[at]))[:14] for at in label_positions]
     size = max(4, min(9, 280 / len(label_positions)))
     axes.set_yticks(label_positions, labels, fontsize=size)
     axes.set_xticks(label_positions, labels, fontsize=size, rotation=90)

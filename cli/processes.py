@@ -42,14 +42,14 @@ def start(words: Sequence[str], nproc: int, start_time: float) -> int:
     return outcome.status
 
 
-def end_abruptly(status: Sequence[int]) -> None:
+def exit_before_shutdown(status: Sequence[int]) -> None:
     """Makes a rank of distributed training exit with ``status[0]`` before the interpreter shuts down.
 
     A torch thread that frees a tensor during shutdown aborts the process (one in six exits on a busy machine). Other
     `atexit` functions still run first, because they are registered later.
     """
     with contextlib.suppress(UserError):
-        if environment.is_one_of_many():
+        if environment.is_distributed():
             atexit.register(_exit_now, status)
 
 

@@ -15,7 +15,7 @@ from gpt.events import format_seconds
 
 from .render import excerpt, percent_of_peak, stderr
 
-PLAIN_SECONDS = 5.0  # Seconds between progress lines if stderr is not a terminal.
+LINE_SECONDS = 5.0  # Seconds between progress lines if stderr is not a terminal.
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ class Bar:
         """Updates the live line. Without a terminal, prints ``line`` every few seconds."""
         if self.live is not None:
             self.live.update(live)
-        elif not self.quiet and time.monotonic() - self.last_line >= PLAIN_SECONDS:
+        elif not self.quiet and time.monotonic() - self.last_line >= LINE_SECONDS:
             self.last_line = time.monotonic()
             self.console.print(line)
 

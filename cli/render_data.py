@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpt.text.token_folder import TokenFolder
 
 
-def size_in_words(size: int | None) -> str:
+def format_size(size: int | None) -> str:
     """Formats a size in up to three digits: ``460 kB``, ``7 MB``, ``28.5 GB``."""
     if size is None:
         return ""
@@ -30,7 +30,7 @@ def status(entry: "CatalogueEntry") -> str:
     """Returns a corpus's download status: ``in Python``, ``here``, ``3 of 14 files`` or ``to fetch``."""
     if entry.python:
         return "in Python"
-    downloaded = sum(entry.is_here(file) for file in entry.all_files)
+    downloaded = sum(entry.is_cached(file) for file in entry.all_files)
     if downloaded in (0, len(entry.all_files)):
         return "here" if downloaded else "to fetch"
     return f"{downloaded} of {len(entry.all_files)} files"
@@ -48,7 +48,7 @@ def corpora(all_corpora: "Sequence[CatalogueEntry]", as_json: bool) -> None:
     for at in (0, 2, 4):
         table.columns[at].no_wrap = True
     for entry in all_corpora:
-        table.add_row(entry.name, entry.title, size_in_words(entry.size), entry.license, status(entry))
+        table.add_row(entry.name, entry.title, format_size(entry.size), entry.license, status(entry))
     console.print(table)
     console.print(Text("gpt data show NAME prints details; gpt train NAME downloads missing files.", "dim"))
 
@@ -64,7 +64,7 @@ def corpus(entry: "CatalogueEntry", as_json: bool) -> None:
         "license": entry.license,
         "language": entry.language,
         "homepage": entry.homepage,
-        "size": ("about " if entry.python else "") + size_in_words(entry.size),
+        "size": ("about " if entry.python else "") + format_size(entry.size),
         "text": f'the column "{entry.field}"; its rows are {entry.rows}' if entry.field else "whole files",
         "status": status(entry),
         "folder": "" if entry.python else str(entry.folder),
@@ -103,7 +103,7 @@ def _files(entry: "CatalogueEntry") -> list[dict[str, Any]]:
             "size": file.size,
             "sha256": file.sha256,
             "path": str(entry.folder / file.name),
-            "here": entry.is_here(file),
+            "here": entry.is_cached(file),
         }
         for file in entry.all_files
     ]

@@ -14,7 +14,7 @@ from gpt.words import counted
 from . import render
 
 if TYPE_CHECKING:
-    from gpt.inspect import Look, Positions
+    from gpt.inspect import Inspection, Positions
     from gpt.text.tokenizer import Tokenizer
 
 LETTERS = {"previous": "p", "first": "f", "itself": "i", "same": "s", "matching": "m"}
@@ -38,61 +38,66 @@ def ramp(share: float) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def attention(look: "Look", tokenizer: "Tokenizer") -> None:
+def attention(inspection: "Inspection", tokenizer: "Tokenizer") -> None:
     """Prints each head's kind, the pattern of one head, and the most likely next tokens after each block."""
     console = render.stdout()
-    layer, head = find_clearest_head(look)
-    if len(look.layers) * len(look.heads) > 1:
-        console.print(_heads_table(look))
-    print_pattern(look, tokenizer, layer, head, console)
-    console.print(_next_tokens_table(look, tokenizer))
+    layer, head = find_clearest_head(inspection)
+    if len(inspection.layers) * len(inspection.heads) > 1:
+        console.print(_heads_table(inspection))
+    print_pattern(inspection, tokenizer, layer, head, console)
+    console.print(_next_tokens_table(inspection, tokenizer))
 
 
-def find_clearest_head(look: "Look") -> tuple[int, int]:
+def find_clearest_head(inspection: "Inspection") -> tuple[int, int]:
     """Returns the layer and head indices with the clearest kind, ignoring the common kinds ``first`` and ``itself``."""
 
     def clarity(place: tuple[int, int]) -> float:
-        lifts = [look.here.lift(kind) for kind in ("previous", "same", "matching")]
+        lifts = [inspection.here.lift(kind) for kind in ("previous", "same", "matching")]
         return max((float(lift[place]) for lift in lifts if lift is not None), default=0.0)
 
-    places = [(at, column) for at in range(len(look.layers)) for column in range(len(look.heads))]
+    places = [(at, column) for at in range(len(inspection.layers)) for column in range(len(inspection.heads))]
     return max(places, key=clarity)
 
 
-def _heads_table(look: "Look") -> Table:
+def _heads_table(inspection: "Inspection") -> Table:
     """Returns a table with a letter for each head's kind of keys."""
     from gpt import inspect
 
-    columns = ["layer", *(["window"] if any(look.windows) else []), *map(str, look.heads)]
+    columns = ["layer", *(["window"] if any(inspection.windows) else []), *map(str, inspection.heads)]
     table = render.table(*(f">{name}" for name in columns), box=None, padding=(0, 1, 0, 0), caption_justify="left")
-    for at, layer in enumerate(look.layers):
-        kinds = [inspect.mostly(look.here, look.probe, at, column) for column in range(len(look.heads))]
+    for at, layer in enumerate(inspection.layers):
+        kinds = [
+            inspect.find_dominant_kind(inspection.here, inspection.probe, at, column)
+            for column in range(len(inspection.heads))
+        ]
         letters = [Text(LETTERS[kind], COLOURS[kind]) if kind else Text("-", "dim") for kind in kinds]
-        window = [str(look.windows[at] or "-")] if any(look.windows) else []
+        window = [str(inspection.windows[at] or "-")] if any(inspection.windows) else []
         table.add_row(str(layer), *window, *letters)
     legend = "  ".join(f"{LETTERS[kind]} {what}" for kind, what in inspect.KINDS.items())
     table.caption = Text(f"what heads mostly attend to:  {legend}  - no single kind", "dim")
     return table
 
 
-def print_pattern(look: "Look", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
+def print_pattern(inspection: "Inspection", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
     """Prints a head's pattern: queries down, keys across. Without colours, prints tenths as digits."""
-    from gpt.inspect import KINDS, mostly, token_text
+    from gpt.inspect import KINDS, find_dominant_kind, token_text
 
-    kind = mostly(look.here, look.probe, at, column)
+    kind = find_dominant_kind(inspection.here, inspection.probe, at, column)
     kind_text = f": mostly {KINDS[kind]}" if kind else ""
-    window = look.windows[at]
+    window = inspection.windows[at]
     window_text = "" if window is None else f" (attends to the last {counted(window, 'token')})"
-    console.print(Text(f"\nlayer {look.layers[at]}{window_text}, head {look.heads[column]}{kind_text}", "bold"))
+    console.print(
+        Text(f"\nlayer {inspection.layers[at]}{window_text}, head {inspection.heads[column]}{kind_text}", "bold")
+    )
     max_tokens = min(MAX_MAP_TOKENS, console.width - LABEL_WIDTH - 2)
-    T = len(look.ids)
+    T = len(inspection.ids)
     first = max(0, T - max_tokens)
     if first:
         console.print(Text(f"the last {T - first} of {T} tokens; -o FILE.html shows all", "dim"))
     cell_width = 2 if 2 * (T - first) + LABEL_WIDTH + 2 <= console.width else 1
-    pattern = look.patterns[at, column]
+    pattern = inspection.patterns[at, column]
     for query in range(first, T):
-        line = Text(show_spaces(token_text(tokenizer, int(look.ids[query]))))
+        line = Text(show_spaces(token_text(tokenizer, int(inspection.ids[query]))))
         line.truncate(LABEL_WIDTH, overflow="ellipsis")
         line.pad_left(LABEL_WIDTH - line.cell_len)
         line.append(" ")
@@ -110,14 +115,16 @@ def _cell(share: float, width: int, console: Console) -> Text:
     return Text(" " * width, Style(bgcolor=Color.from_rgb(*ramp(share))))
 
 
-def _next_tokens_table(look: "Look", tokenizer: "Tokenizer") -> Table:
+def _next_tokens_table(inspection: "Inspection", tokenizer: "Tokenizer") -> Table:
     from gpt.inspect import token_text
 
     table = render.table(
         ">block", "most likely tokens and their probabilities", box=None, title="\nnext token, as read after each block"
     )
-    last = len(look.lens.ids) - 1
-    for layer, (ids, shares) in enumerate(zip(look.lens.ids[:, -1], look.lens.probabilities[:, -1], strict=True)):
+    last = len(inspection.lens.ids) - 1
+    for layer, (ids, shares) in enumerate(
+        zip(inspection.lens.ids[:, -1], inspection.lens.probabilities[:, -1], strict=True)
+    ):
         tokens_text = Text()
         for id, share in zip(ids, shares, strict=True):
             tokens_text.append(show_spaces(token_text(tokenizer, int(id))), "bold")

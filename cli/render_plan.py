@@ -7,8 +7,8 @@ from typing import Any
 from rich.text import Text
 
 from gpt.config import PRESETS, GPTConfig
-from gpt.model.memory import trunk
-from gpt.model.params import breakdown, cache_bytes, flops_per_token, flops_sampled, nearest_preset, seen
+from gpt.model.memory import count_saved_bytes
+from gpt.model.params import breakdown, cache_bytes, count_attended, flops_per_token, flops_sampled, nearest_preset
 from gpt.model.plan import NODE, TrainingPlan, plans, trained_tokens
 from gpt.plan_config import PlanConfig
 
@@ -53,7 +53,7 @@ class Cost:
             "shard": "full" if plan.setup.shard else "none",
             **{name: getattr(plan.setup, name) for name in names},
             "peak": plan.memory.peak,
-            "room": plan.room,
+            "room": plan.memory_limit,
             "fits": plan.fits,
             "days": plan.days,
         }
@@ -61,7 +61,9 @@ class Cost:
     def _memory(self) -> dict[str, Any]:
         """Returns bytes per rank."""
         config, memory, setup = self.config, self.main_plan.memory, self.main_plan.setup
-        full, recomputed = (trunk(config, replace(setup, recompute=recompute)) for recompute in (False, True))
+        full, recomputed = (
+            count_saved_bytes(config, replace(setup, recompute=recompute)) for recompute in (False, True)
+        )
         sampling = {
             "weights": breakdown(config).trainable * setup.width,
             "cache": cache_bytes(config, config.block_size, setup.width),
@@ -145,7 +147,10 @@ def _memory(cost: Cost, data: dict[str, Any]) -> None:
     peak_moment = moments[max(plan.memory.moments, key=plan.memory.moments.__getitem__)]
     verdict = "fits" if plan.fits else "does not fit"
     table.add_row(
-        "peak", format_bytes(plan.memory.peak), f"{peak_moment}; {verdict} in {format_bytes(plan.room)}", style="bold"
+        "peak",
+        format_bytes(plan.memory.peak),
+        f"{peak_moment}; {verdict} in {format_bytes(plan.memory_limit)}",
+        style="bold",
     )
     console.print(table)
     sampling = data["sampling"]
@@ -180,7 +185,7 @@ def _flops(cost: Cost, data: dict[str, int]) -> None:
     config, T = cost.config, cost.config.block_size
     width = "C" if config.n_head * config.head_size == config.n_embd else "H·D"
     scores = f"S·{width}" if any(config.windows) else f"L·{width}·T"
-    window_note = f", S = {seen(config, T):,} tokens that the layers attend to" if any(config.windows) else ""
+    window_note = f", S = {count_attended(config, T):,} tokens that the layers attend to" if any(config.windows) else ""
     table.add_row("per trained token", f"{data['trained_token']:.3e}", f"6 N + 12·{scores}, T = {T:,}{window_note}")
     table.add_row("per sampled token", f"{data['sampled_token']:.3e}", f"2 N + 4·{scores}, after T = {T:,}")
     table.add_row(f"{data['tokens']:,} tokens", f"{data['training']:.3e}", "the whole training")

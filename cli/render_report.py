@@ -71,7 +71,7 @@ def _print_held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, t
 
 def _print_losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None, console: Console) -> None:
     """Prints smoothed and held-out losses, and a single run's raw losses in a pale colour."""
-    from .views_report import smoothed
+    from .views_report import smooth_losses
 
     series = []
     for index, run in enumerate(runs):
@@ -79,7 +79,7 @@ def _print_losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing
         name = run["name"] if len(runs) > 1 else f"training, {smoothing or raw}"
         if len(runs) == 1 and smoothing:
             series.append(Series(f"training, {raw}", _points(steps, "loss"), 0, pale=True))
-        series.append(Series(name, _points({**steps, "loss": smoothed(steps["loss"])}, "loss"), 2 * index))
+        series.append(Series(name, _points({**steps, "loss": smooth_losses(steps["loss"])}, "loss"), 2 * index))
         name = f"{run['name']} held-out" if len(runs) > 1 else "held-out"
         series.append(Series(name, _points(run["evals"], "val_loss"), 2 * index + 1))
     smoothing_note = f", {smoothing}" if len(runs) > 1 and smoothing else ""
@@ -120,13 +120,13 @@ def _format_number(value: float | None) -> str:
 
 def _settings_table(run_reports: "Sequence[Report]") -> Table:
     """Returns the main settings of a single run, or the settings that differ between runs."""
-    from gpt.runs.report import differing
+    from gpt.runs.report import find_differing_settings
 
     settings = [report.settings for report in run_reports]
     keys = [key for key in MAIN_SETTINGS if settings[0].get(key) is not None]
     title = "settings"
     if len(run_reports) > 1:
-        keys = [key for key in differing(settings) if key != "started"]
+        keys = [key for key in find_differing_settings(settings) if key != "started"]
         title = "settings that differ" if keys else "the settings do not differ"
     table = render.table(title=f"\n{title}")
     if len(run_reports) > 1 and keys:

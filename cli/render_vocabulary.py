@@ -52,7 +52,7 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None", as_j
     """Prints a vocabulary, and how much of it a text uses."""
     from gpt.text import vocabulary
 
-    tokens = vocabulary.longest(tokenizer, longest)
+    tokens = vocabulary.find_longest(tokenizer, longest)
     if as_json:
         values = {
             "name": tokenizer.name,
@@ -63,7 +63,9 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None", as_j
             "ends": sorted(tokenizer.ends),
             "pattern": tokenizer.pattern,
             "fingerprint": tokenizer.fingerprint,
-            "longest": [{"id": id, "bytes": len(token), "text": vocabulary.visible(token)} for id, token in tokens],
+            "longest": [
+                {"id": id, "bytes": len(token), "text": vocabulary.to_printable(token)} for id, token in tokens
+            ],
         }
         if usage is not None:
             values |= {
@@ -119,9 +121,9 @@ def _role(tokenizer: "Tokenizer", id: int) -> str:
 
 
 def _token_table(title: str, unit: str, rows: list[tuple[int, int, bytes]]) -> Table:
-    from gpt.text.vocabulary import visible
+    from gpt.text.vocabulary import to_printable
 
     table = render.table(">id", f">{unit}", title)
     for id, count, token in rows:
-        table.add_row(f"{id}", f"{count:,}", f'"{visible(token)}"')
+        table.add_row(f"{id}", f"{count:,}", f'"{to_printable(token)}"')
     return table

@@ -41,7 +41,7 @@ def serve(
     can_compile = settings.compile != "off" and native.fits(api.pick(device, dtype))
     if settings.compile == "on" and not can_compile:
         render.note("--compile on has no effect: only float32, int8 and int4 on a CPU are compiled")
-    compile_steps = can_compile and (settings.compile == "on" or programs.compiles_unasked())
+    compile_steps = can_compile and (settings.compile == "on" or programs.compiles_by_default())
     sampling = SampleConfig(compile="on" if compile_steps else "off")
     loaded = api.load(
         model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, sampling=sampling

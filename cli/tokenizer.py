@@ -49,12 +49,14 @@ def train(
         raise UserError("where should the tokenizer go?", "name a new folder: gpt tokenizer train TEXT... -o DIR")
     from gpt.text import tokenizer_files, vocabulary
 
-    check_new(out, tokenizer_files.NEW)
+    check_new(out, tokenizer_files.NEW_PATH_HINT)
     inputs.announce_stdin(text)
     with progress.TrainDisplay(quiet) as display:
-        tokenizer, sample = vocabulary.learn(text, settings, special or (), display)
+        tokenizer, sample = vocabulary.train(text, settings, special or (), display)
     tokenizer_files.save_tokenizer(tokenizer, out)
-    render_vocabulary.training_result(tokenizer, out, sample.taken, sample.seen, time.perf_counter() - start_time, json)
+    render_vocabulary.training_result(
+        tokenizer, out, sample.bytes_taken, sample.bytes_seen, time.perf_counter() - start_time, json
+    )
 
 
 @app.command("show")
@@ -162,6 +164,6 @@ def _load_tokenizer(name: str | None, model: str | None) -> "tuple[Tokenizer, st
 def _read_stdin() -> str:
     stdin = Path("-")
     with inputs.open_input(stdin, "ids") as stream:
-        return inputs.read_bounded(stream, stdin, inputs.MOST_TEXT, "decode them in parts").decode(
+        return inputs.read_bounded(stream, stdin, inputs.MAX_TEXT_BYTES, "decode them in parts").decode(
             "utf-8-sig", "replace"
         )

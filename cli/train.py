@@ -47,7 +47,7 @@ def train(
     gpt train notes/ --minutes 10 -o runs/notes
     gpt train chats.jsonl --init hf:Qwen/Qwen3-0.6B --lora-rank 8
     """
-    start_time = environment.began() or time.perf_counter()
+    start_time = environment.read_start_time() or time.perf_counter()
     if print_config:
         render.write(to_toml(asdict(settings)))
         return
@@ -55,8 +55,8 @@ def train(
     if resume is not None:
         from gpt.training import resuming
 
-        nproc = resuming.processes_of(resume or None, given)
-    if nproc > 1 and not environment.is_one_of_many():
+        nproc = resuming.count_processes(resume or None, given)
+    if nproc > 1 and not environment.is_distributed():
         raise SystemExit(processes.start(words, nproc, start_time))
     quiet = quiet or environment.rank() > 0
     if not environment.rank():

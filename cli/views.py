@@ -12,7 +12,7 @@ from .page import pack_array
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
-LARGEST_PAGE = 96 * 2**20  # Maximum bytes of patterns on a page; browsers get slow well below.
+MAX_PAGE_BYTES = 96 * 2**20  # Maximum bytes of patterns on a page; browsers get slow well below.
 MAX_NEXT_TOKENS = 100  # Number of most likely next tokens to list.
 Tree = dict[str, Any]
 
@@ -25,27 +25,27 @@ def _token_texts(tokenizer: "Tokenizer", ids: Any) -> dict[str, str]:
     return {str(id): inspect.token_text(tokenizer, id) for id in np.unique(ids).tolist()}
 
 
-def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, prompt: str) -> Tree:
+def attention_data(inspection: inspect.Inspection, tokenizer: "Tokenizer", model: str, prompt: str) -> Tree:
     """Returns the object of ``gpt inspect attention --json``."""
 
     def text(id: Any) -> str:
         return inspect.token_text(tokenizer, int(id))
 
-    logits = look.logits.astype(np.float64)
+    logits = inspection.logits.astype(np.float64)
     probabilities = np.exp(logits - logits.max())
     probabilities /= probabilities.sum()
     best = np.argsort(-logits, kind="stable")[:MAX_NEXT_TOKENS]
     return {
         "model": model,
         "prompt": prompt,
-        "dropped": look.dropped,
-        "tokens": look.ids.tolist(),
-        "pieces": [text(id) for id in look.ids],
-        "layers": look.layers,
-        "heads": look.heads,
-        "patterns": _round(look.patterns),  # (layers, heads, queries, keys)
-        "scores": _scores(look),
-        "chance": _chance(look, 0),
+        "dropped": inspection.dropped,
+        "tokens": inspection.ids.tolist(),
+        "pieces": [text(id) for id in inspection.ids],
+        "layers": inspection.layers,
+        "heads": inspection.heads,
+        "patterns": _round(inspection.patterns),  # (layers, heads, queries, keys)
+        "scores": _scores(inspection),
+        "chance": _chance(inspection, 0),
         "lens": [
             [
                 [
@@ -54,7 +54,7 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
                 ]
                 for ids, shares in zip(*layer, strict=True)
             ]
-            for layer in zip(look.lens.ids, look.lens.probabilities, strict=True)
+            for layer in zip(inspection.lens.ids, inspection.lens.probabilities, strict=True)
         ],
         "next": [
             {"token": int(id), "text": text(id), "logit": float(logits[id]), "probability": float(probabilities[id])}
@@ -63,68 +63,68 @@ def attention_data(look: inspect.Look, tokenizer: "Tokenizer", model: str, promp
     }
 
 
-def _chance(look: inspect.Look, at: int) -> Tree:
+def _chance(inspection: inspect.Inspection, at: int) -> Tree:
     """Returns the scores of uniform attention in layer ``at``."""
     return {
         name: {kind: None if uniform is None else float(uniform[at]) for kind, uniform in measured.chance.items()}
-        for name, measured in (("prompt", look.here), ("probe", look.probe))
+        for name, measured in (("prompt", inspection.here), ("probe", inspection.probe))
     }
 
 
-def _scores(look: inspect.Look) -> list[Tree]:
+def _scores(inspection: inspect.Inspection) -> list[Tree]:
     entries = []
-    for at, layer in enumerate(look.layers):
-        for column, head in enumerate(look.heads):
+    for at, layer in enumerate(inspection.layers):
+        for column, head in enumerate(inspection.heads):
             kind_scores = {
                 name: {
                     kind: None if scores is None else round(float(scores[at, column]), 6)
                     for kind, scores in measured.scores.items()
                 }
-                for name, measured in (("prompt", look.here), ("probe", look.probe))
+                for name, measured in (("prompt", inspection.here), ("probe", inspection.probe))
             }
             entries.append(
                 {
                     "layer": layer,
                     "head": head,
-                    "window": look.windows[at],
-                    "mostly": inspect.mostly(look.here, look.probe, at, column),
-                    "entropy": round(float(look.here.entropy[at, column]), 6),
-                    "distance": round(float(look.here.distance[at, column]), 6),
+                    "window": inspection.windows[at],
+                    "mostly": inspect.find_dominant_kind(inspection.here, inspection.probe, at, column),
+                    "entropy": round(float(inspection.here.entropy[at, column]), 6),
+                    "distance": round(float(inspection.here.distance[at, column]), 6),
                     **kind_scores,
-                    "chance": _chance(look, at),
+                    "chance": _chance(inspection, at),
                 }
             )
     return entries
 
 
-def attention_page(look: inspect.Look, tokenizer: "Tokenizer", model: str) -> Tree:
+def attention_page(inspection: inspect.Inspection, tokenizer: "Tokenizer", model: str) -> Tree:
     """Returns the data of ``pages/attention.js``. Packs attention weights in 16 bits to save space. Raises `UserError`
     for a page too large for browsers."""
-    T = len(look.ids)
-    lower = look.patterns[..., np.tri(T, dtype=np.bool_)]  # (layers, heads, T (T + 1) / 2)
-    if 2 * lower.size > LARGEST_PAGE:
+    T = len(inspection.ids)
+    lower = inspection.patterns[..., np.tri(T, dtype=np.bool_)]  # (layers, heads, T (T + 1) / 2)
+    if 2 * lower.size > MAX_PAGE_BYTES:
         raise UserError(
             f"the page would contain {lower.size:,} weights for {T:,} tokens, {8 * lower.size // 3 / 2**20:,.0f} MB",
             "use a shorter prompt, a single --layer, or -o FILE.json",
         )
-    best = np.argsort(-look.logits, kind="stable")[:MAX_NEXT_TOKENS]
+    best = np.argsort(-inspection.logits, kind="stable")[:MAX_NEXT_TOKENS]
     return {
         "model": model,
-        "dropped": look.dropped,
-        "tokens": [{"id": int(id), "text": inspect.token_text(tokenizer, int(id))} for id in look.ids],
-        "layers": look.layers,
-        "heads": look.heads,
+        "dropped": inspection.dropped,
+        "tokens": [{"id": int(id), "text": inspect.token_text(tokenizer, int(id))} for id in inspection.ids],
+        "layers": inspection.layers,
+        "heads": inspection.heads,
         "patterns": pack_array(np.rint(lower * 65535).astype(np.uint16)),
         "kinds": inspect.KINDS,
-        "scores": _scores(look),
-        "windows": look.windows,
-        "lens": {"ids": look.lens.ids.tolist(), "probabilities": _round(look.lens.probabilities, 5)},
-        "texts": _token_texts(tokenizer, np.concatenate([look.lens.ids.ravel(), best])),
-        "next": {"logits": pack_array(look.logits.astype(np.float32))},
+        "scores": _scores(inspection),
+        "windows": inspection.windows,
+        "lens": {"ids": inspection.lens.ids.tolist(), "probabilities": _round(inspection.lens.probabilities, 5)},
+        "texts": _token_texts(tokenizer, np.concatenate([inspection.lens.ids.ravel(), best])),
+        "next": {"logits": pack_array(inspection.logits.astype(np.float32))},
     }
 
 
-def near_data(neighbors: list[inspect.Near]) -> list[Tree]:
+def near_data(neighbors: list[inspect.Neighbor]) -> list[Tree]:
     """Returns tokens with their cosines."""
     return [{"token": near.id, "text": near.text, "cosine": round(near.cosine, 6)} for near in neighbors]
 

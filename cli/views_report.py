@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from gpt.runs.report import Report, differing, finite
+from gpt.runs.report import Report, find_differing_settings, finite
 
 POINTS = 1000  # Maximum points per curve on a page.
 Tree = dict[str, Any]
@@ -68,7 +68,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
     """Returns the data of ``pages/report.js``."""
     runs, unit = comparable_runs(reports, POINTS)
     for run in runs:
-        run["steps"]["smooth"] = smoothed(run["steps"]["loss"])
+        run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
     raw, smooth = describe_smoothing(reports, POINTS)
     return {
         "runs": runs,
@@ -76,7 +76,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
         "time": time_unit(reports),
         "raw": raw,
         "smoothing": smooth,
-        "differing": [k for k in differing([report.settings for report in reports]) if k != "started"],
+        "differing": [k for k in find_differing_settings([report.settings for report in reports]) if k != "started"],
     }
 
 
@@ -114,7 +114,7 @@ def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
     return (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 300 else (1, "seconds")
 
 
-def smoothed(losses: Sequence[float | None]) -> list[float | None]:
+def smooth_losses(losses: Sequence[float | None]) -> list[float | None]:
     """Returns the mean of a centred window around each loss, or None if the loss is None. Windows are smaller at the
     start of the curve, where the loss falls fast, and at the end."""
     half_window = _half_window(len(losses))

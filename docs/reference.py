@@ -61,7 +61,7 @@ def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _section(name: str, command: Any, context: Any) -> str:
-    description, examples = help_pages.described(command)
+    description, examples = help_pages.split_description(command)
     lines = [f"## {name}", "", f"    {name} {help_pages.usage(command, context)}", "", _escape(description), ""]
     if examples:
         lines += ["```console", *(f"$ {line}" for line in examples), "```", ""]

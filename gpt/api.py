@@ -19,7 +19,7 @@ from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding import native
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool
-from gpt.decoding.token_step import compiled
+from gpt.decoding.token_step import compile_step
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
@@ -29,7 +29,7 @@ from gpt.export_config import ExportConfig
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
-from gpt.model.quantize import round_matrices
+from gpt.model.quantize import quantize_model
 from gpt.runs import checkpoint, folder, hf, quantized
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
@@ -157,15 +157,15 @@ def _open_documents(
     from gpt.text.corpus import open_corpus
     from gpt.text.token_folder import TokenFolder
     from gpt.text.tokenize import tokenize
-    from gpt.training.data import tokenized
+    from gpt.training.data import find_token_folder
 
-    path = tokenized(texts)
+    path = find_token_folder(texts)
     if path is not None:
         for field in fields(ReadConfig):
             if getattr(config, field.name) != field.default:
                 note(f"{path} is already tokenized: --{field.name.replace('_', '-')} has no effect")
         folder = TokenFolder(path)
-        if not folder.read_for(tokenizer):
+        if not folder.adopt_tokenizer(tokenizer):
             raise UserError(
                 f"{path} was made with another tokenizer ({folder.tokenizer.name}), not the model's",
                 "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
@@ -232,7 +232,7 @@ def load(
     if bits not in (None, stored_bits):
         note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
     if is_native:
-        native.use(loaded.model, note)
+        native.enable(loaded.model, note)
     return LanguageModel(loaded.model, loaded.tokenizer, compute, model_path, note)
 
 
@@ -298,17 +298,17 @@ def bench(
             model = GPT(PRESETS[target].model).eval()
         devices.use_threads(compute, threads, breakdown(model.config).trainable)
         if dtype in quantized.BITS:
-            round_matrices(model, quantized.BITS[dtype], compute.dtype)
+            quantize_model(model, quantized.BITS[dtype], compute.dtype)
         is_native = compile == "on" and native.fits(compute)
         prepare(model, compute, packed=is_native or compile != "on", keep=is_native)
         if is_native:
-            native.use(model, note)
+            native.enable(model, note)
         name = target
     else:
         loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)
         model, compute, name = loaded.model, loaded.compute, str(loaded.path)
     config = config.fitted(model.config.block_size)
-    step = compiled(model, compute, note) if compile == "on" else None
+    step = compile_step(model, compute, note) if compile == "on" else None
     speed = measure(model, compute, config, step)
     parameters = breakdown(model.config).trainable
     device_name = compute.describe().removesuffix(f", {compute.dtype_name}")
@@ -344,15 +344,15 @@ def export(
         folder.name_base(path, str(base))
     source = open_source(path, model_name or "")
     exports.check(source, target)
-    for difference in gguf_tokenizer.differences(source.tokenizer) if target.is_file else []:
+    for difference in gguf_tokenizer.describe_differences(source.tokenizer) if target.is_file else []:
         note(difference)
-    compute, stored_weights = devices.pick(device, "float32"), exports.stored(source, target)
+    compute, stored_weights = devices.pick(device, "float32"), exports.read_back(source, target)
 
     def build_model(weights: checkpoint.Parameters) -> LanguageModel:
         decoder = checkpoint.build(source.config, weights, compute.device, torch.float32)
         return LanguageModel(decoder, source.tokenizer, compute, path, note)
 
-    with exports.whole_or_nothing(target):
+    with exports.write_atomically(target):
         comparison = None if eval is None else _compare(eval, source, stored_weights, build_model, listen)
         texts = _generate_samples(build_model(stored_weights), config.samples, listen) if config.samples else []
         on_written = lambda done, total: listen(events.Progress("written", done, total))
@@ -390,7 +390,7 @@ def _compare(
 ) -> "Comparison":
     """Measures the loss on ``text`` with the original and the stored weights."""
     from gpt.exporting.card import Comparison
-    from gpt.exporting.provenance import joined, last_part
+    from gpt.exporting.provenance import combine_files, last_part
 
     evaluations: list[Evaluation] = []
     done_tokens = 0
@@ -407,7 +407,7 @@ def _compare(
             del model  # Keep only one model in memory.
         name = "stdin" if text == "-" else last_part(text)
         name += ", the held-out part" if tokens.path == Path(text) else ""
-        return Comparison(joined(name, list(map(asdict, tokens.sources()))), *evaluations)
+        return Comparison(combine_files(name, list(map(asdict, tokens.sources()))), *evaluations)
 
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":

@@ -26,12 +26,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]
 
-USUAL_DECAY = 0.1  # GPT-3's weight decay
-MOST_THREADS = 4096
+DEFAULT_WEIGHT_DECAY = 0.1  # GPT-3's weight decay
+MAX_THREADS = 4096
 # Roles of linear maps for ``--lora-targets``, and groups of roles.
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
-MOST_IDS = 2**24  # Maximum vocabulary size.
+MAX_VOCAB_SIZE = 2**24  # Maximum vocabulary size.
 # Models of this width or wider have a gated MLP whose width is a multiple of 256, not 64, which is faster on GPUs.
 WIDE_MODEL = 512
 
@@ -63,7 +63,7 @@ class GPTConfig:
     Bounds are far above GPT-3's 12,288 × 96: a file with larger numbers is damaged or malicious.
     """
 
-    vocab_size: int = bounded(1, MOST_IDS)  # V, vocabulary size, including end-of-text
+    vocab_size: int = bounded(1, MAX_VOCAB_SIZE)  # V, vocabulary size, including end-of-text
     block_size: int = bounded(1, 2**24)  # T, context length in tokens
     n_layer: int = bounded(1, 2**14)  # number of blocks
     n_head: int = bounded(1, 2**14)  # attention heads per block
@@ -501,7 +501,7 @@ class TrainConfig(TextConfig):
         1, "Data-parallel processes on this machine, one per GPU; for several machines, torchrun", low=1, high=1024
     )
     threads: int | None = _machine(
-        None, "CPU threads per process; overrides OMP_NUM_THREADS", shown="one per core", low=1, high=MOST_THREADS
+        None, "CPU threads per process; overrides OMP_NUM_THREADS", shown="one per core", low=1, high=MAX_THREADS
     )
     shard: Literal["none", "full"] = _machine(
         "none", "full: shard weights, gradients and optimizer state across processes"

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from gpt import waiting
-from gpt.config import DEVICE, MOST_THREADS, Device, Dtype
+from gpt.config import DEVICE, MAX_THREADS, Device, Dtype
 from gpt.errors import UserError, did_you_mean
 from gpt.peaks import cores, host_memory
 from gpt.words import counted
 
 # Parameters per thread when decoding. On two cores, the throughput of two threads relative to one was 1.11 at 0.9 M
 # parameters, 1.25 at 3.7 M, 1.35 at 12 M and 1.51 at 124 M, but 0.4 at 0.9 M next to four other programs.
-DECODED = 2_000_000
+PARAMETERS_PER_THREAD = 2_000_000
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Constants of malloc.h.
 MAX_KEPT_BYTES = 2**25  # Maximum threshold that glibc accepts.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -163,15 +163,16 @@ def _device(name: str) -> torch.device:
 
 def use_threads(compute: Compute, requested: int | None = None, parameters: int | None = None) -> None:
     """Sets the number of CPU threads: ``requested``, else ``OMP_NUM_THREADS``, else torch's default, up to the
-    available cores. For decoding with a model of ``parameters``, the default is up to one thread per `DECODED`
-    parameters, because steps are short. Starts `gpt.waiting`. Raises `UserError` for an invalid number."""
-    if requested is not None and not 1 <= requested <= MOST_THREADS:
-        raise UserError(f"threads is {requested:,}; it must be between 1 and {MOST_THREADS:,}")
+    available cores. For decoding with a model of ``parameters``, the default is up to one thread per
+    `PARAMETERS_PER_THREAD` parameters, because steps are short. Starts `gpt.waiting`. Raises `UserError` for an invalid
+    number."""
+    if requested is not None and not 1 <= requested <= MAX_THREADS:
+        raise UserError(f"threads is {requested:,}; it must be between 1 and {MAX_THREADS:,}")
     if compute.device.type != "cpu":
         return
     if requested is None and not os.environ.get("OMP_NUM_THREADS"):
         if parameters is not None:
-            requested = min(_torch_threads(), cores(), math.ceil(parameters / DECODED))
+            requested = min(_torch_threads(), cores(), math.ceil(parameters / PARAMETERS_PER_THREAD))
         elif cores() < torch.get_num_threads():
             requested = cores()
     if requested is not None:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-LONGEST = 5000  # Maximum characters of a message. A path can have 4,096.
+MAX_MESSAGE = 5000  # Maximum characters of a message. A path can have 4,096.
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # torch on a CPU
     "not enough memory",  # torch on a CPU, on Windows
@@ -34,8 +34,8 @@ class UserError(Exception):
 
 
 def shorten(text: str) -> str:
-    """Cuts the middle of a text longer than `LONGEST`, such as a name from a damaged file."""
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+    """Cuts the middle of a text longer than `MAX_MESSAGE`, such as a name from a damaged file."""
+    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE // 2]} … {text[-MAX_MESSAGE // 2 :]}"
 
 
 class WorkError(UserError):

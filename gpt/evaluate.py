@@ -20,7 +20,7 @@ from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
 WINDOW = 1024  # Maximum default window. In longer windows, attention takes most of the time.
-TOKENS_AT_ONCE = 8192  # Maximum positions in a batch of windows.
+MAX_BATCH_TOKENS = 8192  # Maximum positions in a batch of windows.
 MAX_LOGITS = 2**26  # Maximum logits in memory.
 DECODE_CHUNK = 2**20  # Ids decoded per call.
 
@@ -196,12 +196,12 @@ def _eval_mode(model: GPT) -> Iterator[None]:
 
 
 def _batches(all_windows: Iterable[Window]) -> Iterator[list[Window]]:
-    """Yields batches of windows with up to `TOKENS_AT_ONCE` tokens after padding."""
+    """Yields batches of windows with up to `MAX_BATCH_TOKENS` tokens after padding."""
     batch: list[Window] = []
     longest = 0
     for window in all_windows:
         longest = max(longest, len(window.x))
-        if batch and (len(batch) + 1) * longest > TOKENS_AT_ONCE:
+        if batch and (len(batch) + 1) * longest > MAX_BATCH_TOKENS:
             yield batch
             batch, longest = [], len(window.x)
         batch.append(window)

@@ -28,8 +28,8 @@ JSON_LIMIT = 64 * 2**20  # Maximum bytes of a JSON file; gpt writes no larger on
 LINE_LIMIT = 2**20  # Maximum bytes of a line.
 LINES_LIMIT = 2**30  # Maximum bytes of a JSON-lines file.
 MAX_NAME_BYTES = 255
-DEEPEST = 64  # Maximum nesting levels of JSON.
-FULL = (errno.ENOSPC, errno.EDQUOT)
+MAX_JSON_DEPTH = 64  # Maximum nesting levels of JSON.
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 LOCK = ".lock"
 TEMPORARY, BACKUP = ".tmp-", ".tmp-was-"  # Name prefixes of unfinished files, and of replaced files.
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def whole_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
     """Yields a temporary file and renames it to ``path`` at the end, or deletes it after an error. First compares the
     file on disk with ``digest``, if given. Raises OSError (FileExistsError if ``new`` and ``path`` exists)."""
     temporary = path.parent / _temporary_name(path)
@@ -71,16 +71,16 @@ def write_file(path: Path, data: bytes) -> str:
 
 def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
     """Writes pieces to ``path`` atomically, verifies them on disk, and returns their sha256. Raises OSError like
-    `whole_file`."""
+    `atomic_file`."""
     digest = hashlib.sha256()
-    with whole_file(path, digest, new) as file:
+    with atomic_file(path, digest, new) as file:
         for piece in pieces:
             file.write(piece)
             digest.update(piece)
     return digest.hexdigest()
 
 
-def side_by_side(task: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+def map_in_threads(task: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
     """Returns ``task(name)`` for each file, computed by two threads: on one core, checksums and copies are slower than
     a disk. Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and
     need no semaphore in /dev/shm, as a multiprocessing pool does."""
@@ -194,14 +194,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} is damaged: it is not a JSON object")
     if not _is_flat(value):
-        raise UserError(f"{path} is damaged: its values are nested more than {DEEPEST} deep")
+        raise UserError(f"{path} is damaged: its values are nested more than {MAX_JSON_DEPTH} deep")
     return value
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether lists and objects are nested at most `DEEPEST` deep."""
+    """Whether lists and objects are nested at most `MAX_JSON_DEPTH` deep."""
     level, kinds = [value], {dict, list}
-    for _ in range(DEEPEST):
+    for _ in range(MAX_JSON_DEPTH):
         children = chain.from_iterable(outer.values() if type(outer) is dict else outer for outer in level)
         level = [child for child in children if type(child) in kinds]
         if not level:
@@ -235,7 +235,7 @@ def disk_errors(path: Path, intact: str = "") -> Iterator[None]:
         if error.filename is not None:
             failed_path = Path(os.fsdecode(error.filename))
             named_path = path if path.absolute().parent in failed_path.absolute().parents else failed_path
-        if error.errno in FULL:
+        if error.errno in DISK_FULL:
             hint = f"free up space, or {hint}"
             with contextlib.suppress(OSError):
                 free_bytes = shutil.disk_usage(named_path if named_path.exists() else named_path.parent).free
@@ -256,7 +256,7 @@ def check_new(path: Path, hint: str) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a temporary folder and renames it to ``target`` at the end, or deletes it after an error. With
     ``replace``, replaces an existing ``target`` in two renames; `recover` undoes a crash between them. Otherwise raises
     OSError if ``target`` exists."""
@@ -288,7 +288,7 @@ def whole_folder(target: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def recover(parent: Path) -> None:
-    """Restores the backups of a killed `whole_folder`, and deletes unfinished files and folders."""
+    """Restores the backups of a killed `atomic_folder`, and deletes unfinished files and folders."""
     for backup in parent.glob(f"{BACKUP}*"):
         target = parent / backup.name.removeprefix(BACKUP)
         if not target.exists():

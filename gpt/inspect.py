@@ -15,7 +15,7 @@ from gpt.model.decoder import GPT, Attention
 from gpt.model.positions import rotary_table
 from gpt.peaks import host_memory
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.vocabulary import visible
+from gpt.text.vocabulary import to_printable
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ KINDS = {
 }
 MIN_LIFT = 0.25  # Minimum lift of a clear kind.
 PROBE_TOKENS = 50  # Number of random ids that the probe repeats.
-MOST_ROTATIONS = 2**17  # Maximum RoPE positions to compare.
+MAX_ROTATIONS = 2**17  # Maximum RoPE positions to compare.
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
     return np.tile(sample, 2)[:block_size]
 
 
-def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | None:
+def find_dominant_kind(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | None:
     """Returns the kind of keys with a head's highest lift, or None if no kind is clear. A kind without keys in the
     prompt is scored on the probe."""
     lifts = {}
@@ -188,7 +188,7 @@ def mostly(here: HeadScores, probe: HeadScores, layer: int, head: int) -> str | 
 
 
 @dataclass(frozen=True)
-class Look:
+class Inspection:
     """Patterns, head scores and logit lens for a prompt, in the selected ``layers`` and ``heads``."""
 
     ids: Ints  # (T), truncated from the left to the context
@@ -203,9 +203,9 @@ class Look:
     logits: Floats  # (V), for the next token
 
 
-def look(
+def inspect_prompt(
     model: GPT, ids: Sequence[int] | Ints, tokenizer: Tokenizer, layer: int | None = None, head: int | None = None
-) -> Look:
+) -> Inspection:
     """Inspects how a model reads ids, in all heads or in one ``layer`` or ``head``. Raises `UserError` for a missing
     layer or head, for no ids, and for patterns that do not fit in memory."""
     config = model.config
@@ -225,7 +225,7 @@ def look(
     activations = trace(model, context_ids, layers)
     patterns = activations.patterns[:, heads]
     probe = trace(model, probe_ids(tokenizer, config.block_size), layers)
-    return Look(
+    return Inspection(
         ids=context_ids,
         dropped=len(prompt_ids) - len(context_ids),
         layers=layers,
@@ -256,7 +256,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Near:
+class Neighbor:
     """A token and its cosine similarity to a vector."""
 
     id: int
@@ -290,20 +290,20 @@ class Embeddings:
         """Returns the word's direction (C) at unit length."""
         return _unit(self.rows[word.ids].mean(axis=0))
 
-    def nearest(self, vector: Floats, count: int, without: Sequence[int] = ()) -> list[Near]:
+    def nearest(self, vector: Floats, count: int, without: Sequence[int] = ()) -> list[Neighbor]:
         """Returns the ``count`` tokens with the highest cosine similarity to a vector (C), except the ids in
         ``without``."""
         cosines = np.where(self.usable, self.rows @ _unit(vector), -np.inf)
         cosines[list(without)] = -np.inf
         order = np.argsort(-cosines, kind="stable")[:count]
         nearest_ids = [int(id) for id in order if np.isfinite(cosines[id])]
-        return [Near(id, token_text(self.tokenizer, id), float(cosines[id])) for id in nearest_ids]
+        return [Neighbor(id, token_text(self.tokenizer, id), float(cosines[id])) for id in nearest_ids]
 
-    def neighbors(self, word: Word, count: int) -> list[Near]:
+    def neighbors(self, word: Word, count: int) -> list[Neighbor]:
         """Returns the tokens nearest to a word, except the word's own."""
         return self.nearest(self.vector(word), count, word.ids)
 
-    def analogy(self, terms: Sequence[tuple[int, Word]], count: int) -> list[Near]:
+    def analogy(self, terms: Sequence[tuple[int, Word]], count: int) -> list[Neighbor]:
         """Returns the tokens nearest to a signed sum of words (3CosAdd, Mikolov et al. 2013), except the words' own."""
         total: Floats = np.sum([sign * self.vector(word) for sign, word in terms], axis=0)
         return self.nearest(total, count, [id for _, word in terms for id in word.ids])
@@ -331,7 +331,7 @@ def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:
     """Returns a token for display, with non-text and invisible characters escaped."""
-    return visible(tokenizer.decode_bytes([id]))
+    return to_printable(tokenizer.decode_bytes([id]))
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class Positions:
     kind: str  # learned, sinusoidal or rotary
     block_size: int
     table: Floats | None  # (block_size, C), or None for RoPE
-    similarity: Floats  # (block_size), or up to `MOST_ROTATIONS` for RoPE
+    similarity: Floats  # (block_size), or up to `MAX_ROTATIONS` for RoPE
 
 
 @torch.inference_mode()
@@ -350,7 +350,7 @@ def positions(model: GPT) -> Positions:
     """Compares positions by the rows of the position table, or by their RoPE rotations."""
     table = model.position_table()
     if table is None:
-        cosines, _ = rotary_table(min(model.config.block_size, MOST_ROTATIONS), model.config)
+        cosines, _ = rotary_table(min(model.config.block_size, MAX_ROTATIONS), model.config)
         return Positions(model.config.positions, model.config.block_size, None, cosines.mean(dim=-1).numpy())
     rows = _check_finite("values of the position table", table.detach().float()).cpu()
     unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)

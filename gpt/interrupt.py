@@ -16,7 +16,7 @@ SIGNALS: tuple[int, ...] = tuple(
 )
 
 
-def heeded() -> tuple[int, ...]:
+def handled_signals() -> tuple[int, ...]:
     """Returns the signals that this process does not ignore. nohup makes it ignore SIGHUP, and a script's ``&`` makes
     it ignore SIGINT, which is meant for the foreground program."""
     return tuple(signum for signum in SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN)
@@ -27,8 +27,8 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Records the first `heeded` signal in ``signum``, and raises `Interrupted` at the second, wherever the code is.
-    Files on disk stay intact. While ``at_once`` is set, the first signal raises.
+    """Records the first `handled_signals` signal in ``signum``, and raises `Interrupted` at the second, wherever the
+    code is. Files on disk stay intact. While ``at_once`` is set, the first signal raises.
 
     Does nothing outside the main thread, because Python handles signals only there.
     """
@@ -40,7 +40,7 @@ class StopSignal:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for signum in heeded():
+            for signum in handled_signals():
                 self._previous_handlers[signum] = signal.signal(signum, self._handle)
         return self
 
@@ -48,7 +48,7 @@ class StopSignal:
         for signum, handler in self._previous_handlers.items():
             signal.signal(signum, handler)
 
-    def watching(self, items: Iterable[T]) -> Iterator[T]:
+    def until_signal(self, items: Iterable[T]) -> Iterator[T]:
         """Yields the items until a signal arrives, then raises `Stopped`."""
         for item in items:
             if self.signum is not None:

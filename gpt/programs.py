@@ -25,14 +25,14 @@ from gpt.files import file_sha256, private_folder, sync_folder, user_folder
 Note = Callable[[str], None]
 Program = Callable[[list[Tensor]], list[Tensor]]
 Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # A module and its example inputs.
-KEPT = 50  # Maximum number of cached programs, about 4 MB each.
+MAX_PROGRAMS = 50  # Maximum number of cached programs, about 4 MB each.
 SCRATCH = "making-"  # Name prefix of compilation folders.
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
     """Returns the program of ``key``, which identifies code, shapes and dtypes, for this torch, processor and number of
     threads. Loads it from the cache, or calls ``note`` and compiles the graph from ``trace`` with extra Inductor
-    ``options``. The cache keeps the `KEPT` most recently used programs.
+    ``options``. The cache keeps the `MAX_PROGRAMS` most recently used programs.
 
     Raises any compiler or disk error, and `UserError` for a folder that others can access.
     """
@@ -44,7 +44,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
             continue
         # Loading fails if another system that shares this home folder compiled the program.
         with contextlib.suppress(RuntimeError):
-            program = _opened(path)
+            program = _open(path)
             with contextlib.suppress(OSError):  # Read-only folder, or a file deleted just now.
                 os.utime(path)
             return program
@@ -60,7 +60,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
     sync_folder(folder)
     with contextlib.suppress(OSError):  # Another command is deleting files, or has one open.
         _tidy(folder)
-    return _opened(path)
+    return _open(path)
 
 
 def _is_intact(path: Path) -> bool:
@@ -73,7 +73,7 @@ def _is_intact(path: Path) -> bool:
 
 def _tidy(folder: Path) -> None:
     """Deletes the least recently used programs and the leftovers of killed commands."""
-    for program in sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+    for program in sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-MAX_PROGRAMS]:
         program.unlink()
     for leftover in folder.glob(f"{SCRATCH}*"):
         if time.time() - leftover.stat().st_mtime > 24 * 3600:
@@ -85,7 +85,7 @@ def compiler() -> str:
     return os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
 
 
-def compiles_unasked() -> bool:
+def compiles_by_default() -> bool:
     """Whether to compile by default: not on macOS, where calling a missing compiler opens an installation dialog."""
     return sys.platform != "darwin" and shutil.which(compiler()) is not None
 
@@ -121,7 +121,7 @@ def compile(graph: Graph, scratch: Path, options: Mapping[str, object] = {}) -> 
     return path
 
 
-def _opened(path: Path) -> Program:
+def _open(path: Path) -> Program:
     loader: Any = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
     run: Program = loader.boxed_run
     return run

@@ -16,8 +16,8 @@ from gpt.errors import UserError, check_text, did_you_mean
 
 T = TypeVar("T")
 Level = Literal["basic", "more", "config"]
-MOST_TOML = 2**20  # Maximum bytes of a settings file.
-LARGEST = 3.4028234663852886e38  # The largest float32.
+MAX_TOML_BYTES = 2**20  # Maximum bytes of a settings file.
+MAX_FLOAT32 = 3.4028234663852886e38  # The largest float32.
 
 
 def without_none(kind: Any) -> Any:
@@ -176,7 +176,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 
 def _has_type(value: Any, kind: Any) -> bool:
     if kind is float:
-        return type(value) in (int, float) and abs(value) <= LARGEST
+        return type(value) in (int, float) and abs(value) <= MAX_FLOAT32
     if kind is int:
         return type(value) is int and abs(value) < 2**63
     origin, kinds = get_origin(kind), get_args(kind)

@@ -55,11 +55,11 @@ def push(context: Context, *new: list[int]) -> torch.Tensor:
     """Appends ids to the first slots and computes them; returns the residual stream (n, C) at each slot's last id."""
     slots = context.slots[: len(new)]
     for slot, ids in zip(slots, new, strict=True):
-        slot.text += ids
-        if context.room(slot) == 0:
+        slot.token_ids += ids
+        if context.count_free_positions(slot) == 0:
             context.slide(slot)
-    chunks = [(slot, len(slot.text) - slot.computed) for slot in slots]
-    ids = torch.tensor([id for slot in slots for id in slot.text[slot.computed :]])
+    chunks = [(slot, len(slot.token_ids) - slot.computed) for slot in slots]
+    ids = torch.tensor([id for slot in slots for id in slot.token_ids[slot.computed :]])
     x = context.forward(chunks, ids)
     return x[torch.tensor([count for _, count in chunks]).cumsum(0) - 1]
 

@@ -110,7 +110,7 @@ def test_long_contexts_use_short_windows_by_default(monkeypatch: pytest.MonkeyPa
 
 
 def test_batches_have_a_token_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "TOKENS_AT_ONCE", 20)
+    monkeypatch.setattr(evaluate, "MAX_BATCH_TOKENS", 20)
     windows = [evaluate.Window(0, 0, np.arange(n), np.arange(n), 0) for n in (3, 3, 3, 10, 10, 32, 1)]
     assert [[len(window.x) for window in batch] for batch in evaluate._batches(windows)] == [
         [3, 3, 3], [10, 10], [32], [1],

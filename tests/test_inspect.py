@@ -157,7 +157,7 @@ def test_chance_level_depends_on_the_window() -> None:
     scores = inspect.head_scores(patterns, np.array(ids), [None, 3])
     for kind in inspect.KINDS:
         assert scores.lift(kind)[:, 0] == pytest.approx(0, abs=1e-6)  # type: ignore[index]
-    assert inspect.mostly(scores, scores, 1, 0) is None
+    assert inspect.find_dominant_kind(scores, scores, 1, 0) is None
 
 
 def pattern_of_kind(kind: str, ids: list[int]) -> np.ndarray:
@@ -176,12 +176,12 @@ def test_heads_are_labelled_by_behaviour() -> None:
         scores = inspect.head_scores(pattern_of_kind(kind, ids), np.array(ids))
         assert scores.scores[kind][0, 0] == pytest.approx(1)  # type: ignore[index]
         assert scores.lift(kind)[0, 0] == pytest.approx(1)  # type: ignore[index]
-        assert inspect.mostly(scores, probe, 0, 0) == kind
+        assert inspect.find_dominant_kind(scores, probe, 0, 0) == kind
     uniform = np.tril(np.ones((1, 1, 10, 10), np.float32))
     uniform /= uniform.sum(axis=-1, keepdims=True)
     scores = inspect.head_scores(uniform, np.array(ids))
     assert all(abs(scores.lift(kind)[0, 0]) < 1e-6 for kind in inspect.KINDS)  # type: ignore[index]
-    assert inspect.mostly(scores, scores, 0, 0) is None
+    assert inspect.find_dominant_kind(scores, scores, 0, 0) is None
 
 
 def test_probe_labels_heads_if_the_prompt_cannot() -> None:
@@ -191,10 +191,10 @@ def test_probe_labels_heads_if_the_prompt_cannot() -> None:
     assert scores.lift("matching") is None
     probe = inspect.head_scores(pattern_of_kind("matching", repeated_ids), np.array(repeated_ids))
     scores = inspect.head_scores(np.tril(np.ones((1, 1, 10, 10), np.float32) / 10), np.array(distinct_ids))
-    assert inspect.mostly(scores, probe, 0, 0) == "matching"
+    assert inspect.find_dominant_kind(scores, probe, 0, 0) == "matching"
     single_token = inspect.head_scores(np.ones((1, 1, 1, 1), np.float32), np.array([5]))
     assert set(single_token.scores.values()) == {None}
-    assert inspect.mostly(single_token, single_token, 0, 0) is None
+    assert inspect.find_dominant_kind(single_token, single_token, 0, 0) is None
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 7, 64, 1024])
@@ -211,24 +211,24 @@ def test_probe_repeats_once_and_fits_the_context(block_size: int) -> None:
 def test_look_selects_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loud(GPTConfig(257, 16, 2, 2, 32))
     ids = list(b"a longer prompt than fits")
-    look = inspect.look(model, ids, bytes_tokenizer(), layer=1)
+    look = inspect.inspect_prompt(model, ids, bytes_tokenizer(), layer=1)
     assert (look.dropped, look.ids.tolist(), look.layers, look.heads) == (9, ids[9:], [1], [0, 1])
     assert np.array_equal(look.patterns[0], inspect.trace(model, ids[9:]).patterns[1])
     with torch.no_grad():
         assert np.allclose(look.logits, model(torch.tensor([ids[9:]]))[0, -1].numpy(), atol=1e-6)
-    all_heads, one_head = (inspect.look(model, ids, bytes_tokenizer(), head=head) for head in (None, 1))
+    all_heads, one_head = (inspect.inspect_prompt(model, ids, bytes_tokenizer(), head=head) for head in (None, 1))
     assert np.array_equal(one_head.here.entropy, all_heads.here.entropy[:, 1:])
     assert np.array_equal(one_head.probe.entropy, all_heads.probe.entropy[:, 1:])
     with pytest.raises(UserError, match="there is no layer 2") as error:
-        inspect.look(model, ids, bytes_tokenizer(), layer=2)
+        inspect.inspect_prompt(model, ids, bytes_tokenizer(), layer=2)
     assert error.value.hint == "the model has 2, from 0 to 1"
     with pytest.raises(UserError, match="there is no head -1"):
-        inspect.look(model, ids, bytes_tokenizer(), head=-1)
+        inspect.inspect_prompt(model, ids, bytes_tokenizer(), head=-1)
     with pytest.raises(UserError, match="no prompt"):
-        inspect.look(model, [], bytes_tokenizer())
+        inspect.inspect_prompt(model, [], bytes_tokenizer())
     monkeypatch.setattr(inspect, "host_memory", lambda: 1000)
     with pytest.raises(UserError, match=r"the patterns of 16 tokens take 0\.0 GB, but only 0\.0 GB") as error:
-        inspect.look(model, ids, bytes_tokenizer())
+        inspect.inspect_prompt(model, ids, bytes_tokenizer())
     assert error.value.hint == "use a shorter prompt, or one --layer"
 
 
@@ -350,4 +350,4 @@ def test_position_similarity_covers_contexts_beyond_the_rotary_table() -> None:
     model = GPT(config)
     assert len(inspect.positions(model).similarity) == 131_072
     assert model.rope is not None and model.rope.size(1) == 8192  # unchanged
-    assert len(inspect.positions(GPT(replace(config, block_size=2**20))).similarity) == inspect.MOST_ROTATIONS
+    assert len(inspect.positions(GPT(replace(config, block_size=2**20))).similarity) == inspect.MAX_ROTATIONS

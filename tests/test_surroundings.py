@@ -19,7 +19,7 @@ from conftest import FAST, TINY, Gpt, make_text, one_line_of_what_and_what_next,
 import gpt as library
 from gpt import events, files
 from gpt.errors import Interrupted, WorkError
-from gpt.interrupt import SIGNALS, StopSignal, heeded
+from gpt.interrupt import SIGNALS, StopSignal, handled_signals
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals and names")
 SETTINGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -106,11 +106,11 @@ def test_ignored_signals_stay_ignored(signum: int) -> None:
         with StopSignal(at_once=True) as stop:
             send(signum)
         assert stop.signum is None
-        assert signum not in heeded()
+        assert signum not in handled_signals()
         assert signal.getsignal(signum) is signal.SIG_IGN
     finally:
         signal.signal(signum, before)
-    assert signum in heeded()
+    assert signum in handled_signals()
 
 
 @posix

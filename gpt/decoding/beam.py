@@ -67,7 +67,7 @@ class Search:
         for rank, (total, parent, token) in enumerate(candidates):
             sequence = (*self.live[parent].tokens, token)
             constraint = self.live[parent].constraint
-            constraint = constraint.after(token.id) if constraint is not None else None
+            constraint = constraint.with_token(token.id) if constraint is not None else None
             reason = self._finish_reason(sequence, constraint)
             if reason is None and len(live) < width:
                 live.append(Hypothesis(sequence, total, constraint=constraint))
@@ -117,7 +117,7 @@ class Search:
         attainable_score = _score(self.live[0].total, length, self.config.length_penalty)
         return attainable_score <= self.ended[-1].score
 
-    def agreed(self) -> list[Token]:
+    def take_agreed(self) -> list[Token]:
         """Returns the new tokens that all hypotheses share. After the search, returns the rest of the best sequence."""
         sequences = [hypothesis.tokens for hypothesis in (self.ended[:1] if self.done else [*self.live, *self.ended])]
         start = end = self._agreed_length

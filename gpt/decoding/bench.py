@@ -16,7 +16,7 @@ from gpt.decoding.token_step import Step
 from gpt.decoding.weights import weight_bytes
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.params import seen
+from gpt.model.params import count_attended
 from gpt.sample_config import SampleConfig
 
 _PROBE_BYTES = 2**29  # Buffer for measuring memory bandwidth, far larger than any cache.
@@ -46,7 +46,7 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
     rounds = [_time_round(context, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]
     first_seconds, step_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
     traffic = weight_bytes(model, compute) + config.batch * _kv_bytes(model, prompt_tokens + new_tokens // 2, compute)
-    bandwidth = bandwidth_of(compute)
+    bandwidth = measure_bandwidth(compute)
     return DecodingSpeed(
         prefill_tokens_per_second=config.batch * prompt_tokens / first_seconds,
         decode_tokens_per_second=config.batch / step_seconds,
@@ -79,10 +79,10 @@ def _time_round(context: Context, prompts: list[list[int]], new_tokens: int) -> 
 def _kv_bytes(model: GPT, positions: int, compute: Compute) -> int:
     """Returns the bytes of keys and values that a step reads per sequence."""
     config = model.config
-    return 2 * config.kv_heads * config.head_size * seen(config, positions) * compute.dtype.itemsize
+    return 2 * config.kv_heads * config.head_size * count_attended(config, positions) * compute.dtype.itemsize
 
 
-def bandwidth_of(compute: Compute) -> float:
+def measure_bandwidth(compute: Compute) -> float:
     """Measures memory bandwidth in bytes per second: the best of five sums over half a gibibyte."""
     buffer = torch.ones(_PROBE_BYTES // 4, device=compute.device)
     return buffer.nbytes / min(_time_call(lambda: float(buffer.sum())) for _ in range(5))

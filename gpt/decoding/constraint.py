@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # An optional dependency, imported lazily.
 
 MAX_LENGTH = 2**20  # Characters of a schema, a regular expression, or all choices together.
 MAX_MULTIPLES = 10_000  # llguidance's time grows with the sum of all multipleOf.
-MOST_STATES = 20_000  # An automaton state takes about 1 KB. A nested schema needs a few hundred.
+MAX_STATES = 20_000  # An automaton state takes about 1 KB. A nested schema needs a few hundred.
 CACHE_SIZE = 16
 
 
@@ -41,7 +41,7 @@ class Constraint:
         """Returns an independent copy."""
         return Constraint(self._matcher.deep_copy(), self._clear_cache)
 
-    def allowed(self, V: int) -> npt.NDArray[np.bool_]:
+    def compute_mask(self, V: int) -> npt.NDArray[np.bool_]:
         """Returns a mask (V) of the allowed next ids. Includes end-of-text if the text can end."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=V, bitorder="little").view(np.bool_)
@@ -54,7 +54,7 @@ class Constraint:
             self._clear_cache()  # Copies share an automaton, and its errors are permanent.
             raise UserError(f"no text meets the constraint: {_describe_error(self._matcher)}", "relax the constraint")
 
-    def after(self, id: int) -> "Constraint":
+    def with_token(self, id: int) -> "Constraint":
         """Returns a copy with ``id`` appended."""
         copy = self.copy()
         copy.take(id)
@@ -85,7 +85,7 @@ class ConstraintCache:
 
         # The model chooses the tokens of forced text, so llguidance needs no tokenizer.
         grammar = f'%llguidance {{"no_forcing": true}}\nstart: {_grammar(name, value)}'
-        limits = LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+        limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # Fails if no text satisfies the grammar.
         if matcher.is_stopped() and not matcher.is_accepting():
@@ -116,7 +116,7 @@ def apply_constraints(logits: Tensor, constraints: Sequence[Constraint | None]) 
     allowed = np.ones(logits.shape, np.bool_)
     for row, constraint in zip(allowed, constraints, strict=True):
         if constraint is not None:
-            row[:] = constraint.allowed(len(row))
+            row[:] = constraint.compute_mask(len(row))
     return torch.where(upload(allowed, logits.device), logits, EXCLUDED)
 
 

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from gpt.decoding.logits import Filters, as_int64
-from gpt.decoding.token_step import Step, compiled
+from gpt.decoding.token_step import Step, compile_step
 from gpt.decoding.weights import resident_bytes
 from gpt.device import Compute, upload
 from gpt.errors import UserError
 from gpt.model.cache import KVCache, Placement
 from gpt.model.decoder import GPT, ROPE_TABLE
-from gpt.model.params import SLACK, cache_bytes
+from gpt.model.params import WINDOW_SLACK, cache_bytes
 from gpt.model.quantize import QuantizedEmbedding
 
 CACHE_SHARE = 0.25  # Maximum share of the device's memory for keys and values.
-KEPT = 4  # Maximum number of idle contexts.
+MAX_IDLE_CONTEXTS = 4  # Maximum number of idle contexts.
 
 
 @dataclass(eq=False)
 class Slot:
     """A row of the KV cache and its sequence. A freed slot keeps its contents for prefix reuse."""
 
-    at: int  # Row of the cache.
-    text: list[int] = field(default_factory=list)  # All known ids.
-    start: int = 0  # Index in ``text`` of the id at position 0.
+    row: int  # Row of the cache.
+    token_ids: list[int] = field(default_factory=list)  # All known ids.
+    start: int = 0  # Index in ``token_ids`` of the id at position 0.
     length: int = 0  # Number of computed positions.
     written: int = 0  # Number of written positions, including rewound positions.
 
@@ -39,7 +39,7 @@ class Slot:
 
     def forget(self) -> None:
         """Empties the slot."""
-        self.text, self.start, self.length, self.written = [], 0, 0, 0
+        self.token_ids, self.start, self.length, self.written = [], 0, 0, 0
 
 
 class Context:
@@ -70,7 +70,7 @@ class Context:
         self.slots = [Slot(at) for at in range(rows)]
         self.compiled = step  # If None, steps run uncompiled.
         if step is not None:
-            model.reach(max(ROPE_TABLE, 2 * self.size))  # Growing the RoPE table later would recompile.
+            model.grow_rope_table(max(ROPE_TABLE, 2 * self.size))  # Growing the RoPE table later would recompile.
             self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # Newest id of each slot.
             self._step_inputs = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
             static_tensors = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._step_inputs]
@@ -87,17 +87,17 @@ class Context:
         """Computes the next positions of some slots in one pass. Returns the residual stream (N, C).
 
         ``work`` pairs slots with their numbers of new positions. ``ids`` (N) are their concatenated ids on the device.
-        Adjacent slots with the same number of new ids share an attention call, if this number is at most `SLACK` or
-        their lengths are equal.
+        Adjacent slots with the same number of new ids share an attention call, if this number is at most `WINDOW_SLACK`
+        or their lengths are equal.
         """
         parts: list[tuple[int, list[int], int]] = []
         for slot, count in work:
             if parts:
                 first, lengths, T = parts[-1]
-                if slot.at == first + len(lengths) and count == T and (T <= SLACK or lengths[0] == slot.length):
+                if slot.row == first + len(lengths) and count == T and (T <= WINDOW_SLACK or lengths[0] == slot.length):
                     lengths.append(slot.length)
                     continue
-            parts.append((slot.at, [slot.length], count))
+            parts.append((slot.row, [slot.length], count))
         places = Placement(self.cache, parts)
         for slot, count in work:  # Record this first: the pass can fail halfway.
             slot.written = max(slot.written, slot.length + count)
@@ -116,16 +116,16 @@ class Context:
 
         The step has fixed shapes, so it computes all slots, and overwrites the next column of other slots."""
         assert self.compiled is not None
-        rows = [slot.at for slot in slots]
+        rows = [slot.row for slot in slots]
         for slot in self.slots:
-            if slot.length >= self.cache.room and slot.at not in rows:  # A full slot has no next column.
+            if slot.length >= self.cache.max_positions and slot.row not in rows:  # A full slot has no next column.
                 slot.forget()
             slot.written = max(slot.written, slot.length + 1)
         step_inputs = np.zeros((2, self.cache.rows), np.int64)
         step_inputs[0] = [slot.length for slot in self.slots]
         step_inputs[1, rows[: len(keys)]] = as_int64(keys)[:, 0]
         self._step_inputs.copy_(upload(step_inputs, self.compute.device))
-        self.model.reach(int(step_inputs[0].max()) + 1)
+        self.model.grow_rope_table(int(step_inputs[0].max()) + 1)
         with self._autocast():
             outputs = self.compiled(self.cache, self.last, self._step_inputs, self.vocab_size, filters, top)
         for slot in slots:
@@ -138,17 +138,17 @@ class Context:
         with self._autocast():
             return self.model.unembed(x)[..., : self.vocab_size].float()
 
-    def room(self, slot: Slot) -> int:
+    def count_free_positions(self, slot: Slot) -> int:
         """Returns how many more positions fit in a slot before it slides."""
-        return max(0, self.cache.room - slot.length)
+        return max(0, self.cache.max_positions - slot.length)
 
-    def shared(self, slot: Slot, prompt: Sequence[int], soon: bool = False) -> int:
+    def count_shared(self, slot: Slot, prompt: Sequence[int], soon: bool = False) -> int:
         """Returns the length of the prompt's prefix that a slot has computed. With ``soon``, includes ids that the slot
         will compute. Excludes the prompt's last id, because its logits are needed."""
-        length = len(slot.text) if soon else slot.length
-        if slot.start or slot.length > self.cache.room or len(prompt) > self.size:
+        length = len(slot.token_ids) if soon else slot.length
+        if slot.start or slot.length > self.cache.max_positions or len(prompt) > self.size:
             return 0
-        prefix_length = min(_common_prefix(slot.text, prompt), len(prompt) - 1, length)
+        prefix_length = min(_common_prefix(slot.token_ids, prompt), len(prompt) - 1, length)
         written = max(slot.written, length)
         return prefix_length if self.cache.can_rewind(written, written - prefix_length) else 0
 
@@ -156,37 +156,39 @@ class Context:
     def begin(self, slot: Slot, prompt: list[int], source: Slot, prefix_length: int) -> None:
         """Starts a prompt, truncated from the left. Reuses the first ``prefix_length`` positions of ``source``."""
         if source is not slot:
-            self.cache.copy(source.at, slot.at, 0, prefix_length, source.written)
+            self.cache.copy(source.row, slot.row, 0, prefix_length, source.written)
         slot.written = source.written if prefix_length else 0
-        slot.text, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), prefix_length
+        slot.token_ids, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), prefix_length
 
     def slide(self, slot: Slot) -> None:
         """Makes room in a full slot. With absolute positions, the last half must be recomputed."""
         if self.model.config.positions != "rotary":
-            slot.start, slot.length, slot.written = len(slot.text) - max(1, self.size // 2), 0, 0
+            slot.start, slot.length, slot.written = len(slot.token_ids) - max(1, self.size // 2), 0, 0
 
     @torch.inference_mode()
     def copy(self, source: Slot, target: Slot) -> None:
         """Copies ``source`` to ``target``, except a common prefix."""
         prefix_length = 0
         if source.start == target.start:
-            prefix_length = min(_common_prefix(source.text, target.text) - source.start, source.length, target.length)
+            prefix_length = min(
+                _common_prefix(source.token_ids, target.token_ids) - source.start, source.length, target.length
+            )
         written = max(source.written, target.written)
-        self.cache.copy(source.at, target.at, max(0, prefix_length), source.length, written)
-        target.text, target.start, target.length = [*source.text], source.start, source.length
+        self.cache.copy(source.row, target.row, max(0, prefix_length), source.length, written)
+        target.token_ids, target.start, target.length = [*source.token_ids], source.start, source.length
         target.written = written
 
     @torch.inference_mode()
     def clear(self, slot: Slot) -> None:
         """Empties a slot and zeroes its keys and values. A NaN would reach the slot's next sequence, because attention
         multiplies masked values by 0, and 0 · NaN is NaN."""
-        self.cache.clear(slot.at, slot.written)
+        self.cache.clear(slot.row, slot.written)
         slot.forget()
 
     @torch.inference_mode()
     def check(self, slot: Slot) -> None:
         """Clears a slot if it contains NaN or infinity."""
-        if not self.cache.is_finite(slot.at, slot.written):
+        if not self.cache.is_finite(slot.row, slot.written):
             self.clear(slot)
 
 
@@ -196,7 +198,8 @@ def select(tensor: Tensor, rows: list[int]) -> Tensor:
 
 
 class ContextPool:
-    """The contexts of one model. Keeps up to `KEPT` idle contexts for reuse, within `CACHE_SHARE` of memory.
+    """The contexts of one model. Keeps up to `MAX_IDLE_CONTEXTS` idle contexts for reuse, within `CACHE_SHARE` of
+    memory.
 
     CUDA graphs use fixed addresses, so they are valid only while their context exists. All contexts share one compiled
     step. torch runs it uncompiled above ``recompile_limit`` shapes or ``cudagraph_unexpected_rerecord_limit`` graphs.
@@ -230,7 +233,7 @@ class ContextPool:
     def _pop(self, rows: int, positions: int, step: Step | None) -> Context | None:
         """Returns an idle context of this shape, or frees memory for a new context and returns None."""
         for index, context in enumerate(self.idle):
-            if (context.cache.rows, context.cache.room, context.compiled) == (rows, positions, step):
+            if (context.cache.rows, context.cache.max_positions, context.compiled) == (rows, positions, step):
                 return self.idle.pop(index)
         self._shrink(reserved=rows * cache_bytes(self.model.config, positions, self.compute.dtype.itemsize))
         return None
@@ -244,12 +247,14 @@ class ContextPool:
     def _shrink(self, reserved: int = 0) -> None:
         """Frees the least recently used contexts until the others and ``reserved`` bytes are within the limits."""
         budget = CACHE_SHARE * self.compute.memory() - reserved
-        while self.idle and (len(self.idle) > KEPT or sum(context.cache.nbytes for context in self.idle) > budget):
+        while self.idle and (
+            len(self.idle) > MAX_IDLE_CONTEXTS or sum(context.cache.nbytes for context in self.idle) > budget
+        ):
             self.idle.pop(0)
 
     def _get_step(self) -> Step | None:
         if self._step is None:
-            self._step = (compiled(self.model, self.compute, self.note),)
+            self._step = (compile_step(self.model, self.compute, self.note),)
         return self._step[0]
 
 

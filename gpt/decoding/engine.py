@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt.decoding import sampler
 from gpt.decoding.beam import Search
 from gpt.decoding.context import Context, Slot, select
-from gpt.decoding.logits import Filters, Token, key_of, step_key
+from gpt.decoding.logits import Filters, Token, sample_key, step_key
 from gpt.decoding.sampler import Draw
 from gpt.decoding.scheduler import Scheduler
 from gpt.decoding.sequence import Request, RequestState, Update
@@ -63,13 +63,17 @@ class Engine:
         filters = self._filters.setdefault(filters.key, filters)
         constraint = request.constraint and request.constraint.copy()
         search = Search(config, self.ends, request.stops, constraint) if config.beam else None
-        key = key_of(request.seed, request.index, request.ids)
+        key = sample_key(request.seed, request.index, request.ids)
         self.scheduler.waiting.append(RequestState(self._next_number, request, filters, search, key, constraint))
         self._next_number += 1
         return self._next_number - 1
 
     def _check(self, request: Request) -> None:
-        vocab_size, positions, slots = self.context.vocab_size, self.context.cache.room, len(self.context.slots)
+        vocab_size, positions, slots = (
+            self.context.vocab_size,
+            self.context.cache.max_positions,
+            len(self.context.slots),
+        )
         beam = request.config.beam
         if beam > slots:
             raise UserError(f"beam is {beam}, but only {slots:,} sequences fit at once", "use fewer beams")
@@ -127,7 +131,7 @@ class Engine:
     def _can_run_ahead(self) -> bool:
         """Whether the next step can be launched before this step's tokens are read."""
         return self.context.compute.device.type == "cuda" and all(
-            state.can_run_ahead and self.context.room(state.live_slots[0])
+            state.can_run_ahead and self.context.count_free_positions(state.live_slots[0])
             for draw in self._draws
             for state, _ in draw.places
         )
@@ -140,7 +144,7 @@ class Engine:
     def _compute(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
         """Computes new positions in one pass, unread ids first. Chooses tokens for requests that finished prefill."""
         context = self.context
-        sort_key = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].at)
+        sort_key = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].row)
         work = sorted(((state, slot) for state in states for slot in state.live_slots), key=sort_key)
         known_ids = [id for state, slot in work for id in state.next_ids(slot)]
         id_tensors = [] if context.compiled or not unread_draws else [_sort_ids(unread_draws)]
@@ -163,13 +167,13 @@ class Engine:
         for draw in unread_draws:
             if draw.ids is not None:
                 context.last[upload(draw.rows, context.compute.device)] = draw.ids
-        known_ids = {slot.at: slot.text[-1] for state in states if state.uncomputed for slot in state.live_slots}
+        known_ids = {slot.row: slot.token_ids[-1] for state in states if state.uncomputed for slot in state.live_slots}
         if known_ids:
             new_ids = upload([[id] for id in known_ids.values()], context.compute.device)
             context.last[upload([*known_ids], context.compute.device)] = new_ids
         slots = [slot for state in states for slot in state.live_slots]
         if any(
-            state.search or state.constraint or state.filters is not filters or filters.shapes(state.token_index + 1)
+            state.search or state.constraint or state.filters is not filters or filters.adjusts(state.token_index + 1)
             for state in states
         ):
             [logits] = context.next_tokens(slots)

@@ -57,7 +57,7 @@ def nan_error() -> NotANumber:
     return NotANumber("the model produced NaN or infinite logits, so no token can be chosen")
 
 
-def warm(logits: Tensor, temperature: float) -> Tensor:
+def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Divides logits by a temperature above 0. Moves the maximum to 0, so that tiny temperatures don't overflow."""
     temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
@@ -119,7 +119,7 @@ def penalize_counts(logits: Tensor, ids: Sequence[int], presence: float, frequen
     return logits.index_add(0, upload(unique_ids, logits.device), upload(penalties, logits.device), alpha=-1)
 
 
-def repeats(ids: Sequence[int], n: int) -> list[int]:
+def find_repeats(ids: Sequence[int], n: int) -> list[int]:
     """Returns the next ids that would repeat an n-gram of ``ids``, or none if ``n`` is 0."""
     if n <= 0 or len(ids) < n:
         return []
@@ -145,7 +145,7 @@ class Filters:
         self.key = (config.choice, *self.bias)
         self.draws, self.looks_back = config.draws, config.looks_back
 
-    def shape(self, logits: Tensor, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+    def adjust(self, logits: Tensor, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
         """Applies bias, penalties and the minimum length to logits (N, V). ``sequences`` are each row's ids,
         including the prompt. ``counts`` are the numbers of generated ids."""
         config = self.config
@@ -163,16 +163,16 @@ class Filters:
         logits = penalize(logits, ids, self.config.repetition_penalty)
         config, generated = self.config, ids[len(ids) - count :]
         logits = penalize_counts(logits, generated, config.presence_penalty, config.frequency_penalty)
-        excluded_ids = repeats(ids, self.config.no_repeat_ngram)
+        excluded_ids = find_repeats(ids, self.config.no_repeat_ngram)
         return exclude(logits, [*excluded_ids, *self.ends] if count < self.config.min_tokens else excluded_ids)
 
     def keep(self, logits: Tensor) -> Tensor:
         """Applies temperature, top-k, top-p and min-p to adjusted logits (N, V)."""
-        scaled = warm(logits.float(), self.config.temperature)
+        scaled = apply_temperature(logits.float(), self.config.temperature)
         return keep_min_p(keep_top_p(keep_top_k(scaled, self.config.top_k), self.config.top_p), self.config.min_p)
 
-    def shapes(self, count: int) -> bool:
-        """Whether `shape` changes logits after ``count`` generated tokens."""
+    def adjusts(self, count: int) -> bool:
+        """Whether `adjust` changes logits after ``count`` generated tokens."""
         return bool(self.bias) or self.looks_back or count < self.config.min_tokens
 
     def choose(self, logits: Tensor, keys: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def _shift_right(x: Tensor, by: int) -> Tensor:
     return x.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
 
 
-def key_of(seed: int, index: int, prompt: Sequence[int]) -> int:
+def sample_key(seed: int, index: int, prompt: Sequence[int]) -> int:
     """Returns the random key of sample ``index``. It depends on the prompt's ids, but not on other samples."""
     digest = hashlib.sha256(f"{seed}/{index}/{','.join(map(str, prompt))}".encode()).digest()
     return int.from_bytes(digest[:8], "little")

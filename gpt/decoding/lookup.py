@@ -5,7 +5,7 @@ Guesses the ids that followed the previous occurrence of the last n-gram.
 
 from collections.abc import Sequence
 
-LONGEST = 3  # Maximum length of an n-gram. Longer matches take precedence.
+MAX_NGRAM = 3  # Maximum length of an n-gram. Longer matches take precedence.
 
 
 class Lookup:
@@ -18,10 +18,10 @@ class Lookup:
     def guess(self, ids: Sequence[int], count: int) -> list[int]:
         """Returns ``count`` guesses of the next ids, or none. ``ids`` must extend the previous call's ids."""
         for end in range(self._indexed + 1, len(ids)):
-            for length in range(1, min(LONGEST, end) + 1):
+            for length in range(1, min(MAX_NGRAM, end) + 1):
                 self._ends[tuple(ids[end - length : end])] = end
         self._indexed = max(self._indexed, len(ids) - 1)
-        for length in range(min(LONGEST, len(ids)), 0, -1):
+        for length in range(min(MAX_NGRAM, len(ids)), 0, -1):
             start = self._ends.get(tuple(ids[-length:]))
             if start is not None:
                 guesses = [*ids[start : start + count]]

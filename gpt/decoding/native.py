@@ -120,7 +120,7 @@ def _kind_and_tensors(linear: nn.Module) -> tuple[str, list[Tensor]]:
     del linear.original
     if weight.bits == 8:
         return "int8", [_pack_words(weight.levels, 8), weight.scales]
-    return "int4", [_pack_words(weight.unpacked() - MIDDLE, 4), _to_tiles(weight.scales.float())]
+    return "int4", [_pack_words(weight.unpack_levels() - MIDDLE, 4), _to_tiles(weight.scales.float())]
 
 
 def _pack_words(levels: Tensor, bits: int) -> Tensor:
@@ -159,9 +159,9 @@ class NativeBlock(nn.Module):
 
     def forward(self, x: Tensor, layer: int, rope: Rope | None = None, places: Placement | None = None) -> Tensor:
         """(B, T, C) → (B, T, C)."""
-        single = places.single(layer) if places is not None and x.numel() == x.size(-1) else None
-        if single is not None and (program := self.programs.get(self)) is not None:
-            keys, values, columns = single
+        cached = places.select_row(layer) if places is not None and x.numel() == x.size(-1) else None
+        if cached is not None and (program := self.programs.get(self)) is not None:
+            keys, values, columns = cached
             cos, sin = (x, x) if rope is None else (rope[0].view(-1), rope[1].view(-1))
             out: Tensor = program(
                 [x.view(-1), *self.programs.position_inputs(*columns), cos, sin, keys, values, *self.tensors]
@@ -180,7 +180,7 @@ def is_used(model: GPT) -> bool:
     return isinstance(model.h[0], NativeBlock)
 
 
-def use(model: GPT, note: programs.Note) -> None:
+def enable(model: GPT, note: programs.Note) -> None:
     """Makes a model prepared with ``keep`` use compiled blocks. If compiling fails later, calls ``note``."""
     block_programs = Programs(model.config, note)
     for layer, block in enumerate(model.h):
@@ -192,7 +192,7 @@ class Programs:
 
     def __init__(self, config: GPTConfig, note: programs.Note) -> None:
         self.config, self.note = config, note
-        self._made: dict[tuple[str, ...], programs.Program | None] = {}
+        self._cache: dict[tuple[str, ...], programs.Program | None] = {}
         self._position: tuple[int, int, int] | None = None
         self._inputs: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
@@ -206,13 +206,13 @@ class Programs:
 
     def get(self, block: NativeBlock) -> programs.Program | None:
         """Returns a block's program, or None if compiling failed."""
-        if block.kinds not in self._made:
+        if block.kinds not in self._cache:
             try:
-                self._made[block.kinds] = self._load(block)
+                self._cache[block.kinds] = self._load(block)
             except Exception as error:  # Inductor, the C++ compiler or the disk can fail.
                 self.note(f"blocks are not compiled: {first_line(error):.200}")
-                self._made[block.kinds] = None
-        return self._made[block.kinds]
+                self._cache[block.kinds] = None
+        return self._cache[block.kinds]
 
     def _load(self, block: NativeBlock) -> programs.Program:
         export = partial(_export, _Program(self.config, block.kinds), block.tensors)

@@ -30,7 +30,7 @@ class Draw:
     @property
     def rows(self) -> list[int]:
         """The cache rows of the places."""
-        return [state.live_slots[0].at for state, _ in self.places]
+        return [state.live_slots[0].row for state, _ in self.places]
 
 
 def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
@@ -39,7 +39,9 @@ def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
     offset = 0
     for filters, members in itertools.groupby(places, key=lambda place: place[0].filters):
         group = [*members]
-        sequences = [state.live_slots[0].text + state.guesses[:t] if filters.looks_back else () for state, t in group]
+        sequences = [
+            state.live_slots[0].token_ids + state.guesses[:t] if filters.looks_back else () for state, t in group
+        ]
         counts = [state.token_index - len(state.guesses) + t for state, t in group]
         constraints = [state.constraint for state, _ in group]
         adjusted = adjust(filters, logits[offset : offset + len(group)], constraints, sequences, counts)
@@ -59,7 +61,7 @@ def adjust(
     counts: Sequence[int],
 ) -> Tensor:
     """Applies constraints, biases and penalties to logits (n, V). ``counts`` are the numbers of generated ids."""
-    return filters.shape(apply_constraints(logits, constraints), sequences, counts)
+    return filters.adjust(apply_constraints(logits, constraints), sequences, counts)
 
 
 def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
@@ -67,7 +69,11 @@ def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
     top = [state.request.config.logprobs or 0 for state, _ in batch.places]
     for (state, t), [token] in zip(batch.places, to_tokens(batch.scores.read(), top), strict=True):
         [slot], guesses = state.live_slots, state.guesses
-        if t and (state.done or len(slot.text) != slot.computed - len(guesses) + t or slot.text[-1] != guesses[t - 1]):
+        if t and (
+            state.done
+            or len(slot.token_ids) != slot.computed - len(guesses) + t
+            or slot.token_ids[-1] != guesses[t - 1]
+        ):
             continue
         if math.isnan(token.logprob or 0.0):
             fail(state, nan_error(), context)
@@ -75,8 +81,8 @@ def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
             state.take(token, ends)
     for state, _ in batch.places:
         [slot] = state.live_slots
-        if state.guesses and slot.text:
-            slot.length = len(slot.text) - 1 - slot.start
+        if state.guesses and slot.token_ids:
+            slot.length = len(slot.token_ids) - 1 - slot.start
         state.guesses = []
 
 
@@ -86,7 +92,7 @@ def extend(state: RequestState, logits: Tensor, context: Context) -> None:
     logprobs = logits.log_softmax(-1)
     constraints, sequences = (
         [hypothesis.constraint for hypothesis in state.search.live],
-        [slot.text for slot in state.live_slots],
+        [slot.token_ids for slot in state.live_slots],
     )
     adjusted = adjust(state.filters, logprobs, constraints, sequences, [state.token_index] * len(sequences))
     try:
@@ -106,13 +112,13 @@ def extend(state: RequestState, logits: Tensor, context: Context) -> None:
             context.copy(parent, slot)
         state.live_slots.append(slot)
     for slot, hypothesis in zip(state.live_slots, state.search.live, strict=True):
-        slot.text.append(hypothesis.tokens[-1].id)
+        slot.token_ids.append(hypothesis.tokens[-1].id)
 
 
 def echo(state: RequestState, x: Tensor, context: Context) -> None:
     """Scores prompt tokens from the residual stream (T, C) of the preceding positions."""
     [slot], top = state.live_slots, state.request.config.logprobs or 0
-    ids = slot.text[slot.computed - len(x) + 1 :][: len(x)]
+    ids = slot.token_ids[slot.computed - len(x) + 1 :][: len(x)]
     for start in range(0, len(ids), POSITIONS_AT_ONCE):
         chunk = ids[start : start + POSITIONS_AT_ONCE]
         logits = context.logits(x[start : start + len(chunk)])

@@ -6,7 +6,7 @@ from gpt.decoding.context import Context, Slot
 from gpt.decoding.logits import Token
 from gpt.decoding.sequence import RequestState
 
-REUSED_FROM = 16  # Minimum length of a prefix cache hit, in ids.
+MIN_SHARED_PREFIX = 16  # Minimum length of a prefix cache hit, in ids.
 
 
 class Scheduler:
@@ -36,8 +36,8 @@ class Scheduler:
         for state in self.running:
             if state.done:
                 for slot in state.slots:
-                    is_unchecked = state.error is None and len(slot.text) <= len(state.request.ids)
-                    del slot.text[slot.computed :]
+                    is_unchecked = state.error is None and len(slot.token_ids) <= len(state.request.ids)
+                    del slot.token_ids[slot.computed :]
                     if is_unchecked:  # No drawn token has ruled out NaN.
                         self.context.check(slot)
                 self.free += state.slots
@@ -48,7 +48,7 @@ class Scheduler:
         self._admit()
         prefilling, guess_count = [], 0
         for state in self.running:
-            free_positions = self.context.room(state.live_slots[0])
+            free_positions = self.context.count_free_positions(state.live_slots[0])
             if free_positions == 0:
                 for slot in state.live_slots:
                     self.context.slide(slot)
@@ -89,7 +89,7 @@ class Scheduler:
         if (
             (other := state.prefix_leader) is not None
             and other.count
-            and other.uncomputed >= REUSED_FROM
+            and other.uncomputed >= MIN_SHARED_PREFIX
             and not other.done
         ):
             return False
@@ -97,17 +97,20 @@ class Scheduler:
         echoes = state.request.config.echo_logprobs  # Echoing needs logits of the whole prompt.
         source, prefix_length = self.free[0], 0
         for slot in () if echoes else context.slots:
-            if (length := context.shared(slot, ids)) > prefix_length:
+            if (length := context.count_shared(slot, ids)) > prefix_length:
                 source, prefix_length = slot, length
-            if prefix_length + REUSED_FROM >= len(ids):  # No other prefix could be much longer.
+            if prefix_length + MIN_SHARED_PREFIX >= len(ids):  # No other prefix could be much longer.
                 break
         else:
             for other in () if echoes else self.running:
                 is_prefilling = other.count and not other.done
-                if is_prefilling and context.shared(other.live_slots[0], ids, soon=True) >= prefix_length + REUSED_FROM:
+                if (
+                    is_prefilling
+                    and context.count_shared(other.live_slots[0], ids, soon=True) >= prefix_length + MIN_SHARED_PREFIX
+                ):
                     state.prefix_leader = other
                     return False
-        if prefix_length < REUSED_FROM:
+        if prefix_length < MIN_SHARED_PREFIX:
             source, prefix_length = self.free[0], 0
         first_slot = source if source in self.free else self.free[0]
         self.free.remove(first_slot)

@@ -81,7 +81,7 @@ class RequestState:
         """The number of known ids without keys and values: several during prefill, one while decoding, none while the
         newest id is only on the device."""
         slot = self.live_slots[0]
-        return len(slot.text) - slot.start - slot.length
+        return len(slot.token_ids) - slot.start - slot.length
 
     @property
     def token_index(self) -> int:
@@ -100,11 +100,11 @@ class RequestState:
 
     def next_ids(self, slot: Slot) -> list[int]:
         """Returns the known ids that a slot gets in the current step."""
-        return (slot.text[slot.computed :] + self.guesses)[: self.count]
+        return (slot.token_ids[slot.computed :] + self.guesses)[: self.count]
 
     def guess(self, free_positions: int) -> list[int]:
         """Returns guesses of the next ids, if the request uses speculative decoding."""
-        config, ids = self.request.config, self.live_slots[0].text
+        config, ids = self.request.config, self.live_slots[0].token_ids
         generated = len(ids) - len(self.request.ids)
         max_guesses = min(free_positions - 1, config.speculate, config.max_tokens - generated - 1)
         unsupported = self.search is not None or self.constraint is not None  # Guesses ignore constraints.
@@ -113,7 +113,7 @@ class RequestState:
     def take(self, token: Token, ends: Collection[int]) -> None:
         """Appends a token, and ends the request if the token is the last."""
         config, [slot] = self.request.config, self.live_slots
-        slot.text.append(token.id)
+        slot.token_ids.append(token.id)
         self.tokens.append(token)
         try:
             if self.constraint is not None:
@@ -125,7 +125,7 @@ class RequestState:
             self.end("eot")
         elif self.constraint is not None and self.constraint.ended:
             self.end("stop")
-        elif len(slot.text) - len(self.request.ids) == config.max_tokens:
+        elif len(slot.token_ids) - len(self.request.ids) == config.max_tokens:
             self.end("length")
 
     def end(self, reason: str | None = None, error: UserError | None = None) -> None:
@@ -140,7 +140,7 @@ class RequestState:
             prompt, self.prompt = self.prompt, []
         best: Sequence[Hypothesis] = ()
         if self.search is not None and self.error is None:
-            tokens = self.search.agreed()
+            tokens = self.search.take_agreed()
             if self.done:
                 best = self.search.ended[: self.request.config.n_best]
         return Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached)

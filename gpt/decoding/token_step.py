@@ -44,7 +44,7 @@ def next_tokens(
     return score_tokens(chosen_ids, logits, top)
 
 
-def compiled(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
+def compile_step(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
     """Compiles `next_tokens` of a model, with CUDA graphs on a GPU. If compiling fails, calls ``note`` and runs steps
     uncompiled. Returns None if blocks are already compiled (`native`). Also returns None if weights are int4, or
     packed or quantized for a CPU, because the compiler cannot optimize their kernels."""

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from gpt.device import Compute, has_native_bfloat16
 from gpt.model.decoder import GPT, Attention, Block, Linear
-from gpt.model.params import multiplied
+from gpt.model.params import count_matmul_parameters
 from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 
 _MIN_INPUT_SCALE = torch.tensor(1e-30, device="cpu")
 Module = TypeVar("Module", bound=nn.Module)
 # Maximum number of positions at which a CPU's int4 kernel beats dequantized weights. Measured on two cores with
 # GPT-2 124M: 67 ms vs. 114 ms at 80 positions, 101 vs. 86 at 144. SmolLM2-135M's shape: 70 vs. 83, 131 vs. 121.
-_FEW = 112
+_MAX_INT4_POSITIONS = 112
 _CHUNK_SIZE = 2**20  # Matrix elements to pack or dequantize at a time, so that they fit in the CPU's cache.
 
 
@@ -59,16 +59,18 @@ class GPULinear(nn.Module):
     """A linear layer on a GPU with weights of any dtype and an optional scale per output.
 
     When compiled for one position, it computes the product as a sum. The compiler fuses the sum with the bias,
-    activation and residual addition, and reads int8 weights directly. With ``once``, the kernel's input is computed
-    once, not once per output.
+    activation and residual addition, and reads int8 weights directly. With ``materialize``, the kernel's input is
+    computed once, not once per output.
     """
 
     scale: Tensor | None
     ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Other weights are padded to multiples of 64.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, once: bool = True) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, materialize: bool = True
+    ) -> None:
         super().__init__()
-        self.outputs, self.once = len(weight), once
+        self.outputs, self.materialize = len(weight), materialize
         if self.outputs % self.ALIGNED:
             weight = F.pad(weight, (0, 0, 0, -self.outputs % self.TILE))
         # A parameter has a fixed address. A CUDA graph would copy any other tensor in each step.
@@ -82,7 +84,7 @@ class GPULinear(nn.Module):
         """(…, in) → (…, out), in the input's dtype."""
         if torch.compiler.is_compiling() and x.numel() == x.size(-1):
             row = x.float().flatten()
-            if self.once:
+            if self.materialize:
                 row = row.as_strided(row.shape, (1,))  # A strided view needs `row` in memory.
             out = (row * self.weight[: self.outputs]).sum(-1).view(*x.shape[:-1], -1)
         elif self.scale is None and self.outputs == len(self.weight):
@@ -105,9 +107,9 @@ class Int8Linear(nn.Module):
         self.elements = self.nbytes = weight.levels.numel()
         self.weight: Tensor | torch.ScriptObject = weight.levels
         self.bias = bias
-        self.quantizes_input = weight.levels.device.type == "cpu" and has_byte_products()
+        self.quantizes_input = weight.levels.device.type == "cpu" and has_int8_kernels()
         if self.quantizes_input:
-            self.levels = LEVELS if has_whole_products() else LEVELS // 2
+            self.levels = LEVELS if has_exact_int8_sums() else LEVELS // 2
             self.level_size = torch.tensor(
                 1 / self.levels, device="cpu"
             )  # A Python number would cost three more calls.
@@ -150,7 +152,7 @@ class Int4Linear(nn.Module):
             self.product = torch.ops.aten._weight_int4pack_mm_for_cpu
             self._pack(weight)
         else:
-            levels = weight.unpacked()
+            levels = weight.unpack_levels()
             tiles = next(tiles for tiles in (8, 4, 2) if levels.size(1) % (16 * tiles) == 0)
             self.weight = torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2] << 4 | levels[:, 1::2], tiles)
             self.product = torch.ops.aten._weight_int4pack_mm
@@ -161,7 +163,9 @@ class Int4Linear(nn.Module):
         torch. If `_unpack_levels` can't read it, `forward` never dequantizes."""
         chunk = self.block * max(1, _CHUNK_SIZE // (self.block * weight.shape[1]))
         for start in range(0, weight.shape[0], chunk):
-            levels = Quantized(weight.levels[start : start + chunk], weight.scales[start : start + chunk]).unpacked()
+            levels = Quantized(
+                weight.levels[start : start + chunk], weight.scales[start : start + chunk]
+            ).unpack_levels()
             self.weight[start : start + chunk] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1)
             if self.restores:
                 blocks = slice(start // self.block, (start + chunk) // self.block)
@@ -170,7 +174,7 @@ class Int4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), in the input's dtype."""
         rows = x.reshape(-1, x.size(-1))
-        if self.restores and len(rows) > _FEW:
+        if self.restores and len(rows) > _MAX_INT4_POSITIONS:
             out = self._multiply_dequantized(rows)
         else:
             out = self.product(rows.bfloat16(), self.weight, GROUP, self.scales)
@@ -211,12 +215,12 @@ class Int4Linear(nn.Module):
         return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device)
 
 
-def has_byte_products() -> bool:
+def has_int8_kernels() -> bool:
     """Whether this build of torch multiplies int8 on the CPU (FBGEMM, on x86)."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def has_whole_products() -> bool:
+def has_exact_int8_sums() -> bool:
     """Whether sums of int8 products are exact on this CPU (AVX-512 VNNI or AVX-VNNI). Other CPUs add pairs of products
     in 16 bits, which overflow unless the number of levels is halved."""
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -251,7 +255,7 @@ def prepare(model: Module, compute: Compute, *, packed: bool = True, keep: bool 
                     replacement = PackedLinear(replacement.weight.detach(), replacement.bias)
                 else:
                     replacement = _lay_out_for_gpu(
-                        replacement, compute, once=not (isinstance(parent, Attention) and name == "c_proj")
+                        replacement, compute, materialize=not (isinstance(parent, Attention) and name == "c_proj")
                     )
                 if replacement is not child:
                     setattr(parent, name, replacement)
@@ -276,11 +280,11 @@ def _lay_out_tied(model: GPT, compute: Compute, packed: bool) -> None:
         model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # A view of the head.
 
 
-def _lay_out_for_gpu(module: nn.Module, compute: Compute, once: bool) -> nn.Module:
+def _lay_out_for_gpu(module: nn.Module, compute: Compute, materialize: bool) -> nn.Module:
     if isinstance(module, nn.Linear) and compute.device.type == "cuda":
         module = GPULinear(module.weight.detach(), module.bias)
     if isinstance(module, GPULinear):
-        module.once = once
+        module.materialize = materialize
     return module
 
 
@@ -290,7 +294,7 @@ def _bypass_module_calls(block: Block) -> None:
     for module in block.modules():
         children = dict(module.named_children())
         if isinstance(module, Attention) and isinstance(children["c_attn"], Int4Linear) and has_native_bfloat16():
-            module.prompts = torch.bfloat16
+            module.prefill_dtype = torch.bfloat16
         forwards = {name: child.forward for name, child in children.items()}
         vars(module).update(forwards, **dict(module.named_parameters(recurse=False)))
 
@@ -321,7 +325,7 @@ def dtype_name(model: GPT, compute: Compute) -> str:
 def weight_bytes(model: GPT, compute: Compute) -> int:
     """Returns the bytes of weights that a step reads: all matrices except an embedding separate from the LM head."""
     layouts = [module for module in model.modules() if isinstance(module, GPULinear | Int8Linear | Int4Linear)]
-    unquantized = multiplied(model.config) - sum(module.elements for module in layouts)
+    unquantized = count_matmul_parameters(model.config) - sum(module.elements for module in layouts)
     return unquantized * compute.dtype.itemsize + sum(module.nbytes for module in layouts)
 
 

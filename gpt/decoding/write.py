@@ -13,7 +13,7 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
-ROWS = {"cpu": 16, "cuda": 64, "mps": 16}  # Maximum default batch size, by device.
+MAX_BATCH = {"cpu": 16, "cuda": 64, "mps": 16}  # Maximum default batch size, by device.
 # Compiling on a GPU takes at least half a minute and saves 1 to 2 ms of host time per step (estimated without a GPU).
 # The minimum applies even if graphs exist, because earlier calls must not change a text.
 MIN_COMPILED_STEPS = 20_000
@@ -151,7 +151,7 @@ class TextGenerator:
         config, width, block_size = self.config, max(1, self.config.beam), self.model.config.block_size
         max_length = max(map(len, prompts), default=1) + config.max_tokens
         positions = min(-(-max_length // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, block_size)
-        max_rows = min(ROWS[self.compute.device.type], capacity(self.model, self.compute, positions))
+        max_rows = min(MAX_BATCH[self.compute.device.type], capacity(self.model, self.compute, positions))
         batch_size = config.batch or max(1, max_rows // width)
         rows = max(1, min(batch_size, count))
         is_long = self.compute.device.type == "cuda" and config.max_tokens * count >= MIN_COMPILED_STEPS * rows

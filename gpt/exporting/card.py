@@ -151,7 +151,7 @@ def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
 
 
 def _usage(source: SourceModel, facts: Facts) -> Iterator[str]:
-    name, is_chat_model = _visible(facts.name), source.tokenizer.chat_template is not None
+    name, is_chat_model = _escape(facts.name), source.tokenizer.chat_template is not None
     command = "chat" if is_chat_model else 'sample "Once upon"'
     yield f"```console\ngpt {command} -m {shlex.quote(name)}\n```"
     if _loads_in_transformers(source, facts):
@@ -184,7 +184,7 @@ def _samples(facts: Facts) -> Iterator[str]:
     for index, sample in enumerate(facts.samples, 1):
         yield f"Sample {index}:"
         lines = sample.expandtabs(4).split("\n")
-        yield "\n".join(f"    {_visible(line)}" for line in lines)  # Indented code blocks need no escaping.
+        yield "\n".join(f"    {_escape(line)}" for line in lines)  # Indented code blocks need no escaping.
 
 
 _LIMITS = """\
@@ -199,11 +199,11 @@ def _table(*rows: Sequence[str]) -> str:
     return "\n".join([titles, "|" + "---|" * len(rows[0]), *lines])
 
 
-def _visible(text: str) -> str:
+def _escape(text: str) -> str:
     """Escapes control characters and lone surrogates."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _code(text: str) -> str:
     """Formats a text as inline code that is safe in a table cell."""
-    return f"`{_visible(text).replace('`', chr(39)).replace('|', chr(92) + '|') or ' '}`"
+    return f"`{_escape(text).replace('`', chr(39)).replace('|', chr(92) + '|') or ' '}`"

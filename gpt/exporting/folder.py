@@ -14,9 +14,9 @@ from gpt.device import DTYPES
 from gpt.errors import UserError
 from gpt.exporting.provenance import CARD
 from gpt.exporting.source import SourceModel
-from gpt.files import to_json, whole_folder, write_file
+from gpt.files import atomic_folder, to_json, write_file
 from gpt.model.params import Parameter, named_parameters
-from gpt.model.quantize import Quantized, whole
+from gpt.model.quantize import Quantized, to_tensor
 from gpt.runs import checkpoint, quantized, tensors
 from gpt.runs import folder as run_folder
 from gpt.text.tokenizer_files import TOKENIZER_CONFIG
@@ -32,7 +32,7 @@ def write(out: Path, source: SourceModel, dtype: str, meta: dict[str, Any], card
     Raises OSError, and `UserError` for values that ``dtype`` cannot represent.
     """
     files = _checkpoint_files(source, dtype, meta)
-    with whole_folder(out) as temporary:
+    with atomic_folder(out) as temporary:
         # Files are written one by one, because threads could still write after a signal.
         checksums = {name: checkpoint.write_one(temporary / name, data) for name, data in sorted(files.items())}
         run_folder.write_checksums(temporary, checksums)
@@ -45,7 +45,9 @@ def _checkpoint_files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> 
     extras, table = checkpoint.TokenizerFiles(source.tokenizer, source.config), named_parameters(source.config)
     if dtype in quantized.BITS:
         store = quantized.to_stored(source.config, quantized.BITS[dtype], source.weights)
-        files = checkpoint.contents(source.config, {}, extras, meta, lambda *_: checkpoint.in_files(store), dtype)
+        files = checkpoint.contents(
+            source.config, {}, extras, meta, lambda *_: checkpoint.split_into_files(store), dtype
+        )
     else:
         weights = {name: _convert(name, table[name], get, dtype) for name, get in source.weights.items()}
         files = checkpoint.contents(source.config, weights, extras, meta, dtype=dtype)
@@ -56,7 +58,7 @@ def _checkpoint_files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> 
 
 def _convert(name: str, parameter: Parameter, get: Callable[[], Tensor | Quantized], dtype: str) -> tensors.Deferred:
     def values() -> np.ndarray[Any, Any]:
-        rounded_values = whole(get()).to(DTYPES[dtype])
+        rounded_values = to_tensor(get()).to(DTYPES[dtype])
         if not rounded_values.isfinite().all():
             raise UserError(f"{name} has values that {dtype} cannot represent", "use another --dtype")
         return (rounded_values.view(torch.uint16) if dtype == "bfloat16" else rounded_values).numpy()
@@ -64,8 +66,8 @@ def _convert(name: str, parameter: Parameter, get: Callable[[], Tensor | Quantiz
     return tensors.Deferred(parameter.shape, values, _CODES[dtype])
 
 
-def restored(config: GPTConfig, name: str, value: Tensor | Quantized, dtype: str) -> Tensor | Quantized:
+def restore_parameter(config: GPTConfig, name: str, value: Tensor | Quantized, dtype: str) -> Tensor | Quantized:
     """Returns a parameter after a round trip through a folder in ``dtype``."""
     if dtype in quantized.BITS:
-        return quantized.rounded(named_parameters(config)[name], value, quantized.BITS[dtype])
-    return whole(value).to(DTYPES[dtype]).float()
+        return quantized.quantize_parameter(named_parameters(config)[name], value, quantized.BITS[dtype])
+    return to_tensor(value).to(DTYPES[dtype]).float()

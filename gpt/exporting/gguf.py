@@ -24,7 +24,7 @@ from gpt.exporting.source import SourceModel
 from gpt.files import write_pieces
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.positions import rotary_rates
-from gpt.model.quantize import GROUP, Quantized, to_int4, whole
+from gpt.model.quantize import GROUP, Quantized, to_int4, to_tensor
 from gpt.runs import hf
 from gpt.runs.checkpoint import Parameters
 
@@ -187,7 +187,7 @@ def _encode(name: str, value: Tensor | Quantized, kind: str) -> Array:
     cannot represent."""
     if kind == "q4_0":
         return _encode_q4_0(name, value)
-    gguf, values = import_gguf(), whole(value).float()
+    gguf, values = import_gguf(), to_tensor(value).float()
     encoded: Array
     if kind == "q8_0":
         with np.errstate(over="ignore", invalid="ignore"):
@@ -205,7 +205,7 @@ def _encode_q4_0(name: str, value: Tensor | Quantized) -> Array:
     again."""
     if not isinstance(value, Quantized) or value.bits != 4:
         try:
-            value = to_int4(whole(value).float())
+            value = to_int4(to_tensor(value).float())
         except UserError as error:
             raise UserError(f"{name}: {error.message}", _OTHER_TYPE) from None
     rows, groups = value.scales.shape
@@ -213,7 +213,7 @@ def _encode_q4_0(name: str, value: Tensor | Quantized) -> Array:
     return torch.cat([scales, value.levels.view(rows, groups, GROUP // 2)], dim=2).flatten(1).numpy()
 
 
-def restored(config: GPTConfig, name: str, value: Tensor | Quantized, kind: str) -> Tensor:
+def restore_parameter(config: GPTConfig, name: str, value: Tensor | Quantized, kind: str) -> Tensor:
     """Returns a parameter in float32, after a round trip through a file with matrices of type ``kind``."""
     gguf = import_gguf()
     own_kind = _parameter_kind(named_parameters(config)[name], kind)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpt.errors import UserError
-from gpt.text.backends import ByteBPE, Library, in_characters
+from gpt.text.backends import ByteBPE, LibraryTokenizer, to_gpt2_spelling
 from gpt.text.boundaries import (
     CL100K_PATTERN,
     DIGITS_PATTERN,
@@ -19,10 +19,10 @@ from gpt.text.boundaries import (
     LLAMA3_PATTERN,
     MINBPE_PATTERN,
     OLD_GPT2_PATTERN,
-    backtracking,
+    remove_possessive,
 )
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
-from gpt.text.tokenizer_files import byte_ranks, listed_merges, merging_pairs, written
+from gpt.text.tokenizer_files import byte_ranks, format_merges, listed_merges, merging_pairs
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TokenType
@@ -31,9 +31,9 @@ HINT = "export a folder instead: -o without .gguf"
 
 # llama.cpp's name of each pattern (src/llama-vocab.cpp). Its pattern for o200k splits 1 in 20 texts differently.
 _PATTERN_NAMES = {
-    backtracking(GPT2_PATTERN): "gpt-2",
+    remove_possessive(GPT2_PATTERN): "gpt-2",
     OLD_GPT2_PATTERN: "gpt-2",
-    backtracking(DIGITS_PATTERN): "smollm",
+    remove_possessive(DIGITS_PATTERN): "smollm",
     CL100K_PATTERN: "llama-bpe",
     LLAMA3_PATTERN: "llama-bpe",
     MINBPE_PATTERN: "llama-bpe",  # Minbpe's pattern splits like Llama 3's.
@@ -64,14 +64,14 @@ def check(tokenizer: Tokenizer) -> None:
         raise UserError("llama.cpp does not support this tokenizer's pattern for splitting text into words", HINT)
     if bpe.skips_merges != (name == _TIKTOKEN) and len(merging_pairs(bpe.ranks)) < sum(len(t) > 1 for t in bpe.ranks):
         raise UserError("this tokenizer has tokens that no merge produces: llama.cpp would give other ids", HINT)
-    words = sorted({*map(in_characters, bpe.ranks)} & {*_added_words(tokenizer)})
+    words = sorted({*map(to_gpt2_spelling, bpe.ranks)} & {*_added_words(tokenizer)})
     if words:
         raise UserError(f'"{words[0]}" is also an ordinary token: llama.cpp finds special tokens by their text', HINT)
     if len(_end_ids(tokenizer)) > _MAX_ENDS:
         raise UserError(f"llama.cpp would not stop at all {len(tokenizer.ends)} end-of-text tokens", HINT)
 
 
-def differences(tokenizer: Tokenizer) -> list[str]:
+def describe_differences(tokenizer: Tokenizer) -> list[str]:
     """Describes differences in llama.cpp that don't prevent an export. Published Qwen files have the same
     differences."""
     notes, bpe = [], _to_bpe(tokenizer.backend)
@@ -97,7 +97,7 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
     # llama.cpp requires a merge. Neither side of this pair is a token.
-    writer.add_token_merges(bpe.merges or written([(b"\0\0", b"\0\0")]))
+    writer.add_token_merges(bpe.merges or format_merges([(b"\0\0", b"\0\0")]))
     writer.add_bos_token_id(tokenizer.eot if tokenizer.bos is None else tokenizer.bos)
     writer.add_pad_token_id(tokenizer.eot)
     writer.add_add_bos_token(tokenizer.bos is not None)
@@ -122,10 +122,10 @@ class _BPE:
 
     @property
     def merges(self) -> list[str]:
-        return written(merging_pairs(self.ranks)) if self.merge_list is None else self.merge_list
+        return format_merges(merging_pairs(self.ranks)) if self.merge_list is None else self.merge_list
 
 
-def _to_bpe(backend: ByteBPE | Library) -> _BPE | None:
+def _to_bpe(backend: ByteBPE | LibraryTokenizer) -> _BPE | None:
     if isinstance(backend, ByteBPE):
         return _BPE(backend.pattern, backend.ranks, None, True, backend.nfc)
     if not backend.pattern:
@@ -139,7 +139,7 @@ def _to_bpe(backend: ByteBPE | Library) -> _BPE | None:
 
 
 def _pattern_name(bpe: _BPE) -> str | None:
-    pattern = backtracking(bpe.pattern)
+    pattern = remove_possessive(bpe.pattern)
     # At the end of a text, Llama 3 splits white space after the last newline, and cl100k does not. The ids are equal if
     # no token spans the split.
     spanning_tokens = (token for token in bpe.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
@@ -162,7 +162,7 @@ def _token_texts(tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, "
 
     bpe = _to_bpe(tokenizer.backend)
     assert bpe is not None
-    entries = {id: (in_characters(token), TokenType.NORMAL) for token, id in bpe.ranks.items()}
+    entries = {id: (to_gpt2_spelling(token), TokenType.NORMAL) for token, id in bpe.ranks.items()}
     entries |= {id: (word, TokenType.CONTROL) for word, id in tokenizer.all_specials.items()}
     entries |= {id: (word, TokenType.USER_DEFINED) for word, id in tokenizer.words.items()}
     used_texts = {text for text, _ in entries.values()}

@@ -15,7 +15,7 @@ from gpt.errors import UserError
 from gpt.files import read_json, read_regular
 from gpt.runs import folder, hf, hub
 from gpt.runs.record import RunRecord, Table
-from gpt.settings import LARGEST, Count, checked
+from gpt.settings import MAX_FLOAT32, Count, checked
 from gpt.text import catalogue
 
 KEY = "provenance"  # Key in gpt.json.
@@ -70,7 +70,7 @@ def read_provenance(path: Path, words: str) -> Provenance:
     damaged files."""
     provenance = _read_files(path)
     if provenance.texts is None and not _is_exported(path):  # The model's training is unknown.
-        provenance = replace(provenance, ancestors=_line(words, path))
+        provenance = replace(provenance, ancestors=_find_ancestors(words, path))
     return replace(provenance, bits=min(provenance.bits, hf.load_bits(folder.home(path)) or 32))
 
 
@@ -86,7 +86,7 @@ def _read_files(path: Path, depth: int = 0) -> Provenance:
             hint = "copy the checkpoint out of its run; its card will then state that its training is unknown"
             raise UserError(error.message, hint) from None
     if folder.is_adapter(path):
-        return Provenance(ancestors=_line(folder.base_of(path), folder.base_folder(path), depth))
+        return Provenance(ancestors=_find_ancestors(folder.base_of(path), folder.base_folder(path), depth))
     base = _front_matter(path).get("base_model", "")
     on_hub = HUB_NAME.fullmatch(base) is not None
     return Provenance(ancestors=[Ancestor(base if on_hub else last_part(base), on_hub)] if base else [])
@@ -105,20 +105,20 @@ def _from_run(record: RunRecord, path: Path, depth: int) -> Provenance:
         settings.pop("preset")  # Fine-tuning records only the preset of nearest size.
     is_best = result.get("checkpoint") == path.name
     return Provenance(
-        None if record.sources is None else texts_of(record.sources, record.texts or []),
+        None if record.sources is None else group_texts(record.sources, record.texts or []),
         record.tokens.train if record.tokens else None,
         {key: value for key, value in settings.items() if not isinstance(value, dict | None)},
         _to_float(result.get("val_loss")) if is_best else None,
         _to_float(result.get("bits_per_byte")) if is_best else None,
-        _line(record.init.model, Path(record.init.path), depth) if record.init else [],
+        _find_ancestors(record.init.model, Path(record.init.path), depth) if record.init else [],
     )
 
 
 def _to_float(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and abs(value) <= LARGEST else None
+    return float(value) if type(value) in (int, float) and abs(value) <= MAX_FLOAT32 else None
 
 
-def _line(words: str, path: Path, depth: int = 0) -> list[Ancestor]:
+def _find_ancestors(words: str, path: Path, depth: int = 0) -> list[Ancestor]:
     """Returns the model at ``path``, given by the user as ``words``, and its ancestors."""
     on_hub = hub.is_remote(words)
     name = _name_from_path(words) or _name_from_path(str(path.absolute()))
@@ -148,7 +148,7 @@ def _front_matter(path: Path) -> dict[str, str]:
     return {key: value for key, _, value in _YAML_ENTRY.findall(match[1]) if value != "unknown"} if match else {}
 
 
-def texts_of(sources: Sequence[Mapping[str, Any]], texts: Sequence[str] = ()) -> list[Text]:
+def group_texts(sources: Sequence[Mapping[str, Any]], texts: Sequence[str] = ()) -> list[Text]:
     """Groups a run's ``sources`` into texts: one per corpus in ``texts``, one per other file up to `_MAX_TEXTS`, and
     one for the rest."""
     corpora = [catalogue.corpus(name) for name in texts if name in catalogue.names()]
@@ -160,10 +160,10 @@ def texts_of(sources: Sequence[Mapping[str, Any]], texts: Sequence[str] = ()) ->
         group = group if group in groups else name
         is_listed = group in groups or len(groups) < _MAX_TEXTS
         groups.setdefault(group if is_listed else "more files", []).append(source)
-    return [joined(last_part(name), files, homepages) for name, files in groups.items() if files]
+    return [combine_files(last_part(name), files, homepages) for name, files in groups.items() if files]
 
 
-def joined(name: str, sources: Sequence[Mapping[str, Any]], published: Mapping[str, str] | None = None) -> Text:
+def combine_files(name: str, sources: Sequence[Mapping[str, Any]], published: Mapping[str, str] | None = None) -> Text:
     """Combines files into one text. ``published`` maps file names to homepages."""
     sizes = [source.get("bytes") for source in sources]
     known_sizes = [size for size in sizes if type(size) is int and size >= 0]

@@ -82,18 +82,18 @@ def check(source: SourceModel, target: Target) -> None:
         raise UserError(f"{target.out} would look like a checkpoint of that run", "choose another name with -o")
 
 
-def stored(source: SourceModel, target: Target) -> Parameters:
+def read_back(source: SourceModel, target: Target) -> Parameters:
     """Returns the weights after a round trip through the target."""
-    restored = gguf.restored if target.is_file else folder.restored
+    restore = gguf.restore_parameter if target.is_file else folder.restore_parameter
 
     def get(name: str) -> Tensor | Quantized:
-        return restored(source.config, name, source.weights[name](), target.type)
+        return restore(source.config, name, source.weights[name](), target.type)
 
     return {name: partial(get, name) for name in source.weights}
 
 
 @contextlib.contextmanager
-def whole_or_nothing(target: Target) -> Iterator[None]:
+def write_atomically(target: Target) -> Iterator[None]:
     """Creates the target's parent folders, and removes them after an error. A signal raises `Interrupted` immediately.
     A full disk raises `WorkError`."""
     new_folders = [parent for parent in target.out.absolute().parents if not parent.exists()]

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.device import upload
 from gpt.model import kernels
-from gpt.model.params import SLACK, cache_columns
+from gpt.model.params import WINDOW_SLACK, cache_columns
 
 BLOCK = 128  # columns per block in one-query GPU attention
 Positions = slice | Tensor  # positions shared by all rows, or (B, T) positions
@@ -62,14 +62,15 @@ def _make_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
 
 
 class KVCache:
-    """Keys and values of ``rows`` sequences of up to ``room`` positions.
+    """Keys and values of ``rows`` sequences of up to ``max_positions`` positions.
 
     Each layer has its own key and value tensors, (rows, K, columns, D). If all layers shared a tensor, compiled code
     would copy all of it to write one layer.
 
     Position p is in column p modulo the number of columns. A windowed layer has columns for its window plus
-    `params.SLACK` positions that can be appended and rewound. Other layers have ``room`` columns. With RoPE, positions
-    can exceed ``room``, one token per step. With tensor parallelism, ``kv_heads`` counts this rank's heads.
+    `params.WINDOW_SLACK` positions that can be appended and rewound. Other layers have ``max_positions`` columns. With
+    RoPE, positions can exceed ``max_positions``, one token per step. With tensor parallelism, ``kv_heads`` counts this
+    rank's heads.
     """
 
     def __init__(
@@ -78,18 +79,21 @@ class KVCache:
         rows: int,
         device: torch.device,
         dtype: torch.dtype,
-        room: int | None = None,
+        max_positions: int | None = None,
         kv_heads: int | None = None,
     ) -> None:
         self.rows = rows
-        self.room = config.block_size if room is None else room
-        self.windows = tuple(min(window or self.room, self.room) for window in config.windows)
-        self.columns = {min(w or self.room, self.room): cache_columns(w, self.room) for w in config.windows}
+        self.max_positions = config.block_size if max_positions is None else max_positions
+        self.windows = tuple(min(window or self.max_positions, self.max_positions) for window in config.windows)
+        self.columns = {
+            min(w or self.max_positions, self.max_positions): cache_columns(w, self.max_positions)
+            for w in config.windows
+        }
         shapes = [(rows, kv_heads or config.kv_heads, self.columns[w], config.head_size) for w in self.windows]
         self.keys = [_make_zeros(shape, device, dtype) for shape in shapes]
         self.values = [_make_zeros(shape, device, dtype) for shape in shapes]
         blocks = -(-max(self.columns.values()) // BLOCK)
-        self.blocks = torch.arange(blocks, dtype=torch.int32, device=device)  # block indices for `filled_blocks`
+        self.blocks = torch.arange(blocks, dtype=torch.int32, device=device)  # block indices for `make_block_mask`
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +102,8 @@ class KVCache:
 
     def can_rewind(self, length: int, count: int) -> bool:
         """Whether dropping the last ``count`` of a row's ``length`` positions leaves a full window."""
-        has_all_positions = all(columns >= min(self.room, length) for columns in self.columns.values())
-        return has_all_positions or count <= SLACK
+        has_all_positions = all(columns >= min(self.max_positions, length) for columns in self.columns.values())
+        return has_all_positions or count <= WINDOW_SLACK
 
     def copy(self, source: int, target: int, start: int, stop: int, written: int) -> None:
         """Copies positions ``start`` to ``stop`` to another row. Copies all columns of layers that have wrapped around:
@@ -150,7 +154,7 @@ class Placement:
 
     def _make_span(self, window: int, rows: slice | None, lengths: Sequence[int], T: int, new: Positions) -> _Span:
         """Makes the span of T ``new`` positions in layers with ``window``."""
-        columns, device, room = self.cache.columns[window], self.cache.keys[0].device, self.cache.room
+        columns, device, max_positions = self.cache.columns[window], self.cache.keys[0].device, self.cache.max_positions
         max_length = max(lengths) + T
         if isinstance(new, slice) and max_length <= columns:
             start, end = new.start, new.stop
@@ -162,8 +166,8 @@ class Placement:
             return _Span(
                 rows, new, slice(0, end), _visibility_mask(column_indices[:, start:], column_indices, window)[0, 0]
             )
-        if window == room and T > 1 and max_length > room:
-            raise ValueError(f"{max_length} tokens do not fit in a cache of {room}")
+        if window == max_positions and T > 1 and max_length > max_positions:
+            raise ValueError(f"{max_length} tokens do not fit in a cache of {max_positions}")
         if isinstance(new, slice):
             new = torch.arange(new.start, new.stop, device=device).expand(len(lengths), -1)
         if columns - window >= T - 1 or max_length <= columns:
@@ -203,11 +207,11 @@ class Placement:
     ) -> Tensor:
         span = spans[self.cache.windows[layer]]
         k, v = span.append(self.cache.keys[layer], k), span.append(self.cache.values[layer], v)
-        if prefill_dtype is not None and span.mask is None and q.size(2) >= kernels.PLAIN_QUERIES:
+        if prefill_dtype is not None and span.mask is None and q.size(2) >= kernels.MATMUL_QUERIES:
             return kernels.attend(q.to(prefill_dtype), k.to(prefill_dtype), v.to(prefill_dtype), None).to(q.dtype)
         return kernels.attend(q, k, v, span.mask)
 
-    def single(self, layer: int) -> tuple[Tensor, Tensor, tuple[int, int, int]] | None:
+    def select_row(self, layer: int) -> tuple[Tensor, Tensor, tuple[int, int, int]] | None:
         """Returns a one-token step's cached keys and values, (K, columns, D), and (column to write, first visible
         column, end of the visible columns), or None if columns are not in position order."""
         span = self._parts[0][2][self.cache.windows[layer]]
@@ -228,7 +232,7 @@ class EveryRow:
         self.columns = {window: positions % columns for window, columns in cache.columns.items()}
         has_wide_heads = cache.keys[0].size(3) >= 16  # `flex_attention` requires head size 16 or more.
         in_blocks = has_wide_heads and positions.device.type == "cuda" and torch.compiler.is_compiling()
-        make_mask = functools.partial(filled_blocks, cache.blocks) if in_blocks else sees_columns
+        make_mask = functools.partial(make_block_mask, cache.blocks) if in_blocks else make_column_mask
         # A mask per window: of columns, (rows, 1, 1, columns), or of blocks.
         self.masks: dict[int, Any] = {w: make_mask(positions, w, columns) for w, columns in cache.columns.items()}
 
@@ -243,13 +247,13 @@ class EveryRow:
 Places = Placement | EveryRow  # where a step's keys and values go
 
 
-def sees_columns(positions: Tensor, window: int, columns: int) -> Tensor:
+def make_column_mask(positions: Tensor, window: int, columns: int) -> Tensor:
     """Returns the mask of columns visible to the newest position of each row: (B) → (B, 1, 1, columns)."""
     new = positions[:, None]
     return _visibility_mask(new, _stored_positions(new, columns), window)
 
 
-def filled_blocks(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
+def make_block_mask(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
     """Returns a `flex_attention` mask of the blocks that each row has filled. ``positions``, (B), are the rows' newest.
     ``blocks``, int32, counts from 0."""
     from torch.nn.attention.flex_attention import BlockMask

@@ -90,7 +90,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.window, self.dropout = config.head_size, window, config.dropout
         self.groups = config.n_head // config.kv_heads  # query heads per key/value head
-        self.prompts: torch.dtype | None = None  # dtype of attention in long prefills, or None for the model's
+        self.prefill_dtype: torch.dtype | None = None  # dtype of attention in long prefills, or None for the model's
         query_width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
         # c_attn computes queries, keys and values of all heads; c_proj is the output matrix W_O.
         self.c_attn = Linear(config.n_embd, query_width + 2 * kv_width, bias=config.biases != "none")
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         if places is None:
             y = kernels.attend(q, k, v, None, self.dropout if self.training else 0.0, self.window)
         else:
-            y = places.attend(layer, q, k, v, self.prompts)
+            y = places.attend(layer, q, k, v, self.prefill_dtype)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D), heads concatenated
         out: Tensor = self.c_proj(y)
         return self.resid_dropout(out) if self.training else out
@@ -134,7 +134,9 @@ class Attention(nn.Module):
         q, k, _ = self.qkv(x, rope)
         k = k.repeat_interleave(self.groups, dim=1)
         scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(self.head_size)
-        return scores.masked_fill(~kernels.visible(q.size(2), self.window, q.device), float("-inf")).softmax(-1)
+        return scores.masked_fill(~kernels.make_causal_mask(q.size(2), self.window, q.device), float("-inf")).softmax(
+            -1
+        )
 
 
 def activate(x: Tensor, gated: bool) -> Tensor:
@@ -201,7 +203,7 @@ class GPT(nn.Module):
         self.wte = Embedding(config.vocab_size, config.n_embd)  # also the unembedding if tied
         if config.positions == "learned":
             self.wpe = Embedding(config.block_size, config.n_embd)
-        self.lay_tables()
+        self.build_position_tables()
         self.drop = Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config, window) for window in config.windows)
         self.ln_f = make_norm(config)
@@ -211,7 +213,7 @@ class GPT(nn.Module):
         self.recompute = False  # whether the backward pass recomputes activations
         self.initialize()
 
-    def lay_tables(self, device: torch.device | None = None) -> None:
+    def build_position_tables(self, device: torch.device | None = None) -> None:
         """Computes the sinusoidal or RoPE table."""
         config, rope = self.config, None
         with torch.device("cpu"):  # `arange` takes a second on the meta device.
@@ -251,7 +253,7 @@ class GPT(nn.Module):
         positions, end = (slice(0, idx.size(1)), idx.size(1)) if places is None else (places.positions, places.end)
         if end > self.config.block_size and (places is None or self.rope is None):
             raise ValueError(f"{end} tokens do not fit in the context of {self.config.block_size}")
-        self.reach(end)
+        self.grow_rope_table(end)
         return self.embed_at(idx, positions)
 
     def embed_at(self, idx: Tensor, positions: Positions) -> tuple[Tensor, Rope | None]:
@@ -260,7 +262,7 @@ class GPT(nn.Module):
         table = self.position_table()
         if table is not None:
             x = x + table[positions]
-        x = kernels.narrowed(self.drop(x) if self.training else x)
+        x = kernels.narrow_stream(self.drop(x) if self.training else x)
         if self.rope is None:
             return x, None
         cos, sin = self.rope[:, positions].unsqueeze(-2)
@@ -275,9 +277,9 @@ class GPT(nn.Module):
 
     def last_norm(self, x: Tensor) -> Tensor:
         """Normalizes the last block's output, (B, T, C)."""
-        return kernels.narrowed(self.ln_f(x))
+        return kernels.narrow_stream(self.ln_f(x))
 
-    def reach(self, positions: int) -> None:
+    def grow_rope_table(self, positions: int) -> None:
         """Grows the RoPE table to ``positions``, which can exceed the context."""
         if self.rope is not None and positions > self.rope.size(1):
             with torch.inference_mode(False):  # Training cannot use inference tensors.

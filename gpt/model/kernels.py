@@ -16,13 +16,13 @@ from torch import Tensor
 MAX_UNSPLIT_COLUMNS = 1024  # GPU attention for one query splits longer caches.
 NARROW_ON = ("cuda",)  # Devices that narrow the residual stream to bfloat16 under autocast.
 SUMMED_ON = ("cuda",)  # Devices where compiled code sums bias gradients in two steps.
-PLAIN_UP_TO, PLAIN_ROWS = 512, 8  # Matmul attention in CPU training: maximum positions, sequences per call
-PLAIN_QUERIES = 128  # Queries per call, and minimum queries, of bfloat16 matmul attention on a CPU.
+MAX_MATMUL_POSITIONS, MATMUL_ROWS = 512, 8  # Matmul attention in CPU training: maximum positions, sequences per call
+MATMUL_QUERIES = 128  # Queries per call, and minimum queries, of bfloat16 matmul attention on a CPU.
 
 
 @dataclass(frozen=True)
 class TracedInputs:
-    """Values that a traced step takes as inputs, instead of random numbers, masks and `PLAIN_ROWS`."""
+    """Values that a traced step takes as inputs, instead of random numbers, masks and `MATMUL_ROWS`."""
 
     dropout_masks: Iterator[Tensor]  # masks in call order
     causal_bias: Tensor  # `bias` without a window
@@ -148,7 +148,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
         return dx.to(x.dtype), None if dw is None else dw.to(weight.dtype), None
 
 
-def narrowed(x: Tensor) -> Tensor:
+def narrow_stream(x: Tensor) -> Tensor:
     """Casts the residual stream (B, T, C) to bfloat16 if GPU autocast uses bfloat16. This halves the memory traffic of
     norms and sums without a measurable effect on the loss (docs/decisions.md)."""
     device_type = x.device.type
@@ -173,18 +173,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
     if mask is not None and not isinstance(mask, Tensor):
         return attend_blocks(q, k, v, mask)
     is_causal_on_cpu, grad_enabled = q.device.type == "cpu" and mask is None and T > 1, torch.is_grad_enabled()
-    if is_causal_on_cpu and grad_enabled and S <= PLAIN_UP_TO:
-        rows_per_call = PLAIN_ROWS if _traced is None else _traced.batch_rows
+    if is_causal_on_cpu and grad_enabled and S <= MAX_MATMUL_POSITIONS:
+        rows_per_call = MATMUL_ROWS if _traced is None else _traced.batch_rows
         batches = [slice(at, at + rows_per_call) for at in range(0, q.size(0), rows_per_call)]
         return torch.cat([_attend_by_matmul(q[batch], k[batch], v[batch], dropout, window) for batch in batches])
-    if is_causal_on_cpu and not grad_enabled and T >= PLAIN_QUERIES and q.dtype == torch.bfloat16:
-        key_ends = [min(at + PLAIN_QUERIES, T) for at in range(0, T, PLAIN_QUERIES)]
-        chunks = zip(torch.split(q, PLAIN_QUERIES, dim=2), key_ends, strict=True)
+    if is_causal_on_cpu and not grad_enabled and T >= MATMUL_QUERIES and q.dtype == torch.bfloat16:
+        key_ends = [min(at + MATMUL_QUERIES, T) for at in range(0, T, MATMUL_QUERIES)]
+        chunks = zip(torch.split(q, MATMUL_QUERIES, dim=2), key_ends, strict=True)
         return torch.cat(
             [_attend_by_matmul(x, k[:, :, :end], v[:, :, :end], dropout, window) for x, end in chunks], dim=2
         )
     if mask is None and window is not None and window < T:
-        mask = visible(T, window, q.device)
+        mask = make_causal_mask(T, window, q.device)
     groups = q.size(1) // k.size(1)
     causal = T > 1 and mask is None
     if groups > 1 and not causal and (T == 1 or q.device.type != "cpu"):
@@ -222,10 +222,10 @@ def bias(q: Tensor, S: int, window: int | None) -> Tensor:
         return (_traced.causal_bias if window is None else _traced.window_bias).to(q.dtype)
     T = q.size(2)
     mask = torch.zeros((T, S), dtype=q.dtype, device=q.device)
-    return mask.masked_fill_(~visible(T, window, q.device, S - T), -math.inf)
+    return mask.masked_fill_(~make_causal_mask(T, window, q.device, S - T), -math.inf)
 
 
-def visible(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
+def make_causal_mask(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
     """Returns the causal mask (T, before + T): positions attend to up to ``window`` positions, including themselves."""
     causal = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
     return causal if window is None or window >= before + T else causal.triu_(before + 1 - window)

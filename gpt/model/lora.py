@@ -122,7 +122,7 @@ def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.
     global generator."""
     model.requires_grad_(False)
     adapter_parameters = []
-    for name, matrices in adapted(model.config, find_roles(targets, model.config)).items():
+    for name, matrices in select_adapted(model.config, find_roles(targets, model.config)).items():
         parent, _, child = name.rpartition(".")
         adapter = LowRank(model.get_submodule(name), rank, alpha / rank, matrices)  # type: ignore[arg-type]
         setattr(model.get_submodule(parent), child, adapter)
@@ -138,7 +138,7 @@ def adapters(model: GPT) -> dict[str, Tensor]:
 def adapter_shapes(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, Shape]:
     """Returns the shapes of the tensors in `adapters`."""
     table, shapes = named_parameters(config), dict[str, Shape]()
-    for name, matrices in adapted(config, roles).items():
+    for name, matrices in select_adapted(config, roles).items():
         in_features = table[f"{name}.weight"].shape[1]
         shapes |= {
             f"{name}.a": (len(matrices) * rank, in_features),
@@ -150,7 +150,7 @@ def adapter_shapes(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[s
 @torch.no_grad()
 def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float, roles: Sequence[str]) -> None:
     """Merges ``tensors``, as returned by `adapters`, into the weights of a model without adapters."""
-    for name, matrices in adapted(model.config, roles).items():
+    for name, matrices in select_adapted(model.config, roles).items():
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
         a, b = (tensors[f"{name}.{factor}"].to(weight.device) for factor in "ab")
@@ -158,7 +158,7 @@ def merge(model: GPT, tensors: Mapping[str, Tensor], scale: float, roles: Sequen
         weight += scale * (_spread_b(b, rows, len(weight)) @ a)
 
 
-def adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedMatrix, ...]]:
+def select_adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[AdaptedMatrix, ...]]:
     """Returns the matrices to adapt for ``roles``, by module name."""
     linears = {}
     for name, p in named_parameters(config).items():

@@ -13,7 +13,7 @@ from gpt.config import GPTConfig, Mlp
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-PLAIN_UP_TO = 512  # Copy of `kernels.PLAIN_UP_TO` that avoids importing torch; a test compares them.
+MAX_MATMUL_POSITIONS = 512  # Copy of `kernels.MAX_MATMUL_POSITIONS` that avoids importing torch; a test compares them.
 # Logits are padded to a multiple of `ALIGNED` columns. With an odd number, like GPT-2's 50,257, a GPU can't use its
 # fast kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)
@@ -22,7 +22,7 @@ ALIGNED, ALIGNED_ON = 64, ("cuda",)
 # accumulate no gradient. Forward and backward on two cores in bfloat16, with 4,096 positions, 4,096 ids and width 256,
 # took 53 ms with 2²², 81 with 2²⁴, and 149 with all logits and autograd.
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
-LEAST_AT_ONCE = 512  # Minimum positions per chunk: with fewer, reading the unembedding takes too long.
+MIN_POSITIONS_PER_CHUNK = 512  # Minimum positions per chunk: with fewer, reading the unembedding takes too long.
 FLOAT = 4
 # Elements per hidden unit that the MLP saves for its gradient. GELU saves its input and output; SwiGLU saves the gate
 # before and after SiLU, the up-projection and the product.
@@ -68,7 +68,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Training:
+class StepMemory:
     """Bytes on a rank. ``moments`` has the totals at three moments of a step."""
 
     parameters: int  # float32
@@ -86,14 +86,18 @@ class Training:
         return max(self.moments.values())
 
 
-def training(config: GPTConfig, setup: Setup) -> Training:
+def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     """Counts a rank's bytes in any training step after the first, which creates the optimizer state."""
     rank_counts = counts(config, setup.tensor)
     positions = setup.micro_batch * config.block_size
     parameters = gradients = FLOAT * -(-sum(rank_counts.values()) // setup.shard_ranks)
     state = -(-optimizer_state(rank_counts, setup.optimizer) // setup.shard_ranks)
     snapshot = parameters + state
-    activations, loss, (fixed, blocks) = trunk(config, setup), loss_bytes(config, setup), weight_copies(config, setup)
+    activations, loss, (fixed, blocks) = (
+        count_saved_bytes(config, setup),
+        loss_bytes(config, setup),
+        weight_copies(config, setup),
+    )
     permanent = parameters + state + fixed + snapshot * (setup.device == "cpu")
     copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
     # Gradients of earlier micro-batches, or the gradient buckets of torch's DDP.
@@ -110,7 +114,7 @@ def training(config: GPTConfig, setup: Setup) -> Training:
         "backward": permanent + gradients + max(block_backward + positions * block(config, setup), tables * table),
         "update": permanent - fixed + gradients + _update_bytes(config, setup),
     }
-    return Training(parameters, gradients, state, activations, loss, fixed + blocks, snapshot, moments)
+    return StepMemory(parameters, gradients, state, activations, loss, fixed + blocks, snapshot, moments)
 
 
 def optimizer_state(rank_counts: Mapping[Kind, int], optimizer: str) -> int:
@@ -119,7 +123,7 @@ def optimizer_state(rank_counts: Mapping[Kind, int], optimizer: str) -> int:
     return FLOAT * (momentum + 2 * (sum(rank_counts.values()) - momentum))
 
 
-def trunk(config: GPTConfig, setup: Setup) -> int:
+def count_saved_bytes(config: GPTConfig, setup: Setup) -> int:
     """Bytes that autograd saves for a micro-batch: the embeddings' dropout mask, the last norm's input, and the blocks'
     activations (with recomputation, only their inputs)."""
     C, T = config.n_embd, config.block_size
@@ -170,7 +174,7 @@ def _attention_kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfu
     short contexts on a CPU."""
     if setup.device == "cuda":
         return "fused"
-    return "plain" if config.block_size <= PLAIN_UP_TO else "unfused" if config.dropout else "fused"
+    return "plain" if config.block_size <= MAX_MATMUL_POSITIONS else "unfused" if config.dropout else "fused"
 
 
 def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
@@ -208,7 +212,9 @@ def logits_at_once(config: GPTConfig, setup: Setup) -> int:
 def positions_at_once(positions: int, vocab_size: int, chunk: int, device: str, frozen: bool = False) -> int:
     """Positions per chunk of logits. Chunks have nearly equal sizes, up to ``chunk`` if nonzero."""
     max_logits = LOGITS_ON_CPU if device == "cpu" else FROZEN_LOGITS if frozen else LOGITS
-    max_chunk = min(chunk or positions, max(LEAST_AT_ONCE, max_logits // columns_of_logits(vocab_size, device)))
+    max_chunk = min(
+        chunk or positions, max(MIN_POSITIONS_PER_CHUNK, max_logits // columns_of_logits(vocab_size, device))
+    )
     return -(-positions // -(-positions // max_chunk))
 
 

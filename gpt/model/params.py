@@ -14,7 +14,7 @@ from gpt.config import PRESETS, GPTConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["embedding", "positions", "linear", "bias", "norm", "unembedding"]
-SLACK = 64  # Cache columns beyond a layer's window, for appending and rewinding.
+WINDOW_SLACK = 64  # Cache columns beyond a layer's window, for appending and rewinding.
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Parameter:
     unit: int = 1  # rows or columns that stay together in a split: one head
     fused: tuple[int, ...] = ()  # rows of each matrix in a stack: query, key, value; or gate, up
     matrices: tuple[str, ...] = ()  # rows of the GPT-3 table, one per fused matrix
-    summed: bool = False  # whether tensor-parallel ranks must sum their heads' gradients
+    has_partial_gradient: bool = False  # whether tensor-parallel ranks must sum their heads' gradients
     trained: bool = True  # False for a fixed position table, which only checkpoints contain
 
     @property
@@ -101,7 +101,9 @@ def _linear(
 def _norm(name: str, width: int, config: GPTConfig | None = None, in_blocks: bool = True) -> list[Parameter]:
     """Returns a norm's weight and a LayerNorm's β. Without ``config``, the norm is an RMSNorm of queries or keys."""
     parts = ("weight", "bias") if config is not None and config.norm == "layernorm" else ("weight",)
-    return [Parameter(f"{name}.{part}", (width,), "norm", in_blocks, summed=config is None) for part in parts]
+    return [
+        Parameter(f"{name}.{part}", (width,), "norm", in_blocks, has_partial_gradient=config is None) for part in parts
+    ]
 
 
 def named_parameters(config: GPTConfig) -> dict[str, Parameter]:
@@ -189,17 +191,17 @@ def flops_per_token(config: GPTConfig, context: int, adapters: int = 0) -> int:
     which are only looked up. Recomputation and masking don't change the result. With ``adapters`` trained parameters,
     frozen parameters cost only 4 N, because they need no gradients.
     """
-    n = multiplied(config)
+    n = count_matmul_parameters(config)
     return (4 * n + 6 * adapters if adapters else 6 * n) + 12 * _score_products(config, context)
 
 
 def flops_sampled(config: GPTConfig, context: int) -> int:
     """FLOPs to generate a token after ``context`` cached positions: 2 N + 4·L·C·T, like the forward pass in
     `flops_per_token`."""
-    return 2 * multiplied(config) + 4 * _score_products(config, context)
+    return 2 * count_matmul_parameters(config) + 4 * _score_products(config, context)
 
 
-def multiplied(config: GPTConfig) -> int:
+def count_matmul_parameters(config: GPTConfig) -> int:
     """Number of parameters in matrix products: all except the position table and an untied embedding."""
     by_kind = counts(config)
     return sum(by_kind.values()) - by_kind["positions"] - (0 if config.tied else by_kind["embedding"])
@@ -208,17 +210,17 @@ def multiplied(config: GPTConfig) -> int:
 def _score_products(config: GPTConfig, context: int) -> int:
     """Multiplications for the last position's scores, over heads and layers: L·C·T without windows, if head widths add
     up to C."""
-    return config.n_head * config.head_size * seen(config, context)
+    return config.n_head * config.head_size * count_attended(config, context)
 
 
-def seen(config: GPTConfig, context: int) -> int:
+def count_attended(config: GPTConfig, context: int) -> int:
     """Number of positions that the last of ``context`` positions attends to, summed over layers."""
     return sum(min(context, window or context) for window in config.windows)
 
 
 def cache_columns(window: int | None, positions: int) -> int:
-    """KV cache columns of a layer: all ``positions``, or its window plus `SLACK`."""
-    return positions if window is None else min(positions, window + SLACK)
+    """KV cache columns of a layer: all ``positions``, or its window plus `WINDOW_SLACK`."""
+    return positions if window is None else min(positions, window + WINDOW_SLACK)
 
 
 def cache_bytes(config: GPTConfig, positions: int, width: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
-from gpt.model.memory import Setup, Training, divisors, logits_at_once, training
+from gpt.model.memory import Setup, StepMemory, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig
@@ -24,14 +24,14 @@ class TrainingPlan:
 
     devices: int
     setup: Setup
-    memory: Training  # bytes per rank
-    room: int  # bytes of a device that a step can use
+    memory: StepMemory  # bytes per rank
+    memory_limit: int  # bytes of a device that a step can use
     days: float | None  # None if the device's peak is unknown
 
     @property
     def fits(self) -> bool:
         """Whether a rank has enough memory."""
-        return self.memory.peak <= self.room
+        return self.memory.peak <= self.memory_limit
 
     @property
     def options(self) -> str:
@@ -79,7 +79,9 @@ def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int
     kind = find_kind(request.kind)
     days = training_days(config, request, devices, kind)
     for setup in setups(config, request, rows, devices):
-        plan = TrainingPlan(devices, setup, training(config, setup), usable_bytes(config, setup, kind.memory), days)
+        plan = TrainingPlan(
+            devices, setup, count_step_memory(config, setup), usable_bytes(config, setup, kind.memory), days
+        )
         if plan.fits:
             return plan
         if smallest is None or plan.memory.peak < smallest.memory.peak:
@@ -107,9 +109,9 @@ def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> I
                 device="cpu" if request.kind == "cpu" else "cuda",
             )
             if request.micro_batch is None:
-                yield largest(config, setup, rank_rows, memory)
+                yield with_largest_micro_batch(config, setup, rank_rows, memory)
             elif rank_rows % request.micro_batch == 0:
-                yield in_chunks(config, at_once(setup, request.micro_batch, rank_rows), memory)
+                yield with_loss_chunks(config, with_micro_batch(setup, request.micro_batch, rank_rows), memory)
 
 
 def _parallelisms(config: GPTConfig, request: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
@@ -128,40 +130,40 @@ def usable_bytes(config: GPTConfig, setup: Setup, memory: int) -> int:
     """Returns the part of a device's ``memory`` that a step can use."""
     if setup.device == "cuda":
         return int(USABLE * memory)
-    step = training(config, setup)
+    step = count_step_memory(config, setup)
     permanent = step.parameters + step.gradients + step.optimizer + step.snapshot
     return permanent + int(CPU_SHARE * max(0, memory - permanent))
 
 
 def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
     """Whether a step fits in a device's `usable_bytes`."""
-    return training(config, setup).peak <= usable_bytes(config, setup, memory)
+    return count_step_memory(config, setup).peak <= usable_bytes(config, setup, memory)
 
 
-def largest(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
+def with_largest_micro_batch(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
     """Returns ``setup`` with the largest micro-batch that fits and divides a rank's ``rows``, else with one sequence
-    and logits `in_chunks`."""
+    and logits `with_loss_chunks`."""
     for micro_batch in reversed(divisors(rows)):
-        setup = at_once(setup, micro_batch, rows)
+        setup = with_micro_batch(setup, micro_batch, rows)
         if fits(config, setup, memory):
             return setup
-    return in_chunks(config, setup, memory)
+    return with_loss_chunks(config, setup, memory)
 
 
-def at_once(setup: Setup, micro_batch: int, rows: int) -> Setup:
+def with_micro_batch(setup: Setup, micro_batch: int, rows: int) -> Setup:
     """Returns ``setup`` with ``micro_batch``, which divides a rank's ``rows``."""
     return replace(setup, micro_batch=micro_batch, accumulates=rows > micro_batch)
 
 
-def in_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
+def with_loss_chunks(config: GPTConfig, setup: Setup, memory: int) -> Setup:
     """Halves the chunks of logits until the step fits, or until its memory no longer shrinks."""
-    chunk, peak = logits_at_once(config, setup), training(config, setup).peak
+    chunk, peak = logits_at_once(config, setup), count_step_memory(config, setup).peak
     while chunk > MIN_LOSS_CHUNK and not fits(config, setup, memory):
         chunk = max(MIN_LOSS_CHUNK, chunk // 2)
         smaller = replace(setup, loss_chunk=chunk)
-        if training(config, smaller).peak >= peak:
+        if count_step_memory(config, smaller).peak >= peak:
             break  # Something other than logits needs the most memory.
-        setup, peak = smaller, training(config, smaller).peak
+        setup, peak = smaller, count_step_memory(config, smaller).peak
     return setup
 
 

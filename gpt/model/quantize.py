@@ -47,10 +47,10 @@ class Quantized:
         """Returns levels times scales, in float32."""
         if self.bits == 8:
             return self.levels.float().mul_(self.scales[:, None])
-        groups = self.unpacked().float().sub_(MIDDLE).view(len(self.levels), -1, GROUP)
+        groups = self.unpack_levels().float().sub_(MIDDLE).view(len(self.levels), -1, GROUP)
         return groups.mul_(self.scales.float()[..., None]).flatten(1)
 
-    def unpacked(self) -> Tensor:
+    def unpack_levels(self) -> Tensor:
         """Returns the int4 levels, 0 to 15, as uint8 (out, in)."""
         pairs = self.levels.view(len(self.levels), -1, GROUP // 2)
         return torch.cat([pairs & 15, pairs >> 4], dim=-1).flatten(1)
@@ -61,7 +61,7 @@ class Quantized:
         return Quantized(F.embedding(flat_ids, self.levels), self.scales[flat_ids]).dequantize().view(*ids.shape, -1)
 
 
-def whole(value: Tensor | Quantized) -> Tensor:
+def to_tensor(value: Tensor | Quantized) -> Tensor:
     """Returns a parameter as a tensor, dequantized to float32 if necessary."""
     return value.dequantize() if isinstance(value, Quantized) else value
 
@@ -69,17 +69,17 @@ def whole(value: Tensor | Quantized) -> Tensor:
 def to_int8(weight: Tensor) -> Quantized:
     """Quantizes a matrix to int8, scaling the largest element of each row to ±127. Raises `NotANumber` for NaN or
     infinity."""
-    return _in_parts(weight, _rows_to_int8)
+    return _quantize_in_chunks(weight, _rows_to_int8)
 
 
 def to_int4(weight: Tensor) -> Quantized:
     """Quantizes a matrix whose row length is a multiple of 32 to int4. Tries scales that put a group's largest element
     near ±8, fits them by least squares and picks the most accurate. Raises `NotANumber` for NaN or infinity, and
     `UserError` for elements too large for a float16 scale."""
-    return _in_parts(weight, _rows_to_int4)
+    return _quantize_in_chunks(weight, _rows_to_int4)
 
 
-def round_matrix(weight: Tensor, bits: int) -> Quantized:
+def quantize_matrix(weight: Tensor, bits: int) -> Quantized:
     """Quantizes a matrix to ``bits``, or to 8 if its row length is not a multiple of 32."""
     return (to_int4 if bits_of_rows(weight.size(1), bits) == 4 else to_int8)(weight)
 
@@ -89,7 +89,7 @@ def bits_of_rows(width: int, bits: int) -> int:
     return bits if width % GROUP == 0 else 8
 
 
-def _in_parts(weight: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
+def _quantize_in_chunks(weight: Tensor, quantize: Callable[[Tensor], Quantized]) -> Quantized:
     parts = [quantize(rows.float()) for rows in torch.split(weight.detach(), max(1, _CHUNK_SIZE // weight.size(1)))]
     return Quantized(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
 
@@ -154,7 +154,7 @@ class QuantizedEmbedding(nn.Module):
         return self.weight.rows(ids).to(self.dtype)
 
 
-def round_matrices(model: GPT, bits: int, dtype: torch.dtype = torch.float32) -> GPT:
+def quantize_model(model: GPT, bits: int, dtype: torch.dtype = torch.float32) -> GPT:
     """Quantizes a model's matrices to ``bits`` and its embeddings to 8, in place, and returns the model. Dequantizes
     embedding rows to ``dtype``."""
     embedding = to_int8(model.wte.weight)
@@ -162,6 +162,6 @@ def round_matrices(model: GPT, bits: int, dtype: torch.dtype = torch.float32) ->
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(parent, name, QuantizedLinear(round_matrix(child.weight, bits), child.bias))
+                setattr(parent, name, QuantizedLinear(quantize_matrix(child.weight, bits), child.bias))
     model.set_submodule("wte", QuantizedEmbedding(embedding, dtype))
     return model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpt.errors import UserError
 
-LAUNCHER, BEGAN = "GPT_LAUNCHER", "GPT_BEGAN"
+LAUNCHER, START_TIME = "GPT_LAUNCHER", "GPT_BEGAN"
 RUN, STATUS = "run", "status"
 
 
@@ -26,7 +26,7 @@ def read_integer(name: str, default: int | None = None) -> int:
     return int(value)
 
 
-def is_one_of_many() -> bool:
+def is_distributed() -> bool:
     """Whether this process is one of several. Raises `UserError` if the environment is inconsistent."""
     return read_integer("WORLD_SIZE", 1) > 1
 
@@ -34,7 +34,7 @@ def is_one_of_many() -> bool:
 def rank() -> int:
     """Returns this process's rank: 0 for a single process, or if the environment is inconsistent."""
     with contextlib.suppress(UserError):
-        return read_integer("RANK", 0) if is_one_of_many() else 0
+        return read_integer("RANK", 0) if is_distributed() else 0
     return 0
 
 
@@ -43,19 +43,19 @@ def is_ours() -> bool:
     return LAUNCHER in os.environ
 
 
-def began() -> float | None:
+def read_start_time() -> float | None:
     """Returns when our launcher's command started, in `time.perf_counter` seconds, which all processes share."""
-    return float(os.environ[BEGAN]) if is_ours() and BEGAN in os.environ else None
+    return float(os.environ[START_TIME]) if is_ours() and START_TIME in os.environ else None
 
 
-def tell(name: str, value: object) -> None:
+def write_message(name: str, value: object) -> None:
     """Writes a message for our launcher, if it started this process and this is rank 0."""
     if is_ours() and rank() == 0:
         with contextlib.suppress(OSError):
             Path(os.environ[LAUNCHER], name).write_text(str(value), encoding="utf-8")
 
 
-def told(folder: str, name: str) -> str | None:
+def read_message(folder: str, name: str) -> str | None:
     """Returns rank 0's message, or None."""
     with contextlib.suppress(OSError):
         return Path(folder, name).read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gpt.errors import PeerLost, UserError
-from gpt.interrupt import heeded
-from gpt.parallel.environment import BEGAN, LAUNCHER, RUN, STATUS, told
+from gpt.interrupt import handled_signals
+from gpt.parallel.environment import LAUNCHER, RUN, START_TIME, STATUS, read_message
 from gpt.peaks import host_memory
 
 PROCESS_BYTES = 2**28  # memory of an idle process with Python and torch
@@ -30,7 +30,7 @@ CONSEQUENCE_CODES = (128 + signal.SIGTERM, -signal.SIGTERM, PeerLost.exit_code)
 
 
 @dataclass(frozen=True)
-class Ended:
+class LaunchResult:
     """The end of all processes. ``rank`` failed first, killed by ``signum`` if set. ``run`` can be resumed if set."""
 
     status: int
@@ -49,10 +49,10 @@ def _check_memory(nproc: int) -> None:
         )
 
 
-def launch(command: Sequence[str], nproc: int, began: float | None = None) -> Ended:
+def launch(command: Sequence[str], nproc: int, start_time: float | None = None) -> LaunchResult:
     """Runs ``command`` in ``nproc`` processes, waits for them and forwards signals. They get torchrun's environment
-    variables and connect at ``MASTER_PORT``, by default a free port. ``began`` is the start time in `time.perf_counter`
-    seconds.
+    variables and connect at ``MASTER_PORT``, by default a free port. ``start_time`` is the start time in
+    `time.perf_counter` seconds.
 
     Raises `UserError` for a port in use, too little memory, or a missing loopback device.
     """
@@ -66,30 +66,30 @@ def launch(command: Sequence[str], nproc: int, began: float | None = None) -> En
         "rdzv_backend": "c10d",
         "rdzv_endpoint": f"127.0.0.1:{_port()}",
         "local_addr": "127.0.0.1",
-        "signals_to_handle": ",".join(signal.Signals(signum).name for signum in heeded()),
+        "signals_to_handle": ",".join(signal.Signals(signum).name for signum in handled_signals()),
     }
-    with tempfile.TemporaryDirectory(prefix="gpt-") as folder, _environment(folder, began):
+    with tempfile.TemporaryDirectory(prefix="gpt-") as folder, _environment(folder, start_time):
         try:
             elastic_launch(LaunchConfig(**config, logs_specs=DefaultLogsSpecs(log_dir=folder)), command[0])(
                 *command[1:]
             )
         except SignalException as signal_error:
-            status = int(told(folder, STATUS) or 128)  # The launcher forwards any second signal as SIGTERM.
-            return Ended(status if status < 128 else 128 + signal_error.sigval)
+            status = int(read_message(folder, STATUS) or 128)  # The launcher forwards any second signal as SIGTERM.
+            return LaunchResult(status if status < 128 else 128 + signal_error.sigval)
         except ChildFailedError as child_error:
             codes = {rank: failure.exitcode for rank, failure in child_error.failures.items()}
-            if rank_0_status := told(folder, STATUS):
+            if rank_0_status := read_message(folder, STATUS):
                 codes[0] = int(rank_0_status)  # The launcher may have killed rank 0 after it reported its status.
-            return _ended(codes, told(folder, RUN))
-        return Ended(0)
+            return _find_first_failure(codes, read_message(folder, RUN))
+        return LaunchResult(0)
 
 
-def _ended(codes: Mapping[int, int], run: str | None) -> Ended:
+def _find_first_failure(codes: Mapping[int, int], run: str | None) -> LaunchResult:
     """Finds the process that failed first, from exit codes in order of exit. Negative codes are signals."""
     rank = min(codes, key=lambda rank: codes[rank] in CONSEQUENCE_CODES and CONSEQUENCE_CODES.index(codes[rank]) + 1)
     code = codes[rank]
     status = 1 if code < 0 or code == PeerLost.exit_code else code
-    return Ended(status, rank, -code if code < 0 else None, None if run is None else Path(run))
+    return LaunchResult(status, rank, -code if code < 0 else None, None if run is None else Path(run))
 
 
 def _port() -> int:
@@ -113,19 +113,19 @@ def _port() -> int:
 
 
 @contextlib.contextmanager
-def _environment(folder: str, began: float | None) -> Iterator[None]:
+def _environment(folder: str, start_time: float | None) -> Iterator[None]:
     """Sets the processes' environment and silences the launcher. Restores both and the signal handlers afterwards."""
-    handlers = {signum: signal.getsignal(signum) for signum in heeded()}
+    handlers = {signum: signal.getsignal(signum) for signum in handled_signals()}
     log_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     # Torch 2.11 sets the shutdown timeout only by variable; the default is 30 s.
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(MAX_SAVE_SECONDS)}
     variables = {LAUNCHER: folder} | {name: value for name, value in defaults.items() if name not in os.environ}
-    os.environ |= variables | ({BEGAN: repr(began)} if began is not None else {})
+    os.environ |= variables | ({START_TIME: repr(start_time)} if start_time is not None else {})
     try:
         yield
     finally:
-        for name in (*variables, BEGAN):
+        for name in (*variables, START_TIME):
             os.environ.pop(name, None)
         logging.disable(log_level)
         for signum, handler in handlers.items():

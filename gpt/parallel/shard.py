@@ -107,7 +107,7 @@ def _cut_rows(slices: list[slice], start: int, stop: int) -> Iterator[slice]:
         offset += s.stop - s.start
 
 
-def drawn(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+def initialize_parameters(config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     """Yields the full parameters of a new model, one at a time, on the host. Their values equal those of
     ``GPT(config)``, which initializes all parameters twice: with torch's defaults, then as in GPT-2."""
     model = _on_meta(config)
@@ -164,7 +164,7 @@ class ShardedModel:
         """Allocates this rank's shards, uninitialized until `fill`."""
         self.model.to_empty(device=device)
         for model in (self.model, self.own):
-            model.lay_tables(device)
+            model.build_position_tables(device)
         for name, p in self.model.named_parameters():
             parent, _, parameter_name = name.rpartition(".")
             local = nn.Parameter(_local(p.detach()))
@@ -205,7 +205,7 @@ class ShardedModel:
             if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
                 grad = grad.redistribute(placements=p.placements)
             shard.grad = None if grad is None else _local(grad)
-            if shard.grad is not None and self.grid.tensor > 1 and self.table[name].summed:
+            if shard.grad is not None and self.grid.tensor > 1 and self.table[name].has_partial_gradient:
                 dist.all_reduce(shard.grad, group=self.mesh["tensor"].get_group())
         if not self.grid.sharded and self.grid.data > 1:
             group = self.mesh["data"].get_group()

@@ -33,7 +33,7 @@ from gpt.peaks import cores
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
 START_TIMEOUT = timedelta(days=1)  # timeout of messages before the first step: rank 0 can be tokenizing
-LIMIT = timedelta(hours=1)  # timeout of other collectives: rank 0 can be writing to a slow disk
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # timeout of other collectives: rank 0 can be writing to a slow disk
 POLL_SECONDS = 0.0005  # polling interval for a GPU event
 
 
@@ -84,7 +84,9 @@ class World:
         ranks = torch.arange(self.size).view(self.data_size, self.tensor)
 
         def find_group(groups: Tensor) -> dist.ProcessGroup:
-            groups_by_ranks = {tuple(members): dist.new_group(members, LIMIT, backend) for members in groups.tolist()}
+            groups_by_ranks = {
+                tuple(members): dist.new_group(members, COLLECTIVE_TIMEOUT, backend) for members in groups.tolist()
+            }
             rank_group: dist.ProcessGroup = next(
                 group for members, group in groups_by_ranks.items() if self.rank in members
             )
@@ -139,10 +141,10 @@ class World:
         """Waits for an event on the device."""
         event.synchronize()
 
-    def started(self) -> None:
-        """Reduces the message timeout to `LIMIT`. Called before the first step."""
+    def shorten_timeout(self) -> None:
+        """Reduces the message timeout to `COLLECTIVE_TIMEOUT`. Called before the first step."""
 
-    def watching_peers(self) -> contextlib.AbstractContextManager[object]:
+    def watch_peers(self) -> contextlib.AbstractContextManager[object]:
         """Returns a context that raises `PeerLost` if another rank is lost."""
         return contextlib.nullcontext()
 
@@ -175,7 +177,7 @@ class Ranks(World):
         rank_compute = Compute(device, compute.dtype, self.local_size if device.type == "cpu" else 1)
         if rank_compute.device.type == "cuda":
             torch.cuda.set_device(rank_compute.device)
-            self.gradients = dist.new_group(backend="nccl", timeout=LIMIT)
+            self.gradients = dist.new_group(backend="nccl", timeout=COLLECTIVE_TIMEOUT)
         return rank_compute
 
     def _device(self, kind: str) -> torch.device:
@@ -278,11 +280,11 @@ class Ranks(World):
         while not event.query():  # type: ignore[no-untyped-call]
             time.sleep(POLL_SECONDS)
 
-    def started(self) -> None:
-        dist.distributed_c10d._set_pg_timeout(LIMIT, self.message_group)
+    def shorten_timeout(self) -> None:
+        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, self.message_group)
 
     @contextlib.contextmanager
-    def watching_peers(self) -> Iterator[None]:
+    def watch_peers(self) -> Iterator[None]:
         try:
             yield
         except (dist.DistError, RuntimeError) as error:
@@ -305,10 +307,10 @@ def _to_bytes(value: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def joined(nproc: int) -> Iterator[World]:
+def join_world(nproc: int) -> Iterator[World]:
     """Returns a context with the world of this process. Raises `UserError` if ``nproc`` processes were not started by
     our launcher, or cannot connect."""
-    if not environment.is_one_of_many():
+    if not environment.is_distributed():
         if nproc > 1:
             raise UserError(
                 f"{nproc} processes were requested, but this is a single one",
@@ -325,7 +327,7 @@ def joined(nproc: int) -> Iterator[World]:
     ranks = _join()
     if ranks.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), cores()) // ranks.local_size))
-    with ranks.watching_peers():
+    with ranks.watch_peers():
         yield ranks
         ranks.leave()
 

@@ -60,12 +60,12 @@ class Adapter:
     rank: int
     alpha: float
     sha256: dict[str, str]
-    by_root: bool = False  # scales B A by α/√R, as in rsLoRA (Kalajdzievski 2023)
+    rank_stabilized: bool = False  # scales B A by α/√R, as in rsLoRA (Kalajdzievski 2023)
 
     @property
     def scale(self) -> float:
         """The scaling factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.by_root else self.rank)
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def find_base(self, path: Path) -> Path:
         """Returns the base model's folder. ``path`` is the adapter's folder. Raises `UserError` if the weights are
@@ -120,7 +120,7 @@ def _adapter_tensors(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict
         (each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()
     }
     shapes, entries = lora.adapter_shapes(config, rank, roles), dict[str, _AdapterTensor]()
-    for ours, matrices in lora.adapted(config, roles).items():
+    for ours, matrices in lora.select_adapted(config, roles).items():
         for kind in "ab":
             end, name = 0, f"{ours}.{kind}"
             for each in matrices:
@@ -145,7 +145,7 @@ def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: fi
         "revision": revision or None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "use_rslora": adapter.by_root,
+        "use_rslora": adapter.rank_stabilized,
         "target_modules": list(targets),
         "fan_in_fan_out": config.layout in lora.STORED_FUSED,
         "bias": "none",

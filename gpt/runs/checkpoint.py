@@ -16,19 +16,34 @@ from torch import Tensor
 
 from gpt.config import GPT2_VOCAB, GPTConfig
 from gpt.errors import UserError, warn
-from gpt.files import disk_errors, is_file_name, read_json, reading, side_by_side, to_json, whole_folder, write_pieces
+from gpt.files import (
+    atomic_folder,
+    disk_errors,
+    is_file_name,
+    map_in_threads,
+    read_json,
+    reading,
+    to_json,
+    write_pieces,
+)
 from gpt.model import lora
 from gpt.model.decoder import GPT, Linear
 from gpt.model.params import named_parameters, parameters
-from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, round_matrices, whole
+from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, quantize_model, to_tensor
 from gpt.runs import adapter, folder, hf, quantized, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
-from gpt.text.tokenizer_files import has_own, read_own, read_template, read_transformers, tokenizer_files
+from gpt.text.tokenizer_files import (
+    has_described_tokenizer,
+    read_described_tokenizer,
+    read_template,
+    read_transformers,
+    tokenizer_files,
+)
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 # As in Transformers, larger weights are sharded into files of at most this many bytes, with an index.
-MOST_BYTES = 5_000_000_000
+MAX_SHARD_BYTES = 5_000_000_000
 _PART = re.compile(r"h\.\d+|\w+")  # a block, or another top-level module
 Files = Mapping[str, bytes | tensors.Arrays]  # bytes or tensors of each file, by name
 Parameters = dict[str, Callable[[], Tensor | Quantized]]
@@ -53,7 +68,7 @@ class TokenizerFiles:
 
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
     """Writes a model to the checkpoint ``target`` atomically. Adds ``meta`` to ``gpt.json``. Raises `WorkError`."""
-    with disk_errors(target, folder.KEPT):
+    with disk_errors(target, folder.INTACT_HINT):
         write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
 
 
@@ -85,15 +100,15 @@ def contents(
         "config.json": to_json(hf.to_hf_config(config, bos, eos, dtype)),
         "generation_config.json": to_json({"bos_token_id": bos, "eos_token_id": eos}),
         folder.META: to_json(metadata),
-        **(store(config, arrays) if store else in_files(to_stored(config, arrays))),
+        **(store(config, arrays) if store else split_into_files(to_stored(config, arrays))),
     }
 
 
-def in_files(arrays: tensors.Arrays) -> Files:
-    """Returns one weight file, or shards of at most `MOST_BYTES` with an index."""
+def split_into_files(arrays: tensors.Arrays) -> Files:
+    """Returns one weight file, or shards of at most `MAX_SHARD_BYTES` with an index."""
     parts: list[dict[str, tensors.Array | tensors.Deferred]] = [{}]
     for name, array in arrays.items():
-        if parts[-1] and tensors.nbytes(parts[-1]) + array.nbytes > MOST_BYTES:
+        if parts[-1] and tensors.nbytes(parts[-1]) + array.nbytes > MAX_SHARD_BYTES:
             parts.append({})
         parts[-1][name] = array
     if len(parts) == 1:
@@ -145,8 +160,8 @@ def fixed(model: GPT) -> dict[str, Tensor]:
 
 def write(target: Path, files: Files) -> None:
     """Writes a checkpoint atomically and reads it back from the disk. Raises OSError."""
-    with whole_folder(target, replace=True) as temporary:
-        checksums = side_by_side(lambda name: write_one(temporary / name, files[name]), sorted(files))
+    with atomic_folder(target, replace=True) as temporary:
+        checksums = map_in_threads(lambda name: write_one(temporary / name, files[name]), sorted(files))
         folder.write_checksums(temporary, checksums)
 
 
@@ -181,7 +196,7 @@ def load(
         lora_tensors, roles = adapter.tensors(path, config, loaded_adapter.rank)
         lora.merge(model, lora_tensors, loaded_adapter.scale, roles)
         if bits is not None:
-            round_matrices(model, bits, dtype)
+            quantize_model(model, bits, dtype)
         if finish is not None:
             finish(model)
     else:
@@ -260,8 +275,8 @@ def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
 
 def _own_tokenizer(path: Path) -> Tokenizer | None:
     meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
-    if meta and has_own(path, meta.get("tokenizer")):
-        return read_own(path, meta.get("tokenizer"), str(path / folder.META))
+    if meta and has_described_tokenizer(path, meta.get("tokenizer")):
+        return read_described_tokenizer(path, meta.get("tokenizer"), str(path / folder.META))
     return read_transformers(path)
 
 
@@ -287,7 +302,7 @@ def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None])
     table = named_parameters(shape)
     for name, get in open_weights(path)[1].items():
         if table[name].trained:
-            value = whole(get())
+            value = to_tensor(get())
             put(name, (value[: shape.block_size] if name == "wpe.weight" else value).float())
 
 
@@ -383,7 +398,7 @@ def build(
             if isinstance(value, Quantized) and keep:
                 _put_quantized(model, name.removesuffix(".weight"), value.to(device), dtype)
                 continue
-            tensor = whole(value)[: config.block_size] if part == "wpe" else whole(value)
+            tensor = to_tensor(value)[: config.block_size] if part == "wpe" else to_tensor(value)
             state[name.removeprefix(part + ".")] = _convert(tensor, dtype, mapped)
         if part == "wpe" and config.positions == "sinusoidal":
             model.register_buffer("sine", state["weight"], persistent=False)
@@ -395,7 +410,9 @@ def build(
         values = {name: stored[name]() for name in names}
         new_values = values
         if bits is not None:
-            new_values = {name: quantized.rounded(table[name], value, bits) for name, value in values.items()}
+            new_values = {
+                name: quantized.quantize_parameter(table[name], value, bits) for name, value in values.items()
+            }
         fill(part, new_values, keep=bits is not None or (part == "wte" and finish is not None and not config.tied))
         if part == "wte" and finish is not None and config.tied:
             model.lm_head = _lay_out_unembedding(model.wte, finish)

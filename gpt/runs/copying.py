@@ -13,8 +13,8 @@ Int64s = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
 N = 8  # minimum span in tokens; shorter spans are common phrases
-AT_ONCE = 2**18  # ids of the training text per pass
-MOST = 10**8  # maximum ids of the training text, for a search of seconds
+IDS_PER_PASS = 2**18  # ids of the training text per pass
+MAX_IDS = 10**8  # maximum ids of the training text, for a search of seconds
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # Multiplying by an odd number modulo 2⁶⁴ is invertible.
 _END, _OUTSIDE = -1, -2  # separators that equal no id, for the end of each text and of each training piece
 
@@ -34,20 +34,20 @@ def find_copies(
     training: TokenStream,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Copied]:
-    """Searches the first `MOST` ids of a training text for spans of ``texts``, given as ids. ``on_progress`` is called
-    with the ids searched so far and their total."""
+    """Searches the first `MAX_IDS` ids of a training text for spans of ``texts``, given as ids. ``on_progress`` is
+    called with the ids searched so far and their total."""
     parts = [np.append(np.asarray(text, np.int64), _END) for text in texts]
     ids = np.concatenate([*parts, np.full(N, _END)])
     text_hashes = _hashes(ids)  # A span across a separator matches nothing.
     order = np.argsort(text_hashes, kind="stable")
     longest, is_copied = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.bool_)
     overlap = max((len(part) for part in parts), default=1) + N  # maximum length of a span that starts in a piece
-    total = min(len(training), MOST)
-    for start in range(0, total, AT_ONCE):
-        piece = training.take(start, min(AT_ONCE + overlap, total - start))
+    total = min(len(training), MAX_IDS)
+    for start in range(0, total, IDS_PER_PASS):
+        piece = training.take(start, min(IDS_PER_PASS + overlap, total - start))
         piece = np.append(piece, np.full(overlap, _OUTSIDE))
         _mark_copies(piece, ids, text_hashes[order], order, longest, is_copied)
-        on_progress(min(start + AT_ONCE, total), total)
+        on_progress(min(start + IDS_PER_PASS, total), total)
     training.release()
     ends = np.cumsum([0, *map(len, parts)])
     return [_summarize(longest[a : b - 1], is_copied[a : b - 1]) for a, b in pairwise(ends)]

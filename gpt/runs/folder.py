@@ -18,16 +18,16 @@ from gpt.files import (
     file_sha256,
     is_file_name,
     make_folder,
+    map_in_threads,
     read_json,
     reading,
-    side_by_side,
     to_json,
     write_file,
 )
 from gpt.runs import hub
 from gpt.runs.record import RECORD as RECORD
 from gpt.runs.record import RunRecord
-from gpt.settings import LARGEST
+from gpt.settings import MAX_FLOAT32
 
 RUNS = "runs"
 METRICS = "metrics.jsonl"
@@ -37,7 +37,7 @@ ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
 # Limit on a chain of adapters, which is endless if an adapter names itself as its base.
 MAX_ADAPTERS = 100
 TRAINING = ("training.json", "training.safetensors")  # needed only for resuming; older checkpoints do not keep them
-KEPT = "earlier checkpoints, if any, are intact"
+INTACT_HINT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
     "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
 )
@@ -125,7 +125,7 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
             raise UserError(f"{folder} is damaged: {name} is missing", HINT)
     names = [name for name in recorded if name not in TRAINING or (training and (folder / name).is_file())]
     with reading(folder):
-        actual = side_by_side(lambda name: file_sha256(folder / name), names)
+        actual = map_in_threads(lambda name: file_sha256(folder / name), names)
     for name in names:
         if actual[name] != recorded[name]:
             raise UserError(f"{folder / name} is damaged: its sha256 has changed since it was saved", HINT)
@@ -150,7 +150,7 @@ def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> l
                 loss = read_json(path / META).get("val_loss")
             except UserError as error:
                 note(f"{error.message}: using the best of the other checkpoints")
-            is_number = type(loss) in (int, float) and abs(loss) <= LARGEST
+            is_number = type(loss) in (int, float) and abs(loss) <= MAX_FLOAT32
             entries.append(Entry(int(match[1]), float(loss) if is_number else None))
     return sorted(entries, key=lambda entry: entry.step)
 
@@ -373,14 +373,14 @@ def _of_run(run: Path, which: str, note: Callable[[str], None]) -> Path:
     if which == "best":
         return run / best(entries).name
     if which == "latest":
-        return newest_whole(run, note)
+        return find_newest_intact(run, note)
     step = int(which.removeprefix("step-"))
     if step not in [entry.step for entry in entries]:
         raise UserError(f"{run} has no checkpoint {which}", "it has " + ", ".join(entry.name for entry in entries))
     return run / step_name(step)
 
 
-def newest_whole(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
+def find_newest_intact(run: Path, note: Callable[[str], None], training: bool = False) -> Path:
     """Returns the newest intact checkpoint, or with ``training``, the newest that has training state. ``note`` is
     called for each checkpoint that is skipped. Raises `UserError` if none is intact."""
     reason = "none can be resumed from" if training else "none is there"

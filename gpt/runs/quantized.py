@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.model.params import Parameter, Shape, named_parameters
-from gpt.model.quantize import GROUP, Quantized, bits_of_rows, round_matrix, whole
+from gpt.model.quantize import GROUP, Quantized, bits_of_rows, quantize_matrix, to_tensor
 from gpt.runs.tensors import HINT, Deferred
 
 KEY = "quantization_config"
@@ -70,7 +70,7 @@ def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], T
 
     def compute(name: str) -> np.ndarray[Any, Any]:
         matrix = name.removesuffix(SCALES)
-        value = pending.pop(matrix, None) or rounded(table[matrix], weights[matrix](), bits)
+        value = pending.pop(matrix, None) or quantize_parameter(table[matrix], weights[matrix](), bits)
         if isinstance(value, Quantized) and name.endswith(SCALES):
             pending[matrix] = value
             return value.scales.numpy()
@@ -79,13 +79,13 @@ def to_stored(config: GPTConfig, bits: int, weights: Mapping[str, Callable[[], T
     return {name: Deferred(shape, partial(compute, name), code) for name, (shape, code) in layout(config, bits).items()}
 
 
-def rounded(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tensor | Quantized:
+def quantize_parameter(parameter: Parameter, value: Tensor | Quantized, bits: int) -> Tensor | Quantized:
     """Quantizes a parameter for a checkpoint of ``bits``. A matrix that already has the right bits is unchanged."""
     stored_bits = _bits_of(parameter, bits)
     if isinstance(value, Quantized) and value.bits == stored_bits:
         return value
-    exact = whole(value)
-    return exact.float() if stored_bits is None else round_matrix(exact, stored_bits)
+    exact = to_tensor(value)
+    return exact.float() if stored_bits is None else quantize_matrix(exact, stored_bits)
 
 
 def from_stored(

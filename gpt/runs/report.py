@@ -12,7 +12,7 @@ from gpt import events
 from gpt.errors import UserError
 from gpt.files import LINES_LIMIT, file_sha256, open_regular, read_lines, reading
 from gpt.runs import folder
-from gpt.runs.copying import MOST, Copied, find_copies
+from gpt.runs.copying import MAX_IDS, Copied, find_copies
 from gpt.runs.record import RunRecord
 from gpt.settings import Amount, Count, checked
 from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
@@ -152,10 +152,10 @@ class Report:
         steps, evals = self.history.steps, [vars(evaluation) for evaluation in self.history.evals]
         if not self.is_run:
             evals = [{**evaluation, "tokens": None} for evaluation in evals]
-        return _columns(thinned(steps, max_rows), STEP_KEYS), _columns(evals, EVAL_KEYS)
+        return _columns(average_rows(steps, max_rows), STEP_KEYS), _columns(evals, EVAL_KEYS)
 
 
-def thinned(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dict[str, Any]]:
+def average_rows(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dict[str, Any]]:
     """Averages consecutive steps into at most ``max_rows`` rows. Counts and times are those of a row's last step. Other
     values are means of finite ones."""
     size = 1 if max_rows is None else -(-len(steps) // max_rows)
@@ -181,7 +181,7 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def find_differing_settings(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the settings that differ between runs, in order. Ignores runs without settings."""
     tables = [each for each in settings if each]
     keys = dict.fromkeys(key for each in tables for key in each)
@@ -274,4 +274,4 @@ def _copying(history: History, tokens: TokenFolder, on_progress: Callable[[int, 
         tokenizer.decode(sample_ids[copy.start : copy.start + copy.longest])
         for sample_ids, copy in zip(ids, copies, strict=True)
     ]
-    return Copying(copies, texts, min(len(stream), MOST), len(stream))
+    return Copying(copies, texts, min(len(stream), MAX_IDS), len(stream))

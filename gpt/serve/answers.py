@@ -16,14 +16,14 @@ from gpt.decoding.constraint import Constraint, ConstraintCache
 from gpt.decoding.engine import Request as EngineRequest
 from gpt.decoding.engine import Update
 from gpt.errors import UserError
+from gpt.serve.choices import Choice, Delta, Prompt, chat_logprobs, completion_logprobs
 from gpt.serve.metrics import ServerMetrics
 from gpt.serve.protocol import ApiError, Generation
-from gpt.serve.texts import Choice, Delta, Prompt, chat_logprobs, completion_logprobs
 from gpt.serve.worker import Ticket, Worker
 from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
 
-QUIET_SECONDS = 15.0  # Interval of keep-alive comments in a silent stream.
+KEEPALIVE_SECONDS = 15.0  # Interval of keep-alive comments in a silent stream.
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,12 @@ class Answer:
             self.service.worker.cancel(running)
 
     async def run(self) -> AsyncIterator[tuple[int, Delta] | None]:
-        """Yields (choice index, delta), or None after `QUIET_SECONDS` of silence. Raises `ApiError`, `UserError`."""
+        """Yields (choice index, delta), or None after `KEEPALIVE_SECONDS` of silence. Raises `ApiError`,
+        `UserError`."""
         remaining = len(self.choices)
         while remaining:
             try:
-                async with asyncio.timeout(QUIET_SECONDS):
+                async with asyncio.timeout(KEEPALIVE_SECONDS):
                     event = await self._events.get()
             except TimeoutError:
                 yield None

@@ -19,8 +19,9 @@ from starlette.types import ASGIApp
 from gpt.errors import UserError
 from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
-from gpt.serve.flight import SMALL_BODY, InFlight, busy_error
+from gpt.serve.choices import Prompt, read_prompt
 from gpt.serve.guard import Guard, error_response
+from gpt.serve.in_flight import SMALL_BODY, InFlight, busy_error
 from gpt.serve.protocol import (
     ApiError,
     ChatPrompt,
@@ -31,7 +32,6 @@ from gpt.serve.protocol import (
     read_completion,
     read_json,
 )
-from gpt.serve.texts import Prompt, read_prompt
 from gpt.text import chat
 
 BODY_SECONDS = 30.0
@@ -76,7 +76,7 @@ class Server:
         """Rejects new requests."""
         self.stopping = True
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Ends all requests with an error."""
         self.aborted = True
         for answer in list(self.service.pending):
@@ -281,7 +281,7 @@ class Server:
 
     def _check_length(self, text: str) -> None:
         """Raises `ApiError` if a lower bound on the text's tokens exceeds the limit. Does not tokenize."""
-        limit, min_tokens = self.service.config.limit_tokens, self.service.tokenizer.least_tokens(text)
+        limit, min_tokens = self.service.config.limit_tokens, self.service.tokenizer.estimate_min_tokens(text)
         if min_tokens > limit:
             raise _too_long_error(f"prompt has at least {min_tokens:,} tokens; the limit is {limit:,}")
 

@@ -28,7 +28,7 @@ class ServerMetrics:
         )
         self.seconds = Histogram("gpt_request_seconds", "Seconds per request.", buckets=_SECONDS, **options)
 
-    def stepped(self, engine: Engine, seconds: float, tokens: int) -> None:
+    def record_step(self, engine: Engine, seconds: float, tokens: int) -> None:
         """Records a step of the engine."""
         self.step_seconds.observe(seconds)
         self.generated_tokens.inc(tokens)

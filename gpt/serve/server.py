@@ -19,11 +19,11 @@ from gpt import waiting
 from gpt.decoding import native
 from gpt.decoding.context import Context, capacity
 from gpt.decoding.engine import generate
-from gpt.decoding.write import ROWS
+from gpt.decoding.write import MAX_BATCH
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
 from gpt.files import read_json
-from gpt.interrupt import heeded
+from gpt.interrupt import handled_signals
 from gpt.model.decoder import GPT
 from gpt.runs import folder
 from gpt.sample_config import SampleConfig
@@ -50,7 +50,7 @@ class _Connection(H11Protocol):
         self._last_cycle: object = None  # The request at the last call of `_watch`.
         self._stall_timer: asyncio.TimerHandle | None = None
         self._idle_timer = self.loop.call_later(IDLE_SECONDS, self._watch)
-        if len(self.connections) > most_connections():  # Close the longest-idle connection.
+        if len(self.connections) > compute_max_connections():  # Close the longest-idle connection.
             idle = [
                 connection for connection in self.connections if isinstance(connection, _Connection) and connection.idle
             ]
@@ -83,7 +83,7 @@ class _Connection(H11Protocol):
 
 
 @functools.cache
-def most_connections() -> int:
+def compute_max_connections() -> int:
     """Returns the maximum number of connections."""
     with contextlib.suppress(ImportError):  # Windows has no `resource`.
         import resource
@@ -115,7 +115,7 @@ def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: 
     and output get up to ``limit_tokens`` each, within the context length. Raises `UserError` if memory is too small."""
     size = min(model.config.block_size, config.context or model.config.block_size)
     positions = min(size, 2 * config.limit_tokens)
-    rows = config.max_batch or max(1, min(ROWS[compute.device.type], capacity(model, compute, positions)))
+    rows = config.max_batch or max(1, min(MAX_BATCH[compute.device.type], capacity(model, compute, positions)))
     try:
         return Context(model, compute, rows, positions, vocab_size=vocab_size, size=size)
     except UserError as error:
@@ -201,7 +201,7 @@ async def _serve(
     def handle_signal() -> None:
         """Starts a graceful shutdown at the first signal. Stops immediately at the second."""
         if len(signals) > 1:
-            server.give_up()
+            server.abort()
             http.should_exit = http.force_exit = True
             return
         tasks.append(asyncio.create_task(_finish(server, http, note)))
@@ -210,7 +210,7 @@ async def _serve(
         signals.append(signum)
         loop.call_soon_threadsafe(handle_signal)
 
-    previous_handlers = {number: signal.signal(number, on_signal) for number in heeded()}
+    previous_handlers = {number: signal.signal(number, on_signal) for number in handled_signals()}
     worker.start(loop)
     try:
         await http.serve(sockets=[listener])
@@ -230,7 +230,7 @@ async def _finish(server: Server, http: uvicorn.Server, note: Callable[[str], No
     deadline = time.monotonic() + grace
     while in_flight.count and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-    server.give_up()
+    server.abort()
     while in_flight.count and time.monotonic() < deadline + 1:
         await asyncio.sleep(0.02)
     http.should_exit = True

@@ -99,7 +99,9 @@ class Worker:
         except Exception as error:
             self._fail(_as_user_error(error))
             return
-        self.metrics.stepped(self.engine, time.monotonic() - start_time, sum(len(update.tokens) for update in updates))
+        self.metrics.record_step(
+            self.engine, time.monotonic() - start_time, sum(len(update.tokens) for update in updates)
+        )
         deliveries = []
         for update in updates:
             ticket = self._tickets[update.number]

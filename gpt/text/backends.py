@@ -19,7 +19,7 @@ import tiktoken
 
 from gpt.errors import UserError
 from gpt.text import untrusted
-from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, is_known, parts_of
+from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN, cut_text, is_known
 from gpt.text.untrusted import steps
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ HINT = "use another --tokenizer, or break up the long runs of one kind of charac
 
 
 # Separator between texts in one tiktoken call. Its first character occurs only once, so occurrences cannot overlap.
-_BETWEEN, _SEPARATOR_ID = "\U0010fffe|between|\U0010ffff", 2**31
+_SEPARATOR, _SEPARATOR_ID = "\U0010fffe|between|\U0010ffff", 2**31
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ByteBPE:
     def _encoding(self) -> tiktoken.Encoding:
         try:
             return tiktoken.Encoding(
-                "gpt", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={_BETWEEN: _SEPARATOR_ID}
+                "gpt", pat_str=self.pattern, mergeable_ranks=self.ranks, special_tokens={_SEPARATOR: _SEPARATOR_ID}
             )
         except ValueError as error:
             raise UserError(f"the tokenizer's pattern is not valid: {error}") from None
@@ -66,16 +66,16 @@ class ByteBPE:
             if i % 2:
                 ids.append(np.array([added[segment]], np.uint32))
             elif segment or len(segments) == 1:
-                ids += map(self._merge, parts_of(self._normalize(segment), self.pattern))
+                ids += map(self._merge, cut_text(self._normalize(segment), self.pattern))
         return np.concatenate(ids) if len(ids) != 1 else ids[0]
 
     def encode_all(self, texts: Sequence[str], added: Mapping[str, int]) -> list[Ids]:
         """Returns the ids of each text. Without ``added`` words, a single tiktoken call encodes all texts, without the
         GIL."""
-        joined_text = _BETWEEN.join(texts)
-        if added or joined_text.count(_BETWEEN) >= len(texts):
+        joined_text = _SEPARATOR.join(texts)
+        if added or joined_text.count(_SEPARATOR) >= len(texts):
             return [self.encode(text, added, False, False) for text in texts]
-        ids = self._merge(self._normalize(joined_text), {_BETWEEN})
+        ids = self._merge(self._normalize(joined_text), {_SEPARATOR})
         positions = np.flatnonzero(ids == _SEPARATOR_ID)
         return [part[i > 0 :] for i, part in enumerate(np.split(ids, positions))]
 
@@ -102,12 +102,12 @@ class ByteBPE:
 def _call_native(work: Callable[[], T], size: int, is_risky: bool, component: str) -> T:
     """Calls native code, which can be slow or panic if ``is_risky``. Raises `UserError` if ``work`` fails."""
     try:
-        if not is_risky and size <= untrusted.SHORT_IF_LINEAR:
+        if not is_risky and size <= untrusted.MAX_UNTIMED_IF_LINEAR:
             return work()
         is_main_thread = threading.current_thread() is threading.main_thread()
         # All threads share stderr, so only the main thread silences it.
-        with untrusted.silent() if is_risky and is_main_thread else contextlib.nullcontext():
-            return untrusted.timed(work, size, is_risky)
+        with untrusted.suppress_panic_output() if is_risky and is_main_thread else contextlib.nullcontext():
+            return untrusted.run_with_timeout(work, size, is_risky)
     except UserError:
         raise
     except BaseException as error:
@@ -120,7 +120,7 @@ Step = tuple[str, str, str]  # (decoder type, text to replace, replacement)
 
 
 @dataclass(frozen=True)
-class Library:
+class LibraryTokenizer:
     """A ``tokenizer.json`` run by the tokenizers library, with any model, normalizer and pre-tokenizer."""
 
     data: bytes = field(repr=False)
@@ -196,16 +196,16 @@ class Library:
 
     def _encode_batch(self, tokenizer: Any, texts: Sequence[str], encode_batch: Callable[..., list[Any]]) -> list[Any]:
         size = sum(map(len, texts))
-        if size * self._growth > untrusted.MOST_CHARACTERS and len(texts) > 1:
+        if size * self._growth > untrusted.MAX_CHARACTERS and len(texts) > 1:
             return [encoding for text in texts for encoding in self._encode_batch(tokenizer, [text], encode_batch)]
-        if size * self._growth > untrusted.MOST_CHARACTERS:
+        if size * self._growth > untrusted.MAX_CHARACTERS:
             raise UserError(
                 f"a text of {size:,} characters is too long for a tokenizer that may lengthen it {self._growth} times",
                 "split it into documents",
             )
 
         def work() -> list[Any]:
-            if self._is_risky or size > untrusted.SHORT_IF_LINEAR:
+            if self._is_risky or size > untrusted.MAX_UNTIMED_IF_LINEAR:
                 return encode_batch(texts, add_special_tokens=False)
             # After a batch call, the library prints a warning if the process forks.
             return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
@@ -263,7 +263,7 @@ def _load_tokenizer(data: bytes, values: Mapping[str, Any]) -> Any:
 
     untrusted.check(values)
     try:
-        with untrusted.silent():
+        with untrusted.suppress_panic_output():
             tokenizer = Tokenizer.from_buffer(data)
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -345,7 +345,7 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
             return bytes([int(match[1], 16)])
         elif kind == "ByteLevel":
             try:
-                return bytes(map(BYTES.__getitem__, token))
+                return bytes(map(CHARACTER_BYTES.__getitem__, token))
             except KeyError:  # The token contains ordinary characters.
                 continue
     return token.encode("utf-8", "replace")
@@ -359,9 +359,9 @@ def byte_characters() -> dict[int, str]:
 
 
 _BYTE_CHARACTERS = byte_characters()
-BYTES = {character: byte for byte, character in _BYTE_CHARACTERS.items()}
+CHARACTER_BYTES = {character: byte for byte, character in _BYTE_CHARACTERS.items()}
 
 
-def in_characters(token: bytes) -> str:
+def to_gpt2_spelling(token: bytes) -> str:
     """Spells a token as in GPT-2's files, with one character per byte."""
     return token.decode("latin-1").translate(_BYTE_CHARACTERS)

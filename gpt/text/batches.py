@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gpt.settings import Positive
 
 Int64s = npt.NDArray[np.int64]
-MOST_SIZES = 2**24  # Maximum number of batch sizes in a ramp.
+MAX_BATCH_SIZES = 2**24  # Maximum number of batch sizes in a ramp.
 
 
 class Ring(Protocol):
@@ -63,7 +63,7 @@ class Ramp:
             step, first_row = step + count, first_row + count * size
         return [*stages, (step, first_row, self.rows)]
 
-    def before(self, step: int) -> int:
+    def count_rows_before(self, step: int) -> int:
         """Returns the number of rows in all steps before ``step`` (counted from 0)."""
         first_step, first_row, size = self._stages[bisect_right(self._stages, step, key=itemgetter(0)) - 1]
         return first_row + (step - first_step) * size
@@ -95,8 +95,8 @@ class Batches:
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
         """Returns this rank's inputs and targets, int64 (rows / ranks, T). Targets are the inputs shifted by one id.
         Steps count from 0. All ranks together get the rows of a single process."""
-        first_row = self.ramp.before(step) if self.ramp else step * self.rows
-        rows = self.ramp.before(step + 1) - first_row if self.ramp else self.rows
+        first_row = self.ramp.count_rows_before(step) if self.ramp else step * self.rows
+        rows = self.ramp.count_rows_before(step + 1) - first_row if self.ramp else self.rows
         assert rows % ranks == 0, "rows are divided evenly before this"
         rank_rows = rows // ranks
         starts = self._starts(
@@ -116,7 +116,7 @@ class Batches:
         return starts
 
 
-def shuffled(positions: Int64s, n: int, seed: int) -> Int64s:
+def shuffle_indices(positions: Int64s, n: int, seed: int) -> Int64s:
     """Returns the shuffled indices (0 … n - 1) at ``positions``, which count across epochs. Each epoch is a
     permutation."""
     epochs = positions // n

@@ -16,12 +16,12 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 # SmolLM2's version of GPT-2's pattern: digits are single, and white space before a digit is a separate piece.
 DIGITS_PATTERN = r"""'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++(?=\p{N}|$)|\s+(?!\S)|\s"""
 
-STEP = 2**18  # Characters per search for a boundary.
+SEARCH_BLOCK = 2**18  # Characters per search for a boundary.
 # Maximum characters without a boundary before a forced cut. Longer white space overflows the regex engine's stack
 # (tiktoken 0.14: at a million), and merging longer words takes superlinear time.
-LONGEST = 2**19
-MOST_UNCUT = 2**27  # Maximum characters of a document with an unknown pattern, to limit memory.
-MOST_WHOLE = 2**24  # Limit for the tokenizers library, which needs about 110 bytes per character.
+MAX_PART = 2**19
+MAX_UNCUT = 2**27  # Maximum characters of a document with an unknown pattern, to limit memory.
+MAX_UNCUT_LIBRARY = 2**24  # Limit for the tokenizers library, which needs about 110 bytes per character.
 
 # The regex engine's \s is Unicode's White_Space. Python's \s has four more control characters.
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -68,7 +68,7 @@ _FAMILIES = {  # Keys have no possessive quantifiers, and \p{N}{1,3} for digit g
 }
 
 
-def backtracking(pattern: str) -> str:
+def remove_possessive(pattern: str) -> str:
     """Returns a known pattern without possessive quantifiers, which do not change its matches."""
     return re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern)
 
@@ -76,7 +76,7 @@ def backtracking(pattern: str) -> str:
 @lru_cache
 def _rules(pattern: str) -> list[tuple[str, str]] | None:
     """Returns the boundary rules of a pattern, or None if the pattern is unknown."""
-    return _FAMILIES.get(re.sub(r"\|\\p\{N\}(\{1,\d\})?\|", r"|\\p{N}{1,3}|", backtracking(pattern)))
+    return _FAMILIES.get(re.sub(r"\|\\p\{N\}(\{1,\d\})?\|", r"|\\p{N}{1,3}|", remove_possessive(pattern)))
 
 
 @lru_cache
@@ -100,28 +100,30 @@ def _last_boundary(text: str, pattern: str) -> int:
     return match.end() if match else 0
 
 
-def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tuple[str, bool]]:
+def parts(chunks: Iterable[str], pattern: str, size: int = SEARCH_BLOCK) -> Iterator[tuple[str, bool]]:
     """Cuts a document into nonempty parts of about ``size`` characters or more. Yields each part, and whether it ends
-    inside a piece. Only a cut inside a piece, after `LONGEST` characters without a boundary, can change ids.
+    inside a piece. Only a cut inside a piece, after `MAX_PART` characters without a boundary, can change ids.
 
-    An unknown pattern gives a single part. Raises `UserError` if this part exceeds `MOST_UNCUT` characters, or
-    `MOST_WHOLE` without a pattern.
+    An unknown pattern gives a single part. Raises `UserError` if this part exceeds `MAX_UNCUT` characters, or
+    `MAX_UNCUT_LIBRARY` without a pattern.
     """
-    can_cut, max_length = _rules(pattern) is not None, MOST_UNCUT if pattern else MOST_WHOLE
+    can_cut, max_length = _rules(pattern) is not None, MAX_UNCUT if pattern else MAX_UNCUT_LIBRARY
     pending: list[str] = []
     length, target_length = 0, size
-    for block in (chunk[start : start + STEP] for chunk in chunks for start in range(0, len(chunk), STEP)):
+    for block in (
+        chunk[start : start + SEARCH_BLOCK] for chunk in chunks for start in range(0, len(chunk), SEARCH_BLOCK)
+    ):
         pending.append(block)
         length += len(block)
         if can_cut and length >= target_length:
             text = "".join(pending)
             end = _last_boundary(text, pattern)
-            is_forced = not end and length >= LONGEST
-            end = LONGEST if is_forced else end
+            is_forced = not end and length >= MAX_PART
+            end = MAX_PART if is_forced else end
             if end:
                 yield text[:end], is_forced
             pending, length = [text[end:]], length - end
-            target_length = max(size, min(2 * length, LONGEST))
+            target_length = max(size, min(2 * length, MAX_PART))
         elif not can_cut and length > max_length:
             raise UserError(
                 f"a document has {length:,} characters that the tokenizer's pattern leaves no place to split",
@@ -131,8 +133,8 @@ def parts(chunks: Iterable[str], pattern: str, size: int = STEP) -> Iterator[tup
         yield "".join(pending), False
 
 
-def parts_of(text: str, pattern: str) -> list[str]:
+def cut_text(text: str, pattern: str) -> list[str]:
     """Cuts a text into parts short enough for the regex engine. Most texts stay whole."""
-    if len(text) <= LONGEST + STEP or not _rules(pattern):
+    if len(text) <= MAX_PART + SEARCH_BLOCK or not _rules(pattern):
         return [text]
     return [part for part, _ in parts([text], pattern)]

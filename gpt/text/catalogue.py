@@ -61,9 +61,9 @@ class CatalogueEntry:
         """The cache folder of the corpus."""
         return cache_dir() / self.name
 
-    def is_here(self, file: PublishedFile) -> bool:
+    def is_cached(self, file: PublishedFile) -> bool:
         """Whether ``file`` is cached with the right size. Its checksum is verified on use."""
-        return download.seems_whole(self.folder / file.name, file.size)
+        return download.has_published_size(self.folder / file.name, file.size)
 
 
 def names() -> list[str]:

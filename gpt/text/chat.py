@@ -19,10 +19,10 @@ from typing import Any
 
 from gpt.errors import UserError
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer
-from gpt.text.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, content, with_specials
+from gpt.text.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, add_specials, content
 
 MAX_CHARACTERS = 2**22  # Maximum characters of a rendered conversation.
-SECONDS = 5.0  # Time limit of a template.
+TIME_LIMIT = 5.0  # Time limit of a template.
 MEMORY_LIMIT = 2**30  # Bytes for the whole template process.
 START, END = "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -193,7 +193,7 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
     text."""
     if tokenizer.chat_template is not None:
         return tokenizer
-    tokenizer = with_specials(tokenizer, [word for word in (START, END) if word not in tokenizer.all_specials])
+    tokenizer = add_specials(tokenizer, [word for word in (START, END) if word not in tokenizer.all_specials])
     opening = "" if tokenizer.bos is None else "{{ bos_token }}"
     files = {**tokenizer.files, CHAT_TEMPLATE: (opening + CHATML).encode()}
     return replace(tokenizer, files=files, more_ends=tokenizer.ends - {tokenizer.eot} | {tokenizer.all_specials[END]})
@@ -241,7 +241,8 @@ class _Renderer:
 
     def __init__(self, template: str, words: Mapping[str, str]) -> None:
         self._setup = {
-            "template": template, "words": words, "seconds": SECONDS, "memory": MEMORY_LIMIT, "longest": MAX_CHARACTERS,
+            "template": template, "words": words, "seconds": TIME_LIMIT, "memory": MEMORY_LIMIT,
+            "longest": MAX_CHARACTERS,
         }  # fmt: skip
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -261,7 +262,7 @@ class _Renderer:
                     _end_process(process)
         if not is_complete:
             raise UserError(
-                f"the chat template takes longer than {SECONDS:g} s, or more than {MEMORY_LIMIT >> 20:,} MiB"
+                f"the chat template takes longer than {TIME_LIMIT:g} s, or more than {MEMORY_LIMIT >> 20:,} MiB"
             )
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:

@@ -15,15 +15,15 @@ from gpt import events
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text.boundaries import parts
-from gpt.text.documents import HEAD, Chunk, Reader, Skipped, is_plain, utf8_size
+from gpt.text.documents import MIN_FIRST_CHUNK, Chunk, Reader, Skipped, is_plain, utf8_size
 from gpt.text.shards import Side
-from gpt.text.sources import find, identity, published, run_name
+from gpt.text.sources import find, find_published_held_out, identity, run_name
 from gpt.text.unpack import Source, open_source
 from gpt.words import counted
 
-HASHED_SPLIT_FROM = 200  # Minimum number of documents for a split by hash.
+MIN_HASHED_DOCUMENTS = 200  # Minimum number of documents for a split by hash.
 GROUP_BYTES = 2**26  # Maximum file size of a group. A larger source gets its own group.
-PART = 2**18  # Characters per encoding call for a long document.
+ENCODE_CHARACTERS = 2**18  # Characters per encoding call for a long document.
 
 Listener = Callable[[events.Note | events.Progress], None]
 
@@ -34,13 +34,13 @@ AssignedChunks = Iterator[tuple[Chunk, bool]]  # The flag is True for held-out c
 class Survey:
     """The size of the text, from a first look at the sources."""
 
-    documents: int  # Counting stops at `HASHED_SPLIT_FROM`.
+    documents: int  # Counting stops at `MIN_HASHED_DOCUMENTS`.
     bytes: int  # UTF-8 bytes, estimated if ``sizes`` is None.
     sizes: list[int] | None  # UTF-8 bytes by source, or None if counting stopped.
 
 
 def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
-    """Counts bytes, and up to `HASHED_SPLIT_FROM` documents. Reads only the first bytes of plain UTF-8 files."""
+    """Counts bytes, and up to `MIN_HASHED_DOCUMENTS` documents. Reads only the first bytes of plain UTF-8 files."""
     is_exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
     utf8 = config.encoding.lower() in ("utf-8", "utf8")
     # A size of 0 can mean unknown.
@@ -64,13 +64,13 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
             for chunk in reader.documents(source, on_bytes):
                 documents += chunk.begins
                 sizes[-1] += utf8_size(chunk.text)
-                if documents >= HASHED_SPLIT_FROM:
+                if documents >= MIN_HASHED_DOCUMENTS:
                     break
             stored_bytes, text_bytes = stored_bytes + bytes_read, text_bytes + sizes[-1]
-        if documents >= HASHED_SPLIT_FROM:
+        if documents >= MIN_HASHED_DOCUMENTS:
             opened_size = sum(s.size for s, is_unopened in zip(sources, unopened, strict=True) if not is_unopened)
             return Survey(
-                HASHED_SPLIT_FROM,
+                MIN_HASHED_DOCUMENTS,
                 sum(s.size for s in sources) - opened_size + opened_size * text_bytes // stored_bytes,
                 None,
             )
@@ -89,8 +89,8 @@ def _bom_size(source: Source) -> int:
 class Split:
     """The rule for held-out text: a pure function of a document and its position.
 
-    With fewer than `HASHED_SPLIT_FROM` documents, the last bytes are held out, even if this cuts a document. Otherwise
-    a hash of the seed and the document's start decides, so other documents do not matter.
+    With fewer than `MIN_HASHED_DOCUMENTS` documents, the last bytes are held out, even if this cuts a document.
+    Otherwise a hash of the seed and the document's start decides, so other documents do not matter.
     """
 
     by: Literal["hash", "end", "text", "nothing"]  # "text" means a separate held-out text.
@@ -137,8 +137,8 @@ class Split:
 
 
 def hash_fraction(text: str, seed: int) -> float:
-    """Hashes the seed and the document's first `HEAD` characters to [0, 1)."""
-    digest = hashlib.sha256(f"{seed}\0{text[:HEAD]}".encode()).digest()
+    """Hashes the seed and the document's first `MIN_FIRST_CHUNK` characters to [0, 1)."""
+    digest = hashlib.sha256(f"{seed}\0{text[:MIN_FIRST_CHUNK]}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
@@ -156,7 +156,7 @@ def plan_split(
     """
     if has_val_text or fraction == 0:
         return Split("text" if has_val_text else "nothing", 0.0 if has_val_text else fraction, seed)
-    if text_size.documents >= HASHED_SPLIT_FROM:
+    if text_size.documents >= MIN_HASHED_DOCUMENTS:
         return Split("hash", fraction, seed, bound=_find_bound(sources, config, fraction, seed))
     assert text_size.sizes is not None
     starts = tuple(sum(text_size.sizes[:i]) for i in range(len(text_size.sizes)))
@@ -183,7 +183,7 @@ def _find_bound(sources: Sequence[Source], config: ReadConfig, fraction: float, 
                     return fraction
     if lowest == highest:
         raise UserError(
-            f"all documents have the same first {HEAD:,} characters, so none can be held out",
+            f"all documents have the same first {MIN_FIRST_CHUNK:,} characters, so none can be held out",
             "give a text to hold out with --val-text, or use --val-fraction 0 to hold out nothing",
         )
     return highest if highest < fraction else math.nextafter(lowest, 1)  # Documents below the bound are held out.
@@ -193,7 +193,7 @@ class TextSample(Iterator[str]):
     """About ``limit`` bytes, sampled evenly from a text of about ``total`` bytes. Shorter texts are used in full."""
 
     def __init__(self, chunks: Iterable[Chunk], total: int, limit: int) -> None:
-        self.seen = self.taken = 0  # Bytes of the text and the sample so far.
+        self.bytes_seen = self.bytes_taken = 0  # Bytes of the text and the sample so far.
         self._total, self._limit = total, limit
         self._pieces = self._sample(chunks)
 
@@ -201,15 +201,17 @@ class TextSample(Iterator[str]):
         return next(self._pieces)
 
     def _sample(self, chunks: Iterable[Chunk]) -> Iterator[str]:
-        piece_size = min(HEAD, max(1024, self._limit // 64))
+        piece_size = min(MIN_FIRST_CHUNK, max(1024, self._limit // 64))
         for chunk in chunks:
             for start in range(0, len(chunk.text), piece_size):
                 text = chunk.text[start : start + piece_size]
-                is_sampled = self.taken * self._total <= self._limit * self.seen and self.taken < self._limit
-                self.seen += utf8_size(text)
+                is_sampled = (
+                    self.bytes_taken * self._total <= self._limit * self.bytes_seen and self.bytes_taken < self._limit
+                )
+                self.bytes_seen += utf8_size(text)
                 if is_sampled:
-                    sampled_text = text.encode()[: self._limit - self.taken].decode("utf-8", "ignore")
-                    self.taken += utf8_size(sampled_text)
+                    sampled_text = text.encode()[: self._limit - self.bytes_taken].decode("utf-8", "ignore")
+                    self.bytes_taken += utf8_size(sampled_text)
                     if sampled_text:
                         yield sampled_text
 
@@ -220,12 +222,12 @@ class Corpus:
 
     name: str
     texts: tuple[str, ...]
-    asked: Mapping[str, Any]  # Tokenizer settings.
+    tokenizer_settings: Mapping[str, Any]  # Tokenizer settings.
     reading: ReadConfig
     sources: list[Source]
     first_val_source: int
     split: Split
-    found: Survey
+    survey: Survey
 
     @cached_property
     def groups(self) -> list[range]:
@@ -251,7 +253,7 @@ class Corpus:
         """Bytes of training text, estimated if counting stopped."""
         if self.split.by == "end":
             return self.split.train_bytes
-        return round(self.found.bytes * (1 - self.split.fraction))
+        return round(self.survey.bytes * (1 - self.split.fraction))
 
     @property
     def first_held_out(self) -> str | None:
@@ -260,7 +262,7 @@ class Corpus:
             return None
         return next(
             source.name
-            for source, start, size in zip(self.sources, self.split.starts, self.found.sizes or (), strict=True)
+            for source, start, size in zip(self.sources, self.split.starts, self.survey.sizes or (), strict=True)
             if start + size > self.split.train_bytes
         )
 
@@ -299,7 +301,7 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
     if config.val_text is not None:
         val_sources = find([config.val_text], skipped, on_bytes, note)
     elif config.val_fraction == TextConfig.val_fraction:
-        val_sources = published(texts, on_bytes)
+        val_sources = find_published_held_out(texts, on_bytes)
     if skipped is not None and skipped.count:
         listen(events.Note(f"skipped {skipped.count:,} unreadable: {skipped.first}"))
     train_sources = _remove_held_out(train_sources, val_sources, listen)
@@ -345,5 +347,7 @@ def cut_documents(assigned: AssignedChunks, pattern: str) -> Iterator[tuple[str,
         return document_number, "val" if held_out else "train"
 
     for (_, side), chunks in groupby(assigned, document_key):
-        for i, (text, ends_inside_piece) in enumerate(parts((chunk.text for chunk, _ in chunks), pattern, PART)):
+        for i, (text, ends_inside_piece) in enumerate(
+            parts((chunk.text for chunk, _ in chunks), pattern, ENCODE_CHARACTERS)
+        ):
             yield text, i == 0, side, ends_inside_piece

@@ -22,9 +22,9 @@ from gpt.text.unpack import (
     PackedFile,
     Source,
     StreamError,
-    damaged,
+    damage_error,
+    open_seekable,
     open_source,
-    opened_seekable,
     tar_members,
     zip_members,
 )
@@ -56,8 +56,8 @@ class Skipped:
         self.first = self.first or error.message
 
 
-HEAD = 2**16  # Minimum characters of a document's first chunk, unless the document is shorter.
-LENGTH = 2**20  # Approximate characters of a chunk.
+MIN_FIRST_CHUNK = 2**16  # Minimum characters of a document's first chunk, unless the document is shorter.
+CHUNK_LENGTH = 2**20  # Approximate characters of a chunk.
 
 
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
@@ -99,7 +99,7 @@ def make_chunks(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
         if part is not None:
             pending.append(part)
             size += len(part)
-        if size and (part is None or size >= (HEAD if begins else LENGTH // 2)):
+        if size and (part is None or size >= (MIN_FIRST_CHUNK if begins else CHUNK_LENGTH // 2)):
             yield Chunk("".join(pending), begins)
             pending, size, begins = [], 0, False
         if part is None and not begins:
@@ -119,7 +119,7 @@ RECORD_FORMATS: dict[str, type[Records[Any]]] = {
     ".jsonlines": formats.JSONLines,
     ".json": formats.JSONFile,
     ".csv": formats.Table,
-    ".tsv": formats.TabbedTable,
+    ".tsv": formats.TSVTable,
     ".parquet": formats.Parquet,
 }
 
@@ -153,8 +153,9 @@ class Reader:
     def documents(self, source: Source, on_bytes: OnBytes = _discard_progress) -> Iterator[Chunk]:
         """Yields the documents of a source in nonempty chunks.
 
-        A document's first chunk has at least `HEAD` characters, unless the document is shorter. ``on_bytes`` is called
-        with the source bytes read so far. Raises `UserError` for damaged or non-text files, unless ``skip_bad``.
+        A document's first chunk has at least `MIN_FIRST_CHUNK` characters, unless the document is shorter. ``on_bytes``
+        is called with the source bytes read so far. Raises `UserError` for damaged or non-text files, unless
+        ``skip_bad``.
         """
         self._joins_rows = source.lines
         max_size = 0
@@ -191,7 +192,7 @@ class Reader:
             raise UserError(f"{file.name} is packed more than {MAX_DEPTH} levels deep", "unpack it, and give the files")
         ending = "." + file.kind.rpartition(".")[2]
         if ending in UNPACK:
-            yield from self._read(file.unpacked(ending))
+            yield from self._read(file.unpack(ending))
         elif ending == ".zip":
             yield from self._read_members(zip_members(file))
         elif ending == ".tar":
@@ -211,16 +212,16 @@ class Reader:
 
     def _read_records(self, file: PackedFile, ending: str) -> Iterator[Chunk]:
         encoding = self._utf8 if ending == ".parquet" else self._encoding
-        with opened_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
-            if encoding.wide:  # Splitting bytes into lines requires UTF-8.
+        with open_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
+            if encoding.is_wide:  # Splitting bytes into lines requires UTF-8.
                 blocks = (block.encode() for block in encoding.blocks(file.name, stream))
-                stream, encoding = ByteStream(_BlockStream(blocks), partial(damaged, file.name)), self._utf8
+                stream, encoding = ByteStream(_BlockStream(blocks), partial(damage_error, file.name)), self._utf8
             record_type = RECORD_FORMATS.get(ending, formats.JSONLines)
             texts = record_type(file.name, stream, self._form, encoding, self._skip_or_raise).documents()
             if self._joins_rows:
                 yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
             else:
-                chunk_size = sys.maxsize if self._only_records else LENGTH
+                chunk_size = sys.maxsize if self._only_records else CHUNK_LENGTH
                 for text in texts:
                     for start in range(0, len(text), chunk_size):
                         yield Chunk(text[start : start + chunk_size], start == 0)
@@ -234,7 +235,7 @@ class Reader:
 
     def _read_complete(self, file: PackedFile) -> Iterator[Chunk]:
         """Yields the complete documents before the first error, then raises this error. Reads the file twice."""
-        file = file if file.reopenable else file.spooled()
+        file = file if file.reopenable else file.spool()
         document_count, error, replaced = 0, None, self._encoding.replaced
         try:
             for chunk in self._read_plain(file):

@@ -37,7 +37,7 @@ def fetch(
     sha256: str | None = None,
     size: int | None = None,
     on_bytes: OnBytes = ignore,
-    waits: Sequence[float] = RETRY_DELAYS,
+    retry_delays: Sequence[float] = RETRY_DELAYS,
 ) -> Path:
     """Downloads ``url`` to ``target``, unless the complete file exists. Returns ``target``.
 
@@ -50,7 +50,7 @@ def fetch(
             download = _Download(url, target, sha256, size, on_bytes)
             with download.locked():
                 if not is_whole(target, sha256, size):
-                    download.run(waits)
+                    download.run(retry_delays)
     return target
 
 
@@ -59,8 +59,8 @@ def is_whole(target: Path, sha256: str | None, size: int | None) -> bool:
 
     A stamp file avoids rehashing an unchanged ``target``.
     """
-    if sha256 is None or not seems_whole(target, size):
-        return seems_whole(target, size)
+    if sha256 is None or not has_published_size(target, size):
+        return has_published_size(target, size)
     path, stamp = _make_stamp(target, sha256)
     with contextlib.suppress(OSError):
         if path.read_bytes() == stamp:
@@ -71,14 +71,14 @@ def is_whole(target: Path, sha256: str | None, size: int | None) -> bool:
     return True
 
 
-def seems_whole(target: Path, size: int | None) -> bool:
+def has_published_size(target: Path, size: int | None) -> bool:
     """Whether ``target`` exists with the published size, if any. Does not read it."""
     return target.exists() and size in (None, _file_size(target))
 
 
 def bytes_here(url: str, target: Path, sha256: str | None, size: int | None) -> int:
     """Returns the size of ``target`` on disk, or of its unfinished download."""
-    return _file_size(target if seems_whole(target, size) else _Download(url, target, sha256, size, ignore).part)
+    return _file_size(target if has_published_size(target, size) else _Download(url, target, sha256, size, ignore).part)
 
 
 def check_space(folder: Path, needed: int) -> None:

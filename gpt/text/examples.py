@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from gpt.config import TextConfig
 from gpt.errors import UserError
 from gpt.text import formats, sources
-from gpt.text.corpus import HASHED_SPLIT_FROM, hash_fraction
+from gpt.text.corpus import MIN_HASHED_DOCUMENTS, hash_fraction
 from gpt.text.documents import Reader, has_records, utf8_size
 from gpt.text.unpack import Source
 
@@ -180,11 +180,11 @@ def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[
 
 def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], list[E]]:
     """Returns training and held-out examples. Holds out the last ``fraction``, at least one example unless ``fraction``
-    is 0. With `HASHED_SPLIT_FROM` examples or more, a hash of seed and example decides instead, so adding examples
+    is 0. With `MIN_HASHED_DOCUMENTS` examples or more, a hash of seed and example decides instead, so adding examples
     moves no others. Raises `UserError` if no example is left for training."""
     if fraction == 0:
         return list(examples), []
-    if len(examples) < HASHED_SPLIT_FROM:
+    if len(examples) < MIN_HASHED_DOCUMENTS:
         train_count = len(examples) - max(1, round(len(examples) * fraction))
         train, held_out = list(examples[:train_count]), list(examples[train_count:])
     else:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from gpt.distribution import install_extra
 from gpt.errors import UserError, WorkError
-from gpt.text.unpack import BUFFER, ByteStream, damaged, reason, translated
+from gpt.text.unpack import BUFFER, ByteStream, damage_error, reason, translate_errors
 from gpt.words import counted
 
 BLOCK = 2**18  # Bytes. Larger blocks are slower, because each needs new memory from the system.
@@ -69,7 +69,7 @@ class TextEncoding:
         codec = codecs.lookup(encoding).name
         self.is_utf8 = codec == "utf-8"
         self.is_unicode = codec.startswith("utf")  # Byte-order marks decode to U+FEFF.
-        self.wide = codec.startswith(("utf-16", "utf-32"))  # Line breaks contain zero bytes.
+        self.is_wide = codec.startswith(("utf-16", "utf-32"))  # Line breaks contain zero bytes.
 
     def decode(self, data: bytes) -> str:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
@@ -90,11 +90,11 @@ class TextEncoding:
         if not self.is_unicode and block.startswith(_BOM):  # Latin-1 would decode the mark to "ï»¿".
             block, offset = block.removeprefix(_BOM), len(_BOM)
         while True:
-            zero_at = -1 if self.wide else block.find(b"\0")
+            zero_at = -1 if self.is_wide else block.find(b"\0")
             text, bad_byte = self._decode_block(
                 name, decoder, block if zero_at < 0 else block[:zero_at], final=not block
             )
-            text, zero_character, _ = text.partition("\0") if self.wide else (text, "", "")
+            text, zero_character, _ = text.partition("\0") if self.is_wide else (text, "", "")
             line += text.count("\n")
             if "\ufeff" in text:
                 text = _BOMS_AT_LINE_START.sub("", text if starts_line else "-" + text)[not starts_line :]
@@ -600,7 +600,7 @@ class Table(Records[list[str]]):
         return text
 
 
-class TabbedTable(Table):
+class TSVTable(Table):
     """The rows of a .tsv file."""
 
     delimiter = "\t"
@@ -636,7 +636,7 @@ class Parquet(Records[tuple[Any, ...]]):
             from pyarrow import parquet as pq
         except ImportError:
             raise WorkError(f"{self.name} needs the package pyarrow", install_extra("parquet")) from None
-        with translated(partial(damaged, self.name)):  # pyarrow raises many exception types.
+        with translate_errors(partial(damage_error, self.name)):  # pyarrow raises many exception types.
             metadata = pq.read_metadata(self.stream)
             schema = metadata.schema.to_arrow_schema()
             self._keys = keys = self.form.columns(schema.names)

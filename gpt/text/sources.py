@@ -22,8 +22,8 @@ from gpt.text import catalogue
 from gpt.text.documents import Skipped
 from gpt.text.download import OnBytes, ignore
 from gpt.text.token_folder import is_token_folder
-from gpt.text.tokenizer_files import RANKS, WHOLE
-from gpt.text.unpack import ByteStream, Copy, Source, file_source, reason, translated
+from gpt.text.tokenizer_files import RANKS, TOKENIZER_JSON
+from gpt.text.unpack import ByteStream, Copy, Source, file_source, reason, translate_errors
 
 DEFAULT_CORPUS = "pydocs"
 
@@ -65,7 +65,7 @@ def identity(source: Source) -> str:
     return os.path.realpath(source.name) if is_local else source.name
 
 
-def published(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
+def find_published_held_out(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
     """Returns the published held-out text if ``texts`` is a single corpus that has one."""
     if len(texts) == 1 and _stat(texts[0]) is None and texts[0] in catalogue.names():
         return catalogue.val_sources(texts[0], on_bytes)
@@ -88,7 +88,7 @@ def _unreadable(name: str, error: OSError) -> UserError:
 def _has_tokens(folder: str) -> bool:
     """Whether a folder is a token folder. Other folders can have a manifest.json too."""
     with contextlib.suppress(PermissionError):  # Listing the folder raises the error again.
-        return any(Path(folder, name).is_file() for name in (RANKS, WHOLE)) and is_token_folder(folder)
+        return any(Path(folder, name).is_file() for name in (RANKS, TOKENIZER_JSON)) and is_token_folder(folder)
     return False
 
 
@@ -272,7 +272,7 @@ _TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "update
 def find_remote(address: str) -> list[Source]:
     """Returns the files of a URL, which can be a folder or a pattern, sorted and without hidden files. Raises
     `UserError` if there is no file, `WorkError` without a network or a package that fsspec needs."""
-    with translated(partial(_remote_error, address)):
+    with translate_errors(partial(_remote_error, address)):
         fs, path = _open_filesystem(address)
         infos = dict(_remote_files(fs, path, address))
         sources = [_remote_source(fs, path, info) for path, info in sorted(infos.items())]
@@ -340,7 +340,7 @@ def _remote_time(info: Mapping[str, Any]) -> int:
 def _open_remote(address: str) -> BinaryIO:
     to_error = partial(_remote_error, address)
     is_web = address.startswith(("http://", "https://"))
-    with translated(to_error):
+    with translate_errors(to_error):
         fs, path = _open_filesystem(address)
         file = fs.open(path, "rb", **({"block_size": 0} if is_web else {}))  # One request per file, not per block.
     return cast(BinaryIO, _WholeBlocks(ByteStream(file, to_error, seekable=not is_web and file.seekable())))

@@ -22,20 +22,20 @@ from typing import Any
 from gpt.errors import UserError
 from gpt.files import (
     LINES_LIMIT,
+    atomic_file,
+    atomic_folder,
     disk_errors,
     file_sha256,
     open_regular,
     read_json,
     read_lines,
     to_json,
-    whole_file,
-    whole_folder,
     write_file,
 )
 from gpt.settings import Count, checked
 from gpt.text.shards import SIDES, Shard, Side, TokenStream
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import read_own, tokenizer_files
+from gpt.text.tokenizer_files import read_described_tokenizer, tokenizer_files
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -122,11 +122,11 @@ class TokenFolder:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The folder's tokenizer. Raises `UserError` if its fingerprint differs from the manifest."""
-        return read_own(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
+        return read_described_tokenizer(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
 
-    def read_for(self, tokenizer: Tokenizer) -> bool:
+    def adopt_tokenizer(self, tokenizer: Tokenizer) -> bool:
         """Adopts a model's tokenizer, which can have fewer ids. Returns False if the tokenizers differ."""
-        is_same = self.tokenizer.gives_the_ids_of(tokenizer)
+        is_same = self.tokenizer.is_same_as(tokenizer)
         if is_same:
             self.tokenizer = tokenizer
         return is_same
@@ -144,7 +144,7 @@ class TokenFolder:
                 shards.append(shard)
         return TokenStream(shards)
 
-    def bytes_of(self, side: Side) -> int:
+    def count_text_bytes(self, side: Side) -> int:
         """Returns the text size of one side in bytes."""
         return sum(record.bytes for record in self.shards if record.side == side)
 
@@ -192,7 +192,7 @@ def write_manifest(
     counts: Mapping[str, int],
 ) -> None:
     """Finishes the folder: writes ``sources.jsonl``, then ``manifest.json``. ``counts`` are further totals."""
-    with whole_file(folder / SOURCES) as file:
+    with atomic_file(folder / SOURCES) as file:
         for source in sources:
             file.write((json.dumps(asdict(source), ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape"))
     sorted_records = sorted(shards, key=lambda record: (record.side, record.group, record.slice))
@@ -241,7 +241,7 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
     counts = {key: sum(folder.manifest[key] for folder in folders) for key in COUNTS}
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(target) as temp_folder:
+        with atomic_folder(target) as temp_folder:
             for name, data in tokenizer_files(folders[0].tokenizer).items():
                 write_file(temp_folder / name, data)
             for folder in folders:

@@ -168,7 +168,7 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
         check_new(out, "choose another --out; if it is unfinished, --resume continues it")
     corpus = open_corpus(texts, config, listen)
     if is_resumed:
-        tokenizer = unfinished_folder.check_begun(out, corpus, config.share)
+        tokenizer = unfinished_folder.check_resumable(out, corpus, config.share)
         if (out / MANIFEST).exists():
             return TokenFolder(out)
     else:
@@ -205,7 +205,7 @@ def tokenize(
             unfinished_folder.begin(out, about, corpus, tokenizer_files(tokenizer))
             stack.enter_context(unfinished_folder.locked(out))
         writer = unfinished_folder.ShardWriter(out, tokenizer.vocab_size, progress)
-        for item, encoded in stop.watching(chain(first_items, stream)):
+        for item, encoded in stop.until_signal(chain(first_items, stream)):
             writer.add(item, encoded)
         unfinished_folder.finish(out, about, progress)
     return TokenFolder(out)
@@ -245,7 +245,7 @@ def _check_disk_space(
     """Estimates the size of the tokens from the first item. Raises `WorkError` if the disk has less free space."""
     size = sum(sum(item.bytes.values()) for item, _ in first_items)
     encoded_size = sum(ids.nbytes for _, encoded in first_items for ids in encoded.ids.values())
-    needed = round(corpus.found.bytes * share * encoded_size / max(1, size))
+    needed = round(corpus.survey.bytes * share * encoded_size / max(1, size))
     parent = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
     free = shutil.disk_usage(parent).free
     if needed > free:

@@ -18,20 +18,22 @@ import numpy as np
 import numpy.typing as npt
 import tiktoken
 
-from gpt.config import MOST_IDS
+from gpt.config import MAX_VOCAB_SIZE
 from gpt.errors import UserError, WorkError
 from gpt.files import cache_dir
-from gpt.text.backends import ByteBPE, Ids, Library
+from gpt.text.backends import ByteBPE, Ids, LibraryTokenizer
 from gpt.text.boundaries import GPT2_PATTERN, SPACES
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE = "chat_template.jinja"
 GPT2_FINGERPRINT = "278c76e956a0d28755e8cb07656cc21c373520d95c7af18e9db55b9938d6c5fb"
-LONGEST_LEARNT = 64  # Maximum characters of a trained token. Longer tokens would be lines of dashes, and slow to merge.
+MAX_LEARNED_LENGTH = (
+    64  # Maximum characters of a trained token. Longer tokens would be lines of dashes, and slow to merge.
+)
 
-# Runs longer than `LONGEST_LEARNT`. The lookbehind allows a match only at the start of a run, for linear time.
+# Runs longer than `MAX_LEARNED_LENGTH`. The lookbehind allows a match only at the start of a run, for linear time.
 _LONG_RUNS = [
-    re.compile(rf"(?<!{kind}){kind}{{{LONGEST_LEARNT + 1},}}")
+    re.compile(rf"(?<!{kind}){kind}{{{MAX_LEARNED_LENGTH + 1},}}")
     for kind in (r"[^\W_]", rf"[^a-zA-Z0-9{SPACES}]", f"[{SPACES}]")
 ]
 
@@ -41,7 +43,7 @@ class Tokenizer:
     """A vocabulary with its encoder and the tokens that start and end a text."""
 
     name: str
-    backend: ByteBPE | Library
+    backend: ByteBPE | LibraryTokenizer
     eot: int
     eot_token: str = END_OF_TEXT
     specials: Mapping[str, int] = field(default_factory=dict)  # Further special tokens. Merging never produces them.
@@ -60,8 +62,8 @@ class Tokenizer:
         if len(set(words)) != len(words) or "" in words:
             raise UserError(f"the special tokens of the tokenizer {self.name} are not all different")
         ids = [*self.backend.pieces, *self._added_tokens.values()]
-        if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= MOST_IDS:
-            raise UserError(f"the ids of the tokenizer {self.name} are not numbers from 0 to {MOST_IDS:,}")
+        if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= MAX_VOCAB_SIZE:
+            raise UserError(f"the ids of the tokenizer {self.name} are not numbers from 0 to {MAX_VOCAB_SIZE:,}")
         count = len(self._added_tokens) + len(self.backend.pieces if ranks is None else ranks)
         if len(set(ids)) != count:
             raise UserError(f"the tokenizer {self.name} has {count:,} tokens and {len(set(ids)):,} ids")
@@ -167,7 +169,7 @@ class Tokenizer:
         """Returns the ids of ``text`` with special tokens, and a mask of the ids that overlap the character
         ``spans``."""
         ids = self.encode(text, specials=True)
-        if isinstance(self.backend, Library):
+        if isinstance(self.backend, LibraryTokenizer):
             starts, ends = self.backend.offsets(text)
         else:
             ends = np.cumsum([len(self._token_bytes[id]) for id in ids.tolist()], dtype=np.int64)
@@ -211,10 +213,10 @@ class Tokenizer:
     def _max_token_size(self) -> int:
         return max(map(len, self._token_bytes.values()))
 
-    def least_tokens(self, text: str) -> int:
+    def estimate_min_tokens(self, text: str) -> int:
         """Returns a lower bound on the number of tokens of ``text``, without tokenizing. The bound is 0 for a
         ``tokenizer.json``, because its normalizer can shorten a text by any amount."""
-        return 0 if isinstance(self.backend, Library) else -(-self.backend.size(text) // self._max_token_size)
+        return 0 if isinstance(self.backend, LibraryTokenizer) else -(-self.backend.size(text) // self._max_token_size)
 
     def check(self, ids: Sequence[int]) -> None:
         """Raises `UserError` for an id outside the vocabulary."""
@@ -229,9 +231,11 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A sha256 of everything that determines the ids of a text."""
-        library = isinstance(self.backend, Library)  # The library's file contains the pattern.
+        library = isinstance(self.backend, LibraryTokenizer)  # The library's file contains the pattern.
         digest = hashlib.sha256(f"{'' if library else self.pattern}\0{self.eot}\0{self.eot_token}\0".encode())
-        digest.update(self.backend.data if isinstance(self.backend, Library) else to_tiktoken(self.backend.ranks))
+        digest.update(
+            self.backend.data if isinstance(self.backend, LibraryTokenizer) else to_tiktoken(self.backend.ranks)
+        )
         if self.specials:
             digest.update(json.dumps(sorted(self.specials.items())).encode())
         optional = _optional_fields(self)
@@ -239,7 +243,7 @@ class Tokenizer:
             digest.update(json.dumps(optional, sort_keys=True).encode())
         return digest.hexdigest()
 
-    def gives_the_ids_of(self, other: "Tokenizer") -> bool:
+    def is_same_as(self, other: "Tokenizer") -> bool:
         """Whether the fingerprints are equal. Across backends, equal patterns and tokens are enough, because an older
         gpt ran more vocabularies in tiktoken."""
         self_values, other_values = (
@@ -260,9 +264,9 @@ def _optional_fields(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _split_long_runs(text: str) -> Iterator[str]:
-    """Yields the text in parts, with runs longer than `LONGEST_LEARNT` split."""
+    """Yields the text in parts, with runs longer than `MAX_LEARNED_LENGTH` split."""
     runs = (run.span() for kind in _LONG_RUNS for run in kind.finditer(text))
-    cuts = {cut for start, end in runs for cut in range(start + LONGEST_LEARNT, end, LONGEST_LEARNT)}
+    cuts = {cut for start, end in runs for cut in range(start + MAX_LEARNED_LENGTH, end, MAX_LEARNED_LENGTH)}
     for start, end in pairwise([0, *sorted(cuts), len(text)]):
         yield text[start:end]
 
@@ -272,7 +276,7 @@ def bytes_tokenizer() -> Tokenizer:
     return Tokenizer("bytes", ByteBPE(GPT2_PATTERN, {bytes([byte]): byte for byte in range(256)}), 256)
 
 
-def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
     """Trains a byte-level BPE with ``vocab_size`` ids on ``texts`` (Sennrich et al. 2016). The last ids are end-of-text
     and ``specials``, in order. Raises `UserError` if the texts have too few pairs to merge."""
     min_size = 257 + len(specials)
@@ -281,7 +285,7 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[st
         raise UserError(
             f"vocab-size is {vocab_size}; it must be at least {min_size}: the 256 bytes and end-of-text{extra}"
         )
-    tokenizer = learn_tokenizer_up_to(texts, vocab_size, specials)
+    tokenizer = train_tokenizer_up_to(texts, vocab_size, specials)
     if tokenizer.vocab_size < vocab_size:
         raise UserError(
             f"the text supports a vocabulary of at most {tokenizer.vocab_size:,} ids, not {vocab_size:,}",
@@ -290,8 +294,8 @@ def learn_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[st
     return tokenizer
 
 
-def learn_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
-    """Trains a tokenizer like `learn_tokenizer`, but with fewer ids if the texts have too few pairs."""
+def train_tokenizer_up_to(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = ()) -> Tokenizer:
+    """Trains a tokenizer like `train_tokenizer`, but with fewer ids if the texts have too few pairs."""
     import rustbpe  # Only training needs rustbpe.
 
     check_specials(specials)
@@ -398,7 +402,7 @@ def auto_vocab_size(n_bytes: int) -> int:
 
 def describe(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns a tokenizer's JSON description, without its ranks."""
-    library = isinstance(tokenizer.backend, Library)
+    library = isinstance(tokenizer.backend, LibraryTokenizer)
     return {
         "name": tokenizer.name,
         "pattern": tokenizer.pattern,

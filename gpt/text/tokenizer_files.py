@@ -9,20 +9,20 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
-from gpt.config import MOST_IDS
+from gpt.config import MAX_VOCAB_SIZE
 from gpt.errors import UserError, did_you_mean
 from gpt.files import (
     JSON_LIMIT,
+    atomic_folder,
     check_new,
     disk_errors,
     read_json,
     read_regular,
     reading,
     to_json,
-    whole_folder,
     write_file,
 )
-from gpt.text.backends import BYTES, ByteBPE, Library, in_characters
+from gpt.text.backends import CHARACTER_BYTES, ByteBPE, LibraryTokenizer, to_gpt2_spelling
 from gpt.text.boundaries import GPT2_PATTERN
 from gpt.text.tokenizer import (
     CHAT_TEMPLATE,
@@ -39,13 +39,17 @@ from gpt.text.untrusted import steps
 
 FORMAT = 1
 _NO_RANK = 2**63  # Rank of a pair that never merges.
-WHOLE, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 _COMPANION_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
-_KEPT_WITH_WHOLE = (WHOLE, *_COMPANION_FILES)
-KEPT = (*_KEPT_WITH_WHOLE, "vocab.json", "merges.txt")  # Transformers files that are saved unchanged.
+_KEPT_WITH_TOKENIZER_JSON = (TOKENIZER_JSON, *_COMPANION_FILES)
+UNCHANGED_FILES = (
+    *_KEPT_WITH_TOKENIZER_JSON,
+    "vocab.json",
+    "merges.txt",
+)  # Transformers files that are saved unchanged.
 RANKS = "tokenizer.tiktoken"
 _BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-NEW = "choose another path with --out"
+NEW_PATH_HINT = "choose another path with --out"
 _DESCRIPTION_FILES = ("gpt.json", "manifest.json")
 
 
@@ -85,35 +89,37 @@ def _candidate_folders(path: Path) -> list[Path]:
 def _read_folder(folder: Path) -> Tokenizer | None:
     for name in _DESCRIPTION_FILES:
         description = read_json(folder / name).get("tokenizer") if (folder / name).is_file() else None
-        if description is not None and has_own(folder, description):
-            return read_own(folder, description, str(folder / name))
+        if description is not None and has_described_tokenizer(folder, description):
+            return read_described_tokenizer(folder, description, str(folder / name))
     return read_transformers(folder)
 
 
 def _read_file(path: Path) -> Tokenizer:
     if path.name == RANKS:
         return find_tokenizer(str(path.absolute().parent))
-    if path.name == WHOLE and (tokenizer := read_transformers(path.absolute().parent)):
+    if path.name == TOKENIZER_JSON and (tokenizer := read_transformers(path.absolute().parent)):
         return tokenizer
     if path.suffix == ".json":
-        return from_tokenizer_json(read_json(path), str(path), {WHOLE: _read_json_bytes(path)})
+        return from_tokenizer_json(read_json(path), str(path), {TOKENIZER_JSON: _read_json_bytes(path)})
     raise UserError(f"{path} is not a tokenizer", f"one is a tokenizer.json, or a folder with one or with {RANKS}")
 
 
-def has_own(folder: Path, description: Any) -> bool:
+def has_described_tokenizer(folder: Path, description: Any) -> bool:
     """Whether ``folder`` contains the tokenizer file that ``description`` requires."""
-    return (folder / (WHOLE if isinstance(description, dict) and description.get("library") else RANKS)).is_file()
+    return (
+        folder / (TOKENIZER_JSON if isinstance(description, dict) and description.get("library") else RANKS)
+    ).is_file()
 
 
-def read_own(folder: Path, description: Any, where: str) -> Tokenizer:
+def read_described_tokenizer(folder: Path, description: Any, where: str) -> Tokenizer:
     """Reads a tokenizer from ``folder``. ``description`` is the result of `describe` in the file ``where``. Raises
     `UserError` if they do not match."""
     try:
-        files = _read_kept(folder, [name for name in KEPT if name in description.get("files", [])])
-        file = folder / (WHOLE if description.get("library") else RANKS)
-        backend: ByteBPE | Library
+        files = _read_kept(folder, [name for name in UNCHANGED_FILES if name in description.get("files", [])])
+        file = folder / (TOKENIZER_JSON if description.get("library") else RANKS)
+        backend: ByteBPE | LibraryTokenizer
         if description.get("library"):
-            backend = Library(_read_json_bytes(file, parsed=True), read_json(file))
+            backend = LibraryTokenizer(_read_json_bytes(file, parsed=True), read_json(file))
         else:
             ranks = from_tiktoken(read_regular(file, JSON_LIMIT), str(file))
             backend = ByteBPE(description["pattern"], ranks, bool(description.get("nfc", False)))
@@ -150,18 +156,18 @@ def _read_json_bytes(path: Path, parsed: bool = False) -> bytes:
 
 def read_transformers(folder: Path) -> Tokenizer | None:
     """Reads the tokenizer of a Transformers folder, or returns None."""
-    tokenizer_json, vocab, merges = folder / WHOLE, folder / "vocab.json", folder / "merges.txt"
+    tokenizer_json, vocab, merges = folder / TOKENIZER_JSON, folder / "vocab.json", folder / "merges.txt"
     if tokenizer_json.is_file():
         return from_tokenizer_json(
             read_json(tokenizer_json),
             str(tokenizer_json),
-            _read_kept(folder, _KEPT_WITH_WHOLE, WHOLE),
+            _read_kept(folder, _KEPT_WITH_TOKENIZER_JSON, TOKENIZER_JSON),
             _read_settings(folder),
         )
     if vocab.is_file() and merges.is_file():
         text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")
         return from_vocab_and_merges(
-            read_json(vocab), text, str(vocab), _read_kept(folder, KEPT[1:]), _read_settings(folder)
+            read_json(vocab), text, str(vocab), _read_kept(folder, UNCHANGED_FILES[1:]), _read_settings(folder)
         )
     if (folder / "tokenizer.model").is_file():
         raise UserError(
@@ -261,24 +267,24 @@ def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict
     if tokenizer.keeps_files:
         return {**tokenizer.files, **ranks}
     return {
-        WHOLE: json.dumps(to_tokenizer_json(tokenizer), ensure_ascii=False).encode(),
+        TOKENIZER_JSON: json.dumps(to_tokenizer_json(tokenizer), ensure_ascii=False).encode(),
         TOKENIZER_CONFIG: to_json(to_tokenizer_config(tokenizer, block_size)),
         **ranks,
         **tokenizer.files,
     }
 
 
-def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
+def add_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
     """Returns a tokenizer with further special tokens, which get the next ids. Updates a kept ``tokenizer.json``.
     Without one, drops the kept files, so saving creates new files."""
     new_ids = {word: id for id, word in enumerate(words, tokenizer.vocab_size)}
     files, backend = dict(tokenizer.files), tokenizer.backend
     if not new_ids:
         return tokenizer
-    if WHOLE in files:
-        values = json.loads(files[WHOLE])
+    if TOKENIZER_JSON in files:
+        values = json.loads(files[TOKENIZER_JSON])
         values["added_tokens"] = [*(values.get("added_tokens") or []), *_added_tokens(new_ids)]
-        files[WHOLE] = json.dumps(values, ensure_ascii=False).encode()
+        files[TOKENIZER_JSON] = json.dumps(values, ensure_ascii=False).encode()
         files.pop("added_tokens.json", None)  # tokenizer.json contains all added tokens.
         config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
         if "added_tokens_decoder" in config:
@@ -287,7 +293,7 @@ def with_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
                 for token in _added_tokens(new_ids)
             }
             files[TOKENIZER_CONFIG] = to_json(config)
-        backend = Library(files[WHOLE], values) if isinstance(backend, Library) else backend
+        backend = LibraryTokenizer(files[TOKENIZER_JSON], values) if isinstance(backend, LibraryTokenizer) else backend
     else:
         files = {}
     return replace(tokenizer, backend=backend, specials={**tokenizer.specials, **new_ids}, files=files)
@@ -306,12 +312,12 @@ def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes ``folder`` atomically, for `find_tokenizer` and Transformers. Raises `UserError` for an existing folder,
     `WorkError` if writing fails."""
-    check_new(folder, NEW)
+    check_new(folder, NEW_PATH_HINT)
     description: Mapping[str, Any] = {"format": FORMAT, "tokenizer": describe(tokenizer)}
     files = {**tokenizer_files(tokenizer), "gpt.json": to_json(description)}
     with disk_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(folder) as temp_folder:
+        with atomic_folder(folder) as temp_folder:
             for name, data in files.items():
                 write_file(temp_folder / name, data)
 
@@ -371,8 +377,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "byte_fallback": False,
             # If merges cannot produce every token, a piece that equals a token is kept whole, as in tiktoken.
             "ignore_merges": len(pairs) < sum(len(token) > 1 for token in ranks),
-            "vocab": {in_characters(token): rank for token, rank in by_rank} | tokenizer.all_specials,
-            "merges": written(pairs),
+            "vocab": {to_gpt2_spelling(token): rank for token, rank in by_rank} | tokenizer.all_specials,
+            "merges": format_merges(pairs),
         },
     }
 
@@ -405,14 +411,14 @@ def from_tokenizer_json(
     files = files or {}
     try:
         full_values = _complete(values, files, where)
-        data = files.get(WHOLE)
+        data = files.get(TOKENIZER_JSON)
         if data is None or full_values is not values:
             data = json.dumps(full_values, ensure_ascii=False).encode()
-        files = {**files, WHOLE: data} if files else {}
+        files = {**files, TOKENIZER_JSON: data} if files else {}
         added = [token for token in full_values.get("added_tokens") or [] if token["content"]]
         specials = {token["content"]: token["id"] for token in added if token.get("special")}
         words = {token["content"]: token["id"] for token in added if not token.get("special")}
-        library = Library(data, full_values)
+        library = LibraryTokenizer(data, full_values)
         backend = _as_byte_bpe(library, {*specials, *words}) or library
         if full_values["model"].get("dropout"):
             raise UserError("a tokenizer with dropout gives different ids each time")
@@ -445,7 +451,7 @@ def from_vocab_and_merges(
 
 
 def _create_tokenizer(
-    backend: ByteBPE | Library,
+    backend: ByteBPE | LibraryTokenizer,
     specials: Mapping[str, int],
     words: Mapping[str, int],
     bos: int | None,
@@ -478,7 +484,7 @@ def _end_ids(settings: Mapping[str, Any], added: Mapping[str, int], pieces: Mapp
     value = settings.get("eos_token_id")
     if value is not None:
         ids = value if isinstance(value, list) else [value]
-        if not all(type(id) is int and 0 <= id < MOST_IDS for id in ids):
+        if not all(type(id) is int and 0 <= id < MAX_VOCAB_SIZE for id in ids):
             raise UserError(f"eos_token_id is {value!r}, which is not an id", "fix the model's generation_config.json")
         added_ids = [id for id in ids if id in added.values()]
         return [*added_ids, *(id for id in ids if id in pieces and id not in added_ids)] if added_ids else []
@@ -510,7 +516,7 @@ def _bos_id(values: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _as_byte_bpe(library: Library, added: Collection[str]) -> ByteBPE | None:
+def _as_byte_bpe(library: LibraryTokenizer, added: Collection[str]) -> ByteBPE | None:
     """Returns a byte-level BPE if the file has GPT-2's pattern and the merges of `merging_pairs`, otherwise None."""
     if library.pattern != GPT2_PATTERN or library.values.get("normalizer"):
         return None
@@ -522,14 +528,16 @@ def _as_byte_bpe(library: Library, added: Collection[str]) -> ByteBPE | None:
         return None
     pairs = merging_pairs(ranks)
     reaches_all = model.get("ignore_merges") or len(pairs) == sum(len(token) > 1 for token in ranks)
-    return ByteBPE(GPT2_PATTERN, ranks) if reaches_all and listed_merges(model) == written(pairs) else None
+    return ByteBPE(GPT2_PATTERN, ranks) if reaches_all and listed_merges(model) == format_merges(pairs) else None
 
 
 def byte_ranks(vocab: Mapping[str, int], added: Collection[str]) -> dict[bytes, int] | None:
     """Returns token bytes and ids, without ``added`` tokens. Returns None if a token is not in GPT-2's byte
     characters."""
     try:
-        ranks = {bytes(map(BYTES.__getitem__, token)): id for token, id in vocab.items() if token not in added}
+        ranks = {
+            bytes(map(CHARACTER_BYTES.__getitem__, token)): id for token, id in vocab.items() if token not in added
+        }
     except KeyError:
         return None
     return ranks if b"" not in ranks and all(type(id) is int for id in ranks.values()) else None
@@ -540,6 +548,6 @@ def listed_merges(model: Mapping[str, Any]) -> list[str]:
     return [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
 
 
-def written(pairs: Iterable[tuple[bytes, bytes]]) -> list[str]:
+def format_merges(pairs: Iterable[tuple[bytes, bytes]]) -> list[str]:
     """Returns merges as lines of ``merges.txt``."""
-    return [f"{in_characters(a)} {in_characters(b)}" for a, b in pairs]
+    return [f"{to_gpt2_spelling(a)} {to_gpt2_spelling(b)}" for a, b in pairs]

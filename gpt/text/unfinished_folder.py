@@ -15,7 +15,7 @@ import numpy as np
 
 from gpt import files
 from gpt.errors import UserError
-from gpt.files import LINES_LIMIT, disk_errors, open_regular, read_regular, whole_folder, write_file
+from gpt.files import LINES_LIMIT, atomic_folder, disk_errors, open_regular, read_regular, write_file
 from gpt.settings import Count, checked
 from gpt.text.corpus import Corpus
 from gpt.text.shards import SIDES, Ids, Shard, Side, write_shard
@@ -30,7 +30,7 @@ from gpt.text.token_folder import (
     write_manifest,
 )
 from gpt.text.tokenizer import Tokenizer, describe
-from gpt.text.tokenizer_files import find_tokenizer, read_own
+from gpt.text.tokenizer_files import find_tokenizer, read_described_tokenizer
 
 SLICE_IDS = 2**24  # Target size of a slice in ids: 32 or 64 MiB.
 _BAD_TEXT_SETTINGS = ("errors", "skip_bad")
@@ -163,7 +163,7 @@ def provenance(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | No
     """Returns the manifest entries that determine the folder's contents."""
     return {
         "texts": list(corpus.texts),
-        "asked": dict(corpus.asked),
+        "asked": dict(corpus.tokenizer_settings),
         "split": corpus.split.describe(),
         "reading": asdict(corpus.reading),
         "corpus": corpus.identity(),
@@ -177,13 +177,13 @@ def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Mappin
     sources = [[source.name, source.size, source.time] for source in corpus.sources]
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(out) as temp_folder:
+        with atomic_folder(out) as temp_folder:
             for name, data in tokenizer.items():
                 write_file(temp_folder / name, data)
             write_file(temp_folder / PROGRESS, _json_line({"about": about, "sources": sources}))
 
 
-def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tokenizer:
+def check_resumable(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tokenizer:
     """Returns the tokenizer of an unfinished or finished folder. Raises `UserError` naming the difference if the folder
     was created from other text or with other settings."""
     is_finished = (out / MANIFEST).exists()
@@ -198,10 +198,10 @@ def check_begun(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tok
             f"{out} already exists, and {temporary_name} cannot be compared with the text it was made from",
             "put the text in a file, or choose another --out",
         )
-    tokenizer = read_own(out, old.get("tokenizer"), str(out / (MANIFEST if is_finished else PROGRESS)))
+    tokenizer = read_described_tokenizer(out, old.get("tokenizer"), str(out / (MANIFEST if is_finished else PROGRESS)))
     new = provenance(corpus, tokenizer, share)
-    if corpus.asked["tokenizer"] != "auto":
-        new["tokenizer"] = describe(find_tokenizer(corpus.asked["tokenizer"]))
+    if corpus.tokenizer_settings["tokenizer"] != "auto":
+        new["tokenizer"] = describe(find_tokenizer(corpus.tokenizer_settings["tokenizer"]))
     _check_sources(out, sources, corpus, share if is_finished else None)
     _check_settings(out, old, new)
     return tokenizer

@@ -61,13 +61,13 @@ def reason(error: BaseException) -> str:
     return message.splitlines()[0]
 
 
-def damaged(name: str, error: Exception) -> StreamError:
+def damage_error(name: str, error: Exception) -> StreamError:
     """Returns the error for a file whose contents do not match its suffix."""
     return StreamError(name, f"{name} is damaged: {reason(error)}", "get it again, or skip it with --skip-bad")
 
 
 @contextlib.contextmanager
-def translated(to_error: Callable[[Exception], UserError]) -> Iterator[None]:
+def translate_errors(to_error: Callable[[Exception], UserError]) -> Iterator[None]:
     """Converts any library exception to a `UserError`."""
     try:
         yield
@@ -94,7 +94,7 @@ class ByteStream(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         """Reads into a buffer. Returns the number of bytes, which is 0 only at the end."""
-        with translated(self.to_error):
+        with translate_errors(self.to_error):
             data: bytes = self._read(len(buffer))
         buffer[: len(data)] = data
         if self.on_read is not None:
@@ -111,7 +111,7 @@ class ByteStream(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Seeks in the wrapped stream. Returns the new position."""
-        with translated(self.to_error):
+        with translate_errors(self.to_error):
             if whence == 2:  # A mapped file cannot seek before its start.
                 self.inner.seek(0, 2)
                 offset, whence = max(0, self.inner.tell() + offset), 0
@@ -174,7 +174,7 @@ class Copy:
     def open(self) -> ByteStream:
         """Opens the copy. Each stream has an independent position, even in forked processes."""
         view = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else io.BytesIO()
-        return ByteStream(view, partial(damaged, self.name), seekable=True)
+        return ByteStream(view, partial(damage_error, self.name), seekable=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,20 +187,20 @@ class PackedFile:
     reopenable: bool = True
     depth: int = 0
 
-    def unpacked(self, ending: str) -> "PackedFile":
+    def unpack(self, ending: str) -> "PackedFile":
         """Returns the file after unpacking ``ending``, a key of `UNPACK`."""
         unpack, inner = UNPACK[ending]
         kind = self.kind.removesuffix(ending) + inner
         return replace(self, kind=kind, open=lambda: unpack(self.name, self.open()), depth=self.depth + 1)
 
-    def spooled(self) -> "PackedFile":
+    def spool(self) -> "PackedFile":
         """Returns a seekable, reopenable copy."""
         with contextlib.closing(self.open()) as stream:
             return replace(self, open=Copy(self.name, stream).open, reopenable=True)
 
 
 @contextlib.contextmanager
-def opened_seekable(file: PackedFile) -> Iterator[ByteStream]:
+def open_seekable(file: PackedFile) -> Iterator[ByteStream]:
     """Opens a file as a seekable stream, through a copy if needed."""
     with contextlib.closing(file.open()) as stream:
         if stream.seekable():
@@ -213,7 +213,7 @@ def opened_seekable(file: PackedFile) -> Iterator[ByteStream]:
 def gunzip(name: str, packed: ByteStream) -> ByteStream:
     """Decompresses gzip with any number of members."""
     buffered = io.BufferedReader(packed, BUFFER)
-    return ByteStream(gzip.GzipFile(fileobj=buffered), partial(damaged, name), close=(buffered,))
+    return ByteStream(gzip.GzipFile(fileobj=buffered), partial(damage_error, name), close=(buffered,))
 
 
 def unzstd(name: str, packed: ByteStream) -> ByteStream:
@@ -227,7 +227,7 @@ def unzstd(name: str, packed: ByteStream) -> ByteStream:
     except ImportError:
         raise WorkError(f"{name} needs the package backports.zstd", install_extra("zstd")) from None
     buffered = io.BufferedReader(packed, BUFFER)
-    return ByteStream(zstd.ZstdFile(buffered), partial(damaged, name), close=(buffered,))
+    return ByteStream(zstd.ZstdFile(buffered), partial(damage_error, name), close=(buffered,))
 
 
 # The decompressor of each suffix, and the suffix after decompression.
@@ -253,11 +253,11 @@ def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
         if info.compress_type not in _SUPPORTED_METHODS:
             method = f"method {info.compress_type}; only deflate (8) is supported"
             raise UserError(f"{name} is compressed with {method}", "unpack the archive yourself, and give the files")
-        return ByteStream(members.open(info), partial(damaged, name))
+        return ByteStream(members.open(info), partial(damage_error, name))
 
     with (
-        opened_seekable(archive) as stream,
-        translated(partial(damaged, archive.name)),
+        open_seekable(archive) as stream,
+        translate_errors(partial(damage_error, archive.name)),
         zipfile.ZipFile(io.BufferedReader(stream, BUFFER)) as members,
     ):
         for info in members.infolist():
@@ -269,11 +269,11 @@ def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
     """Yields the regular files of a ``.tar`` that are not hidden. The caller must read each file before the next."""
 
     def open_member(info: tarfile.TarInfo, name: str) -> ByteStream:
-        return ByteStream(members.extractfile(info), partial(damaged, archive.name))
+        return ByteStream(members.extractfile(info), partial(damage_error, archive.name))
 
     with (
         contextlib.closing(archive.open()) as stream,
-        translated(partial(damaged, archive.name)),
+        translate_errors(partial(damage_error, archive.name)),
         tarfile.open(fileobj=stream, mode="r|", bufsize=BUFFER, tarinfo=_StrictHeader) as members,
     ):
         while (info := members.next()) is not None:
@@ -314,7 +314,7 @@ def _member(
                 f"{archive.name} is unsafe: its member {printable} points outside the archive",
                 "a normal archive has no such names; unpack it yourself if you trust it",
             )
-        with translated(partial(damaged, full_name)):
+        with translate_errors(partial(damage_error, full_name)):
             return open_member(full_name)
 
     return PackedFile(full_name, name.lower(), open_checked, reopenable, archive.depth + 1)

@@ -17,12 +17,15 @@ from gpt.errors import UserError
 T = TypeVar("T")
 
 MAX_GROWTH = 32  # Maximum growth factor of a text: Llama's normalizer needs 2, SentencePiece's NFKC 18.
-MOST_CHARACTERS = 2**26  # Maximum characters after growth. The library needs about 110 bytes per character.
+MAX_CHARACTERS = 2**26  # Maximum characters after growth. The library needs about 110 bytes per character.
 MAX_STEPS = 100  # Maximum steps of a normalizer or decoder. Each step reads the text once.
 MAX_AFFIX = 64  # Characters of the prefix or suffix that a model adds to word parts.
 MAX_UNTIMED = 256  # Shorter texts have no time limit: starting a thread would take as long as tokenizing them.
-SHORT_IF_LINEAR = 100_000  # `MAX_UNTIMED` for tokenizers with linear run time.
-SECONDS, RATE = 20.0, 20_000  # Limit of 20 s plus 1 s per 20,000 characters: 1/50 of the usual throughput.
+MAX_UNTIMED_IF_LINEAR = 100_000  # `MAX_UNTIMED` for tokenizers with linear run time.
+SECONDS, CHARACTERS_PER_SECOND = (
+    20.0,
+    20_000,
+)  # Limit of 20 s plus 1 s per 20,000 characters: 1/50 of the usual throughput.
 _HINT = "use another --tokenizer or model; this one may be damaged or hostile"
 
 
@@ -87,7 +90,7 @@ def _longest_replacement(charsmap: str) -> int:
     return 1  # The library rejects an invalid table.
 
 
-def timed(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
+def run_with_timeout(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
     """Calls ``work``, native code for a text of ``size`` characters. Unless the text is short, uses a thread that
     Ctrl-C or the time limit can abandon. Raises `UserError` if risky work takes too long, and any exception of
     ``work``."""
@@ -101,7 +104,9 @@ def timed(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
         except BaseException as error:  # A pyo3 panic is not an Exception.
             future.set_exception(error)
 
-    limit = SECONDS + size / RATE if is_risky else threading.TIMEOUT_MAX  # A suspended process must not time out.
+    limit = (
+        SECONDS + size / CHARACTERS_PER_SECOND if is_risky else threading.TIMEOUT_MAX
+    )  # A suspended process must not time out.
     threading.Thread(target=run, daemon=True, name="gpt-tokenizer").start()
     try:
         return future.result(limit)
@@ -112,11 +117,11 @@ def timed(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
 
 
 _stderr_lock = threading.Lock()
-_silent_count, _saved_stderr = 0, -1  # Number of active `silent` contexts, and the saved stderr.
+_silent_count, _saved_stderr = 0, -1  # Number of active `suppress_panic_output` contexts, and the saved stderr.
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
+def suppress_panic_output() -> Iterator[None]:
     """Hides Rust's panic messages on stderr, because gpt reports panics as errors."""
     global _silent_count, _saved_stderr
     with _stderr_lock:

@@ -9,11 +9,11 @@ from gpt import events
 from gpt.config import LearnConfig, ReadConfig, TextConfig
 from gpt.text.corpus import Corpus, Listener, TextSample, cut_documents, open_corpus
 from gpt.text.documents import utf8_size
-from gpt.text.tokenizer import Tokenizer, auto_vocab_size, check_specials, learn_tokenizer, learn_tokenizer_up_to
+from gpt.text.tokenizer import Tokenizer, auto_vocab_size, check_specials, train_tokenizer, train_tokenizer_up_to
 from gpt.text.tokenizer_files import find_tokenizer
 
 
-def learn(
+def train(
     texts: Sequence[str],
     config: LearnConfig,
     specials: Sequence[str] = (),
@@ -22,17 +22,17 @@ def learn(
     """Trains a vocabulary on texts. Returns the tokenizer and the training sample."""
     check_specials(specials)  # Fail before reading any text.
     corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
-    total = min(config.sample_bytes, corpus.found.bytes)
-    sample = TextSample(corpus.training_text(), corpus.found.bytes, config.sample_bytes)
+    total = min(config.sample_bytes, corpus.survey.bytes)
+    sample = TextSample(corpus.training_text(), corpus.survey.bytes, config.sample_bytes)
 
     def report_progress() -> Iterator[str]:
         for text in sample:
-            listen(events.Progress("read", sample.taken, max(total, sample.taken)))
+            listen(events.Progress("read", sample.bytes_taken, max(total, sample.bytes_taken)))
             yield text
 
     if config.vocab_size is not None:
-        return learn_tokenizer(report_progress(), config.vocab_size, specials), sample
-    return learn_tokenizer_up_to(report_progress(), auto_vocab_size(corpus.found.bytes), specials), sample
+        return train_tokenizer(report_progress(), config.vocab_size, specials), sample
+    return train_tokenizer_up_to(report_progress(), auto_vocab_size(corpus.survey.bytes), specials), sample
 
 
 def tokenizer_for(
@@ -60,8 +60,8 @@ def make_tokenizer(
     if kind != "auto":
         return find_tokenizer(kind)
     if vocab_size is not None:
-        return learn_tokenizer(texts, vocab_size, specials)
-    return learn_tokenizer_up_to(texts, min(max_vocab_size, auto_vocab_size(n_bytes)), specials)
+        return train_tokenizer(texts, vocab_size, specials)
+    return train_tokenizer_up_to(texts, min(max_vocab_size, auto_vocab_size(n_bytes)), specials)
 
 
 _BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # Lower and upper bound of bytes per token.
@@ -78,12 +78,12 @@ def lengths(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
-def longest(tokenizer: Tokenizer, count: int) -> list[tuple[int, bytes]]:
+def find_longest(tokenizer: Tokenizer, count: int) -> list[tuple[int, bytes]]:
     """Returns ids and bytes of the longest tokens, sorted by length, then by id."""
     return sorted(tokenizer.backend.pieces.items(), key=lambda item: (-len(item[1]), item[0]))[:count]
 
 
-def visible(token: bytes) -> str:
+def to_printable(token: bytes) -> str:
     """Returns a token as printable text, with invalid UTF-8 and invisible characters escaped."""
     text = token.decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -118,7 +118,7 @@ def usage(
     for text, *_ in cut_documents(((piece, False) for piece in corpus.training_text()), tokenizer.pattern):
         size += utf8_size(text)
         counts += np.bincount(tokenizer.encode(text), minlength=tokenizer.vocab_size)
-        listen(events.Progress("encoded", size, max(size, corpus.found.bytes)))
+        listen(events.Progress("encoded", size, max(size, corpus.survey.bytes)))
     order = np.argsort(-counts, kind="stable")[:max_ids].tolist()
     frequent = [(id, int(counts[id])) for id in order if counts[id]]
     return Usage(size, int(counts.sum()), int(np.count_nonzero(counts)), frequent)

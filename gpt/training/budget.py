@@ -17,14 +17,14 @@ from gpt.model.params import breakdown
 from gpt.settings import checked
 from gpt.training.context import Session
 from gpt.training.data import BatchSource, Dataset
-from gpt.training.evaluation import ASKED, estimate_sample_seconds, mean_loss, windows_to_evaluate
+from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.optim import make_optimizer
 from gpt.training.pace import Costs, TimeBudget
-from gpt.training.parallel import Parallel, Single, parallelize
 from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
+from gpt.training.strategy import Single, Strategy, make_strategy
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # maximum measuring time: share of the minutes, and seconds
 PROBE_STEPS = (2, 6)  # minimum timed steps, and target if they are slow; the first ones allocate memory
@@ -52,14 +52,14 @@ def preset_for_minutes(
         return config
 
     def measure(name: str) -> float:
-        return processes * measured_rate(name, config, compute)
+        return processes * measure_throughput(name, config, compute)
 
     name, reason = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", measure)
     note(f"size {name}: {reason}")
     return replace(config, preset=name)
 
 
-def needs(name: str, arch: Arch) -> tuple[float, float]:
+def find_minimums(name: str, arch: Arch) -> tuple[float, float]:
     """Returns a preset's minimum tokens and bytes of text per parameter."""
     return (MIN_NANO_TOKENS[arch], 0.0) if name == "nano" else (MIN_TOKENS, MIN_BYTES)
 
@@ -70,7 +70,7 @@ def largest_preset(minutes: float, n_bytes: int, arch: Arch, measure: Throughput
     throughput = measure(preset)
     for name in candidates:
         n, smaller = parameters(name), parameters(preset)
-        min_tokens, min_bytes = needs(name, arch)
+        min_tokens, min_bytes = find_minimums(name, arch)
         if n * min_bytes > n_bytes:
             return preset, f"{name} has {n:,} parameters, more than {1 / min_bytes:g} per byte of text"
         seconds = min_tokens * n / (MAX_SPEEDUP * throughput * smaller / n)  # a lower bound
@@ -89,7 +89,7 @@ def parameters(name: str) -> int:
     return breakdown(find_preset(name).model).trainable
 
 
-def measured_rate(name: str, config: TrainConfig, compute: Compute) -> float:
+def measure_throughput(name: str, config: TrainConfig, compute: Compute) -> float:
     """Measures a preset's training throughput on random ids, in tokens per second."""
     preset = find_preset(name)
     V, T = preset.model.vocab_size, preset.model.block_size
@@ -165,8 +165,8 @@ class Planner:
         fit."""
         world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
         seed_all(recipe.seed)
-        parallel = parallelize(recipe, self.compute, world, self.init)
-        stepper = Stepper(parallel, recipe, lambda micro_batch: None)
+        strategy = make_strategy(recipe, self.compute, world, self.init)
+        stepper = Stepper(strategy, recipe, lambda micro_batch: None)
         if recipe.compile:
             stepper.compile(self.session.note)  # The run itself reports compilation errors.
         seconds = time_steps(
@@ -174,21 +174,21 @@ class Planner:
         )
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
-        with stepper.eager():
-            window = window_seconds(parallel, held_out, max_seconds)
-            sample = estimate_sample_seconds(parallel, data)
+        with stepper.run_eagerly():
+            window = measure_window_seconds(strategy, held_out, max_seconds)
+            sample = estimate_sample_seconds(strategy, data)
         targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
         costs = Costs(
             step=sum(step_seconds) / len(step_seconds),
             window=window,
             sample=sample,
             # Weights and two moments in float32.
-            save=3 * 4 * sum(map(math.prod, parallel.shapes.values())) / SAVE_BYTES_PER_SECOND,
-            usual_windows=len(held_out),
-            whole_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
-            pairs=ASKED if data.pairs else 0,
+            save=3 * 4 * sum(map(math.prod, strategy.shapes.values())) / SAVE_BYTES_PER_SECOND,
+            default_windows=len(held_out),
+            all_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
+            pairs=MAX_CHECKED_PAIRS if data.pairs else 0,
         )
-        evals, start = recipe.steps / recipe.eval_every, self.session.began
+        evals, start = recipe.steps / recipe.eval_every, self.session.start_time
         values = world.broadcast_object(
             lambda: asdict(TimeBudget.fitting(minutes, start, time.perf_counter(), costs, evals))
         )
@@ -212,15 +212,15 @@ def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_second
     return seconds
 
 
-def window_seconds(parallel: Parallel, windows: Sequence[Window], max_seconds: float) -> float:
+def measure_window_seconds(strategy: Strategy, windows: Sequence[Window], max_seconds: float) -> float:
     """Measures evaluation seconds per window on batches of 1, 1, 4, 16, … windows. Stops before a batch that would take
     more than ``max_seconds``. A GPU loads its kernels in the first batch."""
     batch, next_batch, seconds = 1, 1, 1e-9
     while windows:
         start = time.perf_counter()
-        mean_loss(parallel, parallel.model, windows[:batch], parallel.compute, StopSignal())
+        mean_loss(strategy, strategy.model, windows[:batch], strategy.compute, StopSignal())
         seconds = max((time.perf_counter() - start) / batch, 1e-9)
-        if parallel.world.all_reduce_max(next_batch > len(windows) or next_batch * seconds > max_seconds):
+        if strategy.world.all_reduce_max(next_batch > len(windows) or next_batch * seconds > max_seconds):
             break
         batch, next_batch = next_batch, 4 * next_batch
     return seconds

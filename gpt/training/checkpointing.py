@@ -13,19 +13,22 @@ from typing import Any
 import torch
 
 from gpt.errors import WorkError
-from gpt.files import FULL, disk_errors
+from gpt.files import DISK_FULL, disk_errors
 from gpt.model.lora import find_roles
 from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.checkpoint import Files
 from gpt.training.context import RunContext
 from gpt.training.journal import Journal
 from gpt.training.pace import TimeBudget
-from gpt.training.parallel import WEIGHT, Parallel
 from gpt.training.recipe import Recipe
 from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
+from gpt.training.strategy import WEIGHT, Strategy
 
 SPARE_BYTES = 2**20  # disk space to leave free
-ROOM_SECONDS, ROOM_PAUSE = 60.0, 2.0  # seconds to wait for disk space at the end of a run, and between retries
+DISK_WAIT_SECONDS, DISK_RETRY_SECONDS = (
+    60.0,
+    2.0,
+)  # seconds to wait for disk space at the end of a run, and between retries
 
 
 class Checkpointer:
@@ -34,35 +37,37 @@ class Checkpointer:
     def __init__(
         self,
         run: RunContext,
-        parallel: Parallel,
+        strategy: Strategy,
         scaler: torch.amp.GradScaler,
         state: TrainState,
         tokenizer: checkpoint.TokenizerFiles,
         journal: Journal,
     ) -> None:
-        self.run, self.parallel, self.scaler, self.state, self.tokenizer = run, parallel, scaler, state, tokenizer
+        self.run, self.strategy, self.scaler, self.state, self.tokenizer = run, strategy, scaler, state, tokenizer
         self.journal = journal
         self.snapshot = Snapshot()  # the rollback target
-        self.position_tables = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(parallel.own).items()}
-        moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
-        elements = sum(map(math.prod, [*parallel.shapes.values(), *moments.values()]))
+        self.position_tables = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(strategy.own).items()}
+        moments = strategy.optimizer.shapes(strategy.own, strategy.shapes)
+        elements = sum(map(math.prod, [*strategy.shapes.values(), *moments.values()]))
         self.size = 4 * elements + sum(map(len, tokenizer.files.values()))  # approximate checkpoint size in bytes
-        make_writer = partial(Writer, run.run, run.recipe.keep, state.settled_step, journal.saved, run.session.warn)
+        make_writer = partial(
+            Writer, run.path, run.recipe.keep, state.settled_step, journal.report_save, run.session.warn
+        )
         if run.world.is_main:
-            self.writer = make_writer(on_finished=parallel.finish_save)
+            self.writer = make_writer(on_finished=strategy.finish_save)
         else:
-            self.writer = make_writer(serve=lambda: parallel.serve(self.snapshot.tensors))
+            self.writer = make_writer(serve=lambda: strategy.serve(self.snapshot.tensors))
 
     def take_snapshot(self) -> None:
         """Copies the training state to host memory."""
         self.writer.wait()  # The writer may still be reading the previous snapshot.
-        self.state.seconds = time.perf_counter() - self.run.began
+        self.state.seconds = time.perf_counter() - self.run.start_time
         self.state.metrics_bytes = self.journal.metrics.size if self.journal.metrics else 0
-        self.snapshot.take(self.parallel, self.scaler, self.state)
+        self.snapshot.take(self.strategy, self.scaler, self.state)
 
     def roll_back(self, **changes: Any) -> None:
         """Restores the newest snapshot, then applies ``changes`` to the state."""
-        snapshot_state = self.snapshot.restore(self.parallel, self.scaler)
+        snapshot_state = self.snapshot.restore(self.strategy, self.scaler)
         vars(self.state).update(vars(snapshot_state), **changes)
 
     def save(self, recipe: Recipe, budget: TimeBudget | None, is_stopped: Callable[[], bool] | None = None) -> None:
@@ -87,13 +92,13 @@ class Checkpointer:
             meta["adapter"] = {"sha256": run.init.sha256}
             roles = find_roles(recipe.lora_targets, recipe.model)
             store = partial(adapter.contents, run.init.adapter(recipe.lora_rank, recipe.lora_alpha), roles)
-        full = {name: self.parallel.full_tensor(name, tensor) for name, tensor in snapshot.tensors.items()}
+        full = {name: self.strategy.full_tensor(name, tensor) for name, tensor in snapshot.tensors.items()}
         weights = {name.removeprefix(WEIGHT): tensor for name, tensor in full.items() if name.startswith(WEIGHT)}
         weights = weights if "adapter" in meta else {**self.position_tables, **weights}
         state_tensors = {name: tensor for name, tensor in full.items() if not name.startswith(WEIGHT)}
         if budget is not None:
-            budget = replace(budget, deadline=budget.deadline - run.began)
-        training_json = snapshot.about(recipe, run.machine(), budget)
+            budget = replace(budget, deadline=budget.deadline - run.start_time)
+        training_json = snapshot.to_training_json(recipe, run.machine(), budget)
 
         def build_files() -> Files:
             if self.journal.metrics is not None:
@@ -175,13 +180,13 @@ class Writer:
     def _write(self, size: int, files: Callable[[], Files]) -> None:
         free = shutil.disk_usage(self.run).free
         if free < size + SPARE_BYTES:
-            raise OSError(FULL[0], f"about {_mb(size)} are needed, but only {_mb(free)} are free")
+            raise OSError(DISK_FULL[0], f"about {_mb(size)} are needed, but only {_mb(free)} are free")
         checkpoint.write(self.run / folder.step_name(self._thread_step), files())
         folder.prune(self.run, self.keep, newest=self._thread_step)
         folder.write_index(self.run)
 
     def last(self, step: int, size: int, files: Callable[[], Files], is_stopped: Callable[[], bool]) -> None:
-        """Saves the last step. If that fails, retries with only the weights, for `ROOM_SECONDS` or until
+        """Saves the last step. If that fails, retries with only the weights, for `DISK_WAIT_SECONDS` or until
         ``is_stopped()``. Raises `WorkError` even if a retry succeeds."""
 
         def weights() -> Files:
@@ -195,8 +200,8 @@ class Writer:
             if first_error is None:
                 return
             start = time.monotonic()
-            self.warn(f"waiting {ROOM_SECONDS:.0f} s for disk space in {self.run}")
-            while not is_stopped() and time.monotonic() - start < ROOM_SECONDS:
+            self.warn(f"waiting {DISK_WAIT_SECONDS:.0f} s for disk space in {self.run}")
+            while not is_stopped() and time.monotonic() - start < DISK_WAIT_SECONDS:
                 self.begin(step, 0, weights)
                 self.wait()
                 if self.save_error is None:
@@ -204,7 +209,7 @@ class Writer:
                         f"step {step:,} could not be saved at first: {error_text(first_error)}",
                         f"its weights are in {self.run / folder.step_name(step)}; --resume continues from before it",
                     )
-                time.sleep(ROOM_PAUSE)
+                time.sleep(DISK_RETRY_SECONDS)
         finally:
             self._retrying = False
             self.on_finished()

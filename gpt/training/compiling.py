@@ -13,7 +13,7 @@ from gpt.model.decoder import GPT
 
 # Inductor options for a GPU. Kernels recompute a value that takes at most this many reads and operations. With the
 # defaults, 4 and 30, the gradients of rotated queries and keys go through memory in float32.
-COMPUTED_AGAIN = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
+RECOMPUTE_OPTIONS = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
 
 
 def compile_halves(model: GPT, device: torch.device, **compile_options: Any) -> None:
@@ -23,7 +23,7 @@ def compile_halves(model: GPT, device: torch.device, **compile_options: Any) -> 
     instead of loading it. A graph of all blocks would compile more slowly for deeper models.
     """
     torch._dynamo.config.optimize_ddp = False  # This option would split the graphs at DDP's gradient buckets.
-    options = COMPUTED_AGAIN if device.type == "cuda" else None
+    options = RECOMPUTE_OPTIONS if device.type == "cuda" else None
     for module, name in _halves(model):
         setattr(module, name, torch.compile(getattr(module, name), **{"options": options} | compile_options))
 

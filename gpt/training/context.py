@@ -23,7 +23,7 @@ from gpt.settings import checked
 from gpt.training.data import Dataset
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.recipe import Recipe
-from gpt.training.state import Saved
+from gpt.training.state import SavedState
 
 Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
 
@@ -35,7 +35,7 @@ class Session:
     world: World
     stop: StopSignal
     listener: Listener
-    began: float  # start of the command in `time.perf_counter` seconds
+    start_time: float  # start of the command in `time.perf_counter` seconds
 
     def listen(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
         """Sends an event to the listener."""
@@ -56,17 +56,17 @@ class RunContext:
     """A run that is ready to train, at step 0 or from ``checkpoint``."""
 
     session: Session
-    run: Path
+    path: Path
     record: RunRecord
     data: Dataset
     compute: Compute
     init: InitCheckpoint | None
     recipe: Recipe
-    given: Mapping[str, Any]  # settings that this resume changes
+    changes: Mapping[str, Any]  # settings that this resume changes
     log: str
-    began: float  # `Session.began` minus the seconds of earlier commands
+    start_time: float  # `Session.start_time` minus the seconds of earlier commands
     checkpoint: Path | None = None
-    saved: Saved | None = None
+    saved: SavedState | None = None
 
     @property
     def world(self) -> World:
@@ -76,7 +76,7 @@ class RunContext:
     @property
     def resume_command(self) -> str:
         """The command that resumes the run."""
-        return f"gpt train --resume {shlex.quote(str(self.run))}"
+        return f"gpt train --resume {shlex.quote(str(self.path))}"
 
     def machine(self) -> Machine:
         """Returns the properties of the machine that affect rounding."""

@@ -49,7 +49,7 @@ class Dataset:
     chat: bool = False  # whether the examples are conversations
 
 
-def tokenized(texts: Sequence[str]) -> Path | None:
+def find_token_folder(texts: Sequence[str]) -> Path | None:
     """Returns the `gpt tokenize` folder in ``texts``, or None. Raises `UserError` if ``texts`` also has other texts."""
     folders = []
     for text in texts:
@@ -75,7 +75,7 @@ def open_tokens(
     folder = TokenFolder(path)
     if folder.manifest.get("part"):
         raise UserError(f"{path} is a part of a corpus", "join the parts: gpt data merge PART... -o DIR")
-    if tokenizer is not None and not folder.read_for(tokenizer):
+    if tokenizer is not None and not folder.adopt_tokenizer(tokenizer):
         raise UserError(
             f"{path} was made with another tokenizer ({folder.tokenizer.name}), not that of {config.init}",
             f"tokenize the text with the model's own: gpt tokenize … --tokenizer {config.init}",
@@ -96,7 +96,7 @@ def make_tokens(
     decides."""
     if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
         note("--val-fraction has no effect with --val-text")
-    max_vocab_size = find_preset(preset_name(config, corpus.found.bytes, device)).model.vocab_size
+    max_vocab_size = find_preset(preset_name(config, corpus.survey.bytes, device)).model.vocab_size
     tokenizer = tokenizer or tokenizer_for(corpus, config, note, max_vocab_size)
     return _open_folder(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
 
@@ -114,7 +114,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         folder.bytes,
         len(train),
         len(held_out),
-        folder.bytes_of("val"),
+        folder.count_text_bytes("val"),
         int(np.maximum(held_out.documents.lengths - 1, 0).sum()),  # The first token of a document is not a target.
         sources,
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
@@ -144,7 +144,7 @@ def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
     """Returns notes on the text and its tokenization."""
     manifest = folder.manifest
     names = ", ".join(manifest.get("texts") or []) or (corpus.name if corpus else str(folder.path))
-    train, held_out = folder.bytes_of("train"), folder.bytes_of("val")
+    train, held_out = folder.count_text_bytes("train"), folder.count_text_bytes("val")
     first = corpus.first_held_out if corpus else None
     lines = [
         f"{names}: {counted(folder.documents, 'document')}; "

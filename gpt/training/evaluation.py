@@ -25,15 +25,15 @@ from gpt.training.data import Dataset
 from gpt.training.example_rows import ExampleRows
 from gpt.training.logs import Speed
 from gpt.training.pace import TimeBudget
-from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
 from gpt.training.state import TrainState
+from gpt.training.strategy import Strategy
 
 Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
 
 SAMPLE = SampleConfig(max_tokens=80)
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # tokens in a periodic evaluation: share of training tokens, and limits
-ASKED = 500  # maximum pairs per split to check for exact answers
+MAX_CHECKED_PAIRS = 500  # maximum pairs per split to check for exact answers
 
 
 def windows_to_evaluate(recipe: Recipe) -> int:
@@ -43,29 +43,29 @@ def windows_to_evaluate(recipe: Recipe) -> int:
 
 
 def evaluate_best(
-    run: RunContext, parallel: Parallel, recipe: Recipe, state: TrainState, budget: TimeBudget | None, speed: Speed
+    run: RunContext, strategy: Strategy, recipe: Recipe, state: TrainState, budget: TimeBudget | None, speed: Speed
 ) -> tuple[Result, GPT]:
     """Evaluates the best checkpoint on all held-out text, or as much as ``budget`` allows, and samples from it. Returns
     the result and the model. Raises `Stopped` after a signal."""
-    path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.run)))))
+    path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.path)))))
     data, compute, stop = run.data, run.compute, run.session.stop
     if compute.dtype != torch.float32:  # Use the default dtype of `gpt eval`, so that `gpt eval` reproduces the loss.
         compute = device.pick(str(compute.device), "auto")
-    model = parallel.load(path, recipe, compute)
+    model = strategy.load(path, recipe, compute)
     loss = bits = None
     count = 0.0
     if data.held_out_tokens:
         size, max_windows = recipe.model.block_size, budget.last_windows if budget else 0
         windows = data.sample_windows(size, max_windows) if max_windows else data.windows(size)
-        total, count = _sum_over_ranks(evaluate.total_loss, parallel, model, windows, compute, stop)
+        total, count = _sum_over_ranks(evaluate.total_loss, strategy, model, windows, compute, stop)
         loss = total / count if count else math.nan
         bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
-    max_pairs = (budget and budget.answers) or ASKED
-    answers = [_check_answers(parallel, model, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
-    sample = sample_lines(run, parallel, model, compute, recipe.seed)
+    max_pairs = (budget and budget.answers) or MAX_CHECKED_PAIRS
+    answers = [_check_answers(strategy, model, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
+    sample = sample_lines(run, strategy, model, compute, recipe.seed)
     tokens = recipe.tokens(state.step)
     result = Result(
-        run=run.run,
+        run=run.path,
         checkpoint=path,
         steps=state.step,
         tokens_seen=tokens,
@@ -73,7 +73,7 @@ def evaluate_best(
         val_tokens=int(count),
         bits_per_byte=bits,
         **speed.rates(tokens, state.step_seconds),
-        seconds=time.perf_counter() - run.began,
+        seconds=time.perf_counter() - run.start_time,
         parameters=breakdown(recipe.model).trainable,
         device=run.compute.device.type,
         dtype=run.compute.dtype_name,
@@ -87,60 +87,60 @@ def evaluate_best(
 
 
 def _check_answers(
-    parallel: Parallel, model: GPT, pairs: ExampleRows | None, max_pairs: int, compute: Compute, stop: StopSignal
+    strategy: Strategy, model: GPT, pairs: ExampleRows | None, max_pairs: int, compute: Compute, stop: StopSignal
 ) -> Answers | None:
     if not pairs:
         return None
-    exact, count = _sum_over_ranks(evaluate.count_exact, parallel, model, pairs.spread(max_pairs), compute, stop)
+    exact, count = _sum_over_ranks(evaluate.count_exact, strategy, model, pairs.spread(max_pairs), compute, stop)
     return Answers(int(exact), int(count), len(pairs))
 
 
-def mean_loss(parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
+def mean_loss(strategy: Strategy, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
     """Returns the mean loss over windows, in nats per token. The ranks share the work. After a signal to any rank, all
     raise `Stopped`."""
-    total, count = _sum_over_ranks(evaluate.total_loss, parallel, model, windows, compute, stop)
+    total, count = _sum_over_ranks(evaluate.total_loss, strategy, model, windows, compute, stop)
     return total / count if count else math.nan
 
 
 def _sum_over_ranks(
-    measure: Measure, parallel: Parallel, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal
+    measure: Measure, strategy: Strategy, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal
 ) -> tuple[float, float]:
     """Sums ``measure`` over all ranks' windows. After a signal to any rank, all raise `Stopped`."""
     total, count, stopped = 0.0, 0, False
     try:
-        total, count = measure(model, parallel.until_stopped(stop, parallel.windows(windows)), compute)
+        total, count = measure(model, strategy.until_stopped(stop, strategy.windows(windows)), compute)
     except Stopped:
         stopped = True
-    total, total_count, stopped_ranks = parallel.world.all_reduce_sum(total, count, stopped)
+    total, total_count, stopped_ranks = strategy.world.all_reduce_sum(total, count, stopped)
     if stopped_ranks:
         raise Stopped
     return total, total_count
 
 
-def sample_lines(run: RunContext, parallel: Parallel, model: GPT, compute: Compute, seed: int) -> str:
+def sample_lines(run: RunContext, strategy: Strategy, model: GPT, compute: Compute, seed: int) -> str:
     """Generates a sample that depends only on weights and ``seed``, without changing torch's random state. Raises
     `Stopped` after a signal."""
-    return parallel.once(lambda: _generate_sample(run, parallel, model, compute, seed))
+    return strategy.compute_on_all(lambda: _generate_sample(run, strategy, model, compute, seed))
 
 
-def estimate_sample_seconds(parallel: Parallel, data: Dataset, tokens: int = 8) -> float:
+def estimate_sample_seconds(strategy: Strategy, data: Dataset, tokens: int = 8) -> float:
     """Estimates the seconds per sample by timing a few ``tokens``. Ignores the first two, when a GPU loads its
     kernels."""
 
     def measure() -> float:
-        context = Context(parallel.model, parallel.compute, vocab_size=data.tokenizer.vocab_size)
+        context = Context(strategy.model, strategy.compute, vocab_size=data.tokenizer.vocab_size)
         stream = generate(context, data.prompt_ids, dataclasses.replace(SAMPLE, max_tokens=tokens), (), 0)
         times = [time.perf_counter() for _ in stream]
         return SAMPLE.max_tokens * (times[-1] - times[1]) / (tokens - 2)
 
-    parallel.model.eval()
+    strategy.model.eval()
     try:
-        return parallel.once(measure)
+        return strategy.compute_on_all(measure)
     finally:
-        parallel.model.train()
+        strategy.model.train()
 
 
-def _generate_sample(run: RunContext, parallel: Parallel, model: GPT, compute: Compute, seed: int) -> str:
+def _generate_sample(run: RunContext, strategy: Strategy, model: GPT, compute: Compute, seed: int) -> str:
     training = model.training
     model.eval()
     tokenizer, prompt = run.data.tokenizer, run.data.prompt
@@ -148,7 +148,7 @@ def _generate_sample(run: RunContext, parallel: Parallel, model: GPT, compute: C
     try:
         context = Context(model, compute, vocab_size=tokenizer.vocab_size)
         stream = generate(context, run.data.prompt_ids, sample_config, tokenizer.ends, seed)
-        tokens = parallel.until_stopped(run.session.stop, stream)
+        tokens = strategy.until_stopped(run.session.stop, stream)
         ids = [token.id for token in tokens if token.id not in tokenizer.ends]
     except NotANumber as error:  # A failed sample does not end a run.
         run.session.warn(f"could not generate a sample: {error.message}")

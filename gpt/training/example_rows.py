@@ -15,7 +15,7 @@ from gpt.errors import UserError, WorkError
 from gpt.evaluate import Window
 from gpt.model.loss import IGNORED
 from gpt.text import chat
-from gpt.text.batches import Int64s, shuffled
+from gpt.text.batches import Int64s, shuffle_indices
 from gpt.text.documents import utf8_size
 from gpt.text.examples import Conversation, Example, Pair
 from gpt.text.tokenizer import Tokenizer
@@ -74,7 +74,9 @@ class RowBatches:
         """Returns one rank's inputs and targets, (rows / ranks, T), for a step counted from 0. T is the length of the
         step's longest example. Ids that are not targets are `IGNORED`."""
         positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
-        windows = [self.examples.window(index) for index in shuffled(positions, len(self.examples), self.seed).tolist()]
+        windows = [
+            self.examples.window(index) for index in shuffle_indices(positions, len(self.examples), self.seed).tolist()
+        ]
         shape = (self.rows // ranks, max(len(window.x) for window in windows))
         x, y = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         for row, window in enumerate(windows[rank * shape[0] : (rank + 1) * shape[0]]):

@@ -22,9 +22,9 @@ from gpt.text.tokenizer import Tokenizer
 
 # Learning rates relative to training the preset from scratch, tuned on nano. AdamW's factor is customary
 # (benchmarks/defaults.md).
-RATE: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}
-LORA_RATE = 2.0
-ADAMW_FROM = 100_000_000  # parameters above which a Muon step costs as much as thousands of tokens
+LR_FACTOR: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}
+LORA_LR_FACTOR = 2.0
+MIN_ADAMW_PARAMETERS = 100_000_000  # parameters above which a Muon step costs as much as thousands of tokens
 MIN_EPOCHS = 3.0  # default epochs of text, and minimum for pairs
 MAX_PAIR_EPOCHS = 20.0
 MAX_PAIR_TOKENS = 2_000_000
@@ -37,7 +37,7 @@ STEPS, PAIR_STEPS = 100, 400  # minimum default steps for text and for pairs; ba
 class InitCheckpoint:
     """The base model of fine-tuning. ``sha256`` maps the names of its weight files to checksums."""
 
-    asked: str  # the value of ``--init``
+    name: str  # the value of ``--init``
     path: Path
     model: GPTConfig
     tokenizer: Tokenizer
@@ -65,10 +65,10 @@ class InitCheckpoint:
         for name, table in (("wte.weight", model.wte), ("lm_head.weight", model.lm_head)):
             if table is not None:
                 weight: Tensor = table.weight.detach()  # type: ignore[operator]
-                table.weight = nn.Parameter(self.grown(name, weight))
+                table.weight = nn.Parameter(self.add_token_rows(name, weight))
         return model
 
-    def grown(self, name: str, parameter: Tensor) -> Tensor:
+    def add_token_rows(self, name: str, parameter: Tensor) -> Tensor:
         """Adds a row for each new token to an embedding matrix: the mean of the existing tokens' rows (Hewitt 2021).
         Returns any other parameter unchanged."""
         if name not in ("wte.weight", "lm_head.weight") or not self.added:
@@ -80,13 +80,13 @@ class InitCheckpoint:
 
     def record(self) -> StartRecord:
         """Returns the entry of the base model in ``run.json``."""
-        return StartRecord(self.asked, str(self.path.absolute()), self.sha256)
+        return StartRecord(self.name, str(self.path.absolute()), self.sha256)
 
     def adapter(self, rank: int, alpha: float) -> Adapter:
         """Returns the description of an adapter of this base model."""
         base = str(self.path.absolute())
-        if hub.is_remote(self.asked):  # A commit can be downloaded again if the cache is emptied.
-            base = f"{self.asked.partition('@')[0]}@{self.path.name}"
+        if hub.is_remote(self.name):  # A commit can be downloaded again if the cache is emptied.
+            base = f"{self.name.partition('@')[0]}@{self.path.name}"
         return Adapter(base, rank, alpha, self.sha256)
 
 
@@ -143,7 +143,7 @@ def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], 
     return replace(model, block_size=length)
 
 
-def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> float:
+def choose_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> float:
     """Returns the default epochs of fine-tuning. More epochs of text would raise the held-out loss. Small sets of pairs
     get more epochs, so that the model memorizes them."""
     if not pairs:
@@ -152,6 +152,6 @@ def usual_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> f
     return max(MIN_EPOCHS, min(MAX_PAIR_EPOCHS, min(MAX_PAIR_TOKENS, limit) / n_tokens))
 
 
-def tuned(preset: Preset, tokens: float, steps: int) -> Preset:
+def shrink_batch(preset: Preset, tokens: float, steps: int) -> Preset:
     """Shrinks the preset's batches so that ``tokens`` take at least ``steps``."""
     return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(tokens / steps))))

@@ -34,25 +34,25 @@ class Journal:
         if step == 0:
             record = replace(record, compute=run.machine(), versions=versions())
         else:
-            record = replace(record, resumed=[*record.resumed, Resumed(now(), step, dict(run.given))])
+            record = replace(record, resumed=[*record.resumed, Resumed(now(), step, dict(run.changes))])
         self.record = replace(record, ended=None, result=None)
         self.write(resolved=resolved)
-        self.metrics = Metrics(run.run, run.session.warn, self.state.metrics_bytes)
-        self.logs = Logs(run.log, run.run, vars(self.record), self.note, step)
+        self.metrics = Metrics(run.path, run.session.warn, self.state.metrics_bytes)
+        self.logs = Logs(run.log, run.path, vars(self.record), self.note, step)
 
     def write(self, **changes: Any) -> None:
         """Updates ``run.json``."""
         if self.record is not None:
             self.record = replace(self.record, **changes)
-            with disk_errors(self.run.run, folder.KEPT):
-                self.record.write(self.run.run)
+            with disk_errors(self.run.path, folder.INTACT_HINT):
+                self.record.write(self.run.path)
 
     def emit(self, kind: Callable[..., events.Event], step: int | None = None, **values: Any) -> None:
         """Sends an event to metrics, logs and the listener."""
         if self.metrics is None or self.logs is None:
             return
         step = self.state.step if step is None else step
-        seconds = round(time.perf_counter() - self.run.began, 3)
+        seconds = round(time.perf_counter() - self.run.start_time, 3)
         event = kind(step=step, tokens=self.run.recipe.tokens(step), seconds=seconds, **values)
         self.metrics.write(events.to_json(event))
         self.logs(event)
@@ -81,7 +81,7 @@ class Journal:
             self.note(f"adapters on the linear layers of the blocks: training {adapters:,} parameters")
         self.note(
             f"{counted(recipe.steps, 'step')} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text, "
-            f"on {processes}{run.compute.describe()}; run {run.run}" + (f"; from step {step:,}" if step else "")
+            f"on {processes}{run.compute.describe()}; run {run.path}" + (f"; from step {step:,}" if step else "")
         )
         if sharding:
             self.note("; ".join(sharding))
@@ -100,7 +100,7 @@ class Journal:
                 "--patience"
             )
 
-    def saved(self, step: int) -> None:
+    def report_save(self, step: int) -> None:
         """Reports a checkpoint that is complete on disk."""
         self.emit(events.SaveEvent, checkpoint=folder.step_name(step))
 
@@ -114,7 +114,7 @@ class Journal:
             if best != folder.step_name(self.state.step):
                 self.note(
                     f"the loss on the held-out pairs was lowest at {best}, which is kept as the best; the last step's "
-                    f"weights: -m {self.run.run}:latest"
+                    f"weights: -m {self.run.path}:latest"
                 )
         loss, bits = result.val_loss, result.bits_per_byte
         self.emit(events.EndEvent, reason=reason, checkpoint=best, val_loss=loss, bits_per_byte=bits)

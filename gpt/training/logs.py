@@ -22,7 +22,7 @@ from gpt.files import disk_errors, open_regular
 from gpt.model.decoder import GPT
 from gpt.model.params import flops_per_token
 from gpt.peaks import peak_flops
-from gpt.runs.folder import KEPT, METRICS
+from gpt.runs.folder import INTACT_HINT, METRICS
 from gpt.training.recipe import Recipe
 
 COMMON_FIELDS = {field.name for field in dataclasses.fields(Event)}
@@ -166,7 +166,7 @@ class Metrics:
     def __init__(self, run: Path, warn: Callable[[str], None], size: int = 0) -> None:
         """Truncates the file to ``size`` bytes, because a resumed run repeats the later steps."""
         self.path, self.warn, self.failing = run / METRICS, warn, False
-        with disk_errors(run, KEPT):
+        with disk_errors(run, INTACT_HINT):
             old_bytes = b""
             if self.path.exists():
                 with open_regular(self.path) as file:

@@ -17,9 +17,9 @@ from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, wind
 from gpt.training.journal import Journal
 from gpt.training.logs import Speed
 from gpt.training.pace import TimeBudget
-from gpt.training.parallel import Parallel
 from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Stepper
+from gpt.training.strategy import Strategy
 
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
@@ -46,12 +46,12 @@ class Diverged(WorkError):
 class Trainer:
     """The training loop: steps, evaluation, checkpoints, rollback."""
 
-    def __init__(self, run: RunContext, parallel: Parallel, budget: TimeBudget | None = None) -> None:
+    def __init__(self, run: RunContext, strategy: Strategy, budget: TimeBudget | None = None) -> None:
         """Prepares the next step of ``run``, writes ``run.json`` and announces the plan. ``budget`` sets the deadline
         of a run with a time limit."""
-        self.run, self.parallel, self.budget, self.recipe = run, parallel, budget, run.recipe
-        self.session, self.world, self.data, self.model = run.session, run.world, run.data, parallel.model
-        self.stepper = Stepper(parallel, self.recipe, self.on_halved, self.on_uncompiled)
+        self.run, self.strategy, self.budget, self.recipe = run, strategy, budget, run.recipe
+        self.session, self.world, self.data, self.model = run.session, run.world, run.data, strategy.model
+        self.stepper = Stepper(strategy, self.recipe, self.on_halved, self.on_uncompiled)
         self.state = TrainState(windows=windows_to_evaluate(self.recipe))
         if budget is not None and budget.windows:
             self.state.windows = min(self.state.windows, budget.windows)
@@ -59,8 +59,8 @@ class Trainer:
         if self.recipe.compile:
             self.compile()
         if run.saved is not None and run.checkpoint is not None:
-            snapshot = read_snapshot(run.checkpoint, run.saved, parallel)
-            vars(self.state).update(vars(snapshot.restore(parallel, self.stepper.scaler)))
+            snapshot = read_snapshot(run.checkpoint, run.saved, strategy)
+            vars(self.state).update(vars(snapshot.restore(strategy, self.stepper.scaler)))
             if self.recipe.steps > run.saved.recipe.steps:
                 self.state.evals_since_best = 0  # Reset patience.
         self.batches = self.data.batches(self.recipe)
@@ -69,9 +69,9 @@ class Trainer:
         self.signum = 0  # signal received by any rank
         self.held_out = self.data.sample_windows(self.recipe.model.block_size, self.state.windows)
         scaler = self.stepper.scaler
-        self.checkpointer = Checkpointer(run, parallel, scaler, self.state, self.tokenizer_files, self.journal)
+        self.checkpointer = Checkpointer(run, strategy, scaler, self.state, self.tokenizer_files, self.journal)
         if self.world.is_main:
-            check_disk_space(run.run, self.checkpointer.size)
+            check_disk_space(run.path, self.checkpointer.size)
             self.journal.open(asdict(self.recipe))
         self.journal.describe(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
         self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
@@ -80,14 +80,14 @@ class Trainer:
         """Trains until the last step, early stopping, or a signal."""
         self.session.stop.at_once = False
         try:
-            with self.world.watching_peers():
+            with self.world.watch_peers():
                 if self.state.step == 0:
-                    self.state.first_step = time.perf_counter() - self.run.began
+                    self.state.first_step = time.perf_counter() - self.run.start_time
                 else:
                     self.journal.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
                 is_over = self.run_due_actions()
                 self.checkpointer.take_snapshot()
-                self.world.started()
+                self.world.shorten_timeout()
                 while not is_over:
                     try:
                         self.step()
@@ -103,7 +103,7 @@ class Trainer:
         except BaseException as error:
             self.fail(error)
         finally:
-            self.stepper.forget_graph()
+            self.stepper.drop_graph()
             self.journal.close()
 
     def step(self) -> None:
@@ -130,7 +130,7 @@ class Trainer:
         loss, norm = pending.outcome.read(self.world.synchronize)
         state.step_seconds += time.perf_counter() - start
         uniform_loss = math.log(self.recipe.model.vocab_size)
-        is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaled)
+        is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.has_loss_scale)
         state.has_learnt |= loss < uniform_loss - LOSS_MARGIN
         has_exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
         state.bad_steps = 0 if is_finite and not has_exploded else state.bad_steps + 1
@@ -158,8 +158,8 @@ class Trainer:
         is_best = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
         is_last = at_end or self.is_out_of_patience()
         if self.is_due(recipe.sample_every) and state.step and not is_last:
-            with self.stepper.eager():
-                text = sample_lines(self.run, self.parallel, self.model, self.run.compute, recipe.seed)
+            with self.stepper.run_eagerly():
+                text = sample_lines(self.run, self.strategy, self.model, self.run.compute, recipe.seed)
             self.journal.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
         if is_last:
@@ -187,8 +187,8 @@ class Trainer:
     def evaluate(self) -> None:
         """Measures the held-out loss, always on the same windows. Raises `Diverged` if it is not finite."""
         state = self.state
-        with self.stepper.eager():
-            loss = mean_loss(self.parallel, self.model, self.held_out, self.run.compute, self.session.stop)
+        with self.stepper.run_eagerly():
+            loss = mean_loss(self.strategy, self.model, self.held_out, self.run.compute, self.session.stop)
         if not math.isfinite(loss):
             raise Diverged(f"the held-out loss became {loss}", state.step, self.recipe.lr)
         is_best = state.best_loss is None or loss < state.best_loss
@@ -197,9 +197,7 @@ class Trainer:
         state.measured_step, state.measured_loss = state.step, loss
         self.journal.emit(events.EvalEvent, val_loss=loss, best=is_best)
         if state.step == 0 and self.run.init:
-            self.session.note(
-                f"held-out loss of {self.run.init.asked} before the first step: {loss:.4f} nats per token"
-            )
+            self.session.note(f"held-out loss of {self.run.init.name} before the first step: {loss:.4f} nats per token")
 
     def roll_back(self, diverged: Diverged) -> None:
         """Restores the last good state with a lower learning rate. Raises ``diverged`` on the second rollback."""
@@ -207,7 +205,7 @@ class Trainer:
             raise diverged
         self.pending = None
         self.checkpointer.roll_back(rate_factor=ROLLBACK_FACTOR, step_seconds=self.state.step_seconds)
-        self.stepper.forget_graph()
+        self.stepper.drop_graph()
         why, step = diverged.why, diverged.step
         self.journal.emit(events.RollbackEvent, failed_step=step, why=why, rate_factor=ROLLBACK_FACTOR)
         outcome = f"back to step {self.state.step:,}, with {ROLLBACK_FACTOR:g} times the learning rate"
@@ -219,7 +217,7 @@ class Trainer:
         if budget is None or state.step != recipe.steps - recipe.decay:
             return
         now = time.perf_counter()
-        seconds_per_step = (now - self.run.began - state.first_step) / state.step
+        seconds_per_step = (now - self.run.start_time - state.first_step) / state.step
         steps = self.world.broadcast_object(lambda: budget.steps_left(now, seconds_per_step))
         self.update_recipe(steps=state.step + steps, decay=steps, planned=recipe.planned or recipe.steps)
         self.session.listen(events.Plan(self.recipe.steps, recipe.batch_tokens))
@@ -252,10 +250,10 @@ class Trainer:
 
     def finish(self) -> Result:
         """Evaluates the best checkpoint and returns the result of the run."""
-        self.stepper.forget_graph()
-        result, model = evaluate_best(self.run, self.parallel, self.recipe, self.state, self.budget, self.journal.speed)
+        self.stepper.drop_graph()
+        result, model = evaluate_best(self.run, self.strategy, self.recipe, self.state, self.budget, self.journal.speed)
         if self.recipe.merge_lora and self.world.is_main:
-            merged = self.run.run / "merged"
+            merged = self.run.path / "merged"
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
             self.session.note(f"merged: {merged}")
         self.journal.end(result, "patience" if self.state.step < self.recipe.steps else "steps")
@@ -275,7 +273,7 @@ class Trainer:
                 f"interrupted at step {state.step:,}, which could not be saved: {error_text(writer.save_error)}",
                 f"free up space, then resume from the previous checkpoint: {self.run.resume_command}",
             )
-        saved = f", saved in {self.run.run / folder.step_name(state.step)}" if state.step else ""
+        saved = f", saved in {self.run.path / folder.step_name(state.step)}" if state.step else ""
         raise Interrupted(
             self.signum,
             f"interrupted at step {state.step:,} of {self.recipe.steps:,}{saved}; "
@@ -288,8 +286,8 @@ class Trainer:
         self.checkpointer.writer.wait()
         self.journal.report_early_end("diverged")
         self.journal.write(ended="diverged")
-        checkpoints = folder.checkpoints(self.run.run)
-        saved = f"the earlier checkpoints are in {self.run.run}" if checkpoints else "nothing was saved yet"
+        checkpoints = folder.checkpoints(self.run.path)
+        saved = f"the earlier checkpoints are in {self.run.path}" if checkpoints else "nothing was saved yet"
         diverged.hint = f"train with a lower --lr; {saved}"
         raise diverged
 

@@ -113,13 +113,13 @@ def _dropout_sizes(config: GPTConfig, rows: int) -> list[int]:
     T, chunk = config.block_size, _rows_per_call(config)
     hidden = rows * T * config.n_embd
     attention = [min(chunk, rows - row) * config.n_head * T * T for row in range(0, rows, chunk)]
-    return [hidden] + config.n_layer * [*(attention if T <= kernels.PLAIN_UP_TO else []), hidden, hidden]
+    return [hidden] + config.n_layer * [*(attention if T <= kernels.MAX_MATMUL_POSITIONS else []), hidden, hidden]
 
 
 def _rows_per_call(config: GPTConfig) -> int:
     """Sequences per attention call: more than in eager mode if they are short, because a smaller graph compiles
     faster."""
-    return max(kernels.PLAIN_ROWS, SCORES_PER_CALL // (config.n_head * config.block_size**2))
+    return max(kernels.MATMUL_ROWS, SCORES_PER_CALL // (config.n_head * config.block_size**2))
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:

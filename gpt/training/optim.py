@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from gpt.config import USUAL_DECAY
+from gpt.config import DEFAULT_WEIGHT_DECAY
 from gpt.device import has_bfloat16_cores
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
@@ -247,7 +247,8 @@ def make_optimizer(
     """Returns fused AdamW (Loshchilov & Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
 
     Biases and norms have no weight decay. With Muon, embeddings decay twice as fast as matrices if ``weight_decay``
-    exceeds `USUAL_DECAY`, else not at all. Muon orthogonalizes in ``dtype``; the ranks of ``world`` share the work.
+    exceeds `DEFAULT_WEIGHT_DECAY`, else not at all. Muon orthogonalizes in ``dtype``; the ranks of ``world`` share the
+    work.
     """
     table = named_parameters(model.config)
     vectors: list[Tensor] = []
@@ -265,7 +266,7 @@ def make_optimizer(
     groups = [{"params": params, "fused": rows} for rows, params in matrices.items()]
     lr_factor = NORM_LR_FACTOR if model.config.norm == "rmsnorm" else 1.0
     adamw = _adamw(
-        embeddings, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > USUAL_DECAY else 0.0, lr_factor
+        embeddings, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > DEFAULT_WEIGHT_DECAY else 0.0, lr_factor
     )
     if dtype == torch.float16:  # Gradients underflow in float16.
         dtype = torch.bfloat16 if has_bfloat16_cores(model.wte.weight.device) else torch.float32

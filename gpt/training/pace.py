@@ -28,23 +28,23 @@ class TimeBudget:
     answers: Count = 0  # pairs per split to check for exact answers; 0 for the default
 
     @classmethod
-    def fitting(cls, minutes: float, began: float, now: float, costs: "Costs", evals: float) -> "TimeBudget":
-        """Plans ``minutes`` from ``began``, with about ``evals`` evaluations if they fit.
+    def fitting(cls, minutes: float, start_time: float, now: float, costs: "Costs", evals: float) -> "TimeBudget":
+        """Plans ``minutes`` from ``start_time``, with about ``evals`` evaluations if they fit.
 
         Time spent so far, evaluations, samples, checkpoints and the final measurement share `OVERHEAD` of the total. At
         least a quarter of this share is left after the time spent so far.
         """
         overhead = OVERHEAD * 60 * minutes
-        spare = max(overhead - (now - began), overhead / 4)
+        spare = max(overhead - (now - start_time), overhead / 4)
         pauses = max(1.0, min(evals, spare / 4 / (costs.window + costs.save)))
-        windows = min(costs.usual_windows, int(spare / 4 / (pauses * costs.window)))
+        windows = min(costs.default_windows, int(spare / 4 / (pauses * costs.window)))
         samples = 4 * costs.sample <= spare / 4
         # The final evaluation in float32 takes 1.5 times as long.
-        last_windows = min(costs.whole_windows, int(spare / 4 / (1.5 * costs.window)))
+        last_windows = min(costs.all_windows, int(spare / 4 / (1.5 * costs.window)))
         answers = min(costs.pairs, last_windows // 2)  # pairs per split
         sample_seconds = (4 if samples else 1) * costs.sample
         return cls(
-            deadline=began + 60 * minutes,
+            deadline=start_time + 60 * minutes,
             step=costs.step,
             evaluations=pauses * (windows * costs.window + costs.save) + sample_seconds - costs.sample,
             end=1.5 * costs.window * (last_windows + 2 * answers) + costs.save + costs.sample + END_SECONDS,
@@ -84,6 +84,6 @@ class Costs:
     window: float  # a held-out window
     sample: float  # a sample of default length
     save: float  # writing a checkpoint
-    usual_windows: int
-    whole_windows: int
+    default_windows: int
+    all_windows: int
     pairs: int  # default pairs to check per split

@@ -18,7 +18,7 @@ from gpt.text.corpus import open_corpus
 from gpt.text.examples import Conversation, Pair, kind_of
 from gpt.training.budget import preset_for_minutes
 from gpt.training.context import Session, data_record, now
-from gpt.training.data import Dataset, make_tokens, open_examples, open_tokens, tokenized
+from gpt.training.data import Dataset, find_token_folder, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import InitCheckpoint, find_init
 
 TOKENS = "tokens"  # subfolder of the run folder
@@ -56,12 +56,12 @@ def prepare(
     corpus = None
     if config.has_examples:
         data = open_examples(texts, config, compute.device.type, note, tokenizer, init.model if init else None)
-    elif path := tokenized(texts):
+    elif path := find_token_folder(texts):
         data = open_tokens(path, config, note, tokenizer)
         config = preset_for_minutes(config, compute, data.bytes, note, session.world.size)
     else:
         corpus = open_corpus(texts, config, listen)
-        config = preset_for_minutes(config, compute, corpus.found.bytes, note, session.world.size)
+        config = preset_for_minutes(config, compute, corpus.survey.bytes, note, session.world.size)
     record = RunRecord(FORMAT, now(), list(texts), asdict(requested), config.preset)
     name = corpus.name if data is None and corpus else data.name if data else ""
     run = folder.create_run(config.out or os.path.join(folder.RUNS, files.usable_name(name)))

@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from gpt.config import USUAL_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
+from gpt.config import DEFAULT_WEIGHT_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.memory import Setup, divisors, training
+from gpt.model.memory import Setup, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
-from gpt.model.plan import at_once, in_chunks, largest
+from gpt.model.plan import with_largest_micro_batch, with_loss_chunks, with_micro_batch
 from gpt.parallel.world import World
 from gpt.peaks import host_memory
-from gpt.programs import compiles_unasked
+from gpt.programs import compiles_by_default
 from gpt.settings import Amount, Count, Positive, Within, checked
-from gpt.text.batches import MOST_SIZES, Ramp
+from gpt.text.batches import MAX_BATCH_SIZES, Ramp
 from gpt.training import finetune
 
 Note = Callable[[str], None]
@@ -39,7 +39,7 @@ MAX_GRAPH_FLOPS = 1e13
 # On a CPU, ``auto`` compiles runs above these seconds per layer. Compiling takes about four seconds per layer. It saves
 # a quarter of the step time in bfloat16, and a tenth to a fifth in float32.
 COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
-CPU_RATE = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
+CPU_FLOPS_PER_WIDTH = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
 MAX_COMPILED_LAYERS = 6  # maximum layers that were measured on a CPU
 MAX_STEPS = 2**53
 ID_BYTES, ROW_BYTES = 16, 256  # host memory per token id of a batch, and extra bytes per row
@@ -112,7 +112,7 @@ class Recipe:
 
     def tokens(self, steps: int) -> int:
         """The tokens in the first ``steps`` steps."""
-        return self.ramp.before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
+        return self.ramp.count_rows_before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
 
     def lr_at(self, step: float) -> float:
         """The learning rate at ``step``, from 1 to ``steps``. It rises linearly to ``lr`` over ``warmup`` steps.
@@ -165,11 +165,11 @@ def resolve(
     start: GPTConfig | None = None,
     pairs: int = 0,
     processes: int = 1,
-    most_tokens: float = math.inf,
+    token_budget: float = math.inf,
 ) -> Recipe:
     """Resolves the recipe for ``n_tokens`` of training text, ``n_bytes`` long.
 
-    In fine-tuning, ``start`` is the base model's shape, and time allows ``most_tokens``. ``pairs`` is the number of
+    In fine-tuning, ``start`` is the base model's shape, and time allows ``token_budget``. ``pairs`` is the number of
     example rows, 0 for text, and ``processes`` the number of data ranks. Calls ``note`` about changed settings. Raises
     `UserError` for settings that contradict each other or the text.
     """
@@ -181,12 +181,12 @@ def resolve(
     optimizer = auto_optimizer(config, model)
     check_heads(model, config.tensor)
     if start is not None:
-        default_epochs = finetune.usual_epochs(n_tokens, pairs > 0, model, compute.device.type)
-        tokens = min(default_epochs * n_tokens, most_tokens)
-        preset = finetune.tuned(preset, tokens, finetune.PAIR_STEPS if pairs else finetune.STEPS)
+        default_epochs = finetune.choose_epochs(n_tokens, pairs > 0, model, compute.device.type)
+        tokens = min(default_epochs * n_tokens, token_budget)
+        preset = finetune.shrink_batch(preset, tokens, finetune.PAIR_STEPS if pairs else finetune.STEPS)
     else:
         default_epochs = auto_epochs(n_tokens, model, compute.device.type)
-        preset = finetune.tuned(preset, default_epochs * n_tokens, finetune.STEPS) if pairs else preset
+        preset = finetune.shrink_batch(preset, default_epochs * n_tokens, finetune.STEPS) if pairs else preset
     batch = _plan_batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
     steps = _total_steps(config, n_tokens, batch, default_epochs)
     passes = 0.0 if start is not None else batch.tokens_read(steps) / n_tokens
@@ -234,7 +234,7 @@ def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
     """The optimizer of ``model``: Muon by default, AdamW for adapters and for fine-tuning a large model."""
     if config.lora_rank:
         return "adamw"
-    is_large = config.init is not None and breakdown(model).trainable >= finetune.ADAMW_FROM
+    is_large = config.init is not None and breakdown(model).trainable >= finetune.MIN_ADAMW_PARAMETERS
     return config.optimizer or ("adamw" if is_large else "muon")
 
 
@@ -259,7 +259,7 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
     lr = preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
     if config.init is None:
         return lr
-    return lr * (finetune.LORA_RATE if config.lora_rank else finetune.RATE[optimizer])
+    return lr * (finetune.LORA_LR_FACTOR if config.lora_rank else finetune.LR_FACTOR[optimizer])
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:
@@ -313,7 +313,7 @@ class _Batch:
         return max(1, self.ramp.steps(math.ceil(tokens / self.row_size)) if self.ramp else round(tokens / self.tokens))
 
     def tokens_read(self, steps: int) -> float:
-        return self.ramp.before(steps) * self.row_size if self.ramp else steps * self.tokens
+        return self.ramp.count_rows_before(steps) * self.row_size if self.ramp else steps * self.tokens
 
 
 def _plan_batch(
@@ -335,7 +335,7 @@ def _plan_batch(
         first = max(1, min(RAMP_START[0] // T, round(rows * RAMP_START[1])))
         first += -first % processes
         ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), setup.micro_batch * processes, processes)
-        if ramp.sizes > MOST_SIZES:
+        if ramp.sizes > MAX_BATCH_SIZES:
             raise UserError(f"a batch ramp to {rows:,} sequences has too many sizes: {ramp.sizes:,}", "leave it out")
     return _Batch(rows, row_tokens, ramp, setup)
 
@@ -359,8 +359,10 @@ def _plan_micro_batch(config: TrainConfig, model: GPTConfig, compute: Compute, r
         _memory_setup(config, auto_optimizer(config, model), compute, processes), recompute=config.recompute
     )
     if config.micro_batch == "auto":
-        return largest(model, setup, rows, compute.memory())
-    return in_chunks(model, at_once(setup, parse_micro_batch(config.micro_batch, rows), rows), compute.memory())
+        return with_largest_micro_batch(model, setup, rows, compute.memory())
+    return with_loss_chunks(
+        model, with_micro_batch(setup, parse_micro_batch(config.micro_batch, rows), rows), compute.memory()
+    )
 
 
 def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, compute: Compute, processes: int) -> Setup:
@@ -385,7 +387,7 @@ def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1)
     if recipe.lora_rank:
         return
     setup = _memory_setup(recipe, recipe.optimizer, compute, processes)
-    step = training(model, setup)
+    step = count_step_memory(model, setup)
     n_bytes = step.parameters + step.gradients + step.optimizer + (step.snapshot if setup.device == "cpu" else 0)
     if n_bytes > memory:
         raise UserError(
@@ -457,7 +459,7 @@ def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[flo
     overfitting (benchmarks/defaults.md)."""
     decay = min(1.0, passes / max(MAX_DECAY_PASSES, MAX_DECAY_RATIO * tokens_per_parameter))
     dropout = DROPOUT if decay == 1 and passes >= DROPOUT_RATIO * tokens_per_parameter else 0.0
-    return dropout, max(USUAL_DECAY, round(decay, 2))
+    return dropout, max(DEFAULT_WEIGHT_DECAY, round(decay, 2))
 
 
 def _should_compile(config: TrainConfig, recipe: Recipe, compute: Compute, processes: int) -> bool:
@@ -472,5 +474,5 @@ def _should_compile(config: TrainConfig, recipe: Recipe, compute: Compute, proce
         return is_long and flops >= COMPILE_STEP_FLOPS * recipe.steps
     if not recipe.compiles_whole_step(compute, processes) or model.n_layer > MAX_COMPILED_LAYERS:
         return False
-    seconds = flops / (CPU_RATE[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes
-    return seconds >= COMPILE_LAYER_SECONDS[dtype] * model.n_layer and compiles_unasked()
+    seconds = flops / (CPU_FLOPS_PER_WIDTH[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes
+    return seconds >= COMPILE_LAYER_SECONDS[dtype] * model.n_layer and compiles_by_default()

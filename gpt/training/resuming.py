@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gpt import device, files
-from gpt.config import MOST_THREADS, TrainConfig
+from gpt.config import MAX_THREADS, TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.files import disk_errors
@@ -23,11 +23,11 @@ from gpt.text.corpus import open_corpus
 from gpt.text.token_folder import MANIFEST, TokenFolder
 from gpt.training import logs
 from gpt.training.context import Result, Session, versions
-from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens, tokenized
+from gpt.training.data import Dataset, find_token_folder, load_tokens, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
 from gpt.training.recipe import Recipe, check_even_split, check_heads, parse_micro_batch
-from gpt.training.state import Saved, read_saved
+from gpt.training.state import SavedState, read_saved_state
 from gpt.words import counted
 
 CHANGEABLE_OPTIONS = (
@@ -54,7 +54,7 @@ class StartedRun:
     texts: list[str]
     config: TrainConfig
     checkpoint: Path | None = None
-    saved: Saved | None = None
+    saved: SavedState | None = None
     result: Result | None = None
 
     def final_result(self, changes: Mapping[str, Any]) -> Result | None:
@@ -116,7 +116,7 @@ def finished_result(name: str | None, changes: Mapping[str, Any]) -> Result | No
     return read_started(find_run(name)).final_result(changes)
 
 
-def processes_of(name: str | None, changes: Mapping[str, Any]) -> int:
+def count_processes(name: str | None, changes: Mapping[str, Any]) -> int:
     """The number of local processes for a resume: one for a finished run, else from ``changes`` or as before. Raises
     like `find_run` and `read_started`."""
     started = read_started(find_run(name))
@@ -155,7 +155,7 @@ def read_started(run: Path, name: str | None = None) -> StartedRun:
     config = from_dict(TrainConfig, record.settings, path)
     config = replace(config, preset=record.size or config.preset)
     result = Result.of(run, record.result) if record.ended and record.result is not None else None
-    saved = None if name is None else read_saved(run / name)
+    saved = None if name is None else read_saved_state(run / name)
     return StartedRun(run, record, record.texts, config, None if name is None else run / name, saved, result)
 
 
@@ -170,8 +170,8 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
             f"the checkpoints of {run} contain only weights: there is nothing to resume from",
             f"fine-tune from them: gpt train TEXT --init {run}",
         )
-    path = folder.newest_whole(run, note, training=True)
-    if checkpoint.peek(path)[0] != read_saved(path).recipe.saved_model:
+    path = folder.find_newest_intact(run, note, training=True)
+    if checkpoint.peek(path)[0] != read_saved_state(path).recipe.saved_model:
         raise UserError(f"{path} is damaged: its training state is for a model of another shape", folder.HINT)
     return path.name
 
@@ -199,7 +199,7 @@ def restore_compute(
             "rounding, except for dropout"
         )
     elif not device_changed and compute.device.type == "cpu":
-        if not 1 <= machine.threads <= MOST_THREADS:
+        if not 1 <= machine.threads <= MAX_THREADS:
             raise UserError(
                 f"{started.run} is damaged: it claims to have run on {counted(machine.threads, 'thread')}", folder.HINT
             )
@@ -251,7 +251,7 @@ def open_data(started: StartedRun, compute: Compute, init: InitCheckpoint | None
     elif config.has_examples:
         block_size = started.recipe.model.block_size if started.recipe else None
         data = open_examples(texts, config, kind, note, tokenizer, init.model if init else None, block_size)
-    elif path := tokenized(texts):
+    elif path := find_token_folder(texts):
         data = open_tokens(path, config, note, tokenizer)
     else:  # The run was interrupted while tokenizing.
         shutil.rmtree(tokens, ignore_errors=True)

@@ -18,13 +18,12 @@ from gpt.config import TrainConfig
 from gpt.distribution import VERSION
 from gpt.interrupt import StopSignal
 from gpt.parallel import environment
-from gpt.parallel.world import joined
+from gpt.parallel.world import join_world
 from gpt.settings import from_dict
 from gpt.training import logs
 from gpt.training.budget import Planner
 from gpt.training.context import Listener, Result, RunContext, Session, data_record
 from gpt.training.loop import Trainer
-from gpt.training.parallel import parallelize
 from gpt.training.preparing import Prepared, prepare
 from gpt.training.recipe import broadcast
 from gpt.training.resuming import (
@@ -39,6 +38,7 @@ from gpt.training.resuming import (
     restore_init,
 )
 from gpt.training.state import seed_all
+from gpt.training.strategy import make_strategy
 
 
 def train(
@@ -81,7 +81,7 @@ def resume(
     changes = changes or {}
     refuse_fixed_options(changes, texts)
     settings = from_dict(TrainConfig, changes, "resume")
-    if not environment.is_one_of_many() and (result := finished_result(run, changes)):
+    if not environment.is_distributed() and (result := finished_result(run, changes)):
         listen(events.Note(f"{result.run} is finished"))
         return result  # A finished run needs no other processes.
     with _session(settings.nproc, listen, start_time) as session, contextlib.ExitStack() as until_ended:
@@ -101,7 +101,7 @@ def resume(
 def _session(nproc: int, listen: Listener, start_time: float | None) -> Iterator[Session]:
     """Handles signals and joins the other processes."""
     start_time = time.perf_counter() if start_time is None else start_time
-    with StopSignal(at_once=True) as stop, joined(nproc) as world:
+    with StopSignal(at_once=True) as stop, join_world(nproc) as world:
         yield Session(world, stop, listen, start_time)
 
 
@@ -124,14 +124,14 @@ def open_run(
     world.broadcast_object(lambda: True)
     data = world.raise_on_all(lambda: data or open_data(started, compute, init, session))
     world.assert_same({"text": data.sources})
-    environment.tell(environment.RUN, started.run)
+    environment.write_message(environment.RUN, started.run)
     changes = {**started.requested_steps, **changes}
     recipe, budget = started.recipe, None
     if recipe is None:
         recipe, budget = Planner(started.config, compute, data, init, session).plan()
     step = started.saved.state.step if started.saved else 0
     recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.data_size))
-    start = session.began - (started.saved.state.seconds if started.saved else 0.0)
+    start = session.start_time - (started.saved.state.seconds if started.saved else 0.0)
     if started.saved is not None and started.saved.pace is not None and "steps" not in changes:
         budget = replace(started.saved.pace, deadline=started.saved.pace.deadline + start)
     record = started.record if started.saved else data_record(started.record, data, init)
@@ -151,4 +151,4 @@ def open_run(
         started.saved,
     )
     seed_all(recipe.seed)
-    return Trainer(context, parallelize(recipe, compute, world, init, started.checkpoint), budget)
+    return Trainer(context, make_strategy(recipe, compute, world, init, started.checkpoint), budget)

@@ -14,11 +14,11 @@ from gpt.errors import UserError
 from gpt.files import read_json, to_json
 from gpt.runs import adapter, folder, tensors
 from gpt.runs.record import Machine
-from gpt.settings import LARGEST, Amount, Count, Positive, Within, checked
-from gpt.text.batches import MOST_SIZES
+from gpt.settings import MAX_FLOAT32, Amount, Count, Positive, Within, checked
+from gpt.text.batches import MAX_BATCH_SIZES
 from gpt.training.pace import TimeBudget
-from gpt.training.parallel import MOMENT, WEIGHT, Parallel
 from gpt.training.recipe import Recipe
+from gpt.training.strategy import MOMENT, WEIGHT, Strategy
 
 FORMAT = 1
 STATE, TENSORS = folder.TRAINING
@@ -50,7 +50,7 @@ class TrainState:
 class Scaling:
     """The state of `torch.amp.GradScaler` in float16."""
 
-    scale: Annotated[float, Within(0, LARGEST)]
+    scale: Annotated[float, Within(0, MAX_FLOAT32)]
     growth_factor: Annotated[float, Within(1, 2**10)]
     backoff_factor: Annotated[float, Within(0, 1)]
     growth_interval: Positive
@@ -58,7 +58,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedState:
     """The content of ``training.json``. ``pace`` is the time budget, with a deadline relative to the run's start."""
 
     format: int
@@ -81,33 +81,33 @@ class Snapshot:
 
     state: TrainState = field(default_factory=TrainState)
     scaling: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # `Parallel.state` and random states
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # `Strategy.state` and random states
 
-    def take(self, parallel: Parallel, scaler: torch.amp.GradScaler, state: TrainState) -> None:
+    def take(self, strategy: Strategy, scaler: torch.amp.GradScaler, state: TrainState) -> None:
         """Copies trained weights, moments and random states."""
-        device = parallel.compute.device
-        sources = parallel.state() | {RANDOM + name: value for name, value in random_states(device).items()}
+        device = strategy.compute.device
+        sources = strategy.state() | {RANDOM + name: value for name, value in random_states(device).items()}
         self.tensors = {name: _copy_to_host(tensor, self.tensors.get(name)) for name, tensor in sources.items()}
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.scaling = scaler.state_dict()
         self.state = copy.copy(state)
 
-    def restore(self, parallel: Parallel, scaler: torch.amp.GradScaler) -> TrainState:
+    def restore(self, strategy: Strategy, scaler: torch.amp.GradScaler) -> TrainState:
         """Restores the run from this copy and returns its state. Weights that the copy lacks stay unchanged."""
-        parallel.restore(self.tensors)
+        strategy.restore(self.tensors)
         rng_states = {
             name.removeprefix(RANDOM): tensor for name, tensor in self.tensors.items() if name.startswith(RANDOM)
         }
         try:
-            set_random_states(parallel.compute.device, rng_states)
+            set_random_states(strategy.compute.device, rng_states)
         except (TypeError, RuntimeError) as error:
             raise UserError(f"the checkpoint's random states are damaged: {error}", folder.HINT) from None
         if scaler.is_enabled() and self.scaling:
             scaler.load_state_dict(self.scaling)
         return copy.copy(self.state)
 
-    def about(self, recipe: Recipe, machine: Machine, budget: TimeBudget | None) -> bytes:
+    def to_training_json(self, recipe: Recipe, machine: Machine, budget: TimeBudget | None) -> bytes:
         """Returns this snapshot's ``training.json``."""
         return to_json(
             {
@@ -121,30 +121,30 @@ class Snapshot:
         )
 
 
-def read_saved(path: Path) -> Saved:
+def read_saved_state(path: Path) -> SavedState:
     """Reads a checkpoint's ``training.json``. Raises `UserError` if it is damaged."""
     file = path / STATE
     values = read_json(file)
     if values.get("format") != FORMAT:
         raise UserError(f"{file} has format {values.get('format')!r}; this program reads format {FORMAT}", "update gpt")
-    saved = checked(Saved, values, str(file))
+    saved = checked(SavedState, values, str(file))
     step, recipe = saved.state.step, saved.recipe
     if step > recipe.steps or not saved.state.windows or recipe.rows % recipe.micro_batch:
         raise UserError(f"{file} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows")
     ramp = recipe.ramp  # A ramp that never grows, or has too many sizes, would never end.
     is_even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
-    if ramp and not (ramp.first <= ramp.rows == recipe.rows and is_even and ramp.sizes <= MOST_SIZES):
+    if ramp and not (ramp.first <= ramp.rows == recipe.rows and is_even and ramp.sizes <= MAX_BATCH_SIZES):
         raise UserError(f"{file} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
     return saved
 
 
-def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
-    """Reads a checkpoint's snapshot, except full weights, which `parallelize` loads.
+def read_snapshot(path: Path, saved: SavedState, strategy: Strategy) -> Snapshot:
+    """Reads a checkpoint's snapshot, except full weights, which `make_strategy` loads.
 
     Checks names, shapes and dtypes before reading. Each process keeps only its part. Raises `UserError` for damaged
     files.
     """
-    moments = parallel.optimizer.shapes(parallel.own, parallel.shapes)
+    moments = strategy.optimizer.shapes(strategy.own, strategy.shapes)
     moment_shapes = {MOMENT + name: shape for name, shape in moments.items()}
     # A run can resume on another type of GPU, and older versions also wrote states of Python and numpy.
     rng_shapes = {
@@ -158,13 +158,13 @@ def read_snapshot(path: Path, saved: Saved, parallel: Parallel) -> Snapshot:
 
     files = [path / TENSORS]
     entries = tensors.find(files, allowed_shapes, "the model", dtypes=_DTYPES)
-    loaded = {name: parallel.part(name, tensor.mapped()) for name, tensor in entries.items()}
+    loaded = {name: strategy.part(name, tensor.mapped()) for name, tensor in entries.items()}
     is_complete = set(moment_shapes) <= set(loaded) or not any(name.startswith(MOMENT) for name in loaded)
     if not is_complete or RANDOM + "torch" not in loaded:
         raise UserError(f"{path / TENSORS} is damaged: the training state is incomplete")
     if folder.is_adapter(path):
         adapters, _ = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
-        if {name: tuple(tensor.shape) for name, tensor in adapters.items()} != parallel.shapes:
+        if {name: tuple(tensor.shape) for name, tensor in adapters.items()} != strategy.shapes:
             raise UserError(f"{path} is damaged: its adapters do not match its training state", folder.HINT)
         loaded |= {WEIGHT + name: tensor for name, tensor in adapters.items()}
     scaling = asdict(saved.scaling) if saved.scaling else {}

@@ -23,8 +23,8 @@ from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.model.memory import divisors
 from gpt.training.compiling import StepGraph, compile_halves, uncompile_halves
 from gpt.training.native import GradientProgram
-from gpt.training.parallel import Parallel
 from gpt.training.recipe import Recipe
+from gpt.training.strategy import Strategy
 
 EAGER_STEPS = 2  # steps of a shape before graph capture, to allocate memory and load kernels
 
@@ -52,32 +52,32 @@ class Stepper:
 
     def __init__(
         self,
-        parallel: Parallel,
+        strategy: Strategy,
         recipe: Recipe,
         on_halved: Callable[[int], None],
         on_uncompiled: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self.parallel, self.world = parallel, parallel.world
+        self.strategy, self.world = strategy, strategy.world
         self.on_halved, self.on_uncompiled = on_halved, on_uncompiled
-        self.model, self.optimizer, self.compute = parallel.model, parallel.optimizer, parallel.compute
+        self.model, self.optimizer, self.compute = strategy.model, strategy.optimizer, strategy.compute
         self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
-        self.scaler = parallel.scaler()
+        self.scaler = strategy.scaler()
         self.objective = Objective(self.model, recipe.loss_chunk)
-        self.wrapped = parallel.wrap(self.objective)
+        self.wrapped = strategy.wrap(self.objective)
         if self.compute.device.type == "cpu":
             keep_freed_memory()
         self.max_tokens_run = 0  # the largest micro-batch, in tokens, that every rank has run
         self.compiled = False
-        self.one_program = recipe.compiles_whole_step(self.compute, self.world.size)
+        self.compiles_whole_step = recipe.compiles_whole_step(self.compute, self.world.size)
         self.program: GradientProgram | None = None  # program for full micro-batches on a CPU
-        self.repeats = recipe.uses_cuda_graph(self.compute, self.world.size)
+        self.uses_cuda_graph = recipe.uses_cuda_graph(self.compute, self.world.size)
         self.shape, self.shape_count = torch.Size(), 0  # shape of the last batches, and how many had it
         self.graph: StepGraph | None = None  # CUDA graph of a step with this shape
-        if self.repeats:
+        if self.uses_cuda_graph:
             self.optimizer.keep_lr_on(self.compute.device)
 
     @property
-    def scaled(self) -> bool:
+    def has_loss_scale(self) -> bool:
         """Whether the loss is scaled, so infinite gradients are normal."""
         return self.scaler.is_enabled()
 
@@ -108,7 +108,7 @@ class Stepper:
         shape = (self.micro_batch, self.model.config.block_size)
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
         try:
-            if self.one_program:
+            if self.compiles_whole_step:
                 program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note)
                 program(idx, idx, torch.tensor(idx.numel()))
                 self.program = program
@@ -136,7 +136,7 @@ class Stepper:
         self.model.zero_grad()
         self.optimizer.zero_grad()
 
-    def eager(self) -> contextlib.AbstractContextManager[object]:
+    def run_eagerly(self) -> contextlib.AbstractContextManager[object]:
         """A context of eager execution for varying lengths, which would cause recompilations."""
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
@@ -149,16 +149,16 @@ class Stepper:
 
     def _update(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Clips the gradients of ``loss`` and updates the weights. Returns the loss and the gradient norm."""
-        norm = self.parallel.clip_grad_norm(self.scaler, self.clip)
+        norm = self.strategy.clip_grad_norm(self.scaler, self.clip)
         self.optimizer.step(skip=~(loss.isfinite() & norm.isfinite()))
-        if self.scaled:
+        if self.has_loss_scale:
             self.scaler.update()
         self.optimizer.zero_grad()
         return loss, norm
 
     def _replay_graph(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         """Takes the step as a CUDA graph. Returns None for the first two batches of a shape, or if capturing fails."""
-        if not self.repeats:
+        if not self.uses_cuda_graph:
             return None
         if x.shape != self.shape:
             self.shape, self.shape_count, self.graph = x.shape, 0, None
@@ -169,12 +169,12 @@ class Stepper:
             try:
                 self.graph = StepGraph(lambda x, y: self._update(self._accumulate(x, y)), x, y, self.model.buffers())
             except RuntimeError:
-                self.repeats = False
+                self.uses_cuda_graph = False
                 self._zero_grad()
                 return None
         return self.graph(x, y)
 
-    def forget_graph(self) -> None:
+    def drop_graph(self) -> None:
         """Drops the CUDA graph, at the end of training or after weights and moments were replaced."""
         self.shape_count, self.graph = 0, None
 
@@ -191,7 +191,7 @@ class Stepper:
             state = random_states(self.compute.device)
             known_to_fit = min(self.micro_batch, x.size(0)) * x.size(1) <= self.max_tokens_run
             try:
-                if self.parallel.needs_trial and not known_to_fit:
+                if self.strategy.needs_trial and not known_to_fit:
                     self._try_micro_batch(x[: self.micro_batch], y[: self.micro_batch])
                     known_to_fit = True
                 return self._accumulate(x, y)
@@ -199,7 +199,7 @@ class Stepper:
                 smaller = [d for d in divisors(x.size(0)) if d < self.micro_batch]
                 reason = first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
                 if reason is None and not (
-                    self.parallel.can_retry and is_out_of_memory(error) and smaller and not known_to_fit
+                    self.strategy.can_retry and is_out_of_memory(error) and smaller and not known_to_fit
                 ):
                     raise
             # Free memory outside the handler, because the error keeps activations alive.
@@ -221,7 +221,7 @@ class Stepper:
         state = random_states(self.compute.device)
         self.model.train()
         try:
-            with self.parallel.no_sync():
+            with self.strategy.no_sync():
                 self._backward(x, y, 1.0)
         except Exception as error:
             failure = error.with_traceback(None)  # The traceback keeps activations alive.
@@ -243,7 +243,7 @@ class Stepper:
         for row in range(0, x.size(0), self.micro_batch):
             part = slice(row, row + self.micro_batch)
             is_last = row + self.micro_batch >= x.size(0)
-            with contextlib.nullcontext() if is_last else self.parallel.no_sync():
+            with contextlib.nullcontext() if is_last else self.strategy.no_sync():
                 total += self._backward(x[part], y[part], n_targets)
         return self.world.all_reduce(total)
 
@@ -253,7 +253,7 @@ class Stepper:
             return self.program(x, y, torch.as_tensor(n_targets))
         with self.compute.autocast():
             loss: Tensor = self.wrapped(x, y) / n_targets
-        self.scaler.scale(self.parallel.backward_loss(loss)).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(self.strategy.backward_loss(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
 

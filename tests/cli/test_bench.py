@@ -12,7 +12,7 @@ from gpt.decoding.weights import prepare, weight_bytes
 from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes
-from gpt.model.quantize import round_matrices
+from gpt.model.quantize import quantize_model
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -49,7 +49,7 @@ def test_step_reads_every_matrix_once() -> None:
     assert weight_bytes(model, CPU) == 4 * all_but_positions
     assert weight_bytes(model, Compute(CPU.device, torch.bfloat16)) == 2 * all_but_positions
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2) - 16 * 8
-    assert weight_bytes(prepare(round_matrices(model, 8), CPU), CPU) == matrices + 4 * (all_but_positions - matrices)
+    assert weight_bytes(prepare(quantize_model(model, 8), CPU), CPU) == matrices + 4 * (all_but_positions - matrices)
     assert cache_bytes(PRESETS["gpt2"].model, 10, 4) == 2 * 12 * 768 * 10 * 4
 
 

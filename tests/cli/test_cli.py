@@ -271,12 +271,12 @@ def test_diverged_run_exits_1_and_saves_no_nan(gpt: Gpt, book: Path) -> None:
 
 
 def test_out_of_memory_is_an_error(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt.training import parallel
+    from gpt.training import strategy
 
     def fail(*args: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(parallel, "GPT", fail)
+    monkeypatch.setattr(strategy, "GPT", fail)
     one_line_of_what_and_what_next(gpt("train", book, *QUICK), "out of memory", code=1)
 
 
@@ -522,7 +522,7 @@ def test_fetching_a_python_corpus_downloads_nothing(gpt: Gpt) -> None:
 
 
 def test_throughput_of_a_resumed_download(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     with progress.Bar("fetched", "bytes", quiet=False) as bar:
         bar.reach(900, 1000)
         bar.reach(950, 1000)

@@ -194,7 +194,7 @@ def test_hints_name_existing_commands(gpt: Gpt) -> None:
         for subcommand in [command, *getattr(command, "commands", {}).values()]:
             commands[name] = [*commands.get(name, []), *(flag for param in subcommand.params for flag in param.opts)]
     known = {flag for flags in commands.values() for flag in flags}
-    assert {option for option in names._OPTIONS if option not in known} == set()
+    assert {option for option in names._FOREIGN_OPTIONS if option not in known} == set()
     assert not {*names.COMMANDS} & {*commands}
     for hint in names.COMMANDS.values():
         for word in hint.replace(",", " ").split("gpt ")[1:]:

@@ -39,10 +39,10 @@ def test_help_fits_on_a_screen_and_help_all_lists_every_option(gpt: Gpt, name: s
     assert gpt(*name.split(), "-h").out == short
     assert len(short.splitlines()) <= LINES
     assert max(map(len, full.splitlines())) <= 80
-    is_long = len(listed_options(name)) > help_pages.SHORT
+    is_long = len(listed_options(name)) > help_pages.MAX_LISTED_OPTIONS
     assert ("--help-all lists all" in short) == is_long
     if is_long:
-        assert 5 <= len(panels(name)[help_pages.COMMON]) <= help_pages.SHORT
+        assert 5 <= len(panels(name)[help_pages.COMMON]) <= help_pages.MAX_LISTED_OPTIONS
         assert f"gpt {name} --help-all lists all {len(listed_options(name))} options." in short
     for option in listed_options(name):
         assert f"{max(option.opts, key=len)} " in full.replace("\n", " "), option.name
@@ -73,7 +73,7 @@ def test_help_texts_are_short(name: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [line for command in [ROOT, *GROUPS.values(), *(command for command, _ in COMMANDS.values())]
-     for line in help_pages.described(command)[1]],
+     for line in help_pages.split_description(command)[1]],
 )  # fmt: skip
 def test_examples_are_valid_commands(gpt: Gpt, line: str) -> None:
     program, *words = shlex.split(line)
@@ -84,9 +84,9 @@ def test_examples_are_valid_commands(gpt: Gpt, line: str) -> None:
 
 def test_every_long_command_has_examples() -> None:
     for name, (command, _) in COMMANDS.items():
-        assert help_pages.described(command)[1] or not help_pages.arguments(command), name
+        assert help_pages.split_description(command)[1] or not help_pages.arguments(command), name
     for name in ("train", "sample", "eval", "tokenize", "params"):
-        assert len(help_pages.described(COMMANDS[name][0])[1]) == 3
+        assert len(help_pages.split_description(COMMANDS[name][0])[1]) == 3
 
 
 def test_main_help_page(gpt: Gpt) -> None:

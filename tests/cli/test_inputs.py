@@ -36,7 +36,7 @@ def test_endless_devices_are_an_error(gpt: Gpt, workdir: Path, words: str, messa
 
 
 def test_total_size_of_prompts_is_limited(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "MOST_PROMPTS", 100)
+    monkeypatch.setattr(inputs, "MAX_PROMPT_FILE_BYTES", 100)
     lines = b'{"prompt": "the cat"}\n'  # 22 bytes
     result = gpt("sample", "--prompts", "-", "-m", "none", stdin=5 * lines)
     assert_error(result, "stdin has more than 100 bytes")
@@ -44,7 +44,7 @@ def test_total_size_of_prompts_is_limited(gpt: Gpt, workdir: Path, monkeypatch: 
 
 
 def test_ids_from_stdin_are_limited_and_have_ascii_digits(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "MOST_TEXT", 5)
+    monkeypatch.setattr(inputs, "MAX_TEXT_BYTES", 5)
     assert_error(gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 105"), "stdin has mo")
     assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 33").out == "H!"
     assert 'error: "٣" is not a token id' in gpt("tokenizer", "decode", "٣", "--tokenizer", "bytes").err

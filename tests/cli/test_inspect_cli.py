@@ -170,7 +170,7 @@ def test_inspect_errors(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: 
 def test_oversized_page_is_an_error(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt_cli import views
 
-    monkeypatch.setattr(views, "LARGEST_PAGE", 100)
+    monkeypatch.setattr(views, "MAX_PAGE_BYTES", 100)
     result = gpt("inspect", "attention", PROMPT, "-m", run_folder, "-o", "a.html")
     one_line_of_what_and_what_next(result, "the page would contain")
     assert not Path("a.html").exists()

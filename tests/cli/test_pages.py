@@ -132,7 +132,7 @@ def test_next_token_probabilities_equal_gpt_sample(
         if temperature == 0:
             expected = torch.nn.functional.one_hot(logits.argmax(), len(logits)).float()
         else:
-            scaled = filters.warm(logits, temperature)
+            scaled = filters.apply_temperature(logits, temperature)
             expected = filters.keep_top_p(filters.keep_top_k(scaled, k), p).softmax(-1)
         rows = page.locator("#next tbody tr").all()
         assert len(rows) == 25
@@ -203,7 +203,7 @@ def test_large_page_stays_small_and_fast(open_page: Any, workdir: Path) -> None:
     model = GPT(GPTConfig(50_257, 128, 12, 12, 48)).eval()
     tokenizer = bytes_tokenizer()
     object.__setattr__(tokenizer, "decode_bytes", lambda ids: b"%d" % ids[0])
-    look = inspect.look(model, list(range(128)), tokenizer)
+    look = inspect.inspect_prompt(model, list(range(128)), tokenizer)
     Path("big.html").write_bytes(pages.html("attention", "big", views.attention_page(look, tokenizer, "big")))
     assert Path("big.html").stat().st_size < 5e6
     page = open_page(Path("big.html"))
@@ -217,7 +217,7 @@ def test_large_page_stays_small_and_fast(open_page: Any, workdir: Path) -> None:
 def test_sliding_window_is_shown(open_page: Any, workdir: Path) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(257, 16, 2, 4, 32, n_kv_head=2, window=3)).eval()
-    look = inspect.look(model, list(b"a band here"), bytes_tokenizer())
+    look = inspect.inspect_prompt(model, list(b"a band here"), bytes_tokenizer())
     Path("w.html").write_bytes(pages.html("attention", "w", views.attention_page(look, bytes_tokenizer(), "w")))
     page = open_page(Path("w.html"))
     assert page.locator(".heads .label").all_inner_texts() == ["all", "layer 0", "layer 1, window 3"]

@@ -70,8 +70,8 @@ def test_held_out_text_is_excluded_from_training(gpt: Gpt, texts: Path) -> None:
     result = run_tokenize(gpt, "my texts", "-o", "tokens", "--val-text", "my texts/b.txt")
     assert "1 file of --val-text is also in TEXT: held out, not trained on" in result.err
     folder = TokenFolder("tokens")
-    assert folder.bytes_of("train") == (texts / "a.txt").stat().st_size
-    assert folder.bytes_of("val") == (texts / "b.txt").stat().st_size
+    assert folder.count_text_bytes("train") == (texts / "a.txt").stat().st_size
+    assert folder.count_text_bytes("val") == (texts / "b.txt").stat().st_size
     result = gpt("tokenize", "my texts", "-o", "none", "--val-text", texts)
     assert (result.code, "nothing is left to train on" in result.err) == (2, True)
     run_tokenize(gpt, "my texts", "my texts/a.txt", "-o", "once")

@@ -178,22 +178,22 @@ def test_constraint_beyond_the_vocabulary_is_refused() -> None:
         cache.find(SampleConfig(regex="z"))
     constraint = cache.find(SampleConfig(regex="aba?|abz"))
     assert constraint is not None
-    assert constraint.allowed(5).tolist() == [True, False, True, True, False]
-    after_both = constraint.after(2)
-    assert after_both.allowed(5).tolist() == [True, False, False, True, True]
-    assert after_both.after(3).ended
-    assert constraint.allowed(5).tolist() == [True, False, True, True, False]
+    assert constraint.compute_mask(5).tolist() == [True, False, True, True, False]
+    after_both = constraint.with_token(2)
+    assert after_both.compute_mask(5).tolist() == [True, False, False, True, True]
+    assert after_both.with_token(3).ended
+    assert constraint.compute_mask(5).tolist() == [True, False, True, True, False]
     dead_end = cache.find(SampleConfig(regex="abz"))
     assert dead_end is not None
-    dead_end = dead_end.after(2)
-    assert dead_end.allowed(5).tolist() == [False] * 4 + [True]
+    dead_end = dead_end.with_token(2)
+    assert dead_end.compute_mask(5).tolist() == [False] * 4 + [True]
     with pytest.raises(UserError, match="no text meets the constraint: "):
         dead_end.take(4)
 
 
 def test_too_complex_constraint_ends_only_its_request(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later requests start with a new automaton."""
-    monkeypatch.setattr(constraints, "MOST_STATES", 60)
+    monkeypatch.setattr(constraints, "MAX_STATES", 60)
     cache = ConstraintCache(model.tokenizer)
     config = SampleConfig(regex="[ab]*a[ab]{200}", max_tokens=100)
     engine = Engine(Context(model.model, CPU, 2), model.tokenizer.ends)
@@ -233,7 +233,7 @@ def test_hostile_constraints_are_cheap_or_refused(settings: dict[str, Any]) -> N
         assert constraint is not None
         for _ in range(100):
             if not constraint.ended:
-                constraint.take(int(rng.choice(constraint.allowed(257).nonzero()[0])))
+                constraint.take(int(rng.choice(constraint.compute_mask(257).nonzero()[0])))
     assert time.thread_time() - start < 5
 
 

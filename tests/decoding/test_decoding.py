@@ -18,7 +18,7 @@ from gpt.decoding.context import CACHE_SHARE, Context, ContextPool
 from gpt.decoding.engine import Request, generate
 from gpt.decoding.logits import Token
 from gpt.decoding.sampler import POSITIONS_AT_ONCE
-from gpt.decoding.write import ROWS, Sample, TextGenerator
+from gpt.decoding.write import MAX_BATCH, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model import kernels
@@ -231,7 +231,7 @@ def test_finished_samples_are_not_generated_again(monkeypatch: pytest.MonkeyPatc
 def test_slid_is_set_when_the_context_slides(monkeypatch: pytest.MonkeyPatch) -> None:
     slides: list[int] = []
     slide = Context.slide
-    monkeypatch.setattr(Context, "slide", lambda self, slot: slides.append(slot.at) or slide(self, slot))
+    monkeypatch.setattr(Context, "slide", lambda self, slot: slides.append(slot.row) or slide(self, slot))
     # The last token never enters the context.
     for count, slid in ((60, False), (61, False), (62, True)):
         slides.clear()
@@ -241,7 +241,14 @@ def test_slid_is_set_when_the_context_slides(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_batch_size_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     size = Context(text_generator(SampleConfig()).model, CPU).cache.nbytes
-    for rows_that_fit, width, rows in ((3, 1, 3), (6, 2, 6), (5, 2, 4), (0, 1, 1), (999, 1, ROWS["cpu"]), (999, 5, 15)):
+    for rows_that_fit, width, rows in (
+        (3, 1, 3),
+        (6, 2, 6),
+        (5, 2, 4),
+        (0, 1, 1),
+        (999, 1, MAX_BATCH["cpu"]),
+        (999, 5, 15),
+    ):
         monkeypatch.setattr(Compute, "memory", lambda self, n=rows_that_fit: int((n + 0.5) * size / CACHE_SHARE))
         config = SampleConfig(max_tokens=20, beam=width if width > 1 else 0)
         assert text_generator(config)._shape([[1, 2], [1]], 50) == (rows, 64, False)

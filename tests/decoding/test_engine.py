@@ -70,7 +70,7 @@ def test_concurrent_requests_do_not_affect_each_other(
     positions: str, fixed_shapes: bool, chunk: int, properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All kinds of requests run concurrently, more than there are slots; some are cancelled."""
-    monkeypatch.setattr(scheduler, "REUSED_FROM", 1)
+    monkeypatch.setattr(scheduler, "MIN_SHARED_PREFIX", 1)
     model, rng = tiny_model(24, positions, **properties), random.Random(0)
     context = Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None)
     engine = Engine(context, {EOT}, chunk)
@@ -370,8 +370,8 @@ def test_guesses_count_towards_the_chunk() -> None:
 
 def test_waiting_requests_are_compared_with_a_shared_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    original = Context.shared
-    monkeypatch.setattr(Context, "shared", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    original = Context.count_shared
+    monkeypatch.setattr(Context, "count_shared", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
     engine = Engine(Context(tiny_model(300), CPU, 4), {EOT}, chunk=16)
     for n in range(4):
         engine.add(Request([*range(40), *range(40), *range(40), n], GREEDY))

@@ -34,7 +34,7 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
 @given(SEEDS, st.integers(1, 60), st.floats(0.01, 0.99), st.floats(0.1, 3.0))
 def test_temperature_top_k_top_p_and_min_p_match_transformers(seed: int, k: int, p: float, t: float) -> None:
     logits = random_logits(seed)
-    scaled = filters.warm(logits, t)
+    scaled = filters.apply_temperature(logits, t)
     expected = TemperatureLogitsWarper(t)(IDS, logits)
     assert torch.allclose(scaled.softmax(-1), expected.softmax(-1), atol=1e-6)
     assert torch.equal(filters.keep_top_k(logits, k), TopKLogitsWarper(k)(IDS, logits))
@@ -59,10 +59,10 @@ def test_penalties_ngrams_and_bias_match_transformers(
     expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     assert torch.equal(filters.penalize(logits[0], past, penalty), expected[0])
     expected = NoRepeatNGramLogitsProcessor(n)(ids, logits.clone())
-    assert torch.equal(filters.exclude(logits[0], filters.repeats(past, n)), expected[0])
+    assert torch.equal(filters.exclude(logits[0], filters.find_repeats(past, n)), expected[0])
     if bias:
         expected = SequenceBiasLogitsProcessor({(id,): value for id, value in bias.items()})(ids, logits.clone())
-        shaped = filters.Filters(SampleConfig(), {0}, list(bias.items())).shape(logits, [past], [0])
+        shaped = filters.Filters(SampleConfig(), {0}, list(bias.items())).adjust(logits, [past], [0])
         assert torch.allclose(shaped, expected, atol=1e-6)
 
 
@@ -81,7 +81,7 @@ def test_presence_and_frequency_penalties_match_openai(
         count = generated.count(id)
         expected[0, id] -= count * frequency + (count > 0) * presence
     config = SampleConfig(presence_penalty=presence, frequency_penalty=frequency)
-    shaped = filters.Filters(config, {0}).shape(logits, [[*prompt, *generated]], [len(generated)])
+    shaped = filters.Filters(config, {0}).adjust(logits, [[*prompt, *generated]], [len(generated)])
     assert torch.allclose(shaped, expected, atol=1e-6)
 
 
@@ -133,13 +133,13 @@ def test_filters_at_boundary_values() -> None:
     assert torch.isfinite(filters.keep_min_p(logits, 1)).tolist() == [False, True, False]
     assert torch.isfinite(filters.exclude(logits, [1])).tolist() == [True, False, True]
     assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])
-    assert not filters.warm(logits, 1e-300).isnan().any()  # float32 rounds this temperature to 0.
-    scaled = filters.warm(logits, 1e-40)
+    assert not filters.apply_temperature(logits, 1e-300).isnan().any()  # float32 rounds this temperature to 0.
+    scaled = filters.apply_temperature(logits, 1e-40)
     assert scaled.softmax(-1).tolist() == [0, 1, 0]
 
 
 def draw(logits: Tensor, config: SampleConfig, count: int) -> list[int]:
-    keys = [filters.step_key(filters.key_of(1, number, []), number % 7) for number in range(count)]
+    keys = [filters.step_key(filters.sample_key(1, number, []), number % 7) for number in range(count)]
     return (
         filters.Filters(config, {0}).choose(logits.expand(count, -1), torch.from_numpy(filters.as_int64(keys))).tolist()
     )
@@ -162,7 +162,7 @@ def test_uniform_draws_are_unbiased() -> None:
 
 
 def test_consecutive_steps_are_independent() -> None:
-    keys = [[filters.step_key(filters.key_of(1, number, []), step) for number in range(20_000)] for step in (0, 1)]
+    keys = [[filters.step_key(filters.sample_key(1, number, []), step) for number in range(20_000)] for step in (0, 1)]
     first, second = (filters.gumbel(torch.from_numpy(filters.as_int64(step_keys)), 2).argmax(-1) for step_keys in keys)
     both = Counter(zip(first.tolist(), second.tolist(), strict=True))
     assert all(abs(count - 5000) < 5 * math.sqrt(20_000 * 3 / 16) for count in both.values())
@@ -175,5 +175,5 @@ def test_random_bits_are_frozen() -> None:
     noise = filters.gumbel(torch.tensor([[0]]), 3)[0].tolist()
     expected = [-math.log(-math.log1p(-(word % 2**64) / 2**64)) for word in words]
     assert noise == pytest.approx(expected, abs=1e-5)
-    assert filters.key_of(5, 3, [1, 2]) == 0x5B92E44643BFB132
-    assert filters.step_key(filters.key_of(5, 3, [1, 2]), 1) == 0x5DFBDA60E208DBF0
+    assert filters.sample_key(5, 3, [1, 2]) == 0x5B92E44643BFB132
+    assert filters.step_key(filters.sample_key(5, 3, [1, 2]), 1) == 0x5DFBDA60E208DBF0

@@ -11,13 +11,13 @@ from models import CPU, EOT, PROMPTS, batched, engine_of, tiny_model
 
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request, generate
-from gpt.decoding.lookup import LONGEST, Lookup
+from gpt.decoding.lookup import MAX_NGRAM, Lookup
 from gpt.sample_config import SampleConfig
 
 
 def expected_guess(ids: list[int], count: int) -> list[int]:
     """Returns what followed the last occurrence of the longest matching suffix."""
-    for length in range(min(LONGEST, len(ids)), 0, -1):
+    for length in range(min(MAX_NGRAM, len(ids)), 0, -1):
         for position in range(len(ids) - 1, length - 1, -1):
             if ids[position - length : position] == ids[-length:]:
                 return (ids[position:] * count)[:count]
@@ -87,4 +87,4 @@ def test_right_guesses_save_steps(rows: int) -> None:
     updates = list(engine_of(context, [Request([1, 1, 1])] * rows, config).run())
     assert sum(len(event.tokens) for event in updates) == 60 * rows
     assert len(steps) <= 14
-    assert context.slots[0].text[:3] == [1, 1, 1]
+    assert context.slots[0].token_ids[:3] == [1, 1, 1]

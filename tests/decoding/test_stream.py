@@ -34,7 +34,7 @@ def test_streaming_shows_whole_characters_and_all_text(text: str, junk: bytes) -
 
 
 def test_literal_replacement_character_streams() -> None:
-    tok = tokenizer.learn_tokenizer([make_text()], 300)
+    tok = tokenizer.train_tokenizer([make_text()], 300)
     assert "".join(stream_pieces(tok.encode("a\ufffdb").tolist(), tok=tok)) == "a\ufffdb"
 
 
@@ -68,7 +68,7 @@ def test_no_part_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
 @PATIENT
 @given(st.text("ab ", max_size=30), st.lists(st.text("ab ", min_size=1, max_size=5), max_size=3))
 def test_stop_strings_match_across_tokens(text: str, stops: list[str]) -> None:
-    tok = tokenizer.learn_tokenizer(["ab aab abb bab aba " * 50], 264)
+    tok = tokenizer.train_tokenizer(["ab aab abb bab aba " * 50], 264)
     assert "".join(stream_pieces(tok.encode(text).tolist(), stops, tok)) == text_before_stop(text, stops)
 
 

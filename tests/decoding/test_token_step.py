@@ -14,11 +14,11 @@ from gpt.decoding.context import Context
 from gpt.decoding.token_step import next_tokens
 from gpt.decoding.weights import GPULinear, dtype_name, prepare, weight_bytes
 from gpt.device import Compute
-from gpt.model.cache import BLOCK, filled_blocks, sees_columns
+from gpt.model.cache import BLOCK, make_block_mask, make_column_mask
 from gpt.model.decoder import GPT
 from gpt.model.kernels import attend, attend_blocks
-from gpt.model.params import multiplied
-from gpt.model.quantize import round_matrices, to_int8
+from gpt.model.params import count_matmul_parameters
+from gpt.model.quantize import quantize_model, to_int8
 
 GPU = Compute(torch.device("cuda"), torch.float32)
 
@@ -29,7 +29,7 @@ def model_of(arch: Any, rounded: bool = False) -> GPT:
     model = GPT(GPTConfig.of(arch, 50, 64, 2, 2, 32, positions=positions)).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    return round_matrices(model, 8) if rounded else model
+    return quantize_model(model, 8) if rounded else model
 
 
 def logits_of(model: GPT, prompt: list[int], following: list[int], backend: Any = None) -> list[torch.Tensor]:
@@ -54,8 +54,8 @@ def test_gpu_layout_matches_plain_weights(arch: str, rounded: bool) -> None:
     prepared = prepare(model_of(arch, rounded), GPU)
     assert sum(isinstance(module, GPULinear) for module in prepared.modules()) == 9
     assert dtype_name(prepared, GPU) == ("int8" if rounded else "float32")
-    count = sum(module.numbers for module in prepared.modules() if isinstance(module, GPULinear))
-    assert weight_bytes(prepared, GPU) == 4 * multiplied(prepared.config) - (3 * count if rounded else 0)
+    count = sum(module.elements for module in prepared.modules() if isinstance(module, GPULinear))
+    assert weight_bytes(prepared, GPU) == 4 * count_matmul_parameters(prepared.config) - (3 * count if rounded else 0)
     torch._dynamo.reset()
     for results in (logits_of(prepared, [1, 2, 3], [4, 5, 49], "eager"), logits_of(prepared, [1, 2, 3], [4, 5, 49])):
         for actual, reference in zip(results, expected, strict=True):
@@ -68,7 +68,7 @@ def test_gpu_linear_matches_linear(once: bool, monkeypatch: pytest.MonkeyPatch) 
     weight, bias, x = torch.randn(50, 32), torch.randn(50), torch.randn(1, 1, 32)
     rounded = to_int8(weight)
     for linear, expected in (
-        (GPULinear(weight, bias, once=once), F.linear(x, weight, bias)),
+        (GPULinear(weight, bias, materialize=once), F.linear(x, weight, bias)),
         (GPULinear(rounded.levels, bias, rounded.scales, once), F.linear(x, rounded.dequantize(), bias)),
     ):
         assert len(linear.weight) == 64
@@ -85,8 +85,8 @@ def test_attention_reads_only_filled_blocks(window: int, columns: int, heads: in
     positions = torch.tensor([0, 5, 127, 128, 255, 290, 299] + ([164, 700] if columns > window else []))
     positions = positions[positions < columns] if columns == window else positions
     q, k, v = (torch.randn(len(positions), n, t, 16) for n, t in ((heads, 1), (2, columns), (2, columns)))
-    visible = sees_columns(positions, window, columns)
-    blocks = filled_blocks(torch.arange(5, dtype=torch.int32), positions, window, columns)
+    visible = make_column_mask(positions, window, columns)
+    blocks = make_block_mask(torch.arange(5, dtype=torch.int32), positions, window, columns)
     read = blocks.to_dense().repeat_interleave(BLOCK, -1)[..., :columns].bool()
     assert (read | ~visible).all()  # Every visible column is read.
     filled = (positions + 1).clamp(max=columns)[:, None, None, None]

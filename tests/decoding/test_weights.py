@@ -19,11 +19,11 @@ from gpt.config import GPTConfig
 from gpt.decoding import native, weights
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
-from gpt.decoding.token_step import compiled, next_tokens
+from gpt.decoding.token_step import compile_step, next_tokens
 from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear, dtype_name, prepare
 from gpt.device import Compute, has_native_bfloat16
 from gpt.model.decoder import GPT
-from gpt.model.quantize import Quantized, round_matrices, to_int4, to_int8
+from gpt.model.quantize import Quantized, quantize_model, to_int4, to_int8
 from gpt.sample_config import SampleConfig
 
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
@@ -57,7 +57,7 @@ def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
     return (weight / scale).round() * scale
 
 
-@pytest.mark.parametrize("missing_instruction", [None, "has_byte_products", "has_whole_products"])
+@pytest.mark.parametrize("missing_instruction", [None, "has_int8_kernels", "has_exact_int8_sums"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_int8_products_match_rounded_weights(
     missing_instruction: str | None, bias: bool, monkeypatch: pytest.MonkeyPatch
@@ -70,16 +70,16 @@ def test_int8_products_match_rounded_weights(
     layer.weight.data[7] = 0.0  # Padding rows are zero.
     x = torch.randn(2, 5, 64) * torch.tensor([1e-4, 1.0, 1e4, 3.0, 0.0])[:, None]
     quantized = Int8Linear(to_int8(layer.weight), layer.bias)
-    assert quantized.integer == weights.has_byte_products()
-    assert not quantized.integer or missing_instruction != "has_whole_products" or quantized.levels == 63
+    assert quantized.quantizes_input == weights.has_int8_kernels()
+    assert not quantized.quantizes_input or missing_instruction != "has_exact_int8_sums" or quantized.levels == 63
     with torch.no_grad():
         y = quantized(x)
-        if quantized.integer:
+        if quantized.quantizes_input:
             step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / quantized.levels
             x = (x / step).round() * step
         expected = nn.functional.linear(x, round_to_int8(layer.weight), layer.bias)
     size = expected.abs().amax(-1, keepdim=True)
-    assert ((y - expected).abs() <= (1e-5 if quantized.integer else 2e-2) * size + 1e-6).all()
+    assert ((y - expected).abs() <= (1e-5 if quantized.quantizes_input else 2e-2) * size + 1e-6).all()
 
 
 @pytest.mark.skipif(not Int4Linear.runs_on(CPU.device), reason="the int4 kernel needs AVX2")
@@ -109,7 +109,7 @@ def test_int4_products_match_rounded_weights(bias: bool) -> None:
 
 def test_int4_weights_are_dequantized_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Int4Linear, "runs_on", lambda device: False)
-    exact = round_matrices(GPT(GPTConfig(11, 8, 2, 2, 32)).eval(), 4)
+    exact = quantize_model(GPT(GPTConfig(11, 8, 2, 2, 32)).eval(), 4)
     idx = torch.tensor([[1, 2, 3]])
     with torch.inference_mode():
         expected = exact.trunk(idx)
@@ -185,7 +185,7 @@ def test_compiled_steps_match_and_compile_once() -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    step = compiled(model, CPU, notes.append)
+    step = compile_step(model, CPU, notes.append)
     config = SampleConfig(max_tokens=20, ignore_eot=True)
     for prompt in ([1], list(range(9)), list(range(30))):
         requests = [Request(prompt), Request([3, 4])]
@@ -212,13 +212,13 @@ def test_failed_compilation_falls_back_to_uncompiled_steps(
 
     monkeypatch.setattr(torch, "compile", fail_to_compile)
     model, notes = tiny_model(40), []
-    step = compiled(model, CPU, notes.append)
+    step = compile_step(model, CPU, notes.append)
     config = SampleConfig(max_tokens=9, ignore_eot=True)
     events = list(engine_of(Context(model, CPU, step=step), [Request([1, 2])], config).run())
     assert sum(len(event.tokens) for event in events) == 9
     assert notes == [f"torch.compile failed, so steps run without it: {reason}"]
     notes.clear()
-    assert compiled(prepare(round_matrices(tiny_model(40), 8), CPU), CPU, notes.append) is None
+    assert compile_step(prepare(quantize_model(tiny_model(40), 8), CPU), CPU, notes.append) is None
     assert len(notes) == 1
 
 
@@ -230,6 +230,6 @@ def test_out_of_memory_is_not_a_compile_error(monkeypatch: pytest.MonkeyPatch) -
     notes: list[str] = []
     model = tiny_model(40)
     with pytest.raises(torch.OutOfMemoryError):
-        context = Context(model, CPU, step=compiled(model, CPU, notes.append))
+        context = Context(model, CPU, step=compile_step(model, CPU, notes.append))
         list(engine_of(context, [Request([1, 2])], SampleConfig(max_tokens=9, ignore_eot=True)).run())
     assert notes == []

@@ -29,7 +29,7 @@ from gpt.export_config import ExportConfig
 from gpt.exporting import card as cards
 from gpt.exporting import provenance
 from gpt.exporting.card import Comparison, Facts, card
-from gpt.exporting.provenance import Ancestor, Provenance, Text, read_provenance, texts_of
+from gpt.exporting.provenance import Ancestor, Provenance, Text, group_texts, read_provenance
 from gpt.exporting.source import SourceModel
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
@@ -165,7 +165,7 @@ def test_card_has_samples_only_on_request(run_folder: Path) -> None:
     assert "Sample 2:" in text and "Sample 3:" not in text
     loaded = api.load("out", dtype="float32")
     for sample in loaded.generate(num=2):  # samples come from the exported weights
-        assert all(f"\n    {cards._visible(line)}\n" in text for line in sample.expandtabs(4).split("\n"))
+        assert all(f"\n    {cards._escape(line)}\n" in text for line in sample.expandtabs(4).split("\n"))
 
 
 def test_card_shows_losses_before_and_after_quantization() -> None:
@@ -219,7 +219,7 @@ def test_card_names_base_models_and_licenses(run_folder: Path, text: Path) -> No
 )
 def test_cards_without_a_valid_license_are_ignored(tmp_path: Path, card_text: str) -> None:
     (tmp_path / "README.md").write_bytes(card_text.encode("latin-1"))
-    assert provenance._line("base", tmp_path) == [Ancestor("base")]
+    assert provenance._find_ancestors("base", tmp_path) == [Ancestor("base")]
 
 
 def test_text_names_have_no_folder_or_host() -> None:
@@ -227,7 +227,7 @@ def test_text_names_have_no_folder_or_host() -> None:
         "/home/me/secret/book.txt", "C:\\Users\\me\\notes.md", "https://me:key@host.example/a/b.csv?token=1",
         "s3://bucket/part.jsonl", "hf://datasets/OWNER/SET@main/data/x.parquet", "https://host.example", "stdin",
     ]  # fmt: skip
-    texts = texts_of([{"name": name, "bytes": 1, "sha256": "a" * 64} for name in names])
+    texts = group_texts([{"name": name, "bytes": 1, "sha256": "a" * 64} for name in names])
     assert [text.name for text in texts] == [
         "book.txt", "notes.md", "b.csv", "part.jsonl", "x.parquet", "an unnamed text", "stdin",
     ]  # fmt: skip
@@ -240,16 +240,16 @@ def test_texts_are_grouped_by_corpus() -> None:
 
     corpus = sources(["wikitext-2/train-00000-of-00001.parquet"])
     corpus[0]["name"] = "wikitext-2/" + provenance.catalogue.corpus("wikitext-2").files[0].name
-    (corpus_text,) = texts_of(corpus, ["wikitext-2"])
+    (corpus_text,) = group_texts(corpus, ["wikitext-2"])
     assert (corpus_text.name, corpus_text.files, corpus_text.dataset) == ("wikitext-2", 1, "Salesforce/wikitext")
     # A local folder can have a corpus name.
-    (local_text,) = texts_of(sources(["wikitext-2/a.txt", "wikitext-2/b.txt"]), ["wikitext-2"])
+    (local_text,) = group_texts(sources(["wikitext-2/a.txt", "wikitext-2/b.txt"]), ["wikitext-2"])
     assert (local_text.files, local_text.bytes, local_text.dataset) == (2, 4, None)
     assert local_text.sha256 is None
-    texts = texts_of(sources([f"f/{n}.txt" for n in range(50)]), ["f"])
+    texts = group_texts(sources([f"f/{n}.txt" for n in range(50)]), ["f"])
     assert len(texts) == 21
     assert (texts[-1].name, texts[-1].files, texts[-1].bytes) == ("more files", 30, 60)
-    assert texts_of([{"name": "x", "sha256": "`"}])[0].sha256 is None
+    assert group_texts([{"name": "x", "sha256": "`"}])[0].sha256 is None
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def test_file_contains_the_model(tmp_path: Path, family: str, kind: str) -> None
     assert tensors.keys() == source.weights.keys()
     for name, get in source.weights.items():
         ours, theirs = get(), tensors[name]
-        assert torch.equal(gguf.restored(config, name, ours, kind), theirs), name
+        assert torch.equal(gguf.restore_parameter(config, name, ours, kind), theirs), name
         if kind == "f32" or ours.dim() == 1:
             assert torch.equal(ours, theirs), name
         elif kind == "f16" or name == "wpe.weight" or ours.size(1) % 32:
@@ -150,7 +150,7 @@ def test_bfloat16_weights_can_be_exported(tmp_path: Path) -> None:
         gguf.write(tmp_path / kind, source, kind, "it")
         tensors, _ = read_tensors(tmp_path / kind, source.config)
         for name, value in bfloat16_weights.items():
-            assert torch.equal(gguf.restored(source.config, name, value, kind), tensors[name]), name
+            assert torch.equal(gguf.restore_parameter(source.config, name, value, kind), tensors[name]), name
             assert kind != "f32" or torch.equal(value.float(), tensors[name]), name
 
 
@@ -207,7 +207,7 @@ def test_values_out_of_range_are_an_error(tmp_path: Path, kind: str, value: floa
         gguf.write(tmp_path / "it", model_with_value(name, value), kind, "it")
     assert "--dtype" in error.value.hint
     with pytest.raises(UserError, match=f"^{name}"):
-        gguf.restored(model_of("gpt2").config, name, model_with_value(name, value).weights[name](), kind)
+        gguf.restore_parameter(model_of("gpt2").config, name, model_with_value(name, value).weights[name](), kind)
     assert not list(tmp_path.iterdir())
 
 

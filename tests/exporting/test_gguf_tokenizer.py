@@ -15,10 +15,10 @@ from gpt.errors import UserError
 from gpt.exporting import gguf_tokenizer
 from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN, OLD_GPT2_PATTERN
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, learn_tokenizer
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, train_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
-TRAINED = learn_tokenizer([make_text()], 500, ["<|user|>"])
+TRAINED = train_tokenizer([make_text()], 500, ["<|user|>"])
 O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -117,7 +117,7 @@ def test_tokenizers_of_other_families_are_exported(form: str, name: str, tmp_pat
     assert fields["add_bos_token"] == (form == "llama3")
     assert fields["bos_token_id"] == (tokenizer.eot if tokenizer.bos is None else tokenizer.bos)
     assert fields.get("tokenizer.chat_template") == tokenizer.chat_template
-    notes = gguf_tokenizer.differences(tokenizer)
+    notes = gguf_tokenizer.describe_differences(tokenizer)
     assert [note for note in notes if "also stops at" not in note and "NFC" not in note] == []
     assert any("NFC" in note for note in notes) == (form == "qwen")
     extra_end = {"llama3": "<|end_of_text|>", "qwen": "<|endoftext|>", "smollm2": "<|im_end|>"}.get(form)
@@ -129,7 +129,7 @@ def test_tokenizers_of_other_families_are_exported(form: str, name: str, tmp_pat
 @pytest.mark.parametrize("form", ["llama2", "mistral", "unigram"])
 def test_tokenizers_other_than_byte_level_bpe_are_refused(form: str, tmp_path: Path) -> None:
     tokenizer = find_tokenizer(str(vocabularies.write(form, tmp_path / form)))
-    assert gguf_tokenizer.differences(tokenizer) == []
+    assert gguf_tokenizer.describe_differences(tokenizer) == []
     with pytest.raises(UserError, match="needs a byte-level BPE") as raised:
         gguf_tokenizer.check(tokenizer)
     assert "folder" in str(raised.value.hint)
@@ -154,7 +154,7 @@ def test_end_of_text_tokens_are_exported() -> None:
     tokenizer = replace(TRAINED, specials=specials, more_ends=frozenset({499, 500, 501}))
     fields = metadata(tokenizer)
     assert [fields[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id")] == [498, 500, 501]
-    assert gguf_tokenizer.differences(tokenizer) == []
+    assert gguf_tokenizer.describe_differences(tokenizer) == []
     with pytest.raises(UserError, match="would not stop at all 5 end-of-text tokens"):
         gguf_tokenizer.check(replace(tokenizer, more_ends=frozenset({499, 500, 501, 502})))
-    assert "stops at <|im_end|>" in gguf_tokenizer.differences(replace(tokenizer, more_ends=frozenset()))[0]
+    assert "stops at <|im_end|>" in gguf_tokenizer.describe_differences(replace(tokenizer, more_ends=frozenset()))[0]

@@ -66,7 +66,7 @@ def our_logprobs(source: SourceModel, kind: str, prompts: list[list[int]]) -> Te
     """Returns our log-probabilities with the file's weights."""
     model = GPT(source.config).eval()
     for name, parameter in model.state_dict().items():
-        parameter.copy_(gguf.restored(source.config, name, source.weights[name](), kind))
+        parameter.copy_(gguf.restore_parameter(source.config, name, source.weights[name](), kind))
     with torch.no_grad():
         return torch.stack([model(torch.tensor([prompt]))[0, -1].log_softmax(-1) for prompt in prompts]).double()
 

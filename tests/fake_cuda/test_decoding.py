@@ -20,7 +20,7 @@ from models import CPU, EOT, PROMPTS, tiny_model
 import gpt
 from gpt import SampleConfig, api, inspect
 from gpt.bench_config import BenchConfig
-from gpt.decoding.context import CACHE_SHARE, KEPT, Context
+from gpt.decoding.context import CACHE_SHARE, MAX_IDLE_CONTEXTS, Context
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.token_step import next_tokens
 from gpt.device import Compute
@@ -98,7 +98,7 @@ def test_concurrent_requests_match_the_cpu(
 ) -> None:
     """Steps launch before the last tokens are read. Requests end, are cancelled, and their slots serve prompts with the
     same prefix."""
-    monkeypatch.setattr("gpt.decoding.scheduler.REUSED_FROM", 1)
+    monkeypatch.setattr("gpt.decoding.scheduler.MIN_SHARED_PREFIX", 1)
     rng = random.Random(1)
     requests = list(random_requests(rng))
     expected = [token_ids(run_alone(request)) for request in requests]
@@ -188,7 +188,7 @@ def test_evaluation_and_inspection_match_the_cpu(models: dict[str, Path], disgui
     def inspect_on(device: str) -> Any:
         model = gpt.load(models["gpt2"], device=device, dtype="float32")
         loss = model.evaluate(["the cat sat on the mat while dogs chased cats, " * 3], stride=8).loss
-        view = inspect.look(model.model, model.tokenizer.encode("the cat sat"), model.tokenizer)
+        view = inspect.inspect_prompt(model.model, model.tokenizer.encode("the cat sat"), model.tokenizer)
         embeddings = inspect.Embeddings(model.model, model.tokenizer)
         return loss, view, embeddings.neighbors(embeddings.find("cat"), 3), inspect.positions(model.model)
 
@@ -281,14 +281,18 @@ def test_cached_contexts_are_bounded_in_number_and_memory(
     """Memory for seven rows cannot cache contexts of three, two and four rows together."""
     with disguise():
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
-        for count in range(1, KEPT + 3):
+        for count in range(1, MAX_IDLE_CONTEXTS + 3):
             generate_compiled(model, count)
-        assert (fake_compiler.compiled, fake_compiler.captured, len(fake_compiler.caches)) == (1, KEPT + 2, KEPT)
-        for count in (KEPT + 2, KEPT, KEPT + 2):  # cached contexts
+        assert (fake_compiler.compiled, fake_compiler.captured, len(fake_compiler.caches)) == (
+            1,
+            MAX_IDLE_CONTEXTS + 2,
+            MAX_IDLE_CONTEXTS,
+        )
+        for count in (MAX_IDLE_CONTEXTS + 2, MAX_IDLE_CONTEXTS, MAX_IDLE_CONTEXTS + 2):  # cached contexts
             generate_compiled(model, count)
-        assert fake_compiler.captured == KEPT + 2
+        assert fake_compiler.captured == MAX_IDLE_CONTEXTS + 2
         generate_compiled(model, 1)  # evicted context
-        assert (fake_compiler.captured, len(fake_compiler.caches)) == (KEPT + 3, KEPT)
+        assert (fake_compiler.captured, len(fake_compiler.caches)) == (MAX_IDLE_CONTEXTS + 3, MAX_IDLE_CONTEXTS)
         fake_compiler.caches.clear()
         memory = int(7.5 * cache_bytes(model.model.config, 32, 4) / CACHE_SHARE)
         monkeypatch.setattr(Compute, "memory", lambda self: memory)

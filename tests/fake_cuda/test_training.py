@@ -23,9 +23,9 @@ from gpt.model.decoder import GPT
 from gpt.runs import folder
 from gpt.training import step as stepping
 from gpt.training.optim import make_optimizer
-from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
+from gpt.training.strategy import Single
 
 Disguise = Callable[..., Any]
 SMALL: dict[str, Any] = {
@@ -88,7 +88,9 @@ def test_float16_loss_scaling_follows_float32(text: Path, disguise: Disguise) ->
 @pytest.mark.slow
 def test_chunked_logits_match(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
     _, cpu_events = train("cpu")
-    monkeypatch.setattr("gpt.training.recipe.in_chunks", lambda model, setup, memory: replace(setup, loss_chunk=64))
+    monkeypatch.setattr(
+        "gpt.training.recipe.with_loss_chunks", lambda model, setup, memory: replace(setup, loss_chunk=64)
+    )
     with disguise():
         result, cuda_events = train("cuda", micro_batch="4")
     assert json.loads((result.run / "run.json").read_text())["resolved"]["loss_chunk"] == 64
@@ -195,7 +197,9 @@ def test_device_failure_ends_a_run_with_a_one_line_error(text: Path, disguise: D
     words += "--save-every 2 --eval-every 2 --dtype float32 --compile off --device cuda --sample-every 0 --steps"
     with disguise() as device:
         fail = partial(setattr, device, "failure", CUDA_ERROR)
-        with mock.patch("gpt.training.journal.Journal.saved", lambda journal, step: fail() if step == 4 else None):
+        with mock.patch(
+            "gpt.training.journal.Journal.report_save", lambda journal, step: fail() if step == 4 else None
+        ):
             done = gpt(*words.split(), "9")
         assert device.failure
     assert (done.code, done.out) == (1, "")

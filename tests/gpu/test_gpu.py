@@ -14,12 +14,12 @@ import gpt
 from gpt import events
 from gpt.device import pick
 from gpt.model.decoder import GPT
-from gpt.model.memory import Setup, training
+from gpt.model.memory import Setup, count_step_memory
 from gpt.peaks import peak_flops
 from gpt.training.optim import make_optimizer
-from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
+from gpt.training.strategy import Single
 
 on_cuda = pytest.mark.usefixtures("cuda")  # a real GPU, and the fake CUDA device
 
@@ -81,8 +81,8 @@ class StepRunner:
         model = GPT(recipe.model).to(compute.device)
         self.optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
         self.stepper = Stepper(Single(model, self.optimizer, compute), recipe, lambda micro_batch: None)
-        assert self.stepper.repeats
-        self.stepper.repeats = repeats
+        assert self.stepper.uses_cuda_graph
+        self.stepper.uses_cuda_graph = repeats
         self.batches = np.random.default_rng(0).integers(1024, size=(9, recipe.rows, recipe.model.block_size))
         if recipe.compile:
             assert self.stepper.compile() is None
@@ -116,13 +116,13 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
     for runner in (uncaptured, captured):
         state = {name: moment.clone() for name, moment in runner.optimizer.state(runner.stepper.model).items()}
         torch.manual_seed(2)
-        runner.stepper.model.reach(200)
+        runner.stepper.model.grow_rope_table(200)
         # Overwrites the old table's freed memory.
         overwritten = [torch.full((2, 64, 32), torch.nan, device=DEVICE) for _ in range(100)]
         runner.results = runner.run(range(4))  # type: ignore[attr-defined]
         del overwritten
         runner.optimizer.restore(runner.stepper.model, state)
-        runner.stepper.forget_graph()
+        runner.stepper.drop_graph()
         runner.results += runner.run(range(4))  # type: ignore[attr-defined]
     assert captured.results == pytest.approx(uncaptured.results, rel=tolerance)  # type: ignore[attr-defined]
 
@@ -132,15 +132,15 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
 def test_uncapturable_step_runs_without_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = StepRunner(False).run(range(6))
     runner = StepRunner(True)
-    clip = runner.stepper.parallel.clip_grad_norm
+    clip = runner.stepper.strategy.clip_grad_norm
 
     def clip_and_wait(*args: Any) -> torch.Tensor:
         norm = clip(*args)
         return norm + 0 * float(norm)
 
-    monkeypatch.setattr(runner.stepper.parallel, "clip_grad_norm", clip_and_wait)
+    monkeypatch.setattr(runner.stepper.strategy, "clip_grad_norm", clip_and_wait)
     assert runner.run(range(6)) == pytest.approx(expected, rel=1e-5)
-    assert not runner.stepper.repeats
+    assert not runner.stepper.uses_cuda_graph
 
 
 @pytest.mark.gpu
@@ -219,5 +219,5 @@ def test_memory_estimate_matches_the_allocator(arch: Any, dropout: float, dtype:
     stepper.step(x, x, 0.0).read()
     torch.cuda.reset_peak_memory_stats()
     stepper.step(x, x, 0.0).read()
-    estimate = training(recipe.model, Setup(4, recipe.rows > 4, dtype)).peak
+    estimate = count_step_memory(recipe.model, Setup(4, recipe.rows > 4, dtype)).peak
     assert torch.cuda.max_memory_allocated() - before == pytest.approx(estimate, rel=0.1)

@@ -98,7 +98,7 @@ def test_dropout_rate_and_mean(p: float) -> None:
 def test_compiled_gradients_match_eager_gradients(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bias gradients are summed in two steps, as on a GPU."""
     monkeypatch.setattr(kernels, "SUMMED_ON", ("cpu",))
-    monkeypatch.setattr(kernels, "PLAIN_UP_TO", 0)
+    monkeypatch.setattr(kernels, "MAX_MATMUL_POSITIONS", 0)
     torch.manual_seed(0)
     layout: Any = ARCHITECTURES["modern"] | {"qk_norm": False, "biases": "qkv"} if arch == "qwen2" else {}
     model = GPT(GPTConfig(11, 8, 3, 2, 16, **layout))
@@ -122,9 +122,9 @@ def test_compiled_gradients_match_eager_gradients(arch: str, monkeypatch: pytest
 def test_residual_stream_is_narrowed_only_under_gpu_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 3, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        assert kernels.narrowed(x) is x
+        assert kernels.narrow_stream(x) is x
         monkeypatch.setattr(kernels, "NARROW_ON", ("cpu",))
-        assert torch.equal(kernels.narrowed(x), x.bfloat16())
+        assert torch.equal(kernels.narrow_stream(x), x.bfloat16())
     with torch.autocast("cpu", torch.float16):
-        assert kernels.narrowed(x) is x
-    assert kernels.narrowed(x) is x
+        assert kernels.narrow_stream(x) is x
+    assert kernels.narrow_stream(x) is x

@@ -124,7 +124,7 @@ def test_loss_with_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.Mon
     """Loss and gradient are computed in chunks, and equal autograd's with a trained unembedding."""
     torch.manual_seed(0)
     monkeypatch.setattr(memory, "LOGITS_ON_CPU", vocab_size * 13)
-    monkeypatch.setattr(memory, "LEAST_AT_ONCE", 1)
+    monkeypatch.setattr(memory, "MIN_POSITIONS_PER_CHUNK", 1)
     weight, x = torch.randn(vocab_size, 16), torch.randn(3, 50, 16, requires_grad=True)
     targets = torch.randint(0, vocab_size, (3, 50))
     targets[0, :7] = loss.IGNORED

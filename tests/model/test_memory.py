@@ -24,11 +24,11 @@ from gpt.device import Compute
 from gpt.model import decoder, kernels, memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
-from gpt.model.memory import Setup, training
+from gpt.model.memory import Setup, count_step_memory
 from gpt.training.optim import make_optimizer
-from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
+from gpt.training.strategy import Single
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,7 +39,7 @@ def gpu_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, layer_norm = decoder.RMSNorm.forward, torch.nn.LayerNorm.forward
     monkeypatch.setattr(kernels, "NARROW_ON", ("cpu", "cuda"))
     monkeypatch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: layer_norm(self, x.float()))
-    monkeypatch.setattr(kernels, "PLAIN_UP_TO", 0)
+    monkeypatch.setattr(kernels, "MAX_MATMUL_POSITIONS", 0)
     monkeypatch.setattr(decoder.RMSNorm, "forward", lambda self, x: forward(self, x.float()).contiguous().to(x.dtype))
     monkeypatch.setattr(memory, "ALIGNED_ON", ("cpu", "cuda"))
     monkeypatch.setattr(memory, "LOGITS_ON_CPU", memory.LOGITS)
@@ -64,7 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def test_plain_attention_limit_matches_the_kernels() -> None:
-    assert memory.PLAIN_UP_TO == kernels.PLAIN_UP_TO
+    assert memory.MAX_MATMUL_POSITIONS == kernels.MAX_MATMUL_POSITIONS
 
 
 # Tensors saved by autograd
@@ -104,7 +104,7 @@ def test_saved_bytes_on_a_gpu(kind: str, dtype: str) -> None:
 
 
 def check_saved_bytes(config: GPTConfig, setup: Setup) -> None:
-    estimate = memory.trunk(config, setup) + memory.weight_copies(config, setup)[1]
+    estimate = memory.count_saved_bytes(config, setup) + memory.weight_copies(config, setup)[1]
     assert_estimates(estimate, saved_bytes(config, setup.micro_batch, setup.dtype))
 
 
@@ -159,7 +159,7 @@ def peak_bytes(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
         x = torch.zeros(rows, config.block_size, dtype=torch.long)
         for live.phase in ("first", "gradients"):
             loss = stepper.gradients(x, x)
-            norm = stepper.parallel.clip_grad_norm(stepper.scaler, stepper.clip)
+            norm = stepper.strategy.clip_grad_norm(stepper.scaler, stepper.clip)
             live.phase = live.phase.replace("gradients", "update")
             optimizer.step(skip=~(loss.isfinite() & norm.isfinite()))
             optimizer.zero_grad()
@@ -194,7 +194,7 @@ CASES = {
 @pytest.mark.parametrize("name", ["modern, again", *(slow(name) for name in CASES if name != "modern, again")])
 def test_peak_held_by_a_step_on_a_gpu(name: str) -> None:
     config, setup, rows = CASES[name]
-    assert_peaks(training(config, setup), peak_bytes(config, setup, rows))
+    assert_peaks(count_step_memory(config, setup), peak_bytes(config, setup, rows))
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,12 @@ def test_peak_held_by_a_step_on_a_gpu(name: str) -> None:
 def test_peak_held_by_a_step_on_a_cpu(kind: str, dropout: float, dtype: Any) -> None:
     config = preset_shape("mini", dropout=dropout, n_layer=3, **KINDS[kind])
     setup = Setup(16, True, dtype, device="cpu")
-    assert_peaks(training(config, setup), peak_bytes(config, setup, 32), training(config, setup).snapshot)
+    assert_peaks(
+        count_step_memory(config, setup), peak_bytes(config, setup, 32), count_step_memory(config, setup).snapshot
+    )
 
 
-def assert_peaks(estimate: memory.Training, peaks: Counter[str], on_host: int = 0) -> None:
+def assert_peaks(estimate: memory.StepMemory, peaks: Counter[str], on_host: int = 0) -> None:
     gradients = max(estimate.moments["loss"], estimate.moments["backward"]) - on_host
     assert_estimates(gradients, peaks["gradients"])
     assert_estimates(estimate.moments["update"] - on_host, peaks["update"])
@@ -247,7 +249,7 @@ def test_process_growth_matches_the_estimate(tmp_path: Path, dtype: Any) -> None
         cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=600, text=True,
     )  # fmt: skip
     del shape["batch_tokens"]
-    estimate = training(GPTConfig(vocab_size=400, **shape), Setup(256, False, dtype, device="cpu"))
+    estimate = count_step_memory(GPTConfig(vocab_size=400, **shape), Setup(256, False, dtype, device="cpu"))
     assert estimate.peak == pytest.approx(int(done.stdout), rel=0.1)
 
 

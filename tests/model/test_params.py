@@ -13,7 +13,7 @@ from conftest import Gpt, one_line_of_what_and_what_next
 from gpt.config import PRESETS, GPTConfig
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
-from gpt.model.params import SLACK, breakdown, cache_bytes, flops_per_token, flops_sampled
+from gpt.model.params import WINDOW_SLACK, breakdown, cache_bytes, flops_per_token, flops_sampled
 
 # values of config.json on the Hub
 COLUMNS = (
@@ -91,9 +91,9 @@ def test_flops_and_cache_match_explicit_counts() -> None:
         for T in (1, 9, 40):
             assert flops_sampled(config, T) == 2 * multiplications(config, T), config
             assert flops_per_token(config, T) == 3 * flops_sampled(config, T)
-        long = replace(config, block_size=2 * SLACK)
+        long = replace(config, block_size=2 * WINDOW_SLACK)
         cache = KVCache(long, 3, torch.device("cpu"), torch.bfloat16)
-        assert 3 * cache_bytes(long, 2 * SLACK, 2) == cache.nbytes
+        assert 3 * cache_bytes(long, 2 * WINDOW_SLACK, 2) == cache.nbytes
 
 
 def test_window_reduces_flops_and_cache(gpt: Gpt) -> None:
@@ -102,7 +102,7 @@ def test_window_reduces_flops_and_cache(gpt: Gpt) -> None:
     assert banded["trainable"] == dense["trainable"]
     saved_positions = 14 * (8192 - 512)  # positions outside the window, in 14 of 28 layers
     assert dense["flops"]["trained_token"] - banded["flops"]["trained_token"] == 12 * 16 * 128 * saved_positions
-    columns = 14 * (8192 - 512 - SLACK)
+    columns = 14 * (8192 - 512 - WINDOW_SLACK)
     assert dense["memory"]["sampling"]["cache"] - banded["memory"]["sampling"]["cache"] == 2 * 2 * 8 * 128 * columns
     assert "S = 121,856 tokens that the layers attend to" in gpt(*command[:-1], "--window", "512").out
 

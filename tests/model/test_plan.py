@@ -14,9 +14,9 @@ from models import rank_parameters
 from benchmarks import plan as plan_page
 from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute
-from gpt.model.memory import Setup, divisors, logits_at_once, training
+from gpt.model.memory import Setup, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token, flops_sampled
-from gpt.model.plan import USABLE, fits, largest, plans, setups, step_rows
+from gpt.model.plan import USABLE, fits, plans, setups, step_rows, with_largest_micro_batch
 from gpt.peaks import KINDS
 from gpt.plan_config import PlanConfig
 from gpt.training.recipe import resolve
@@ -80,9 +80,9 @@ def test_first_setup_that_fits_is_chosen(preset: str, kind: str) -> None:
         rejected = list(setups(config, plan_config, rows, plan.devices))
         if plan.fits:
             rejected = rejected[: rejected.index(replace(plan.setup, loss_chunk=0))]
-        assert all(training(config, replace(setup, loss_chunk=128)).peak > usable_memory for setup in rejected)
+        assert all(count_step_memory(config, replace(setup, loss_chunk=128)).peak > usable_memory for setup in rejected)
         assert plan.fits == (plan.memory.peak <= usable_memory)
-        assert plan.memory == training(config, plan.setup)
+        assert plan.memory == count_step_memory(config, plan.setup)
     assert all(slower.days >= faster.days for slower, faster in pairwise(found_plans) if slower.days and faster.days)
 
 
@@ -105,18 +105,18 @@ def test_plan_matches_the_recipe_of_train(monkeypatch: pytest.MonkeyPatch, prese
 
 def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:
     config, memory = PRESETS["gpt2"].model, 16 * 10**9
-    setup = largest(config, Setup(), 96, memory)
+    setup = with_largest_micro_batch(config, Setup(), 96, memory)
     assert (setup.loss_chunk, setup.accumulates) == (0, True)
     next_micro_batch = min(n for n in divisors(96) if n > setup.micro_batch)
     assert fits(config, setup, memory)
     assert not fits(config, replace(setup, micro_batch=next_micro_batch), memory)
-    assert largest(config, Setup(), setup.micro_batch, memory) == replace(setup, accumulates=False)
+    assert with_largest_micro_batch(config, Setup(), setup.micro_batch, memory) == replace(setup, accumulates=False)
     # Logits take most of the memory.
     large_vocabulary = replace(config, vocab_size=10**6, n_layer=1, n_embd=48)
     small_memory = (
-        int(training(large_vocabulary, Setup(accumulates=True)).peak / USABLE) - 10**6
+        int(count_step_memory(large_vocabulary, Setup(accumulates=True)).peak / USABLE) - 10**6
     )  # slightly less than full logits need
-    chunked = largest(large_vocabulary, Setup(), 96, small_memory)
+    chunked = with_largest_micro_batch(large_vocabulary, Setup(), 96, small_memory)
     assert (chunked.micro_batch, 0 < chunked.loss_chunk < config.block_size) == (1, True)
     assert fits(large_vocabulary, chunked, small_memory)
 
@@ -124,7 +124,7 @@ def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:
 def test_logits_per_chunk_fit_int32() -> None:
     """GPT-2 124M on 80 GB computes 128 sequences and 6.6·10⁹ logits together."""
     config, memory = PRESETS["gpt2"].model, KINDS["h100-80gb"].memory
-    setup = largest(config, Setup(), 512, memory)
+    setup = with_largest_micro_batch(config, Setup(), 512, memory)
     assert (setup.micro_batch, setup.loss_chunk) == (128, 0)
     for micro_batch in (1, 41, 128, 512):
         assert logits_at_once(config, Setup(micro_batch)) * 50_304 < 2**31
@@ -137,7 +137,7 @@ def test_logits_per_chunk_fit_int32() -> None:
 def test_rank_memory_matches_its_shard(name: str, data: int, tensor: int) -> None:
     """The first rank has the largest shard."""
     config = PRESETS[name].model
-    estimate = training(config, Setup(data=data, shard=True, tensor=tensor, optimizer="adamw"))
+    estimate = count_step_memory(config, Setup(data=data, shard=True, tensor=tensor, optimizer="adamw"))
     parameter_count = rank_parameters(config, data, tensor)
     assert estimate.parameters == estimate.gradients == pytest.approx(4 * parameter_count, rel=0.01)
     assert estimate.optimizer == pytest.approx(8 * parameter_count, rel=0.01)
@@ -160,7 +160,7 @@ def test_smallest_setup_is_reported_if_none_fits() -> None:
     config, plan_config = PRESETS["gpt3-175b"].model, PlanConfig(kind="a100-80gb", devices=4)
     for plan in plans(config, plan_config, 2**21):
         rows = step_rows(config, 2**21, False)
-        peaks = [training(config, setup).peak for setup in setups(config, plan_config, rows, plan.devices)]
+        peaks = [count_step_memory(config, setup).peak for setup in setups(config, plan_config, rows, plan.devices)]
         assert not plan.fits
         assert plan.memory.peak == min(peaks)
     assert plan.memory.peak < peaks[0]

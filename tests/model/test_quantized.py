@@ -212,7 +212,7 @@ def test_quantized_weights_in_several_files(
     quantized_folder: QuantizedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     single_file_folders = {dtype: quantized_folder("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}
-    monkeypatch.setattr(checkpoint, "MOST_BYTES", 30_000)
+    monkeypatch.setattr(checkpoint, "MAX_SHARD_BYTES", 30_000)
     for dtype, one_file in single_file_folders.items():
         api.export(quantized_folder("gpt2"), tmp_path / dtype, dtype=dtype)
         assert len(list((tmp_path / dtype).glob("model-*.safetensors"))) > 2

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gpt.config import Arch, GPTConfig
 from gpt.model.decoder import GPT
-from gpt.parallel.shard import Grid, ShardedModel, drawn
+from gpt.parallel.shard import Grid, ShardedModel, initialize_parameters
 from gpt.parallel.world import World
 from gpt.training.compiling import compile_halves
 from gpt.training.step import Objective
@@ -41,7 +41,7 @@ def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
     graphs, config, dtype = GraphRecorder(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
     sharded = ShardedModel(config, Grid(1, 1, True), World().mesh("cpu"), dtype)
     sharded.allocate(torch.device("cpu"))
-    for name, tensor in drawn(config):
+    for name, tensor in initialize_parameters(config):
         sharded.fill(name, tensor)
     ids = torch.randint(64, (2, 8))
     objective = Objective(sharded.model, 0)

@@ -24,7 +24,7 @@ from gpt.errors import UserError
 from gpt.interrupt import SIGNALS
 from gpt.parallel import environment
 from gpt.parallel import launch as launching
-from gpt.parallel.launch import Ended, _ended, launch
+from gpt.parallel.launch import LaunchResult, _find_first_failure, launch
 from gpt.parallel.world import Ranks
 from gpt.text.batches import Ramp
 from gpt.training.recipe import Recipe, resolve
@@ -127,7 +127,7 @@ def test_killed_rank_ends_all_and_the_run_resumes(several_trained: Path, workdir
 def test_error_on_one_rank_is_reported_once(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_texts()
     ended = launch([sys.executable, str(RANKS), "broken"], 2)
-    assert ended == Ended(1, 1, None, Path("broken"))
+    assert ended == LaunchResult(1, 1, None, Path("broken"))
     message = "error: internal error in gpt: RuntimeError: boom\nhint: please report it, with the traceback that --debug prints\n"
     assert capfd.readouterr() == ("", message)
     assert library.resume("broken").steps == 12
@@ -139,7 +139,7 @@ def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, capfd: pytest.Capture
     write_texts()
     start = time.monotonic()
     ended = launch([sys.executable, str(RANKS), "killed"], 2)
-    assert ended == Ended(1, 1, signal.SIGKILL, Path("killed"))
+    assert ended == LaunchResult(1, 1, signal.SIGKILL, Path("killed"))
     assert time.monotonic() - start < 30 + 60  # 30 s to start, 60 s to end
     assert capfd.readouterr() == ("", "")
     assert library.resume("killed", nproc=1).steps == 12
@@ -157,7 +157,7 @@ def test_rank_ends_when_a_collective_times_out(workdir: Path, capfd: pytest.Capt
 @pytest.mark.slow
 def test_compiler_missing_on_one_rank_is_not_used_on_any(workdir: Path) -> None:
     write_texts()
-    assert launch([sys.executable, str(RANKS), "uncompilable"], 2) == Ended(0)
+    assert launch([sys.executable, str(RANKS), "uncompilable"], 2) == LaunchResult(0)
     notes = json.loads(Path("heard.json").read_text())
     assert notes.count("steps are not compiled: it failed in another process") == 3
 
@@ -216,7 +216,7 @@ def test_batch_that_cannot_be_split_is_refused() -> None:
     assert make_recipe(3, batch_tokens=None).rows % 3 == 0
     ramp = make_recipe(4, batch_tokens=1024, batch_ramp=4096, micro_batch=2).ramp
     assert ramp == Ramp(32, 4, 128, 8, 4)
-    sizes = [ramp.before(step + 1) - ramp.before(step) for step in range(100)]
+    sizes = [ramp.count_rows_before(step + 1) - ramp.count_rows_before(step) for step in range(100)]
     assert (sizes[0], sizes[-1]) == (4, 32)
     assert not any(size % 4 for size in sizes)
 
@@ -271,12 +271,14 @@ def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_first_failed_rank_determines_the_exit_status() -> None:
-    assert _ended({0: 75, 1: -9}, "r") == Ended(1, 1, 9, Path("r"))
-    assert _ended({0: -15, 1: 2}, None) == Ended(2, 1, None, None)
-    assert _ended({0: 143, 1: 1}, None) == Ended(1, 1)
-    assert _ended({0: 143, 1: 75}, None) == Ended(143, 0)
-    assert _ended({0: 75}, None) == Ended(1, 0)
-    assert _ended({1: -9, 0: -9}, None) == Ended(1, 1, 9)  # Rank 0 hung and was killed half a minute later.
+    assert _find_first_failure({0: 75, 1: -9}, "r") == LaunchResult(1, 1, 9, Path("r"))
+    assert _find_first_failure({0: -15, 1: 2}, None) == LaunchResult(2, 1, None, None)
+    assert _find_first_failure({0: 143, 1: 1}, None) == LaunchResult(1, 1)
+    assert _find_first_failure({0: 143, 1: 75}, None) == LaunchResult(143, 0)
+    assert _find_first_failure({0: 75}, None) == LaunchResult(1, 0)
+    assert _find_first_failure({1: -9, 0: -9}, None) == LaunchResult(
+        1, 1, 9
+    )  # Rank 0 hung and was killed half a minute later.
 
 
 @pytest.mark.slow
@@ -285,12 +287,12 @@ def test_reported_status_survives_a_later_kill() -> None:
     code = """
 import os, signal, time
 from gpt.parallel import environment
-environment.tell(environment.STATUS, 143 + int(os.environ["RANK"]))
-while environment.told(os.environ[environment.LAUNCHER], environment.STATUS) != "143":
+environment.write_message(environment.STATUS, 143 + int(os.environ["RANK"]))
+while environment.read_message(os.environ[environment.LAUNCHER], environment.STATUS) != "143":
     time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGTERM) if os.environ["RANK"] == "0" else os._exit(75)
 """
-    assert launch([sys.executable, "-c", code], 2) == Ended(143)
+    assert launch([sys.executable, "-c", code], 2) == LaunchResult(143)
 
 
 def test_launcher_restores_signals_logging_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +305,7 @@ def test_launcher_restores_signals_logging_and_environment(tmp_path: Path, monke
 
     before = process_state()
     with launching._environment(str(tmp_path), 1.5):
-        assert environment.began() == 1.5
+        assert environment.read_start_time() == 1.5
         for signum in SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
     assert process_state() == before
@@ -316,7 +318,7 @@ def test_process_of_a_group_exits_without_interpreter_shutdown(rank: int | None)
 import atexit
 from gpt_cli import processes
 status = []
-processes.end_abruptly(status)
+processes.exit_before_shutdown(status)
 atexit.register(print, "last words", end="")
 class Kept:
     def __del__(self): print(", taken apart")

@@ -18,17 +18,17 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from gpt.config import GPTConfig, find_preset
 from gpt.errors import UserError
-from gpt.files import side_by_side
+from gpt.files import map_in_threads
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import named_parameters
 from gpt.parallel.gather import CheckpointGatherer
-from gpt.parallel.shard import Grid, ShardedModel, drawn
+from gpt.parallel.shard import Grid, ShardedModel, initialize_parameters
 from gpt.runs import checkpoint
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training.optim import make_optimizer
-from gpt.training.parallel import ShardedMuon
 from gpt.training.recipe import check_heads
+from gpt.training.strategy import ShardedMuon
 
 CPU = torch.device("cpu")
 TINY = GPTConfig(vocab_size=257, block_size=16, n_layer=2, n_head=4, n_embd=32)
@@ -86,7 +86,7 @@ def test_tensors_are_gathered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gatherer, "_receive", receive)
     names = ["wte.weight", "h.0.attn.c_attn.weight", "h.1.mlp.c_fc.weight", "ln_f.weight"]
     shards = {name: np.zeros(gatherer.grid.part(parameters[name], 0).shape, np.float32) for name in names}
-    side_by_side(lambda name: gatherer.full_tensor(name, shards[name]), names)
+    map_in_threads(lambda name: gatherer.full_tensor(name, shards[name]), names)
     assert sorted(calls[::2]) == sorted(names)
     assert calls[1::2] == ["sent"] * 4
 
@@ -134,7 +134,7 @@ def overflow_on_rank_1(rank: int, rendezvous: Path) -> None:
     grid = Grid(2, 1, True)
     sharded = ShardedModel(MODERN, grid, mesh_of(grid), torch.float32)
     sharded.allocate(CPU)
-    for name, whole in drawn(MODERN):
+    for name, whole in initialize_parameters(MODERN):
         sharded.fill(name, whole)
     optimizer = make_optimizer(sharded.own, "muon", 0.1, muon=partial(ShardedMuon, sharded))
     optimizer.set_lr(0.1)
@@ -167,7 +167,7 @@ def test_large_weights_are_saved_as_indexed_files(tmp_path: Path, monkeypatch: p
     torch.manual_seed(0)
     model, files = GPT(TINY), checkpoint.TokenizerFiles(bytes_tokenizer(), TINY)
     checkpoint.save(tmp_path / "whole", model, files, {})
-    monkeypatch.setattr(checkpoint, "MOST_BYTES", 40_000)
+    monkeypatch.setattr(checkpoint, "MAX_SHARD_BYTES", 40_000)
     checkpoint.save(tmp_path / "cut", model, files, {})
     names = sorted(path.name for path in (tmp_path / "cut").glob("model*"))
     assert names[0] == f"model-00001-of-{len(names) - 1:05}.safetensors"

@@ -12,12 +12,12 @@ import pytest
 from conftest import Gpt, more, one_line_of_what_and_what_next
 
 from gpt import events
-from gpt.errors import LONGEST, UserError
-from gpt.files import DEEPEST, LINE_LIMIT, open_regular, read_json, read_lines, read_regular
+from gpt.errors import MAX_MESSAGE, UserError
+from gpt.files import LINE_LIMIT, MAX_JSON_DEPTH, open_regular, read_json, read_lines, read_regular
 from gpt.runs import folder, report
 from gpt.runs.record import RunRecord
 from gpt.settings import checked
-from gpt.training.state import Saved
+from gpt.training.state import SavedState
 from tests.stress import forged
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="pipes with names and alarms are POSIX's")
@@ -125,17 +125,17 @@ def test_long_lines_are_truncated(tmp_path: Path) -> None:
 
 def test_json_depth_is_limited(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    path.write_text('{"a": ' + (DEEPEST - 1) * "[" + (DEEPEST - 1) * "]" + "}")
+    path.write_text('{"a": ' + (MAX_JSON_DEPTH - 1) * "[" + (MAX_JSON_DEPTH - 1) * "]" + "}")
     assert "a" in read_json(path)
-    for depth in (DEEPEST, 10**5):
+    for depth in (MAX_JSON_DEPTH, 10**5):
         path.write_text('{"a": ' + depth * "[" + depth * "]" + "}")
         with pytest.raises(UserError, match="is damaged"):
             read_json(path)
 
 
 def test_message_length_is_limited() -> None:
-    assert len(UserError("x" * 10**6, "y" * 10**6).message) <= LONGEST + 3
-    assert UserError("x" * LONGEST).message == "x" * LONGEST
+    assert len(UserError("x" * 10**6, "y" * 10**6).message) <= MAX_MESSAGE + 3
+    assert UserError("x" * MAX_MESSAGE).message == "x" * MAX_MESSAGE
 
 
 # run.json
@@ -229,7 +229,7 @@ def test_report_handles_extreme_values(gpt: Gpt, run: Path, number: float) -> No
 def test_resume_checks_ranges(gpt: Gpt, run: Path, place: str, value: Any) -> None:
     path = run / folder.step_name(8) / "training.json"
     values = json.loads(path.read_text())
-    checked(Saved, values, "x")
+    checked(SavedState, values, "x")
     table, key = place.split(".")
     values[table][key] = value
     path.write_text(json.dumps(values))
@@ -260,5 +260,5 @@ def test_invalid_base_model_names_are_errors(gpt: Gpt, forged_folder: Path, work
     forged._sign(folder.step_name(12))(Path("lora"))
     result = gpt("sample", "-m", "lora:step-12")
     assert result.code == 2
-    assert len(result.err) < LONGEST + 500
+    assert len(result.err) < MAX_MESSAGE + 500
     assert len(result.err.splitlines()) == 2

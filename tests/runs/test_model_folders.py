@@ -21,7 +21,7 @@ from gpt.errors import ModelWarning, UserError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
 from gpt.text import chat
-from gpt.text.tokenizer import bytes_tokenizer, learn_tokenizer
+from gpt.text.tokenizer import bytes_tokenizer, train_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -337,7 +337,7 @@ def test_adapter_tokenizer_overrides_the_base(adapter: Path, tmp_path: Path) -> 
     assert prompt_of(adapter) == theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     ours = checkpoint.peek(adapter)[1]
     assert (ours.eot, ours.ends) == (theirs.eos_token_id, {theirs.eos_token_id})
-    other = learn_tokenizer([make_text()], 400)  # another vocabulary
+    other = train_tokenizer([make_text()], 400)  # another vocabulary
     for file in adapter.glob("*token*"):
         file.unlink()
     (adapter / "chat_template.jinja").unlink()
@@ -440,7 +440,7 @@ def test_base_option_names_the_base_model(
 
 def test_special_tokens_are_listed_for_transformers_4(tmp_path: Path) -> None:
     """Transformers 4 needs a mapping as `extra_special_tokens`; a list is an AttributeError."""
-    save_tokenizer(learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]), tmp_path / "t")
+    save_tokenizer(train_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]), tmp_path / "t")
     config = json.loads((tmp_path / "t/tokenizer_config.json").read_text())
     assert config["additional_special_tokens"] == ["<|user|>", "<|bot|>"]
     assert not isinstance(config.get("extra_special_tokens"), list)

@@ -95,10 +95,10 @@ def test_missing_mfu_and_null_losses_are_allowed(tmp_path: Path) -> None:
 
 def test_thinned_curves_are_means() -> None:
     steps = [step_event(n, math.nan if n == 3 else float(n)) for n in range(1, 8)]
-    rows = report.thinned(steps, 3)
+    rows = report.average_rows(steps, 3)
     assert [row["step"] for row in rows] == [3, 6, 7]
     assert [row["loss"] for row in rows] == [1.5, 5.0, 7.0]
-    assert [row["loss"] for row in report.thinned(steps[:2], 3)] == [1.0, 2.0]
+    assert [row["loss"] for row in report.average_rows(steps[:2], 3)] == [1.0, 2.0]
 
 
 # Copying
@@ -141,7 +141,7 @@ def test_find_copies_equals_a_naive_search(data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(training) - 1))
         texts[0] += training[at : at + 12]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "AT_ONCE", data.draw(st.integers(1, 30)))
+        patch.setattr(copying, "IDS_PER_PASS", data.draw(st.integers(1, 30)))
         copies = copying.find_copies(texts, FakeStream(training))  # type: ignore[arg-type]
     for text, copy in zip(texts, copies, strict=True):
         assert (copy.longest, copy.share) == search_copies(text, training)
@@ -157,7 +157,7 @@ def test_hash_collisions_are_not_copies(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_huge_training_texts_are_searched_only_partly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "MOST", 50)
+    monkeypatch.setattr(copying, "MAX_IDS", 50)
     calls: list[tuple[int, int]] = []
     training = FakeStream(list(range(100)))
     copies = copying.find_copies([list(range(30, 45)), list(range(60, 75))], training, lambda *done: calls.append(done))  # type: ignore
@@ -381,14 +381,14 @@ def test_charts_show_gaps_and_draw_pale_curves_first() -> None:
 
 
 def test_smoothing_is_a_moving_average() -> None:
-    from gpt_cli.views_report import smoothed
+    from gpt_cli.views_report import smooth_losses
 
     losses = [float(x * x % 17) for x in range(150)]
-    smooth = smoothed(losses)
+    smooth = smooth_losses(losses)
     assert smooth[1] == pytest.approx(sum(losses[:3]) / 3)  # the window shrinks symmetrically at the ends
     assert smooth[50] == pytest.approx(sum(losses[47:54]) / 7)
     assert smooth[149] == pytest.approx(sum(losses[146:]) / 4)
-    assert smoothed(losses[:19]) == losses[:19]
+    assert smooth_losses(losses[:19]) == losses[:19]
     with_gap: list[float | None] = [None if x == 50 else 2.0 for x in range(100)]
-    assert smoothed(with_gap) == with_gap
-    assert smoothed([1.7e308] * 40) == pytest.approx([1.7e308] * 40)
+    assert smooth_losses(with_gap) == with_gap
+    assert smooth_losses([1.7e308] * 40) == pytest.approx([1.7e308] * 40)

@@ -27,7 +27,7 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.serve import answers, protocol
 from gpt.serve import server as servers
-from gpt.serve.texts import Choice, Prompt, chat_logprobs, completion_logprobs
+from gpt.serve.choices import Choice, Prompt, chat_logprobs, completion_logprobs
 from gpt.serve_config import ServeConfig
 from gpt.text import chat as template
 from gpt.text.backends import ByteBPE
@@ -740,7 +740,7 @@ def test_chat_longer_than_the_context_is_an_error(chat: Served) -> None:
 def test_shorter_context_option_slides_the_window(model: LanguageModel) -> None:
     config = ServeConfig(context=16, max_batch=2)
     context = servers.make_context(model.model, model.compute, config)
-    assert (context.size, context.cache.room, len(context.slots)) == (16, 16, 2)
+    assert (context.size, context.cache.max_positions, len(context.slots)) == (16, 16, 2)
     assert len([*generate(context, [1, 2, 3], SampleConfig(max_tokens=40, ignore_eot=True), ends=())]) == 40
 
 

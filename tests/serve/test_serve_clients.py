@@ -145,6 +145,6 @@ def test_error_in_a_stream_raises(client: Any, server: Served) -> None:
         model="tiny", prompt="a", stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
     )
     next(stream)
-    server.service.worker._loop.call_soon_threadsafe(server.server.give_up)
+    server.service.worker._loop.call_soon_threadsafe(server.server.abort)
     with pytest.raises(openai.APIError, match="stopping"):
         list(stream)

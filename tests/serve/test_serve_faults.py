@@ -24,9 +24,9 @@ from gpt.api import LanguageModel
 from gpt.decoding.engine import Engine
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
-from gpt.serve import answers, app, flight, server, texts
+from gpt.serve import answers, app, choices, in_flight, server
+from gpt.serve.choices import Prompt
 from gpt.serve.metrics import ServerMetrics
-from gpt.serve.texts import Prompt
 from gpt.serve_config import ServeConfig
 
 LONG_REQUEST = {"prompt": "the cat", "max_tokens": 4000, "ignore_eos": True}
@@ -110,7 +110,7 @@ def test_full_queue_sends_retry_after(single_slot: Served) -> None:
 
 
 def test_idle_stream_gets_keep_alive_comments(single_slot: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(answers, "KEEPALIVE_SECONDS", 0.05)
     with single_slot.connect() as running, single_slot.connect() as waiting:
         running.sendall(request({**LONG_REQUEST, "stream": True}))
         wait_until_running(single_slot)
@@ -127,7 +127,7 @@ def test_disconnected_requests_are_never_computed(model: LanguageModel, monkeypa
     def read_prompt(tokenizer: Any, prompt: Any) -> Prompt:
         tokenized.append(prompt[:5])
         go.wait(20)
-        return texts.read_prompt(tokenizer, prompt)
+        return choices.read_prompt(tokenizer, prompt)
 
     monkeypatch.setattr(app, "read_prompt", read_prompt)
     with served(model, queue=20, limit_tokens=100_000) as api:
@@ -141,8 +141,8 @@ def test_disconnected_requests_are_never_computed(model: LanguageModel, monkeypa
             wait_until(lambda: api.server.in_flight.count == api.server.in_flight.bytes == 0)
         go.set()
         assert api.ask(prompt="next", max_tokens=1)
-        assert tokenized.count("large") <= flight.THREADS["large text"]
-        assert tokenized.count("small") <= flight.THREADS["text"]
+        assert tokenized.count("large") <= in_flight.THREADS["large text"]
+        assert tokenized.count("small") <= in_flight.THREADS["text"]
         assert "gpt_requests_cancelled_total 12.0" in api.client.get("/metrics").text
 
 
@@ -265,7 +265,7 @@ def test_chunked_and_oversized_bodies(single_slot: Served) -> None:
 
 
 def test_concurrent_large_bodies_are_limited(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight, "MOST_BODIES", 500_000)
+    monkeypatch.setattr(in_flight, "MAX_BODIES", 500_000)
     large = HEAD + b"Content-Length: 400000\r\n\r\n" + b" " * 390_000
     with served(model) as api, api.connect() as first:
         first.sendall(large)
@@ -413,7 +413,7 @@ def test_error_outside_a_step_fails_health_and_all_requests(
         running.sendall(request({**LONG_REQUEST, "stream": True}))
         wait_until_running(api)
         target = {
-            "add": (Engine, "add"), "cancel": (Engine, "cancel"), "measured": (ServerMetrics, "stepped"),
+            "add": (Engine, "add"), "cancel": (Engine, "cancel"), "measured": (ServerMetrics, "record_step"),
             "delivered": (type(api.service.worker), "_send"),
         }  # fmt: skip
         if where == "delivered":
@@ -550,7 +550,7 @@ def test_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.Monk
 
     file_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = min(10_000, (file_limit - 200) // 2)  # Both ends are in this process.
-    monkeypatch.setattr(server, "most_connections", lambda: count - 100)
+    monkeypatch.setattr(server, "compute_max_connections", lambda: count - 100)
     with served(model) as api:
         socks = [api.connect() for _ in range(count)]
         assert api.ask(prompt="a", max_tokens=1)

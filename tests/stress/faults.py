@@ -376,17 +376,17 @@ def read_all(path: Path) -> None:
     from gpt.device import Compute
     from gpt.runs import checkpoint
     from gpt.training.optim import make_optimizer
-    from gpt.training.parallel import Single
-    from gpt.training.state import read_saved, read_snapshot
+    from gpt.training.state import read_saved_state, read_snapshot
+    from gpt.training.strategy import Single
 
     folder.verify_checksums(path, training=True)
-    saved = read_saved(path)
+    saved = read_saved_state(path)
     if checkpoint.peek(path)[0] != saved.recipe.saved_model:
         raise UserError("another shape")
     model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
     optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
-    parallel = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
-    read_snapshot(path, saved, parallel).restore(parallel, torch.amp.GradScaler("cpu", enabled=False))
+    strategy = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
+    read_snapshot(path, saved, strategy).restore(strategy, torch.amp.GradScaler("cpu", enabled=False))
 
 
 @dataclass(frozen=True)

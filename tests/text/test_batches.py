@@ -84,7 +84,7 @@ def test_trillions_of_tokens_cost_no_memory() -> None:
 def test_batch_ramp_is_linear(rows: int, first: int, over: int, unit: int, n: int) -> None:
     first = min(first, rows)
     ramp = Ramp(rows, first, over, unit)
-    starts = [ramp.before(step) for step in range(200)]
+    starts = [ramp.count_rows_before(step) for step in range(200)]
     sizes = [b - a for a, b in pairwise(starts)]
     assert starts[0] == 0
     for start, size in zip(starts, sizes, strict=False):
@@ -93,7 +93,7 @@ def test_batch_ramp_is_linear(rows: int, first: int, over: int, unit: int, n: in
         assert wanted - unit < size <= max(wanted, 1)
         assert size % unit == 0 or size < unit or start >= over
     assert sizes == sorted(sizes)
-    assert ramp.before(ramp.steps(n)) >= n > ramp.before(ramp.steps(n) - 1)
+    assert ramp.count_rows_before(ramp.steps(n)) >= n > ramp.count_rows_before(ramp.steps(n) - 1)
 
 
 def test_batch_ramp_skips_no_token() -> None:
@@ -105,5 +105,9 @@ def test_batch_ramp_skips_no_token() -> None:
 
 def test_very_long_batch_ramp_is_fast() -> None:
     ramp = Ramp(800, 50, 10**15, 25)
-    assert [ramp.before(step + 1) - ramp.before(step) for step in (0, 10**12, 10**13)] == [50, 75, 800]
-    assert ramp.before(ramp.steps(10**18)) >= 10**18 > ramp.before(ramp.steps(10**18) - 1)
+    assert [ramp.count_rows_before(step + 1) - ramp.count_rows_before(step) for step in (0, 10**12, 10**13)] == [
+        50,
+        75,
+        800,
+    ]
+    assert ramp.count_rows_before(ramp.steps(10**18)) >= 10**18 > ramp.count_rows_before(ramp.steps(10**18) - 1)

@@ -14,7 +14,7 @@ from gpt.errors import UserError
 from gpt.text import backends, boundaries
 from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import DIGITS_PATTERN, GPT2_PATTERN
-from gpt.text.tokenizer import Tokenizer, learn_tokenizer
+from gpt.text.tokenizer import Tokenizer, train_tokenizer
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
 
@@ -51,7 +51,7 @@ def ranks() -> dict[bytes, int]:
         for space in (" ", "\n", "\t ", " \n", "./", "!\n", "12", "か。")
         for length in range(1, 20)
     )
-    return learn_tokenizer([make_text(), (runs + "e\u0301\u0301 it's WE'LL 'll o'\n/\n") * 3], 700).backend.ranks
+    return train_tokenizer([make_text(), (runs + "e\u0301\u0301 it's WE'LL 'll o'\n/\n") * 3], 700).backend.ranks
 
 
 # Tokens of every run length make any split visible.
@@ -101,7 +101,7 @@ def test_unknown_pattern_is_never_split(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "pattern"),
-    [("MOST_UNCUT", PATTERNS["lines"]), ("MOST_WHOLE", "")],
+    [("MAX_UNCUT", PATTERNS["lines"]), ("MAX_UNCUT_LIBRARY", "")],
     ids=["unknown form", "the tokenizers library"],
 )
 def test_unsplittable_document_is_bounded(limit: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,8 +116,8 @@ def test_unsplittable_document_is_bounded(limit: str, pattern: str, monkeypatch:
 
 @pytest.mark.parametrize("name", SPLITTABLE)
 def test_long_runs_are_split_anywhere_and_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundaries, "LONGEST", 64)
-    monkeypatch.setattr(boundaries, "STEP", 16)
+    monkeypatch.setattr(boundaries, "MAX_PART", 64)
+    monkeypatch.setattr(boundaries, "SEARCH_BLOCK", 16)
     for run in (" ", "\n", "a", "7", "!"):
         parts = list(boundaries.parts([f"one word {run * 200}", " end"], PATTERNS[name], 16))
         assert "".join(part for part, _ in parts) == f"one word {run * 200} end"
@@ -155,7 +155,7 @@ def test_engine_failure_is_an_error() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(texts=st.lists(TEXTS | st.sampled_from([backends._BETWEEN, backends._BETWEEN[:-1]]), max_size=6))
+@given(texts=st.lists(TEXTS | st.sampled_from([backends._SEPARATOR, backends._SEPARATOR[:-1]]), max_size=6))
 def test_batch_encoding_equals_single_encoding(texts: list[str], ranks: dict[bytes, int]) -> None:
     for name in ("gpt2", "cl100k", "lines"):
         bpe = Tokenizer("test", ByteBPE(PATTERNS[name], ranks), len(ranks))

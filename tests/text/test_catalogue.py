@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, SHARED, Done, needs_shared
-from gpt_cli.render_data import size_in_words
+from gpt_cli.render_data import format_size
 
 from gpt.errors import UserError, WorkError
 from gpt.text import catalogue, download
@@ -130,21 +130,21 @@ def test_missing_file_is_an_error_and_busy_server_is_retried(site: Site, target:
     assert f"download {site.url}/none; then put it at {target}" in error.value.hint
     assert len(site.log) == 1  # A 404 is not retried.
     site.statuses = [503, 429]
-    assert fetch(site.url + "/x", target, CHECKSUM, waits=NO_WAIT).read_bytes() == DATA
+    assert fetch(site.url + "/x", target, CHECKSUM, retry_delays=NO_WAIT).read_bytes() == DATA
 
 
 def test_refused_connection_is_not_retried(target: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}/x"
     with pytest.raises(WorkError, match=f"cannot download {url}: .*refused") as error:
-        fetch(url, target, waits=[3600.0])
+        fetch(url, target, retry_delays=[3600.0])
     assert str(target) in error.value.hint
 
 
 def test_cut_download_resumes(site: Site, target: Path) -> None:
     site.cuts = [1, 100_000, 123_457, 10, 299_999]
     ends = list(accumulate(site.cuts))
-    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA), waits=NO_WAIT).read_bytes() == DATA
+    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA), retry_delays=NO_WAIT).read_bytes() == DATA
     assert site.sent == len(DATA)  # No byte is sent twice.
     assert [requested_range for requested_range, _, _ in site.log] == [None, *(f"bytes={end}-" for end in ends)]
     assert {status for _, status, _ in site.log[1:]} == {206}
@@ -157,7 +157,7 @@ def test_download_gives_up_after_retries_without_progress(
     monkeypatch.setattr(download, "time", SimpleNamespace(sleep=waits.append))  # Other threads call time.sleep, too.
     site.cuts = [0, 0, 1000, 0, 0]
     with pytest.raises(WorkError, match="was cut after 1,000 of 1,000,000 bytes"):
-        fetch(site.url + "/x", target, CHECKSUM, waits=(1, 2))
+        fetch(site.url + "/x", target, CHECKSUM, retry_delays=(1, 2))
     assert [seconds for seconds in waits if seconds] == [1, 2, 1, 2]
     assert not target.exists()
     assert fetch(site.url + "/x", target, CHECKSUM).read_bytes() == DATA
@@ -175,9 +175,9 @@ def test_download_restarts_if_it_cannot_resume(
     site.__dict__.update(faults)
     site.cuts = [300_000]
     with pytest.raises(WorkError):
-        fetch(site.url + "/x", target, waits=())
+        fetch(site.url + "/x", target, retry_delays=())
     site.files["/x"] = new_data
-    assert fetch(site.url + "/x", target, waits=()).read_bytes() == new_data
+    assert fetch(site.url + "/x", target, retry_delays=()).read_bytes() == new_data
     assert [status for _, status, _ in site.log] == statuses
 
 
@@ -203,7 +203,7 @@ def test_wrong_size_is_an_error(site: Site, target: Path) -> None:
     with pytest.raises(WorkError, match="returned more than the 999 bytes"):
         fetch(site.url + "/x", target, None, 999)
     with pytest.raises(WorkError, match="cut after 1,000,000 of 1,000,001 bytes"):
-        fetch(site.url + "/x", target, None, len(DATA) + 1, waits=())
+        fetch(site.url + "/x", target, None, len(DATA) + 1, retry_delays=())
 
 
 def test_redirects_never_leave_https(site: Site, target: Path) -> None:
@@ -332,12 +332,12 @@ def toy(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str
 def test_downloaded_corpus(site: Site, toy: dict[str, Any], tmp_path: Path) -> None:
     corpus = catalogue.corpus("wikitext-2")
     assert corpus.size is None  # One file has no published size.
-    assert not any(corpus.is_here(file) for file in corpus.all_files)
+    assert not any(corpus.is_cached(file) for file in corpus.all_files)
     sources = catalogue.sources("wikitext-2")
     assert [(source.name, source.size) for source in sources] == [("wikitext-2/a.txt", 6000), ("wikitext-2/b.txt", 7)]
     assert read_source(sources[1]) == b"or not "
     assert (tmp_path / "corpora" / "wikitext-2" / "b.txt").stat().st_mtime_ns == sources[1].time
-    assert [corpus.is_here(file) for file in corpus.all_files] == [True, True, False]
+    assert [corpus.is_cached(file) for file in corpus.all_files] == [True, True, False]
     (val,) = catalogue.val_sources("wikitext-2")
     assert (val.name, read_source(val)) == ("wikitext-2/v.txt", b"to be?")
     site.files.clear()
@@ -405,7 +405,7 @@ def test_every_corpus_is_complete_and_in_the_table() -> None:
     for name in catalogue.names():
         corpus = catalogue.corpus(name)
         about = "about " if corpus.python else ""
-        assert rows[name] == (about + size_in_words(corpus.size), corpus.license)
+        assert rows[name] == (about + format_size(corpus.size), corpus.license)
         assert all(len(value) > 5 for value in (corpus.title, corpus.about, corpus.homepage, corpus.language))
         assert bool(corpus.python) != bool(corpus.files)
         assert corpus.rows in ("documents", "lines")

@@ -258,7 +258,7 @@ def test_failing_or_oversized_template_is_an_error(template: str, message: str) 
     ],
 )
 def test_endless_template_times_out(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    monkeypatch.setattr(chat, "TIME_LIMIT", 0.5)
     tokenizer = with_chat_template(bytes_tokenizer(), template)
     for _ in range(2):  # The second call starts a new process.
         started = time.monotonic()

@@ -267,7 +267,7 @@ def test_trained_model_completes_its_pairs(
 
 
 def test_answers_are_checked_on_a_sample_of_both_sides(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "ASKED", 10)
+    monkeypatch.setattr(evaluation, "MAX_CHECKED_PAIRS", 10)
     result = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
     assert "answers" not in result.out
     lines = [json.loads(line) for line in Path("runs/pairs/metrics.jsonl").read_text().splitlines()]

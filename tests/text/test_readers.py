@@ -52,7 +52,7 @@ def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = 
             yield "".join(chunks)
             chunks = []
         assert chunk.begins or chunks
-        assert not chunks[1:] or len(chunks[0]) >= reading.HEAD
+        assert not chunks[1:] or len(chunks[0]) >= reading.MIN_FIRST_CHUNK
         chunks.append(chunk.text)
     if chunks:
         yield "".join(chunks)
@@ -228,8 +228,8 @@ def test_split_on_matches_whole_lines(lines: list[str], separator: str, block: i
             expected[-1] += line
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
-        patch.setattr(reading, "HEAD", head)
-        patch.setattr(reading, "LENGTH", 2 * head)
+        patch.setattr(reading, "MIN_FIRST_CHUNK", head)
+        patch.setattr(reading, "CHUNK_LENGTH", 2 * head)
         texts = read("x", "\n".join(lines).encode(), split_on=separator, skip_bad=skip_bad)
         assert texts == [document for document in expected if document]
 

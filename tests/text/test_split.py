@@ -114,7 +114,7 @@ def test_text_sample_is_evenly_spread_and_bounded() -> None:
     chunks = [Chunk(text[at : at + 65536], at == 0) for at in range(0, len(text), 65536)]
     sample = TextSample(iter(chunks), len(text), 8192)
     parts = list(sample)
-    assert (sample.seen, sample.taken, sum(map(len, parts))) == (len(text), 8192, 8192)
+    assert (sample.bytes_seen, sample.bytes_taken, sum(map(len, parts))) == (len(text), 8192, 8192)
     places = [text.index(part) / len(text) for part in parts]
     assert all(abs(place - k / len(parts)) < 0.01 for k, place in enumerate(places))
     assert len(parts) == 8

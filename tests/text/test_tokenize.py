@@ -25,7 +25,7 @@ from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenize import tokenize_texts
 
 SMALL = {
-    "gpt.text.corpus.PART": 300,
+    "gpt.text.corpus.ENCODE_CHARACTERS": 300,
     "gpt.text.tokenize.ITEM": 700,
     "gpt.text.tokenize.ITEM_DOCUMENTS": 5,
     "gpt.text.unfinished_folder.SLICE_IDS": 3000,

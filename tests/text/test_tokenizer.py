@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from gpt.errors import UserError, WorkError
 from gpt.text import tokenizer, tokenizer_files, vocabulary
-from gpt.text.backends import ByteBPE, Library
+from gpt.text.backends import ByteBPE, LibraryTokenizer
 
 HARD = [
     "", " ", "\n", "plain", "WE'LL SEE, I'm sure; THEY'VE", "1234567890123 12 3", "a\r\nb\r\n\r\n c", "tabs\t\tand  spaces   end ",
@@ -28,7 +28,7 @@ HARD = [
 
 @pytest.fixture(scope="module")
 def trained() -> tokenizer.Tokenizer:
-    return tokenizer.learn_tokenizer([make_text()], 400)
+    return tokenizer.train_tokenizer([make_text()], 400)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_id_outside_the_vocabulary_is_an_error(trained: tokenizer.Tokenizer) -> 
 def test_trained_tokens_have_a_maximum_length() -> None:
     text = "=" * 200_000 + " " * 200_000 + "ab1½" * 50_000 + "é\u0301" * 50_000
     started = time.monotonic()
-    learned = tokenizer.learn_tokenizer_up_to([text], 5000)
-    assert max(len(token.decode("utf-8", "replace")) for token in learned.backend.ranks) <= tokenizer.LONGEST_LEARNT
+    learned = tokenizer.train_tokenizer_up_to([text], 5000)
+    assert max(len(token.decode("utf-8", "replace")) for token in learned.backend.ranks) <= tokenizer.MAX_LEARNED_LENGTH
     tokenizer_files.to_tokenizer_json(learned)
     assert time.monotonic() - started < 20  # A token of 100,000 bytes would take many minutes.
 
@@ -159,7 +159,7 @@ def test_offline_error_gives_url_and_cache_path(name: str, tmp_path: Path, monke
 @lru_cache
 def pattern_tokenizer(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
     """Returns a tokenizer with another pattern, here and in the tokenizers library."""
-    trained = tokenizer.learn_tokenizer([make_text()], 400)
+    trained = tokenizer.train_tokenizer([make_text()], 400)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: dict(trained.backend.ranks))
         patch.setattr(tiktoken.registry, "ENCODINGS", {})
@@ -203,7 +203,7 @@ def test_token_that_no_merge_produces(trained: tokenizer.Tokenizer) -> None:
     assert tokenizer_files.from_tokenizer_json(values, "x").fingerprint == bpe.fingerprint
     values["model"]["ignore_merges"] = False
     library_tokenizer = tokenizer_files.from_tokenizer_json(values, "x")
-    assert isinstance(library_tokenizer.backend, Library)
+    assert isinstance(library_tokenizer.backend, LibraryTokenizer)
     assert library_tokenizer.encode("zqxj").tolist() == hf_ids() != [399]
 
 
@@ -211,14 +211,14 @@ def test_token_that_no_merge_produces(trained: tokenizer.Tokenizer) -> None:
 
 
 def test_special_tokens_have_the_last_ids_of_the_vocabulary(trained: tokenizer.Tokenizer) -> None:
-    extended = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"])
+    extended = tokenizer.train_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"])
     assert (extended.vocab_size, extended.eot, dict(extended.specials)) == (400, 397, {"<|user|>": 398, "<|bot|>": 399})
     assert extended.backend.ranks == {token: rank for token, rank in trained.backend.ranks.items() if rank < 397}
     with pytest.raises(UserError, match="at least 258"):
-        tokenizer.learn_tokenizer([make_text()], 257, ["<|user|>"])
+        tokenizer.train_tokenizer([make_text()], 257, ["<|user|>"])
     for bad in (["a", "a"], ["<|endoftext|>"], [""]):
         with pytest.raises(UserError, match="special token"):
-            tokenizer.learn_tokenizer([make_text()], 400, bad)
+            tokenizer.train_tokenizer([make_text()], 400, bad)
 
 
 def make_bytes(**specials: int) -> tokenizer.Tokenizer:
@@ -253,7 +253,7 @@ def test_special_token_inside_another_is_not_matched() -> None:
 
 def test_saved_folder_loads_here_and_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    trained, saved = tokenizer.learn_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]), tmp_path / "a" / "own"
+    trained, saved = tokenizer.train_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]), tmp_path / "a" / "own"
     for source, folder in ((trained, saved), (pattern_tokenizer("cl100k_base")[0], tmp_path / "foreign")):
         tokenizer_files.save_tokenizer(source, folder)
         loaded = tokenizer_files.find_tokenizer(str(folder))

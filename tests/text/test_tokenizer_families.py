@@ -286,9 +286,9 @@ def test_tokenizer_saved_by_an_older_version(load_both: LoadBoth, tmp_path: Path
     assert loaded == older
     assert [loaded.prompt(text) for text in TEXTS] == [current.prompt(text) for text in TEXTS]
     assert loaded.fingerprint != current.fingerprint
-    assert loaded.gives_the_ids_of(current)  # Equal ids allow training on its tokens.
-    assert not loaded.gives_the_ids_of(load_both("llama3")[0])
-    assert not loaded.gives_the_ids_of(replace(current, eot=current.all_specials["<|im_start|>"], specials={}))
+    assert loaded.is_same_as(current)  # Equal ids allow training on its tokens.
+    assert not loaded.is_same_as(load_both("llama3")[0])
+    assert not loaded.is_same_as(replace(current, eot=current.all_specials["<|im_start|>"], specials={}))
 
 
 # Commands and runs

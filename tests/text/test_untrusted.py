@@ -15,16 +15,16 @@ import pytest
 from gpt.errors import Interrupted, UserError
 from gpt.interrupt import StopSignal
 from gpt.text import untrusted
-from gpt.text.backends import ByteBPE, Library
+from gpt.text.backends import ByteBPE, LibraryTokenizer
 from gpt.text.tokenizer import bytes_tokenizer
 
 
-def make_library_tokenizer(**parts: Any) -> Library:
+def make_library_tokenizer(**parts: Any) -> LibraryTokenizer:
     """Builds a BPE of single characters."""
     vocab = {char: id for id, char in enumerate(["<unk>", "\u2581", *map(chr, range(32, 127))])}
     model = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>", **parts.pop("model", {})}
     values = {"version": "1.0", "added_tokens": [], "pre_tokenizer": None, "decoder": {"type": "Fuse"}, "model": model}
-    return Library(json.dumps({**values, **parts}).encode(), {**values, **parts})
+    return LibraryTokenizer(json.dumps({**values, **parts}).encode(), {**values, **parts})
 
 
 def replace(old: str, new: str, kind: str = "String") -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_common_normalizers_match_the_library(normalizer: Any) -> None:
 
 
 def test_memory_is_bounded_if_a_normalizer_expands_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(untrusted, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(untrusted, "MAX_CHARACTERS", 1000)
     library = make_library_tokenizer(normalizer=replace("a", "aaaa"))
     assert len(library.encode("a" * 250, {}, False, False)) == 1000
     with pytest.raises(UserError, match="a text of 251 characters is too long for a tokenizer .* 4 times"):
@@ -104,7 +104,7 @@ def test_memory_is_bounded_if_a_normalizer_expands_text(monkeypatch: pytest.Monk
 def test_built_in_patterns_have_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended process must not hit a time limit."""
     monkeypatch.setattr(untrusted, "SECONDS", 0.0)
-    monkeypatch.setattr(untrusted, "RATE", 1e9)
+    monkeypatch.setattr(untrusted, "CHARACTERS_PER_SECOND", 1e9)
     assert len(bytes_tokenizer().encode("ab " * 100_000)) == 300_000
 
 
@@ -113,7 +113,7 @@ SLOW_PRE_TOKENIZER = {"type": "Split", "pattern": {"Regex": "[ab ]*[^ab ]"}, "be
 
 def test_endless_pattern_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untrusted, "SECONDS", 0.2)
-    monkeypatch.setattr(untrusted, "RATE", 1e9)
+    monkeypatch.setattr(untrusted, "CHARACTERS_PER_SECOND", 1e9)
     with pytest.raises(UserError, match="the tokenizer takes longer than 0 s for a text of 60,000 characters"):
         make_library_tokenizer(pre_tokenizer=SLOW_PRE_TOKENIZER).encode("ab " * 20_000, {}, False, False)
 
@@ -149,7 +149,7 @@ def test_rust_panic_is_one_error(parts: dict[str, Any], capfd: pytest.CaptureFix
 
 
 def test_stderr_returns_after_the_last_silenced_thread(capfd: pytest.CaptureFixture[str]) -> None:
-    first, second = untrusted.silent(), untrusted.silent()
+    first, second = untrusted.suppress_panic_output(), untrusted.suppress_panic_output()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -25,10 +25,10 @@ from gpt.device import Compute
 from gpt.evaluate import Window, total_loss
 from gpt.model.decoder import GPT
 from gpt.training.optim import make_optimizer
-from gpt.training.parallel import Single
 from gpt.training.recipe import resolve
 from gpt.training.state import Snapshot, TrainState
 from gpt.training.step import Stepper
+from gpt.training.strategy import Single
 
 Disguise = Callable[..., Any]
 COUNTS = tomllib.loads((ROOT / "tests" / "counts.toml").read_text(encoding="utf-8"))
@@ -63,8 +63,8 @@ def test_host_waits_in_training(disguise: Disguise, dtype: str, optimizer: str) 
         waits["waits_of_a_step_that_is_read_late"] = len(device.waits)
         device.waits.clear()
         snapshot = Snapshot()
-        snapshot.take(stepper.parallel, stepper.scaler, TrainState())
-        save = "waits_of_a_save_of_a_scaled_loss" if stepper.scaled else "waits_of_a_save"
+        snapshot.take(stepper.strategy, stepper.scaler, TrainState())
+        save = "waits_of_a_save_of_a_scaled_loss" if stepper.has_loss_scale else "waits_of_a_save"
         waits[save] = len(device.waits)
         device.waits.clear()
         windows = [Window(0, 16 * n, IDS[0], IDS[0], 0) for n in range(4)]
@@ -155,11 +155,11 @@ def test_graphs_in_training() -> None:
     """Steps, evaluations and growing batches share four graphs: a block's two halves, the last norm, the loss."""
     with count_graphs() as counts:
         stepper = make_stepper(Compute(torch.device("cpu"), torch.float32))
-        stepper.one_program = False  # GPU behavior
+        stepper.compiles_whole_step = False  # GPU behavior
         stepper.compile()
         for _ in range(3):
             stepper.step(IDS, IDS, 0.01).read()
-        with stepper.eager():
+        with stepper.run_eagerly():
             for length in (5, 16):
                 total_loss(stepper.model, [Window(0, 0, IDS[0][:length], IDS[0][:length], 0)], stepper.compute)
         stepper.step(IDS, IDS, 0.01).read()
@@ -180,7 +180,7 @@ def test_graphs_in_decoding(arch: Any) -> None:
         model = GPT(gpt.GPTConfig.of(arch, 101, 16, 2, 2, 32, positions=positions)).eval()
         weights.prepare(model, compute, packed=False)
         for prompts in ([[1]], [[1, 2, 3], [4]], [[5] * 20]):
-            context = Context(model, compute, 2, 16, token_step.compiled(model, compute, pytest.fail))
+            context = Context(model, compute, 2, 16, token_step.compile_step(model, compute, pytest.fail))
             config = SampleConfig(max_tokens=40, ignore_eot=True)
             for _ in engine_of(context, map(Request, prompts), config, eot=100).run():
                 pass

@@ -112,7 +112,7 @@ def test_leftovers_of_a_killed_save_are_replaced(tmp_path: Path) -> None:
     for name in (".tmp-step-000001", "step-000001"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stale").write_text("old")
-    with files.whole_folder(tmp_path / "step-000001", replace=True) as temporary:
+    with files.atomic_folder(tmp_path / "step-000001", replace=True) as temporary:
         (temporary / "x").write_text("new")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["step-000001", "step-000001/x"]
 
@@ -129,7 +129,7 @@ def test_failed_rename_restores_the_old_folder(tmp_path: Path, monkeypatch: pyte
         replace(source, destination)
 
     monkeypatch.setattr(os, "replace", fail_rename)
-    with pytest.raises(OSError, match="Input/output"), files.whole_folder(target, replace=True) as temporary:
+    with pytest.raises(OSError, match="Input/output"), files.atomic_folder(target, replace=True) as temporary:
         (temporary / "x").write_text("new")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert (target / "x").read_text() == "old"
@@ -226,8 +226,8 @@ def test_training_continues_on_a_full_disk(text: Path, monkeypatch: pytest.Monke
 
 def test_disk_that_stays_full_exits_with_status_1(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library.train(text, out="runs/one", **{**FAST, "steps": 4})
-    monkeypatch.setattr(checkpointing, "ROOM_SECONDS", 0.3)
-    monkeypatch.setattr(checkpointing, "ROOM_PAUSE", 0.05)
+    monkeypatch.setattr(checkpointing, "DISK_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(checkpointing, "DISK_RETRY_SECONDS", 0.05)
     write = checkpoint.write
     monkeypatch.setattr(checkpoint, "write", raise_disk_full)
     done = gpt("train", "--resume", "runs/one", "--steps", "8")
@@ -257,7 +257,7 @@ def test_bug_in_a_save_is_not_reported_as_a_disk_fault(text: Path, monkeypatch: 
 def test_signal_ends_the_wait_for_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = mock.Mock(side_effect=raise_disk_full)
     monkeypatch.setattr(checkpoint, "write", attempts)
-    monkeypatch.setattr(checkpointing, "ROOM_PAUSE", 0.01)
+    monkeypatch.setattr(checkpointing, "DISK_RETRY_SECONDS", 0.01)
     writer = checkpointing.Writer(tmp_path, 1, -1, lambda step: None, lambda text: None)
     with pytest.raises(WorkError, match="step 4 could not be saved and is lost"):
         writer.last(4, 10, dict, lambda: attempts.call_count == 3)
@@ -405,7 +405,7 @@ def test_signal_stops_watched_work_and_handlers_are_restored() -> None:
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     done = []
     with StopSignal() as stop, pytest.raises(Stopped):
-        for item in stop.watching(range(9)):
+        for item in stop.until_signal(range(9)):
             done.append(item)
             if item == 3:
                 send(signal.SIGTERM)
@@ -441,7 +441,7 @@ def test_second_signal_exits_without_a_torn_checkpoint(text: Path, monkeypatch: 
 def test_folder_created_during_the_work_is_not_replaced(tmp_path: Path) -> None:
     """The folder appears after the first check."""
     target = tmp_path / "mine"
-    with pytest.raises(FileExistsError), files.whole_folder(target):
+    with pytest.raises(FileExistsError), files.atomic_folder(target):
         target.mkdir()
         (target / "note.txt").write_text("mine")
     assert (target / "note.txt").read_text() == "mine"

@@ -142,8 +142,8 @@ def test_nearest_preset() -> None:
 )
 def test_default_epochs_of_pairs_and_text(preset: str, device: str, tokens: int, passes: float) -> None:
     model = PRESETS[preset].model
-    assert finetune.usual_epochs(tokens, True, model, device) == pytest.approx(passes)
-    assert finetune.usual_epochs(tokens, False, model, device) == 3
+    assert finetune.choose_epochs(tokens, True, model, device) == pytest.approx(passes)
+    assert finetune.choose_epochs(tokens, False, model, device) == 3
 
 
 def test_large_models_and_adapters_default_to_adamw() -> None:

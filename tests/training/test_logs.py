@@ -320,7 +320,7 @@ def test_mfu_is_reported_when_the_peak_is_known(
     text: Path, gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: 1e12 if (name, dtype) == ("cpu", "float32") else None)
-    monkeypatch.setattr("gpt_cli.progress.PLAIN_SECONDS", 0)
+    monkeypatch.setattr("gpt_cli.progress.LINE_SECONDS", 0)
     options = [word for name, value in FAST.items() for word in ("--" + name.replace("_", "-"), str(value))]
     done = gpt("train", text, "--steps", "5", *options)
     assert done.code == 0, done.err

@@ -22,7 +22,7 @@ from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.model.cache import KVCache, Placement
 from gpt.model.decoder import GPT
-from gpt.model.quantize import round_matrices
+from gpt.model.quantize import quantize_model
 from gpt.sample_config import SampleConfig
 from gpt.training.native import GradientProgram
 from gpt.training.step import Objective
@@ -50,11 +50,11 @@ def model_of(
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     if bits is not None:
-        round_matrices(model, bits)
+        quantize_model(model, bits)
     if not unprepared:
         prepare(model, CPU, keep=native_notes is not None)
     if native_notes is not None:
-        native.use(model, native_notes.append)
+        native.enable(model, native_notes.append)
     return model
 
 
@@ -93,7 +93,7 @@ def test_compiled_blocks_match_uncompiled_blocks(
     compiled = model_of(arch, bits, notes, **properties)
     prompt = list(range(3, 14))
     ids, logprobs = generate_greedily(compiled, prompt)
-    assert all(compiled.h[0].programs._made.values())
+    assert all(compiled.h[0].programs._cache.values())
     assert [note[:9] for note in notes] == ["compiling"]
     expected, expected_logprobs = generate_greedily(model_of(arch, bits, **properties), prompt)
     if bits is None:
@@ -144,7 +144,7 @@ def find_program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
         return text
 
     monkeypatch.setattr(programs, "compile", compile_to_text)
-    monkeypatch.setattr(programs, "_opened", load_text)
+    monkeypatch.setattr(programs, "_open", load_text)
     monkeypatch.setenv("CXX", sys.executable)
     return lambda name: programs.find(name, lambda: name, lambda text: None, "it")  # type: ignore[arg-type, return-value]
 
@@ -170,10 +170,10 @@ def test_unloadable_program_is_recompiled(
     before = set(program_folder.iterdir())
 
     def fail_to_load(path: Path) -> str:
-        monkeypatch.setattr(programs, "_opened", lambda path: "opened")
+        monkeypatch.setattr(programs, "_open", lambda path: "opened")
         raise RuntimeError("GLIBC_2.99 not found")
 
-    monkeypatch.setattr(programs, "_opened", fail_to_load)
+    monkeypatch.setattr(programs, "_open", fail_to_load)
     assert find_program("a") == "opened"
     assert before <= set(program_folder.iterdir())
 
@@ -188,9 +188,9 @@ def test_compiling_is_the_default_with_inductors_compiler(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(shutil, "which", lambda name: name if name == compiler else None)
-    assert programs.compiles_unasked() == by_default
+    assert programs.compiles_by_default() == by_default
     monkeypatch.setenv("CXX", compiler)
-    assert programs.compiles_unasked() == (platform != "darwin")
+    assert programs.compiles_by_default() == (platform != "darwin")
 
 
 def test_least_recently_used_programs_are_deleted(
@@ -201,7 +201,7 @@ def test_least_recently_used_programs_are_deleted(
         path = next(program_folder.glob(f"{programs.digest(name)}-*.pt2"))
         os.utime(path, (timestamp, timestamp))  # File timestamps can be coarse.
 
-    monkeypatch.setattr(programs, "KEPT", 2)
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
     use("a", 1)
     use("b", 2)
     assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # a is now more recent than b.

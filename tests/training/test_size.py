@@ -14,7 +14,7 @@ from gpt.config import Arch, TrainConfig
 from gpt.device import Compute
 from gpt.parallel.world import World
 from gpt.training import budget
-from gpt.training.budget import SIZES, largest_preset, measured_rate, needs, parameters, preset_for_minutes
+from gpt.training.budget import SIZES, find_minimums, largest_preset, measure_throughput, parameters, preset_for_minutes
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -38,7 +38,7 @@ def test_size_grows_with_time(arch: Arch) -> None:
     assert chosen[-1] == "gpt2"
     for below, name in pairwise(SIZES):
         # time for the required tokens per parameter
-        minutes = needs(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60
+        minutes = find_minimums(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60
         assert largest_preset(1.01 * minutes, 10**12, arch, fake_throughput(1e11, []))[0] == name
         chosen_before, why = largest_preset(0.99 * minutes, 10**12, arch, fake_throughput(1e11, []))
         assert chosen_before == below
@@ -58,7 +58,7 @@ def test_size_grows_with_time(arch: Arch) -> None:
 def test_size_is_limited_by_tokens_per_parameter(
     arch: Arch | None, name: str, tokens_per_parameter: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "measured_rate", lambda name, config, compute: 10_000.0)
+    monkeypatch.setattr(budget, "measure_throughput", lambda name, config, compute: 10_000.0)
     minutes = tokens_per_parameter * parameters(name) / 10_000 / 60
     config = TrainConfig(minutes=minutes, arch=arch)
     assert preset_for_minutes(config, CPU, 10**9, lambda text: None).preset == chosen
@@ -92,14 +92,14 @@ def test_throughput_is_measured_on_this_machine() -> None:
     config = preset_for_minutes(TrainConfig(minutes=10**6), CPU, 800_000, notes.append)
     assert config.preset == "nano"
     assert notes == ["size nano: tiny has 2,185,344 parameters, more than 2.5 per byte of text"]
-    assert 100 < measured_rate("nano", TrainConfig(), CPU) < 1e7
+    assert 100 < measure_throughput("nano", TrainConfig(), CPU) < 1e7
 
 
 def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU loads kernels in the first evaluation, and computes many windows in the time of one."""
     sizes: list[int] = []
 
-    def mean_loss(parallel: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:
+    def mean_loss(strategy: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:
         time.sleep(0.001 if sizes else 0.2)
         sizes.append(len(windows))
         return 0.0
@@ -107,6 +107,6 @@ def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(budget, "mean_loss", mean_loss)
     single: Any = SimpleNamespace(world=World(), model=None, compute=None)
     windows: Any = range(100)
-    assert budget.window_seconds(single, windows, 0.3) < 0.01
+    assert budget.measure_window_seconds(single, windows, 0.3) < 0.01
     assert sizes == [1, 1, 4, 16, 64]
-    assert budget.window_seconds(single, windows[:0], 2.0) < 1e-6
+    assert budget.measure_window_seconds(single, windows[:0], 2.0) < 1e-6

@@ -22,8 +22,8 @@ from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.native import GradientProgram
 from gpt.training.optim import make_optimizer
-from gpt.training.parallel import Single
 from gpt.training.state import Snapshot, TrainState
+from gpt.training.strategy import Single
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
@@ -52,17 +52,17 @@ def test_skipped_step_changes_nothing(kind: Literal["muon", "adamw"]) -> None:
 def test_snapshot_restores_the_loss_scale() -> None:
     model = GPT(gpt.GPTConfig(50, 8, 1, 1, 8))
     optimizer, scaler = make_optimizer(model, "adamw", 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
-    parallel = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
+    strategy = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
     scaler.scale(torch.ones(()))
     snapshot = Snapshot()
-    snapshot.take(parallel, scaler, TrainState(step=3))
+    snapshot.take(strategy, scaler, TrainState(step=3))
     for p in model.parameters():
         p.grad = torch.full_like(p, math.inf)
     for part in optimizer.optimizers:
         scaler.unscale_(part)
     scaler.update()
     assert scaler.get_scale() == 4.0
-    assert snapshot.restore(parallel, scaler).step == 3
+    assert snapshot.restore(strategy, scaler).step == 3
     assert scaler.get_scale() == 8.0
 
 

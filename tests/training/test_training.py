@@ -270,8 +270,8 @@ def test_timed_run_compiles_by_minutes_only(text: Path, monkeypatch: pytest.Monk
     """The 400 steps that fit would compile, but they were measured uncompiled."""
     looked_up: list[object] = []
     monkeypatch.setattr(programs, "find", lambda key, *args: looked_up.append(key))
-    monkeypatch.setattr(recipe, "compiles_unasked", lambda: True)
-    monkeypatch.setitem(recipe.CPU_RATE, "float32", 1e-9)
+    monkeypatch.setattr(recipe, "compiles_by_default", lambda: True)
+    monkeypatch.setitem(recipe.CPU_FLOPS_PER_WIDTH, "float32", 1e-9)
     monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 400)
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     assert resolved(n_tokens=10**6, **TINY, steps=400, dtype="float32").compile
@@ -290,21 +290,21 @@ def test_steps_that_fit_a_time_budget() -> None:
     assert "--minutes 0.3" in error.value.hint
 
 
-SLOW = Costs(step=1.2, window=2.0, sample=4.0, save=1.0, usual_windows=32, whole_windows=110, pairs=500)
+SLOW = Costs(step=1.2, window=2.0, sample=4.0, save=1.0, default_windows=32, all_windows=110, pairs=500)
 
 
 def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     """A large model on a slow machine gets fewer evaluations and no samples."""
-    budget = TimeBudget.fitting(5, began=0.0, now=30.0, costs=SLOW, evals=20)
+    budget = TimeBudget.fitting(5, start_time=0.0, now=30.0, costs=SLOW, evals=20)
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
     assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
     # More than a fifth of the time is spent.
-    late = TimeBudget.fitting(5, began=0.0, now=90.0, costs=SLOW, evals=20)
+    late = TimeBudget.fitting(5, start_time=0.0, now=90.0, costs=SLOW, evals=20)
     assert late.evaluations + late.end <= 0.2 * 300 / 2
     assert late.windows == late.last_windows == 1
-    fast = dataclasses.replace(SLOW, step=0.01, window=0.001, sample=0.1, save=0.05, whole_windows=1000)
-    uncut = TimeBudget.fitting(1, began=0.0, now=3.0, costs=fast, evals=20)
+    fast = dataclasses.replace(SLOW, step=0.01, window=0.001, sample=0.1, save=0.05, all_windows=1000)
+    uncut = TimeBudget.fitting(1, start_time=0.0, now=3.0, costs=fast, evals=20)
     assert (uncut.pauses, uncut.windows, uncut.last_windows, uncut.samples) == (20, 32, 1000, True)
 
 
@@ -602,7 +602,7 @@ def test_cpu_compilation_depends_on_length_size_and_dtype(
 ) -> None:
     """In bfloat16, a minute is just enough for four blocks."""
     for has_compiler in (True, False):
-        monkeypatch.setattr(recipe, "compiles_unasked", lambda has_compiler=has_compiler: has_compiler)
+        monkeypatch.setattr(recipe, "compiles_by_default", lambda has_compiler=has_compiler: has_compiler)
         for dtype, compiles in (("bfloat16", in_bfloat16), ("float32", in_float32)):
             actual = resolved(n_tokens=10**6, dtype=dtype, **{"preset": "nano", **settings}).compile
             assert actual == (compiles and (has_compiler or settings.get("compile") == "on"))

@@ -1,4 +1,4 @@
-"""Worker script of `test_divided.py`, with sharded models.
+"""Worker script of `test_sharded_training.py`, with sharded models.
 
 python tests/workers/parts.py SCENARIO
 """
@@ -50,7 +50,7 @@ def two() -> None:
         gpt.train(TEXTS.get(model, "book.txt"), out=name, **MODELS[model], **sharding)
     gpt.train("book.txt", out="dropout", **{**TWELVE_STEPS, "dropout": 0.1}, **SHARDED)
     gpt.train("book.txt", out="whole", **THIRTY_STEPS, **SHARDED)
-    with mock.patch.object(checkpoint, "MOST_BYTES", 60_000):
+    with mock.patch.object(checkpoint, "MAX_SHARD_BYTES", 60_000):
         gpt.train("book.txt", out="files", **{**TWELVE_STEPS, "steps": 4}, **SHARDED)
     if RANK == 0:
         copy_killed_run("dropout", "resumed", 4)

@@ -27,7 +27,7 @@ from gpt.sample_config import SampleConfig
 from gpt.training import evaluation
 from gpt.training import step as stepping
 from gpt.training.checkpointing import Checkpointer
-from gpt.training.parallel import MOMENT, WEIGHT
+from gpt.training.strategy import MOMENT, WEIGHT
 
 SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_tokens": 128, "dtype": "float32",
@@ -130,11 +130,11 @@ def record_rollbacks() -> Iterator[list[Any]]:
     def roll_back(self: Checkpointer, **changes: Any) -> None:
         original(self, **changes)
         snapshot_size = sum(name.startswith((WEIGHT, MOMENT)) for name in self.snapshot.tensors)
-        parallel = self.parallel
-        moments = parallel.optimizer.state(parallel.own)
+        strategy = self.strategy
+        moments = strategy.optimizer.state(strategy.own)
         sums = {
             name: float(tensor.double().abs().sum())
-            for name, tensor in [*parallel.own.named_parameters(), *moments.items()]
+            for name, tensor in [*strategy.own.named_parameters(), *moments.items()]
         }
         reports.append({"has": sums, "kept": snapshot_size, "step": self.state.step})
 
@@ -194,7 +194,10 @@ def time_out_on_rank_1() -> None:
             time.sleep(6)
         return original(*args)
 
-    with mock.patch.object(stepping.Stepper, "step", step), mock.patch.object(world, "LIMIT", timedelta(seconds=2)):
+    with (
+        mock.patch.object(stepping.Stepper, "step", step),
+        mock.patch.object(world, "COLLECTIVE_TIMEOUT", timedelta(seconds=2)),
+    ):
         run_command("--quiet", "-o", "silent")
 
 

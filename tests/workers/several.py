@@ -14,7 +14,7 @@ from conftest import assert_same, curve, make_text, spawn
 from ranks import SAMPLE, TEXTS, THIRTY_STEPS, to_options
 
 import gpt as library
-from gpt.parallel.launch import Ended, launch
+from gpt.parallel.launch import LaunchResult, launch
 from gpt.runs import folder
 from tests.stress.faults import process_of
 
@@ -36,7 +36,7 @@ def train_all(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) 
         write_texts()
         for name, settings in runs.items():
             library.train(TEXTS.get(name, "book.txt"), out=f"one/{name}", **settings)
-        assert launch([sys.executable, str(script), "two"], 2) == Ended(0)
+        assert launch([sys.executable, str(script), "two"], 2) == LaunchResult(0)
     return place
 
 

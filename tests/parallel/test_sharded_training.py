@@ -17,11 +17,11 @@ from several import PARTS, assert_resumes_after_stop, assert_trained_alike, even
 import gpt as library
 from gpt.evaluate import Window
 from gpt.interrupt import Stopped, StopSignal
-from gpt.parallel.launch import Ended, launch
+from gpt.parallel.launch import LaunchResult, launch
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
 from gpt.training.checkpointing import Writer
-from gpt.training.parallel import Sharded
+from gpt.training.strategy import Sharded
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_resume_with_another_sharding(several_trained: Path, workdir: Path) -> N
 def test_sharding_combined_with_tensor_parallelism(several_trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(several_trained)
     library.train("book.txt", out="one/both", **{**SHARDED_AND_TENSOR, "shard": "none", "tensor": 1})
-    assert launch([sys.executable, str(PARTS), four.__name__], 4) == Ended(0)
+    assert launch([sys.executable, str(PARTS), four.__name__], 4) == LaunchResult(0)
     assert losses(several_trained / "four") == pytest.approx(losses(several_trained / "one/both"), abs=1e-4)
 
 
@@ -146,8 +146,8 @@ def test_full_disk_does_not_leave_other_ranks_waiting(tmp_path: Path, monkeypatc
     saver.begin(2, 2**62, files)
     saver.wait()
     assert len(notifications) == 2
-    monkeypatch.setattr("gpt.training.checkpointing.ROOM_SECONDS", 0.2)
-    monkeypatch.setattr("gpt.training.checkpointing.ROOM_PAUSE", 0.05)
+    monkeypatch.setattr("gpt.training.checkpointing.DISK_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("gpt.training.checkpointing.DISK_RETRY_SECONDS", 0.05)
     with pytest.raises(Exception, match="could not be saved"):
         saver.last(3, 0, files, lambda: False)
     assert len(notifications) == 3

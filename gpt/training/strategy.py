@@ -25,7 +25,7 @@ from gpt.interrupt import Stopped, StopSignal
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
-from gpt.parallel.world import LIMIT, World
+from gpt.parallel.world import COLLECTIVE_TIMEOUT, World
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Array, Deferred
 from gpt.training.finetune import InitCheckpoint
@@ -40,7 +40,7 @@ WEIGHT, MOMENT = "weight:", "optimizer:"  # prefixes of tensor names in a state
 WHOLE_GRADIENTS = 0.25  # maximum share of the memory for accumulating unsharded gradients
 
 
-class Parallel:
+class Strategy:
     """A model, its optimizers, and this process's share of the work. The base methods are for a single process.
 
     ``model`` computes forward passes. ``own`` has the parameters that this process updates and saves, as plain tensors.
@@ -86,9 +86,9 @@ class Parallel:
 
     def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
         """Yields the items. Raises `Stopped` after a signal to this process."""
-        return stop.watching(items)
+        return stop.until_signal(items)
 
-    def once(self, work: Callable[[], T]) -> T:
+    def compute_on_all(self, work: Callable[[], T]) -> T:
         """Returns ``work()``, a JSON value, on every rank. Either rank 0 broadcasts it or all ranks compute it."""
         return self.world.broadcast_object(work)
 
@@ -124,11 +124,11 @@ class Parallel:
         """Sends shards to rank 0 while it writes a checkpoint."""
 
 
-class Single(Parallel):
+class Single(Strategy):
     """A single process with the full model."""
 
 
-class Replicated(Parallel):
+class Replicated(Strategy):
     """One of several processes, each with a full replica in torch's `DistributedDataParallel`."""
 
     needs_trial = True
@@ -167,7 +167,7 @@ class Replicated(Parallel):
         self.world.broadcast([*weights, *(local_state[name] for name in moments)])
 
 
-class Sharded(Parallel):
+class Sharded(Strategy):
     """One of several processes, each with a shard of every parameter. Forward passes are collective."""
 
     can_retry = False
@@ -181,7 +181,9 @@ class Sharded(Parallel):
         for name, shape in optimizer.shapes(sharded.own).items():
             if shape:
                 tensors[MOMENT + name] = sharded.table[name.rpartition(".")[0]]
-        self.gatherer = CheckpointGatherer(sharded.grid, tensors, dist.new_group(backend="gloo", timeout=LIMIT))
+        self.gatherer = CheckpointGatherer(
+            sharded.grid, tensors, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+        )
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -221,7 +223,7 @@ class Sharded(Parallel):
                 raise Stopped
             yield item
 
-    def once(self, work: Callable[[], T]) -> T:
+    def compute_on_all(self, work: Callable[[], T]) -> T:
         return work()
 
     def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
@@ -280,9 +282,9 @@ class ShardedMuon(Muon):
                 p.sub_(direction * scale, alpha=step_size)
 
 
-def parallelize(
+def make_strategy(
     recipe: Recipe, compute: Compute, world: World, init: InitCheckpoint | None = None, path: Path | None = None
-) -> Parallel:
+) -> Strategy:
     """Creates a run's model (untrained, from ``init``, or from the checkpoint at ``path``) with new optimizer state.
 
     Raises `UserError` for a LoRA rank above the model's width.
@@ -322,7 +324,7 @@ def shard(
 
     Untrained weights are the same as in a single process.
     """
-    from gpt.parallel.shard import Grid, ShardedModel, drawn  # FSDP takes seconds to import.
+    from gpt.parallel.shard import Grid, ShardedModel, initialize_parameters  # FSDP takes seconds to import.
 
     grid = Grid(world.data_size, recipe.tensor, recipe.shard == "full")
     mesh = world.mesh(compute.device.type)
@@ -333,9 +335,9 @@ def shard(
     if path is not None:
         checkpoint.load_parts(path, recipe.model, sharded.fill)
     elif init is not None:
-        checkpoint.load_parts(init.path, recipe.model, lambda name, p: sharded.fill(name, init.grown(name, p)))
+        checkpoint.load_parts(init.path, recipe.model, lambda name, p: sharded.fill(name, init.add_token_rows(name, p)))
     else:
-        for name, tensor in drawn(recipe.model):
+        for name, tensor in initialize_parameters(recipe.model):
             sharded.fill(name, tensor)
     return sharded
 

@@ -9,8 +9,8 @@ from gpt.serve.metrics import ServerMetrics
 from gpt.serve.protocol import ApiError
 
 MAX_BODY = 4 * 2**20
-SMALL_BODY = 2**16  # Smaller bodies are exempt from `MOST_BODIES`.
-MOST_BODIES = 64 * MAX_BODY  # Maximum bytes of all bodies in flight.
+SMALL_BODY = 2**16  # Smaller bodies are exempt from `MAX_BODIES`.
+MAX_BODIES = 64 * MAX_BODY  # Maximum bytes of all bodies in flight.
 THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # Threads per lane.
 
 
@@ -65,7 +65,7 @@ class _Flight:
         self.in_flight.bytes += len(message.get("body", b""))
         if self.size > MAX_BODY:
             raise ApiError(413, f"the body has more than {MAX_BODY:,} bytes")
-        if self.size > SMALL_BODY and self.in_flight.bytes > MOST_BODIES:
+        if self.size > SMALL_BODY and self.in_flight.bytes > MAX_BODIES:
             raise busy_error("too many large requests are in flight")
         if message["type"] == "http.request" and not message.get("more_body"):
             self._watch = asyncio.create_task(self._cancel_on_disconnect())
