@@ -1,4 +1,4 @@
-"""Chooses a device, dtype and threads from the machine's capabilities, never from timings."""
+"""Chooses device, dtype (mixed precision or not) and threads from the machine's capabilities, never from timings."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Measures prefill and decoding speed, and memory bandwidth."""
+"""Measures prefill and decoding throughput, latency of the first token, and memory bandwidth."""
 
 import contextlib
 import statistics

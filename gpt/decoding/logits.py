@@ -1,6 +1,7 @@
 """Logits → tokens: filters as pure functions on logits (…, V), and sampling.
 
-Filters set the logits of excluded ids to -inf. At least one id always remains.
+Penalties (repetition penalty, presence, frequency) and temperature change logits; top-k, top-p and min-p set those of
+excluded ids to -inf. At least one id always remains.
 """
 
 import hashlib

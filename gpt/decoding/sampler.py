@@ -1,4 +1,4 @@
-"""Logits → tokens for running requests: filters, draws, verified guesses and beams."""
+"""Sampling for running requests: logits → tokens by filters, draws, verified guesses, beams, or greedily."""
 
 import itertools
 import math

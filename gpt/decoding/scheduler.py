@@ -12,7 +12,7 @@ MIN_SHARED_PREFIX = 16  # Minimum length of a prefix cache hit, in ids.
 class Scheduler:
     """Continuous batching with chunked prefill. Requests wait for free slots, first come, first served.
 
-    Each step computes the next token of every decoding request, and up to ``chunk`` prompt ids. Half of this
+    Each step computes the next token of every decoding request, and up to ``chunk`` prompt ids. Half of this token
     budget goes to the prompts with the fewest ids left, so that short prompts never wait for long prompts. The rest
     goes to the oldest prompts, so that long prompts never starve. A prompt waits while another request prefills the
     same prefix.

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021): a linear map computes W + s · B A, with frozen W and B A of rank R.
+"""LoRA, low-rank adapters (Hu et al. 2021): a linear map computes W + s · B A, with frozen W and B A of rank R.
 
 A fused map stacks M matrices: query, key and value, or gate and up. If the checkpoint's layout stores them separately
 (`GPTConfig.layout`), every matrix has an adapter, as in PEFT. In memory, ``a``, (M R, in), stacks a map's A matrices,

@@ -39,7 +39,7 @@ class Setup:
     accumulates: bool = False  # whether a step has several micro-batches
     dtype: str = "bfloat16"  # dtype of matrix products, a key of `WIDTHS`; weights are float32
     optimizer: Literal["muon", "adamw"] = "muon"
-    recompute: bool = False  # whether blocks save only their input and recompute the rest
+    recompute: bool = False  # activation checkpointing: blocks save only their input and recompute the rest
     loss_chunk: int = 0  # positions per chunk of logits; if 0, `positions_at_once` decides
     data: int = 1  # data-parallel ranks
     shard: bool = False  # whether data-parallel ranks shard parameters, gradients and optimizer state

@@ -1,4 +1,4 @@
-"""An optimizer step: accumulates gradients over micro-batches, clips them, and updates the weights.
+"""An optimizer step: gradient accumulation over micro-batches, loss scaling, gradient clipping, and the update.
 
 The host prepares the next batch without waiting for the device: `Download.read` returns a step's loss later, and the
 device itself skips a step with non-finite gradients.
@@ -47,8 +47,8 @@ class PeerFailure(PeerLost):
 
 
 class Stepper:
-    """Takes optimizer steps. ``on_halved`` is called with the new micro-batch after an OOM. ``on_uncompiled`` is called
-    with the error when a compiled program fails and is dropped."""
+    """Takes optimizer steps. ``on_halved`` is called with the new micro-batch after running out of memory (OOM).
+    ``on_uncompiled`` is called with the error when a compiled program fails and is dropped."""
 
     def __init__(
         self,
