@@ -164,7 +164,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
     """Computes softmax(q kᵀ / √D) v for queries (B, H, T, D), keys and values (B, K, S, D). Without a mask, attention
     is causal, within ``window`` if given.
 
-    In CPU training, matrix products beat torch's fused (flash) attention if the scores of a few sequences fit in the
+    In CPU training, matrix products beat torch's flash attention if the scores of a few sequences fit in the
     processor's cache. Forward and backward in bfloat16 on two cores took 2.0 ms instead of 7.9 at (16, 4, 64, 32), 141
     instead of 257 at (64, 6, 256, 64), and the same at 512 positions. Without gradients, bfloat16 matrix products win
     by skipping hidden keys: 1.9 ms instead of 5.1 at (1, 12, 512, 64).
