@@ -120,10 +120,12 @@ def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[st
     if target in PRESETS:
         config = PRESETS[target].model
     elif exists or ":" in target:
-        from gpt.runs import folder, hf, hub
+        from gpt.runs import folder, hub, model_config
 
         remote = hub.is_remote(target)
-        config = hf.load_config(hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target))
+        config = model_config.load_config(
+            hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target)
+        )
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
     changes = _expand_arch(overrides)

@@ -155,10 +155,10 @@ def _load_tokenizer(name: str | None, model: str | None) -> "tuple[Tokenizer, st
         if model is not None:
             raise UserError("--tokenizer and -m both name a tokenizer", "give one of them")
         return find_tokenizer(name), name
-    from gpt.runs import checkpoint, folder, hf
+    from gpt.runs import checkpoint, folder, model_config
 
     path = folder.find_checkpoint(model)
-    return checkpoint.load_tokenizer(path, hf.load_config(path)), str(path)
+    return checkpoint.load_tokenizer(path, model_config.load_config(path)), str(path)
 
 
 def _read_stdin() -> str:

@@ -30,7 +30,7 @@ from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import quantize_model
-from gpt.runs import checkpoint, folder, hf, quantized
+from gpt.runs import checkpoint, folder, model_config, quantized
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.shards import SIDES, Side
@@ -210,7 +210,7 @@ def load(
     model_path = folder.find_checkpoint(None if path is None else str(path), note)
     if base is not None:
         folder.name_base(model_path, str(base))
-    stored_bits = None if folder.is_adapter(model_path) else hf.load_bits(model_path)
+    stored_bits = None if folder.is_adapter(model_path) else model_config.load_bits(model_path)
     if sampling is not None and dtype == "auto":
         dtype = next((name for name, width in quantized.BITS.items() if width == stored_bits), dtype)
     compute = pick(device, dtype)
@@ -225,7 +225,7 @@ def load(
     if for_decoding or bits is not None:
         packed = for_decoding and (is_native or not compiles)
         finish, weight_dtype = functools.partial(prepare, compute=compute, packed=packed, keep=is_native), compute.dtype
-    parameters = breakdown(hf.load_config(folder.home(model_path))).trainable
+    parameters = breakdown(model_config.load_config(folder.home(model_path))).trainable
     # The weight layout depends on the number of threads.
     devices.use_threads(compute, threads, parameters if for_decoding else None)
     loaded = checkpoint.load(model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, bits=bits)
@@ -239,7 +239,7 @@ def load(
 def _fit_dtype(path: Path, compute: Compute, dtype: str, casts: bool, note: Callable[[str], None]) -> Compute:
     """Chooses bfloat16 if float32 weights do not fit in memory, ``dtype`` is "auto" and loading ``casts`` weights.
     Raises `UserError` if the weights do not fit."""
-    counts, memory = breakdown(hf.load_config(folder.home(path))), compute.memory()
+    counts, memory = breakdown(model_config.load_config(folder.home(path))), compute.memory()
     # In float32, count a tied embedding twice: decoding copies it for the unembedding.
     parameters, full_size = counts.trainable, 4 * counts.total_weights
     if casts and dtype == "auto" and full_size > memory:

@@ -7,9 +7,8 @@ import io
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,23 +16,19 @@ import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
-from gpt.distribution import install_extra
-from gpt.errors import UserError, WorkError
+from gpt.errors import UserError
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel
 from gpt.files import write_pieces
-from gpt.model.params import Parameter, Shape, named_parameters
+from gpt.model.params import Parameter, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import GROUP, Quantized, to_int4, to_tensor
-from gpt.runs import hf
 from gpt.runs.checkpoint import Parameters
+from gpt.runs.gguf_model import ARCHES, ROPE_FREQS, FileTensor, file_tensors, import_gguf
 
-# The llama.cpp architecture of each layout.
-ARCHES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 MAX_LAYERS = 512  # Limit of llama.cpp.
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 _Q8_0_BYTES = 34  # Bytes per block: a scale and 32 levels.
-_ROPE_FREQS = "rope_freqs.weight"  # llama.cpp divides RoPE frequencies by this tensor.
 _HINT = "export a folder instead: -o without .gguf"
 _OTHER_TYPE = "use another --dtype"
 Array = np.ndarray[Any, Any]
@@ -66,42 +61,15 @@ def _unsupported_reason(config: GPTConfig) -> str | None:
     return None
 
 
-def import_gguf() -> ModuleType:
-    """Imports the package gguf. Raises `WorkError` if it is missing."""
-    try:
-        import gguf
-    except ImportError:
-        raise WorkError("a .gguf file needs the package gguf", install_extra("gguf")) from None
-    return gguf
-
-
-@dataclass(frozen=True)
-class _FileTensor:
-    """A tensor of the file: rows of a `gpt` parameter."""
-
-    name: str
-    shape: Shape
-    kind: str  # f32, f16, q8_0 or q4_0.
-    rows: slice | Tensor  # Slice of the parameter's rows, or indices of reordered rows.
-
-
-def _file_tensors(config: GPTConfig, kind: str) -> dict[str, list[_FileTensor]]:
-    """Returns the file's tensors by source parameter, in the model's order."""
-    gguf = import_gguf()
-    arch = ARCHES[config.layout]
-    names = gguf.get_tensor_name_map({name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch], config.n_layer)
-    table, tensors = named_parameters(config), dict[str, list[_FileTensor]]()
-    for hf_name, stored_tensor in hf.stored_tensors(config).items():
-        p = table[stored_tensor.ours]
-        rows: slice | Tensor = stored_tensor.rows or slice(None)
-        if arch == "llama" and hf_name.endswith((".q_proj.weight", ".k_proj.weight")):
-            # llama.cpp's RoPE rotates the pairs (2 i, 2 i + 1) of a head; `gpt` rotates (i, i + D/2).
-            rows = torch.arange(p.shape[0])[rows].view(-1, 2, config.head_size // 2).transpose(1, 2).flatten()
-        shape = p.shape if stored_tensor.rows is None else stored_tensor.shape
-        tensor = _FileTensor(names.get_name(hf_name, (".weight", ".bias")), shape, _parameter_kind(p, kind), rows)
-        tensors.setdefault(stored_tensor.ours, []).append(tensor)
+def _tensors(config: GPTConfig, kind: str) -> dict[str, list[tuple[FileTensor, str]]]:
+    """Returns the file's tensors and their types by source parameter, in the model's order."""
+    table = named_parameters(config)
+    tensors = {
+        name: [(tensor, _parameter_kind(table[name], kind)) for tensor in group]
+        for name, group in file_tensors(config).items()
+    }
     if config.rope_scaling is not None:
-        tensors[_ROPE_FREQS] = [_FileTensor(_ROPE_FREQS, (config.head_size // 2,), "f32", slice(None))]
+        tensors[ROPE_FREQS] = [(FileTensor(ROPE_FREQS, (config.head_size // 2,), slice(None)), "f32")]
     return tensors
 
 
@@ -120,18 +88,18 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
     The bytes depend only on the model, ``kind``, ``name`` and ``license``. Raises OSError, such as for an existing
     ``path``, and `UserError` for values that the type cannot represent.
     """
-    tensors = _file_tensors(source.config, kind)
+    tensors = _tensors(source.config, kind)
     header = _build_header(source, kind, name, license, [tensor for group in tensors.values() for tensor in group])
     unscaled = replace(source.config, rope_scaling=None)
     factors = lambda: rotary_rates(unscaled) / rotary_rates(source.config)  # Divisors of RoPE frequencies, (D / 2).
-    weights: Parameters = {**source.weights, _ROPE_FREQS: factors}
+    weights: Parameters = {**source.weights, ROPE_FREQS: factors}
 
     def pieces() -> Iterator[bytes | memoryview]:
         yield header
         for parameter, group in tensors.items():
             value = weights[parameter]()
-            for tensor in group:
-                data = _encode(parameter, _select_rows(value, tensor.rows), tensor.kind)
+            for tensor, own_kind in group:
+                data = _encode(parameter, _select_rows(value, tensor.rows), own_kind)
                 yield np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
                 yield bytes(-data.nbytes % import_gguf().GGUF_DEFAULT_ALIGNMENT)
 
@@ -139,7 +107,9 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
     return sum(map(len, tensors.values()))
 
 
-def _build_header(source: SourceModel, kind: str, name: str, license: str | None, tensors: list[_FileTensor]) -> bytes:
+def _build_header(
+    source: SourceModel, kind: str, name: str, license: str | None, tensors: list[tuple[FileTensor, str]]
+) -> bytes:
     """Returns the file up to the first tensor: model and tokenizer metadata, and tensor offsets."""
     gguf, config = import_gguf(), source.config
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
@@ -166,8 +136,8 @@ def _build_header(source: SourceModel, kind: str, name: str, license: str | None
         writer.add_rope_dimension_count(config.head_size)
         writer.add_rope_freq_base(config.rope_base)
     gguf_tokenizer.add(writer, source.tokenizer, config.vocab_size)
-    for tensor in tensors:
-        tensor_type = gguf.GGMLQuantizationType[tensor.kind.upper()]
+    for tensor, own_kind in tensors:
+        tensor_type = gguf.GGMLQuantizationType[own_kind.upper()]
         nbytes = math.prod(gguf.quants.quant_shape_to_byte_shape(tensor.shape, tensor_type))
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), nbytes, tensor_type)
     file = io.BytesIO()

@@ -20,6 +20,7 @@ from gpt.interrupt import StopSignal
 from gpt.model.params import named_parameters
 from gpt.model.quantize import Quantized
 from gpt.runs import folder as run_folder
+from gpt.runs import gguf_model
 from gpt.runs.checkpoint import Parameters
 
 OnBytes = Callable[[int, int], None]  # Called with the bytes of weights read so far, and in total.
@@ -74,7 +75,7 @@ def check(source: SourceModel, target: Target) -> None:
     """Raises `UserError` for a model that the format doesn't support, or a target inside a run or model."""
     if target.is_file:
         gguf.check(source)
-        gguf.import_gguf()
+        gguf_model.import_gguf()
     out_path, home = target.out.resolve(), source.path.resolve()
     if home in out_path.parents:
         raise UserError(f"{target.out} is inside the model's own folder", "choose a path outside it with -o")

@@ -26,15 +26,17 @@ from gpt.files import (
     to_json,
     write_pieces,
 )
+from gpt.gguf_header import is_gguf
 from gpt.model import lora
 from gpt.model.decoder import GPT, Linear
 from gpt.model.params import named_parameters, parameters
 from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, quantize_model, to_tensor
-from gpt.runs import adapter, folder, hf, quantized, tensors
+from gpt.runs import adapter, folder, gguf_model, hf, model_config, quantized, tensors
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import (
     has_described_tokenizer,
     read_described_tokenizer,
+    read_gguf,
     read_template,
     read_transformers,
     tokenizer_files,
@@ -215,6 +217,9 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
     """Verifies a checkpoint's checksums. Returns its shape, and loaders of its parameters by gpt's names, in the
     model's order. A loader reads its parameter when called; the first call merges an adapter. Raises `UserError` like
     `load`, except for errors in weights."""
+    if is_gguf(path):
+        config = gguf_model.load_config(path)
+        return config, gguf_model.open_weights(path, config)
     if not folder.is_adapter(path):
         return _stored_parameters(path, _read_shape(path))
     config, _, _ = _open_adapter(path)
@@ -245,7 +250,7 @@ def _read_shape(path: Path) -> GPTConfig:
         folder.verify_checksums(home)
         if (version := read_json(home / folder.META).get("format")) != FORMAT:
             raise UserError(f"{home} has format {version!r}; this program reads format {FORMAT}", "update gpt")
-    return hf.load_config(home)
+    return model_config.load_config(home)
 
 
 def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
@@ -274,6 +279,8 @@ def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
 
 
 def _own_tokenizer(path: Path) -> Tokenizer | None:
+    if is_gguf(path):
+        return read_gguf(path)
     meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
     if meta and has_described_tokenizer(path, meta.get("tokenizer")):
         return read_described_tokenizer(path, meta.get("tokenizer"), str(path / folder.META))

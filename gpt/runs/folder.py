@@ -24,7 +24,8 @@ from gpt.files import (
     to_json,
     write_file,
 )
-from gpt.runs import hub
+from gpt.gguf_header import is_gguf, list_shards
+from gpt.runs import hub, ollama
 from gpt.runs.record import RECORD as RECORD
 from gpt.runs.record import RunRecord
 from gpt.settings import MAX_FLOAT32
@@ -133,7 +134,8 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
 
 def weight_checksums(folder: Path) -> dict[str, str]:
     """Returns the sha256 of each weight file by name. They identify a model."""
-    return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors")) if path.name not in TRAINING}
+    files = list_shards(folder) if is_gguf(folder) else sorted(folder.glob("*.safetensors"))
+    return {path.name: file_sha256(path) for path in files if path.name not in TRAINING}
 
 
 def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> list[Entry]:
@@ -203,8 +205,9 @@ def can_resume(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint of gpt, Transformers or PEFT. Raises `UserError` if unreadable."""
-    return _has_file(path, "config.json") or is_adapter(path)
+    """Whether a path looks like a checkpoint of gpt, Transformers or PEFT, or is a GGUF file. Raises `UserError` if
+    unreadable."""
+    return _has_file(path, "config.json") or is_adapter(path) or is_gguf(path)
 
 
 def is_adapter(path: Path) -> bool:
@@ -290,6 +293,8 @@ def names_model(word: str) -> bool:
     """Whether a word names a preset or a model for `find_checkpoint`. Raises `UserError` for an unreadable path."""
     if hub.is_remote(word):
         return "://" not in word  # hf:// is the address of a text.
+    if ollama.is_ollama(word):
+        return True
     with reading(Path(word)):
         exists = Path(word).exists()
     match = None if exists else _PART.fullmatch(word)
@@ -334,11 +339,14 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Returns the checkpoint folder that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint,
-    a Transformers folder, or ``hf:NAME``, which is downloaded. None means the best of the newest run. If ``latest`` is
-    damaged, calls ``note`` and uses the previous one. Raises `UserError` if there is none."""
+    """Returns the checkpoint that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
+    Transformers folder, a GGUF file, ``ollama:NAME``, or ``hf:NAME``, which is downloaded. None means the best of the
+    newest run. If ``latest`` is damaged, calls ``note`` and uses the previous one. Raises `UserError` if there is
+    none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
+    if model and ollama.is_ollama(model):
+        return ollama.find(model, note)
     match = _PART.fullmatch(model) if model else None
     with reading(Path(model or RUNS)):
         names_part = match and not Path(match[0]).exists()
@@ -357,9 +365,7 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
             hint = f'from the Hugging Face Hub: "hf:{model}"'
         raise UserError(f"there is no run or checkpoint {path}", hint)
     if path.suffix == ".gguf":
-        raise UserError(
-            f"{path} is a GGUF file, which gpt writes but does not read", "name the folder it was made from"
-        )
+        raise UserError(f"{path} is not a GGUF file, whatever its name says", "download or copy it again")
     if path.is_dir() and any(path.glob("pytorch_model*.bin")):
         raise UserError(f"{path} has only pickled weights", "save them as safetensors first; gpt never opens pickles")
     raise UserError(f"{path} is not a run or a checkpoint: it has neither run.json nor config.json", known_runs())

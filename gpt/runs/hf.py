@@ -6,14 +6,12 @@ tensor names and its own type.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.errors import UserError
-from gpt.files import read_json
 from gpt.model.params import Shape, named_parameters
-from gpt.runs import folder, quantized
+from gpt.runs import quantized
 from gpt.settings import checked
 
 UNEMBEDDING = "lm_head.weight"
@@ -328,18 +326,3 @@ def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[An
     if (sliding_layers and window is None) or (kind == "mistral" and window is not None and sliding_layers != layers):
         raise UserError("layer_types and sliding_window contradict each other")
     return window, sliding_layers
-
-
-def load_config(path: Path) -> GPTConfig:
-    """Returns a checkpoint's shape without opening weights. Raises `UserError` for another model type."""
-    path = folder.home(path)
-    config = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
-    # GPT-2's config.json cannot describe a sinusoidal position table.
-    if config.layout == "gpt2" and (path / folder.META).exists():
-        config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
-    return config
-
-
-def load_bits(path: Path) -> int | None:
-    """Returns the bits of a checkpoint's quantized matrices, or None."""
-    return quantized.read_bits(read_json(path / "config.json"))

@@ -22,6 +22,8 @@ from gpt.files import (
     to_json,
     write_file,
 )
+from gpt.gguf_header import header, is_gguf
+from gpt.text import gguf_vocabulary
 from gpt.text.backends import CHARACTER_BYTES, ByteBPE, LibraryTokenizer, to_gpt2_spelling
 from gpt.text.boundaries import GPT2_PATTERN
 from gpt.text.tokenizer import (
@@ -101,6 +103,8 @@ def _read_file(path: Path) -> Tokenizer:
         return tokenizer
     if path.suffix == ".json":
         return from_tokenizer_json(read_json(path), str(path), {TOKENIZER_JSON: _read_json_bytes(path)})
+    if is_gguf(path) and (tokenizer := read_gguf(path)):
+        return tokenizer
     raise UserError(f"{path} is not a tokenizer", f"one is a tokenizer.json, or a folder with one or with {RANKS}")
 
 
@@ -175,6 +179,19 @@ def read_transformers(folder: Path) -> Tokenizer | None:
             f"convert it: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})",
         )
     return None
+
+
+def read_gguf(path: Path) -> Tokenizer | None:
+    """Reads the tokenizer of a GGUF file, or returns None if it has none."""
+    metadata = header(path).metadata
+    if not gguf_vocabulary.has_vocabulary(metadata):
+        return None
+    vocabulary = gguf_vocabulary.read_vocabulary(metadata, str(path))
+    files = {TOKENIZER_CONFIG: to_json(vocabulary.config)}
+    if vocabulary.chat_template is not None:
+        files[CHAT_TEMPLATE] = vocabulary.chat_template.encode("utf-8", "replace")
+    ends: dict[str, Any] = {"eos_token_id": vocabulary.ends} if vocabulary.ends else {}
+    return from_tokenizer_json(vocabulary.tokenizer, str(path), files, (ends, {}, vocabulary.config))
 
 
 def _complete(values: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Mapping[str, Any]:

@@ -1,0 +1,223 @@
+"""Reads the header of a GGUF file: metadata, and where each tensor is. Every count, length and offset is checked first.
+
+The format is documented at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package gguf has a reader,
+too; it trusts the header, and needs seconds for a vocabulary of 150,000 tokens.
+"""
+
+import functools
+import math
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpt.errors import UserError
+from gpt.files import open_regular, reading
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+HINT = "copy or download it again"
+MAX_HEADER = 2**28  # bytes; the header of a model with 256,000 tokens has about 2**24
+MAX_TENSORS, MAX_KEYS, MAX_NAME, MAX_DIMENSIONS, MAX_SHARDS = 2**16, 2**16, 2**12, 4, 1_000
+_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_STRING, _ARRAY = 8, 9
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a file: where its bytes are, and what they mean."""
+
+    file: Path
+    shape: tuple[int, ...]  # rows first, as in torch
+    type: int  # ggml's number of it
+    offset: int  # bytes from the start of the file
+
+
+@dataclass(frozen=True)
+class Header:
+    """The contents of a GGUF file, or of all its shards, without the weights."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, whatever its name. Raises `UserError` if it cannot be read."""
+    with reading(path):
+        if not path.is_file():
+            return False
+        with open_regular(path) as file:
+            return file.read(len(MAGIC)) == MAGIC
+
+
+def header(path: Path) -> Header:
+    """The header of a file, which is kept in memory until the file changes."""
+    with reading(path):
+        status = path.stat()
+    return _kept(path, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _kept(path: Path, size: int, changed: int) -> Header:
+    return read_header(path)
+
+
+def read_header(path: Path) -> Header:
+    """Reads the header of a file and of the shards that belong to it. Raises `UserError` for a damaged one."""
+    first = _read_file(path)
+    count = first.metadata.get("split.count", 1)
+    if type(count) is not int or not 0 <= count <= MAX_SHARDS:
+        raise UserError(f"{path} is damaged: it is split into {count!r:.20} files", HINT)
+    if count <= 1:
+        return first
+    files = list_shards(path)
+    if len(files) != count:
+        raise UserError(
+            f"{path} is one of {count} files of a model, and its name does not say which",
+            f"give all of them their names: NAME-00001-of-{count:05}.gguf …",
+        )
+    headers = [_read_file(each) for each in files]
+    for number, each in enumerate(headers):
+        if (each.metadata.get("split.no"), each.metadata.get("split.count")) != (number, count):
+            raise UserError(f"{each.path} is not part {number + 1} of {count} of this model", HINT)
+    tensors = {name: info for each in headers for name, info in each.tensors.items()}
+    if len(tensors) != sum(len(each.tensors) for each in headers):
+        raise UserError(f"{path}: a tensor is in two of its {count} files", HINT)
+    return Header(path, headers[0].metadata, tensors)
+
+
+def list_shards(path: Path) -> list[Path]:
+    """The files of the model that a file belongs to, by its name: ``NAME-00001-of-00003.gguf`` … Raises `UserError` if
+    one is missing."""
+    name = _SHARD.fullmatch(path.name)
+    if name is None or not 1 <= int(name[3]) <= MAX_SHARDS:
+        return [path]
+    files = [path.with_name(f"{name[1]}-{n:05}-of-{name[3]}.gguf") for n in range(1, int(name[3]) + 1)]
+    missing = next((each for each in files if not each.is_file()), None)
+    if missing is not None:
+        raise UserError(f"{path} is one of {len(files)} files of a model, and {missing.name} is missing", "download it")
+    return files
+
+
+def _read_file(path: Path) -> Header:
+    with reading(path), open_regular(path) as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise UserError(f"{path} is not a GGUF file", HINT)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _Reader(path, data).read()
+            except _Damage as damage:
+                raise UserError(f"{path} is damaged: {damage}", HINT) from None
+
+
+class _Damage(Exception):
+    """A header that contradicts itself or the size of its file."""
+
+
+class _Reader:
+    """Reads a mapped file from its start to the end of its header."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.end, self.at = path, data, min(len(data), MAX_HEADER), len(MAGIC)
+
+    def read(self) -> Header:
+        """Returns the header. Raises `_Damage`, and `UserError` for a version that cannot be read."""
+        version = self._number("<u4")
+        if version not in VERSIONS:
+            swapped = version in [int.from_bytes(each.to_bytes(4, "little"), "big") for each in VERSIONS]
+            what = "is for big-endian machines" if swapped else f"has version {version}"
+            raise UserError(f"{self.path} {what}; gpt reads GGUF versions 2 and 3", "convert it again with llama.cpp")
+        tensors, keys = self._count(MAX_TENSORS, "tensors"), self._count(MAX_KEYS, "keys")
+        metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            name = self._string(MAX_NAME)
+            if name in metadata:
+                raise _Damage(f"the key {name[:80]} is there twice")
+            metadata[name] = self._value(self._number("<u4"), name)
+        infos = [self._tensor() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= 2**16:
+            raise _Damage(f"its alignment is {alignment!r:.20}")
+        start = -(-self.at // alignment) * alignment
+        found = {}
+        for name, shape, type_, offset in infos:
+            if name in found:
+                raise _Damage(f"the tensor {name[:80]} is there twice")
+            found[name] = TensorInfo(self.path, shape, type_, start + offset)
+        return Header(self.path, metadata, found)
+
+    def _bytes(self, size: int) -> bytes:
+        self.at += size
+        if self.at > self.end:
+            raise _Damage("its header is cut short" if self.end < MAX_HEADER else "its header is too long")
+        return self.data[self.at - size : self.at]
+
+    def _number(self, dtype: str) -> Any:
+        return np.frombuffer(self._bytes(np.dtype(dtype).itemsize), dtype)[0].item()
+
+    def _count(self, most: int, what: str) -> int:
+        count: int = self._number("<u8")
+        if count > most:
+            raise _Damage(f"it claims to have {count:,} {what}")
+        return count
+
+    def _string(self, most: int = MAX_HEADER) -> str:
+        length: int = self._number("<u8")
+        if length > most:
+            raise _Damage(f"a text in its header claims to have {length:,} bytes")
+        return self._bytes(length).decode("utf-8", "surrogateescape")
+
+    def _value(self, kind: int, name: str) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind != _ARRAY:
+            raise _Damage(f"{name[:80]} has the unknown type {kind}")
+        inner = self._number("<u4")
+        if inner == _STRING:
+            return self._strings(self._count(MAX_HEADER // 8, f"texts in {name[:80]}"))
+        if inner not in _NUMBERS:
+            raise _Damage(f"{name[:80]} is a list of the unknown type {inner}")
+        dtype = np.dtype(_NUMBERS[inner])
+        count = self._count(MAX_HEADER, f"numbers in {name[:80]}")
+        return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
+
+    def _strings(self, count: int) -> list[str]:
+        """Reads a list of texts without a call for each: a vocabulary has hundreds of thousands."""
+        found, at, data, end = [], self.at, self.data, self.end - 8
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at > end:
+                raise _Damage("its header is cut short")
+            start = at + 8
+            at = start + length_at(data, at)[0]
+            if at > self.end:
+                raise _Damage("its header is cut short")
+            found.append(data[start:at].decode("utf-8", "surrogateescape"))
+        self.at = at
+        return found
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, dimensions = self._string(MAX_NAME), self._number("<u4")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise _Damage(f"the tensor {name[:80]} has {dimensions:,} dimensions")
+        shape = tuple(self._number("<u8") for _ in range(dimensions))[::-1]
+        type_, offset = self._number("<u4"), self._number("<u8")
+        if math.prod(shape) > 2**60 or offset > len(self.data):
+            raise _Damage(f"the tensor {name[:80]} does not fit into the file")
+        return name, shape, type_, offset
+
+
+def mapped(info: TensorInfo, rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Maps the bytes of a tensor, (rows, row_bytes), without reading them."""
+    # Copy-on-write: torch wants arrays that could be written, and the file is never changed.
+    return np.memmap(info.file, np.uint8, "c", info.offset, (rows, row_bytes))

@@ -1,0 +1,265 @@
+"""GGUF files as models: what gpt exports is read back, and blocks of every type are what the package gguf reads."""
+
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Gpt, more, one_line_of_what_and_what_next
+from models import loud, source_of
+from torch import Tensor
+
+from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.errors import UserError
+from gpt.exporting import gguf
+from gpt.gguf_header import header
+from gpt.model.decoder import GPT
+from gpt.model.positions import rotary_rates
+from gpt.model.quantize import Quantized, to_tensor
+from gpt.runs import checkpoint, folder, gguf_model
+
+package = pytest.importorskip("gguf")
+
+PLAIN = ARCHITECTURES["modern"] | {"qk_norm": False}
+SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": ARCHITECTURES["gpt2"],
+    "gpt2, untied": ARCHITECTURES["gpt2"] | {"tied": False},
+    "llama": PLAIN | {"n_kv_head": 2, "head_dim": 24, "n_inner": 96},
+    "llama, scaled": PLAIN | {"n_kv_head": 2, "head_dim": 24, "rope_base": 5e5, "rope_scaling": SCALING},
+    "mistral": PLAIN | {"n_kv_head": 1, "tied": False, "layer_norm_epsilon": 1e-6},
+    "qwen2": PLAIN | {"biases": "qkv", "n_kv_head": 2, "n_inner": 64},
+    "qwen3": ARCHITECTURES["modern"] | {"head_dim": 8, "rope_base": 1e6},
+}
+QUANTIZED = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "BF16", "F16"]
+IDS = torch.arange(0, 240, 7)[None] % 257
+
+
+def model_of(family: str, seed: int = 0, **properties: Any) -> GPT:
+    return loud(GPTConfig(320, 48, 2, 4, 64, **{**FAMILIES[family], **properties}), seed, spread=0.1)
+
+
+def logits(model: GPT) -> Tensor:
+    with torch.no_grad():
+        return model(IDS)[0] if isinstance(model(IDS), tuple) else model(IDS)
+
+
+def write(path: Path, model: GPT, kind: str = "f32") -> Path:
+    gguf.write(path, source_of(model), kind, "A model")
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exported_model_is_read_back(family: str, tmp_path: Path) -> None:
+    model = model_of(family)
+    read = checkpoint.load(write(tmp_path / "model.gguf", model), torch.device("cpu"))
+    assert replace(read.model.config, dropout=0.0) == replace(model.config, dropout=0.0)
+    for name, value in model.state_dict().items():
+        assert torch.equal(read.model.state_dict()[name], value), name
+    assert list(read.tokenizer.encode("A text")) == list(b"A text")
+
+
+def rewritten(path: Path, change: Callable[[str, Tensor, Any], tuple[Any, Any]], metadata: dict[str, Any]) -> Path:
+    """Copies a file with the package gguf: tensors as `change` returns them with their types, metadata over the old."""
+    reader, target = package.GGUFReader(path), path.with_name("rewritten.gguf")
+    writer = package.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")) and name not in metadata:
+            kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), kind, inner)
+    for name, value in metadata.items():
+        kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
+        writer.add_key_value(name, value, package.GGUFValueType[kinds[type(value)]])
+    for tensor in reader.tensors:
+        exact = torch.from_numpy(package.dequantize(tensor.data, tensor.tensor_type).copy())
+        data, type_ = change(tensor.name, exact, tensor.tensor_type)
+        if data is not None:
+            writer.add_tensor(tensor.name, data, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def as_blocks(kind: str, value: Tensor) -> Any:
+    """A matrix in a type: quantized if the package can, or else random blocks with scales of about a tenth."""
+    type_ = package.GGMLQuantizationType[kind]
+    try:
+        return package.quants.quantize(value.numpy(), type_)
+    except NotImplementedError:
+        block, size = package.GGML_QUANT_SIZES[type_]
+        blocks = np.random.default_rng(0).integers(0, 256, (value.numel() // block, size), np.uint8)
+        at = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0]}[kind]
+        for scale in at:
+            blocks[:, scale : scale + 2] = np.float16([2e-3]).view(np.uint8)
+        return blocks.reshape(len(value), -1)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("family", ["llama", *map(more, ("gpt2", "mistral", "qwen2", "qwen3"))])
+def test_quantized_weights_are_those_of_the_package(family: str, kind: str, tmp_path: Path) -> None:
+    wide = {"head_dim": 64} if family not in ("gpt2", "qwen2") else {}
+    config = {**FAMILIES[family], "n_inner": 512, **wide}
+    model = loud(GPTConfig(320, 48, 2, 4, 256, **config), spread=0.1)
+    type_ = package.GGMLQuantizationType[kind]
+
+    def change(name: str, value: Tensor, old: Any) -> tuple[Any, Any]:
+        if value.dim() < 2 or "position" in name:
+            return value.numpy(), old
+        return as_blocks(kind, value), type_
+
+    path = rewritten(write(tmp_path / "model.gguf", model), change, {})
+    exact = rewritten(path, lambda name, value, old: (value.numpy(), package.GGMLQuantizationType.F32), {})
+    exact = exact.rename(tmp_path / "exact.gguf")
+    path = rewritten(write(tmp_path / "again.gguf", model), change, {})
+    read, reference = (checkpoint.load(each, torch.device("cpu")).model for each in (path, exact))
+    assert {info.type for info in header(path).tensors.values()} == {0, int(type_)}
+    assert torch.allclose(logits(read), logits(reference), rtol=0, atol=1e-5)
+    assert not torch.allclose(logits(read), logits(model), rtol=0, atol=1e-5)
+
+
+def test_q4_0_is_int4_without_rounding_again(tmp_path: Path) -> None:
+    model = model_of("llama", n_inner=64)
+    config, weights = checkpoint.open_weights(write(tmp_path / "model.gguf", model, "q4_0"))
+    for name in ("h.0.attn.c_attn.weight", "h.1.mlp.c_fc.weight", "h.1.mlp.c_proj.weight"):
+        stored = weights[name]()
+        assert isinstance(stored, Quantized) and stored.bits == 4
+        restored = gguf.restore_parameter(config, name, model.state_dict()[name], "q4_0")
+        assert torch.equal(to_tensor(stored), restored)
+
+
+def test_linear_rope_scaling(tmp_path: Path) -> None:
+    model = model_of("llama")
+    path = rewritten(
+        write(tmp_path / "model.gguf", model),
+        lambda name, value, old: (value.numpy(), old),
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+    )
+    config = gguf_model.load_config(path)
+    assert torch.allclose(rotary_rates(config) * 4, rotary_rates(model.config))
+
+
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    model = model_of("qwen3")
+    path = write(tmp_path / "model.gguf", model)
+    names = list(header(path).tensors)
+    for number, part in enumerate((names[:5], names[5:9], names[9:])):
+        keep = lambda name, value, old, part=part: (value.numpy(), old) if name in part else (None, None)
+        rewritten(path, keep, {"split.no": number, "split.count": 3, "split.tensors.count": len(names)}).rename(
+            tmp_path / f"it-{number + 1:05}-of-00003.gguf"
+        )
+    read = checkpoint.load(tmp_path / "it-00002-of-00003.gguf", torch.device("cpu")).model
+    assert torch.equal(logits(read), logits(model))
+    assert len(folder.weight_checksums(tmp_path / "it-00001-of-00003.gguf")) == 3
+    (tmp_path / "it-00003-of-00003.gguf").unlink()
+    with pytest.raises(UserError, match="it-00003-of-00003.gguf is missing"):
+        checkpoint.load(tmp_path / "it-00001-of-00003.gguf", torch.device("cpu"))
+
+
+def keep(name: str, value: Tensor, old: Any) -> tuple[Any, Any]:
+    return value.numpy(), old
+
+
+@pytest.mark.parametrize(
+    ("metadata", "match"),
+    [
+        ({"llama.expert_count": 8}, "expert_count is 8"),
+        ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn'"),
+        ({"llama.rope.dimension_count": 12}, "only part of each head"),
+        ({"llama.block_count": 3}, "the tensor blk.2.attn_norm.weight and 8 more is missing"),
+        ({"llama.block_count": 10**6}, "are not those of a model"),
+        ({"tokenizer.ggml.pre": "chameleon"}, "'chameleon', which gpt does not know"),
+        ({"tokenizer.ggml.model": "t5"}, "a tokenizer of type 't5'"),
+    ],
+)
+def test_unsupported_metadata_is_named(metadata: dict[str, Any], match: str, tmp_path: Path) -> None:
+    path = rewritten(write(tmp_path / "model.gguf", model_of("llama")), keep, metadata)
+    with pytest.raises(UserError, match=match):
+        checkpoint.load(path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        (b"llama", b"mamba", "a model of type 'mamba'"),
+        (b"blk.0.attn_v", b"blk.0.extra_", "has a tensor blk.0.extra_.weight that no llama model of gpt has"),
+    ],
+)
+def test_unknown_architecture_and_tensor_are_named(old: bytes, new: bytes, match: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", model_of("llama"))
+    path.write_bytes(path.read_bytes().replace(old, new))
+    with pytest.raises(UserError, match=match):
+        checkpoint.load(path, torch.device("cpu"))
+
+
+def test_commands_take_a_file(run_folder: Path, gpt: Gpt, tmp_path: Path) -> None:
+    file = str(tmp_path / "model.gguf")
+    gpt("export", "-m", str(run_folder), "-o", file, "--dtype", "f32")
+    text = tmp_path / "text.txt"
+    text.write_text("The same text, measured twice. " * 20)
+    for command in (
+        ["sample", "The", "--greedy", "--max-tokens", "12"],
+        ["sample", "The", "--beam", "3", "--max-tokens", "6"],
+        ["eval", str(text), "--json"],
+        ["inspect", "attention", "The same text", "--json"],
+    ):
+        ours, theirs = (gpt(*command, "-m", each) for each in (str(run_folder), file))
+        assert (ours.code, theirs.code) == (0, 0), ours.err + theirs.err
+        if command[0] == "sample":
+            assert ours.out == theirs.out
+    assert gpt("params", file).out.splitlines()[2:] == gpt("params", str(run_folder)).out.splitlines()[2:]
+    tuned = gpt("train", str(text), "--init", file, "--lora-rank", "2", "--steps", "3", "--out", "runs/tuned")
+    assert tuned.code == 0, tuned.err
+    gpt("export", "-m", "runs/tuned", "-o", "tuned.gguf", "--dtype", "f16")
+    ours, theirs = (
+        gpt("sample", "The", "--greedy", "--max-tokens", "12", "-m", each).out for each in ("runs/tuned", "tuned.gguf")
+    )
+    assert ours == theirs
+
+
+def forged(data: bytes, header_size: int, rng: random.Random) -> bytes:
+    """A file with some bytes of its header replaced, or cut short."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(header_size)
+        if rng.random() < 0.5:
+            value = rng.choice([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, rng.getrandbits(64)])
+            changed[at : at + 8] = struct.pack("<Q", value)
+        else:
+            changed[at] = rng.randrange(256)
+    return bytes(changed[: rng.randrange(len(data))] if rng.random() < 0.1 else changed)
+
+
+@pytest.mark.parametrize("count", [60, more(2_000)])
+def test_forged_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", model_of("llama"))
+    data = path.read_bytes()
+    size = min(info.offset for info in header(path).tensors.values())
+    outcomes = {"read": 0, "refused": 0}
+    for seed in range(count):
+        bad = tmp_path / f"{seed}.gguf"
+        bad.write_bytes(forged(data, size, random.Random(seed)))
+        try:
+            if folder.is_checkpoint(bad):
+                checkpoint.load(bad, torch.device("cpu"))
+            outcomes["read"] += 1
+        except UserError as error:
+            assert "\n" not in error.message
+            outcomes["refused"] += 1
+        bad.unlink()
+    assert outcomes["refused"] > count / 4
+    assert outcomes["read"] > count / 20
+
+
+def test_file_cut_anywhere_is_refused(tmp_path: Path, gpt: Gpt) -> None:
+    data = write(tmp_path / "model.gguf", model_of("llama")).read_bytes()
+    for size in (3, 4, 20, 100, 5_000, len(data) - 1000):
+        (tmp_path / "cut.gguf").write_bytes(data[:size])
+        result = gpt("sample", "The", "-m", str(tmp_path / "cut.gguf"))
+        one_line_of_what_and_what_next(result, "cut.gguf")

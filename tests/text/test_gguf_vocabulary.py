@@ -1,0 +1,128 @@
+"""Tokenizers from GGUF metadata: ids against a written-out SentencePiece BPE, and against the tokenizer that was
+exported."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import vocabularies
+from conftest import Gpt, make_text
+from models import source_of
+
+from gpt.config import GPTConfig
+from gpt.errors import UserError
+from gpt.exporting import gguf
+from gpt.gguf_header import header
+from gpt.model.decoder import GPT
+from gpt.text import gguf_vocabulary
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
+from gpt.text.tokenizer_files import find_tokenizer, from_tokenizer_json
+
+pytest.importorskip("gguf")
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
+
+
+def sentence_pieces(seed: int = 0) -> dict[str, Any]:
+    """Metadata of a SentencePiece vocabulary: pieces that merges of random text produce, each with a score."""
+    rng = random.Random(seed)
+    words = [f"▁{word}" for word in make_text(3000).split() if word.isascii()]
+    pieces = sorted({char for word in words for char in word})
+    counts: dict[str, int] = {}
+    for word in words:
+        for start in range(len(word)):
+            for end in range(start + 2, min(len(word), start + 6) + 1):
+                counts[word[start:end]] = counts.get(word[start:end], 0) + 1
+    longer = sorted(counts, key=lambda piece: (len(piece), -counts[piece], piece))[:400]
+    rng.shuffle(longer)
+    special = ["<unk>", "<s>", "</s>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *longer, *pieces]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(longer) + len(pieces))]
+    scores = [0.0] * 259 + [-float(rank // 2) for rank in range(len(longer))] + [-1e9] * len(pieces)  # with ties
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.array(scores, np.float32), "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    }  # fmt: skip
+
+
+def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
+    vocabulary = gguf_vocabulary.read_vocabulary(metadata, "it")
+    ends: dict[str, Any] = {"eos_token_id": vocabulary.ends}
+    return from_tokenizer_json(vocabulary.tokenizer, "it", {}, (ends, {}, vocabulary.config))
+
+
+def merged(text: str, metadata: dict[str, Any]) -> list[int]:
+    """The ids of SentencePiece's BPE: the neighbors whose union has the highest score are merged, the leftmost first;
+    a character that is no piece becomes its bytes."""
+    ids = {piece: id for id, piece in enumerate(metadata["tokenizer.ggml.tokens"])}
+    scores = metadata["tokenizer.ggml.scores"]
+    symbols = list("▁" + text.replace(" ", "▁"))
+    while True:
+        unions = [(-scores[ids[a + b]], at) for at, (a, b) in enumerate(pairwise(symbols)) if a + b in ids]
+        if not unions:
+            break
+        _, at = min(unions)
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    return [
+        id for symbol in symbols
+        for id in ([ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()])
+    ]  # fmt: skip
+
+
+def test_sentence_pieces_are_merged_by_score() -> None:
+    metadata = sentence_pieces()
+    tokenizer = tokenizer_of(metadata)
+    scores = np.arange(len(metadata["tokenizer.ggml.tokens"]), 0, -1).astype(np.float32)
+    strict = metadata | {"tokenizer.ggml.scores": scores}
+    texts = [*make_text(600, seed=1).split("\n"), "naïve 漢字", "a", "  two  spaces ", "\ttab"]
+    for text in filter(None, texts):
+        assert list(map(int, tokenizer_of(strict).encode(text))) == merged(text, strict), text
+        assert tokenizer.decode(list(map(int, tokenizer.encode(text)))) == f" {text}"  # the space put before it
+    assert tokenizer.prompt("a")[0] == 1
+    assert tokenizer.eot == 2
+
+
+@pytest.mark.parametrize("form", ["gpt2", "llama3", "qwen", "smollm2"])
+def test_exported_tokenizer_gives_the_same_ids(form: str, tmp_path: Path) -> None:
+    tokenizer = find_tokenizer(str(vocabularies.write(form, tmp_path / form)))
+    model = GPT(GPTConfig.of("modern", tokenizer.vocab_size, 16, 1, 2, 32, qk_norm=False)).eval()
+    gguf.write(tmp_path / "model.gguf", source_of(model, tokenizer), "f16", "It")
+    again = find_tokenizer(str(tmp_path / "model.gguf"))
+    for text in make_text(500, seed=2).split("\n"):
+        assert list(again.encode(text)) == list(tokenizer.encode(text))
+        assert again.prompt(text) == tokenizer.prompt(text)
+    assert again.ends == tokenizer.ends
+    assert again.chat_template == tokenizer.chat_template
+
+
+def test_own_tokenizer_keeps_its_fingerprint(tmp_path: Path) -> None:
+    model = GPT(GPTConfig.of("gpt2", 257, 16, 1, 2, 32)).eval()
+    gguf.write(tmp_path / "model.gguf", source_of(model), "f16", "It")
+    assert header(tmp_path / "model.gguf").metadata["tokenizer.ggml.pre"] == "gpt-2"
+    assert find_tokenizer(str(tmp_path / "model.gguf")).fingerprint == bytes_tokenizer().fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "a token is there twice"),
+        ({"tokenizer.ggml.tokens": 7}, "its list of tokens is missing"),
+        ({"tokenizer.ggml.scores": np.array([1.0], np.float32)}, "no scores"),
+        ({"tokenizer.ggml.token_type": np.array([1], np.int32)}, "1 types"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}, "no merges"),
+        ({"tokenizer.ggml.model": "gpt2"}, "None, which gpt does not know"),
+    ],
+)
+def test_damage_is_named(change: dict[str, Any], match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        tokenizer_of(sentence_pieces() | change)
+
+
+def test_tokenizer_command_reads_a_file(tmp_path: Path, gpt: Gpt) -> None:
+    gguf.write(tmp_path / "model.gguf", source_of(GPT(GPTConfig.of("gpt2", 257, 16, 1, 2, 32)).eval()), "f16", "It")
+    ids = gpt("tokenizer", "encode", "ab", "--tokenizer", tmp_path / "model.gguf")
+    assert ids.out.split() == ["97", "98"]
