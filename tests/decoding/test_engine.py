@@ -1,4 +1,4 @@
-"""The engine: concurrent requests with different settings, cancellation, prefix reuse, chunked prefill."""
+"""The engine: concurrent requests, cancellation, prefix reuse, chunked prefill."""
 
 import random
 from functools import partial
@@ -27,7 +27,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-# The model's 50 ids as letters, and regular expressions over them
+# Regular expressions over ids, which are spelled as letters
 CONSTRAINTS = ConstraintCache(letters(*(bytes([65 + id]) for id in range(EOT))))
 REGEXES = ["A[B-Z]{0,9}", "[^A-F]+K.*", "(B|CD|EFG){2,}Z?", "HIJ"]
 
@@ -69,7 +69,7 @@ def run_alone(model: GPT, request: Request) -> list[Update]:
 def test_concurrent_requests_do_not_affect_each_other(
     positions: str, fixed_shapes: bool, chunk: int, properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All kinds of requests run concurrently, more than there are slots; some are cancelled."""
+    """Requests of all kinds outnumber the slots, and some are cancelled."""
     monkeypatch.setattr(scheduler, "MIN_SHARED_PREFIX", 1)
     model, rng = tiny_model(24, positions, **properties), random.Random(0)
     context = Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None)
@@ -116,7 +116,7 @@ def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
 
 @pytest.mark.parametrize("settings", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])
 def test_nan_logits_end_only_their_request(settings: dict[str, Any]) -> None:
-    """Prompts contain an id with a NaN embedding. The slots of failed requests are reused."""
+    """Failing prompts contain an id whose embedding is NaN. Later requests reuse their slots."""
     model = tiny_model(24)
     with torch.no_grad():
         model.lm_head = torch.nn.Linear(16, 50, bias=False)
@@ -271,7 +271,7 @@ def test_shared_prefix_is_prefilled_once() -> None:
     events: dict[int, list[Update]] = {}
     for event in engine.run():
         events.setdefault(event.number, []).append(event)
-    # The others reuse three chunks and compute the rest.
+    # The other three reuse 96 positions and compute 5.
     assert sum(context.positions) == 101 + 3 * 5 + 4 * 11
     assert [events[number][-1].cached for number in range(4)] == [0, 96, 96, 96]
     assert all(
@@ -281,7 +281,7 @@ def test_shared_prefix_is_prefilled_once() -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_prompt_reuses_the_prefix_of_a_slot(window: int | None) -> None:
-    """Covers running and finished requests, and ring buffers of sliding-window layers."""
+    """Covers slots of running and finished requests, and sliding-window layers."""
     properties: dict[str, Any] = {} if window is None else {"window": window, "window_layers": (1,)}
     model = tiny_model(300, "rotary", "modern", **properties)
     context = CountingContext(model, CPU, 4)
@@ -358,14 +358,14 @@ def test_nan_logits_of_guesses_end_only_their_request() -> None:
 
 
 def test_guesses_count_towards_the_chunk() -> None:
-    """Logits of guesses take memory."""
+    """The logits of guesses take memory."""
     context = CountingContext(tiny_model(64), CPU, 4)
     engine = Engine(context, {EOT}, chunk=6)
     for n in range(4):
         config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=30, speculate=8)
         engine.add(Request([n, n, 7, 8] * 4, config))
     assert len([update for update in engine.run() if update.reason]) == 4
-    assert 4 + 6 <= max(context.positions) <= 4 + 6 + 6  # the newest ids, guesses, and prompt ids
+    assert 4 + 6 <= max(context.positions) <= 4 + 6 + 6  # 4 newest ids, 6 guesses, and up to 6 prompt ids
 
 
 def test_waiting_requests_are_compared_with_a_shared_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:

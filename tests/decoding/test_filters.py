@@ -1,4 +1,4 @@
-"""Logits filters and sampling, compared with Transformers' processors on random logits."""
+"""Logits filters and sampling, compared with Transformers on random logits."""
 
 import math
 from collections import Counter
@@ -97,7 +97,7 @@ def test_order_of_filters_matches_transformers(seed: int) -> None:
     ):  # fmt: skip
         expected = processor(torch.tensor(past), expected)
     pipeline = filters.Filters(config, {49}, [(7, 2.0)])
-    filtered = pipeline.keep(pipeline.shape(logits, past, [0, 0]))
+    filtered = pipeline.keep(pipeline.adjust(logits, past, [0, 0]))
     assert torch.equal(filtered > -math.inf, expected > -math.inf)
     assert torch.allclose(filtered.softmax(-1), expected.softmax(-1), atol=1e-6)
 
@@ -113,7 +113,7 @@ def test_filters_always_leave_a_token(
     config = SampleConfig(temperature=t, top_k=k, top_p=p, min_p=m, no_repeat_ngram=n, min_tokens=1)
     past = [id % len(values) for id in past]
     pipeline = filters.Filters(config, {0})
-    shaped = pipeline.shape(torch.tensor([values]), [past], [0])
+    shaped = pipeline.adjust(torch.tensor([values]), [past], [0])
     chosen = int(pipeline.choose(shaped, torch.tensor([[3]]))[0])
     assert shaped[0, chosen] > -math.inf
 
@@ -129,7 +129,7 @@ def test_filters_at_boundary_values() -> None:
     assert torch.isfinite(filters.keep_top_p(logits, 1e-9)).sum() == 1
     ties = torch.tensor([[0.0, 0.0, 0.0, 0.0], [-1e9, 5.0, -1e9, 5.0]])  # These probabilities are exact.
     assert torch.isfinite(filters.keep_top_p(ties, 0.75)).tolist() == [[True] * 3 + [False], [False, True] * 2]
-    assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # Torch sorts doubles.
+    assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # Doubles use torch's sort.
     assert torch.isfinite(filters.keep_min_p(logits, 1)).tolist() == [False, True, False]
     assert torch.isfinite(filters.exclude(logits, [1])).tolist() == [True, False, True]
     assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])

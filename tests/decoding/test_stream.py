@@ -33,13 +33,13 @@ def test_streaming_shows_whole_characters_and_all_text(text: str, junk: bytes) -
     assert not any("\ufffd" in stream.push(byte) for byte in "é🐕\u4e2d".encode())
 
 
-def test_literal_replacement_character_streams() -> None:
+def test_replacement_character_in_the_text_is_streamed() -> None:
     tok = tokenizer.train_tokenizer([make_text()], 300)
     assert "".join(stream_pieces(tok.encode("a\ufffdb").tolist(), tok=tok)) == "a\ufffdb"
 
 
 def text_before_stop(text: str, stops: Sequence[str]) -> str:
-    """Cuts the text before the first stop string that ends; if several end together, before the longest."""
+    """Returns the text before the stop string that ends first. Ties go to the longest."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

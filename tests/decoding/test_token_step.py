@@ -33,7 +33,7 @@ def model_of(arch: Any, rounded: bool = False) -> GPT:
 
 
 def logits_of(model: GPT, prompt: list[int], following: list[int], backend: Any = None) -> list[torch.Tensor]:
-    """Returns the logits after each of ``following``, from `next_tokens` compiled by ``backend`` if given."""
+    """Returns the logits after each id of ``following``. A ``backend`` compiles `next_tokens`."""
     step = None if backend is None else functools.partial(torch.compile(next_tokens, backend=backend), model)
     context = Context(model, Compute(torch.device("cpu"), torch.float32), 1, 64, step)
     push(context, prompt)
@@ -98,7 +98,7 @@ def test_attention_reads_only_filled_blocks(window: int, columns: int, heads: in
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_cuda_graph_inputs_are_static(rounded: bool) -> None:
-    """In every step, a CUDA graph copies inputs whose address can change."""
+    """A CUDA graph would copy inputs with changing addresses in every step."""
     moving: list[tuple[int, ...]] = []
 
     def inspect_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -62,7 +62,7 @@ def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
 def test_int8_products_match_rounded_weights(
     missing_instruction: str | None, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows differ widely in size and have separate scales. Some cases lack a CPU instruction."""
+    """Input rows differ widely in scale. Some cases simulate a CPU without an instruction."""
     if missing_instruction:
         monkeypatch.setattr(weights, missing_instruction, lambda: False)
     torch.manual_seed(0)
@@ -85,7 +85,7 @@ def test_int8_products_match_rounded_weights(
 @pytest.mark.skipif(not Int4Linear.runs_on(CPU.device), reason="the int4 kernel needs AVX2")
 @pytest.mark.parametrize("bias", [True, False])
 def test_int4_products_match_rounded_weights(bias: bool) -> None:
-    """Unit vectors expose each weight. Few rows use the kernel, many use dequantized weights."""
+    """Unit vectors expose each weight. Small inputs use the kernel, large inputs dequantized weights."""
     torch.manual_seed(0)
     for out_features, in_features in ((16, 64), (80, 96), (192, 256)):
         weight = to_int4(torch.randn(out_features, in_features) * torch.logspace(-3, 1, out_features)[:, None])
@@ -119,7 +119,7 @@ def test_int4_weights_are_dequantized_without_a_kernel(monkeypatch: pytest.Monke
 
 
 def test_int8_rows_are_independent() -> None:
-    """A large row does not coarsen a small one."""
+    """A large input row does not make small rows less precise."""
     torch.manual_seed(0)
     layer = Int8Linear(to_int8(torch.randn(20, 32)), None)
     x = torch.randn(4, 32)

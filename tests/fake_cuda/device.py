@@ -29,7 +29,7 @@ INDEXING_OPS = {
 }  # fmt: skip
 # Operators that compute nothing
 OPS_WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_local_scalar_dense"}
-STALE_INTEGER = 99  # An integer buffer contains this value while its copy is pending. A float buffer contains NaN.
+STALE_INTEGER = 99  # Value of integer buffers while their copy is pending. Float buffers contain NaN.
 
 
 class FakeCudaTensor(Tensor):
@@ -72,7 +72,7 @@ def _unwrap(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class PendingCopy:
-    """A pending copy of ``cpu_data`` into the host's ``buffer``."""
+    """A pending copy of ``cpu_data`` into the host ``buffer``."""
 
     buffer: Tensor
     cpu_data: Tensor
@@ -80,15 +80,15 @@ class PendingCopy:
 
 
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Provides ``count`` CUDA devices within a context."""
+    """A context manager that provides ``count`` CUDA devices."""
 
     def __init__(self, count: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = count
         self.current = 0
-        self.waits: list[tuple[str, str]] = []  # (kind, source line) of each wait of the host for the device
-        self.launches: Counter[str] = Counter()  # launched kernels and copies, by operator
-        self.failure = ""  # error raised by all further CUDA calls, if any
+        self.waits: list[tuple[str, str]] = []  # (kind, source line) of each host wait
+        self.launches: Counter[str] = Counter()  # Launched kernels and copies by operator
+        self.failure = ""  # Error message of all further CUDA calls, if any
         # Keeping the storages prevents an unpinned tensor from reusing an address.
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._pending: list[PendingCopy] = []
@@ -127,7 +127,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.pin(func(*args, **{**kwargs, "pin_memory": False}))
 
     def _check(self, func: Any, args: Any, fake_tensors: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
-        """Records a wait if the operator needs one. Raises for mixed devices, as CUDA does."""
+        """Records the operator's host waits. Raises for mixed devices, as CUDA does."""
         if func in WAITING_OPS:
             self.wait(func._schema.name.removeprefix("aten::"))
         host = [tensor for tensor in tensors if not isinstance(tensor, FakeCudaTensor)]
@@ -244,7 +244,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [copy for copy in self._pending if copy.index == index]
 
     def complete(self, copies: Iterable[PendingCopy]) -> None:
-        """Finishes copies that are still pending."""
+        """Completes pending copies."""
         copies = list(copies)
         for copy in self._pending:
             if any(copy is other for other in copies):

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 128, "tokenizer": "bytes", "lr": 3e-3,
     "sample_every": 0, "dtype": "float32",
 }  # fmt: skip
-# Tolerance for losses around 5. The attention kernel differs.
+# Loss tolerances, because the attention kernel differs. Losses are around 5.
 ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 1e-2}
 
 
@@ -72,8 +72,7 @@ def test_losses_match_the_cpu(text: Path, disguise: Disguise, settings: dict[str
 
 @pytest.mark.slow
 def test_float16_loss_scaling_follows_float32(text: Path, disguise: Disguise) -> None:
-    """The first steps are skipped until the loss scale is small enough. A trial of compiled code does not affect the
-    scaler."""
+    """Steps are skipped until the loss scale is small enough. The trial of compiled code does not affect it."""
     with disguise():
         _, float16_events = train("cuda", dtype="float16", steps=8)
         _, float32_events = train("cuda", steps=8)
@@ -99,7 +98,7 @@ def test_chunked_logits_match(text: Path, disguise: Disguise, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_rollback_after_nan_losses(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 8 is in flight during the rollback and is undone."""
+    """Step 8 is in flight during the rollback and is discarded."""
     original, calls = stepping.tied_cross_entropy, []
 
     def compute_loss(*args: Any) -> Any:
@@ -182,7 +181,7 @@ def make_stepper(device: torch.device) -> Stepper:
 
 
 def test_batches_are_uploaded_without_a_wait(disguise: Disguise) -> None:
-    """Inputs and targets are offset views of one array."""
+    """Inputs and targets are overlapping views of one array."""
     with disguise() as device:
         waits = len(device.waits)
         x = upload(np.arange(12).reshape(3, 4)[:, :-1], torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Fast kernels compared with their plain definitions."""
+"""Fast kernels compared with reference implementations."""
 
 import math
 from typing import Any
@@ -69,7 +69,7 @@ def test_plain_attention_with_shared_heads_matches_fused_attention(heads: tuple[
 @pytest.mark.parametrize("window", [None, 1, 100, 129, 500])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_bfloat16_attention_matches_float32(kv_heads: int, window: int | None) -> None:
-    """Scores of a prompt are computed in chunks of positions."""
+    """Attention scores are computed in chunks of positions."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 300, 8).bfloat16() for heads in (6, kv_heads, kv_heads))
     with torch.no_grad():

@@ -21,7 +21,7 @@ from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.text.tokenizer import bytes_tokenizer
 
-# PEFT uses a former name of a Transformers 5 attribute.
+# PEFT uses an attribute name that Transformers 5 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 CPU = torch.device("cpu")
 
@@ -89,7 +89,7 @@ def test_only_adapters_are_trained(family: str) -> None:
     with torch.no_grad():
         before = fresh(ids)
         lora.adapt(fresh, 3, 6.0)
-        assert torch.equal(fresh(ids), before)  # B starts as 0.
+        assert torch.equal(fresh(ids), before)  # B starts at 0.
     model = model_with_adapters(config, 3)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(lora.adapters(model))
@@ -120,8 +120,8 @@ def test_frozen_bfloat16_weights_keep_their_dtype() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [301, 320])
-def test_loss_with_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradient are computed in chunks, and equal autograd's with a trained unembedding."""
+def test_loss_with_a_frozen_unembedding_matches_autograd(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunked loss and gradient match autograd with a trained unembedding."""
     torch.manual_seed(0)
     monkeypatch.setattr(memory, "LOGITS_ON_CPU", vocab_size * 13)
     monkeypatch.setattr(memory, "MIN_POSITIONS_PER_CHUNK", 1)
@@ -306,7 +306,7 @@ def test_invalid_targets_are_refused(gpt: Gpt, base: Path, second_text: Path, ta
     assert not Path("runs").exists()
 
 
-def test_targets_need_adapters(gpt: Gpt, base: Path, second_text: Path) -> None:
+def test_lora_targets_without_a_rank_are_refused(gpt: Gpt, base: Path, second_text: Path) -> None:
     done = gpt("train", second_text, "--init", base, "--lora-targets", "mlp")
     one_line_of_what_and_what_next(done, "--lora-targets needs --lora-rank")
 
@@ -315,7 +315,7 @@ def test_targets_need_adapters(gpt: Gpt, base: Path, second_text: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", slow("qwen3")])
-def test_run_with_targets(family: str, workdir: Path, second_text: Path) -> None:
+def test_run_trains_only_its_targets(family: str, workdir: Path, second_text: Path) -> None:
     base = save_base(FAMILIES[family], workdir / "base")
     result = library.train(second_text, init=base, steps=4, lora_targets="mlp,output", merge_lora=True, **LORA)
     record = json.loads((result.run / "run.json").read_text())
@@ -375,7 +375,7 @@ def test_changed_base_is_refused(gpt: Gpt, base: Path, second_text: Path) -> Non
 
 
 @pytest.mark.slow
-def test_adapters_on_adapters_with_a_shorter_context(base: Path, second_text: Path) -> None:
+def test_adapters_can_be_trained_on_adapters_with_a_shorter_context(base: Path, second_text: Path) -> None:
     first = library.train(second_text, init=base, steps=4, block_size=16, **LORA)
     second = library.train(second_text, init=first.run, steps=4, out="two", **LORA)
     model = library.load(second.run).model

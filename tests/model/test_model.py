@@ -72,7 +72,7 @@ def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...])
     model = loud(KINDS[kind], 4)
     idx = torch.randint(97, (2, 150))
     cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32)
-    # a prompt, single steps, chunks, and a chunk above the columns of a window
+    # Sizes cover a prompt, single steps, chunks, and a chunk wider than a window's columns.
     pieces, position = [], 0
     with torch.no_grad():
         expected = model(idx)
@@ -87,7 +87,7 @@ def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...])
 
 @EACH_KIND
 @pytest.mark.parametrize("fixed_shapes", [False, True])
-def test_cache_rows_of_different_lengths_with_rollback(kind: str, fixed_shapes: bool) -> None:
+def test_cache_rows_of_different_lengths_match_a_full_forward_pass(kind: str, fixed_shapes: bool) -> None:
     """Covers prompts in one pass, rejected guesses, and copied rows."""
     model, lengths = loud(KINDS[kind], 4), [3, 80, 110]
     idx = torch.randint(97, (3, 150))
@@ -161,7 +161,7 @@ def test_initialization_matches_gpt2() -> None:
         assert block.ln_1.weight.min() == block.ln_1.weight.max() == 1
 
 
-def test_dropout_only_in_training() -> None:
+def test_dropout_is_active_only_in_training() -> None:
     torch.manual_seed(6)
     model = GPT(GPTConfig(97, 24, 2, 4, 32, dropout=0.5))
     idx = torch.randint(97, (1, 24))
@@ -254,7 +254,7 @@ def test_parameter_table_matches_the_built_model(name: str) -> None:
     assert parts.total_weights == sum(row.parameters for row in parts.rows)
 
 
-PAPER_TOTALS = {  # parameter counts of GPT-2, and of GPT-3 in table 2.1 of its paper
+PAPER_TOTALS = {  # Parameter counts of GPT-2, and of GPT-3 (table 2.1 of its paper)
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
     "gpt3-175b": 174_604_259_328,
 }  # fmt: skip

@@ -21,7 +21,7 @@ from gpt.peaks import KINDS
 from gpt.plan_config import PlanConfig
 from gpt.training.recipe import resolve
 
-# Brown et al. 2020, table D.1: training FLOPs of models, 300 billion tokens each
+# Training FLOPs for 300 billion tokens (Brown et al. 2020, table D.1)
 TABLE_D1 = {
     "gpt3-125m": 2.25e20,
     "gpt3-1.3b": 2.38e21,
@@ -42,7 +42,7 @@ def test_training_flops_match_the_gpt3_paper(gpt: Gpt, name: str) -> None:
     assert flops_per_token(config, 77) == 3 * flops_sampled(config, 77)
 
 
-def test_plan_for_gpt3_on_1024_devices(gpt: Gpt) -> None:
+def test_plan_for_gpt3_on_1024_devices_fits(gpt: Gpt) -> None:
     command = ("params", "gpt3-175b", "--devices", "1024", "--kind", "h100-80gb", "--tokens", "300e9")
     output = json.loads(gpt(*command, "--json").out)
     plan = output["plan"]
@@ -58,7 +58,7 @@ def test_plan_for_gpt3_on_1024_devices(gpt: Gpt) -> None:
     out = gpt(*command).out
     assert f"--shard full --tensor {plan['tensor']} --micro-batch {plan['micro_batch']} --recompute" in out
     assert "nothing fits" in out  # Nothing fits on a single device.
-    assert "617,558,016" in out  # The parameter table is printed too.
+    assert "617,558,016" in out  # This count is from the parameter table.
 
 
 def test_plan_that_does_not_fit_is_reported(gpt: Gpt) -> None:
@@ -115,14 +115,14 @@ def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:
     large_vocabulary = replace(config, vocab_size=10**6, n_layer=1, n_embd=48)
     small_memory = (
         int(count_step_memory(large_vocabulary, Setup(accumulates=True)).peak / USABLE) - 10**6
-    )  # slightly less than full logits need
+    )  # Slightly less than full logits need
     chunked = with_largest_micro_batch(large_vocabulary, Setup(), 96, small_memory)
     assert (chunked.micro_batch, 0 < chunked.loss_chunk < config.block_size) == (1, True)
     assert fits(large_vocabulary, chunked, small_memory)
 
 
 def test_logits_per_chunk_fit_int32() -> None:
-    """GPT-2 124M on 80 GB computes 128 sequences and 6.6·10⁹ logits together."""
+    """On 80 GB, a micro-batch of GPT-2 124M has 6.6·10⁹ logits, too many for int32."""
     config, memory = PRESETS["gpt2"].model, KINDS["h100-80gb"].memory
     setup = with_largest_micro_batch(config, Setup(), 512, memory)
     assert (setup.micro_batch, setup.loss_chunk) == (128, 0)

@@ -1,4 +1,4 @@
-"""Folders of quantized weights in every command."""
+"""Quantized model folders in every command."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied": MODERN | {"qk_norm": False, "biases": "qkv", "tied": False},
     "sinusoidal": {"positions": "sinusoidal"},
     "own": {"positions": "rotary"},
-    "narrow": {"n_embd": 24},  # The rows do not divide into groups of 32.
+    "narrow": {"n_embd": 24},  # Rows of 24 do not divide into groups of 32.
 }
 SAMPLING = SampleConfig()
 fast_int4 = Int4Linear.runs_on(torch.device("cpu"))
@@ -58,7 +58,7 @@ def export(model: Path, dtype: str) -> Path:
 
 @pytest.fixture(scope="module")
 def quantized_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Returns the folder of a shape, cached by dtypes. int4-float32 is quantized, then dequantized."""
+    """Exports a shape to each dtype in turn: ``int4-float32`` quantizes, then dequantizes."""
     root = tmp_path_factory.mktemp("quantized")
 
     def get(shape: str, dtypes: str = "float32") -> Path:
@@ -99,7 +99,7 @@ def test_int8_matches_its_definition(dtype: torch.dtype) -> None:
 
 
 def test_int4_matches_gguf_q4_0() -> None:
-    """The bytes are Q4_0's. The error is smaller than the reference quantizer's."""
+    """The format is Q4_0. The error is smaller than the reference quantizer's."""
     gguf = pytest.importorskip("gguf")
     q4_0 = gguf.GGMLQuantizationType.Q4_0
     weight = (
@@ -208,7 +208,7 @@ def test_quantized_folder_can_be_exported_again(quantized_folder: QuantizedFolde
         ).abs().max() < tolerance * expected.abs().max()
 
 
-def test_quantized_weights_in_several_files(
+def test_quantized_weights_load_from_several_files(
     quantized_folder: QuantizedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     single_file_folders = {dtype: quantized_folder("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}
@@ -220,7 +220,9 @@ def test_quantized_weights_in_several_files(
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_quantized_folder_without_gpt_files(quantized_folder: QuantizedFolder, tmp_path: Path, dtype: str) -> None:
+def test_quantized_folder_loads_without_gpt_files(
+    quantized_folder: QuantizedFolder, tmp_path: Path, dtype: str
+) -> None:
     """Without `gpt`'s files and the model card, the folder loads like a Transformers folder."""
     rounded = quantized_folder("modern", f"float32-{dtype}")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
@@ -305,7 +307,9 @@ def test_requantization_is_reported(gpt: Gpt, quantized_folder: QuantizedFolder)
 
 
 @pytest.mark.parametrize("rank", [0, slow(4)])
-def test_training_from_a_quantized_folder(gpt: Gpt, model_pair: tuple[Path, Path], rank: int) -> None:
+def test_training_matches_from_quantized_and_dequantized_weights(
+    gpt: Gpt, model_pair: tuple[Path, Path], rank: int
+) -> None:
     Path("text.txt").write_bytes(make_text().encode())
     runs = []
     for number, init in enumerate(model_pair):
@@ -348,7 +352,7 @@ def test_quantized_weights_too_large_for_memory_are_refused(
     path = quantized_folder("gpt2", f"float32-{dtype}")
     model = library.load(path).model
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    # the float32 embedding, a copy separate from the prepared unembedding
+    # The float32 embedding is separate from the prepared unembedding.
     embedding_bytes = 4 * model.wte.weight.numel()
     command = ("sample", "x", "-m", path, "-n", "2", "--device", "cpu", "--dtype", requested_dtype)
     monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * parameter_count - 1)
@@ -513,7 +517,7 @@ def test_hub_downloads_all_files_of_a_quantized_folder(quantized_folder: Quantiz
 
 
 @pytest.mark.slow
-def test_quantized_folder_on_a_gpu(quantized_folder: QuantizedFolder, cuda: Any) -> None:
+def test_quantized_folder_matches_the_dtype_option_on_a_gpu(quantized_folder: QuantizedFolder, cuda: Any) -> None:
     """Products use bfloat16 and int8."""
     for shape in ("gpt2", "untied"):
         unquantized, rounded = quantized_folder(shape), quantized_folder(shape, "float32-int8")

@@ -55,7 +55,7 @@ def test_two_processes_match_one(several_trained: Path, name: str) -> None:
 
 
 def test_gradients_are_all_reduced_once_per_step(several_trained: Path) -> None:
-    """The last micro-batch all-reduces; the trial of a micro-batch does not."""
+    """Only the last micro-batch of a step all-reduces. The initial trial does not."""
     syncs = rank_report(several_trained, 1)["summed"]
     assert syncs["adamw"] == [False, *[False, True] * 6]
     assert syncs["muon"] == [False, *[True] * 6]
@@ -76,11 +76,11 @@ def test_dropout_differs_between_data_ranks() -> None:
         return torch.rand(1).item()
 
     assert len({draw(0, 1), draw(1, 1), draw(0, 2), draw(0, 1)}) == 3
-    for rank, row in ((0, 0), (1, 0), (2, 1)):  # Two ranks share each sequence and its dropout.
+    for rank, row in ((0, 0), (1, 0), (2, 1)):  # With tensor=2, two ranks share a sequence and its dropout.
         assert draw(rank, 1, tensor=2) == draw(row, 1)
 
 
-def test_resume_with_another_number_of_processes(several_trained: Path, workdir: Path) -> None:
+def test_resume_with_another_number_of_processes_matches(several_trained: Path, workdir: Path) -> None:
     """Batches stay the same. Results are equal up to rounding."""
     expected = losses(several_trained / "one/adamw")
     assert losses(several_trained / "two/from-one") == pytest.approx(expected, rel=1e-4)
@@ -140,7 +140,7 @@ def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, capfd: pytest.Capture
     start = time.monotonic()
     ended = launch([sys.executable, str(RANKS), "killed"], 2)
     assert ended == LaunchResult(1, 1, signal.SIGKILL, Path("killed"))
-    assert time.monotonic() - start < 30 + 60  # 30 s to start, 60 s to end
+    assert time.monotonic() - start < 30 + 60  # 30 s to start and 60 s to end
     assert capfd.readouterr() == ("", "")
     assert library.resume("killed", nproc=1).steps == 12
 
@@ -155,7 +155,7 @@ def test_rank_ends_when_a_collective_times_out(workdir: Path, capfd: pytest.Capt
 
 
 @pytest.mark.slow
-def test_compiler_missing_on_one_rank_is_not_used_on_any(workdir: Path) -> None:
+def test_compiler_missing_on_one_rank_disables_compilation_on_all(workdir: Path) -> None:
     write_texts()
     assert launch([sys.executable, str(RANKS), "uncompilable"], 2) == LaunchResult(0)
     notes = json.loads(Path("heard.json").read_text())
@@ -199,7 +199,9 @@ def make_recipe(processes: int, **settings: Any) -> Recipe:
     return resolve(config, compute, 10**5, 10**5, 400, True, lambda note: None, None, 0, processes)
 
 
-def test_too_little_memory_for_the_processes(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_the_processes_is_refused(
+    gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gpt.parallel.launch.host_memory", lambda: 8 * 2**30)
     Path("book.txt").write_text("the cat " * 500)
     done = gpt("train", "book.txt", "--nproc", "1024")
@@ -233,7 +235,7 @@ def test_port_in_use_is_refused(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_recently_closed_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system reserves such a port for a minute."""
+    """The system reserves a closed port for a minute."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         server.accept()[0].close()
@@ -283,7 +285,7 @@ def test_first_failed_rank_determines_the_exit_status() -> None:
 
 @pytest.mark.slow
 def test_reported_status_survives_a_later_kill() -> None:
-    """When one rank ends, the launcher stops the other, whose reported status stays valid. Rank 0's status counts."""
+    """The launcher can kill rank 0 after rank 0 reports its status. The reported status counts."""
     code = """
 import os, signal, time
 from gpt.parallel import environment
@@ -297,7 +299,7 @@ os.kill(os.getpid(), signal.SIGTERM) if os.environ["RANK"] == "0" else os._exit(
 
 def test_launcher_restores_signals_logging_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's launcher installs signal handlers and writes a log."""
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # Only this variable is kept.
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # An existing value is not overwritten.
 
     def process_state() -> tuple[object, ...]:
         handlers = [signal.getsignal(signum) for signum in SIGNALS]

@@ -187,7 +187,7 @@ def test_large_weights_are_saved_as_indexed_files(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_gpt3_175b_shard_of_1024_ranks() -> None:
+def test_gpt3_175b_shard_size_on_1024_ranks() -> None:
     """Uses fake tensors and a fake process group, as rank 0 of 128 × 8."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,5 +1,4 @@
-"""Exact counts of host waits, kernel launches, graphs, breaks and recompiles, in counts.toml. They should only go
-down."""
+"""Counts of host waits, kernel launches, graphs, breaks and recompiles match counts.toml exactly."""
 
 import functools
 import tomllib
@@ -85,7 +84,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def count_step(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[str, int]:
-    """Counts host waits and kernel launches of one decoding step."""
+    """Counts the host waits and kernel launches of one decoding step."""
     config = SampleConfig(max_tokens=6, ignore_eot=True, **settings)
     width = rows * max(1, config.beam)
     with disguise() as device:
@@ -132,7 +131,7 @@ GRAPHS = COUNTS["compiling"]
 
 @contextmanager
 def count_graphs() -> Iterator[dict[str, Any]]:
-    """Makes ``torch.compile`` stop after tracing. Yields the counts, filled on exit."""
+    """Makes ``torch.compile`` stop after tracing. The yielded counts are filled on exit."""
     counts: dict[str, Any] = {}
     torch_compile = torch.compile
 

@@ -1,4 +1,4 @@
-"""Disk faults, forged files, killed runs. `tests/stress/faults.py` tries more."""
+"""Disk faults, forged files, killed runs. `tests/stress/faults.py` covers more."""
 
 import errno
 import json
@@ -78,7 +78,7 @@ def test_files_and_folder_are_synced_before_the_rename(tmp_path: Path, monkeypat
 
 
 def test_data_lost_by_the_disk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new checkpoint does not get its final name."""
+    """The new checkpoint is discarded."""
     contents, fsync = faults.small_checkpoint_files(), os.fsync
 
     def sync_and_truncate(descriptor: int) -> None:
@@ -332,15 +332,14 @@ def test_metrics_skip_lines_while_the_disk_is_full(text: Path) -> None:
 
 @pytest.mark.parametrize("until", [6, 8])
 def test_training_continues_during_a_save(text: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> None:
-    """The save of step 4 ends after step 6, or while the save of step 8 waits for it. Its files match an undelayed
-    run's."""
+    """The save of step 4 ends after step 6, or while step 8 waits to be saved. Its files match an undelayed run."""
     write = checkpoint.write
     step_reached = threading.Event()
 
     def write_slowly(target: Path, contents: Any) -> None:
         if target.name == "step-000004":
             assert step_reached.wait(60)
-            # Otherwise, the save of step 8 would overwrite the data being written.
+            # In this time, a save of step 8 that does not wait would overwrite the data.
             time.sleep(0.3 * (until == 8))
         write(target, contents)
 

@@ -1,4 +1,4 @@
-"""Blocks compiled for a CPU, and the private folder of their programs."""
+"""Blocks compiled for a CPU, and the folder of compiled programs."""
 
 import os
 import shutil
@@ -60,7 +60,7 @@ def model_of(
 
 @torch.inference_mode()
 def residual_stream(model: GPT) -> torch.Tensor:
-    """The residual stream of 30 positions, one position at a time."""
+    """Returns the residual stream of 30 positions, computed one at a time."""
     cache = KVCache(model.config, 1, CPU.device, CPU.dtype)
     return torch.cat([model.trunk(torch.tensor([[id]]), Placement(cache, [(0, [id], 1)])) for id in range(30)], dim=1)
 
@@ -83,7 +83,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None and shutil.which
         ("qwen2", 8, {"n_kv_head": 1}),
         ("gpt2", None, {}),
         more("qwen3", None, {"n_kv_head": 2, "window": 9, "window_layers": (0, 2)}),
-        more("gpt2", 8, {"n_embd": 36}),  # 108 rows, padded to whole tiles
+        more("gpt2", 8, {"n_embd": 36}),  # 108 rows are padded to whole tiles.
     ],
 )
 def test_compiled_blocks_match_uncompiled_blocks(
@@ -132,7 +132,7 @@ def damage(path: Path, kind: str) -> None:
 
 @pytest.fixture
 def find_program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Finds a program by name, with text files instead of compiled graphs."""
+    """Returns a function that finds programs by name. Text files replace compiled graphs."""
 
     def compile_to_text(graph: str, scratch: Path, options: object) -> Path:
         (scratch / "program.pt2").write_text(f"{graph}: {99 * 'code '}")
@@ -165,7 +165,7 @@ def test_damaged_program_is_recompiled(kind: str, find_program: Callable[[str], 
 def test_unloadable_program_is_recompiled(
     find_program: Callable[[str], str], program_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another system that shares the folder can need the old program."""
+    """The old program stays, because another system can share the folder."""
     find_program("a")
     before = set(program_folder.iterdir())
 

@@ -37,7 +37,7 @@ def test_size_grows_with_time(arch: Arch) -> None:
     assert chosen[0] == "pico"
     assert chosen[-1] == "gpt2"
     for below, name in pairwise(SIZES):
-        # time for the required tokens per parameter
+        # Time for the required tokens per parameter
         minutes = find_minimums(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60
         assert largest_preset(1.01 * minutes, 10**12, arch, fake_throughput(1e11, []))[0] == name
         chosen_before, why = largest_preset(0.99 * minutes, 10**12, arch, fake_throughput(1e11, []))
@@ -96,7 +96,7 @@ def test_throughput_is_measured_on_this_machine() -> None:
 
 
 def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU loads kernels in the first evaluation, and computes many windows in the time of one."""
+    """A GPU loads kernels in the first evaluation. Later, many windows take the time of one."""
     sizes: list[int] = []
 
     def mean_loss(strategy: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:

@@ -1,4 +1,4 @@
-"""Single training steps: skipped, late, compiled, of a growing batch."""
+"""Training steps: skipped steps, late losses, compiled code, growing batches."""
 
 import copy
 import json
@@ -175,7 +175,7 @@ def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeyp
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             nonlocal calls
             calls += 1
-            if calls > 6:  # This is in the middle of a batch.
+            if calls > 6:  # The program fails in the middle of a batch.
                 raise RuntimeError("API call failed\nsomewhere")
             return program(tensors)
 
@@ -206,7 +206,7 @@ def test_resume_warns_when_compilation_is_lost(text: Path, monkeypatch: pytest.M
     assert warning.text.startswith("from now on, steps are not compiled")
 
 
-def test_gpt3_recipe(text: Path) -> None:
+def test_gpt3_batch_ramp_and_warmup(text: Path) -> None:
     plan = resolved(
         preset="gpt3-125m", n_tokens=10**12, epochs=0.3, schedule="cosine", warmup_tokens=375_000_000,
         batch_ramp=4_000_000_000, optimizer="adamw", micro_batch="16",

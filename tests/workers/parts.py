@@ -16,10 +16,10 @@ from gpt import events
 from gpt.runs import checkpoint
 from gpt.training import evaluation
 
-# Single-process runs; `SHARDED_RUNS` repeats them.
+# Runs of one process, repeated by `SHARDED_RUNS`
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**SIX_STEPS, "optimizer": "adamw", "micro_batch": 4},
-    # Each matrix shape occurs once, so one process orthogonalizes none.
+    # Each matrix shape occurs once, so one of two processes orthogonalizes none.
     "muon": {
         **SIX_STEPS,
         "arch": "modern",
