@@ -116,7 +116,7 @@ def test_permissive_constraint_does_not_change_the_text(model: LanguageModel, se
 
 
 def test_complete_text_ends(model: LanguageModel) -> None:
-    """If a complete text could also continue, end-of-text ends it."""
+    """A complete text that could continue ends with end-of-text."""
     config = SampleConfig(choices=("A", "AB"), max_tokens=9)
     reasons = {}
     for index in range(20):
@@ -179,9 +179,9 @@ def test_constraint_beyond_the_vocabulary_is_refused() -> None:
     constraint = cache.find(SampleConfig(regex="aba?|abz"))
     assert constraint is not None
     assert constraint.compute_mask(5).tolist() == [True, False, True, True, False]
-    after_both = constraint.with_token(2)
-    assert after_both.compute_mask(5).tolist() == [True, False, False, True, True]
-    assert after_both.with_token(3).ended
+    constraint_after_ab = constraint.with_token(2)
+    assert constraint_after_ab.compute_mask(5).tolist() == [True, False, False, True, True]
+    assert constraint_after_ab.with_token(3).ended
     assert constraint.compute_mask(5).tolist() == [True, False, True, True, False]
     dead_end = cache.find(SampleConfig(regex="abz"))
     assert dead_end is not None

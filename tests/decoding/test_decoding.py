@@ -154,12 +154,12 @@ def test_prompt_logprobs_match_one_forward_pass() -> None:
     model, prompt = tiny_model(2 * POSITIONS_AT_ONCE + 9), [position * position % 47 for position in range(200)]
     config = SampleConfig(max_tokens=0, echo_logprobs=True, logprobs=99)
     [update] = engine_of(Context(model, CPU), [Request(prompt)], config).run()
-    truncated = prompt[-model.config.block_size :]
+    truncated_prompt = prompt[-model.config.block_size :]
     with torch.no_grad():
-        logprobs = model(torch.tensor([truncated]))[0].log_softmax(-1)
+        logprobs = model(torch.tensor([truncated_prompt]))[0].log_softmax(-1)
     assert update.prompt is not None
-    assert [token.id for token in update.prompt] == truncated
-    assert update.prompt[0] == Token(truncated[0], None)
+    assert [token.id for token in update.prompt] == truncated_prompt
+    assert update.prompt[0] == Token(truncated_prompt[0], None)
     for position, token in enumerate(update.prompt[1:], 1):
         assert token.logprob == pytest.approx(logprobs[position - 1, token.id].item(), abs=1e-4)
         assert token.top[0][1] == pytest.approx(logprobs[position - 1].max().item(), abs=1e-4)
@@ -193,9 +193,9 @@ def test_early_stop_does_not_affect_other_samples() -> None:
     }
     # The first sample contains no stop string.
     stops = sorted(letters)[:4]
-    stopped = generate_samples(replace(config, stop=tuple(stops)), ["a", "b"], num=4)
-    assert [sample.finish_reason for sample in stopped].count("stop") > 2
-    for full, early in zip(full_samples, stopped, strict=True):
+    stopped_samples = generate_samples(replace(config, stop=tuple(stops)), ["a", "b"], num=4)
+    assert [sample.finish_reason for sample in stopped_samples].count("stop") > 2
+    for full, early in zip(full_samples, stopped_samples, strict=True):
         assert early.tokens == full.tokens[: len(early.tokens)]
         assert early.text == full.text[: len(early.text)]
         assert early.finish_reason == ("stop" if any(stop in full.text for stop in stops) else "length")

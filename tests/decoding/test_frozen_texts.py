@@ -126,6 +126,6 @@ def test_texts_match_the_frozen_hashes(arch: str, positions: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    everything = {f"{arch} {positions}": hash_all_settings(arch, positions) for arch, positions in MODELS}
-    lines = re.sub(r"\[\s+(\S+),\s+(\S+)\s+\]", r"[\1, \2]", json.dumps(everything, indent=1))
+    hashes = {f"{arch} {positions}": hash_all_settings(arch, positions) for arch, positions in MODELS}
+    lines = re.sub(r"\[\s+(\S+),\s+(\S+)\s+\]", r"[\1, \2]", json.dumps(hashes, indent=1))
     FROZEN.write_text(lines + "\n", encoding="utf-8")

@@ -41,9 +41,9 @@ def test_replacement_character_in_the_text_is_streamed() -> None:
 def text_before_stop(text: str, stops: Sequence[str]) -> str:
     """Returns the text before the stop string that ends first. Ties go to the longest."""
     for end in range(1, len(text) + 1):
-        ending = [stop for stop in stops if text[:end].endswith(stop)]
-        if ending:
-            return text[: end - max(map(len, ending))]
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            return text[: end - max(map(len, matches))]
     return text
 
 
@@ -59,10 +59,10 @@ def test_no_part_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
     expected = text_before_stop(text, stops)
     pieces = stream_pieces(list(text.encode()), stops)
     assert "".join(pieces) == expected
-    shown = ""
+    shown_text = ""
     for piece in pieces:  # Shown text is never retracted.
-        shown += piece
-        assert expected.startswith(shown)
+        shown_text += piece
+        assert expected.startswith(shown_text)
 
 
 @PATIENT

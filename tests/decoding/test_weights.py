@@ -62,7 +62,7 @@ def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
 def test_int8_products_match_rounded_weights(
     missing_instruction: str | None, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Input rows differ widely in scale. Some cases simulate a CPU without an instruction."""
+    """Input rows differ widely in scale. Some cases simulate a CPU that lacks an instruction."""
     if missing_instruction:
         monkeypatch.setattr(weights, missing_instruction, lambda: False)
     torch.manual_seed(0)
@@ -78,8 +78,8 @@ def test_int8_products_match_rounded_weights(
             step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / quantized.levels
             x = (x / step).round() * step
         expected = nn.functional.linear(x, round_to_int8(layer.weight), layer.bias)
-    size = expected.abs().amax(-1, keepdim=True)
-    assert ((y - expected).abs() <= (1e-5 if quantized.quantizes_input else 2e-2) * size + 1e-6).all()
+    scale = expected.abs().amax(-1, keepdim=True)
+    assert ((y - expected).abs() <= (1e-5 if quantized.quantizes_input else 2e-2) * scale + 1e-6).all()
 
 
 @pytest.mark.skipif(not Int4Linear.runs_on(CPU.device), reason="the int4 kernel needs AVX2")

@@ -130,7 +130,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Records the operator's host waits. Raises for mixed devices, as CUDA does."""
         if func in WAITING_OPS:
             self.wait(func._schema.name.removeprefix("aten::"))
-        host = [tensor for tensor in tensors if not isinstance(tensor, FakeCudaTensor)]
+        host_tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeCudaTensor)]
         if func in INDEXING_OPS:
             if not isinstance(args[0], FakeCudaTensor):
                 raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
@@ -139,10 +139,12 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.wait("index by a mask")
                 elif isinstance(index, Tensor) and not isinstance(index, FakeCudaTensor):
                     self.wait("index from the host")
-            host = [tensor for tensor in host if not any(tensor is index for index in tree_leaves(args[1]))]
+            host_tensors = [
+                tensor for tensor in host_tensors if not any(tensor is index for index in tree_leaves(args[1]))
+            ]
         devices = {
             str(tensor.device)
-            for tensor in (*fake_tensors, *host)
+            for tensor in (*fake_tensors, *host_tensors)
             if tensor.dim() or isinstance(tensor, FakeCudaTensor)
         }
         if len(devices) > 1:

@@ -66,7 +66,7 @@ def _command(target: Path) -> list[str | Path]:
 
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
-    # The first backward pass starts autograd's device threads. Running it now starts none for the fake device.
+    # The first backward pass starts autograd's device threads, so it must run before the fake device exists.
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     return ctypes.CDLL(str(path))
 

@@ -107,21 +107,21 @@ def test_concurrent_requests_match_the_cpu(
         context = Context(model, compute, 4, step=functools.partial(next_tokens, model) if fixed_shapes else None)
         engine = Engine(context, {EOT}, 8)
         events: list[list[Update]] = [[] for _ in requests]
-        cancelled, steps, waiting = set(), 0, deque(requests)
+        cancelled_numbers, steps, waiting = set(), 0, deque(requests)
         while waiting or engine.busy:
             for _ in range(min(len(waiting), rng.randrange(2))):
                 engine.add(waiting.popleft())
             for update in engine.step():
-                assert update.number not in cancelled
+                assert update.number not in cancelled_numbers
                 events[update.number].append(update)
             steps += 1
             if rng.random() < 0.05:
-                cancelled.add(number := rng.randrange(len(requests) - len(waiting)))
+                cancelled_numbers.add(number := rng.randrange(len(requests) - len(waiting)))
                 engine.cancel(number)
         waits = device.wait_counts()
     for number, updates in enumerate(events):
         actual = token_ids(updates)
-        was_cut = number in cancelled and not any(update.reason for update in updates)
+        was_cut = number in cancelled_numbers and not any(update.reason for update in updates)
         assert actual == (expected[number][: len(actual)] if was_cut else expected[number])
     assert waits["event"] <= 2 * steps
 
@@ -141,9 +141,9 @@ def test_nan_logits_do_not_reach_other_requests(disguise: Disguise, cancelled: b
             model.wte.weight[EOT] = torch.nan
         compute = Compute(torch.device("cuda"), torch.float32)
         engine = Engine(Context(model, compute, 2, step=functools.partial(next_tokens, model)), {EOT})
-        ends = Request([5] * 9, SampleConfig(max_tokens=8), bias=((EOT, 1e9),))
-        good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),))
-        for request in (ends, good, good, good):
+        ending_request = Request([5] * 9, SampleConfig(max_tokens=8), bias=((EOT, 1e9),))
+        good_request = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),))
+        for request in (ending_request, good_request, good_request, good_request):
             engine.add(request)
         events: dict[int, list[Update]] = {}
         for step in range(40):
@@ -222,7 +222,7 @@ def test_device_failure_is_a_one_line_error(models: dict[str, Path], disguise: D
 
 
 class FakeCompiler:
-    """Replaces ``torch.compile``. Counts its calls, and one captured CUDA graph per KV cache."""
+    """Replaces ``torch.compile``. Counts calls and captured CUDA graphs, one per KV cache."""
 
     def __init__(self) -> None:
         self.compiled = self.captured = self.steps = 0
@@ -311,9 +311,9 @@ def test_concurrent_and_closed_generators_do_not_share_a_context(
         generators = [model.write(prompt, COMPILED) for prompt in ("a", "b")]
         assert ["".join(pieces) for pieces in zip(*zip(*generators, strict=True), strict=True)] == expected
         assert fake_compiler.captured == 2
-        closed_early = model.write_all(["dogs"], COMPILED)
-        next(closed_early)
-        closed_early.close()
+        closed_generator = model.write_all(["dogs"], COMPILED)
+        next(closed_generator)
+        closed_generator.close()
         assert "".join(model.write("a", COMPILED)) == expected[0]
         assert fake_compiler.captured == 2
         with monkeypatch.context() as patched:

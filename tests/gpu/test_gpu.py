@@ -71,7 +71,7 @@ def test_compiled_training_matches_uncompiled_training(text: Path, arch: str) ->
 class StepRunner:
     """Trains a small model on fixed batches. `run` returns losses and gradient norms."""
 
-    def __init__(self, repeats: bool, **settings: Any) -> None:
+    def __init__(self, use_cuda_graph: bool, **settings: Any) -> None:
         compute = pick(DEVICE, settings.pop("dtype", "float32"))
         config = gpt.TrainConfig(
             **{"preset": "nano", "dropout": 0.0, "compile": "off", "batch_tokens": 1024, "steps": 9} | settings
@@ -82,7 +82,7 @@ class StepRunner:
         self.optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
         self.stepper = Stepper(Single(model, self.optimizer, compute), recipe, lambda micro_batch: None)
         assert self.stepper.uses_cuda_graph
-        self.stepper.uses_cuda_graph = repeats
+        self.stepper.uses_cuda_graph = use_cuda_graph
         self.batches = np.random.default_rng(0).integers(1024, size=(9, recipe.rows, recipe.model.block_size))
         if recipe.compile:
             assert self.stepper.compile() is None
@@ -118,9 +118,9 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
         torch.manual_seed(2)
         runner.stepper.model.grow_rope_table(200)
         # Overwrites the old table's freed memory.
-        overwritten = [torch.full((2, 64, 32), torch.nan, device=DEVICE) for _ in range(100)]
+        nan_tensors = [torch.full((2, 64, 32), torch.nan, device=DEVICE) for _ in range(100)]
         runner.results = runner.run(range(4))  # type: ignore[attr-defined]
-        del overwritten
+        del nan_tensors
         runner.optimizer.restore(runner.stepper.model, state)
         runner.stepper.drop_graph()
         runner.results += runner.run(range(4))  # type: ignore[attr-defined]

@@ -34,13 +34,13 @@ def test_rms_norm_of_bfloat16_rounds_once() -> None:
     norm = decoder.RMSNorm(64, eps=1e-6)
     x = torch.randn(5, 64).bfloat16().requires_grad_()
     out = norm(x)
-    wide = x.detach().float().requires_grad_()
-    expected = torch.nn.functional.rms_norm(wide, (64,), norm.weight, 1e-6)
+    x_float32 = x.detach().float().requires_grad_()
+    expected = torch.nn.functional.rms_norm(x_float32, (64,), norm.weight, 1e-6)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, expected.bfloat16())
     out.sum().backward()
     expected.sum().backward()
-    assert torch.allclose(x.grad.float(), wide.grad, atol=1e-2)
+    assert torch.allclose(x.grad.float(), x_float32.grad, atol=1e-2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 30])

@@ -85,14 +85,14 @@ def test_merged_weights_match_adapters(family: str, targets: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_adapters_are_trained(family: str) -> None:
     config, ids = FAMILIES[family], torch.arange(16)[None]
-    fresh = GPT(config).eval()
+    model_before_training = GPT(config).eval()
     with torch.no_grad():
-        before = fresh(ids)
-        lora.adapt(fresh, 3, 6.0)
-        assert torch.equal(fresh(ids), before)  # B starts at 0.
+        before = model_before_training(ids)
+        lora.adapt(model_before_training, 3, 6.0)
+        assert torch.equal(model_before_training(ids), before)  # Matrix B starts at 0.
     model = model_with_adapters(config, 3)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == set(lora.adapters(model))
+    trained_names = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained_names == set(lora.adapters(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in lora.adapters(model).items()}
     assert shapes == lora.adapter_shapes(config, 3, LORA_ROLES)
     assert len(shapes) == 2 * 4 * 2
@@ -338,11 +338,11 @@ def test_run_saves_only_adapters(base: Path, second_text: Path) -> None:
     checksums = folder.weight_checksums(base)
     result = library.train(second_text, init=base, steps=30, merge_lora=True, listen=run_events.append, **LORA)
     assert folder.weight_checksums(base) == checksums
-    first = next(event.val_loss for event in run_events if isinstance(event, events.EvalEvent))
-    assert result.val_loss < first
+    first_loss = next(event.val_loss for event in run_events if isinstance(event, events.EvalEvent))
+    assert result.val_loss < first_loss
     assert not (result.checkpoint / "model.safetensors").exists()
-    saved = load_file(result.checkpoint / "adapter_model.safetensors")
-    assert len(saved) == 2 * 4 * library.load(base).model.config.n_layer
+    saved_tensors = load_file(result.checkpoint / "adapter_model.safetensors")
+    assert len(saved_tensors) == 2 * 4 * library.load(base).model.config.n_layer
     assert json.loads((result.checkpoint / "gpt.json").read_text())["adapter"] == {"sha256": checksums}
     peft_config = json.loads((result.checkpoint / "adapter_config.json").read_text())
     assert (peft_config["r"], peft_config["lora_alpha"], peft_config["base_model_name_or_path"]) == (4, 8.0, str(base))

@@ -108,8 +108,8 @@ def check_saved_bytes(config: GPTConfig, setup: Setup) -> None:
     assert_estimates(estimate, saved_bytes(config, setup.micro_batch, setup.dtype))
 
 
-def assert_estimates(estimate: int, used: int) -> None:
-    assert 0.98 * used <= estimate <= 1.15 * used
+def assert_estimates(estimate: int, used_bytes: int) -> None:
+    assert 0.98 * used_bytes <= estimate <= 1.15 * used_bytes
 
 
 # Tensors alive during a step

@@ -80,7 +80,7 @@ def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...])
             pieces.append(model(part, Placement(cache, [(0, [position, position], part.size(1))])))
             position += part.size(1)
     assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-4)
-    if kind != "mistral":  # Some layer attends to the whole context.
+    if kind != "mistral":  # Other models have a layer that attends to the whole context.
         with pytest.raises(ValueError, match="155 tokens do not fit"):
             model(idx[:, :5], Placement(cache, [(0, [150, 150], 5)]))
 
@@ -230,7 +230,7 @@ SHAPES = {name: preset.model for name, preset in PRESETS.items()} | KINDS
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameter_table_matches_the_built_model(name: str) -> None:
-    """The meta device fits 175B parameters."""
+    """The meta device needs no memory for 175B parameters."""
     config = SHAPES[name]
     with torch.device("meta"):
         model = GPT(config)

@@ -77,10 +77,12 @@ def test_first_setup_that_fits_is_chosen(preset: str, kind: str) -> None:
     usable_memory = int(USABLE * KINDS[kind].memory)
     rows = step_rows(config, batch * 3, False)
     for plan in found_plans:
-        rejected = list(setups(config, plan_config, rows, plan.devices))
+        rejected_setups = list(setups(config, plan_config, rows, plan.devices))
         if plan.fits:
-            rejected = rejected[: rejected.index(replace(plan.setup, loss_chunk=0))]
-        assert all(count_step_memory(config, replace(setup, loss_chunk=128)).peak > usable_memory for setup in rejected)
+            rejected_setups = rejected_setups[: rejected_setups.index(replace(plan.setup, loss_chunk=0))]
+        assert all(
+            count_step_memory(config, replace(setup, loss_chunk=128)).peak > usable_memory for setup in rejected_setups
+        )
         assert plan.fits == (plan.memory.peak <= usable_memory)
         assert plan.memory == count_step_memory(config, plan.setup)
     assert all(slower.days >= faster.days for slower, faster in pairwise(found_plans) if slower.days and faster.days)
@@ -113,9 +115,8 @@ def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:
     assert with_largest_micro_batch(config, Setup(), setup.micro_batch, memory) == replace(setup, accumulates=False)
     # Logits take most of the memory.
     large_vocabulary = replace(config, vocab_size=10**6, n_layer=1, n_embd=48)
-    small_memory = (
-        int(count_step_memory(large_vocabulary, Setup(accumulates=True)).peak / USABLE) - 10**6
-    )  # Slightly less than full logits need
+    # This is slightly less memory than full logits need.
+    small_memory = int(count_step_memory(large_vocabulary, Setup(accumulates=True)).peak / USABLE) - 10**6
     chunked = with_largest_micro_batch(large_vocabulary, Setup(), 96, small_memory)
     assert (chunked.micro_batch, 0 < chunked.loss_chunk < config.block_size) == (1, True)
     assert fits(large_vocabulary, chunked, small_memory)
@@ -180,8 +181,10 @@ def test_json_has_the_same_sections_for_all_flags(gpt: Gpt) -> None:
         assert list(output) == [*expected, "plan", "memory", "plans", "flops", "time"]
         assert all(output[key] == expected[key] for key in expected)
     assert "are unknown" in gpt("params", "nano", "--kind", "cpu").out
-    both = [json.loads(line) for line in gpt("params", "gpt2", "gpt2-xl", "--devices", "1", "--json").out.splitlines()]
-    assert both[0]["time"]["days"] < both[1]["time"]["days"]
+    outputs = [
+        json.loads(line) for line in gpt("params", "gpt2", "gpt2-xl", "--devices", "1", "--json").out.splitlines()
+    ]
+    assert outputs[0]["time"]["days"] < outputs[1]["time"]["days"]
 
 
 def test_params_of_a_checkpoint_include_memory(gpt: Gpt, run_folder: Any) -> None:

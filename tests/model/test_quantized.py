@@ -213,10 +213,10 @@ def test_quantized_weights_load_from_several_files(
 ) -> None:
     single_file_folders = {dtype: quantized_folder("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}
     monkeypatch.setattr(checkpoint, "MAX_SHARD_BYTES", 30_000)
-    for dtype, one_file in single_file_folders.items():
+    for dtype, single_file_folder in single_file_folders.items():
         api.export(quantized_folder("gpt2"), tmp_path / dtype, dtype=dtype)
         assert len(list((tmp_path / dtype).glob("model-*.safetensors"))) > 2
-        assert torch.equal(logits(tmp_path / dtype), logits(one_file))
+        assert torch.equal(logits(tmp_path / dtype), logits(single_file_folder))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -518,7 +518,7 @@ def test_hub_downloads_all_files_of_a_quantized_folder(quantized_folder: Quantiz
 
 @pytest.mark.slow
 def test_quantized_folder_matches_the_dtype_option_on_a_gpu(quantized_folder: QuantizedFolder, cuda: Any) -> None:
-    """Products use bfloat16 and int8."""
+    """Matrix products use bfloat16 and int8."""
     for shape in ("gpt2", "untied"):
         unquantized, rounded = quantized_folder(shape), quantized_folder(shape, "float32-int8")
         expected = logits(unquantized, "cuda", dtype="int8", sampling=SAMPLING)

@@ -58,7 +58,7 @@ def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("process_group")
 def test_replicated_block_halves_compile_as_whole_graphs() -> None:
-    """Under `DistributedDataParallel`, torch splits compiled code between gradient buckets."""
+    """By default, torch splits compiled code between the gradient buckets of `DistributedDataParallel`."""
     graphs = GraphRecorder()
     model = GPT(GPTConfig(64, 8, 3, 2, 256))
     ids = torch.randint(64, (2, 8))

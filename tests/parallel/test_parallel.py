@@ -126,8 +126,8 @@ def test_killed_rank_ends_all_and_the_run_resumes(several_trained: Path, workdir
 @pytest.mark.slow
 def test_error_on_one_rank_is_reported_once(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_texts()
-    ended = launch([sys.executable, str(RANKS), "broken"], 2)
-    assert ended == LaunchResult(1, 1, None, Path("broken"))
+    result = launch([sys.executable, str(RANKS), "broken"], 2)
+    assert result == LaunchResult(1, 1, None, Path("broken"))
     message = "error: internal error in gpt: RuntimeError: boom\nhint: please report it, with the traceback that --debug prints\n"
     assert capfd.readouterr() == ("", message)
     assert library.resume("broken").steps == 12
@@ -138,8 +138,8 @@ def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, capfd: pytest.Capture
     """The other rank hangs, as in an NCCL collective."""
     write_texts()
     start = time.monotonic()
-    ended = launch([sys.executable, str(RANKS), "killed"], 2)
-    assert ended == LaunchResult(1, 1, signal.SIGKILL, Path("killed"))
+    result = launch([sys.executable, str(RANKS), "killed"], 2)
+    assert result == LaunchResult(1, 1, signal.SIGKILL, Path("killed"))
     assert time.monotonic() - start < 30 + 60  # 30 s to start and 60 s to end
     assert capfd.readouterr() == ("", "")
     assert library.resume("killed", nproc=1).steps == 12
@@ -149,8 +149,8 @@ def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, capfd: pytest.Capture
 def test_rank_ends_when_a_collective_times_out(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A machine that loses power does not close its connections."""
     write_texts()
-    ended = launch([sys.executable, str(RANKS), "silent"], 2)
-    assert (ended.status, ended.run) == (1, Path("silent"))
+    result = launch([sys.executable, str(RANKS), "silent"], 2)
+    assert (result.status, result.run) == (1, Path("silent"))
     assert library.resume("silent", nproc=1).steps == 12
 
 
@@ -165,8 +165,8 @@ def test_compiler_missing_on_one_rank_disables_compilation_on_all(workdir: Path)
 @pytest.mark.slow
 def test_ranks_with_different_options_are_refused(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_texts()
-    ended = launch([sys.executable, str(RANKS), "otherwise"], 2)
-    assert (ended.status, ended.rank) == (2, 0)
+    result = launch([sys.executable, str(RANKS), "otherwise"], 2)
+    assert (result.status, result.rank) == (2, 0)
     err = capfd.readouterr().err
     assert err.startswith("error: processes do not agree: seed is 7 in process 0 and 8 in process 1\nhint: ")
     assert err.count("\n") == 2
@@ -278,9 +278,8 @@ def test_first_failed_rank_determines_the_exit_status() -> None:
     assert _find_first_failure({0: 143, 1: 1}, None) == LaunchResult(1, 1)
     assert _find_first_failure({0: 143, 1: 75}, None) == LaunchResult(143, 0)
     assert _find_first_failure({0: 75}, None) == LaunchResult(1, 0)
-    assert _find_first_failure({1: -9, 0: -9}, None) == LaunchResult(
-        1, 1, 9
-    )  # Rank 0 hung and was killed half a minute later.
+    # Rank 0 hung and was killed half a minute later.
+    assert _find_first_failure({1: -9, 0: -9}, None) == LaunchResult(1, 1, 9)
 
 
 @pytest.mark.slow

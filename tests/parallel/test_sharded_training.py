@@ -122,16 +122,16 @@ def test_every_data_rank_evaluates_equally_many_windows() -> None:
     """A rank's last window can be padding, which does not count."""
     ids = np.arange(5)
     all_windows = [Window(0, n, ids, ids, 0) for n in range(7)]
-    counted, window_counts = [], set()
+    counted_starts, window_counts = [], set()
     for rank in range(6):
         sharded = Sharded.__new__(Sharded)
         sharded.world = World()
         sharded.world.rank, sharded.world.size, sharded.world.tensor = rank, 6, 2
         own_windows = list(sharded.windows(all_windows))
         window_counts.add(len(own_windows))
-        counted += [window.start for window in own_windows if window.skipped < len(window.y)]
+        counted_starts += [window.start for window in own_windows if window.skipped < len(window.y)]
     assert window_counts == {3}
-    assert sorted(counted) == sorted(2 * list(range(7)))
+    assert sorted(counted_starts) == sorted(2 * list(range(7)))
 
 
 def test_full_disk_does_not_leave_other_ranks_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +165,8 @@ def test_signal_to_one_rank_stops_all_at_the_same_window() -> None:
     sharded, signal_numbers = Sharded.__new__(Sharded), iter([0, 0, 15])
     sharded.world = World()
     sharded.world.all_reduce_max = lambda value: max(value, next(signal_numbers))  # type: ignore[method-assign]
-    seen = []
+    items = []
     with pytest.raises(Stopped):
         for item in sharded.until_stopped(StopSignal(), range(9)):
-            seen.append(item)
-    assert seen == [0, 1]
+            items.append(item)
+    assert items == [0, 1]

@@ -395,20 +395,22 @@ def test_lock_of_a_dead_process_is_free(killed_run: Path) -> None:
 @pytest.mark.slow
 def test_killed_and_interrupted_commands_resume(tmp_path: Path) -> None:
     """One run is killed during a save, the other is interrupted. Both resume to the state of an uninterrupted run."""
-    killed, stopped = faults.many(range(1, 2), tmp_path, faults.killed, faults.stopped)
-    assert set(killed) <= {"within a save", "training", "begun", "before run.json", "finished"}, killed
-    assert set(stopped) <= {"saved and gone on with", "before the first step", "finished"}, stopped
+    killed_outcomes, stopped_outcomes = faults.many(range(1, 2), tmp_path, faults.killed, faults.stopped)
+    assert set(killed_outcomes) <= {"within a save", "training", "begun", "before run.json", "finished"}, (
+        killed_outcomes
+    )
+    assert set(stopped_outcomes) <= {"saved and gone on with", "before the first step", "finished"}, stopped_outcomes
 
 
 def test_signal_stops_watched_work_and_handlers_are_restored() -> None:
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    done = []
+    items = []
     with StopSignal() as stop, pytest.raises(Stopped):
         for item in stop.until_signal(range(9)):
-            done.append(item)
+            items.append(item)
             if item == 3:
                 send(signal.SIGTERM)
-    assert done == [0, 1, 2, 3]
+    assert items == [0, 1, 2, 3]
     assert stop.signum == signal.SIGTERM
     assert {signum: signal.getsignal(signum) for signum in before} == before
 

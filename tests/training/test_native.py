@@ -99,9 +99,8 @@ def test_compiled_blocks_match_uncompiled_blocks(
     if bits is None:
         assert ids == expected
         torch.testing.assert_close(logprobs, expected_logprobs, atol=2e-5, rtol=0)
-    exact = residual_stream(
-        model_of(arch, bits, unprepared=True, **properties)
-    )  # dequantized weights without further rounding
+    # Unprepared models use dequantized weights without further rounding.
+    exact = residual_stream(model_of(arch, bits, unprepared=True, **properties))
     torch.testing.assert_close(residual_stream(compiled), exact, atol=5e-5, rtol=0)
     assert stat.S_IMODE(program_folder.stat().st_mode) == 0o700 or sys.platform == "win32"
     programs_on_disk = sorted(program_folder.iterdir())

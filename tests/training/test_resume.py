@@ -376,8 +376,8 @@ def test_rollback_does_not_count_evaluations_twice(text: Path, monkeypatch: pyte
     run = library.train(text, out="run", **settings).run
     lines = [line for line in curve(run) if line["event"] in ("eval", "rollback", "end")]
     logged = [(line["event"], line["step"]) for line in lines]
-    repeated = [("eval", 6), ("eval", 8), ("end", 8)]  # The second and third evaluation after the best
-    assert logged == [("eval", 2), ("eval", 4), ("eval", 6), ("rollback", 4), *repeated]
+    repeated_events = [("eval", 6), ("eval", 8), ("end", 8)]  # The second and third evaluation after the best
+    assert logged == [("eval", 2), ("eval", 4), ("eval", 6), ("rollback", 4), *repeated_events]
 
 
 def test_nan_held_out_loss_before_the_first_step_ends_the_run(
@@ -482,12 +482,12 @@ def test_finished_run_starts_no_processes(run_folder: Path, gpt: Gpt, monkeypatc
     record = json.loads(Path("run/run.json").read_text())
     record["settings"]["nproc"] = 2
     Path("run/run.json").write_text(json.dumps(record))
-    started: list[int] = []
-    monkeypatch.setattr("gpt_cli.processes.start", lambda words, nproc, started_at: started.append(nproc) or 0)
+    process_counts: list[int] = []
+    monkeypatch.setattr("gpt_cli.processes.start", lambda words, nproc, started_at: process_counts.append(nproc) or 0)
     for words in ([], ["--nproc", "3"], ["--steps", "30"]):
         done = gpt("train", "--resume", "run", "--json", *words)
-        assert (done.code, done.err, started) == (0, "run is finished\n", [])
+        assert (done.code, done.err, process_counts) == (0, "run is finished\n", [])
         assert json.loads(done.out)["steps"] == 30
     assert gpt("train", "--resume", "run", "--steps", "31").out == ""
     assert gpt("train", "--resume", "run", "--steps", "31", "--nproc", "3").out == ""
-    assert started == [2, 3]
+    assert process_counts == [2, 3]

@@ -32,10 +32,10 @@ def fake_throughput(flops: float, measured: list[str]) -> Callable[[str], float]
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_size_grows_with_time(arch: Arch) -> None:
     times = (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)
-    chosen = [largest_preset(minutes, 10**12, arch, fake_throughput(1e11, []))[0] for minutes in times]
-    assert chosen == sorted(chosen, key=SIZES.index)
-    assert chosen[0] == "pico"
-    assert chosen[-1] == "gpt2"
+    presets = [largest_preset(minutes, 10**12, arch, fake_throughput(1e11, []))[0] for minutes in times]
+    assert presets == sorted(presets, key=SIZES.index)
+    assert presets[0] == "pico"
+    assert presets[-1] == "gpt2"
     for below, name in pairwise(SIZES):
         # Time for the required tokens per parameter
         minutes = find_minimums(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60

@@ -148,7 +148,7 @@ def test_signal_during_compilation_interrupts_the_run(text: Path, monkeypatch: p
 def test_failed_compilation_falls_back_to_uncompiled_steps(
     text: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
 ) -> None:
-    """The program does not compile, or does not run. Its trial consumes dropout's random numbers."""
+    """The program fails to compile or to run. Its trial consumes dropout's random numbers."""
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("no C++ compiler\nlong story")
@@ -164,7 +164,7 @@ def test_failed_compilation_falls_back_to_uncompiled_steps(
 
 
 def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory in a compiled program raises this error."""
+    """A compiled program that runs out of memory raises this error."""
     settings = {"steps": 6, "dropout": 0.1, "micro_batch": "8", "save_every": 3}
     _, uncompiled_events = train(text, **settings)
     calls = 0

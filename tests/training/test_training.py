@@ -220,7 +220,7 @@ def test_fitting_a_time_budget_keeps_past_learning_rates(schedule: str, remainin
     assert [fitted.lr_at(step) for step in range(51)] == [plan.lr_at(step) for step in range(51)]
     learning_rates = [fitted.lr_at(step) for step in range(50, 51 + remaining_steps)]
     assert learning_rates[-1] == pytest.approx(plan.lr_at(100), abs=1 / 20)
-    # The steepest slope of a cosine is 0.9 · π / 2 times the mean.
+    # A cosine's steepest slope is 0.9 · π / 2 times the mean slope.
     max_slope = 1.5 if schedule == "cosine" else 1
     assert all(0 <= a - b <= max_slope / remaining_steps + 1e-9 for a, b in itertools.pairwise(learning_rates))
 
@@ -245,15 +245,15 @@ def test_timed_run_can_be_repeated_by_steps(text: Path) -> None:
 @pytest.mark.slow
 def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout depends on how many uncompiled steps fit, not on the initial guess or the compiled steps."""
-    looked_up: list[GPTConfig] = []
+    lookups: list[GPTConfig] = []
 
     def find(key: Any, *args: object) -> Any:
-        looked_up.append(key[1])
+        lookups.append(key[1])
         raise OSError("there is no compiler")
 
     monkeypatch.setattr(programs, "find", find)
-    fit = iter([30, 400])
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: next(fit))
+    steps_that_fit = iter([30, 400])
+    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: next(steps_that_fit))
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     text.write_text(make_text(1000), encoding="utf-8")
     timed, _ = train(text, minutes=1.0, compile="on")
@@ -261,14 +261,14 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) ->
     for length in ({"minutes": 1.0}, {"steps": 400}):
         assert resolved(n_tokens=record["tokens"]["train"], **TINY, **length).model.dropout > 0
     assert record["resolved"]["model"]["dropout"] == 0
-    assert [model.dropout for model in looked_up] == [0, 0]  # The measurement and the run each look up one program.
+    assert [model.dropout for model in lookups] == [0, 0]  # The measurement and the run each look up one program.
 
 
 @pytest.mark.slow
 def test_timed_run_compiles_by_minutes_only(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default depends on the minutes, not on the 400 steps that fit."""
-    looked_up: list[object] = []
-    monkeypatch.setattr(programs, "find", lambda key, *args: looked_up.append(key))
+    """Whether to compile depends on the minutes, not on the 400 steps that fit."""
+    lookups: list[object] = []
+    monkeypatch.setattr(programs, "find", lambda key, *args: lookups.append(key))
     monkeypatch.setattr(recipe, "compiles_by_default", lambda: True)
     monkeypatch.setitem(recipe.CPU_FLOPS_PER_WIDTH, "float32", 1e-9)
     monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 400)
@@ -276,7 +276,7 @@ def test_timed_run_compiles_by_minutes_only(text: Path, monkeypatch: pytest.Monk
     assert resolved(n_tokens=10**6, **TINY, steps=400, dtype="float32").compile
     timed, _ = train(text, minutes=1.0, dtype="float32")
     assert not json.loads((timed.run / "run.json").read_text())["resolved"]["compile"]
-    assert not looked_up
+    assert not lookups
 
 
 def test_time_budget_determines_the_steps() -> None:
@@ -298,7 +298,7 @@ def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
     assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
-    # More than a fifth of the time is spent.
+    # More than a fifth of the time is already spent.
     late = TimeBudget.fitting(5, start_time=0.0, now=90.0, costs=SLOW, evals=20)
     assert late.evaluations + late.end <= 0.2 * 300 / 2
     assert late.windows == late.last_windows == 1
@@ -312,7 +312,7 @@ def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> No
     steps: list[int] = []
 
     def steps_that_fit(budget: TimeBudget, now: float) -> int:
-        steps.append(5 if steps else 64)  # 64 steps of one sequence fit, then 5 of the resulting batch.
+        steps.append(5 if steps else 64)  # 64 steps of one sequence fit, or 5 steps of the resulting batch.
         return steps[-1]
 
     with pytest.MonkeyPatch.context() as patched:
@@ -320,12 +320,12 @@ def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> No
         patched.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
         result = gpt.train(text, init=str(run_folder), minutes=1.0, lora_rank=2, dtype="float32", sample_every=0)
     resolved = json.loads((result.run / "run.json").read_text())["resolved"]
-    assert resolved["batch_tokens"] == 32  # In 100 steps, 64 sequences of 32 tokens leave one per step.
+    assert resolved["batch_tokens"] == 32  # The 64 sequences that fit allow one (32 tokens) in each of 100 steps.
     assert result.val_tokens > 0
 
 
 def test_run_folder_contents(text: Path) -> None:
-    result, _heard = train(text, steps=20, eval_every=5, save_every=5, keep=2, sample_every=10)
+    result, _events = train(text, steps=20, eval_every=5, save_every=5, keep=2, sample_every=10)
     run = result.run
     assert run == Path("runs/book")
     record = json.loads((run / "run.json").read_text())
@@ -334,9 +334,9 @@ def test_run_folder_contents(text: Path) -> None:
     assert record["resolved"]["model"]["n_embd"] == 32
     assert record["versions"]["torch"] == torch.__version__
     assert not list(run.rglob(".tmp-*"))
-    saved = [entry.step for entry in folder.checkpoints(run)]
-    assert saved[-2:] == [15, 20]
-    assert len(saved) <= 3
+    saved_steps = [entry.step for entry in folder.checkpoints(run)]
+    assert saved_steps[-2:] == [15, 20]
+    assert len(saved_steps) <= 3
     index = json.loads((run / "index.json").read_text())
     assert run / index["best"] == result.checkpoint
     second, _ = train(text, steps=2)
@@ -401,9 +401,9 @@ def test_checkpoint_between_evaluations_has_no_loss(text: Path) -> None:
     run = gpt.train(
         text, listen=run_events.append, **{**FAST, "steps": 8, "eval_every": 4, "save_every": 2, "keep": 9}
     ).run
-    measured = {event.step: event.val_loss for event in run_events if isinstance(event, events.EvalEvent)}
-    assert sorted(measured) == [4, 8]
-    assert {entry.step: entry.val_loss for entry in folder.checkpoints(run)} == {2: None, 6: None, **measured}
+    measured_losses = {event.step: event.val_loss for event in run_events if isinstance(event, events.EvalEvent)}
+    assert sorted(measured_losses) == [4, 8]
+    assert {entry.step: entry.val_loss for entry in folder.checkpoints(run)} == {2: None, 6: None, **measured_losses}
 
 
 def test_patience_stops_a_run_without_progress_and_saves_it(text: Path) -> None:
@@ -573,7 +573,7 @@ def test_every_preset_resolves() -> None:
     ("settings", "expected"),
     [
         ({"epochs": 1.0}, (0.0, 0.1)),
-        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # 4 epochs are a third of 12.
+        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # A decay of 1 would need 12 epochs.
         ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.29)),  # A decay of 1 would need 80 · 0.43 epochs.
         ({"epochs": 18.0, "n_tokens": 45_000}, (0.1, 1.0)),
         ({"epochs": 18.0, "n_tokens": 60_000}, (0.0, 1.0)),

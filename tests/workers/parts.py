@@ -1,4 +1,4 @@
-"""Worker script of `test_sharded_training.py`, with sharded models.
+"""Worker script of `test_sharded_training.py`.
 
 python tests/workers/parts.py SCENARIO
 """
@@ -65,7 +65,7 @@ def two() -> None:
 
 
 def four() -> None:
-    """Sharding across two tensor-parallel pairs."""
+    """Trains with both sharding and tensor parallelism."""
     gpt.train("book.txt", out="four", **SHARDED_AND_TENSOR)
 
 

@@ -185,7 +185,7 @@ def kill_rank_1() -> None:
 
 
 def time_out_on_rank_1() -> None:
-    """Rank 1 is late for a collective, like a machine without power."""
+    """Delays rank 1 past a collective's timeout, like a machine without power."""
     original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:

@@ -49,8 +49,8 @@ def losses(run: Path) -> list[float]:
 
 
 def assert_trained_alike(single: Path, several: Path, norm_tolerance: float, **loss_tolerance: float) -> None:
-    """Compares losses and gradient norms. ``loss_tolerance`` are keywords of `pytest.approx`; ``norm_tolerance`` is
-    relative."""
+    """Compares losses and gradient norms. ``norm_tolerance`` is relative, ``loss_tolerance`` are arguments of
+    `pytest.approx`."""
     assert losses(several) == pytest.approx(losses(single), **loss_tolerance)
     held_out = [event_values(run, "val_loss", "eval", "end") for run in (single, several)]
     assert held_out[1] == pytest.approx(held_out[0], **loss_tolerance)
