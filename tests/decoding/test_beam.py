@@ -132,7 +132,7 @@ def test_wide_beam_matches_exhaustive_search(seed: int, penalty: float) -> None:
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("number", range(10))
-def test_one_beam_is_greedy(number: int, early_stopping: str) -> None:
+def test_one_beam_matches_greedy_decoding(number: int, early_stopping: str) -> None:
     model, _ = model_pair(30, number, 0.3)
     endless = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
     eot = [token.id for token in generate(Context(model, CPU), [1, 2], endless, ())][number]
@@ -158,7 +158,7 @@ def test_batched_beams_match_single_prompts(rows: int) -> None:
 
 
 @pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary"), ("gpt2", "rotary")])
-def test_beam_search_past_the_context(arch: str, positions: str) -> None:
+def test_beam_scores_past_the_context_match_a_sliding_context(arch: str, positions: str) -> None:
     model = loud(GPTConfig.of(arch, 20, 8, 2, 2, 16, positions=positions))  # type: ignore[arg-type]
     [(_, hypotheses)] = search(model, [[1, 2, 3]], 0, beam=3, n_best=3, max_tokens=20, ignore_eot=True)
     assert len({tuple(hypothesis.ids) for hypothesis in hypotheses}) == 3

@@ -115,7 +115,7 @@ def test_permissive_constraint_does_not_change_the_text(model: LanguageModel, se
     assert actual == expected
 
 
-def test_complete_text_ends(model: LanguageModel) -> None:
+def test_complete_text_ends_with_end_of_text(model: LanguageModel) -> None:
     """A complete text that could continue ends with end-of-text."""
     config = SampleConfig(choices=("A", "AB"), max_tokens=9)
     reasons = {}

@@ -36,7 +36,7 @@ def logits(model: GPT) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary")])
-def test_packed_weights_match(arch: str, positions: str) -> None:
+def test_packed_weights_match_unpacked_weights(arch: str, positions: str) -> None:
     unpacked = tiny_model(40, positions, arch)
     packed = prepare(copy.deepcopy(unpacked), CPU)
     assert not any(isinstance(module, nn.Linear) for module in packed.modules())
@@ -127,7 +127,7 @@ def test_int8_rows_are_independent() -> None:
     assert torch.equal(layer(torch.cat([x, 1e6 * torch.randn(1, 32)]))[:4], single)
 
 
-def test_int8_loss_is_close(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_int8_loss_is_close_to_float32(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes("the cat sat on the mat in Zürich\n".encode() * 20)
     exact, rounded = (
         json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json", "--dtype", dtype).out)["loss"]

@@ -1,7 +1,7 @@
 """A fake CUDA device that computes on the CPU, for tests of CUDA code on machines without a GPU.
 
-Inside ``disguised()``, tensors can be created on ``cuda``. Training and decoding give the CPU's results. The device also
-imitates and records CUDA's behavior:
+Inside ``disguised()``, tensors can be created on ``cuda``. Training and decoding give the CPU's results. The device
+also imitates and records CUDA:
 
 - Operators on tensors of several devices raise, as on CUDA.
 - `Device.waits` records each host wait, with the line of `gpt` that caused it.

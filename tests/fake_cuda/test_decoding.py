@@ -164,7 +164,7 @@ def token_ids(updates: list[Update]) -> list[int]:
     return [token.id for update in updates for token in update.tokens]
 
 
-def test_generation_on_the_second_device(models: dict[str, Path], disguise: Disguise) -> None:
+def test_generation_on_the_second_device_matches_the_cpu(models: dict[str, Path], disguise: Disguise) -> None:
     on_cpu = sample_all(models["modern"], "cpu", {})
     with disguise(2):
         assert sample_all(models["modern"], "cuda:1", {})[0][0] == on_cpu[0][0]
@@ -173,7 +173,9 @@ def test_generation_on_the_second_device(models: dict[str, Path], disguise: Disg
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
-def test_generation_with_narrow_weights(models: dict[str, Path], disguise: Disguise, dtype: str) -> None:
+def test_generation_with_narrow_weights_is_close_to_float32(
+    models: dict[str, Path], disguise: Disguise, dtype: str
+) -> None:
     """Texts can differ from float32, but log-probabilities are close."""
     config = SampleConfig(greedy=True, max_tokens=5)
     (_, expected), *_ = sample_all(models["gpt2"], "cpu", {"greedy": True, "max_tokens": 5})

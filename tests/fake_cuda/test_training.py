@@ -85,7 +85,7 @@ def test_float16_loss_scaling_follows_float32(text: Path, disguise: Disguise) ->
 
 
 @pytest.mark.slow
-def test_chunked_logits_match(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_logits_match_the_cpu(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
     _, cpu_events = train("cpu")
     monkeypatch.setattr(
         "gpt.training.recipe.with_loss_chunks", lambda model, setup, memory: replace(setup, loss_chunk=64)
@@ -97,7 +97,9 @@ def test_chunked_logits_match(text: Path, disguise: Disguise, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_rollback_after_nan_losses(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_after_nan_losses_discards_the_step_in_flight(
+    text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Step 8 is in flight during the rollback and is discarded."""
     original, calls = stepping.tied_cross_entropy, []
 
@@ -120,7 +122,9 @@ def test_rollback_after_nan_losses(text: Path, disguise: Disguise, monkeypatch: 
     ("first", "second", "optimizer"),
     [("cpu", "cuda", "muon"), slow("cuda", "cpu", "adamw"), slow("cuda", "cuda", "muon")],
 )
-def test_resume_on_another_device(text: Path, disguise: Disguise, first: str, second: str, optimizer: str) -> None:
+def test_resume_on_another_device_matches_the_cpu(
+    text: Path, disguise: Disguise, first: str, second: str, optimizer: str
+) -> None:
     def device_context(device: str) -> Any:
         return disguise() if device == "cuda" else contextlib.nullcontext()
 
@@ -158,7 +162,7 @@ def test_pair_losses_match_the_cpu(workdir: Path, disguise: Disguise) -> None:
     assert losses(cuda_events) == pytest.approx(losses(cpu_events), abs=1e-5)
 
 
-def test_step_on_the_second_device(disguise: Disguise) -> None:
+def test_step_on_the_second_device_matches_the_cpu(disguise: Disguise) -> None:
     on_cpu = make_stepper(torch.device("cpu"))
     with disguise(2):
         on_cuda = make_stepper(torch.device("cuda:1"))

@@ -80,7 +80,7 @@ def test_bfloat16_attention_matches_float32(kv_heads: int, window: int | None) -
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.99])
-def test_dropout_rate_and_mean(p: float) -> None:
+def test_dropout_has_the_requested_rate_and_keeps_the_mean(p: float) -> None:
     torch.manual_seed(1)
     x = torch.ones(999, 1001, dtype=torch.float64).requires_grad_()
     y = kernels.drop(x.mT, p).mT

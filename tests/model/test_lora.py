@@ -165,7 +165,7 @@ def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", ["all", slow("attention"), "output,down", slow("query,value")])
-def test_peft_loads_our_adapters(family: str, targets: str, workdir: Path) -> None:
+def test_peft_loads_gpt_adapters(family: str, targets: str, workdir: Path) -> None:
     config = FAMILIES[family]
     if family == "gpt2" and targets == "query,value":
         targets = "query,key,value"
@@ -199,7 +199,7 @@ def make_peft_adapter(config: GPTConfig, workdir: Path, **settings: Any) -> tupl
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_peft_adapters_are_loaded(family: str, use_rslora: bool, workdir: Path) -> None:
+def test_gpt_loads_peft_adapters(family: str, use_rslora: bool, workdir: Path) -> None:
     peft_model, path = make_peft_adapter(FAMILIES[family], workdir, use_rslora=use_rslora)
     ids = torch.arange(16)[None]
     with torch.no_grad():

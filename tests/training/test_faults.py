@@ -402,7 +402,7 @@ def test_killed_and_interrupted_commands_resume(tmp_path: Path) -> None:
     assert set(stopped_outcomes) <= {"saved and gone on with", "before the first step", "finished"}, stopped_outcomes
 
 
-def test_signal_stops_watched_work_and_handlers_are_restored() -> None:
+def test_signal_stops_iteration_and_handlers_are_restored() -> None:
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     items = []
     with StopSignal() as stop, pytest.raises(Stopped):
@@ -439,7 +439,7 @@ def test_second_signal_exits_without_a_torn_checkpoint(text: Path, monkeypatch: 
     release.set()
 
 
-def test_folder_created_during_the_work_is_not_replaced(tmp_path: Path) -> None:
+def test_folder_created_during_a_write_is_not_replaced(tmp_path: Path) -> None:
     """The folder appears after the first check."""
     target = tmp_path / "mine"
     with pytest.raises(FileExistsError), files.atomic_folder(target):

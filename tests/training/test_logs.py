@@ -180,7 +180,7 @@ def test_wandb_id_is_stable_and_unique_per_run(wandb: FakeWandb) -> None:
     assert len(set(ids)) == 3
 
 
-def test_real_wandb_offline_log(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_wandb_logs_offline(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is no part of the dev extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
     result = gpt.train(text, steps=4, log="wandb", **FAST)
@@ -310,7 +310,7 @@ def test_peak_flops_follow_from_the_hardware_specs(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "cpu", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
 )
-def test_peak_flops_of_unknown_devices(name: str) -> None:
+def test_unknown_devices_have_no_peak_flops(name: str) -> None:
     assert peak_flops(name, "bfloat16") is None
 
 
