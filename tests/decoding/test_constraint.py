@@ -120,9 +120,9 @@ def test_complete_text_ends_with_end_of_text(model: LanguageModel) -> None:
     config = SampleConfig(choices=("A", "AB"), max_tokens=9)
     reasons = {}
     for index in range(20):
-        *_, last = updates = run(model, config, index=index)
+        *_, last_update = updates = run(model, config, index=index)
         ids = [token.id for update in updates for token in update.tokens]
-        reasons[bytes(id for id in ids if id != EOT)] = (last.reason, ids[-1])
+        reasons[bytes(id for id in ids if id != EOT)] = (last_update.reason, ids[-1])
     assert reasons == {b"A": ("eot", EOT), b"AB": ("stop", ord("B"))}
     assert run(model, replace(config, max_tokens=1))[-1].reason == "length"
     assert run(model, replace(config, choices=("A",), min_tokens=3))[-1].reason == "stop"
@@ -198,14 +198,14 @@ def test_too_complex_constraint_ends_only_its_request(model: LanguageModel, monk
     config = SampleConfig(regex="[ab]*a[ab]{200}", max_tokens=100)
     engine = Engine(Context(model.model, CPU, 2), model.tokenizer.ends)
     for _ in range(2):
-        unconstrained = engine.add(Request([EOT], SampleConfig(max_tokens=120)))
+        unconstrained_number = engine.add(Request([EOT], SampleConfig(max_tokens=120)))
         number = engine.add(Request([EOT], config, constraint=cache.find(config)))
-        last = {update.number: update for update in engine.run()}
-        assert last[unconstrained].error is None
-        error = last[number].error
+        last_updates = {update.number: update for update in engine.run()}
+        assert last_updates[unconstrained_number].error is None
+        error = last_updates[number].error
         assert error is not None
         assert error.message.startswith("no text meets the constraint: ")
-        assert sum(map(len, [update.tokens for update in last.values()])) > 0
+        assert sum(map(len, [update.tokens for update in last_updates.values()])) > 0
 
 
 HOSTILE: list[dict[str, Any]] = [

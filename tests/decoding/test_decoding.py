@@ -232,10 +232,10 @@ def test_slid_is_set_when_the_context_slides(monkeypatch: pytest.MonkeyPatch) ->
     slide = Context.slide
     monkeypatch.setattr(Context, "slide", lambda self, slot: slides.append(slot.row) or slide(self, slot))
     # The last token never enters the context.
-    for count, slid in ((60, False), (61, False), (62, True)):
+    for count, expected_slid in ((60, False), (61, False), (62, True)):
         slides.clear()
         [sample] = generate_samples(SampleConfig(max_tokens=count, ignore_eot=True), ["abcd"])
-        assert (sample.slid, bool(slides)) == (slid, slid)
+        assert (sample.slid, bool(slides)) == (expected_slid, expected_slid)
 
 
 def test_batch_size_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,11 +122,14 @@ def test_nan_logits_end_only_their_request(settings: dict[str, Any]) -> None:
         model.lm_head = torch.nn.Linear(16, 50, bias=False)
         model.lm_head.weight.copy_(model.wte.weight)
         model.wte.weight[7] = torch.nan
-    good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
-    expected = summarize(run_alone(model, good))
+    good_request = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
+    expected = summarize(run_alone(model, good_request))
     engine = Engine(Context(model, CPU, 4), {EOT})
-    bad = Request([5, 7, 5, 5, 5], SampleConfig(**{"max_tokens": 8, **settings}))
-    numbers = [engine.add(request) for request in (good, bad, good, bad, good, good)]
+    failing_request = Request([5, 7, 5, 5, 5], SampleConfig(**{"max_tokens": 8, **settings}))
+    numbers = [
+        engine.add(request)
+        for request in (good_request, failing_request, good_request, failing_request, good_request, good_request)
+    ]
     events: dict[int, list[Update]] = {}
     for event in engine.run():
         events.setdefault(event.number, []).append(event)

@@ -72,16 +72,16 @@ def test_penalties_ngrams_and_bias_match_transformers(
     st.floats(-2, 2), st.floats(-2, 2),
 )  # fmt: skip
 def test_presence_and_frequency_penalties_match_openai(
-    seed: int, prompt: list[int], generated: list[int], presence: float, frequency: float
+    seed: int, prompt: list[int], generated_ids: list[int], presence: float, frequency: float
 ) -> None:
     """``logit[j] -= count[j] * frequency + (count[j] > 0) * presence``, counting only generated tokens."""
     logits = random_logits(seed)
     expected = logits.clone()
     for id in range(V):
-        count = generated.count(id)
+        count = generated_ids.count(id)
         expected[0, id] -= count * frequency + (count > 0) * presence
     config = SampleConfig(presence_penalty=presence, frequency_penalty=frequency)
-    adjusted = filters.Filters(config, {0}).adjust(logits, [[*prompt, *generated]], [len(generated)])
+    adjusted = filters.Filters(config, {0}).adjust(logits, [[*prompt, *generated_ids]], [len(generated_ids)])
     assert torch.allclose(adjusted, expected, atol=1e-6)
 
 

@@ -107,16 +107,16 @@ def test_concurrent_requests_match_the_cpu(
         context = Context(model, compute, 4, step=functools.partial(next_tokens, model) if fixed_shapes else None)
         engine = Engine(context, {EOT}, 8)
         events: list[list[Update]] = [[] for _ in requests]
-        cancelled_numbers, steps, waiting = set(), 0, deque(requests)
-        while waiting or engine.busy:
-            for _ in range(min(len(waiting), rng.randrange(2))):
-                engine.add(waiting.popleft())
+        cancelled_numbers, steps, queue = set(), 0, deque(requests)
+        while queue or engine.busy:
+            for _ in range(min(len(queue), rng.randrange(2))):
+                engine.add(queue.popleft())
             for update in engine.step():
                 assert update.number not in cancelled_numbers
                 events[update.number].append(update)
             steps += 1
             if rng.random() < 0.05:
-                cancelled_numbers.add(number := rng.randrange(len(requests) - len(waiting)))
+                cancelled_numbers.add(number := rng.randrange(len(requests) - len(queue)))
                 engine.cancel(number)
         waits = device.wait_counts()
     for number, updates in enumerate(events):

@@ -163,14 +163,14 @@ def test_fine_tuned_model_loads_in_transformers(
     Path("book.txt").write_bytes(make_text(800).encode())
     done = gpt("train", "book.txt", "--init", "theirs", "--steps", "2", "-o", "run", "--quiet", "--device", "cpu")
     assert done.code == 0, done.err
-    saved = Path("run/step-000002")
-    assert json.loads((saved / "config.json").read_text())["model_type"] == config.layout
-    reference = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
-    model = library.load(saved, device="cpu")
+    saved_folder = Path("run/step-000002")
+    assert json.loads((saved_folder / "config.json").read_text())["model_type"] == config.layout
+    reference = transformers.AutoModelForCausalLM.from_pretrained(saved_folder, dtype=torch.float32).eval()
+    model = library.load(saved_folder, device="cpu")
     eos_token_id = reference.generation_config.eos_token_id
     assert set(eos) == set(eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])
     ids = model.tokenizer.prompt("the cat sat")
-    assert transformers.AutoTokenizer.from_pretrained(saved)("the cat sat")["input_ids"] == ids
+    assert transformers.AutoTokenizer.from_pretrained(saved_folder)("the cat sat")["input_ids"] == ids
     with torch.no_grad():
         assert torch.allclose(model.model(torch.tensor([ids])), reference(torch.tensor([ids])).logits, atol=1e-4)
 

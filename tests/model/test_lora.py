@@ -329,8 +329,8 @@ def test_run_trains_only_its_targets(family: str, workdir: Path, second_text: Pa
             peft.PeftModel.from_pretrained(load_transformers(base), result.checkpoint)(ids).logits, tuned, atol=1e-4
         )
         assert torch.allclose(load_transformers(result.run / "merged")(ids).logits, tuned, atol=1e-4)
-    longer = library.resume(result.run, steps=6)
-    assert longer.steps == 6
+    extended_run = library.resume(result.run, steps=6)
+    assert extended_run.steps == 6
 
 
 def test_run_saves_only_adapters(base: Path, second_text: Path) -> None:

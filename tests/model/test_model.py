@@ -235,15 +235,17 @@ def test_parameter_table_matches_the_built_model(name: str) -> None:
     with torch.device("meta"):
         model = GPT(config)
     table = named_parameters(config)
-    built = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert list(built.items()) == [(name, p.shape) for name, p in table.items() if p.trained]
-    fixed = {name: p.shape for name, p in table.items() if not p.trained}
-    assert fixed == ({"wpe.weight": tuple(model.sine.shape)} if config.positions == "sinusoidal" else {})
+    built_shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert list(built_shapes.items()) == [(name, p.shape) for name, p in table.items() if p.trained]
+    untrained_shapes = {name: p.shape for name, p in table.items() if not p.trained}
+    assert untrained_shapes == ({"wpe.weight": tuple(model.sine.shape)} if config.positions == "sinusoidal" else {})
     assert model.unembed(torch.empty(1, config.n_embd, device="meta")).shape == (1, config.vocab_size)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
     norms = {n for n, module in model.named_modules() if isinstance(module, torch.nn.LayerNorm | decoder.RMSNorm)}
     assert {name.removesuffix(".weight") for name, p in table.items() if p.is_matrix} == linear
-    assert {name for name, p in table.items() if p.kind == "bias"} == {f"{name}.bias" for name in linear} & set(built)
+    assert {name for name, p in table.items() if p.kind == "bias"} == {f"{name}.bias" for name in linear} & set(
+        built_shapes
+    )
     assert {name.rpartition(".")[0] for name, p in table.items() if p.kind == "norm"} == norms
     fused = {"attn.c_attn", *(["mlp.c_fc"] if config.mlp == "swiglu" else [])}
     assert {p.name.rpartition(".")[0] for p in table.values() if p.fused} == fused

@@ -72,11 +72,11 @@ def test_plan_that_does_not_fit_is_reported(gpt: Gpt) -> None:
 def test_first_setup_that_fits_is_chosen(preset: str, kind: str) -> None:
     plan_config = PlanConfig(kind=kind, devices=12)
     config, batch = PRESETS[preset].model, PRESETS[preset].batch_tokens
-    found_plans = plans(config, plan_config, batch * 3)
-    assert [plan.devices for plan in found_plans] == [1, 2, 4, 8, 12]
+    device_plans = plans(config, plan_config, batch * 3)
+    assert [plan.devices for plan in device_plans] == [1, 2, 4, 8, 12]
     usable_memory = int(USABLE * KINDS[kind].memory)
     rows = step_rows(config, batch * 3, False)
-    for plan in found_plans:
+    for plan in device_plans:
         rejected_setups = list(setups(config, plan_config, rows, plan.devices))
         if plan.fits:
             rejected_setups = rejected_setups[: rejected_setups.index(replace(plan.setup, loss_chunk=0))]
@@ -85,7 +85,7 @@ def test_first_setup_that_fits_is_chosen(preset: str, kind: str) -> None:
         )
         assert plan.fits == (plan.memory.peak <= usable_memory)
         assert plan.memory == count_step_memory(config, plan.setup)
-    assert all(slower.days >= faster.days for slower, faster in pairwise(found_plans) if slower.days and faster.days)
+    assert all(slower.days >= faster.days for slower, faster in pairwise(device_plans) if slower.days and faster.days)
 
 
 @pytest.mark.parametrize("preset", ["gpt3-350m", "gpt3-2.7b", "gpt3-6.7b"])

@@ -63,8 +63,8 @@ def test_replicated_block_halves_compile_as_whole_graphs() -> None:
     model = GPT(GPTConfig(64, 8, 3, 2, 256))
     ids = torch.randint(64, (2, 8))
     expected = Objective(model, 0)(ids, ids)
-    wrapped = DistributedDataParallel(Objective(model, 0), bucket_cap_mb=1)  # type: ignore[arg-type]
+    ddp_objective = DistributedDataParallel(Objective(model, 0), bucket_cap_mb=1)  # type: ignore[arg-type]
     compile_halves(model, torch.device("cpu"), backend=graphs)
-    wrapped(ids, ids).backward()
-    assert wrapped(ids, ids).item() == pytest.approx(expected.item())
+    ddp_objective(ids, ids).backward()
+    assert ddp_objective(ids, ids).item() == pytest.approx(expected.item())
     assert len(graphs) == 3  # the attention half, the MLP half, the last norm

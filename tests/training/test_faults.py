@@ -291,8 +291,8 @@ def test_metrics_are_synced_before_the_checkpoint_that_records_their_length(
 def test_failed_save_after_a_signal_is_an_error(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_event(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 5:
-            failing = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-            monkeypatch.setattr(checkpoint, "write", failing)
+            failing_write = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+            monkeypatch.setattr(checkpoint, "write", failing_write)
             send(signal.SIGTERM)
 
     with pytest.raises(WorkError, match="interrupted at step 5, which could not be saved: Input/output error") as error:

@@ -173,8 +173,8 @@ def test_wandb_added_on_resume_marks_an_interrupted_run_as_failed(text: Path, wa
 
 def test_wandb_id_is_stable_and_unique_per_run(wandb: FakeWandb) -> None:
     ids = []
-    for name, started in (("a", "1"), ("a", "1"), ("a", "2"), ("b", "1")):
-        logs.Wandb(Path("runs") / name, {"started": started, "resolved": {}}, 0)
+    for name, start_time in (("a", "1"), ("a", "1"), ("a", "2"), ("b", "1")):
+        logs.Wandb(Path("runs") / name, {"started": start_time, "resolved": {}}, 0)
         ids.append(wandb.init_settings["id"])
     assert ids[0] == ids[1]
     assert len(set(ids)) == 3

@@ -151,9 +151,9 @@ def find_program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
 @pytest.mark.parametrize("kind", ["zero pages", "flipped bit", "truncated", "another's checksum", "no checksum"])
 def test_damaged_program_is_recompiled(kind: str, find_program: Callable[[str], str], program_folder: Path) -> None:
     assert find_program("a") == "a"
-    intact = next(program_folder.iterdir())
-    name, data = intact.name, intact.read_bytes()
-    damage(intact, kind)
+    path = next(program_folder.iterdir())
+    name, data = path.name, path.read_bytes()
+    damage(path, kind)
     notes: list[str] = []
     assert programs.find("a", lambda: "a", notes.append, "it") == "a"  # type: ignore[arg-type, return-value, comparison-overlap]
     assert [note.split()[-1] for note in notes] == ["damaged", "once"][kind == "no checksum" :]
@@ -204,15 +204,15 @@ def test_least_recently_used_programs_are_deleted(
     use("a", 1)
     use("b", 2)
     assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # a is now more recent than b.
-    killed, active = (program_folder / f"{programs.SCRATCH}{name}" for name in ("killed", "at-work"))
-    for folder in (killed, active):
+    killed_folder, active_folder = (program_folder / f"{programs.SCRATCH}{name}" for name in ("killed", "at-work"))
+    for folder in (killed_folder, active_folder):
         folder.mkdir()
         (folder / "kernel.o").touch()
-    os.utime(killed, (1, 1))
+    os.utime(killed_folder, (1, 1))
     use("c", 3)
     assert sorted(path.read_text()[0] for path in program_folder.glob("*.pt2")) == ["a", "c"]
-    assert active.exists()
-    assert not killed.exists()
+    assert active_folder.exists()
+    assert not killed_folder.exists()
 
     def refuse(*args: object) -> None:
         raise PermissionError("the folder is read-only")

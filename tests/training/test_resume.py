@@ -95,7 +95,7 @@ def test_metrics_after_the_checkpoint_are_truncated(text: Path) -> None:
     Path("parts/index.json").unlink()
     run_events: list[Any] = []
     library.resume("parts", lambda event: run_events.append((event, Path("parts/index.json").exists())))
-    assert [(event.step, indexed) for event, indexed in run_events if isinstance(event, events.ResumeEvent)] == [
+    assert [(event.step, has_index) for event, has_index in run_events if isinstance(event, events.ResumeEvent)] == [
         (5, True)
     ]
     assert curve(Path("parts")) == curve(uninterrupted.run)

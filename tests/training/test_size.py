@@ -19,11 +19,11 @@ from gpt.training.budget import SIZES, find_minimums, largest_preset, measure_th
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
-def fake_throughput(flops: float, measured: list[str]) -> Callable[[str], float]:
+def fake_throughput(flops: float, measured_names: list[str]) -> Callable[[str], float]:
     """Simulates a device of ``flops`` FLOPs per second."""
 
     def tokens_per_second(name: str) -> float:
-        measured.append(name)
+        measured_names.append(name)
         return flops / (6 * parameters(name))
 
     return tokens_per_second
@@ -73,9 +73,9 @@ def test_size_needs_two_bytes_per_five_parameters() -> None:
 
 
 def test_sizes_out_of_reach_are_not_measured() -> None:
-    measured: list[str] = []
-    assert largest_preset(1, 10**12, "gpt2", fake_throughput(1e11, measured))[0] == "pico"
-    assert measured == ["pico", "nano"]
+    measured_names: list[str] = []
+    assert largest_preset(1, 10**12, "gpt2", fake_throughput(1e11, measured_names))[0] == "pico"
+    assert measured_names == ["pico", "nano"]
 
 
 @pytest.mark.parametrize(

@@ -427,9 +427,9 @@ def test_reported_loss_matches_evaluate(text: Path, tmp_path: Path) -> None:
 def test_held_out_text_does_not_affect_training(text: Path) -> None:
     """The texts differ only in the held-out part."""
     data = text.read_bytes()
-    cut = len(data) - round(len(data) * 0.1)
+    held_out_start = len(data) - round(len(data) * 0.1)
     changed_text = text.with_name("other.txt")
-    changed_text.write_bytes(data[:cut] + b"q" * (len(data) - cut))
+    changed_text.write_bytes(data[:held_out_start] + b"q" * (len(data) - held_out_start))
     one, _ = train(text, steps=4)
     two, _ = train(changed_text, steps=4)
     assert all(torch.equal(a, b) for a, b in zip(weights(one.run).values(), weights(two.run).values(), strict=True))
@@ -447,10 +447,10 @@ def test_separate_held_out_text_is_evaluated(text: Path) -> None:
 
 
 def test_held_out_part_of_one_token_is_refused(workdir: Path) -> None:
-    short = workdir / "short.txt"
-    short.write_text("twelve bytes")
+    short_text = workdir / "short.txt"
+    short_text.write_text("twelve bytes")
     with pytest.raises(UserError, match="1 held-out bytes are one token"):
-        gpt.train(short, tokenizer="bytes", steps=1)
+        gpt.train(short_text, tokenizer="bytes", steps=1)
     assert not Path("runs").exists()
 
 
@@ -461,9 +461,9 @@ def test_run_without_held_out_text_reports_no_loss(text: Path) -> None:
 
 
 def test_short_text_reduces_the_context(workdir: Path) -> None:
-    short = workdir / "short.txt"
-    short.write_text("hello world, " * 3)
-    result, run_events = train(short, steps=2, tokenizer="bytes", vocab_size=None, block_size=64, batch_tokens=128)
+    short_text = workdir / "short.txt"
+    short_text.write_text("hello world, " * 3)
+    result, run_events = train(short_text, steps=2, tokenizer="bytes", vocab_size=None, block_size=64, batch_tokens=128)
     notes = [e.text for e in run_events if isinstance(e, events.Note)]
     assert any("context reduced from 64 to 36" in note for note in notes)
     assert gpt.load(result.run).model.config.block_size == 36
