@@ -331,7 +331,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
 
 
 def test_overwritten_window_is_not_reused_as_a_prefix() -> None:
-    """Longer texts or rejected guesses overwrite positions of the ring buffer."""
+    """Long texts and rejected guesses overwrite positions of the ring buffer."""
     model, rng = tiny_model(400, "rotary", "modern", window=8, window_layers=(0, 1)), random.Random(1)
     first_ids = [rng.randrange(40) for _ in range(300)]
     settings: dict[str, Any] = {"max_tokens": 4, "ignore_eot": True}

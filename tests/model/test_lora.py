@@ -176,7 +176,7 @@ def test_peft_loads_gpt_adapters(family: str, targets: str, workdir: Path) -> No
     ids = torch.arange(16)[None]
     with torch.no_grad():
         expected = model(ids)
-        # PEFT would warn about missing keys.
+        # PEFT warns about missing keys, and warnings are errors.
         peft_model = peft.PeftModel.from_pretrained(load_transformers(base), workdir / "adapter")
         assert torch.allclose(peft_model(ids).logits, expected, atol=1e-4)
         assert torch.allclose(checkpoint.load(workdir / "adapter", CPU).model(ids), expected, atol=1e-5)

@@ -76,7 +76,7 @@ def test_counts_match_transformers(name: str) -> None:
 
 
 def multiplications(config: GPTConfig, T: int) -> int:
-    """Counts a forward pass's multiplications for the last of T positions."""
+    """Counts the multiplications of a forward pass for the last of T positions."""
     total = sum(p.numel() for n, p in GPT(config).named_parameters() if n != "wpe.weight")
     total -= 0 if config.tied else config.vocab_size * config.n_embd  # The embedding is a lookup.
     for window in config.windows:

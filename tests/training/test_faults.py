@@ -339,7 +339,7 @@ def test_training_continues_during_a_save(text: Path, monkeypatch: pytest.Monkey
     def write_slowly(target: Path, contents: Any) -> None:
         if target.name == "step-000004":
             assert step_reached.wait(60)
-            # In this time, a save of step 8 that does not wait would overwrite the data.
+            # During this sleep, a save of step 8 that does not wait would overwrite the data.
             time.sleep(0.3 * (until == 8))
         write(target, contents)
 
@@ -394,7 +394,7 @@ def test_lock_of_a_dead_process_is_free(killed_run: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_and_interrupted_commands_resume(tmp_path: Path) -> None:
-    """One run is killed during a save, the other is interrupted. Both resume to the state of an uninterrupted run."""
+    """One run is killed during a save, one is interrupted. Both resume to the state of an uninterrupted run."""
     killed_outcomes, stopped_outcomes = faults.many(range(1, 2), tmp_path, faults.killed, faults.stopped)
     assert set(killed_outcomes) <= {"within a save", "training", "begun", "before run.json", "finished"}, (
         killed_outcomes

@@ -99,7 +99,7 @@ def test_fine_tuning_a_transformers_gpt2_folder(workdir: Path, second_text: Path
 
 @pytest.mark.parametrize("rank", [None, slow(2)])
 def test_long_context_trains_on_shorter_sequences(workdir: Path, rank: int | None) -> None:
-    """A Llama model trains on 1,024 tokens, keeps its context, resumes, and loads in Transformers."""
+    """A Llama model keeps its context, resumes, and loads in Transformers."""
     from transformers import AutoModelForCausalLM
 
     config = GPTConfig.of("modern", 257, 4096, 1, 2, 16, qk_norm=False)

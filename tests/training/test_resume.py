@@ -211,7 +211,7 @@ def test_environment_variables_count_as_options_on_resume(
 
 @pytest.mark.slow
 def test_resume_with_more_steps_matches_a_longer_run(text: Path) -> None:
-    """With a constant learning rate, an extended run equals a run planned for all steps."""
+    """With a constant learning rate, extended and longer runs are equal."""
     settings: dict[str, Any] = {**FAST, "schedule": "constant", "warmup": 2, "decay": 6, "eval_every": 4, "keep": 9}
     planned = library.train(text, out="long", **{**settings, "steps": 20})
     library.train(text, out="short", **settings)
@@ -376,7 +376,7 @@ def test_rollback_does_not_count_evaluations_twice(text: Path, monkeypatch: pyte
     run = library.train(text, out="run", **settings).run
     lines = [line for line in curve(run) if line["event"] in ("eval", "rollback", "end")]
     logged = [(line["event"], line["step"]) for line in lines]
-    repeated_events = [("eval", 6), ("eval", 8), ("end", 8)]  # The second and third evaluation after the best
+    repeated_events = [("eval", 6), ("eval", 8), ("end", 8)]  # second and third evaluation after the best
     assert logged == [("eval", 2), ("eval", 4), ("eval", 6), ("rollback", 4), *repeated_events]
 
 

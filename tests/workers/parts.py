@@ -19,7 +19,7 @@ from gpt.training import evaluation
 # Runs of one process, repeated by `SHARDED_RUNS`
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**SIX_STEPS, "optimizer": "adamw", "micro_batch": 4},
-    # Each matrix shape occurs once, so one of two processes orthogonalizes none.
+    # With one layer, every kind of matrix occurs once, so one of two processes orthogonalizes none.
     "muon": {
         **SIX_STEPS,
         "arch": "modern",
