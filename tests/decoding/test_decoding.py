@@ -94,7 +94,7 @@ def test_copied_slot_continues_like_its_source(positions: str) -> None:
         for source, target in ((first, second), (second, third)):
             context.copy(source, target)
             push(context, [5], [5], [rng.randrange(50)])
-        assert (first.text, first.start, first.length) == (second.text, second.start, second.length)
+        assert (first.token_ids, first.start, first.length) == (second.token_ids, second.start, second.length)
         context.copy(second, third)
         x = push(context, [7], [7], [7])
         assert torch.allclose(x[0], x[1], atol=1e-4)
