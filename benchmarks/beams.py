@@ -1,4 +1,4 @@
-"""Measures beam search, compared with Transformers and CTranslate2, and counts cases equal to Transformers.
+"""Compares the speed of beam search with Transformers and CTranslate2, and its results with Transformers.
 
     python -m benchmarks.beams             GPT-2 124M with random weights
     python -m benchmarks.beams --tiny      a smoke test with a tiny model, in seconds
@@ -62,7 +62,7 @@ def make_models(config: GPTConfig, spread: float = 0.0, seed: int = 0) -> tuple[
 
 
 def generate_with_gpt(model: GPT, prompts: list[list[int]], new: int, beam: int = 0) -> list[list[int]]:
-    """Generates with the engine of `gpt sample`: greedily, or the best of ``beam`` beams."""
+    """Generates with the engine of `gpt sample`: greedily, or with ``beam`` beams."""
     config = SampleConfig(greedy=not beam, beam=beam, max_tokens=new, ignore_eot=True)
     context = Context(model, CPU, len(prompts) * max(1, beam), len(prompts[0]) + new)
     engine, texts = Engine(context, ends=()), [list[int]() for _ in prompts]
@@ -122,10 +122,10 @@ def time_in_turns(systems: dict[str, Generation], rounds: int) -> dict[str, list
     times: dict[str, list[float]] = {name: [] for name in systems}
     for round_number in range(rounds + 1):
         for name, work in systems.items():
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             texts = work()
-            if round_number:  # round 0 is the warm-up
-                times[name].append(time.perf_counter() - started)
+            if round_number:  # Round 0 is the warm-up.
+                times[name].append(time.perf_counter() - start_time)
             assert len({len(ids) for ids in texts}) == 1
     return times
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.contention [--rounds N]
 
-Takes some ten minutes on an otherwise idle machine. Figures are medians over rounds, in which settings take turns.
-Training stops at the time limit; its throughput so far counts.
+Takes about ten minutes on an otherwise idle machine. Figures are medians over rounds, in which settings take turns.
+A training run that reaches the time limit counts with its throughput until then.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from benchmarks.results import SCRIPTS, Table, measured, write_section
 
-STEPS, NEW_TOKENS, TIMEOUT = 60, 32, 25.0  # steps to train, tokens to decode, seconds allowed for either
+STEPS, NEW_TOKENS, TIMEOUT = 60, 32, 25.0  # steps to train, tokens to decode, time limit in seconds
 PROCESS_COUNTS = (0, 1, 4)
 CORES = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-SPINNING = {"GOMP_SPINCOUNT": "299999"}  # near GNU OpenMP's default; any value disables `gpt.waiting`
+SPINNING = {"GOMP_SPINCOUNT": "299999"}  # near GNU OpenMP's default; setting it disables `gpt.waiting`
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "default": ({}, []),
     "threads always spin": (SPINNING, ["--threads", CORES]),
@@ -44,7 +44,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def gpt(environment: dict[str, str], *words: str) -> str:
-    """Returns the stdout of ``gpt``, or an empty string after a timeout of ``TIMEOUT`` seconds."""
+    """Returns the stdout of ``gpt``, or an empty string after ``TIMEOUT`` seconds."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
     try:
         result = subprocess.run(
@@ -59,7 +59,7 @@ def gpt(environment: dict[str, str], *words: str) -> str:
 
 
 def training_speed(tokens: Path, environment: dict[str, str], words: list[str]) -> float:
-    """Trains; returns tokens per second."""
+    """Returns the training speed in tokens per second."""
     with tempfile.TemporaryDirectory() as place:
         run = Path(place) / "run"
         intervals = ["--eval-every", str(STEPS), "--sample-every", "0"]
@@ -83,7 +83,7 @@ def training_speed(tokens: Path, environment: dict[str, str], words: list[str]) 
 
 
 def decoding_speed(environment: dict[str, str], words: list[str]) -> float:
-    """Decodes; returns tokens per second without the prompt, or 0 after a timeout."""
+    """Returns the decoding speed in tokens per second, excluding the prompt, or 0 after a timeout."""
     out = gpt(environment, "bench", "-m", "nano", "--rounds", "1", "-n", str(NEW_TOKENS), "--json", *words)
     return json.loads(out)["decode_tokens_per_second"] if out else 0.0
 
@@ -99,8 +99,8 @@ def measure_rows(tokens: Path, rounds: int) -> Iterator[list[str]]:
                     training[setting].append(training_speed(tokens, environment, words))
                     decoding[setting].append(decoding_speed(environment, words))
         for setting in SETTINGS:
-            cells = [[f"{statistics.median(got[setting]):,.0f}", ", ".join(f"{rate:,.0f}" for rate in got[setting])]
-                     for got in (training, decoding)]  # fmt: skip
+            cells = [[f"{statistics.median(runs[setting]):,.0f}", ", ".join(f"{rate:,.0f}" for rate in runs[setting])]
+                     for runs in (training, decoding)]  # fmt: skip
             yield [str(count), setting, *cells[0], *cells[1]]
 
 

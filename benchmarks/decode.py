@@ -1,7 +1,7 @@
 """Measures decoding, compared with llama.cpp and Transformers.
 
     python -m benchmarks.decode                               GPT-2 124M and the shape of SmolLM2-135M, random weights
-    python -m benchmarks.decode --only eight --model gpt2     only a part
+    python -m benchmarks.decode --only eight --model gpt2     only one part and one model
     python -m benchmarks.decode --tiny                        a smoke test with a tiny model, in seconds
 
 Each figure excludes start-up: it is the time of a long command minus the time of a short command, which generates one
@@ -40,10 +40,10 @@ from gpt.text.backends import ByteBPE
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
-KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our dtype → type of the .gguf file
+KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # GGUF type of each dtype
 COMPILED = ", compiled"  # suffix of a system's name
-BATCH, PROMPTS = 8, 4  # texts in a batch; prompts that are read one after another
-TIE = 1e-4  # difference in nats that rounding can reverse
+BATCH, PROMPTS = 8, 4  # texts per batch; prompts of an unbatched command
+TIE = 1e-4  # Rounding can reverse smaller differences in nats.
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ TINY = Sizes(8, 40, 8, 8)
 
 @dataclass(frozen=True)
 class Work:
-    """A command that generates ``texts`` texts in batches of ``batch`` (0: all). ``prompt`` and ``new`` are tokens per
-    text."""
+    """A command that generates ``texts`` texts in batches of ``batch`` (0 for a single batch). ``prompt`` and ``new``
+    are tokens per text."""
 
     prompt: int
     new: int
@@ -80,7 +80,7 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that are timed."""
+        """The number of timed tokens."""
         long, short = self.long, self.short
         if long.prompt == short.prompt:
             return long.texts * (long.new - short.new)
@@ -92,7 +92,7 @@ def parts(sizes: Sizes) -> dict[str, Part]:
     one, eight = Work(sizes.prompt, 1), Work(sizes.prompt, 1, BATCH)
     return {
         "one": Part("one text", one, replace(one, new=sizes.new)),
-        # Several prompts, since start-up times vary by more than the time of one prompt.
+        # Start-up times vary by more than one prompt takes, so several prompts are timed.
         "prompt": Part("reading prompts", one, Work(sizes.long_prompt, 1, PROMPTS, batch=1)),
         "eight": Part("8 texts at once", eight, replace(eight, new=sizes.new_of_eight)),
     }
@@ -128,7 +128,8 @@ class Bench:
         ]  # fmt: skip
 
     def prompts(self, work: Work) -> list[str]:
-        """Returns the arguments for one or several prompts, without a prefix that the prefix cache would skip."""
+        """Returns the arguments for one or several prompts. Prompts share no prefix, so the prefix cache has no
+        effect."""
         if not work.batch:
             return [self.prompt(work.prompt), "-N", str(work.texts)]
         file = self.place / f"{work.texts}x{work.prompt}.jsonl"
@@ -182,7 +183,7 @@ class Bench:
 
 
 def make_random_model(config: GPTConfig) -> GPT:
-    """Returns a random model. Its block weights are four times the initial ones, or each token would predict itself."""
+    """Returns a random model with fourfold initial block weights; otherwise each token would predict itself."""
     torch.manual_seed(0)
     model = GPT(config).eval()
     for block in model.h:
@@ -193,14 +194,14 @@ def make_random_model(config: GPTConfig) -> GPT:
 
 
 def run(words: Sequence[str]) -> tuple[float, str]:
-    """Runs a command with its default threads; returns the seconds and stdout."""
+    """Runs a command with default threads; returns the seconds and stdout."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     result = subprocess.run(
         words, cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, check=True, capture_output=True, text=True,
         encoding="utf-8", timeout=600,
     )  # fmt: skip
-    return time.perf_counter() - started, result.stdout
+    return time.perf_counter() - start_time, result.stdout
 
 
 Speeds = dict[str, list[float]]  # tokens per second in each round, by system
@@ -209,7 +210,7 @@ Speeds = dict[str, list[float]]  # tokens per second in each round, by system
 def measure(
     wanted: dict[str, Part], bench: Bench, rounds: int, dtypes: Collection[str], warm: bool
 ) -> tuple[dict[str, Speeds], dict[str, list[int]]]:
-    """Runs the systems in turn; returns the speeds of each part, and float32 ids of one text by `gpt` and
+    """Runs the systems in turn. Returns the speeds of each part, and the float32 ids of one text from `gpt` and
     Transformers."""
     systems = bench.commands(wanted, dtypes, warm) if wanted else {}
     speeds = {name: {system: list[float]() for system in systems[name]} for name in wanted}
@@ -248,25 +249,25 @@ def table(speeds: Speeds) -> Table:
 
 @torch.inference_mode()
 def find_less_likely(model: GPT, prompt: Sequence[int], ids: Sequence[int]) -> list[tuple[int, float]]:
-    """Returns positions of ids that are not the most likely, and the difference in nats, without packed weights and
-    cache."""
+    """Finds ids that are not the most likely, computed without packed weights or KV cache. Returns positions and gaps
+    in nats."""
     logits = model(torch.tensor([[*prompt, *ids[:-1]]]))[0, len(prompt) - 1 :]
     gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
     return [(at, gap) for at, gap in enumerate(gaps.tolist()) if gap]
 
 
 def check_texts(bench: Bench, part: Part, texts: dict[str, list[int]]) -> list[str]:
-    """Returns notes on the float32 ids of one text."""
+    """Checks that `gpt`'s ids are the most likely, and compares them with Transformers. Returns notes."""
     ids = texts["float32"]
-    others = find_less_likely(bench.model, bench.tokenizer.prompt(bench.prompt(part.long.prompt)), ids)
-    ties = [gap for _, gap in others if gap < TIE]
-    wrong = [f"token {at} by {gap:.1e} nats" for at, gap in others if gap >= TIE]
+    gaps = find_less_likely(bench.model, bench.tokenizer.prompt(bench.prompt(part.long.prompt)), ids)
+    ties = [gap for _, gap in gaps if gap < TIE]
+    errors = [f"token {at} by {gap:.1e} nats" for at, gap in gaps if gap >= TIE]
     note = (
-        f"{len(ids) - len(others)} of {len(ids)} float32 ids ({len(set(ids))} distinct) are the most likely ones of "
+        f"{len(ids) - len(gaps)} of {len(ids)} float32 ids ({len(set(ids))} distinct) are the most likely ones of "
         "the model without packed weights and KV cache"
     )
     note += f"; {len(ties)} are ties within {TIE:g} nats" if ties else ""
-    note += f"; NOT THE MOST LIKELY: {', '.join(wrong)}" if wrong else ""
+    note += f"; NOT THE MOST LIKELY: {', '.join(errors)}" if errors else ""
     theirs = texts["transformers"]
     split = next((at for at, pair in enumerate(zip(ids, theirs, strict=True)) if pair[0] != pair[1]), None)
     return [
@@ -276,7 +277,7 @@ def check_texts(bench: Bench, part: Part, texts: dict[str, list[int]]) -> list[s
 
 
 def models(tiny: bool) -> Iterator[tuple[str, GPTConfig, Tokenizer]]:
-    """Yields names, shapes and tokenizers of models. GPT-2's vocabulary is truncated to the model's size."""
+    """Yields names, shapes and tokenizers of models. Truncates GPT-2's vocabulary to the model's size."""
     if tiny:
         yield "tiny", GPTConfig(257, 128, 2, 2, 64), bytes_tokenizer()
         return

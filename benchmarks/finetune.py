@@ -1,4 +1,4 @@
-"""Measures fine-tuning with default settings: pairs answered exactly, and held-out loss on running text.
+"""Measures fine-tuning with default settings: exact answers to pairs, and held-out loss on running text.
 
     python -m benchmarks.finetune [--folder FOLDER] [--only pairs|text] [--models nano,micro,mini,gpt2] [--tiny]
 
@@ -85,7 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 1024, "steps": 3, "batch_tokens": 1024},
 }
 RANK = 8
-# Fine-tuning data, (kind, pairs) and bytes of text. Larger models get less, to save time.
+# Fine-tuning data: (kind, pairs), and bytes of text. Larger models get less data to save time.
 PAIRS: dict[str, list[tuple[str, int]]] = {
     "nano": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000), ("phrases", 5000)],
     "micro": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000)],
@@ -128,11 +128,11 @@ def pairs_table(models: Sequence[str], folder: Path, tiny: bool) -> tuple[list[s
         for (kind, count), rank in product([("phrases", 20)] if tiny else PAIRS[name], (None, RANK)):
             file = folder / f"{kind}-{count}.jsonl"
             file.write_text("".join(json.dumps(pair) + "\n" for pair in KINDS[kind](count)), encoding="utf-8")
-            tuned = tune(model, file, pairs=True, val_fraction=0.0, lora_rank=rank)
-            epochs = tuned["steps"] * tuned["rows"] / count
+            run = tune(model, file, pairs=True, val_fraction=0.0, lora_rank=rank)
+            epochs = run["steps"] * run["rows"] / count
             rows.append([
-                name, f"{count:,} {kind}", _trained(rank), f"{tuned['steps']:,}", f"{epochs:.1f}", f"{tuned['lr']:.2g}",
-                str(tuned["result"].answers), f"{tuned['result'].seconds:.0f}",
+                name, f"{count:,} {kind}", _trained(rank), f"{run['steps']:,}", f"{epochs:.1f}", f"{run['lr']:.2g}",
+                str(run["result"].answers), f"{run['result'].seconds:.0f}",
             ])  # fmt: skip
             print(*rows[-1], flush=True)
     notes = [
@@ -152,11 +152,11 @@ def text_table(models: Sequence[str], folder: Path, tiny: bool, text: bytes) -> 
         for size, rank in product([20_000] if tiny else TEXTS[name], (None, RANK)):
             file = folder / f"text-{size}.txt"
             file.write_bytes(text[:size])
-            tuned = tune(model, file, lora_rank=rank)
-            losses, epochs = tuned["losses"], tuned["steps"] * tuned["batch_tokens"] / tuned["train"]
+            result = tune(model, file, lora_rank=rank)
+            losses, epochs = result["losses"], result["steps"] * result["batch_tokens"] / result["train"]
             rows.append([
-                name, f"{size:,}", _trained(rank), f"{tuned['steps']:,}", f"{epochs:.1f}", f"{tuned['lr']:.2g}",
-                f"{losses[0]:.3f}", f"{min(losses):.3f}", f"{losses[-1]:.3f}", f"{tuned['result'].seconds:.0f}",
+                name, f"{size:,}", _trained(rank), f"{result['steps']:,}", f"{epochs:.1f}", f"{result['lr']:.2g}",
+                f"{losses[0]:.3f}", f"{min(losses):.3f}", f"{losses[-1]:.3f}", f"{result['result'].seconds:.0f}",
             ])  # fmt: skip
             print(*rows[-1], flush=True)
     notes = [

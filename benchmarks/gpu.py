@@ -1,4 +1,4 @@
-"""Checks a GPU against the CPU, and measures it, compared with Transformers: GPT-2 124M and 355M, GPT-3 1.3B.
+"""Checks a GPU against the CPU, and compares its speed with Transformers: GPT-2 124M and 355M, GPT-3 1.3B.
 
     python -m benchmarks.gpu --out FOLDER             measures, in less than nine minutes on one H100
     python -m benchmarks.gpu --out FOLDER --tiny      a smoke test for any machine, in seconds
@@ -29,7 +29,7 @@ from benchmarks.results import ROOT, Section, Table, about, write_section
 
 TITLE = "Training on a GPU"
 MINUTES = 9.0  # time limit of all cases
-CHECKED_STEPS = 20  # steps of the small model that both devices train
+CHECKED_STEPS = 20  # steps of the small model, trained on both devices
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # allowed difference of a step's loss, in nats
 TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # minimum seconds; minimum and maximum steps
 MIN_SECONDS = 5.0  # minimum time left to start a case
@@ -48,12 +48,12 @@ class Shape:
     block_size: int = 1024
 
 
-# Batches of the GPT-3 paper, table 2.1; a quarter for 1.3B, so that a step takes seconds.
+# Batch sizes are from table 2.1 of the GPT-3 paper; 1.3B has a quarter, so that a step takes seconds.
 SHAPES = {
     "124M": Shape("GPT-2 124M", "gpt2", 524_288, 16),
     "355M": Shape("GPT-2 355M", "gpt2-medium", 524_288, 16),
     "1.3B": Shape("GPT-3 1.3B", "gpt3-1.3b", 262_144, 8),
-    "6.7B": Shape("GPT-3 6.7B", "gpt3-6.7b", 262_144, 1),  # decoding only
+    "6.7B": Shape("GPT-3 6.7B", "gpt3-6.7b", 262_144, 1),  # measured only for decoding
     "micro": Shape("micro", "micro", 8192, 64, 128),  # the default shape for a book
     "tiny": Shape("nano", "nano", 256, 2, 32),
 }
@@ -68,7 +68,7 @@ class Case:
     optimizer: Literal["muon", "adamw"] = "adamw"
     compile: str = "auto"
     seconds: float = 120.0  # time limit
-    texts: int = 0  # texts decoded in a batch; 0 for training
+    texts: int = 0  # decoded batch size; 0 for training
 
     def title(self) -> str:
         """Describes the case."""
@@ -140,7 +140,7 @@ def floors(tiny: bool) -> dict[str, Any]:
 
 
 def checks(tiny: bool) -> dict[str, Any]:
-    """Compares losses and greedy texts of a small model with the CPU, and a resumed run with an uninterrupted run."""
+    """Compares a small model's losses and greedy texts with the CPU, and a resumed run with an uninterrupted run."""
     import gpt
     from gpt import events
     from gpt.device import pick
@@ -202,10 +202,10 @@ def _median_seconds(work: Callable[[], object], device: Any) -> float:
 
 def _timed(work: Callable[[], object], device: Any) -> float:
     _synchronize(device)
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     work()
     _synchronize(device)
-    return time.perf_counter() - started
+    return time.perf_counter() - start_time
 
 
 def _synchronize(device: Any) -> None:
@@ -224,12 +224,12 @@ def training(case: Case) -> dict[str, Any]:
 
     make_step = make_gpt_step if case.system == "ours" else make_transformers_step
     torch.manual_seed(1337)
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     step, about = make_step(case)
     config, device = about.pop("config"), about.pop("device")
     losses, times = [step() for _ in range(3)], []  # warm-up: compilation, allocation, graph capture
     _synchronize(device)
-    warm_up = time.perf_counter() - started
+    warm_up = time.perf_counter() - start_time
     min_steps, max_steps = (1, 1) if case.shape == "tiny" else TIMED_STEPS
     while len(times) < min_steps or (len(times) < max_steps and sum(times) < TIMED_SECONDS):
         times.append(_timed(lambda: losses.append(step()), device))
@@ -325,7 +325,8 @@ def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
 
 
 def make_transformers_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Returns the same for Transformers' GPT-2: SDPA, autocast, fused AdamW, and the loss in the compiled graph."""
+    """Returns a training step of Transformers' GPT-2 with SDPA, autocast, fused AdamW and a compiled loss, and a
+    description."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -431,7 +432,7 @@ def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
             code = process.wait(seconds)
             error = f"exit status {code}" if code else ""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # also kills compiler workers
+            os.killpg(process.pid, signal.SIGKILL)  # This also kills compiler workers.
         process.wait()
         out, err = (_read_all(file) for file in (stdout, stderr))
     with log.open("a", encoding="utf-8") as file:

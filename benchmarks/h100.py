@@ -5,9 +5,9 @@
     python -m benchmarks.h100 --tiny     a smoke test with a tiny model, in seconds
 
 Inductor generates code for an H100 from fake tensors, and `benchmarks.traffic` counts its bytes and launches. AdamW is
-not compiled: each of its operators reads its inputs and writes its outputs once. The minimum time is the largest of
-bytes over the datasheet's bandwidth, FLOPs over its peak, and launches times their spacing. A real GPU takes longer:
-kernels run below peak, and caches, the host and other ranks cost time.
+not compiled: each of its operators reads its inputs and writes its outputs once. The minimum time is the maximum of
+bytes / bandwidth, FLOPs / peak (both from the datasheet) and launches × spacing. A real GPU takes longer: kernels run
+below peak, and caches, the host and other ranks cost time.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from gpt.training.optim import ITERATIONS, make_optimizer
 
 TITLE = "On an H100, estimated from generated code"
 BANDWIDTH = 3.35e12  # bytes per second, from the datasheet of the H100 SXM
-LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels, launched by the host or in a CUDA graph
+LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels: launched by the host, in a CUDA graph
 KIND = "h100-80gb"
 CUDA = torch.device("cuda")
 BFLOAT16 = torch.bfloat16
@@ -130,7 +130,7 @@ def h100() -> Iterator[None]:
     """A context in which CUDA tensors are fake and Inductor generates code for an H100."""
     import triton
 
-    from tests.fake_cuda import shim  # adds the device guard of autograd that CPU builds lack
+    from tests.fake_cuda import shim  # CPU builds lack autograd's device guard for CUDA.
 
     cuda = {
         "is_available": lambda: True, "device_count": lambda: 1, "is_initialized": lambda: True,
@@ -156,7 +156,7 @@ def h100() -> Iterator[None]:
         patch(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
         patch(F, "scaled_dot_product_attention", _fake_attention)
         patch(triton.runtime.driver, "_active", _Driver())
-        has_triton.cache_clear()  # drops a cached False
+        has_triton.cache_clear()  # Drops a cached False.
         stack.callback(has_triton.cache_clear)
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -167,7 +167,7 @@ def _fake_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Calls the kernel that CUDA would choose: FlashAttention-2, or memory-efficient attention with a mask."""
+    """Calls the kernel that CUDA would choose: FlashAttention-2, or with a mask, memory-efficient attention."""
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (q, k, v))
     if attn_mask is None:
@@ -191,11 +191,11 @@ class _OperatorCounter(TorchDispatchMode):
         arguments = [*zip(func._schema.arguments, args, strict=False)]
         infos = [argument.alias_info for argument in func._schema.arguments]
         if any(info is not None and not info.is_write for info in infos):
-            return out  # a view
-        read = _tensors((args, kwargs))
+            return out  # This operator returns a view.
+        inputs = _tensors((args, kwargs))
         mutated = _tensors([value for argument, value in arguments if argument.alias_info is not None])
         created = [tensor for tensor in _tensors(out) if not any(tensor is other for other in mutated)]
-        self.work += Work(sum(tensor.nbytes for tensor in (*read, *mutated, *created)), 1)
+        self.work += Work(sum(tensor.nbytes for tensor in (*inputs, *mutated, *created)), 1)
         return out
 
 
@@ -227,7 +227,7 @@ def training_work(config: GPTConfig) -> list[tuple[str, Work]]:
     micro_batches = BATCH // config.block_size // setup.micro_batch
     positions = setup.micro_batch * config.block_size
     C = config.n_embd
-    matrices, scores = 12 * C * C, 2 * C * config.block_size  # causal: half of the scores
+    matrices, scores = 12 * C * C, 2 * C * config.block_size  # Causal attention needs half of the scores.
     block = _block(config, setup.micro_batch) + Work(0, 0, 3 * 2 * positions * (matrices + scores))
     loss = _loss(config, setup) + Work(0, 0, 3 * 2 * positions * config.vocab_size * C)
     return [
@@ -273,9 +273,9 @@ def _optimizer(config: GPTConfig) -> Work:
             p.grad = torch.zeros_like(p)
         optimizer = make_optimizer(model, "muon", 0.1, BFLOAT16)
     _, adamw = optimizer.optimizers
-    adamw.step()  # creates the moments
+    adamw.step()  # This step creates the moments.
     [update] = count_compiled(optimizer.compile)
-    # Each iteration computes three products of an m × n matrix with m ≤ n: 2·m²n, 2·m³ and 2·m²n FLOPs.
+    # An iteration on an m × n matrix, m ≤ n, computes three products: 2·m²n, 2·m³ and 2·m²n FLOPs.
     C = config.n_embd
     flops = sum(ITERATIONS * (4 * C * C * width + 2 * C**3) * matrices for width, matrices in ((C, 4), (4 * C, 2)))
     total = Work(update.bytes, update.launches) + count_uncompiled(adamw.step)
@@ -300,7 +300,7 @@ def decoding_work(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tupl
     if dtype == "int8":
         with mock.patch.object(quantize, "_quantize_in_chunks", _fake_quantize):
             quantize.quantize_model(model, 8, BFLOAT16)
-    prepare(model, Compute(CUDA, torch.float32))  # the weights are already bfloat16
+    prepare(model, Compute(CUDA, torch.float32))  # The weights are already bfloat16.
     fast = torch.compile(next_tokens, dynamic=False, fullgraph=True)
     context = Context(model, compute, rows, T, partial(fast, model))
     positions_and_keys = torch.zeros(2, rows, dtype=torch.int64, device=CUDA)
@@ -315,7 +315,7 @@ def decoding_work(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tupl
 
 
 def _fake_quantize(weight: Tensor, _: object) -> quantize.Quantized:
-    """Stands in for rounding, which fake tensors do not support."""
+    """Replaces rounding, which fake tensors do not support."""
     return quantize.Quantized(weight.to(torch.int8), weight[:, 0].float())
 
 

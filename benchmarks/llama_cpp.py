@@ -45,14 +45,14 @@ from gpt.text.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LL
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
-TIE = 1e-3  # in nats; either id can win below this difference
+TIE = 1e-3  # Either id can win below this difference in nats.
 GREEDY = 64  # tokens per continuation
 
 
 class LlamaCpp:
     """A llama.cpp server on one thread, in a separate process, since invalid files crash llama.cpp.
 
-    ``exact``: KV cache and attention in float32; llama.cpp's default is float16.
+    ``exact`` selects a KV cache and attention in float32 instead of llama.cpp's float16.
     """
 
     def __init__(self, path: Path, exact: bool = True) -> None:
@@ -76,7 +76,7 @@ class LlamaCpp:
         self.connection.close()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
-            pipe.close()  # the server exits when stdin closes
+            pipe.close()  # The server exits when its stdin closes.
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -109,15 +109,15 @@ class LlamaCpp:
         return list(response["tokens"])
 
     def logprob(self, ids: Sequence[int], following: int) -> float:
-        """Returns the log-probability of ``following`` after ``ids``. A logit bias forces the id, without
-        effect on its log-probability."""
+        """Returns the log-probability of ``following`` after ``ids``. A logit bias forces the id but does not change
+        its log-probability."""
         result = self._probabilities(ids, 1, [[following, 1e9]])
         assert result["id"] == following
         return float(result["logprob"])
 
     def logprobs(self, ids: Sequence[int], vocab_size: int) -> Float64Array:
-        """Returns the log-probabilities (V) after ``ids``. Forces id 65, an A, since llama.cpp returns none for
-        incomplete characters."""
+        """Returns the log-probabilities (V) after ``ids``. Forces id 65, an A: for incomplete characters llama.cpp
+        returns none."""
         values = np.full(vocab_size, np.nan)
         for candidate in self._probabilities(ids, vocab_size, [[65, 1e9]])["top_logprobs"]:
             values[candidate["id"]] = candidate["logprob"]
@@ -292,12 +292,12 @@ class GreedyComparison:
     """A comparison of greedy continuations."""
 
     prompts: int
-    tokens: int  # our tokens before the first differences
-    gaps: list[float]  # nats between our two most likely ids at each difference
+    tokens: int  # equal tokens before the first mismatches
+    gaps: list[float]  # nats between our top two ids at each mismatch
 
 
 def draw_prompts(model: LanguageModel, text: str, count: int) -> list[str]:
-    """Draws prompts from a text that leave room for a continuation in the context."""
+    """Draws prompts from a text that leave enough context for a continuation."""
     rng, drawn_prompts = random.Random(0), list[str]()
     while len(drawn_prompts) < count:
         start = rng.randrange(len(text))
@@ -308,7 +308,7 @@ def draw_prompts(model: LanguageModel, text: str, count: int) -> list[str]:
 
 
 def compare_greedy(model: LanguageModel, prompts: Sequence[str], theirs: Sequence[list[int]]) -> GreedyComparison:
-    """Compares continuations with llama.cpp's, up to the first difference of each."""
+    """Compares each continuation with llama.cpp's up to the first mismatch."""
     config = SampleConfig(temperature=0, max_tokens=GREEDY, logprobs=2)
     tokens, gaps = 0, []
     for piece in model.write_all(prompts, config):
@@ -316,11 +316,11 @@ def compare_greedy(model: LanguageModel, prompts: Sequence[str], theirs: Sequenc
             continue
         assert piece.sample.logprobs is not None
         ours, ids = [token.id for token in piece.sample.logprobs], theirs[piece.prompt]
-        first_difference = next((i for i, (a, b) in enumerate(zip(ours, ids, strict=False)) if a != b), None)
-        tokens += len(ours) if first_difference is None else first_difference
-        if first_difference is not None:
-            (_, first), (_, second) = piece.sample.logprobs[first_difference].top
-            gaps.append(first - second)
+        mismatch = next((i for i, (a, b) in enumerate(zip(ours, ids, strict=False)) if a != b), None)
+        tokens += len(ours) if mismatch is None else mismatch
+        if mismatch is not None:
+            (_, top_logprob), (_, second_logprob) = piece.sample.logprobs[mismatch].top
+            gaps.append(top_logprob - second_logprob)
         elif len(ours) != len(ids):
             raise AssertionError(f"{prompts[piece.prompt]!r}: {len(ours)} tokens, in llama.cpp {len(ids)}")
     return GreedyComparison(len(prompts), tokens, sorted(gaps))
@@ -406,7 +406,7 @@ def greedy_table(models: dict[str, LanguageModel], text: str, count: int, place:
 
 
 def gelu_contexts(model: LanguageModel) -> list[tuple[str, Callable[[], Any]]]:
-    """Returns contexts for our activation: exact, and with llama.cpp's table if it is GELU."""
+    """Returns contexts for our activation: exact and, if it is GELU, llama.cpp's table."""
     if model.model.config.mlp != "gelu":
         return [("none", nullcontext)]
     return [("exact", nullcontext), ("llama.cpp's table", use_table_gelu)]
@@ -449,7 +449,8 @@ def difference_table(models: dict[str, LanguageModel], text: str, count: int, pl
 
 
 def text_windows(model: LanguageModel, text: str) -> list[Window]:
-    """Returns `gpt eval`'s windows, one token shorter: llama.cpp's server predicts nothing at the last position."""
+    """Returns `gpt eval`'s windows without their last tokens, since llama.cpp's server predicts nothing at the last
+    position."""
     document = model.tokenizer.document(text).astype(np.int64)
     return list(windows(Encoded([document]), model.model.config.block_size - 1))
 

@@ -27,7 +27,7 @@ if args.clients:
     params.n_ctx = args.clients * 256
 if args.port:
     params.port = args.port
-if args.exact:  # flash attention would use a float16 cache
+if args.exact:  # Flash attention would use a float16 cache.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
 params.warmup = params.fit_params = params.ui = False

@@ -2,9 +2,9 @@
 
     python -m benchmarks.lora [--rounds N] [--steps N]
 
-The shape of SmolLM2-135M with random weights, adapters of rank 8 on all linear layers, 8 sequences of 256 tokens per
-step, in bfloat16. Both systems read the same folder, run in separate processes and take turns. Takes some ten minutes
-on an otherwise idle machine.
+Trains adapters of rank 8 on all linear layers of SmolLM2-135M's shape with random weights, in bfloat16, with 8
+sequences of 256 tokens per step. Both systems read the same folder, run in separate processes and take turns. Takes
+about ten minutes on an otherwise idle machine.
 """
 
 import argparse
@@ -28,7 +28,8 @@ LEARNING_RATE = 1e-4
 
 
 def write_inputs(base: Path, text: Path) -> None:
-    """Writes a text of random words, and a Transformers folder: random bfloat16 weights, a tokenizer of the text."""
+    """Writes a text of random words, and a Transformers folder with random bfloat16 weights and a tokenizer trained on
+    the text."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -46,7 +47,7 @@ def write_inputs(base: Path, text: Path) -> None:
     checkpoint.save(base, model, checkpoint.TokenizerFiles(tokenizer, model.config), {"step": 0})
     weights = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):  # other programs do not write these files
+    for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):  # Other programs do not write these files.
         (base / name).unlink()
 
 
@@ -72,8 +73,8 @@ def run_gpt(base: Path, text: Path, steps: int) -> dict[str, float]:
 
 
 def run_peft(base: Path, _: Path, steps: int) -> dict[str, float]:
-    """Fine-tunes with PEFT, with a bfloat16 base model and float32 adapters under autocast, like Transformers' Trainer
-    with ``bf16=True``; returns the same figures."""
+    """Fine-tunes with PEFT like Transformers' Trainer with ``bf16=True``: bfloat16 base model, float32 adapters,
+    autocast. Returns the same figures as `run_gpt`."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM

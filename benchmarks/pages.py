@@ -30,11 +30,11 @@ def write_page(place: Path) -> tuple[Path, float]:
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config()).save_pretrained(place / "model")
     prompt, page = place / "prompt.txt", place / "page.html"
-    prompt.write_text(" the" * TOKENS)  # one token each
-    started = time.perf_counter()
+    prompt.write_text(" the" * TOKENS)  # Each word is one token.
+    start_time = time.perf_counter()
     words = ("inspect", "attention", "-m", str(place / "model"), "--prompt-file", str(prompt), "-o", str(page))
     output(str(SCRIPTS / "gpt"), *words)
-    return page, time.perf_counter() - started
+    return page, time.perf_counter() - start_time
 
 
 def time_loads(page: Path) -> tuple[list[float], str]:

@@ -1,8 +1,8 @@
-"""Benchmark results: a JSON file of sections per benchmark, and pages generated from them.
+"""Benchmark results: a JSON file per benchmark, and the pages generated from these files.
 
     python -m benchmarks.results     rewrites RESULTS.md and archive.md from results/*.json
 
-A benchmark calls `measured` and `write_section`. Cells of tables are formatted text.
+A benchmark calls `measured` and `write_section`. Table cells are formatted text.
 """
 
 import contextlib
@@ -137,7 +137,8 @@ def save(benchmark: str, sections: Sequence[Section]) -> None:
 
 
 def write_section(benchmark: str, section: Section) -> None:
-    """Adds a section to the benchmark's results, or replaces it by title; rewrites the pages and prints the section."""
+    """Adds a section to the results, or replaces the section with its title. Rewrites the pages and prints the
+    section."""
     sections = {stored.title: stored for stored in load(benchmark)} | {section.title: section}
     save(benchmark, list(sections.values()))
     write_pages()
@@ -169,7 +170,7 @@ def anchor(title: str) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A line of the summary. ``ours`` and ``theirs`` are cells that identify exactly one row of ``section``."""
+    """A row of the summary. ``ours`` and ``theirs`` are cells that identify exactly one row of ``section``."""
 
     work: str
     section: str
@@ -177,7 +178,7 @@ class Figure:
     ours: Sequence[str]
     peer: str = ""
     theirs: Sequence[str] = ()
-    their_column: str = ""  # if it differs from ``column``
+    their_column: str = ""  # the peer's column, if different
 
     def row(self, sections: Sequence[Section]) -> list[str]:
         """Returns the work, our figure, the peer's figure, and a link to the section."""
@@ -261,9 +262,9 @@ def median_seconds(work: Callable[[], object], runs: int = 5) -> float:
     work()
     times = []
     for _ in range(runs):
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         work()
-        times.append(time.perf_counter() - started)
+        times.append(time.perf_counter() - start_time)
     return statistics.median(times)
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.rounding TEXT MODEL MODEL …
 
-Replaces float32 weights by their rounded values, to measure only the rounding of weights. The last rows are `--dtype
+Rounds the weights but computes in float32, to measure only the rounding of weights. The last rows are `--dtype
 int8` and `int4`, which also round activations.
 """
 
@@ -20,7 +20,7 @@ from gpt.evaluate import Encoded, evaluate
 from gpt.model.quantize import Quantized, to_int4, to_int8
 
 MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-Bits = Callable[[int, str], int]  # block (−1 is the embedding) and matrix → bits
+Bits = Callable[[int, str], int]  # bits by block (−1 is the embedding) and matrix
 
 
 def loss(model: api.LanguageModel, text: str) -> float:

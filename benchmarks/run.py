@@ -83,10 +83,10 @@ def measure_start_up() -> Content:
             for round_number in range(START_UPS + 1):
                 for words in commands:
                     name, *args = shlex.split(words)
-                    started = time.perf_counter()
+                    start_time = time.perf_counter()
                     output(str(SCRIPTS / name), *args, cwd=folder)
-                    if round_number:  # round 0 is the warm-up
-                        times.setdefault(words, []).append(time.perf_counter() - started)
+                    if round_number:  # Round 0 is the warm-up.
+                        times.setdefault(words, []).append(time.perf_counter() - start_time)
     imports = times[commands[0]]
     rows = []
     for words, seconds in times.items():
@@ -99,10 +99,10 @@ def measure_start_up() -> Content:
 
 def train(text: str, folder: Path, *options: str) -> dict[str, float]:
     """Runs ``gpt train TEXT``; returns its JSON and the ``whole_seconds`` of the command."""
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     out = output(str(SCRIPTS / "gpt"), "train", text, "--json", "--quiet", *options, cwd=folder)
     result: dict[str, float] = json.loads(out.splitlines()[-1])
-    return result | {"whole_seconds": time.perf_counter() - started}
+    return result | {"whole_seconds": time.perf_counter() - start_time}
 
 
 def nanogpt_recipe(text: str, on_evaluation: Callable[[int, float, float], None] | None = None) -> tuple[float, float]:
@@ -112,11 +112,11 @@ def nanogpt_recipe(text: str, on_evaluation: Callable[[int, float, float], None]
     ``on_evaluation`` is called every 100 steps with the step, the seconds without evaluations, and the loss on the
     first 16,384 held-out characters.
     """
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     torch.manual_seed(1337)
     characters = sorted(set(text))
     ids = torch.tensor([characters.index(c) for c in text])
-    cut = round(0.9 * len(ids))
+    split_at = round(0.9 * len(ids))
     config = GPT2Config(
         vocab_size=len(characters), n_positions=64, n_layer=4, n_head=4, n_embd=128,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
@@ -127,7 +127,7 @@ def nanogpt_recipe(text: str, on_evaluation: Callable[[int, float, float], None]
         progress = (step - 100) / 1900
         learning_rate = 1e-3 * step / 100 if step < 100 else 1e-4 + 0.45e-3 * (1 + math.cos(math.pi * progress))
         optimizer.param_groups[0]["lr"] = learning_rate
-        starts = torch.randint(cut - 65, (12,))
+        starts = torch.randint(split_at - 65, (12,))
         windows = torch.stack([ids[s : s + 65] for s in starts.tolist()])
         logits = model(windows[:, :-1]).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).backward()
@@ -136,9 +136,9 @@ def nanogpt_recipe(text: str, on_evaluation: Callable[[int, float, float], None]
         optimizer.zero_grad()
         if on_evaluation is not None and (step + 1) % 100 == 0:
             paused = time.perf_counter()
-            on_evaluation(step + 1, paused - started, _held_out_loss(model, ids[cut : cut + 2**14 + 1]))
-            started += time.perf_counter() - paused
-    return _held_out_loss(model, ids[cut:]), time.perf_counter() - started
+            on_evaluation(step + 1, paused - start_time, _held_out_loss(model, ids[split_at : split_at + 2**14 + 1]))
+            start_time += time.perf_counter() - paused
+    return _held_out_loss(model, ids[split_at:]), time.perf_counter() - start_time
 
 
 @torch.no_grad()
@@ -159,10 +159,10 @@ def write_splits(shakespeare: Path, folder: Path) -> dict[str, tuple[Path, Path]
         contents[name] = b"".join(source.open().read() for source in catalogue.sources(name))
     files = {}
     for name, data in contents.items():
-        cut = round(0.9 * len(data))
+        split_at = round(0.9 * len(data))
         files[name] = (folder / f"{name}.txt", folder / f"{name}.val.txt")
-        files[name][0].write_bytes(data[:cut].decode("utf-8", "ignore").encode())
-        files[name][1].write_bytes(data[cut:].decode("utf-8", "ignore").encode())
+        files[name][0].write_bytes(data[:split_at].decode("utf-8", "ignore").encode())
+        files[name][1].write_bytes(data[split_at:].decode("utf-8", "ignore").encode())
     return files
 
 
@@ -183,11 +183,11 @@ def measure_training(shakespeare: Path) -> Content:
             ])  # fmt: skip
             print(*rows[-1], flush=True)
         for name, (text_file, held_out_file) in files.items():
-            text, held = (file.read_text(encoding="utf-8") for file in (text_file, held_out_file))
-            if len(set(text + held)) > 300:
-                continue  # too many distinct characters for a character-level model
-            loss, seconds = nanogpt_recipe(text + held)
-            per_byte = loss * len(held) / len(held.encode())  # tokens are characters
+            text, held_out_text = (file.read_text(encoding="utf-8") for file in (text_file, held_out_file))
+            if len(set(text + held_out_text)) > 300:
+                continue  # The text has too many distinct characters.
+            loss, seconds = nanogpt_recipe(text + held_out_text)
+            per_byte = loss * len(held_out_text) / len(held_out_text.encode())  # Tokens are characters.
             rows.append([
                 "nanoGPT's CPU recipe, on Transformers", name, f"{seconds:.0f} s", f"{per_byte:.4f}",
                 f"{per_byte / math.log(2):.4f}", "", f"{2000 * 12 * 64 / seconds:,.0f}",
@@ -224,10 +224,10 @@ def measure_steps() -> Content:
         times: dict[str, list[float]] = {system: [] for system in systems}
         for round_number in range(rounds + 2):
             for system, step in systems.items():
-                started = time.perf_counter()
+                start_time = time.perf_counter()
                 step()
                 if round_number > 1:
-                    times[system].append(time.perf_counter() - started)
+                    times[system].append(time.perf_counter() - start_time)
         table = breakdown(config)
         flops = 6 * (table.trainable - table.positions) + 12 * config.n_layer * config.n_embd * config.block_size
         peak = 2 * 2048**3 / statistics.median(times.pop("peak"))
@@ -299,8 +299,8 @@ PROFILE_STEPS = {"nano": 9, "micro": 5, "10.7 M, 16 sequences": 3}  # timed step
 
 
 def phase_seconds(config: GPTConfig, rows: int, steps: int, peak: float) -> list[list[float]]:
-    """Returns four times for each of `PHASES`: the whole, matrix products at ``peak`` FLOP/s, other operators, and the
-    rest (products below peak, allocation, call overhead)."""
+    """Returns four times in seconds for each of `PHASES`: total, matrix products at ``peak`` FLOP/s, other operators,
+    and the rest (products below peak, allocation, call overhead)."""
     model = GPT(config)
     optimizer = make_optimizer(model, "muon", 0.1, COMPUTE.dtype)
     x, y = (torch.randint(config.vocab_size, (rows, config.block_size)) for _ in range(2))
@@ -326,7 +326,7 @@ def phase_seconds(config: GPTConfig, rows: int, steps: int, peak: float) -> list
         for index, part in enumerate(parts):
             counter, recorder = FlopCounterMode(display=False), Recorder()
             with COMPUTE.autocast() if index < 2 else contextlib.nullcontext(), contextlib.ExitStack() as stack:
-                if step > steps:  # the last step is recorded, not timed
+                if step > steps:  # The last step is recorded, not timed.
                     stack.enter_context(counter)
                     stack.enter_context(recorder)
                 part()
@@ -345,9 +345,9 @@ def _replay_seconds(recorder: Recorder) -> float:
     for _, func, args, kwargs in recorder.calls:
         if func.is_view or any(name in func.name() for name in ("mm", "linear", "set_")):
             continue
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         func(*args, **kwargs)
-        seconds += time.perf_counter() - started
+        seconds += time.perf_counter() - start_time
     return seconds
 
 

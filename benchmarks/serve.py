@@ -36,10 +36,10 @@ from gpt.runs import folder
 from gpt.sample_config import SampleConfig
 
 CLIENTS = (1, 8, 32)
-TOKENS = 64  # per timed request
+TOKENS = 64  # tokens generated per timed request
 REQUESTS, CONNECTIONS = 1000, 64
-LONG_PROMPT_TOKENS = 1000  # delays short requests
-CHUNK = 128  # chunk of the prefill in tokens, as in gpt/serve/worker.py
+LONG_PROMPT_TOKENS = 1000  # length of the prompt that delays short requests
+CHUNK = 128  # tokens per prefill chunk, as in gpt/serve/worker.py
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
 Content = tuple[list[str], list[Table]]  # notes and tables of a section
@@ -47,11 +47,11 @@ Content = tuple[list[str], list[Table]]  # notes and tables of a section
 
 @dataclass
 class Reply:
-    """A response: its texts, and the arrival of chunks in seconds since the request."""
+    """A response."""
 
     status: int
     texts: dict[int, str] = field(default_factory=dict)
-    times: list[float] = field(default_factory=list)  # one per chunk with text
+    times: list[float] = field(default_factory=list)  # seconds from the request to each chunk with text
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ async def send_request(server: Server, body: dict[str, Any], leave_after: float 
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     data = json.dumps({"model": server.model, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\nConnection: close\r\n"
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
         async with asyncio.timeout(leave_after):
@@ -81,7 +81,7 @@ async def send_request(server: Server, body: dict[str, Any], leave_after: float 
                 return reply
             while line := await reader.readline():
                 if line.startswith(b"data: {"):
-                    _read_chunk(reply, json.loads(line[6:]), time.perf_counter() - started)
+                    _read_chunk(reply, json.loads(line[6:]), time.perf_counter() - start_time)
     except TimeoutError:
         return Reply(0)
     finally:
@@ -113,7 +113,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def run_server(words: Sequence[str], port: int, model: str, **extra: Any) -> Iterator[Server]:
-    """Runs a server during the block. Raises `RuntimeError` if it does not answer within three minutes."""
+    """Runs a server during the block. Raises `RuntimeError` if the server does not answer within three minutes."""
     with tempfile.TemporaryFile() as log:
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         process = subprocess.Popen(
@@ -186,9 +186,9 @@ def measure_speed(server: Server, clients: int, prompts: Sequence[str]) -> tuple
     async def send_concurrently() -> tuple[float, float]:
         request_options = {"max_tokens": TOKENS, "temperature": 0, "stream": True, **server.extra}
         bodies = [{"prompt": prompts[at], **request_options} for at in range(clients)]
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         replies = await asyncio.gather(*(send_request(server, body) for body in bodies))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
         return sum(len(reply.times) for reply in replies) / seconds, statistics.median(
             reply.times[0] for reply in replies
         )
@@ -199,7 +199,7 @@ def measure_speed(server: Server, clients: int, prompts: Sequence[str]) -> tuple
 def compare(
     run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int, rounds: int
 ) -> Content:
-    """Compares the servers in turn; `transformers serve` only in float32 on one thread."""
+    """Measures the servers in turn; `transformers serve` only in float32 on one thread."""
     measurements: dict[str, dict[int, list[tuple[float, float]]]] = {}
     skipped: dict[str, str] = {}
     servers: dict[str, Callable[[], contextlib.AbstractContextManager[Server]]] = {
@@ -221,7 +221,7 @@ def compare(
                     measurements.setdefault(name, {}).setdefault(clients, []).append(
                         measure_speed(target, clients, prompts[n * 40 :])
                     )
-        except Exception as error:  # other servers can fail in any way
+        except Exception as error:  # Other servers can fail in any way.
             skipped[name] = f"{name} was not measured: {type(error).__name__}: {str(error)[:200]}"
     rows = []
     for name, server_measurements in measurements.items():
@@ -255,7 +255,7 @@ def make_random_run(place: Path) -> Path:
 
 
 async def measure_prefill_latency(server: Server, rng: random.Random) -> tuple[float, float, float, float]:
-    """Returns latencies in seconds: time to first token of a short prompt, of a long prompt, and of a short prompt
+    """Returns four latencies in seconds: time to first token of a short prompt, of a long prompt, and of a short prompt
     during a long prefill; longest pause of a stream during a long prefill."""
 
     def body(length: int, tokens: int = 1) -> dict[str, Any]:
@@ -263,16 +263,16 @@ async def measure_prefill_latency(server: Server, rng: random.Random) -> tuple[f
         return {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
 
     short = (await send_request(server, body(16))).times[0]
-    long = (await send_request(server, body(LONG_PROMPT_TOKENS))).times[0]
+    long_seconds = (await send_request(server, body(LONG_PROMPT_TOKENS))).times[0]
     long_request = asyncio.create_task(send_request(server, body(LONG_PROMPT_TOKENS)))
-    await asyncio.sleep(rng.uniform(0.1, 0.6) * long)  # a random moment of the prefill
+    await asyncio.sleep(rng.uniform(0.1, 0.6) * long_seconds)  # The prefill is running.
     short_during_prefill = (await send_request(server, body(16))).times[0]
     await long_request
     stream = asyncio.create_task(send_request(server, body(16, 100)))
     await asyncio.sleep(5 * short)
     await send_request(server, body(LONG_PROMPT_TOKENS))
     times = (await stream).times
-    return short, long, short_during_prefill, max(b - a for a, b in itertools.pairwise(times))
+    return short, long_seconds, short_during_prefill, max(b - a for a, b in itertools.pairwise(times))
 
 
 def prefill_table(place: Path) -> Table:
@@ -285,13 +285,15 @@ def prefill_table(place: Path) -> Table:
 
     with run_gpt(make_random_run(place), 8) as server:
         latencies = asyncio.run(rounds(server))
-    short, long, short_during_prefill, pause = (statistics.median(values) for values in zip(*latencies, strict=True))
-    chunk = long / -(-LONG_PROMPT_TOKENS // CHUNK)
+    short_seconds, long_seconds, short_during_prefill, pause = (
+        statistics.median(values) for values in zip(*latencies, strict=True)
+    )
+    chunk = long_seconds / -(-LONG_PROMPT_TOKENS // CHUNK)
     rows = [
-        ["first token after 16 tokens", short],
-        [f"first token after {LONG_PROMPT_TOKENS:,} tokens", long],
+        ["first token after 16 tokens", short_seconds],
+        [f"first token after {LONG_PROMPT_TOKENS:,} tokens", long_seconds],
         [f"first token after 16 tokens, during a prompt of {LONG_PROMPT_TOKENS:,}", short_during_prefill],
-        ["bound on this: twice the first line, and a chunk", 2 * short + chunk],
+        ["bound on this: twice the first line, and a chunk", 2 * short_seconds + chunk],
         [f"longest pause of a running text during a prompt of {LONG_PROMPT_TOKENS:,}", pause],
     ]
     caption = f"Latency of a model of 8 layers of width 256, which reads prompts in chunks of {CHUNK} tokens:"
@@ -336,11 +338,11 @@ def check_equality(run: Path, prompts: Sequence[str]) -> list[str]:
     bodies = [random_request(rng, seed, prompts) for seed in range(REQUESTS)]
     disconnecting = {at for at in range(REQUESTS) if rng.random() < 0.1}
     with run_gpt(run, 16, compile="off") as server:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         replies = asyncio.run(send_requests(server, bodies, lambda at: 0.05 if at in disconnecting else None))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start_time
     model = api.load(run, dtype="float32", threads=1, sampling=SampleConfig(compile="off"))
-    lost = [at for at, reply in enumerate(replies) if reply.status != 200 and at not in disconnecting]
+    failed = [at for at, reply in enumerate(replies) if reply.status != 200 and at not in disconnecting]
     answered = [at for at, reply in enumerate(replies) if reply.status == 200]
     different = [
         at
@@ -349,14 +351,14 @@ def check_equality(run: Path, prompts: Sequence[str]) -> list[str]:
     ]
     note = (
         f"{REQUESTS:,} mixed requests over {CONNECTIONS} connections in {seconds:.0f} s; "
-        f"{REQUESTS - len(answered) - len(lost)} clients disconnected. {len(lost)} requests were lost, and "
+        f"{REQUESTS - len(answered) - len(failed)} clients disconnected. {len(failed)} requests were lost, and "
         f"{len(answered) - len(different)} of {len(answered)} texts equal those of `gpt sample` in float32."
     )
     return [note, *(f"DIFFERENT: {json.dumps(bodies[at])}" for at in different)]
 
 
 def sample_texts(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:
-    """Returns the texts of `gpt sample`."""
+    """Returns the texts that `gpt sample` generates."""
     request_fields = ("prompt", "seed", "n", "stream", "ignore_eos")
     settings = {"temperature": 1.0, **{key: value for key, value in body.items() if key not in request_fields}}
     settings |= {"json_schema": json.dumps(SCHEMA)} if "json_schema" in settings else {}
@@ -371,9 +373,9 @@ def measure_memory(run: Path, prompts: Sequence[str], minutes: float) -> list[st
 
     rng = random.Random(2)
     with run_gpt(run, 16, compile="off") as server:
-        process, started = psutil.Process(server.pid), time.monotonic()
+        process, start_time = psutil.Process(server.pid), time.monotonic()
         first_memory, count, elapsed = 0, 0, 0.0
-        while (elapsed := time.monotonic() - started) < 60 * minutes:
+        while (elapsed := time.monotonic() - start_time) < 60 * minutes:
             bodies = [random_request(rng, seed, prompts) for seed in range(256)]
             replies = asyncio.run(send_requests(server, bodies, lambda _: rng.choice([None, None, None, rng.random()])))
             count += len(replies)
@@ -390,7 +392,7 @@ def measure_memory(run: Path, prompts: Sequence[str], minutes: float) -> list[st
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Runs the measurements that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("--soak", type=float, metavar="MINUTES")

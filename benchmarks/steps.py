@@ -1,8 +1,7 @@
 """Measures the parts of an engine step, for the part ``steps`` of `benchmarks.decode`.
 
-Records the operators of one step, then replays and times each. The order is unchanged, so weights come from memory as
-in a real step. The rest of a real step's time is call overhead. A profiler would add the time of a short operator to
-each.
+Records the operators of a step, then replays them in order and times each, so weights come from memory as in a real
+step. The rest of a real step's time is call overhead. A profiler would cost as much time as a short operator.
 """
 
 import statistics
@@ -21,7 +20,7 @@ from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import weight_bytes
 from gpt.sample_config import SampleConfig
 
-WARM_UP_STEPS, ROUNDS, STEPS = 48, 5, 8  # STEPS are real, then replayed, in each round
+WARM_UP_STEPS, ROUNDS, STEPS = 48, 5, 8  # Each round times STEPS steps and STEPS replays.
 GROUPS = ("products", "attention and cache", "other arithmetic", "views", "selection")
 NOTES = (
     "Milliseconds per step of the engine.",
@@ -49,7 +48,7 @@ class Recorder(TorchDispatchMode):
 
 
 def find_group(func: Any) -> str:
-    """Returns the part of a step to which a model's operator belongs."""
+    """Returns the `GROUPS` entry of a model operator."""
     name = func.name()
     if func.is_view or name.startswith("aten::empty"):
         return "views"
@@ -77,9 +76,9 @@ class Steps:
         def timed_work(*args: Any) -> torch.Tensor:
             if self.recorder is not None:
                 self.recorder.in_model = True
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             out = work(*args)
-            self.model_seconds += time.perf_counter() - started
+            self.model_seconds += time.perf_counter() - start_time
             if self.recorder is not None:
                 self.recorder.in_model = False
             return out
@@ -89,9 +88,9 @@ class Steps:
     def step(self) -> tuple[float, float]:
         """Runs a step; returns its seconds and the model's seconds."""
         self.model_seconds = 0.0
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         self.engine.step()
-        return time.perf_counter() - started, self.model_seconds
+        return time.perf_counter() - start_time, self.model_seconds
 
     def record(self) -> Recorder:
         """Records a step."""
@@ -106,15 +105,15 @@ def replay(recorder: Recorder) -> dict[str, float]:
     """Replays recorded operators; returns the seconds of each group."""
     seconds = dict.fromkeys(GROUPS, 0.0)
     for name, func, args, kwargs in recorder.calls:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         func(*args, **kwargs)
-        seconds[name] += time.perf_counter() - started
+        seconds[name] += time.perf_counter() - start_time
     return seconds
 
 
 def measure_parts(model: LanguageModel, rows: int) -> dict[str, float]:
-    """Returns the median seconds of a step and its parts: `GROUPS` except views, ``calls`` and ``host``."""
-    torch.set_flush_denormal(True)  # repeated in-place operators can produce denormals
+    """Returns the median seconds of a step and its parts: ``calls``, ``host``, and `GROUPS` except views."""
+    torch.set_flush_denormal(True)  # Repeated in-place operators can produce denormals.
     steps = Steps(model, rows)
     for _ in range(WARM_UP_STEPS):
         steps.step()

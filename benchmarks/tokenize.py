@@ -28,7 +28,7 @@ from gpt.text.tokenizer import gpt2_tokenizer
 
 CORPUS_BYTES = 64_000_000
 LARGE_CORPUS_BYTES = 1_000_000_000
-TOKENIZERS_BYTES = 10_000_000  # part of the corpus for Transformers' tokenizers
+TOKENIZERS_BYTES = 10_000_000  # bytes that Transformers' tokenizers encode
 ROUNDS = 3
 KILLS = 10
 CHUNK_CHARACTERS = 2**20
@@ -50,7 +50,7 @@ def read_texts(folder: Path | None) -> Iterator[bytes]:
 
 
 def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[str, Path]]:
-    """Writes the texts as one file, as a folder, as JSON lines, and repeated to a gigabyte; returns texts and paths."""
+    """Writes the texts as a file, a folder, JSON lines, and repeated to a gigabyte. Returns texts and paths."""
     corpus_texts: list[bytes] = []
     size = 0
     for data in read_texts(folder):
@@ -79,12 +79,12 @@ def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[st
 
 def time_command(args: list[str]) -> float:
     """Runs a command and returns its seconds."""
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     subprocess.run(args, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - started
+    return time.perf_counter() - start_time
 
 
-# A small intermediate process, since a child's peak memory includes its parent's memory at the fork.
+# A child's peak memory includes its parent's memory at the fork, so the parent is a small process.
 _MEASURE_PEAK = (
     "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
     "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
@@ -125,14 +125,14 @@ def read_chunks(text: Path) -> Iterator[str]:
 
 def tiktoken_seconds(text: Path, processes: int = 2) -> tuple[float, float]:
     """Runs tiktoken in several processes and drops the ids; returns the total seconds and the seconds of encoding."""
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(processes, _load_encoding) as pool:
         pool.map(_encode, ["warm"] * processes * 4, chunksize=1)
         parts = list(read_chunks(text))
         warmed_up = time.perf_counter()
         sum(pool.imap(_encode, parts))
-        finished = time.perf_counter()
-    return finished - started, finished - warmed_up
+        end_time = time.perf_counter()
+    return end_time - start_time, end_time - warmed_up
 
 
 def transformers_tokenizers(texts: Iterable[bytes]) -> float:
@@ -149,9 +149,9 @@ def transformers_tokenizers(texts: Iterable[bytes]) -> float:
         size += len(data)
         if size > TOKENIZERS_BYTES:
             break
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     tokenizer.encode_batch(batch, add_special_tokens=False)
-    return size / (time.perf_counter() - started) / 1e6
+    return size / (time.perf_counter() - start_time) / 1e6
 
 
 ENCODING = "tiktoken, two processes, encoding only (text in memory, processes warm, ids dropped)"
@@ -169,7 +169,7 @@ def speed_rows(size: float, rates: dict[str, list[float]]) -> list[list[str]]:
 
 
 def measure_throughput(data: list[bytes], paths: dict[str, Path], out: Path) -> Table:
-    """Measures MB/s on the corpus, and on its repetition to a gigabyte."""
+    """Measures MB/s on the corpus, and on the corpus repeated to a gigabyte."""
     size = paths["one.txt"].stat().st_size / 1e6
     cores = os.cpu_count() or 1
     rates: dict[str, list[float]] = {}
@@ -208,7 +208,7 @@ def measure_throughput(data: list[bytes], paths: dict[str, Path], out: Path) -> 
 
 
 def measure_memory(paths: dict[str, Path], out: Path) -> Table:
-    """Measures the largest process's peak memory for corpora of different sizes."""
+    """Measures the peak memory of the largest process for corpora of different sizes."""
     table_rows = []
     for name, path in paths.items():
         files = list(path.iterdir()) if path.is_dir() else [path]
@@ -230,7 +230,7 @@ def kill_and_resume(text: Path, out: Path) -> str:
     """Kills and resumes `gpt tokenize` at random moments, and compares the output with an uninterrupted run."""
     seconds = time_command(make_command(text, out, "--jobs", "2"))
     expected = checksum(out)
-    equal = finished = 0
+    equal = finished_slices = 0
     rng = random.Random(0)
     for _ in range(KILLS):
         shutil.rmtree(out)
@@ -239,12 +239,12 @@ def kill_and_resume(text: Path, out: Path) -> str:
         time.sleep(rng.uniform(0.1, 0.95) * seconds)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        finished += len({path.name.split("-", 1)[1] for path in out.glob("*.ids")}) if out.exists() else 0
+        finished_slices += len({path.name.split("-", 1)[1] for path in out.glob("*.ids")}) if out.exists() else 0
         subprocess.run([*command, "--jobs", "2"], check=True)
         equal += checksum(out) == expected
     return (
         f"Killed (SIGKILL) at {KILLS} random moments and resumed: {equal} of {KILLS} results have the same bytes as an "
-        f"uninterrupted run. On average {finished / KILLS:.1f} slices were finished at the kill and reused."
+        f"uninterrupted run. On average {finished_slices / KILLS:.1f} slices were finished at the kill and reused."
     )
 
 

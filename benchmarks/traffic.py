@@ -1,8 +1,8 @@
 """Counts the memory traffic and kernel launches of compiled code without building or running it.
 
-The counts come from Inductor's schedule. Each kernel counts every buffer once, for the part that it reads or writes. If
-a fused kernel scatters into a buffer or only gathers from it, Inductor counts the whole buffer; this module counts the
-elements. Decoding scatters to one column of each layer's KV cache and gathers rows of the embedding.
+The counts come from Inductor's schedule: for each kernel, the accessed part of every buffer counts once. If a fused
+kernel scatters into a buffer or only gathers from it, Inductor counts the whole buffer, but this module counts the
+accessed elements. Decoding scatters to one column of each layer's KV cache and gathers rows of the embedding.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ MAX_COUNTED_ELEMENTS = 10**9  # Inductor stops counting a buffer's elements here
 class Traffic:
     """Memory traffic and launches of one call of a compiled graph."""
 
-    bytes: int  # reads and writes
-    launches: int  # generated and library kernels
+    bytes: int  # bytes read and written
+    launches: int  # launches of generated and library kernels
     kernels: tuple[tuple[str, int], ...]  # names and bytes, largest first
     code: str  # generated code
 
@@ -102,7 +102,7 @@ def _bytes(node: BaseSchedulerNode) -> int:
     reads = [read for part in node.get_nodes() for read in part.read_writes.reads if isinstance(read, MemoryDep)]
     fully_read = {read.name for read in reads if not read.is_indirect()}
     for part in node.get_nodes():
-        if part.is_template():  # Inductor counts one element per buffer
+        if part.is_template():  # Inductor would count one element per buffer.
             for read in part.read_writes.reads:
                 buffer = V.graph.get_buffer(read.name)
                 accesses[read.name] = _elements(buffer) * buffer.get_dtype().itemsize

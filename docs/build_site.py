@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_FOLDER = ROOT / "build"
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
-ANY_LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")  # includes links within the page
+ANY_LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")  # also matches links within the page
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# In the generator's output: "╭─[ docs/report.md:32:13 ]", the line, "╰──── reason".
+# Matches the generator's output: "╭─[ docs/report.md:32:13 ]", the line, "╰──── reason".
 BROKEN = re.compile(r"╭─\[ ([^\n]+):(\d+):(\d+) \]$.*?╰─+ ([^\n]+)$", re.MULTILINE | re.DOTALL)
 
 SHIM = "https://unpkg.com/iframe-worker/shim"  # the theme's workaround for search from disk
@@ -74,7 +74,7 @@ def broken_links(stage: Path, output: str) -> list[str]:
 
 
 def copy_page(path: Path, stage: Path) -> None:
-    """Copies a file, and files that it links to, to the same paths below ``stage``."""
+    """Copies a file and the files that it links to, to the same paths below ``stage``."""
     target_path = stage / site_path(path.relative_to(ROOT))
     if target_path.exists():
         return

@@ -2,7 +2,7 @@
 
     python -m docs.curves TEXT [FOLDER] [OPTION ...]
 
-FOLDER keeps the runs. OPTIONs are for `gpt train`, by default `--minutes 3`. All three train concurrently on one thread
+FOLDER stores the runs. OPTIONs are for `gpt train`, by default `--minutes 3`. All three train concurrently, on a thread
 each, so other load slows them equally. nanoGPT's recipe (2,000 steps) is stopped when both runs have ended. Needs the
 dev extra and Chromium.
 """
@@ -26,9 +26,9 @@ PEER_CURVE = "nanogpt.jsonl"
 
 
 def train(text: str, options: list[str]) -> None:
-    """Trains all three in the current folder on the first 90 % of a text; the rest is held out."""
-    cut = round(0.9 * len(text))
-    for name, part in (("text.txt", text[:cut]), ("held-out.txt", text[cut:])):
+    """Trains both runs and the recipe in the current folder on the first 90 % of a text; the rest is held out."""
+    split_at = round(0.9 * len(text))
+    for name, part in (("text.txt", text[:split_at]), ("held-out.txt", text[split_at:])):
         Path(name).write_text(part, encoding="utf-8", newline="")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     words = ["train", "text.txt", "--val-text", "held-out.txt", "--quiet", *options]

@@ -4,8 +4,8 @@
 
 FOLDER has the files that the pages use: book.txt, chapter.txt … The default pages contain `MARKER`. The console and
 Python blocks of a page run in order in a copy of FOLDER, up to the last output. The output of a console block replaces
-the text block after it. If the old text has a line `…`, the new text keeps the same number of lines before it, and the
-last new line with the same first word replaces each line after it. Lines that begin with `> ` are typed into a
+the text block after it. A line `…` in the old text shortens the new text: it keeps the same number of lines before `…`,
+and each line after `…` becomes the last new line with the same first word. Lines that begin with `> ` are typed into a
 conversation.
 """
 
@@ -51,7 +51,7 @@ def run_conversation(command: str, old: str, folder: Path) -> str:
     if not questions:
         return "" if any(part in command for part in SKIPPED_COMMANDS) else run(command, folder)
     previous, conversation = "", ""
-    for count, question in enumerate(questions, 1):  # the seed reproduces earlier answers
+    for count, question in enumerate(questions, 1):  # The seed reproduces earlier answers.
         transcript = run(command, folder, "".join(line[2:] + "\n" for line in questions[:count]))
         conversation += f"{question}\n{transcript.removeprefix(previous)}"
         previous = transcript

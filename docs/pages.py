@@ -46,7 +46,7 @@ PAGE_COMMANDS: dict[str, list[str]] = {
 
 
 def train(text: str, runs: str | None) -> None:
-    """Trains or copies the tutorial's runs; trains a run with sinusoidal positions for one step, and a run with a
+    """Trains or copies the tutorial's runs. Also trains a run with sinusoidal positions for a step, and a run with a
     sliding window of four tokens in layers 1 and 3 for a minute."""
     shutil.copy(text, "book.txt")
     if runs is not None:
@@ -183,7 +183,7 @@ SCREENSHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
     "loss": _clip_section("#curves", 500),
     "report": _clip_top(1000),
 }
-# Pages of screenshots other than the attention page.
+# Screenshots that do not show the attention page, and their pages
 PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}
 
 

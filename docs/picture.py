@@ -48,7 +48,7 @@ class Recorder(progress.TrainDisplay):
         self.live_lines: list[tuple[float, int, Text]] = []  # seconds, number of lines above, live line
 
     def __call__(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
-        """Shows an event, at most `SNAPSHOTS` of the steps, without other progress."""
+        """Shows events, but at most `SNAPSHOTS` steps and no other progress."""
         if isinstance(event, events.StepEvent):
             self.losses.add(event.loss)
             if event.step * SNAPSHOTS >= len(self.live_lines) * self.plan.steps:
@@ -77,7 +77,7 @@ def animate(display: Recorder) -> str:
             rows[int(line)] += f'<text class="{name}" x="{x}" textLength="{width}">{text}</text>'
     # Fraction of the loop per second of the run.
     loop_share = REPLAY_SECONDS / (REPLAY_SECONDS + FINAL_SECONDS) / max(end, 1e-9)
-    drawn = ""
+    groups = ""
     for line, pieces in sorted(rows.items()):
         if line < lines:
             row, values, times, opacity = line, "0;1", [display.line_times[line]], 1
@@ -92,14 +92,14 @@ def animate(display: Recorder) -> str:
             f'values="{values}" keyTimes="{key_times}"/>'
         )
         attributes = f'transform="translate(0,{LINE_HEIGHT * row + 20:.1f})" opacity="{opacity}"'
-        drawn += f"<g {attributes}>{animation if times[0] else ''}{pieces}</g>\n"
+        groups += f"<g {attributes}>{animation if times[0] else ''}{pieces}</g>\n"
     height = max(lines, 1 + max(above for _, above, _ in display.live_lines)) * LINE_HEIGHT + 2 * MARGIN
     wide = COLUMNS * CHARACTER_WIDTH + 2 * MARGIN
-    return SVG_TEMPLATE.format(wide=round(wide), high=round(height), styles=styles, margin=MARGIN, rows=drawn)
+    return SVG_TEMPLATE.format(wide=round(wide), high=round(height), styles=styles, margin=MARGIN, rows=groups)
 
 
 def main() -> None:
-    """Trains and draws the terminal."""
+    """Trains and draws the animation."""
     console = Console(
         record=True, force_terminal=True, color_system="truecolor", width=COLUMNS, file=io.StringIO(), highlight=False
     )

@@ -92,7 +92,7 @@ def _row(option: Any, context: Any, keys: set[str]) -> tuple[str, ...]:
 
 
 def _default(parameter: Any) -> str:
-    """Returns a default, as code if a user could type it."""
+    """Formats a default, as code if a user could type it."""
     default = help_pages.default(parameter)
     if getattr(parameter, "is_flag", False):
         return "off"

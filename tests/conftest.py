@@ -30,17 +30,17 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 GPT2_RANKS = SHARED / "data" / "tiktoken"
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode files, each process would compile our modules
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Without bytecode files, each process would compile our modules.
 sys.dont_write_bytecode = False
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread does not help tiny models
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # A second thread does not help tiny models.
 
-for name in ("SIGINT", "SIGHUP"):  # both are ignored in background jobs and under nohup
+for name in ("SIGINT", "SIGHUP"):  # Background jobs and nohup ignore these signals.
     if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
-        # This handler ignores the signal too, but children do not inherit it, so tests can signal them.
+        # This handler also ignores the signal, but child processes do not inherit handlers.
         signal.signal(getattr(signal, name), lambda signum, frame: None)
 
 for name in [name for name in os.environ if name.startswith("GPT_")]:
-    del os.environ[name]  # the developer's settings must not change the tests
+    del os.environ[name]  # The developer's settings must not change the tests.
 
 WORDS = [
     "the", "cat", "sat", "on", "the", "mat", "while", "it’s", "raining", "in", "Zürich;", "naïve", "dogs", "🐕", "chased",
@@ -49,7 +49,7 @@ WORDS = [
 
 
 def make_text(n_words: int = 4000, seed: int = 0) -> str:
-    """Returns a learnable text with all kinds of characters that are hard for tokenizers."""
+    """Returns a learnable text with all kinds of characters that are difficult for tokenizers."""
     import random
 
     rng = random.Random(seed)
@@ -67,8 +67,8 @@ class Done:
 
 
 Gpt = Callable[..., Done]
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # a case of a parametrized test
-more = functools.partial(pytest.param, marks=pytest.mark.more)  # a case that only `make test-more` runs
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # slow case of a parametrized test
+more = functools.partial(pytest.param, marks=pytest.mark.more)  # case that only `make test-more` runs
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_compiled_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps tests from writing to the user's folder of compiled programs. `test_native` patches it."""
+    """Keeps tests, except `test_native`, from writing to the user's folder of compiled programs."""
     from gpt import programs
 
     def raise_no_folder() -> Path:
@@ -163,7 +163,7 @@ def resolved(
     n_bytes: int = 400_000, n_tokens: int = 140_000, vocab_size: int = 1024, dtype: str = "float32",
     **settings: Any,
 ) -> "recipe.Recipe":  # fmt: skip
-    """Returns the recipe of a CPU run on a text of this size."""
+    """Returns the recipe of a CPU run on a text of ``n_bytes`` and ``n_tokens``."""
     import torch
 
     from gpt.config import TrainConfig
@@ -235,7 +235,7 @@ def empty_session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.fixture(autouse=True, scope="session")
 def no_thread_watcher() -> None:
-    """Disables the watcher of waiting threads: tests patch the clock that it uses, and count threads."""
+    """Disables the watcher of waiting threads, since tests patch its clock and count threads."""
     from gpt import waiting
 
     waiting._watching.acquire(blocking=False)
@@ -278,7 +278,7 @@ def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hides GPUs except with ``-m gpu``: other tests expect CPU results."""
+    """Hides GPUs except with ``-m gpu``, since other tests expect CPU results."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -312,12 +312,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Returns `fake_cuda.disguised`, in which the CPU poses as CUDA devices. Skips the test if that is not possible."""
+    """Returns `fake_cuda.disguised`, in which the CPU poses as CUDA devices. Skips the test if unavailable."""
     import fake_cuda
 
     if (reason := fake_cuda.why_not()) is not None:
         pytest.skip(reason)
-    cache = getattr(request.config, "cache", None)  # pytest keeps this folder between runs
+    cache = getattr(request.config, "cache", None)  # This folder persists between runs.
     folder = cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("fake_cuda")
     try:
         fake_cuda.build(folder)
@@ -328,7 +328,7 @@ def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(params=[pytest.param("real", marks=pytest.mark.gpu), "disguised"])
 def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Runs a test on a real CUDA device, if there is one, and on a CPU disguised as one."""
+    """Runs a test on a CPU disguised as a CUDA device, and on a real one if available."""
     if request.param == "real":
         request.getfixturevalue("real_cuda")
         yield None

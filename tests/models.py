@@ -74,7 +74,7 @@ def engine_of(
 
 
 def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int, seed: int = 0) -> list[list[Token]]:
-    """Returns each request's tokens, generated in a batch of ``rows`` requests."""
+    """Returns the tokens of each request, generated in batches of ``rows`` requests."""
     tokens: list[list[Token]] = [[] for _ in requests]
     for event in engine_of(Context(model, CPU, rows), requests, config, seed).run():
         tokens[event.number] += event.tokens
@@ -82,7 +82,7 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
 
 
 def letters(*words: bytes) -> Any:
-    """Returns a stand-in tokenizer with the attributes that constraints use. Its last id is end-of-text."""
+    """Returns a stand-in with the tokenizer attributes that constraints use. Its last id is end-of-text."""
     eot = len(words)
     decode_bytes = lambda ids: b"".join([*words, b"<end>"][id] for id in ids)
     return SimpleNamespace(
@@ -111,9 +111,10 @@ def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:
 def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
     """Returns the number of trained parameters on a rank; rank 0 has the most.
 
-    Each needs a gradient. AdamW keeps two moments per parameter; Muon keeps one, only for the blocks' matrices.
+    Every parameter has a gradient. AdamW keeps two moments per parameter; Muon keeps one, only for the blocks'
+    matrices.
     """
-    from gpt.parallel.shard import Grid  # imported here because it takes seconds
+    from gpt.parallel.shard import Grid  # This import takes seconds.
 
     grid = Grid(data, tensor, sharded)
     return sum(grid.part(p, rank).numel for p in named_parameters(config).values() if p.trained)

@@ -1,4 +1,4 @@
-"""A slow oracle for the decoder, which loops over heads and positions."""
+"""A slow reference decoder that loops over heads and positions."""
 
 import cmath
 import math
@@ -65,7 +65,7 @@ def norm(c: GPTConfig, module: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def apply_rope(c: GPTConfig, x: Tensor) -> Tensor:
-    """Applies RoPE: multiplies the complex pair (i, i + D/2) at position p by e^(i p f)."""
+    """Applies RoPE: at position p, rotates each pair of elements (i, i + D/2) by p · frequency(c, i)."""
     D, rows = c.head_size, []
     for p, row in enumerate(x):
         pairs = torch.complex(row[: D // 2], row[D // 2 :])
@@ -80,7 +80,7 @@ def frequency(c: GPTConfig, i: int) -> float:
     scaling = c.rope_scaling
     if scaling is None:
         return base_frequency
-    wavelength = 2 * math.pi / base_frequency  # wavelength in positions
+    wavelength = 2 * math.pi / base_frequency  # in tokens
     if wavelength > scaling.original / scaling.low:
         return base_frequency / scaling.factor
     if wavelength < scaling.original / scaling.high:

@@ -31,7 +31,7 @@ def load(path: Path) -> LanguageModel:
 class Served:
     def __init__(self, server: Server, sock: socket.socket, stop: Callable[[], None], notes: list[str]) -> None:
         self.server, self.service, self.stop = server, server.service, stop
-        self.notes = notes  # printed notes
+        self.notes = notes
         self.port = sock.getsockname()[1]
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
 
@@ -56,11 +56,11 @@ class Served:
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
-        assert "--" not in error["message"]  # messages for clients must not name command-line options
+        assert "--" not in error["message"]  # Messages for clients must not name command-line options.
         return error
 
     def raw(self, data: bytes) -> bytes:
-        """Returns the server's response to raw bytes, until it closes the connection or stays silent."""
+        """Sends raw bytes. Returns the response until the server closes the connection or stays silent."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=2) as sock:
             sock.sendall(data)
             return received(sock)
@@ -101,7 +101,7 @@ def request(body: Any, route: str = "/v1/completions", *headers: str) -> bytes:
 def served(
     model: LanguageModel, rows: int = 4, chunk: int = 16, sampling: Mapping[str, Any] | None = None, **settings: Any
 ) -> Iterator[Served]:
-    """Serves a model, with its own ``sampling`` defaults, until the end of the block."""
+    """Serves a model, with the given ``sampling`` defaults, until the end of the block."""
     config, metrics, notes = ServeConfig(port=0, **settings), ServerMetrics(), list[str]()
     context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
     worker = Worker(context, model.tokenizer.ends, metrics, chunk)

@@ -25,23 +25,23 @@ TOKENIZER = bytes_tokenizer()
 def test_every_token_except_the_first_counts_once(lengths: list[int], block_size: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, block_size))
     documents = [np.arange(length) for length in lengths]
-    counted: list[tuple[int, int]] = []
+    counted_tokens: list[tuple[int, int]] = []
     for window in evaluate.windows(documents, block_size, stride):
         assert len(window.x) == len(window.y) <= block_size
         assert np.array_equal(window.y, window.x + 1)
         assert window.start % stride == 0
-        counted += [(window.document, int(y)) for y in window.y[window.skipped :]]
-    assert sorted(counted) == [(d, y) for d, length in enumerate(lengths) for y in range(1, length)]
+        counted_tokens += [(window.document, int(y)) for y in window.y[window.skipped :]]
+    assert sorted(counted_tokens) == [(d, y) for d, length in enumerate(lengths) for y in range(1, length)]
 
 
 def test_exact_match_equals_greedy_decoding() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(20, 8, 1, 2, 16, dropout=0.5))
-    torch.nn.init.normal_(model.wte.weight)  # large embeddings keep the model from repeating an id
+    torch.nn.init.normal_(model.wte.weight)  # Large embeddings keep the model from repeating an id.
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8]]
     greedy = SampleConfig(greedy=True, max_tokens=4)
     ids = [[*p, *(token.id for token in generate(Context(model.eval(), CPU), p, greedy, {19}))] for p in prompts]
-    ids[1][3] = (ids[1][3] + 1) % 20  # a wrong token in the middle
+    ids[1][3] = (ids[1][3] + 1) % 20  # The middle token is wrong.
     ids[2][-1] = (ids[2][-1] + 1) % 20
     example_windows = [
         evaluate.Window(number, 0, np.array(row[:-1]), np.array(row[1:]), len(prompt) - 1)
@@ -57,7 +57,7 @@ def test_exact_match_equals_greedy_decoding() -> None:
 def test_loss_equals_a_naive_loop(stride: int | None) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(257, 8, 1, 2, 16, dropout=0.5))
-    model.train()  # evaluation must disable dropout and restore it
+    model.train()  # Evaluation must disable dropout and restore it.
     texts = ["the first document, a longer one", "two", "x", "Zürich"]
     result = evaluate.evaluate(model, TOKENIZER, encoded(*texts), CPU, stride)
     assert model.training
@@ -71,7 +71,7 @@ def test_loss_equals_a_naive_loop(stride: int | None) -> None:
             with torch.no_grad():
                 logprobs = model(torch.tensor([window[:8]])).log_softmax(-1)[0]
             for position in range(1, len(window)):
-                if start + position > counted_until:  # a token counts once, with its longest context
+                if start + position > counted_until:  # A token counts once, with its longest context.
                     total -= logprobs[position - 1, window[position]].item()
                     count += 1
             counted_until = max(counted_until, start + len(window) - 1)

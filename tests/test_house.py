@@ -51,8 +51,8 @@ def imported_modules(name: str, path: Path, known: Collection[str]) -> Iterator[
 
 
 def test_no_import_cycle_even_inside_functions() -> None:
-    known = modules()
-    graph = {name: set(imported_modules(name, path, known)) - {name} for name, path in known.items()}
+    all_modules = modules()
+    graph = {name: set(imported_modules(name, path, all_modules)) - {name} for name, path in all_modules.items()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -106,7 +106,7 @@ def test_catalogue_page_lists_every_corpus() -> None:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    copy = out / "source"  # setuptools would leave build/ and an egg-info in ROOT
+    copy = out / "source"  # Setuptools would leave build/ and an egg-info in ROOT.
     copy.mkdir()
     for name in ("gpt", "cli", "data"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))

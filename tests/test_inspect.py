@@ -45,7 +45,7 @@ def test_patterns_and_residual_equal_transformers(heads: int) -> None:
         their_output = theirs(ids[None], output_attentions=True, output_hidden_states=True)
     trace = inspect.trace(ours_with(theirs, config), ids.numpy())
     assert np.abs(trace.patterns - torch.cat(their_output.attentions).numpy()).max() < 1e-5
-    for layer, hidden in enumerate(their_output.hidden_states[:-1]):  # their last hidden state is normalized
+    for layer, hidden in enumerate(their_output.hidden_states[:-1]):  # The last hidden state is normalized.
         assert torch.allclose(trace.residual[layer], hidden[0], atol=1e-4)
     assert torch.allclose(trace.logits, their_output.logits[0], atol=1e-4)
 
@@ -55,10 +55,10 @@ def test_patterns_reproduce_attention_outputs(config: GPTConfig) -> None:
     """Patterns times values, multiplied by the output matrix, must equal the attention's output."""
     model = loud(config)
     ids = torch.randint(97, (20,))
-    recorded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    records: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     hooks = [
         block.attn.register_forward_hook(
-            lambda module, args, out: recorded.append((module.qkv(args[0], args[2])[2], out, module.c_proj))
+            lambda module, args, out: records.append((module.qkv(args[0], args[2])[2], out, module.c_proj))
         )
         for block in model.h
     ]
@@ -68,8 +68,8 @@ def test_patterns_reproduce_attention_outputs(config: GPTConfig) -> None:
         hook.remove()
     trace = inspect.trace(model, ids.numpy())
     assert torch.equal(trace.logits, logits[0])
-    for pattern, (v, out, c_proj) in zip(trace.patterns, recorded, strict=True):
-        v = v.repeat_interleave(len(pattern) // v.size(1), dim=1)  # grouped-query attention shares values between heads
+    for pattern, (v, out, c_proj) in zip(trace.patterns, records, strict=True):
+        v = v.repeat_interleave(len(pattern) // v.size(1), dim=1)  # A group of heads shares values.
         y = (torch.from_numpy(pattern)[None] @ v).transpose(1, 2).flatten(2)
         with torch.no_grad():
             assert torch.allclose(c_proj(y), out, atol=1e-4)
@@ -78,7 +78,7 @@ def test_patterns_reproduce_attention_outputs(config: GPTConfig) -> None:
     distances = np.arange(20)[:, None] - np.arange(20)
     for pattern, window in zip(trace.patterns, config.windows, strict=True):
         assert ((pattern > 0) == ((distances >= 0) & (distances < (window or 20)))).all()
-    assert np.ptp(trace.patterns[:, :, -1], axis=1).max() > 0.05  # heads differ
+    assert np.ptp(trace.patterns[:, :, -1], axis=1).max() > 0.05  # Heads differ.
 
 
 def test_trace_restores_the_model() -> None:
@@ -104,7 +104,7 @@ def test_last_row_of_the_lens_equals_the_output(config: GPTConfig) -> None:
     output = trace.logits.softmax(-1).numpy()
     assert np.allclose(np.take_along_axis(output, lens.ids[-1], 1), lens.probabilities[-1], atol=1e-6)
     assert (np.diff(lens.probabilities, axis=-1) <= 0).all()
-    with torch.no_grad():  # row 0 unembeds the sum of token and position embeddings
+    with torch.no_grad():  # Row 0 unembeds the sum of token and position embeddings.
         x = model.wte(torch.arange(12))
         table = model.position_table()
         x = x if table is None else x + table[:12]
@@ -116,7 +116,7 @@ def test_last_row_of_the_lens_equals_the_output(config: GPTConfig) -> None:
 
 
 def keys_of(kind: str, ids: list[int], query: int) -> list[int]:
-    """Returns the positions that a head of this kind attends to, by definition."""
+    """Returns the positions that, by definition, a head of this kind attends to."""
     earlier = range(query)
     if kind == "previous":
         return [query - 1]
@@ -151,7 +151,7 @@ def test_chance_level_depends_on_the_window() -> None:
     ids = [3, 1, 4, 1, 5, 3, 1, 4, 2, 2, 2]
     patterns = np.zeros((2, 1, 11, 11), np.float32)
     for layer, window in enumerate((None, 3)):
-        for query in range(11):  # uniform attention
+        for query in range(11):  # Attention is uniform.
             keys = range(0 if window is None else max(0, query - window + 1), query + 1)
             patterns[layer, 0, query, list(keys)] = 1 / len(keys)
     scores = inspect.head_scores(patterns, np.array(ids), [None, 3])
@@ -161,7 +161,8 @@ def test_chance_level_depends_on_the_window() -> None:
 
 
 def pattern_of_kind(kind: str, ids: list[int]) -> np.ndarray:
-    """Returns the pattern of a head that attends only to keys of this kind, or to the first token if there are none."""
+    """Returns the pattern of a head that attends only to keys of this kind, or if there are none, to the first
+    token."""
     pattern = np.zeros((1, 1, len(ids), len(ids)), np.float32)
     for query in range(len(ids)):
         keys = [key for key in keys_of(kind, ids, query) if 0 <= key <= query] or [0]
@@ -200,15 +201,15 @@ def test_probe_labels_heads_if_the_prompt_cannot() -> None:
 @pytest.mark.parametrize("block_size", [1, 2, 7, 64, 1024])
 def test_probe_repeats_once_and_fits_the_context(block_size: int) -> None:
     ids = inspect.probe_ids(bytes_tokenizer(), block_size)
-    half = max(1, min(50, block_size // 2))
-    assert len(ids) == min(2 * half, block_size)
-    assert len(set(ids[:half].tolist())) == half
-    assert block_size == 1 or ids[half:].tolist() == ids[:half].tolist()
+    period = max(1, min(50, block_size // 2))
+    assert len(ids) == min(2 * period, block_size)
+    assert len(set(ids[:period].tolist())) == period
+    assert block_size == 1 or ids[period:].tolist() == ids[:period].tolist()
     assert 256 not in ids
     assert ids.tolist() == inspect.probe_ids(bytes_tokenizer(), block_size).tolist()
 
 
-def test_look_selects_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_look_computes_only_selected_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loud(GPTConfig(257, 16, 2, 2, 32))
     ids = list(b"a longer prompt than fits")
     look = inspect.inspect_prompt(model, ids, bytes_tokenizer(), layer=1)
@@ -239,7 +240,7 @@ def test_look_selects_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 def words() -> tuple[GPT, Tokenizer]:
     """Returns a model with king - man + woman = queen in its embedding, and a tokenizer of these initials.
 
-    Words are tokens with a leading space. "bo" is a token with and without a space.
+    Words are tokens with a leading space; "bo" is also a token without.
     """
     base = bytes_tokenizer()
     tokens = [b" k", b" m", b" w", b" q", b"bo", b" b", b" bo"]
@@ -249,9 +250,9 @@ def words() -> tuple[GPT, Tokenizer]:
     table = 0.1 * torch.randn(270, 8, generator=torch.Generator().manual_seed(0))
     royal, male = torch.eye(8)[0], torch.eye(8)[1]
     for id, vector in zip(range(256, 260), (royal + male, male, -male, royal - male), strict=True):
-        table[id] += vector * (id - 250)  # scales the vector, since only directions count
-    table[265:] = table[259]  # ids without a token have the answer's direction
-    table[0] = 0  # an untrained row
+        table[id] += vector * (id - 250)  # Only directions count, so lengths differ.
+    table[265:] = table[259]  # Ids without a token have the answer's direction.
+    table[0] = 0  # This row is untrained.
     model.wte.weight.data = table
     return model, tokenizer
 
@@ -269,7 +270,7 @@ def test_neighbors_are_the_highest_cosines(words: tuple[GPT, Tokenizer]) -> None
     assert [neighbor.cosine for neighbor in neighbors] == pytest.approx(
         [float(cosine[id]) for id in expected[:20]], abs=1e-5
     )
-    assert len(table.neighbors(word, 1000)) == 262  # every row with a token and a direction, except the word's
+    assert len(table.neighbors(word, 1000)) == 262  # All rows with a token and a direction, except the word's
 
 
 def test_words_are_tokenized_as_in_running_text(words: tuple[GPT, Tokenizer]) -> None:
@@ -277,13 +278,13 @@ def test_words_are_tokenized_as_in_running_text(words: tuple[GPT, Tokenizer]) ->
     assert table.find("bo").text == " bo"  # "bo" is one token with and without a space
     assert table.find("box").ids == [262, ord("x")]
     assert table.find("x").text == "x"  # " x" would be two tokens
-    assert table.find(" x").ids == [ord(" "), ord("x")]  # a typed space is kept
+    assert table.find(" x").ids == [ord(" "), ord("x")]  # A typed space is kept.
     two_token_word = table.find("box")
     mean = table.rows[[262, ord("x")]].mean(axis=0)
     assert np.allclose(table.vector(two_token_word), mean / np.linalg.norm(mean), atol=1e-6)
-    for empty in ("", "  "):
+    for blank in ("", "  "):
         with pytest.raises(UserError, match="a word is empty"):
-            table.find(empty)
+            table.find(blank)
 
 
 def test_analogy_sums_directions(words: tuple[GPT, Tokenizer]) -> None:
@@ -291,7 +292,7 @@ def test_analogy_sums_directions(words: tuple[GPT, Tokenizer]) -> None:
     terms = [(sign, table.find(word)) for sign, word in inspect.parse_analogy(["k", "-", "m", "+", "w"])]
     answers = table.analogy(terms, 3)
     assert answers[0].text == " q"
-    assert not {neighbor.id for neighbor in answers} & {256, 257, 258}  # the terms are not answers
+    assert not {neighbor.id for neighbor in answers} & {256, 257, 258}  # The terms are not answers.
     total = table.rows[256] - table.rows[257] + table.rows[258]
     assert answers[0].cosine == pytest.approx(float(table.rows[259] @ total / np.linalg.norm(total)), abs=1e-5)
 
@@ -349,5 +350,5 @@ def test_position_similarity_covers_contexts_beyond_the_rotary_table() -> None:
     config = GPTConfig(9, 131_072, 1, 1, 4, positions="rotary")
     model = GPT(config)
     assert len(inspect.positions(model).similarity) == 131_072
-    assert model.rope is not None and model.rope.size(1) == 8192  # unchanged
+    assert model.rope is not None and model.rope.size(1) == 8192  # The table is unchanged.
     assert len(inspect.positions(GPT(replace(config, block_size=2**20))).similarity) == inspect.MAX_ROTATIONS

@@ -55,7 +55,7 @@ def test_every_sampling_method_reports_damaged_weights(gpt: Gpt, damaged: Path, 
     assert_damage_error(gpt("sample", "the cat", "-m", damaged, "-n", "5", *options.split()), "NaN or infinite")
 
 
-@pytest.mark.filterwarnings("default")  # the compiler warns about itself
+@pytest.mark.filterwarnings("default")  # The compiler causes warnings.
 def test_compiled_steps_report_damaged_weights(gpt: Gpt, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses a backend that does not compile, since compiling takes half a minute."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -67,8 +67,8 @@ def test_compiled_steps_report_damaged_weights(gpt: Gpt, damaged: Path, monkeypa
 def test_batches_and_logprobs_report_damaged_weights(gpt: Gpt, damaged: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the"}\n{"prompt": "cat"}\n')
-    for way in (["--greedy"], ["--beam", "2"]):
-        result = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "-o", tmp_path / "out.jsonl", *way)
+    for options in (["--greedy"], ["--beam", "2"]):
+        result = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "-o", tmp_path / "out.jsonl", *options)
         assert_damage_error(result, "NaN or infinite logits")
         assert (tmp_path / "out.jsonl").read_bytes() == b""
     result = gpt("sample", "the cat sat", "-m", damaged, "-n", "0", "--greedy", "--json", "--echo-logprobs")
@@ -96,13 +96,13 @@ def test_eval_and_inspect_report_damaged_weights(gpt: Gpt, damaged: Path, tmp_pa
 def test_inspecting_non_finite_embeddings_is_an_error(gpt: Gpt, run_folder: Path) -> None:
     from gpt import inspect
 
-    loaded = library.load(run_folder)
-    model = copy.deepcopy(loaded.model)
+    base_model = library.load(run_folder)
+    model = copy.deepcopy(base_model.model)
     with torch.no_grad():
         model.wte.weight[5, 3] = math.nan
         model.wpe.weight[1] = math.inf  # type: ignore[union-attr, index, operator]
     with pytest.raises(NotANumber, match=r"^1 of 12,800 values of the embedding"):
-        inspect.Embeddings(model, loaded.tokenizer)
+        inspect.Embeddings(model, base_model.tokenizer)
     with pytest.raises(NotANumber, match=r"^32 of 1,024 values of the position table"):
         inspect.positions(model)
 

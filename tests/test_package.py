@@ -1,4 +1,4 @@
-"""The package: its name, extras and install hints, and the names in files around it."""
+"""The package metadata: name, versions, extras, install hints, workflows and image."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def test_install_hints_target_the_running_environment(monkeypatch: pytest.Monkey
         monkeypatch.setattr(sys, "executable", "/a b/python")
         monkeypatch.setattr("shutil.which", lambda name, path=pip: path and str(path))
         assert distribution.install_extra("serve") == hint
-    monkeypatch.setattr("gpt.distribution.find_spec", lambda name: None)  # uv creates environments without pip
+    monkeypatch.setattr("gpt.distribution.find_spec", lambda name: None)  # uv creates environments without pip.
     monkeypatch.setattr(sys, "prefix", "/env")
     assert distribution.install_extra("serve") == f"uv pip install --python /env {requirement}"
 
@@ -116,6 +116,6 @@ def test_workflows_are_valid_and_use_existing_make_targets() -> None:
 
 
 def test_image_receives_the_build_inputs() -> None:
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert allowed == {"LICENSE", "README.md", "cli", "constraints.txt", "data", "gpt", "pyproject.toml"}
-    assert all((ROOT / name).exists() for name in allowed)
+    allowed_paths = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert allowed_paths == {"LICENSE", "README.md", "cli", "constraints.txt", "data", "gpt", "pyproject.toml"}
+    assert all((ROOT / name).exists() for name in allowed_paths)

@@ -23,7 +23,7 @@ from gpt.interrupt import SIGNALS, StopSignal, handled_signals
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals and names")
 SETTINGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-BYTES_NAME = "b\udcff.txt"  # the byte 0xff, as in names from old archives
+BYTES_NAME = "b\udcff.txt"  # The byte 0xff, as in names from old archives
 
 
 # /dev/shm
@@ -45,12 +45,12 @@ def test_checkpoints_need_no_shared_memory(no_semaphores: None, text: Path) -> N
 
 
 def test_disk_errors_name_the_failing_path(workdir: Path) -> None:
-    outside = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/pool")
+    outside_error = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/pool")
     with pytest.raises(WorkError, match="cannot write /elsewhere/pool: No space"), files.disk_errors(Path("run/step")):
-        raise outside
-    within = OSError(errno.ENOSPC, "No space left on device", str(workdir / "run" / ".tmp-step" / "x"))
+        raise outside_error
+    inside_error = OSError(errno.ENOSPC, "No space left on device", str(workdir / "run" / ".tmp-step" / "x"))
     with pytest.raises(WorkError, match="cannot write run/step: No space"), files.disk_errors(Path("run/step")):
-        raise within
+        raise inside_error
 
 
 # Modules in the current folder
@@ -120,7 +120,7 @@ def test_interrupted_eval_leaves_no_files(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(text.parent))
     model = library.load(run_folder)
-    for moment in ("listen", "on_window"):  # during tokenization, and during scoring
+    for moment in ("listen", "on_window"):  # during tokenization, during scoring
         with pytest.raises(Interrupted, match="^interrupted$") as interrupted:
             model.evaluate_files([str(text)], **{moment: lambda *_: send(signum)})
         assert interrupted.value.exit_code == 128 + signum
@@ -207,7 +207,7 @@ def test_output_names_must_be_utf8(gpt: Gpt, text: Path, words: list[str]) -> No
         ("می‌خواهم", "می‌خواهم"),
     ],
 )  # fmt: skip
-def test_usable_names(name: str, usable: str) -> None:
+def test_file_names_are_made_usable(name: str, usable: str) -> None:
     assert files.usable_name(name) == usable
 
 

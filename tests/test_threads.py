@@ -38,10 +38,10 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("option", "environment", "decoding", "expected"),
     [
-        (None, None, None, 3),  # the container's cores
+        (None, None, None, 3),  # The container limits the cores.
         (3, None, None, 3),
         (3, "2", 100, 3),
-        (None, "2", 100, 4),  # torch read the variable when it was imported
+        (None, "2", 100, 4),  # Torch reads the variable only at import.
         (None, None, 3_700_000, 2),
     ],
 )
@@ -62,7 +62,7 @@ def test_commands_have_a_threads_option(gpt: Gpt, run_folder: Path, workdir: Pat
         return str(json.loads(result.out)["device"])
 
     assert device_of_bench("--threads", "3") == "cpu, 3 threads"
-    assert device_of_bench() == "cpu, 1 thread"  # the default for a tiny model
+    assert device_of_bench() == "cpu, 1 thread"  # This is the default for a tiny model.
     assert gpt("sample", "the", "-m", run_folder, "--threads", "2", "-n", "2").code == 0
     assert torch.get_num_threads() == 2
     Path("text.txt").write_text(make_text(300))
@@ -117,15 +117,15 @@ def test_watcher_starts_unless_the_user_set_a_policy(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    started: list[object] = []
+    threads: list[object] = []
     monkeypatch.setattr(waiting, "_watching", threading.Lock())
-    monkeypatch.setattr(waiting, "_watch", started.append)
+    monkeypatch.setattr(waiting, "_watch", threads.append)
     waiting.watch()
-    waiting.watch()  # a second call has no effect
+    waiting.watch()  # A second call has no effect.
     deadline = time.monotonic() + 5
-    while watched and not started and time.monotonic() < deadline:
+    while watched and not threads and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(started) == watched
+    assert len(threads) == watched
 
 
 class FakeSpinning(waiting.Spinning):
@@ -148,7 +148,7 @@ def run_watcher(
 ) -> tuple[list[str], list[tuple[int, set[int]]]]:
     """Runs the watcher on simulated times; returns its calls and the CPU affinities that it sets.
 
-    ``shares``: the fractions of each period in which threads wait and a core is idle.
+    ``shares`` are the fractions of each period in which threads wait and in which a core is idle.
     """
     calls: list[str] = []
     affinities: list[tuple[int, set[int]]] = []
@@ -162,9 +162,9 @@ def run_watcher(
             return
         if not remaining_shares:
             raise WatchEnded
-        waited, idle = remaining_shares.pop(0)
+        waiting_share, idle = remaining_shares.pop(0)
         clock["at"] += seconds
-        clock["waited"] += seconds * waited
+        clock["waited"] += seconds * waiting_share
         clock["idle"] += seconds * idle
 
     monkeypatch.setattr(waiting.time, "sleep", sleep)
@@ -191,13 +191,13 @@ def test_pauses_grow_while_other_programs_compute(monkeypatch: pytest.MonkeyPatc
     assert calls == ["off", "1 s", "on", "off", "2 s", "on", "off", "4 s", "on", "off", "8 s", "on", "off", "8 s", "on"]
     assert affinities == []
     calls, _ = run_watcher([(0.8, 0.0), (0.8, 0.0), (0.1, 0.0), (0.8, 0.0)], monkeypatch)
-    assert calls[-2] == "1 s"  # the pause resets after a quiet period
+    assert calls[-2] == "1 s"  # The pause resets after a quiet period.
 
 
 def test_threads_sharing_a_core_are_separated(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, affinities = run_watcher([(0.9, 1.0)], monkeypatch)
     assert calls == []
-    assert affinities == [(7, {1}), (7, {0, 1})]  # the affinity is restored
+    assert affinities == [(7, {1}), (7, {0, 1})]  # The affinity is restored.
 
 
 COUNT_SWITCHES = """
@@ -246,7 +246,7 @@ def test_threads_sleep_while_spinning_is_off() -> None:
 
 
 @needs_openmp
-def test_end_threads_frees_the_team() -> None:
+def test_end_threads_frees_the_thread_team() -> None:
     """GNU OpenMP does not spin while two threads have teams."""
     code = (
         "import os, threading, torch; from gpt import waiting\n"

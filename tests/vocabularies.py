@@ -50,7 +50,7 @@ def gpt2() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def llama3() -> tuple[Tokenizer, dict[str, Any]]:
-    """Lists every pair that makes a token as a merge, and sets ``ignore_merges``."""
+    """Returns a tokenizer with a merge for every pair that forms a token, and ``ignore_merges``."""
     tokenizer = _byte_level(700, ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"], _split_by(LLAMA3))
     values = json.loads(tokenizer.to_str())
     vocab = values["model"]["vocab"]
@@ -95,7 +95,7 @@ def smollm2() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def gaps() -> tuple[Tokenizer, dict[str, Any]]:
-    """Returns SmolLM2's tokenizer as published: bytes that are missing from its training text have no token."""
+    """Returns SmolLM2's tokenizer as published, without tokens for bytes that its training text lacks."""
     tokenizer, config = smollm2()
     values = json.loads(tokenizer.to_str())
     missing_tokens = {chr(0xC0), chr(0xF5), chr(0xFF), "Ā", "ā", "Ă"}  # the bytes C0, F5, FF, 00, 01 and 02

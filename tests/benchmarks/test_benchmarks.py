@@ -45,7 +45,7 @@ def test_gpu_benchmark_runs_without_rustbpe(tmp_path: Path) -> None:
     for case in trained:
         assert "error" not in case, case
         assert case["tokens_per_second"] == pytest.approx(256 / case["seconds"][0])
-        assert case["losses"][0] == pytest.approx(math.log(128), abs=0.3)  # the loss of an untrained model
+        assert case["losses"][0] == pytest.approx(math.log(128), abs=0.3)  # The model is untrained.
         assert len(case["losses"]) == 4
     assert len({case["parameters"] for case in trained}) == 1
     page = (out / "gpu.md").read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ def contains_figure(figure: Decimal, text: str) -> bool:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Returns the sections of a page, with subsections, by anchor. The empty anchor is the whole page."""
+    """Returns the sections of a page, including subsections, by anchor. The whole page has an empty anchor."""
     lines, fenced, headings = text.splitlines(), False, list[tuple[int, int, str]]()
     for at, line in enumerate(lines):
         fenced ^= line.lstrip().startswith("```")
@@ -51,8 +51,8 @@ def test_pages_are_current() -> None:
     names = {path.stem for path in (results.FOLDER / "results").glob("*.json")}
     assert names <= {name for page in results.PAGES.values() for name in page}
     for name in results.PAGES:
-        shown = (results.FOLDER / name).read_text(encoding="utf-8")
-        assert shown == results.page(name), "python -m benchmarks.results writes the pages"
+        stored_page = (results.FOLDER / name).read_text(encoding="utf-8")
+        assert stored_page == results.page(name), "python -m benchmarks.results writes the pages"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

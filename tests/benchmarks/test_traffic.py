@@ -20,7 +20,7 @@ from gpt.model.decoder import GPT
 from gpt.model.memory import Setup
 from gpt.sample_config import SampleConfig
 
-pytestmark = pytest.mark.filterwarnings("default")  # the compiler warns about itself
+pytestmark = pytest.mark.filterwarnings("default")  # The compiler causes warnings.
 
 
 def make_decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[GPT, Compute]:
@@ -47,8 +47,8 @@ def test_decoding_step_moves_only_weights_and_cache(arch: str) -> None:
 def test_training_step_traffic_on_an_h100() -> None:
     """Checks the generated code for 16 × 1,024 tokens of GPT-2 124M: block, loss with the last norm, and update.
 
-    Logits are read and written five times in bfloat16, the residual stream has two bytes per element, and computing bias
-    gradients does not reread the gradients that the GELU and attention kernels write.
+    Logits are read and written five times in bfloat16. The residual stream has two bytes per element. Bias gradients do
+    not reread gradients that the GELU and attention kernels write.
     """
     pytest.importorskip("triton")
     from benchmarks import h100

@@ -114,7 +114,7 @@ def test_train_json_keys(gpt: Gpt, book: Path) -> None:
     assert result.err == ""
 
 
-def test_train_from_stdin_and_folders(gpt: Gpt, workdir: Path) -> None:
+def test_train_reads_stdin_and_folders(gpt: Gpt, workdir: Path) -> None:
     (workdir / "texts").mkdir()
     (workdir / "texts" / "a.md").write_text("one text " * 100)
     assert gpt("train", "-", *QUICK, stdin=b"from standard input " * 100).code == 0
@@ -235,7 +235,7 @@ def test_typos_get_suggestions(gpt: Gpt, book: Path) -> None:
         assert suggestion in gpt(*line.split()).err
 
 
-def test_option_overrides_a_conflicting_environment_variable(
+def test_option_overrides_conflicting_environment_variable(
     gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPT_TRAIN_STEPS", "5")
@@ -254,7 +254,7 @@ def test_gpt_without_arguments_prints_help(gpt: Gpt, monkeypatch: pytest.MonkeyP
     assert "sample" in result.out
 
 
-def test_out_with_trailing_slash_and_folder_named_like_a_corpus(gpt: Gpt, book: Path) -> None:
+def test_out_can_end_in_a_slash_and_folders_do_not_shadow_corpora(gpt: Gpt, book: Path) -> None:
     for _ in range(2):
         assert gpt("train", book, *QUICK, "-o", "r/x/").code == 0
     assert sorted(path.name for path in Path("r").iterdir()) == ["x", "x-2"]
@@ -263,7 +263,7 @@ def test_out_with_trailing_slash_and_folder_named_like_a_corpus(gpt: Gpt, book: 
     assert json.loads(Path("runs/pydocs/run.json").read_text())["sources"][0]["name"].startswith("pydocs/")
 
 
-def test_diverged_run_exits_1_and_saves_no_nan(gpt: Gpt, book: Path) -> None:
+def test_diverged_run_exits_with_1_and_saves_no_nan(gpt: Gpt, book: Path) -> None:
     result = gpt("train", book, *QUICK, "--lr", "1e12", "--warmup", "0", "--eval-every", "1", "--schedule", "constant")
     one_line_of_what_and_what_next(result, "at a learning rate of 1e+12", code=1)
     for path in Path("runs/book").glob("step-*/model.safetensors"):
@@ -306,7 +306,7 @@ def test_progress_on_stderr_does_not_affect_stdout(run_folder: Path, book: Path,
     assert b"tokens" in terminal_output
 
 
-def test_training_status_line() -> None:
+def test_status_line_shows_progress_and_losses() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with progress.TrainDisplay(quiet=False, console=console) as display:
         display(events.Plan(100, 64))
@@ -369,7 +369,7 @@ def test_sample_beyond_the_context_prints_a_note(gpt: Gpt, run_folder: Path) -> 
 
 
 @pytest.mark.parametrize("encoding", [slow("ascii"), more("cp1252")])
-def test_narrow_output_encodings(run_folder: Path, encoding: str) -> None:
+def test_output_encodings_without_all_characters_work(run_folder: Path, encoding: str) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     code = "from gpt_cli.main import run; run()"
     for args in (
@@ -422,7 +422,7 @@ def test_eval_token_logprobs_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_pat
 # gpt params
 
 
-def test_params_table(gpt: Gpt) -> None:
+def test_params_table_matches_the_gpt3_paper(gpt: Gpt) -> None:
     out = gpt("params", "gpt3-175b").out
     for number in ("617,558,016", "14,495,514,624", "57,982,058,496", "175,181,291,520", "174,604,259,328"):
         assert number in out
@@ -449,7 +449,7 @@ def test_params_json_keys(gpt: Gpt, run_folder: Path) -> None:
     assert (sine["positions"], sine["trainable"]) == (0, 124_439_808 - 1024 * 768)
 
 
-def test_params_side_by_side(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+def test_params_compares_models(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     out = gpt("params", "gpt2", "gpt3-125m", run_folder).out
     assert out.split()[:4] == ["Matrix", "gpt2", "gpt3-125m", str(run_folder)]
     values = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
@@ -458,7 +458,7 @@ def test_params_side_by_side(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "does not name a format")
 
 
-def test_params_list(gpt: Gpt) -> None:
+def test_params_list_contains_every_preset(gpt: Gpt) -> None:
     out = gpt("params", "--list").out
     assert all(name in out for name in PRESETS)
     assert gpt("params").out == out
@@ -469,7 +469,7 @@ def test_params_list(gpt: Gpt) -> None:
 # gpt data
 
 
-def test_data_list(gpt: Gpt) -> None:
+def test_data_list_is_sorted_and_complete(gpt: Gpt) -> None:
     out = gpt("data", "list").out
     assert all(word in out for word in ("pydocs", "in Python", "wikitext-103", "315 MB", "CC-BY-SA-3.0", "28.5 GB"))
     lines = [json.loads(line) for line in gpt("data", "list", "--json").out.splitlines()]
@@ -481,7 +481,7 @@ def test_data_list(gpt: Gpt) -> None:
 DATA_KEYS = ("name", "title", "license", "language", "homepage", "field", "rows", "size", "status", "folder")
 
 
-def test_data_show(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_show_prints_files_and_checksums(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path))
     out = gpt("data", "show", "wikitext-2").out
     for word in ("6,357,543", "e83889baabc497075506", "validation-00000", "val", "to fetch", str(tmp_path), "lines"):
@@ -493,7 +493,7 @@ def test_data_show(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(values["files"][0]) == ["name", "split", "url", "size", "sha256", "path", "here"]
 
 
-def test_data_fetch(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_fetch_downloads_a_corpus(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "served.txt").write_bytes(b"to be or not to be " * 1000)
     monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "cache" / "shakespeare"
@@ -521,7 +521,9 @@ def test_fetching_a_python_corpus_downloads_nothing(gpt: Gpt) -> None:
     assert json.loads(gpt("data", "fetch", "stdlib", "--json").out)["folder"] is None
 
 
-def test_throughput_of_a_resumed_download(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_excludes_earlier_downloads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     with progress.Bar("fetched", "bytes", quiet=False) as bar:
         bar.reach(900, 1000)

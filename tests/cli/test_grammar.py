@@ -24,7 +24,7 @@ def run(run_folder: Path, workdir: Path) -> str:
 # The model
 
 
-def test_model_is_the_newest_run_or_named_by_m(gpt: Gpt, run: str) -> None:
+def test_model_defaults_to_the_newest_run(gpt: Gpt, run: str) -> None:
     for words in (["eval", "t.txt", "--json"], ["tokenizer", "encode", "the cat"], ["tokenizer", "decode", "40", "50"]):
         newest, named = gpt(*words), gpt(*words, "-m", run)
         assert (newest.code, newest.out) == (0, named.out), newest.err
@@ -34,7 +34,7 @@ def test_model_is_the_newest_run_or_named_by_m(gpt: Gpt, run: str) -> None:
     assert json.loads(gpt("bench", "--rounds", "1", "-n", "2", "--json").out)["name"].startswith(run)
 
 
-def test_old_form_of_eval(gpt: Gpt, run: str) -> None:
+def test_old_form_of_eval_works_with_a_note(gpt: Gpt, run: str) -> None:
     for model in (run, f"{run}:best", str(next(Path(run).glob("step-*")))):
         current = gpt("eval", "t.txt", "t.txt", "-m", model, "--json")
         old = gpt("eval", model, "t.txt", "t.txt", "--json")
@@ -43,12 +43,12 @@ def test_old_form_of_eval(gpt: Gpt, run: str) -> None:
         assert "use -m" not in current.err
 
 
-def test_with_m_every_word_is_text(gpt: Gpt, run: str) -> None:
+def test_words_are_texts_if_the_model_is_named(gpt: Gpt, run: str) -> None:
     Path("nano").write_text("the cat sat on the mat")  # The file is named like a preset.
     assert json.loads(gpt("eval", "nano", "t.txt", "--json").out)["bytes"] > Path("t.txt").stat().st_size
     shutil.copy("t.txt", Path(run) / "notes.txt")
-    inside = gpt("eval", f"{run}/notes.txt", "t.txt", "-m", run, "--json")
-    assert json.loads(inside.out)["bytes"] == 2 * Path("t.txt").stat().st_size
+    result = gpt("eval", f"{run}/notes.txt", "t.txt", "-m", run, "--json")
+    assert json.loads(result.out)["bytes"] == 2 * Path("t.txt").stat().st_size
 
 
 def test_eval_without_text_is_an_error(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_eval_without_text_is_an_error(gpt: Gpt, run: str, monkeypatch: pytest.M
     assert gpt("eval", "t.txt").code == 0
 
 
-def test_old_form_of_export_and_bench(gpt: Gpt, run: str) -> None:
+def test_old_form_of_export_and_bench_works_with_a_note(gpt: Gpt, run: str) -> None:
     result = gpt("export", run, "-o", "a.gguf", "--type", "q8_0", "--json")
     assert (result.code, json.loads(result.out)["type"]) == (0, "q8_0")
     assert f"use -m {run} to name the model" in result.err
@@ -74,7 +74,7 @@ def test_old_form_of_export_and_bench(gpt: Gpt, run: str) -> None:
     assert_error(gpt("bench", "nano", "b"), "gpt bench takes no TEXT, and b was given")
 
 
-def test_old_option_names(gpt: Gpt, run: str) -> None:
+def test_old_option_names_work_but_are_hidden(gpt: Gpt, run: str) -> None:
     for old, current in {
         "eval t.txt --tokens": "eval t.txt --per-token",
         "sample the --beam 3 --n-best 2 -n 5": "sample the --beam 3 -N 2 -n 5",
@@ -87,7 +87,7 @@ def test_old_option_names(gpt: Gpt, run: str) -> None:
         assert not [flag for flag in flags if flag in gpt(old.split()[0], "--help").out]
 
 
-def test_environment_variables_of_old_option_names(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_environment_variables_work(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPT_PARAMS_TIME", "1")
     assert "days" in gpt("params", "gpt2").out
     monkeypatch.setenv("GPT_EXPORT_TYPE", "f32")
@@ -99,7 +99,7 @@ def test_environment_variables_of_old_option_names(gpt: Gpt, run: str, monkeypat
 # gpt chat
 
 
-def test_chat_equals_sample_i(gpt: Gpt, run: str) -> None:
+def test_chat_equals_interactive_sample(gpt: Gpt, run: str) -> None:
     options = ["-m", run, "-n", "6", "--seed", "3", "--temperature", "0.5"]
     chat, sample = (gpt(*words, *options, stdin=b"the cat\n/retry\n") for words in (["chat"], ["sample", "-i"]))
     assert (chat.code, chat.out, chat.err) == (0, sample.out, sample.err)

@@ -89,7 +89,7 @@ def test_every_long_command_has_examples() -> None:
         assert len(help_pages.split_description(COMMANDS[name][0])[1]) == 3
 
 
-def test_main_help_page(gpt: Gpt) -> None:
+def test_main_help_page_lists_every_command(gpt: Gpt) -> None:
     page = gpt("--help").out
     assert gpt().out == gpt("-h").out == page
     assert len(page.splitlines()) <= LINES

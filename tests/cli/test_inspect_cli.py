@@ -17,9 +17,9 @@ PROMPT = "the cat sat on the mat while the cat"
 
 def test_attention_json_equals_the_model(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json").out)
-    loaded = library.load(run_folder, dtype="float32")
-    ids = loaded.tokenizer.encode(PROMPT).tolist()
-    traced = inspect.trace(loaded.model, ids)
+    model = library.load(run_folder, dtype="float32")
+    ids = model.tokenizer.encode(PROMPT).tolist()
+    traced = inspect.trace(model.model, ids)
     assert values["tokens"] == ids
     assert "".join(values["pieces"]) == PROMPT
     assert np.abs(np.array(values["patterns"]) - traced.patterns).max() < 1e-6
@@ -34,7 +34,7 @@ def test_attention_json_equals_the_model(gpt: Gpt, run_folder: Path) -> None:
     assert values["scores"][2]["prompt"]["previous"] == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_attention_in_a_terminal(gpt: Gpt, run_folder: Path) -> None:
+def test_terminal_attention_equals_the_json(gpt: Gpt, run_folder: Path) -> None:
     result = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--layer", "1", "--head", "0")
     assert "layer 1, head 0" in result.out
     values = json.loads(gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json").out)
@@ -53,9 +53,9 @@ def test_attention_truncates_a_long_prompt(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(result.out)
     assert len(values["tokens"]) == 32
     assert re.search(r"the prompt has \d+ tokens; showing the last 32, which fit the context", result.err)
-    whole = library.load(run_folder).tokenizer.encode(PROMPT * 9).tolist()
-    assert values["tokens"] == whole[-32:]
-    assert values["dropped"] == len(whole) - 32
+    prompt_ids = library.load(run_folder).tokenizer.encode(PROMPT * 9).tolist()
+    assert values["tokens"] == prompt_ids[-32:]
+    assert values["dropped"] == len(prompt_ids) - 32
 
 
 def test_attention_reads_files_and_single_tokens(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
@@ -68,11 +68,11 @@ def test_attention_reads_files_and_single_tokens(gpt: Gpt, run_folder: Path, wor
     assert re.fullmatch(r"saved  a\.html  \([\d,]+ bytes\)\n", result.out)
 
 
-def test_neighbors_and_analogy(gpt: Gpt, run_folder: Path) -> None:
+def test_neighbors_and_analogy_equal_the_library(gpt: Gpt, run_folder: Path) -> None:
     result = gpt("inspect", "neighbors", "cat", "raining", "-k", "4", "-m", run_folder, "--json")
     values = json.loads(result.out)
-    loaded = library.load(run_folder)
-    table = inspect.Embeddings(loaded.model, loaded.tokenizer)
+    model = library.load(run_folder)
+    table = inspect.Embeddings(model.model, model.tokenizer)
     for word, values_of_word in zip(("cat", "raining"), values["words"], strict=True):
         neighbors = table.neighbors(table.find(word), 4)
         assert [entry["token"] for entry in values_of_word["neighbors"]] == [neighbor.id for neighbor in neighbors]
@@ -84,7 +84,7 @@ def test_neighbors_and_analogy(gpt: Gpt, run_folder: Path) -> None:
     assert "cat − dogs + mat" in gpt("inspect", "analogy", "cat - dogs + mat", "-m", run_folder).out
 
 
-def test_positions_output(gpt: Gpt, run_folder: Path) -> None:
+def test_positions_output_equals_the_model(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("inspect", "positions", "-m", run_folder, "--json").out)
     table = library.load(run_folder).model.wpe.weight.detach().numpy()
     assert values["positions"] == "learned"
@@ -95,7 +95,7 @@ def test_positions_output(gpt: Gpt, run_folder: Path) -> None:
     assert f"{values['similarity'][31]:.3f}" in text
 
 
-def test_tokens_output(gpt: Gpt, run_folder: Path) -> None:
+def test_tokens_output_equals_the_tokenizer(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("tokenizer", "encode", "Zürich\n\x00 cat", "--show", "-m", run_folder, "--json").out)
     tokenizer = library.load(run_folder).tokenizer
     assert tokenizer.decode(values["tokens"]) == "Zürich\n\x00 cat"
@@ -109,7 +109,7 @@ def test_tokens_output(gpt: Gpt, run_folder: Path) -> None:
     assert old_command.err == "use gpt tokenizer encode --show; the next release drops gpt inspect tokens\n"
 
 
-def test_old_prompt_option(gpt: Gpt, run_folder: Path) -> None:
+def test_old_prompt_option_works(gpt: Gpt, run_folder: Path) -> None:
     expected = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json")
     assert expected.code == 0
     for flag in ("-p", "--prompt"):
@@ -125,14 +125,14 @@ def test_old_prompt_option(gpt: Gpt, run_folder: Path) -> None:
     ],
     ids=lambda args: " ".join(args)[:28],
 )  # fmt: skip
-def test_every_file_format(gpt: Gpt, run_folder: Path, workdir: Path, args: list[str]) -> None:
+def test_every_file_format_can_be_written(gpt: Gpt, run_folder: Path, workdir: Path, args: list[str]) -> None:
     from PIL import Image
 
     expected = gpt(*args, "-m", run_folder, "--json").out
-    for ending in ("html", "PNG", "svg", "pdf", "json"):
-        result = gpt(*args, "-m", run_folder, "-o", f"out.{ending}")
+    for extension in ("html", "PNG", "svg", "pdf", "json"):
+        result = gpt(*args, "-m", run_folder, "-o", f"out.{extension}")
         assert result.code == 0, result.err
-        assert result.out.startswith(f"saved  out.{ending}")
+        assert result.out.startswith(f"saved  out.{extension}")
     assert json.loads(Path("out.json").read_bytes()) == json.loads(expected)
     with Image.open("out.PNG") as image:
         assert image.width > 300
@@ -145,7 +145,9 @@ def test_every_file_format(gpt: Gpt, run_folder: Path, workdir: Path, args: list
     assert page.count("<script") == page.count("</script") == 2  # Data and program
 
 
-def test_inspect_errors(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_inspect_arguments_are_errors(
+    gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def assert_error(message: str, *args: str | Path) -> None:
         one_line_of_what_and_what_next(gpt("inspect", *args, "-m", run_folder), message)
 
@@ -176,7 +178,7 @@ def test_oversized_page_is_an_error(gpt: Gpt, run_folder: Path, workdir: Path, m
     assert not Path("a.html").exists()
 
 
-def test_words_that_are_not_utf8(gpt: Gpt, run_folder: Path) -> None:
+def test_words_that_are_not_utf8_are_an_error(gpt: Gpt, run_folder: Path) -> None:
     for words in (["neighbors", "\udcff"], ["analogy", "\udcff", "+", "cat"]):
         result = gpt("inspect", *words, "-m", run_folder)
         assert (result.code, result.err.splitlines()[0]) == (2, "error: a word is not UTF-8")

@@ -119,9 +119,9 @@ def test_next_token_probabilities_equal_gpt_sample(
     open_page: Any, run_folder: Path, attention: tuple[Path, dict[str, Any]]
 ) -> None:
     path, values = attention
-    loaded = library.load(run_folder, dtype="float32")
+    model = library.load(run_folder, dtype="float32")
     with torch.no_grad():
-        logits = loaded.model(torch.tensor([values["tokens"]]))[0, -1]
+        logits = model.model(torch.tensor([values["tokens"]]))[0, -1]
     page = open_page(path)
     for temperature, k, p in ((1, 0, 0), (1.5, 7, 0), (1, 0, 0.6), (0.8, 12, 0.7), (0, 0, 0)):
         for name, value in (("temperature", temperature), ("top-k", k), ("top-p", p)):
@@ -145,7 +145,7 @@ def test_next_token_probabilities_equal_gpt_sample(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colors_have_enough_contrast(open_page: Any, attention: tuple[Path, dict[str, Any]], scheme: str) -> None:
-    """WCAG AA requires 4.5 to 1. The color scheme follows the system and a button."""
+    """WCAG AA requires a contrast of 4.5 to 1. The system or a button sets the color scheme."""
     page = open_page(attention[0], color_scheme=scheme)
     backgrounds = ["rgb(255, 255, 255)", "rgb(20, 23, 27)"][:: 1 if scheme == "light" else -1]
     style = "const s = getComputedStyle(document.documentElement), probe = document.createElement('i'); document.body.append(probe);"
@@ -169,7 +169,7 @@ def test_colors_have_enough_contrast(open_page: Any, attention: tuple[Path, dict
         page.click("#theme")
 
 
-def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+def test_other_pages_equal_the_json(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     for name, args in {
         "n": ["inspect", "neighbors", "cat", "<b>"], "a": ["inspect", "analogy", "cat - mat"], "p": ["inspect", "positions"],
         "t": ["tokenizer", "encode", "--show", PROMPT],
@@ -198,7 +198,7 @@ def test_other_pages(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) 
 
 @pytest.mark.more
 def test_large_page_stays_small_and_fast(open_page: Any, workdir: Path) -> None:
-    """12 layers, 12 heads, 128 tokens and the vocabulary of GPT-2."""
+    """Tests 12 layers, 12 heads, 128 tokens and GPT-2's vocabulary."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(50_257, 128, 12, 12, 48)).eval()
     tokenizer = bytes_tokenizer()
@@ -238,7 +238,7 @@ def test_data_cannot_end_its_script_tag() -> None:
     assert json.dumps(evil).replace("<", "\\u003c") in text
 
 
-def test_report_page(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+def test_report_page_equals_the_json(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     assert gpt("report", *two_runs, "-o", "r.html").code == 0
     values = [json.loads(line) for line in gpt("report", *two_runs, "--json").out.splitlines()]
     page = open_page(Path("r.html"))
@@ -276,7 +276,7 @@ def test_report_page(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     assert page.locator("[data-sample='1']").inner_text() == "</script><b>Zürich</b>"
 
 
-def test_report_with_another_program(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+def test_report_compares_runs_with_other_programs(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     points = ({"step": n, "seconds": n, "val_loss": 4 - n, "bits_per_byte": 6 - 1.5 * n} for n in (1, 2))
     Path("peer.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
     assert gpt("report", "one", "peer.jsonl", "-o", "r.html").code == 0
@@ -331,9 +331,9 @@ def test_report_fits_the_window(open_page: Any, gpt: Gpt, two_runs: list[Path], 
     charts_fit = (
         "[...document.querySelectorAll('figure > svg')].every(each => each.viewBox.baseVal.width === each.clientWidth)"
     )
-    started = time.monotonic()
+    start_time = time.monotonic()
     while not page.evaluate(charts_fit):
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - start_time < 20
         time.sleep(0.02)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     boxes = [chart.bounding_box() for chart in page.locator("figure > svg").all()]
@@ -346,7 +346,7 @@ def test_report_fits_the_window(open_page: Any, gpt: Gpt, two_runs: list[Path], 
             assert len({len(label.partition(".")[2]) for label in labels}) == 1
 
 
-def test_report_of_a_diverged_run(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+def test_report_of_a_diverged_run_has_gaps(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     """NaN, huge and missing numbers leave gaps."""
     metrics = [json.loads(line) for line in Path("one/metrics.jsonl").read_text().splitlines()]
     for at, record in enumerate(metrics):
@@ -366,7 +366,7 @@ def test_report_of_a_diverged_run(open_page: Any, gpt: Gpt, two_runs: list[Path]
     assert not any("NaN" in shape or "Infinity" in shape for shape in shapes)
 
 
-def test_params_page(open_page: Any, gpt: Gpt, workdir: Path) -> None:
+def test_params_page_equals_the_json(open_page: Any, gpt: Gpt, workdir: Path) -> None:
     assert gpt("params", "gpt2", "gpt3-175b", "-o", "p.html").code == 0
     page = open_page(Path("p.html"))
     for name in ("gpt2", "gpt3-175b"):

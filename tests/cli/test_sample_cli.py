@@ -88,22 +88,22 @@ def test_batched_prompts_equal_single_prompts(gpt: Gpt, run_folder: Path, prompt
 
 def test_byte_order_marks_are_not_part_of_prompts(gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path) -> None:
     args = ["-m", run_folder, "-n", "3", "--greedy", "--json"]
-    data, marked = prompts.read_bytes(), tmp_path / "marked"
-    marked.write_bytes("\ufeff".encode() + data + "\ufeff\n\ufeff".encode() + data)  # Two joined files
+    data, prompts_with_bom = prompts.read_bytes(), tmp_path / "marked"
+    prompts_with_bom.write_bytes("\ufeff".encode() + data + "\ufeff\n\ufeff".encode() + data)  # Two joined files
     texts = [line["text"] for line in read_samples(gpt("sample", "--prompts", prompts, *args))]
-    assert [line["text"] for line in read_samples(gpt("sample", "--prompts", marked, *args))] == texts * 2
-    marked.write_text(PROMPTS[1], encoding="utf-8-sig")
-    for name, stdin in ((marked, b""), ("-", marked.read_bytes())):
+    assert [line["text"] for line in read_samples(gpt("sample", "--prompts", prompts_with_bom, *args))] == texts * 2
+    prompts_with_bom.write_text(PROMPTS[1], encoding="utf-8-sig")
+    for name, stdin in ((prompts_with_bom, b""), ("-", prompts_with_bom.read_bytes())):
         (line,) = read_samples(gpt("sample", "--prompt-file", name, *args, stdin=stdin))
         assert (line["prompt"], line["text"]) == (PROMPTS[1], texts[1])
-    session = gpt("sample", "-i", *args[:-1], stdin=marked.read_bytes())
+    session = gpt("sample", "-i", *args[:-1], stdin=prompts_with_bom.read_bytes())
     assert session.out == gpt("sample", "-i", *args[:-1], stdin=PROMPTS[1].encode()).out
 
 
 def test_quiet_prints_only_the_text(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     args = ["sample", "the cat " * 40, "-m", run_folder, "-n", "3", "--length-penalty", "2"]
-    loud, quiet = gpt(*args), gpt(*args, "--quiet")
-    assert loud.err.count("\n") >= 3  # Notes on an unused option, the seed, a long prompt
+    verbose, quiet = gpt(*args), gpt(*args, "--quiet")
+    assert verbose.err.count("\n") >= 3  # Notes on an unused option, the seed, a long prompt
     assert (quiet.code, quiet.err) == (0, "")
     assert quiet.out.startswith("the cat ")
     file = gpt(*args, "-q", "--seed", "1", "-o", tmp_path / "s.jsonl")
@@ -124,20 +124,20 @@ def test_output_file_resumes_after_any_cut(
     gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, options: list[str]
 ) -> None:
     args = ["sample", "--prompts", prompts, "-m", run_folder, "-n", "12", *options]
-    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
-    assert gpt(*args, "-o", whole, "--batch", "1").code == 0
-    data = whole.read_bytes()
+    complete, partial = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    assert gpt(*args, "-o", complete, "--batch", "1").code == 0
+    data = complete.read_bytes()
     assert read_samples(gpt(*args, "--json", "--batch", "1")) == [json.loads(line) for line in data.splitlines()]
     ends = [match.end() for match in re.finditer(b"\n", data)]
-    for cut in (0, 40, ends[0], ends[2], ends[2] + 7, ends[4], len(data) - 1, len(data)):
-        part.write_bytes(data[:cut])
-        without_seed = [arg for arg in args if arg not in ("--seed", "3")] if cut > ends[0] else args
-        assert gpt(*without_seed, "-o", part, "--batch", "1").code == 0
-        assert part.read_bytes() == data
+    for size in (0, 40, ends[0], ends[2], ends[2] + 7, ends[4], len(data) - 1, len(data)):
+        partial.write_bytes(data[:size])
+        without_seed = [arg for arg in args if arg not in ("--seed", "3")] if size > ends[0] else args
+        assert gpt(*without_seed, "-o", partial, "--batch", "1").code == 0
+        assert partial.read_bytes() == data
     lines = data.splitlines(keepends=True)
-    part.write_bytes(lines[0] + lines[3])  # Lines can be missing anywhere.
-    assert gpt(*args, "-o", part, "--batch", "1").code == 0
-    assert sorted(part.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    partial.write_bytes(lines[0] + lines[3])  # Lines can be missing anywhere.
+    assert gpt(*args, "-o", partial, "--batch", "1").code == 0
+    assert sorted(partial.read_bytes().splitlines(keepends=True)) == sorted(lines)
 
 
 def test_invalid_prompt_line_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
@@ -187,16 +187,16 @@ def test_output_file_that_cannot_be_resumed_is_an_error(
 
 def test_stop_strings_end_the_text_and_are_not_printed(gpt: Gpt, run_folder: Path) -> None:
     args = ["sample", "the cat", "-m", run_folder, "--seed", "5", "-n", "40", "--ignore-eot"]
-    [whole] = read_samples(gpt(*args, "--json"))
-    for stop in (whole["text"][5:8], whole["text"][10], " "):
-        [cut] = read_samples(gpt(*args, "--json", "--stop", stop, "--stop", "never there"))
-        assert cut["text"] == whole["text"][: whole["text"].index(stop)]
-        assert cut["finish_reason"] == "stop"
-        assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])]
-        assert gpt(*args, "--stop", stop, "--no-echo").out == cut["text"] + "\n"
+    [sample] = read_samples(gpt(*args, "--json"))
+    for stop in (sample["text"][5:8], sample["text"][10], " "):
+        [stopped_sample] = read_samples(gpt(*args, "--json", "--stop", stop, "--stop", "never there"))
+        assert stopped_sample["text"] == sample["text"][: sample["text"].index(stop)]
+        assert stopped_sample["finish_reason"] == "stop"
+        assert stopped_sample["tokens"] == sample["tokens"][: len(stopped_sample["tokens"])]
+        assert gpt(*args, "--stop", stop, "--no-echo").out == stopped_sample["text"] + "\n"
 
 
-def test_bias_names_a_token(gpt: Gpt, run_folder: Path) -> None:
+def test_bias_applies_to_a_named_token(gpt: Gpt, run_folder: Path) -> None:
     args = ["sample", "the cat", "-m", run_folder, "-n", "5", "--json"]
     [line] = read_samples(gpt(*args, "--greedy", "--bias", "z=1000"))
     assert line["text"] == "zzzzz"
@@ -256,7 +256,7 @@ def test_logprobs_sum_to_the_sample_and_to_eval(gpt: Gpt, run_folder: Path, tmp_
     assert [token["logprob"] for token in line["prompt_logprobs"]] == pytest.approx(prompt_logprobs, abs=1e-4)
 
 
-def test_end_of_text_counts_in_the_logprob(gpt: Gpt, run_folder: Path) -> None:
+def test_logprob_includes_end_of_text(gpt: Gpt, run_folder: Path) -> None:
     options = ["--greedy", "--bias", "<|endoftext|>=1000", "--json", "--logprobs", "0"]
     [line] = read_samples(gpt("sample", "the", "-m", run_folder, *options))
     assert line["tokens"] == []
@@ -270,22 +270,22 @@ def test_end_of_text_counts_in_the_logprob(gpt: Gpt, run_folder: Path) -> None:
 
 def test_long_prompt_is_truncated_from_the_left(gpt: Gpt, run_folder: Path) -> None:
     text = "the cat sat on the mat " * 20
-    loaded = library.load(run_folder)
-    ids = loaded.tokenizer.encode(text).tolist()
+    model = library.load(run_folder)
+    ids = model.tokenizer.encode(text).tolist()
     result = gpt("sample", text, "-m", run_folder, "--greedy", "-n", "3")
     dropped = len(ids) - 32
     assert f"the prompt has {len(ids)} tokens, but the context only 32: dropped the first {dropped}" in result.err
-    end = loaded.tokenizer.decode(ids[-32:])
-    assert loaded.tokenizer.encode(end).tolist() == ids[-32:]
+    end = model.tokenizer.decode(ids[-32:])
+    assert model.tokenizer.encode(end).tolist() == ids[-32:]
     assert gpt("sample", end, "-m", run_folder, "--greedy", "-n", "3", "--no-echo").out == result.out[len(text) :]
 
 
-def test_generate_in_python(run_folder: Path) -> None:
+def test_python_api_generates_beams_and_batches(run_folder: Path) -> None:
     model = library.load(run_folder)
-    best = model.generate("the cat", beam=4, n_best=2, max_tokens=8)
-    assert len(best) == 2
+    beams = model.generate("the cat", beam=4, n_best=2, max_tokens=8)
+    assert len(beams) == 2
     writer = model.write("the cat", SampleConfig(beam=4, n_best=2, max_tokens=8))
-    assert "".join(writer) == writer.sample.text == best[0]
+    assert "".join(writer) == writer.sample.text == beams[0]
     pieces = list(model.write_all(["a", "b"], seed=3))
     assert [piece.prompt for piece in pieces if piece.sample] == [0, 1]
     assert all(math.isfinite(piece.sample.logprob) for piece in pieces if piece.sample)
@@ -338,7 +338,7 @@ def test_errors_do_not_end_a_session(gpt: Gpt, run_folder: Path) -> None:
     assert result.out.startswith("the")
 
 
-def test_interactive_excludes_other_options(gpt: Gpt, run_folder: Path) -> None:
+def test_interactive_rejects_conflicting_options(gpt: Gpt, run_folder: Path) -> None:
     for options in (["--json"], ["x"], ["-o", "o.jsonl"], ["-N", "2"]):
         assert_error(gpt("sample", "-i", "-m", run_folder, *options), "--interactive cannot be combined")
 
@@ -494,7 +494,7 @@ def test_other_files_are_not_overwritten(gpt: Gpt, run_folder: Path, tmp_path: P
 # Structured output
 
 
-def test_structured_output(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_output_follows_choices_regex_or_schema(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('\ufeff{"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"]}', "utf-8")
     args = ["sample", "the cat", "-m", run_folder, "--json", "-N", "3", "-t", "1"]

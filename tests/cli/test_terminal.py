@@ -44,7 +44,6 @@ def run_on_terminal(*args: str | Path, cwd: Path, stdin: bytes = b"", **env: str
 
 
 def is_printable(text: str) -> bool:
-    """Whether all characters are printable."""
     return all(char.isprintable() or char in "\n\t" for char in text)
 
 
@@ -94,7 +93,7 @@ def test_json_on_a_terminal_is_escaped_but_equal(gpt: Gpt, run_folder: Path, wor
     assert "\u202e" in gpt(*args).out
 
 
-def test_decoded_bytes_on_a_terminal(gpt: Gpt, workdir: Path) -> None:
+def test_decoded_bytes_show_control_characters(gpt: Gpt, workdir: Path) -> None:
     args = ["tokenizer", "decode", "27 91 50 74 255 10", "--tokenizer", "bytes"]
     assert run_on_terminal(*args, cwd=workdir) == (0, "␛[2J\\xff\n")
     assert gpt(*args).out.startswith("\x1b[2J")

@@ -24,7 +24,7 @@ finite = st.floats(-1e38, 1e38)
         (5e-324, 1e-310, 6, True, ["-0.5", "0.0", "0.5"]),
     ],
 )  # fmt: skip
-def test_tick_labels(low: float, high: float, max_ticks: int, extend: bool, labels: list[str]) -> None:
+def test_tick_labels_are_round(low: float, high: float, max_ticks: int, extend: bool, labels: list[str]) -> None:
     assert ticks.axis(low, high, max_ticks, extend).labels == labels
 
 
@@ -46,11 +46,11 @@ def test_ticks_are_evenly_spaced_and_cover_the_range(a: float, b: float, max_tic
     assert len(decimals) <= 1
     if extend:
         assert len(axis.ticks) >= 3 or max_ticks == 4
-        ends = (min(low, axis.ticks[0]), max(high, axis.ticks[-1]))  # Limits extend by a millionth of a step.
+        ends = (min(low, axis.ticks[0]), max(high, axis.ticks[-1]))  # The axis has a tolerance for rounding errors.
         assert (axis.low, axis.high) == pytest.approx(ends, abs=abs(axis.ticks[-1] / 2 - axis.ticks[0] / 2) * 1e-5)
 
 
-def test_logarithmic_axis() -> None:
+def test_logarithmic_axis_has_powers_of_ten() -> None:
     assert ticks.log_axis(0.002, 50, 8).labels == ["0.001", "0.01", "0.1", "1", "10", "100"]
     assert ticks.log_axis(2, 3e7, 5).labels == ["1e0", "1e2", "1e4", "1e6", "1e8"]
     assert ticks.log_axis(2, 3, 5).labels == ["1", "10"]

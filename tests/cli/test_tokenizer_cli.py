@@ -56,7 +56,7 @@ def test_train_json_and_special_tokens(gpt: Gpt, book: Path) -> None:
     assert result.err == ""
 
 
-def test_errors_before_training(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_come_before_training(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for special in ("\udcff", "<|endoftext|>"):
         result = gpt("tokenizer", "train", "nowhere.txt", "-o", "v2", "--special", special)
         assert (result.code, "special token" in result.err) == (2, True), result.err
@@ -109,7 +109,7 @@ def test_permission_errors_name_the_path(gpt: Gpt, book: Path, monkeypatch: pyte
     assert (result.code, "cannot read vocab/gpt.json: Permission denied" in result.err) == (2, True), result.err
 
 
-def test_show_output(gpt: Gpt, book: Path) -> None:
+def test_show_prints_size_pattern_and_longest_tokens(gpt: Gpt, book: Path) -> None:
     train_tokenizer(gpt, book, "--special", "<|user|>")
     result = gpt("tokenizer", "show", "vocab", "--longest", "3")
     assert result.code == 0
@@ -135,7 +135,7 @@ def test_show_counts_tokens_of_a_text(gpt: Gpt, book: Path) -> None:
     assert '"\\n"' in output  # Line ends are escaped.
 
 
-def test_encode_and_decode(gpt: Gpt, workdir: Path) -> None:
+def test_encode_and_decode_read_arguments_files_and_stdin(gpt: Gpt, workdir: Path) -> None:
     assert gpt("tokenizer", "encode", "hé", "--tokenizer", "bytes").out == "104 195 169\n"
     assert gpt("tokenizer", "decode", "104", "195 169", "--tokenizer", "bytes").out == "hé"
     assert gpt("tokenizer", "encode", "--file", "-", "--tokenizer", "bytes", stdin=b"hi\n").out == "104 105 10\n"
@@ -144,7 +144,7 @@ def test_encode_and_decode(gpt: Gpt, workdir: Path) -> None:
     assert values == {"tokens": [104, 195, 169], "pieces": ["h", "\ufffd", "\ufffd"]}
 
 
-def test_encode_special_tokens(gpt: Gpt, book: Path) -> None:
+def test_special_tokens_are_encoded_only_on_request(gpt: Gpt, book: Path) -> None:
     train_tokenizer(gpt, book, "--special", "<|user|>")
     text = "<|user|> hi<|endoftext|>"
     ordinary = [int(id) for id in gpt("tokenizer", "encode", text, "--tokenizer", "vocab").out.split()]

@@ -1,4 +1,4 @@
-"""Beam search: equal to Transformers id for id, and to exhaustive search."""
+"""Beam search, compared with Transformers and exhaustive search."""
 
 import itertools
 import math
@@ -82,7 +82,7 @@ def transformers_beam_search(
     return [row[: row.index(eot) + 1] if eot in row else row for row in ids], out.sequences_scores.tolist()
 
 
-# With a negative length penalty, a longer text cannot score better.
+# A negative length penalty makes longer texts score lower.
 NEGATIVE_PENALTY = {"length_penalty": -1.0, "early_stopping": "never", "max_tokens": 12}
 CASES = [
     *enumerate(map(random_settings, range(60))),
@@ -105,7 +105,7 @@ def test_beam_search_matches_transformers(number: int, settings: dict[str, Any])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_wide_beam_matches_exhaustive_search(seed: int, penalty: float) -> None:
-    """Tries every text of up to 4 tokens over 4 ids."""
+    """Compares with every text of up to 4 tokens over 4 ids."""
     model, _ = model_pair(4, seed)
     eot, max_tokens = 0, 4
     scores: dict[tuple[int, ...], float] = {}
@@ -132,7 +132,7 @@ def test_wide_beam_matches_exhaustive_search(seed: int, penalty: float) -> None:
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("number", range(10))
-def test_one_beam_is_greedy(number: int, early_stopping: str) -> None:
+def test_one_beam_matches_greedy_decoding(number: int, early_stopping: str) -> None:
     model, _ = model_pair(30, number, 0.3)
     endless = SampleConfig(greedy=True, max_tokens=12, ignore_eot=True)
     eot = [token.id for token in generate(Context(model, CPU), [1, 2], endless, ())][number]
@@ -158,7 +158,7 @@ def test_batched_beams_match_single_prompts(rows: int) -> None:
 
 
 @pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary"), ("gpt2", "rotary")])
-def test_beam_search_past_the_context(arch: str, positions: str) -> None:
+def test_beam_scores_past_the_context_match_a_sliding_context(arch: str, positions: str) -> None:
     model = loud(GPTConfig.of(arch, 20, 8, 2, 2, 16, positions=positions))  # type: ignore[arg-type]
     [(_, hypotheses)] = search(model, [[1, 2, 3]], 0, beam=3, n_best=3, max_tokens=20, ignore_eot=True)
     assert len({tuple(hypothesis.ids) for hypothesis in hypotheses}) == 3
@@ -197,16 +197,16 @@ def test_logprobs_ignore_penalties_but_scores_do_not() -> None:
 def test_search_ends_when_no_live_hypothesis_can_win() -> None:
     uniform = torch.zeros(1, 2).log_softmax(-1)
     beam_search = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=0.0), ends={0})
-    beam_search.advance(uniform, torch.tensor([[-1.0, 0.0]]))  # One hypothesis ends at -1, the other continues at 0.
+    beam_search.advance(uniform, torch.tensor([[-1.0, 0.0]]))  # One hypothesis ends at -1, one continues at 0.
     assert not beam_search.done
-    # Another ends at -1; the one that continues is no better.
+    # A second hypothesis ends at -1, and the live one has -1 too.
     beam_search.advance(uniform, torch.tensor([[-1.0, -1.0]]))
     assert beam_search.done
 
 
 @pytest.mark.parametrize("penalty", [100.0, -100.0])
 def test_scores_stay_finite_under_a_large_length_penalty(penalty: float) -> None:
-    """The power of the length overflows or underflows a float."""
+    """``length**penalty`` overflows or underflows a float."""
     uniform = torch.zeros(1, 2).log_softmax(-1)
     for length in (1, 10, 5000):
         beam_search = Search(SampleConfig(beam=2, max_tokens=9999, length_penalty=penalty), ends={0})

@@ -115,14 +115,14 @@ def test_permissive_constraint_does_not_change_the_text(model: LanguageModel, se
     assert actual == expected
 
 
-def test_complete_text_ends(model: LanguageModel) -> None:
-    """If a complete text can also continue, the model decides by end-of-text."""
+def test_complete_text_ends_with_end_of_text(model: LanguageModel) -> None:
+    """A complete text that could continue ends with end-of-text."""
     config = SampleConfig(choices=("A", "AB"), max_tokens=9)
     reasons = {}
     for index in range(20):
-        *_, last = updates = run(model, config, index=index)
+        *_, last_update = updates = run(model, config, index=index)
         ids = [token.id for update in updates for token in update.tokens]
-        reasons[bytes(id for id in ids if id != EOT)] = (last.reason, ids[-1])
+        reasons[bytes(id for id in ids if id != EOT)] = (last_update.reason, ids[-1])
     assert reasons == {b"A": ("eot", EOT), b"AB": ("stop", ord("B"))}
     assert run(model, replace(config, max_tokens=1))[-1].reason == "length"
     assert run(model, replace(config, choices=("A",), min_tokens=3))[-1].reason == "stop"
@@ -179,9 +179,9 @@ def test_constraint_beyond_the_vocabulary_is_refused() -> None:
     constraint = cache.find(SampleConfig(regex="aba?|abz"))
     assert constraint is not None
     assert constraint.compute_mask(5).tolist() == [True, False, True, True, False]
-    after_both = constraint.with_token(2)
-    assert after_both.compute_mask(5).tolist() == [True, False, False, True, True]
-    assert after_both.with_token(3).ended
+    constraint_after_ab = constraint.with_token(2)
+    assert constraint_after_ab.compute_mask(5).tolist() == [True, False, False, True, True]
+    assert constraint_after_ab.with_token(3).ended
     assert constraint.compute_mask(5).tolist() == [True, False, True, True, False]
     dead_end = cache.find(SampleConfig(regex="abz"))
     assert dead_end is not None
@@ -198,14 +198,14 @@ def test_too_complex_constraint_ends_only_its_request(model: LanguageModel, monk
     config = SampleConfig(regex="[ab]*a[ab]{200}", max_tokens=100)
     engine = Engine(Context(model.model, CPU, 2), model.tokenizer.ends)
     for _ in range(2):
-        unconstrained = engine.add(Request([EOT], SampleConfig(max_tokens=120)))
+        unconstrained_number = engine.add(Request([EOT], SampleConfig(max_tokens=120)))
         number = engine.add(Request([EOT], config, constraint=cache.find(config)))
-        last = {update.number: update for update in engine.run()}
-        assert last[unconstrained].error is None
-        error = last[number].error
+        last_updates = {update.number: update for update in engine.run()}
+        assert last_updates[unconstrained_number].error is None
+        error = last_updates[number].error
         assert error is not None
         assert error.message.startswith("no text meets the constraint: ")
-        assert sum(map(len, [update.tokens for update in last.values()])) > 0
+        assert sum(map(len, [update.tokens for update in last_updates.values()])) > 0
 
 
 HOSTILE: list[dict[str, Any]] = [
@@ -226,7 +226,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", HOSTILE, ids=lambda value: str(value)[:60])
 def test_hostile_constraints_are_cheap_or_refused(settings: dict[str, Any]) -> None:
-    """Limits the CPU time for compilation and 100 bytes."""
+    """Compiling and generating 100 bytes takes less than 5 s of CPU time."""
     start, rng = time.thread_time(), random.Random(0)
     with contextlib.suppress(UserError):
         constraint = ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))

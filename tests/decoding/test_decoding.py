@@ -1,4 +1,4 @@
-"""Decoding: sliding past the context, seeds, batches, and what ends a text."""
+"""Decoding: sliding contexts, seeds, batches, finish reasons."""
 
 import math
 import random
@@ -32,8 +32,7 @@ def generate_ids(model: GPT, prompt: list[int], config: SampleConfig, **seed: in
 
 
 def logprobs_without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[float]:
-    """Computes log-probabilities of ``ids`` from whole windows, each starting with the end of the prompt. A full window
-    keeps its last half."""
+    """Yields the log-probabilities of ``ids``, recomputed from the whole window. A full window keeps its last half."""
     size = model.config.block_size
     window = prompt[-size:]
     for id in ids:
@@ -59,7 +58,7 @@ def test_absolute_positions_keep_half_the_context_when_full(prompt: list[int], p
 def test_rotary_positions_attend_to_exactly_one_context(
     prompt: list[int], arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares with one forward pass whose mask lets each position attend to the last 16."""
+    """The reference is one forward pass with a band mask of 16 positions."""
     model = tiny_model(16, "rotary", arch)
     config = SampleConfig(temperature=1.5, max_tokens=60, ignore_eot=True)
     tokens = list(generate(Context(model, CPU), prompt, config, {EOT}, seed=4))
@@ -95,7 +94,7 @@ def test_copied_slot_continues_like_its_source(positions: str) -> None:
         for source, target in ((first, second), (second, third)):
             context.copy(source, target)
             push(context, [5], [5], [rng.randrange(50)])
-        assert (first.text, first.start, first.length) == (second.text, second.start, second.length)
+        assert (first.token_ids, first.start, first.length) == (second.token_ids, second.start, second.length)
         context.copy(second, third)
         x = push(context, [7], [7], [7])
         assert torch.allclose(x[0], x[1], atol=1e-4)
@@ -116,7 +115,7 @@ def test_rotary_sliding_recomputes_nothing() -> None:
     "settings", [{}, {"greedy": True}, {"repetition_penalty": 1.3, "no_repeat_ngram": 2, "min_tokens": 4}]
 )
 def test_batched_requests_match_single_requests(rows: int, positions: str, settings: dict[str, object]) -> None:
-    """Some prompts exceed the context. Some texts outgrow it, others end early."""
+    """Some prompts and texts exceed the context, and some texts end early."""
     model = tiny_model(16, positions)
     config = SampleConfig(**{"max_tokens": 25, "temperature": 1.5, **settings})  # type: ignore[arg-type]
     requests = [Request(prompt, index=index) for index, prompt in enumerate(PROMPTS)]
@@ -151,16 +150,16 @@ def test_sample_depends_only_on_seed_and_index() -> None:
 
 
 def test_prompt_logprobs_match_one_forward_pass() -> None:
-    """The prompt is truncated and evaluated in three chunks. The top 99 contain all 50 ids."""
+    """The truncated prompt takes three chunks. The top 99 include all 50 ids."""
     model, prompt = tiny_model(2 * POSITIONS_AT_ONCE + 9), [position * position % 47 for position in range(200)]
     config = SampleConfig(max_tokens=0, echo_logprobs=True, logprobs=99)
     [update] = engine_of(Context(model, CPU), [Request(prompt)], config).run()
-    truncated = prompt[-model.config.block_size :]
+    truncated_prompt = prompt[-model.config.block_size :]
     with torch.no_grad():
-        logprobs = model(torch.tensor([truncated]))[0].log_softmax(-1)
+        logprobs = model(torch.tensor([truncated_prompt]))[0].log_softmax(-1)
     assert update.prompt is not None
-    assert [token.id for token in update.prompt] == truncated
-    assert update.prompt[0] == Token(truncated[0], None)
+    assert [token.id for token in update.prompt] == truncated_prompt
+    assert update.prompt[0] == Token(truncated_prompt[0], None)
     for position, token in enumerate(update.prompt[1:], 1):
         assert token.logprob == pytest.approx(logprobs[position - 1, token.id].item(), abs=1e-4)
         assert token.top[0][1] == pytest.approx(logprobs[position - 1].max().item(), abs=1e-4)
@@ -192,11 +191,11 @@ def test_early_stop_does_not_affect_other_samples() -> None:
         for letter in set(full_samples[5].text + full_samples[2].text) - set(full_samples[0].text)
         if letter.isascii()
     }
-    # The first sample continues, while others stop and wait for it.
+    # The first sample contains no stop string.
     stops = sorted(letters)[:4]
-    stopped = generate_samples(replace(config, stop=tuple(stops)), ["a", "b"], num=4)
-    assert [sample.finish_reason for sample in stopped].count("stop") > 2
-    for full, early in zip(full_samples, stopped, strict=True):
+    stopped_samples = generate_samples(replace(config, stop=tuple(stops)), ["a", "b"], num=4)
+    assert [sample.finish_reason for sample in stopped_samples].count("stop") > 2
+    for full, early in zip(full_samples, stopped_samples, strict=True):
         assert early.tokens == full.tokens[: len(early.tokens)]
         assert early.text == full.text[: len(early.text)]
         assert early.finish_reason == ("stop" if any(stop in full.text for stop in stops) else "length")
@@ -233,10 +232,10 @@ def test_slid_is_set_when_the_context_slides(monkeypatch: pytest.MonkeyPatch) ->
     slide = Context.slide
     monkeypatch.setattr(Context, "slide", lambda self, slot: slides.append(slot.row) or slide(self, slot))
     # The last token never enters the context.
-    for count, slid in ((60, False), (61, False), (62, True)):
+    for count, expected_slid in ((60, False), (61, False), (62, True)):
         slides.clear()
         [sample] = generate_samples(SampleConfig(max_tokens=count, ignore_eot=True), ["abcd"])
-        assert (sample.slid, bool(slides)) == (slid, slid)
+        assert (sample.slid, bool(slides)) == (expected_slid, expected_slid)
 
 
 def test_batch_size_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The engine: concurrent requests with different settings, cancellation, prefix reuse, chunked prefill."""
+"""The engine: concurrent requests, cancellation, prefix reuse, chunked prefill."""
 
 import random
 from functools import partial
@@ -27,7 +27,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-# The model's 50 ids as letters, and regular expressions over them
+# Regular expressions over ids spelled as letters
 CONSTRAINTS = ConstraintCache(letters(*(bytes([65 + id]) for id in range(EOT))))
 REGEXES = ["A[B-Z]{0,9}", "[^A-F]+K.*", "(B|CD|EFG){2,}Z?", "HIJ"]
 
@@ -69,30 +69,30 @@ def run_alone(model: GPT, request: Request) -> list[Update]:
 def test_concurrent_requests_do_not_affect_each_other(
     positions: str, fixed_shapes: bool, chunk: int, properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All kinds of requests run concurrently, more than there are slots; some are cancelled."""
+    """Requests of all kinds outnumber the slots, and some are cancelled."""
     monkeypatch.setattr(scheduler, "MIN_SHARED_PREFIX", 1)
     model, rng = tiny_model(24, positions, **properties), random.Random(0)
     context = Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None)
     engine = Engine(context, {EOT}, chunk)
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}
-    cancelled: set[int] = set()
+    cancelled_numbers: set[int] = set()
     while len(requests) < 120 or engine.busy:
         for _ in range(rng.randrange(3) if len(requests) < 120 else 0):
             requests.append(random_request(rng))
             assert engine.add(requests[-1]) == len(requests) - 1
         for event in engine.step():
-            assert event.number not in cancelled
+            assert event.number not in cancelled_numbers
             events.setdefault(event.number, []).append(event)
         if rng.random() < 0.1:
-            cancelled.add(number := rng.randrange(max(1, len(requests))))
+            cancelled_numbers.add(number := rng.randrange(max(1, len(requests))))
             engine.cancel(number)
-    ended = [number for number, updates in events.items() if updates[-1].reason is not None]
-    assert set(ended) | cancelled == set(range(len(requests)))
+    ended_numbers = [number for number, updates in events.items() if updates[-1].reason is not None]
+    assert set(ended_numbers) | cancelled_numbers == set(range(len(requests)))
     assert engine.free == 5
-    for number in ended:
+    for number in ended_numbers:
         assert summarize(events[number]) == summarize(run_alone(model, requests[number])), requests[number]
-    for number in cancelled - set(ended):
+    for number in cancelled_numbers - set(ended_numbers):
         ids, *_ = summarize(events.get(number, [Update(number)]))
         assert ids == summarize(run_alone(model, requests[number]))[0][: len(ids)]
 
@@ -116,17 +116,20 @@ def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
 
 @pytest.mark.parametrize("settings", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])
 def test_nan_logits_end_only_their_request(settings: dict[str, Any]) -> None:
-    """Prompts contain an id with a NaN embedding. The slots of failed requests are reused."""
+    """Failing prompts contain an id whose embedding is NaN. Later requests reuse their slots."""
     model = tiny_model(24)
     with torch.no_grad():
         model.lm_head = torch.nn.Linear(16, 50, bias=False)
         model.lm_head.weight.copy_(model.wte.weight)
         model.wte.weight[7] = torch.nan
-    good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
-    expected = summarize(run_alone(model, good))
+    good_request = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),))
+    expected = summarize(run_alone(model, good_request))
     engine = Engine(Context(model, CPU, 4), {EOT})
-    bad = Request([5, 7, 5, 5, 5], SampleConfig(**{"max_tokens": 8, **settings}))
-    numbers = [engine.add(request) for request in (good, bad, good, bad, good, good)]
+    failing_request = Request([5, 7, 5, 5, 5], SampleConfig(**{"max_tokens": 8, **settings}))
+    numbers = [
+        engine.add(request)
+        for request in (good_request, failing_request, good_request, failing_request, good_request, good_request)
+    ]
     events: dict[int, list[Update]] = {}
     for event in engine.run():
         events.setdefault(event.number, []).append(event)
@@ -148,14 +151,14 @@ def test_unread_nan_logits_do_not_reach_later_requests(ended_by: str) -> None:
         model.lm_head.weight.copy_(model.wte.weight)
         model.wte.weight[7] = torch.nan
     engine = Engine(Context(model, CPU, 2), {EOT}, 4)
-    bad = [5, 6] * 6 + [5, 7, 5, 7, 5, 5, 5, 5]
-    number = engine.add(Request(bad, SampleConfig(max_tokens=0 if ended_by == "max_tokens" else 8)))
+    bad_ids = [5, 6] * 6 + [5, 7, 5, 7, 5, 5, 5, 5]
+    number = engine.add(Request(bad_ids, SampleConfig(max_tokens=0 if ended_by == "max_tokens" else 8)))
     for _ in range(4 if ended_by == "cancelled" else 9):  # Each step prefills four ids.
         engine.step()
     engine.cancel(number)
     engine.add(Request([3, 4] * 8, SampleConfig(max_tokens=8, ignore_eot=True), bias=((7, -1e9),)))
-    later = engine.add(good)
-    assert summarize([event for event in engine.run() if event.number == later]) == expected
+    later_number = engine.add(good)
+    assert summarize([event for event in engine.run() if event.number == later_number]) == expected
 
 
 def test_invalid_requests_are_refused_when_added() -> None:
@@ -204,27 +207,27 @@ GREEDY = SampleConfig(greedy=True, ignore_eot=True, max_tokens=12)
 
 
 def test_long_prompts_are_prefilled_in_chunks() -> None:
-    """Running requests get a token in each step. A short prompt overtakes long ones, which are prefilled in order."""
+    """Running requests get a token per step, short prompts overtake, and long prompts are prefilled in order."""
     model = tiny_model(200)
     context = CountingContext(model, CPU, 6)
     engine = Engine(context, {EOT}, chunk=16)
     engine.add(Request([1, 2], GREEDY))
     engine.step()
-    long = [Request([n, *range(40), *range(40), *range(40)], GREEDY) for n in range(2)]
-    numbers = [engine.add(request) for request in long]
+    long_requests = [Request([n, *range(40), *range(40), *range(40)], GREEDY) for n in range(2)]
+    numbers = [engine.add(request) for request in long_requests]
     token_counts: list[dict[int, int]] = []
-    added = 0
+    short_number = 0
     while engine.busy:
         if len(token_counts) == 3:
-            added = engine.add(Request([5, 6, 7], GREEDY))
+            short_number = engine.add(Request([5, 6, 7], GREEDY))
         context.positions = []
         token_counts.append({update.number: len(update.tokens) for update in engine.step()})
         assert sum(context.positions) <= 16 + 4
     assert all(counts[0] == 1 for counts in token_counts[:11])
-    assert token_counts[3][added] == 1
+    assert token_counts[3][short_number] == 1
     first_steps = [next(step for step, counts in enumerate(token_counts) if counts.get(number)) for number in numbers]
     assert (first_steps[0], first_steps[1]) == (7, 15)  # Each prompt takes 8 chunks.
-    for number, request in zip(numbers, long, strict=True):
+    for number, request in zip(numbers, long_requests, strict=True):
         assert sum(counts.get(number, 0) for counts in token_counts) == len(summarize(run_alone(model, request))[0])
 
 
@@ -238,13 +241,13 @@ def test_waiting_times_are_bounded(length_watched: int) -> None:
         config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=1)
         return engine.add(Request([rng.randrange(50) for _ in range(length)], config))
 
-    watched, waits, added_at = add(length_watched), [], 0
+    watched_number, waits, added_at = add(length_watched), [], 0
     for step in range(200):
         for _ in range(engine.free - 1):
             add(103 - length_watched)
-        if any(update.number == watched and update.reason for update in engine.step()):
+        if any(update.number == watched_number and update.reason for update in engine.step()):
             waits.append(step - added_at)
-            watched, added_at = add(length_watched), step + 1
+            watched_number, added_at = add(length_watched), step + 1
     assert len(waits) >= 10
     assert max(waits) <= (0 if length_watched == 3 else 2 * 100 // 16 + 1)
 
@@ -271,7 +274,7 @@ def test_shared_prefix_is_prefilled_once() -> None:
     events: dict[int, list[Update]] = {}
     for event in engine.run():
         events.setdefault(event.number, []).append(event)
-    # The others reuse three chunks and compute the rest.
+    # The other three reuse 96 positions and compute 5.
     assert sum(context.positions) == 101 + 3 * 5 + 4 * 11
     assert [events[number][-1].cached for number in range(4)] == [0, 96, 96, 96]
     assert all(
@@ -281,7 +284,7 @@ def test_shared_prefix_is_prefilled_once() -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_prompt_reuses_the_prefix_of_a_slot(window: int | None) -> None:
-    """Covers running and finished requests, and ring buffers of sliding-window layers."""
+    """Covers slots of running and finished requests, and sliding-window layers."""
     properties: dict[str, Any] = {} if window is None else {"window": window, "window_layers": (1,)}
     model = tiny_model(300, "rotary", "modern", **properties)
     context = CountingContext(model, CPU, 4)
@@ -298,9 +301,9 @@ def test_prompt_reuses_the_prefix_of_a_slot(window: int | None) -> None:
         number = engine.add(request)
         events = [event for _ in range(14) for event in engine.step() if event.number == number]
         assert summarize(events) == summarize(run_alone(model, request))
-        computed = max(context.positions)
-        reused = shared >= 16 and (window is None or shared > 140)
-        assert (computed < shared) == reused, (shared, computed)
+        computed_positions = max(context.positions)
+        reuses_prefix = shared >= 16 and (window is None or shared > 140)
+        assert (computed_positions < shared) == reuses_prefix, (shared, computed_positions)
     assert not engine.busy
     number = engine.add(first)
     context.positions = []
@@ -328,14 +331,17 @@ def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
 
 
 def test_overwritten_window_is_not_reused_as_a_prefix() -> None:
-    """Longer texts or rejected guesses overwrite positions of the ring buffer."""
+    """Long texts and rejected guesses overwrite positions of the ring buffer."""
     model, rng = tiny_model(400, "rotary", "modern", window=8, window_layers=(0, 1)), random.Random(1)
-    first = [rng.randrange(40) for _ in range(300)]
+    first_ids = [rng.randrange(40) for _ in range(300)]
     settings: dict[str, Any] = {"max_tokens": 4, "ignore_eot": True}
-    rewound = [first, [*first[:245], 41, 41], [*first[:190], 42, 42]]
-    guessed = Request([7, 8, 9] * 23, SampleConfig(max_tokens=40, ignore_eot=True, speculate=64))
-    after = Request([*guessed.ids[:20], 42, 42], SampleConfig(greedy=True, **settings))
-    for requests in ([Request(ids, SampleConfig(greedy=True, **settings)) for ids in rewound], [guessed, after]):
+    rewound_ids = [first_ids, [*first_ids[:245], 41, 41], [*first_ids[:190], 42, 42]]
+    speculative_request = Request([7, 8, 9] * 23, SampleConfig(max_tokens=40, ignore_eot=True, speculate=64))
+    next_request = Request([*speculative_request.ids[:20], 42, 42], SampleConfig(greedy=True, **settings))
+    for requests in (
+        [Request(ids, SampleConfig(greedy=True, **settings)) for ids in rewound_ids],
+        [speculative_request, next_request],
+    ):
         context = Context(model, CPU, 1)
         for request in requests:
             engine = Engine(context, {EOT})
@@ -358,14 +364,14 @@ def test_nan_logits_of_guesses_end_only_their_request() -> None:
 
 
 def test_guesses_count_towards_the_chunk() -> None:
-    """Logits of guesses take memory."""
+    """Guesses need memory for their logits."""
     context = CountingContext(tiny_model(64), CPU, 4)
     engine = Engine(context, {EOT}, chunk=6)
     for n in range(4):
         config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=30, speculate=8)
         engine.add(Request([n, n, 7, 8] * 4, config))
     assert len([update for update in engine.run() if update.reason]) == 4
-    assert 4 + 6 <= max(context.positions) <= 4 + 6 + 6  # the newest ids, guesses, and prompt ids
+    assert 4 + 6 <= max(context.positions) <= 4 + 6 + 6  # 4 newest ids, 6 guesses, and up to 6 prompt ids
 
 
 def test_waiting_requests_are_compared_with_a_shared_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,8 +382,8 @@ def test_waiting_requests_are_compared_with_a_shared_prefix_once(monkeypatch: py
     for n in range(4):
         engine.add(Request([*range(40), *range(40), *range(40), n], GREEDY))
     engine.step()
-    first = len(calls)
+    initial_calls = len(calls)
     engine.step()
     engine.step()
-    assert len(calls) == first
+    assert len(calls) == initial_calls
     assert len([update for update in engine.run() if update.reason]) == 4

@@ -1,4 +1,4 @@
-"""Logits filters and sampling, compared with Transformers' processors on random logits."""
+"""Logits filters and sampling, compared with Transformers on random logits."""
 
 import math
 from collections import Counter
@@ -39,11 +39,11 @@ def test_temperature_top_k_top_p_and_min_p_match_transformers(seed: int, k: int,
     assert torch.allclose(scaled.softmax(-1), expected.softmax(-1), atol=1e-6)
     assert torch.equal(filters.keep_top_k(logits, k), TopKLogitsWarper(k)(IDS, logits))
     assert torch.equal(filters.keep_min_p(logits, p), MinPLogitsWarper(p)(IDS, logits))
-    kept = filters.keep_top_p(logits, p) > -math.inf
-    expected_kept = TopPLogitsWarper(p)(IDS, logits) > -math.inf
+    kept_mask = filters.keep_top_p(logits, p) > -math.inf
+    expected_mask = TopPLogitsWarper(p)(IDS, logits) > -math.inf
     sums = logits.softmax(-1).sort(descending=True).values.cumsum(-1)
     if (sums - p).abs().min() > 1e-5:  # A sum equal to p can round either way.
-        assert torch.equal(kept, expected_kept)
+        assert torch.equal(kept_mask, expected_mask)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -52,18 +52,18 @@ def test_temperature_top_k_top_p_and_min_p_match_transformers(seed: int, k: int,
     st.dictionaries(st.integers(0, V - 1), st.floats(-9, 9), max_size=5),
 )  # fmt: skip
 def test_penalties_ngrams_and_bias_match_transformers(
-    seed: int, past: list[int], penalty: float, n: int, bias: dict[int, float]
+    seed: int, past_ids: list[int], penalty: float, n: int, bias: dict[int, float]
 ) -> None:
     logits = random_logits(seed)
-    ids = torch.tensor([past])
+    ids = torch.tensor([past_ids])
     expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
-    assert torch.equal(filters.penalize(logits[0], past, penalty), expected[0])
+    assert torch.equal(filters.penalize(logits[0], past_ids, penalty), expected[0])
     expected = NoRepeatNGramLogitsProcessor(n)(ids, logits.clone())
-    assert torch.equal(filters.exclude(logits[0], filters.find_repeats(past, n)), expected[0])
+    assert torch.equal(filters.exclude(logits[0], filters.find_repeats(past_ids, n)), expected[0])
     if bias:
         expected = SequenceBiasLogitsProcessor({(id,): value for id, value in bias.items()})(ids, logits.clone())
-        shaped = filters.Filters(SampleConfig(), {0}, list(bias.items())).adjust(logits, [past], [0])
-        assert torch.allclose(shaped, expected, atol=1e-6)
+        adjusted = filters.Filters(SampleConfig(), {0}, list(bias.items())).adjust(logits, [past_ids], [0])
+        assert torch.allclose(adjusted, expected, atol=1e-6)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -72,32 +72,32 @@ def test_penalties_ngrams_and_bias_match_transformers(
     st.floats(-2, 2), st.floats(-2, 2),
 )  # fmt: skip
 def test_presence_and_frequency_penalties_match_openai(
-    seed: int, prompt: list[int], generated: list[int], presence: float, frequency: float
+    seed: int, prompt: list[int], generated_ids: list[int], presence: float, frequency: float
 ) -> None:
     """``logit[j] -= count[j] * frequency + (count[j] > 0) * presence``, counting only generated tokens."""
     logits = random_logits(seed)
     expected = logits.clone()
     for id in range(V):
-        count = generated.count(id)
+        count = generated_ids.count(id)
         expected[0, id] -= count * frequency + (count > 0) * presence
     config = SampleConfig(presence_penalty=presence, frequency_penalty=frequency)
-    shaped = filters.Filters(config, {0}).adjust(logits, [[*prompt, *generated]], [len(generated)])
-    assert torch.allclose(shaped, expected, atol=1e-6)
+    adjusted = filters.Filters(config, {0}).adjust(logits, [[*prompt, *generated_ids]], [len(generated_ids)])
+    assert torch.allclose(adjusted, expected, atol=1e-6)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS)
 def test_order_of_filters_matches_transformers(seed: int) -> None:
     config = SampleConfig(temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.5, no_repeat_ngram=2)
-    logits, past = random_logits(seed, 2), [[1, 2, 3, 1], [4, 4, 4, 4]]
-    expected = SequenceBiasLogitsProcessor({(7,): 2.0})(torch.tensor(past), logits.clone())
+    logits, past_ids = random_logits(seed, 2), [[1, 2, 3, 1], [4, 4, 4, 4]]
+    expected = SequenceBiasLogitsProcessor({(7,): 2.0})(torch.tensor(past_ids), logits.clone())
     for processor in (
         RepetitionPenaltyLogitsProcessor(1.5), NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(0.7),
         TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05),
     ):  # fmt: skip
-        expected = processor(torch.tensor(past), expected)
+        expected = processor(torch.tensor(past_ids), expected)
     pipeline = filters.Filters(config, {49}, [(7, 2.0)])
-    filtered = pipeline.keep(pipeline.shape(logits, past, [0, 0]))
+    filtered = pipeline.keep(pipeline.adjust(logits, past_ids, [0, 0]))
     assert torch.equal(filtered > -math.inf, expected > -math.inf)
     assert torch.allclose(filtered.softmax(-1), expected.softmax(-1), atol=1e-6)
 
@@ -108,14 +108,14 @@ def test_order_of_filters_matches_transformers(seed: int) -> None:
     st.integers(0, 9), st.floats(0, 1), st.floats(0, 1), st.integers(0, 3), st.lists(st.integers(0, 5), max_size=12),
 )  # fmt: skip
 def test_filters_always_leave_a_token(
-    values: list[float], t: float, k: int, p: float, m: float, n: int, past: list[int]
+    values: list[float], t: float, k: int, p: float, m: float, n: int, past_ids: list[int]
 ) -> None:
     config = SampleConfig(temperature=t, top_k=k, top_p=p, min_p=m, no_repeat_ngram=n, min_tokens=1)
-    past = [id % len(values) for id in past]
+    past_ids = [id % len(values) for id in past_ids]
     pipeline = filters.Filters(config, {0})
-    shaped = pipeline.shape(torch.tensor([values]), [past], [0])
-    chosen = int(pipeline.choose(shaped, torch.tensor([[3]]))[0])
-    assert shaped[0, chosen] > -math.inf
+    adjusted = pipeline.adjust(torch.tensor([values]), [past_ids], [0])
+    choice = int(pipeline.choose(adjusted, torch.tensor([[3]]))[0])
+    assert adjusted[0, choice] > -math.inf
 
 
 def test_filters_at_boundary_values() -> None:
@@ -129,7 +129,7 @@ def test_filters_at_boundary_values() -> None:
     assert torch.isfinite(filters.keep_top_p(logits, 1e-9)).sum() == 1
     ties = torch.tensor([[0.0, 0.0, 0.0, 0.0], [-1e9, 5.0, -1e9, 5.0]])  # These probabilities are exact.
     assert torch.isfinite(filters.keep_top_p(ties, 0.75)).tolist() == [[True] * 3 + [False], [False, True] * 2]
-    assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # Torch sorts doubles.
+    assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # Doubles use torch's sort.
     assert torch.isfinite(filters.keep_min_p(logits, 1)).tolist() == [False, True, False]
     assert torch.isfinite(filters.exclude(logits, [1])).tolist() == [True, False, True]
     assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])
@@ -164,12 +164,12 @@ def test_uniform_draws_are_unbiased() -> None:
 def test_consecutive_steps_are_independent() -> None:
     keys = [[filters.step_key(filters.sample_key(1, number, []), step) for number in range(20_000)] for step in (0, 1)]
     first, second = (filters.gumbel(torch.from_numpy(filters.as_int64(step_keys)), 2).argmax(-1) for step_keys in keys)
-    both = Counter(zip(first.tolist(), second.tolist(), strict=True))
-    assert all(abs(count - 5000) < 5 * math.sqrt(20_000 * 3 / 16) for count in both.values())
+    pair_counts = Counter(zip(first.tolist(), second.tolist(), strict=True))
+    assert all(abs(count - 5000) < 5 * math.sqrt(20_000 * 3 / 16) for count in pair_counts.values())
 
 
 def test_random_bits_are_frozen() -> None:
-    """A seed must reproduce its text. The bits are SplitMix64's first outputs for state 0."""
+    """Seeds must reproduce texts in later versions. The bits are SplitMix64's first outputs for state 0."""
     words = filters.bits(torch.tensor([[0]]), 3)[0].tolist()
     assert [word % 2**64 for word in words] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     noise = filters.gumbel(torch.tensor([[0]]), 3)[0].tolist()

@@ -16,7 +16,7 @@ from gpt.sample_config import SampleConfig
 
 
 def expected_guess(ids: list[int], count: int) -> list[int]:
-    """Returns what followed the last occurrence of the longest matching suffix."""
+    """Returns the ids after the last earlier occurrence of the longest repeated suffix."""
     for length in range(min(MAX_NGRAM, len(ids)), 0, -1):
         for position in range(len(ids) - 1, length - 1, -1):
             if ids[position - length : position] == ids[-length:]:
@@ -45,7 +45,7 @@ def test_guess_continues_the_last_match(ids: list[int], steps: list[int]) -> Non
     ],
 )
 def test_speculation_does_not_change_the_text(rows: int, positions: str, sampling: dict[str, object]) -> None:
-    """Texts are equal token by token, because random numbers belong to positions."""
+    """Random numbers depend only on the position."""
     model = tiny_model(40, positions)
     requests = [Request(prompt, index=index) for index, prompt in enumerate([*PROMPTS, [1, 2, 3] * 5])]
     without_guesses, with_guesses = (
@@ -70,7 +70,7 @@ def test_guesses_fit_the_slot() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_right_guesses_save_steps(rows: int) -> None:
+def test_correct_guesses_save_steps(rows: int) -> None:
     model = tiny_model(200)
     with torch.no_grad():  # The model repeats itself.
         for block in model.h:

@@ -33,17 +33,17 @@ def test_streaming_shows_whole_characters_and_all_text(text: str, junk: bytes) -
     assert not any("\ufffd" in stream.push(byte) for byte in "é🐕\u4e2d".encode())
 
 
-def test_literal_replacement_character_streams() -> None:
+def test_replacement_character_in_the_text_is_streamed() -> None:
     tok = tokenizer.train_tokenizer([make_text()], 300)
     assert "".join(stream_pieces(tok.encode("a\ufffdb").tolist(), tok=tok)) == "a\ufffdb"
 
 
 def text_before_stop(text: str, stops: Sequence[str]) -> str:
-    """Cuts the text before the first stop string that ends; if several end together, before the longest."""
+    """Returns the text before the stop string that ends first. Ties go to the longest."""
     for end in range(1, len(text) + 1):
-        ending = [stop for stop in stops if text[:end].endswith(stop)]
-        if ending:
-            return text[: end - max(map(len, ending))]
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            return text[: end - max(map(len, matches))]
     return text
 
 
@@ -59,10 +59,10 @@ def test_no_part_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
     expected = text_before_stop(text, stops)
     pieces = stream_pieces(list(text.encode()), stops)
     assert "".join(pieces) == expected
-    shown = ""
+    shown_text = ""
     for piece in pieces:  # Shown text is never retracted.
-        shown += piece
-        assert expected.startswith(shown)
+        shown_text += piece
+        assert expected.startswith(shown_text)
 
 
 @PATIENT

@@ -33,7 +33,7 @@ def model_of(arch: Any, rounded: bool = False) -> GPT:
 
 
 def logits_of(model: GPT, prompt: list[int], following: list[int], backend: Any = None) -> list[torch.Tensor]:
-    """Returns the logits after each of ``following``, from `next_tokens` compiled by ``backend`` if given."""
+    """Returns the logits after each id of ``following``. A ``backend`` compiles `next_tokens`."""
     step = None if backend is None else functools.partial(torch.compile(next_tokens, backend=backend), model)
     context = Context(model, Compute(torch.device("cpu"), torch.float32), 1, 64, step)
     push(context, prompt)
@@ -63,13 +63,13 @@ def test_gpu_layout_matches_plain_weights(arch: str, rounded: bool) -> None:
             assert torch.allclose(actual, reference, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("once", [False, True])
-def test_gpu_linear_matches_linear(once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("materialize", [False, True])
+def test_gpu_linear_matches_linear(materialize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias, x = torch.randn(50, 32), torch.randn(50), torch.randn(1, 1, 32)
-    rounded = to_int8(weight)
+    quantized = to_int8(weight)
     for linear, expected in (
-        (GPULinear(weight, bias, materialize=once), F.linear(x, weight, bias)),
-        (GPULinear(rounded.levels, bias, rounded.scales, once), F.linear(x, rounded.dequantize(), bias)),
+        (GPULinear(weight, bias, materialize=materialize), F.linear(x, weight, bias)),
+        (GPULinear(quantized.levels, bias, quantized.scales, materialize), F.linear(x, quantized.dequantize(), bias)),
     ):
         assert len(linear.weight) == 64
         assert torch.allclose(linear(x), expected, atol=1e-5)
@@ -85,29 +85,29 @@ def test_attention_reads_only_filled_blocks(window: int, columns: int, heads: in
     positions = torch.tensor([0, 5, 127, 128, 255, 290, 299] + ([164, 700] if columns > window else []))
     positions = positions[positions < columns] if columns == window else positions
     q, k, v = (torch.randn(len(positions), n, t, 16) for n, t in ((heads, 1), (2, columns), (2, columns)))
-    visible = make_column_mask(positions, window, columns)
+    visible_columns = make_column_mask(positions, window, columns)
     blocks = make_block_mask(torch.arange(5, dtype=torch.int32), positions, window, columns)
-    read = blocks.to_dense().repeat_interleave(BLOCK, -1)[..., :columns].bool()
-    assert (read | ~visible).all()  # Every visible column is read.
-    filled = (positions + 1).clamp(max=columns)[:, None, None, None]
-    assert torch.equal(read.sum(-1, keepdim=True), (-(-filled // BLOCK) * BLOCK).clamp(max=columns))
-    expected = attend(q, k, v, visible)
+    read_columns = blocks.to_dense().repeat_interleave(BLOCK, -1)[..., :columns].bool()
+    assert (read_columns | ~visible_columns).all()  # Every visible column is read.
+    filled_columns = (positions + 1).clamp(max=columns)[:, None, None, None]
+    assert torch.equal(read_columns.sum(-1, keepdim=True), (-(-filled_columns // BLOCK) * BLOCK).clamp(max=columns))
+    expected = attend(q, k, v, visible_columns)
     torch._dynamo.reset()
     assert torch.allclose(torch.compile(attend_blocks, backend="eager")(q, k, v, blocks), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
 def test_cuda_graph_inputs_are_static(rounded: bool) -> None:
-    """In every step, a CUDA graph copies inputs whose address can change."""
-    moving: list[tuple[int, ...]] = []
+    """A CUDA graph would copy inputs with changing addresses in every step."""
+    dynamic_shapes: list[tuple[int, ...]] = []
 
     def inspect_inputs(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         for node in graph.graph.find_nodes(op="placeholder"):
             static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
             if static is None and isinstance(node.meta.get("example_value"), torch.Tensor):
-                moving.append(tuple(node.meta["example_value"].shape))
+                dynamic_shapes.append(tuple(node.meta["example_value"].shape))
         return graph
 
     torch._dynamo.reset()
     logits_of(prepare(model_of("modern", rounded), GPU), [1, 2, 3], [4], inspect_inputs)
-    assert moving == []
+    assert dynamic_shapes == []

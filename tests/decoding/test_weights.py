@@ -36,7 +36,7 @@ def logits(model: GPT) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary")])
-def test_packed_weights_match(arch: str, positions: str) -> None:
+def test_packed_weights_match_unpacked_weights(arch: str, positions: str) -> None:
     unpacked = tiny_model(40, positions, arch)
     packed = prepare(copy.deepcopy(unpacked), CPU)
     assert not any(isinstance(module, nn.Linear) for module in packed.modules())
@@ -62,7 +62,7 @@ def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
 def test_int8_products_match_rounded_weights(
     missing_instruction: str | None, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows differ widely in size and have separate scales. Some cases lack a CPU instruction."""
+    """Input rows differ widely in scale. Some cases simulate a CPU that lacks an instruction."""
     if missing_instruction:
         monkeypatch.setattr(weights, missing_instruction, lambda: False)
     torch.manual_seed(0)
@@ -78,14 +78,14 @@ def test_int8_products_match_rounded_weights(
             step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / quantized.levels
             x = (x / step).round() * step
         expected = nn.functional.linear(x, round_to_int8(layer.weight), layer.bias)
-    size = expected.abs().amax(-1, keepdim=True)
-    assert ((y - expected).abs() <= (1e-5 if quantized.quantizes_input else 2e-2) * size + 1e-6).all()
+    scale = expected.abs().amax(-1, keepdim=True)
+    assert ((y - expected).abs() <= (1e-5 if quantized.quantizes_input else 2e-2) * scale + 1e-6).all()
 
 
 @pytest.mark.skipif(not Int4Linear.runs_on(CPU.device), reason="the int4 kernel needs AVX2")
 @pytest.mark.parametrize("bias", [True, False])
 def test_int4_products_match_rounded_weights(bias: bool) -> None:
-    """Unit vectors expose each weight. Few rows use the kernel, many use dequantized weights."""
+    """Unit vectors expose each weight. Small inputs use the kernel, large inputs dequantized weights."""
     torch.manual_seed(0)
     for out_features, in_features in ((16, 64), (80, 96), (192, 256)):
         weight = to_int4(torch.randn(out_features, in_features) * torch.logspace(-3, 1, out_features)[:, None])
@@ -119,7 +119,7 @@ def test_int4_weights_are_dequantized_without_a_kernel(monkeypatch: pytest.Monke
 
 
 def test_int8_rows_are_independent() -> None:
-    """A large row does not coarsen a small one."""
+    """A large input row does not make small rows less precise."""
     torch.manual_seed(0)
     layer = Int8Linear(to_int8(torch.randn(20, 32)), None)
     x = torch.randn(4, 32)
@@ -127,7 +127,7 @@ def test_int8_rows_are_independent() -> None:
     assert torch.equal(layer(torch.cat([x, 1e6 * torch.randn(1, 32)]))[:4], single)
 
 
-def test_int8_loss_is_close(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_int8_loss_is_close_to_float32(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes("the cat sat on the mat in Zürich\n".encode() * 20)
     exact, rounded = (
         json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json", "--dtype", dtype).out)["loss"]

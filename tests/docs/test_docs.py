@@ -68,7 +68,7 @@ def test_pictures_are_small_and_used() -> None:
         assert f"pictures/{path.name})" in text, f"{path} is shown nowhere"
         assert b"https://" not in path.read_bytes() or path.suffix == ".svg"
     svg = (ROOT / "docs" / "pictures" / "run.svg").read_text(encoding="utf-8")
-    assert "url(http" not in svg  # a font from another host
+    assert "url(http" not in svg  # Fonts must not come from another host.
 
 
 def test_files_named_in_contributing_exist() -> None:
@@ -104,9 +104,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_site_has_every_page_and_needs_no_other_host(built: Path) -> None:
     for path in PAGES:
         page = (built / "site" / "docs" / f"{path.stem}.html").read_text(encoding="utf-8")
-        fetched = re.findall(r"<(?:script|img|iframe)[^>]*src=\"?([^\"> ]+)|<link[^>]*href=\"?([^\"> ]+)", page)
-        assert fetched
-        for urls in fetched:
+        addresses = re.findall(r"<(?:script|img|iframe)[^>]*src=\"?([^\"> ]+)|<link[^>]*href=\"?([^\"> ]+)", page)
+        assert addresses
+        for urls in addresses:
             assert "//" not in "".join(urls), f"{path.name}: {urls}"
     assert (built / "site" / "index.html").exists()
 

@@ -41,7 +41,7 @@ def test_shortening_keeps_the_last_line_with_the_same_first_word() -> None:
 
 def test_marked_pages_have_outputs() -> None:
     pages = [path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]]
-    marked = [page for page in pages if outputs.MARKER in page]
-    assert len(marked) >= 2
-    for page in marked:
+    marked_pages = [page for page in pages if outputs.MARKER in page]
+    assert len(marked_pages) >= 2
+    for page in marked_pages:
         assert any(match[3] for match in outputs.BLOCK.finditer(page))

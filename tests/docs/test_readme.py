@@ -18,7 +18,7 @@ PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wan
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    if page.name != "reference.md"  # the tests of --help parse its examples
+    if page.name != "reference.md"  # The tests of --help parse its examples.
 }
 
 
@@ -60,7 +60,7 @@ def test_documented_commands_run(gpt: Callable[..., Done], page: str) -> None:
         words = shlex.split(line)
         if any(mark in line for mark in PARSED_ONLY):
             command = gpt_cli.main.make_app()
-            with pytest.raises(SystemExit) as stop:  # the words before --help are parsed first
+            with pytest.raises(SystemExit) as stop:  # The words before --help are parsed first.
                 command([*words[1:], "--help"])
             assert stop.value.code == 0
             continue

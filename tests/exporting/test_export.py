@@ -67,7 +67,7 @@ def make_source(config: GPTConfig | None = None, **changes: Any) -> SourceModel:
 # The card
 
 
-def test_card_of_a_run(run_folder: Path, chapter: Path) -> None:
+def test_card_describes_the_run(run_folder: Path, chapter: Path) -> None:
     library.export(run_folder, "out", license="Apache-2.0", eval=str(chapter))
     data = huggingface_hub.ModelCard.load("out/README.md").data
     assert (data.license, data.library_name, data.pipeline_tag, data.tags) == (
@@ -102,7 +102,7 @@ def test_card_without_a_run_states_unknown_training(run_folder: Path, workdir: P
     assert "It is a copy of `theirs`." in text
     assert "`theirs` is licensed under `mit`, which covers only that model" in text
     assert card_metadata(Path("out"))["license"] == "unknown"
-    assert "base_model" not in card_metadata(Path("out"))  # a local name is not a Hub id
+    assert "base_model" not in card_metadata(Path("out"))  # A local name is not a Hub id.
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_hostile_names_and_samples_are_escaped(name: str) -> None:
     assert metadata["license"] == "unknown"
     assert "base_model" not in metadata
     assert set(metadata) == {"license", "library_name", "pipeline_tag", "tags"}
-    lines = [line for line in text.split("\n") if not line.startswith("    ")]  # samples are indented
+    lines = [line for line in text.split("\n") if not line.startswith("    ")]  # Samples are indented.
     assert [line for line in lines if line.startswith("```")] == ["```console", "```", "```python", "```"]
     titles = [line for line in lines if line.startswith("#")]
     assert titles[1:] == [f"## {title}" for title in ("Model", "Training", "Use", "Samples", "Limits")]
     text_outside_code = re.sub(r"```.*?\n```|`[^`\n]*`", "", "\n".join(lines), flags=re.DOTALL)
     assert not re.search(r"<script>|\[a\]", text_outside_code)
     assert {line.count("|") for line in text_outside_code.split("\n") if line.startswith("|")} == {3, 5}
-    text.encode()  # raises an error for lone surrogates
+    text.encode()  # Lone surrogates raise an error.
     assert not [char for char in text if not char.isprintable() and char != "\n"]
 
 
@@ -163,8 +163,8 @@ def test_card_has_samples_only_on_request(run_folder: Path) -> None:
     library.export(run_folder, "out", samples=2, dtype="int8")
     text = read_card(Path("out"))
     assert "Sample 2:" in text and "Sample 3:" not in text
-    loaded = api.load("out", dtype="float32")
-    for sample in loaded.generate(num=2):  # samples come from the exported weights
+    model = api.load("out", dtype="float32")
+    for sample in model.generate(num=2):  # Samples come from the exported weights.
         assert all(f"\n    {cards._escape(line)}\n" in text for line in sample.expandtabs(4).split("\n"))
 
 
@@ -198,7 +198,7 @@ def test_card_names_base_models_and_licenses(run_folder: Path, text: Path) -> No
         assert "It is fine-tuned from `base`, made from `me/first`." in card_text
         assert "`base` is licensed under `cc-by-4.0`" in card_text
         assert ("| `lora_rank` | `2` |" in card_text) == (name == "adapters")
-    Path("peft").mkdir()  # only the files that PEFT writes
+    Path("peft").mkdir()  # PEFT writes only these files.
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(folder.find_checkpoint("runs/adapters") / name, "peft")
     Path("peft/README.md").write_text("---\nlicense: other\nlicense_name: mine-1.0\n---\n", encoding="utf-8")
@@ -266,7 +266,7 @@ def test_exports_do_not_leak_paths_user_or_host(workdir: Path) -> None:
     leaks = {"name_or_path": str(base), "special_tokens_map_file": str(base / "x")}
     (base / "copy" / "tokenizer_config.json").write_text(json.dumps(tokenizer_config | leaks))
     for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):
-        (base / "copy" / name).unlink()  # Transformers does not write these files
+        (base / "copy" / name).unlink()  # Transformers does not write these files.
     options = {key: FAST[key] for key in ("batch_tokens", "sample_every", "dtype")}
     second = library.train(data / "book.txt", init=str(base / "copy"), steps=2, out=str(runs / "run"), **options)
     forbidden = [*folder_names, str(workdir), workdir.name, str(Path.home()), getpass.getuser(), socket.gethostname()]
@@ -331,7 +331,7 @@ def test_unwritable_outputs_are_an_error(run_folder: Path, chapter: Path, gpt: G
         one_line_of_what_and_what_next(gpt("export", "-m", run_folder, "-o", "closed/out"), "cannot write", 1)
 
 
-def test_printed_output(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
+def test_output_describes_the_export(run_folder: Path, chapter: Path, gpt: Gpt) -> None:
     result = gpt("export", "-m", run_folder, "-o", "a/b/out", "--eval", chapter, "--json")
     values = json.loads(result.out)
     assert set(values) == KEYS

@@ -27,7 +27,8 @@ gguf_package = pytest.importorskip("gguf")
 
 LLAMA = ARCHITECTURES["modern"] | {"qk_norm": False}
 SCALING = RopeScaling(8.0, 1.0, 4.0, 16)
-# Layout, llama.cpp architecture, properties. Rows of 64 or 96 elements divide into groups of 32, rows of 40 do not.
+# Each tuple is a layout, a llama.cpp architecture and properties. Rows of 64 or 96 elements divide into groups of 32;
+# rows of 40 do not.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt2", "gpt2", ARCHITECTURES["gpt2"]),
     "gpt2, untied, sines": ("gpt2", "gpt2", ARCHITECTURES["gpt2"] | {"positions": "sinusoidal", "tied": False}),
@@ -36,7 +37,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("qwen2", "qwen2", LLAMA | {"biases": "qkv", "n_kv_head": 2, "n_inner": 40}),
     "qwen3": ("qwen3", "qwen3", ARCHITECTURES["modern"] | {"head_dim": 8, "rope_base": 1e6}),
 }  # fmt: skip
-# Our name by GGUF name. The parts of a fused tensor have an index.
+# Our tensor names by GGUF name. Parts of a fused tensor have an index.
 NAMES = {
     "token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head",
     "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_q": ("attn.c_attn", 0), "attn_k": ("attn.c_attn", 1),
@@ -104,11 +105,11 @@ def test_file_contains_the_model(tmp_path: Path, family: str, kind: str) -> None
         elif kind == "f16" or name == "wpe.weight" or ours.size(1) % 32:
             assert torch.equal(ours if name == "wpe.weight" else ours.half().float(), theirs), name
         else:
-            # Error relative to a group's largest element. 8 bits: half of 254 steps, plus the rounding of the float16
-            # scale. 4 bits: one of 16 steps, since one end is clipped.
-            allowed = 1 / 6 if kind == "q4_0" and name.startswith("h.") else 1 / 254 + 2**-11
+            # The tolerance is relative to a group's largest element. The error of 8 bits is half of 254 steps, plus
+            # rounding of the float16 scale. The error of 4 bits is one of 16 steps, since one end is clipped.
+            tolerance = 1 / 6 if kind == "q4_0" and name.startswith("h.") else 1 / 254 + 2**-11
             ours, theirs = (each.view(len(each), -1, 32) for each in (ours, theirs))
-            assert ((ours - theirs).abs() <= allowed * ours.abs().amax(-1, keepdim=True)).all(), name
+            assert ((ours - theirs).abs() <= tolerance * ours.abs().amax(-1, keepdim=True)).all(), name
     for name, kind_in_file in types.items():
         assert (kind_in_file == "F32") == (kind == "f32" or "norm" in name or not name.endswith("weight") or name in (
             "position_embd.weight", "rope_freqs.weight"
@@ -118,7 +119,7 @@ def test_file_contains_the_model(tmp_path: Path, family: str, kind: str) -> None
     assert types["blk.1.ffn_down.weight"] == ("F16" if config.n_inner == 40 and kind[0] == "q" else kind.upper())
 
 
-def test_metadata(tmp_path: Path) -> None:
+def test_metadata_describes_the_model(tmp_path: Path) -> None:
     gguf.write(
         tmp_path / "it", source_of(model_of("llama", rope_base=5e5, layer_norm_epsilon=1e-3)), "q4_0", "It", "mit"
     )
@@ -216,14 +217,14 @@ def test_int4_folders_are_not_quantized_again(run_folder: Path, tmp_path: Path) 
     export = api.export(tmp_path / "int4", tmp_path / "a" / "b" / "it.gguf", type="q4_0")
     assert export.out.stat().st_size == export.bytes
     source = open_source(tmp_path / "int4")
-    exported, types = read_tensors(export.out, source.config)
+    exported_tensors, types = read_tensors(export.out, source.config)
     matrices = {name: get() for name, get in source.weights.items() if name.startswith("h.")}
-    quantized = {name: value for name, value in matrices.items() if isinstance(value, Quantized)}
-    assert len(quantized) == 8 == sum(kind == "Q4_0" for kind in types.values())
+    quantized_matrices = {name: value for name, value in matrices.items() if isinstance(value, Quantized)}
+    assert len(quantized_matrices) == 8 == sum(kind == "Q4_0" for kind in types.values())
     tensors = {tensor.name: tensor for tensor in gguf_package.GGUFReader(export.out).tensors}
-    for name, value in quantized.items():
-        assert value.bits == 4 and torch.equal(value.dequantize(), exported[name]), name
-    value = quantized["h.1.attn.c_attn.weight"]
+    for name, value in quantized_matrices.items():
+        assert value.bits == 4 and torch.equal(value.dequantize(), exported_tensors[name]), name
+    value = quantized_matrices["h.1.attn.c_attn.weight"]
     blocks = torch.from_numpy(tensors["blk.1.attn_qkv.weight"].data.copy()).view(*value.scales.shape, 18)
     assert torch.equal(blocks[..., :2].contiguous().view(torch.float16)[..., 0], value.scales)
     assert torch.equal(blocks[..., 2:].flatten(1), value.levels)

@@ -29,7 +29,7 @@ Serve = Callable[..., LlamaCpp]
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Callable[[Tokenizer], LlamaCpp]]:
-    """Starts llama.cpp with an untrained model for a tokenizer."""
+    """Returns a function that starts llama.cpp with an untrained model and a tokenizer."""
     servers = []
 
     def start(tokenizer: Tokenizer) -> LlamaCpp:
@@ -90,7 +90,7 @@ def test_llama_cpp_stops_at_the_same_tokens(served: Serve) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageModel]:
-    """Returns a function that trains small models, each only once."""
+    """Returns a function that trains each small model only once."""
     models: dict[str, LanguageModel] = {}
 
     def train(name: str, **settings: Any) -> LanguageModel:

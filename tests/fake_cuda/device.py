@@ -29,7 +29,7 @@ INDEXING_OPS = {
 }  # fmt: skip
 # Operators that compute nothing
 OPS_WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_local_scalar_dense"}
-STALE_INTEGER = 99  # An integer buffer contains this value while its copy is pending. A float buffer contains NaN.
+STALE_INTEGER = 99  # Value of integer buffers while their copy is pending. Float buffers contain NaN.
 
 
 class FakeCudaTensor(Tensor):
@@ -72,7 +72,7 @@ def _unwrap(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class PendingCopy:
-    """A pending copy of ``cpu_data`` into the host's ``buffer``."""
+    """A pending copy of ``cpu_data`` into the host ``buffer``."""
 
     buffer: Tensor
     cpu_data: Tensor
@@ -80,15 +80,15 @@ class PendingCopy:
 
 
 class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Provides ``count`` CUDA devices within a context."""
+    """A context manager that provides ``count`` CUDA devices."""
 
     def __init__(self, count: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = count
         self.current = 0
-        self.waits: list[tuple[str, str]] = []  # (kind, source line) of each wait of the host for the device
-        self.launches: Counter[str] = Counter()  # launched kernels and copies, by operator
-        self.failure = ""  # error raised by all further CUDA calls, if any
+        self.waits: list[tuple[str, str]] = []  # (kind, source line) of each host wait
+        self.launches: Counter[str] = Counter()  # Launched kernels and copies by operator
+        self.failure = ""  # Error message of all further CUDA calls, if any
         # Keeping the storages prevents an unpinned tensor from reusing an address.
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._pending: list[PendingCopy] = []
@@ -105,8 +105,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return out
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         fake_tensors = [tensor for tensor in tensors if isinstance(tensor, FakeCudaTensor)]
-        requested = None if kwargs.get("device") is None else torch.device(kwargs["device"])
-        if not fake_tensors and (requested is None or requested.type != "cuda"):
+        requested_device = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if not fake_tensors and (requested_device is None or requested_device.type != "cuda"):
             return self._on_host(func, args, kwargs)
         if self.failure:
             raise torch.AcceleratorError(self.failure)
@@ -115,11 +115,11 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.copy_.default:
             return self._copy(args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
         if func is aten._to_copy.default:
-            return self._to(args[0], dict(kwargs), requested)
-        if kwargs.get("pin_memory") and (requested is None or requested.type == "cuda"):
+            return self._to(args[0], dict(kwargs), requested_device)
+        if kwargs.get("pin_memory") and (requested_device is None or requested_device.type == "cuda"):
             raise RuntimeError("Only dense CPU tensors can be pinned")
         self._check(func, args, fake_tensors, tensors)
-        return self._compute(func, args, kwargs, fake_tensors, requested)
+        return self._compute(func, args, kwargs, fake_tensors, requested_device)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not kwargs.get("pin_memory"):
@@ -127,10 +127,10 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.pin(func(*args, **{**kwargs, "pin_memory": False}))
 
     def _check(self, func: Any, args: Any, fake_tensors: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
-        """Records a wait if the operator needs one. Raises for mixed devices, as CUDA does."""
+        """Records the operator's host waits. Raises for mixed devices, as CUDA does."""
         if func in WAITING_OPS:
             self.wait(func._schema.name.removeprefix("aten::"))
-        host = [tensor for tensor in tensors if not isinstance(tensor, FakeCudaTensor)]
+        host_tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeCudaTensor)]
         if func in INDEXING_OPS:
             if not isinstance(args[0], FakeCudaTensor):
                 raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
@@ -139,10 +139,12 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.wait("index by a mask")
                 elif isinstance(index, Tensor) and not isinstance(index, FakeCudaTensor):
                     self.wait("index from the host")
-            host = [tensor for tensor in host if not any(tensor is index for index in tree_leaves(args[1]))]
+            host_tensors = [
+                tensor for tensor in host_tensors if not any(tensor is index for index in tree_leaves(args[1]))
+            ]
         devices = {
             str(tensor.device)
-            for tensor in (*fake_tensors, *host)
+            for tensor in (*fake_tensors, *host_tensors)
             if tensor.dim() or isinstance(tensor, FakeCudaTensor)
         }
         if len(devices) > 1:
@@ -152,18 +154,18 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def _compute(
-        self, func: Any, args: Any, kwargs: Any, fake_tensors: list[Any], requested: torch.device | None
+        self, func: Any, args: Any, kwargs: Any, fake_tensors: list[Any], requested_device: torch.device | None
     ) -> Any:
         name, is_view = func._schema.name.removeprefix("aten::"), _is_view(func)
         if not is_view and name not in OPS_WITHOUT_KERNEL:
             self.launches[name] += 1
-        index = fake_tensors[0].device.index if fake_tensors else self._index(requested)
+        index = fake_tensors[0].device.index if fake_tensors else self._index(requested_device)
         cpu_kwargs = tree_map(_unwrap, dict(kwargs))
         if cpu_kwargs.get("device") is not None:
             cpu_kwargs["device"] = CPU
         pins = cpu_kwargs.pop("pin_memory", False)
         out = func(*tree_map(_unwrap, args), **cpu_kwargs)
-        if requested is not None and requested.type != "cuda":
+        if requested_device is not None and requested_device.type != "cuda":
             return self.pin(out) if pins else out
         # In inference mode, a view of a normal tensor is a normal tensor too.
         is_normal_view = (
@@ -178,8 +180,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def wrap(self, cpu_data: Tensor, index: int) -> FakeCudaTensor:
         return FakeCudaTensor(cpu_data, self, index)
 
-    def _index(self, requested: torch.device | None) -> int:
-        return self.current if requested is None or requested.index is None else requested.index
+    def _index(self, requested_device: torch.device | None) -> int:
+        return self.current if requested_device is None or requested_device.index is None else requested_device.index
 
     # Copies and waits
 
@@ -218,11 +220,11 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.wait("device to host")
         return target.copy_(source.cpu_data)
 
-    def _to(self, source: Tensor, kwargs: dict[str, Any], requested: torch.device | None) -> Tensor:
+    def _to(self, source: Tensor, kwargs: dict[str, Any], requested_device: torch.device | None) -> Tensor:
         non_blocking = kwargs.pop("non_blocking", False)
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         self.launches["copy"] += 1
-        goes_to_host = requested is not None and requested.type != "cuda"
+        goes_to_host = requested_device is not None and requested_device.type != "cuda"
         if goes_to_host:
             self.complete(self.pending_from(source.device.index))
             self.wait("device to host")
@@ -231,8 +233,10 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out: Tensor = aten._to_copy.default(_unwrap(source), **kwargs)
         if goes_to_host:
             return out
-        stays_on_device = isinstance(source, FakeCudaTensor) and (requested is None or requested.index is None)
-        return self.wrap(out, source.device.index if stays_on_device else self._index(requested))
+        stays_on_device = isinstance(source, FakeCudaTensor) and (
+            requested_device is None or requested_device.index is None
+        )
+        return self.wrap(out, source.device.index if stays_on_device else self._index(requested_device))
 
     def _upload(self, source: Tensor, non_blocking: bool) -> None:
         # CUDA copies a strided tensor through an unpinned buffer.
@@ -244,7 +248,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [copy for copy in self._pending if copy.index == index]
 
     def complete(self, copies: Iterable[PendingCopy]) -> None:
-        """Finishes copies that are still pending."""
+        """Completes pending copies."""
         copies = list(copies)
         for copy in self._pending:
             if any(copy is other for other in copies):

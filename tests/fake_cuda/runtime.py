@@ -1,4 +1,4 @@
-"""``torch.cuda`` replaced by functions of the fake device."""
+"""Replacements for functions of ``torch.cuda``."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -31,15 +31,15 @@ def disguised(folder: Path, count: int = 1) -> Iterator[Device]:
         for name, replacement in _replacements(device).items():
             undo.enter_context(mock.patch.object(torch.cuda, name, replacement))
         undo.enter_context(mock.patch.object(Tensor, "pin_memory", _pin_memory(device)))
-        # GradScaler and autocast check for CUDA here.
+        # GradScaler and autocast call this function to check for CUDA.
         undo.enter_context(mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-        # Lists become host tensors first, as before an upload to a GPU.
+        # As on a GPU, lists become host tensors before the upload.
         undo.callback(torch._C._set_only_lift_cpu_tensors, lifts_only_cpu_tensors)
         torch._C._set_only_lift_cpu_tensors(True)
         # Module.to cannot swap the data of a tensor subclass, so it must replace parameters.
         undo.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
-        # Autograd created its device threads before this device existed.
+        # Autograd has no thread for the fake device.
         undo.enter_context(torch.autograd.set_multithreading_enabled(False))
         undo.enter_context(device)
         yield device
@@ -72,7 +72,7 @@ def _replacements(device: Device) -> dict[str, Any]:
         "memory_allocated": lambda spec=None: 0,
         "max_memory_allocated": lambda spec=None: 0,
         "reset_peak_memory_stats": lambda spec=None: None,
-        # The CPU generates random numbers. These states are unused.
+        # The CPU generates random numbers, so these states are unused.
         "get_rng_state": lambda spec="cuda": states[index(spec)].clone(),
         "set_rng_state": lambda state, spec="cuda": states[index(spec)].copy_(state),
         "manual_seed": lambda seed: None,
@@ -93,7 +93,7 @@ def _make_device_index(device: Device) -> Callable[[Any], int]:
 
 def _make_event_class(device: Device) -> type:
     class Event:
-        """Marks the copies to the host that its device started earlier."""
+        """An event for the device-to-host copies pending at `record`."""
 
         def __init__(self, **_: Any) -> None:
             self.pending: list[PendingCopy] = []

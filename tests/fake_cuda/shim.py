@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("shim.cpp")
-RELEASE = "2.13"  # the torch release whose internals are replaced
+RELEASE = "2.13"  # The torch release whose internals are replaced
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -52,7 +52,7 @@ def build(folder: Path) -> Path:
             if done.returncode:
                 last_line = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
                 raise Unavailable(f"the disguise's C++ does not compile here: {last_line}")
-            # The rename is atomic, because other processes can build concurrently.
+            # Other processes can build concurrently, so the rename must be atomic.
             (Path(scratch) / path.name).replace(path)
     return path
 
@@ -66,7 +66,7 @@ def _command(target: Path) -> list[str | Path]:
 
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
-    # Autograd starts its device threads in the first backward pass. Run here, the pass starts none for the fake device.
+    # The first backward pass starts autograd's device threads, so it must run before the fake device exists.
     torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     return ctypes.CDLL(str(path))
 

@@ -36,7 +36,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"logprobs": 2, "echo_logprobs": True, "stop": ("e",), "bias": (" the=-2",)},
     {"beam": 3, "n_best": 2},
     {"greedy": True, "speculate": 3},
-    {"max_tokens": 40, "compile": "on"},  # longer than the context, 32
+    {"max_tokens": 40, "compile": "on"},  # 40 tokens exceed the context of 32.
 ]
 
 
@@ -96,8 +96,7 @@ def random_requests(rng: random.Random) -> Iterator[Request]:
 def test_concurrent_requests_match_the_cpu(
     disguise: Disguise, fixed_shapes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps launch before the last tokens are read. Requests end, are cancelled, and their slots serve prompts with the
-    same prefix."""
+    """Steps launch before the previous tokens are read. Slots of ended and cancelled requests are reused."""
     monkeypatch.setattr("gpt.decoding.scheduler.MIN_SHARED_PREFIX", 1)
     rng = random.Random(1)
     requests = list(random_requests(rng))
@@ -108,21 +107,21 @@ def test_concurrent_requests_match_the_cpu(
         context = Context(model, compute, 4, step=functools.partial(next_tokens, model) if fixed_shapes else None)
         engine = Engine(context, {EOT}, 8)
         events: list[list[Update]] = [[] for _ in requests]
-        cancelled, steps, waiting = set(), 0, deque(requests)
-        while waiting or engine.busy:
-            for _ in range(min(len(waiting), rng.randrange(2))):
-                engine.add(waiting.popleft())
+        cancelled_numbers, steps, queue = set(), 0, deque(requests)
+        while queue or engine.busy:
+            for _ in range(min(len(queue), rng.randrange(2))):
+                engine.add(queue.popleft())
             for update in engine.step():
-                assert update.number not in cancelled
+                assert update.number not in cancelled_numbers
                 events[update.number].append(update)
             steps += 1
             if rng.random() < 0.05:
-                cancelled.add(number := rng.randrange(len(requests) - len(waiting)))
+                cancelled_numbers.add(number := rng.randrange(len(requests) - len(queue)))
                 engine.cancel(number)
         waits = device.wait_counts()
     for number, updates in enumerate(events):
         actual = token_ids(updates)
-        was_cut = number in cancelled and not any(update.reason for update in updates)
+        was_cut = number in cancelled_numbers and not any(update.reason for update in updates)
         assert actual == (expected[number][: len(actual)] if was_cut else expected[number])
     assert waits["event"] <= 2 * steps
 
@@ -130,7 +129,7 @@ def test_concurrent_requests_match_the_cpu(
 @pytest.mark.slow
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_nan_logits_do_not_reach_other_requests(disguise: Disguise, cancelled: bool) -> None:
-    """A request ends while its next step, whose logits are NaN, is in flight. Its slot is reused."""
+    """A request ends while its next step is in flight with NaN logits. Its slot is reused."""
     expected = token_ids(
         run_alone(Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),)))
     )
@@ -142,9 +141,9 @@ def test_nan_logits_do_not_reach_other_requests(disguise: Disguise, cancelled: b
             model.wte.weight[EOT] = torch.nan
         compute = Compute(torch.device("cuda"), torch.float32)
         engine = Engine(Context(model, compute, 2, step=functools.partial(next_tokens, model)), {EOT})
-        ends = Request([5] * 9, SampleConfig(max_tokens=8), bias=((EOT, 1e9),))
-        good = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),))
-        for request in (ends, good, good, good):
+        ending_request = Request([5] * 9, SampleConfig(max_tokens=8), bias=((EOT, 1e9),))
+        good_request = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),))
+        for request in (ending_request, good_request, good_request, good_request):
             engine.add(request)
         events: dict[int, list[Update]] = {}
         for step in range(40):
@@ -165,7 +164,7 @@ def token_ids(updates: list[Update]) -> list[int]:
     return [token.id for update in updates for token in update.tokens]
 
 
-def test_generation_on_the_second_device(models: dict[str, Path], disguise: Disguise) -> None:
+def test_generation_on_the_second_device_matches_the_cpu(models: dict[str, Path], disguise: Disguise) -> None:
     on_cpu = sample_all(models["modern"], "cpu", {})
     with disguise(2):
         assert sample_all(models["modern"], "cuda:1", {})[0][0] == on_cpu[0][0]
@@ -174,8 +173,10 @@ def test_generation_on_the_second_device(models: dict[str, Path], disguise: Disg
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
-def test_generation_with_narrow_weights(models: dict[str, Path], disguise: Disguise, dtype: str) -> None:
-    """Texts can differ from float32; log-probabilities are close."""
+def test_generation_with_narrow_weights_is_close_to_float32(
+    models: dict[str, Path], disguise: Disguise, dtype: str
+) -> None:
+    """Texts can differ from float32, but log-probabilities are close."""
     config = SampleConfig(greedy=True, max_tokens=5)
     (_, expected), *_ = sample_all(models["gpt2"], "cpu", {"greedy": True, "max_tokens": 5})
     with disguise():
@@ -223,7 +224,7 @@ def test_device_failure_is_a_one_line_error(models: dict[str, Path], disguise: D
 
 
 class FakeCompiler:
-    """Replaces ``torch.compile``. Counts calls, and CUDA graphs to capture: one per step shape and KV cache."""
+    """Replaces ``torch.compile``. Counts calls and captured CUDA graphs, one per KV cache."""
 
     def __init__(self) -> None:
         self.compiled = self.captured = self.steps = 0
@@ -278,7 +279,7 @@ def test_later_calls_reuse_the_captured_graph(
 def test_cached_contexts_are_bounded_in_number_and_memory(
     models: dict[str, Path], disguise: Disguise, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory for seven rows cannot cache contexts of three, two and four rows together."""
+    """Memory for seven rows is too small to cache contexts of three, two and four rows."""
     with disguise():
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
         for count in range(1, MAX_IDLE_CONTEXTS + 3):
@@ -288,10 +289,10 @@ def test_cached_contexts_are_bounded_in_number_and_memory(
             MAX_IDLE_CONTEXTS + 2,
             MAX_IDLE_CONTEXTS,
         )
-        for count in (MAX_IDLE_CONTEXTS + 2, MAX_IDLE_CONTEXTS, MAX_IDLE_CONTEXTS + 2):  # cached contexts
+        for count in (MAX_IDLE_CONTEXTS + 2, MAX_IDLE_CONTEXTS, MAX_IDLE_CONTEXTS + 2):  # These contexts are cached.
             generate_compiled(model, count)
         assert fake_compiler.captured == MAX_IDLE_CONTEXTS + 2
-        generate_compiled(model, 1)  # evicted context
+        generate_compiled(model, 1)  # This context was evicted.
         assert (fake_compiler.captured, len(fake_compiler.caches)) == (MAX_IDLE_CONTEXTS + 3, MAX_IDLE_CONTEXTS)
         fake_compiler.caches.clear()
         memory = int(7.5 * cache_bytes(model.model.config, 32, 4) / CACHE_SHARE)
@@ -305,16 +306,16 @@ def test_cached_contexts_are_bounded_in_number_and_memory(
 def test_concurrent_and_closed_generators_do_not_share_a_context(
     models: dict[str, Path], disguise: Disguise, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A generator closed early returns its context; a failed one does not."""
+    """A generator closed early returns its context for reuse. A failed generator does not."""
     with disguise():
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
         expected = ["".join(model.write(prompt, COMPILED)) for prompt in ("a", "b")]
         generators = [model.write(prompt, COMPILED) for prompt in ("a", "b")]
         assert ["".join(pieces) for pieces in zip(*zip(*generators, strict=True), strict=True)] == expected
         assert fake_compiler.captured == 2
-        closed_early = model.write_all(["dogs"], COMPILED)
-        next(closed_early)
-        closed_early.close()
+        closed_generator = model.write_all(["dogs"], COMPILED)
+        next(closed_generator)
+        closed_generator.close()
         assert "".join(model.write("a", COMPILED)) == expected[0]
         assert fake_compiler.captured == 2
         with monkeypatch.context() as patched:

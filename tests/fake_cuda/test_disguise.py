@@ -1,4 +1,4 @@
-"""The fake CUDA device: errors, recorded waits, cleanup. Other tests rely on it."""
+"""The fake CUDA device itself: errors, recorded waits, cleanup."""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,5 +70,5 @@ def test_copies_are_incomplete_until_the_host_waits(disguise: Disguise) -> None:
         event.synchronize()
         assert buffers[0].isnan().all()
         assert buffers[1].tolist() == [7, 7]
-        torch.cuda.synchronize()  # Waits for the current device, the first.
+        torch.cuda.synchronize()  # The current device is device 0.
         assert buffers[0].tolist() == [7, 7]

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 128, "tokenizer": "bytes", "lr": 3e-3,
     "sample_every": 0, "dtype": "float32",
 }  # fmt: skip
-# Tolerance for losses around 5. The attention kernel differs.
+# Tolerances of losses around 5, because the attention kernel differs
 ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 1e-2}
 
 
@@ -72,8 +72,7 @@ def test_losses_match_the_cpu(text: Path, disguise: Disguise, settings: dict[str
 
 @pytest.mark.slow
 def test_float16_loss_scaling_follows_float32(text: Path, disguise: Disguise) -> None:
-    """The first steps are skipped until the loss scale is small enough. A trial of compiled code does not affect the
-    scaler."""
+    """Steps are skipped until the loss scale is small enough. The trial of compiled code does not affect the scale."""
     with disguise():
         _, float16_events = train("cuda", dtype="float16", steps=8)
         _, float32_events = train("cuda", steps=8)
@@ -86,7 +85,7 @@ def test_float16_loss_scaling_follows_float32(text: Path, disguise: Disguise) ->
 
 
 @pytest.mark.slow
-def test_chunked_logits_match(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_logits_match_the_cpu(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
     _, cpu_events = train("cpu")
     monkeypatch.setattr(
         "gpt.training.recipe.with_loss_chunks", lambda model, setup, memory: replace(setup, loss_chunk=64)
@@ -98,8 +97,10 @@ def test_chunked_logits_match(text: Path, disguise: Disguise, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_rollback_after_nan_losses(text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 8 is in flight during the rollback and is undone."""
+def test_rollback_after_nan_losses_discards_the_step_in_flight(
+    text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 8 is in flight during the rollback and is discarded."""
     original, calls = stepping.tied_cross_entropy, []
 
     def compute_loss(*args: Any) -> Any:
@@ -121,7 +122,9 @@ def test_rollback_after_nan_losses(text: Path, disguise: Disguise, monkeypatch: 
     ("first", "second", "optimizer"),
     [("cpu", "cuda", "muon"), slow("cuda", "cpu", "adamw"), slow("cuda", "cuda", "muon")],
 )
-def test_resume_on_another_device(text: Path, disguise: Disguise, first: str, second: str, optimizer: str) -> None:
+def test_resume_on_another_device_matches_the_cpu(
+    text: Path, disguise: Disguise, first: str, second: str, optimizer: str
+) -> None:
     def device_context(device: str) -> Any:
         return disguise() if device == "cuda" else contextlib.nullcontext()
 
@@ -159,7 +162,7 @@ def test_pair_losses_match_the_cpu(workdir: Path, disguise: Disguise) -> None:
     assert losses(cuda_events) == pytest.approx(losses(cpu_events), abs=1e-5)
 
 
-def test_step_on_the_second_device(disguise: Disguise) -> None:
+def test_step_on_the_second_device_matches_the_cpu(disguise: Disguise) -> None:
     on_cpu = make_stepper(torch.device("cpu"))
     with disguise(2):
         on_cuda = make_stepper(torch.device("cuda:1"))
@@ -182,7 +185,7 @@ def make_stepper(device: torch.device) -> Stepper:
 
 
 def test_batches_are_uploaded_without_a_wait(disguise: Disguise) -> None:
-    """Inputs and targets are offset views of one array."""
+    """Inputs and targets are overlapping views of one array."""
     with disguise() as device:
         waits = len(device.waits)
         x = upload(np.arange(12).reshape(3, 4)[:, :-1], torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""GPU tests. With ``on_cuda``, they also run on the fake CUDA device. Texts are bytes, so no tokenizer is trained."""
+"""GPU tests. Tests marked ``on_cuda`` also run on the fake CUDA device. Byte tokenizers need no training."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
 
-on_cuda = pytest.mark.usefixtures("cuda")  # a real GPU, and the fake CUDA device
+on_cuda = pytest.mark.usefixtures("cuda")
 
 DEVICE = "cuda"
 SMALL: dict[str, Any] = {
@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
     "sample_every": 0, "device": DEVICE, "lr": 3e-3,
 }  # fmt: skip
 FEW_TOKENS = {"n_layer": 1, "n_embd": 32, "batch_tokens": 256, "lr": 1e-2}  # float16 is slow on a CPU.
-SMALL_VOCABULARY = 257  # bytes, and end-of-text
+SMALL_VOCABULARY = 257  # 256 bytes and end-of-text
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_compiled_training_matches_uncompiled_training(text: Path, arch: str) ->
 class StepRunner:
     """Trains a small model on fixed batches. `run` returns losses and gradient norms."""
 
-    def __init__(self, repeats: bool, **settings: Any) -> None:
+    def __init__(self, use_cuda_graph: bool, **settings: Any) -> None:
         compute = pick(DEVICE, settings.pop("dtype", "float32"))
         config = gpt.TrainConfig(
             **{"preset": "nano", "dropout": 0.0, "compile": "off", "batch_tokens": 1024, "steps": 9} | settings
@@ -82,7 +82,7 @@ class StepRunner:
         self.optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
         self.stepper = Stepper(Single(model, self.optimizer, compute), recipe, lambda micro_batch: None)
         assert self.stepper.uses_cuda_graph
-        self.stepper.uses_cuda_graph = repeats
+        self.stepper.uses_cuda_graph = use_cuda_graph
         self.batches = np.random.default_rng(0).integers(1024, size=(9, recipe.rows, recipe.model.block_size))
         if recipe.compile:
             assert self.stepper.compile() is None
@@ -105,10 +105,10 @@ class StepRunner:
     ids=str,
 )  # fmt: skip
 def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> None:
-    """Covers a growing batch, sampling past the context, and restored weights."""
+    """Covers a growing batch, a RoPE table grown by sampling, and restored moments."""
     uncaptured, captured = StepRunner(False, **settings), StepRunner(True, **settings)
     for runner in (uncaptured, captured):
-        torch.manual_seed(1)  # seed of dropout
+        torch.manual_seed(1)  # dropout seed
         runner.results = runner.run(range(5), 4) + runner.run(range(5, 9))  # type: ignore[attr-defined]
     assert captured.stepper.graph is not None
     tolerance = 1e-5 if settings.get("dtype") is None else 2e-3
@@ -118,9 +118,9 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
         torch.manual_seed(2)
         runner.stepper.model.grow_rope_table(200)
         # Overwrites the old table's freed memory.
-        overwritten = [torch.full((2, 64, 32), torch.nan, device=DEVICE) for _ in range(100)]
+        nan_tensors = [torch.full((2, 64, 32), torch.nan, device=DEVICE) for _ in range(100)]
         runner.results = runner.run(range(4))  # type: ignore[attr-defined]
-        del overwritten
+        del nan_tensors
         runner.optimizer.restore(runner.stepper.model, state)
         runner.stepper.drop_graph()
         runner.results += runner.run(range(4))  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ def test_uncapturable_step_runs_without_a_cuda_graph(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.usefixtures("real_cuda")
 def test_out_of_memory_halves_the_micro_batch(text: Path) -> None:
-    """The memory limit is below the full batch and above an eighth of it."""
+    """The limit is halfway between the memory of micro-batches of 512 and of 64."""
     large = {"n_embd": 256, "n_layer": 4, "n_head": 4, "batch_tokens": 32_768, "steps": 4, "dtype": "float32"}
 
     def measure_reserved(micro_batch: str) -> tuple[int, list[float]]:

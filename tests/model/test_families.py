@@ -28,7 +28,7 @@ from gpt.text.tokenizer import bytes_tokenizer
 transformers = pytest.importorskip("transformers")
 
 IDS, EOT = 257, 256
-# one shape of each family, and nine more for `make test-more`
+# One shape per family, and nine more for `make test-more`
 SHAPES = [(family, 0) for family in FAMILIES] + [more(family, n) for family in FAMILIES for n in range(1, 10)]
 
 
@@ -60,7 +60,7 @@ def save(path: Path, model: GPT) -> None:
 
 
 def generate_ids(model: GPT, prompt: list[int], **settings: Any) -> list[list[int]]:
-    """Generates the greedy text, or the best hypotheses."""
+    """Returns the ids of the greedy text, or of the best hypotheses."""
     config = SampleConfig(max_tokens=24, **settings)
     context = Context(model, CPU, max(1, config.beam))
     updates = list(engine_of(context, [Request(prompt, config)], config, eot=EOT).run())
@@ -163,19 +163,19 @@ def test_fine_tuned_model_loads_in_transformers(
     Path("book.txt").write_bytes(make_text(800).encode())
     done = gpt("train", "book.txt", "--init", "theirs", "--steps", "2", "-o", "run", "--quiet", "--device", "cpu")
     assert done.code == 0, done.err
-    saved = Path("run/step-000002")
-    assert json.loads((saved / "config.json").read_text())["model_type"] == config.layout
-    reference = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
-    model = library.load(saved, device="cpu")
+    saved_folder = Path("run/step-000002")
+    assert json.loads((saved_folder / "config.json").read_text())["model_type"] == config.layout
+    reference = transformers.AutoModelForCausalLM.from_pretrained(saved_folder, dtype=torch.float32).eval()
+    model = library.load(saved_folder, device="cpu")
     eos_token_id = reference.generation_config.eos_token_id
     assert set(eos) == set(eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])
     ids = model.tokenizer.prompt("the cat sat")
-    assert transformers.AutoTokenizer.from_pretrained(saved)("the cat sat")["input_ids"] == ids
+    assert transformers.AutoTokenizer.from_pretrained(saved_folder)("the cat sat")["input_ids"] == ids
     with torch.no_grad():
         assert torch.allclose(model.model(torch.tensor([ids])), reference(torch.tensor([ids])).logits, atol=1e-4)
 
 
-# Missing keys have Transformers' defaults
+# Defaults of missing keys
 
 MINIMAL = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 32,
@@ -216,7 +216,7 @@ def test_missing_gpt2_config_keys_have_transformers_defaults() -> None:
     assert hf.from_hf_config(without_positions | {"n_ctx": 8}, "it") == config
 
 
-# Unsupported features are refused by name
+# Unsupported features
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -297,7 +297,7 @@ def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / "c" / "model.safetensors")
         with pytest.raises(UserError, match=message):
             checkpoint.load(tmp_path / "c", CPU.device)
-    # Older versions saved models without the unembedding, and with buffers.
+    # Base models lack the prefix `model.`. Older Transformers versions saved buffers.
     base = {name.removeprefix("model."): tensor for name, tensor in good.items()}
     base["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     save_file(base, tmp_path / "c" / "model.safetensors")

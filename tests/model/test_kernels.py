@@ -1,4 +1,4 @@
-"""Fast kernels compared with their plain definitions."""
+"""Fast kernels compared with reference implementations."""
 
 import math
 from typing import Any
@@ -34,13 +34,13 @@ def test_rms_norm_of_bfloat16_rounds_once() -> None:
     norm = decoder.RMSNorm(64, eps=1e-6)
     x = torch.randn(5, 64).bfloat16().requires_grad_()
     out = norm(x)
-    wide = x.detach().float().requires_grad_()
-    expected = torch.nn.functional.rms_norm(wide, (64,), norm.weight, 1e-6)
+    x_float32 = x.detach().float().requires_grad_()
+    expected = torch.nn.functional.rms_norm(x_float32, (64,), norm.weight, 1e-6)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, expected.bfloat16())
     out.sum().backward()
     expected.sum().backward()
-    assert torch.allclose(x.grad.float(), wide.grad, atol=1e-2)
+    assert torch.allclose(x.grad.float(), x_float32.grad, atol=1e-2)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 30])
@@ -69,7 +69,7 @@ def test_plain_attention_with_shared_heads_matches_fused_attention(heads: tuple[
 @pytest.mark.parametrize("window", [None, 1, 100, 129, 500])
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 def test_bfloat16_attention_matches_float32(kv_heads: int, window: int | None) -> None:
-    """Scores of a prompt are computed in chunks of positions."""
+    """Attention scores are computed in chunks of positions."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 300, 8).bfloat16() for heads in (6, kv_heads, kv_heads))
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_bfloat16_attention_matches_float32(kv_heads: int, window: int | None) -
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.99])
-def test_dropout_rate_and_mean(p: float) -> None:
+def test_dropout_has_the_requested_rate_and_keeps_the_mean(p: float) -> None:
     torch.manual_seed(1)
     x = torch.ones(999, 1001, dtype=torch.float64).requires_grad_()
     y = kernels.drop(x.mT, p).mT

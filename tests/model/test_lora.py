@@ -21,7 +21,7 @@ from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, hf
 from gpt.text.tokenizer import bytes_tokenizer
 
-# PEFT uses a former name of a Transformers 5 attribute.
+# PEFT uses an attribute name that Transformers 5 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 CPU = torch.device("cpu")
 
@@ -85,14 +85,14 @@ def test_merged_weights_match_adapters(family: str, targets: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_adapters_are_trained(family: str) -> None:
     config, ids = FAMILIES[family], torch.arange(16)[None]
-    fresh = GPT(config).eval()
+    model_before_training = GPT(config).eval()
     with torch.no_grad():
-        before = fresh(ids)
-        lora.adapt(fresh, 3, 6.0)
-        assert torch.equal(fresh(ids), before)  # B starts as 0.
+        before = model_before_training(ids)
+        lora.adapt(model_before_training, 3, 6.0)
+        assert torch.equal(model_before_training(ids), before)  # Matrix B starts at 0.
     model = model_with_adapters(config, 3)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert trained == set(lora.adapters(model))
+    trained_names = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained_names == set(lora.adapters(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in lora.adapters(model).items()}
     assert shapes == lora.adapter_shapes(config, 3, LORA_ROLES)
     assert len(shapes) == 2 * 4 * 2
@@ -120,8 +120,8 @@ def test_frozen_bfloat16_weights_keep_their_dtype() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [301, 320])
-def test_loss_with_a_frozen_unembedding(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradient are computed in chunks, and equal autograd's with a trained unembedding."""
+def test_loss_with_a_frozen_unembedding_matches_autograd(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunked loss and gradient match autograd with a trained unembedding."""
     torch.manual_seed(0)
     monkeypatch.setattr(memory, "LOGITS_ON_CPU", vocab_size * 13)
     monkeypatch.setattr(memory, "MIN_POSITIONS_PER_CHUNK", 1)
@@ -165,7 +165,7 @@ def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", ["all", slow("attention"), "output,down", slow("query,value")])
-def test_peft_loads_our_adapters(family: str, targets: str, workdir: Path) -> None:
+def test_peft_loads_gpt_adapters(family: str, targets: str, workdir: Path) -> None:
     config = FAMILIES[family]
     if family == "gpt2" and targets == "query,value":
         targets = "query,key,value"
@@ -176,7 +176,7 @@ def test_peft_loads_our_adapters(family: str, targets: str, workdir: Path) -> No
     ids = torch.arange(16)[None]
     with torch.no_grad():
         expected = model(ids)
-        # PEFT would warn about missing keys.
+        # PEFT warns about missing keys, and warnings are errors.
         peft_model = peft.PeftModel.from_pretrained(load_transformers(base), workdir / "adapter")
         assert torch.allclose(peft_model(ids).logits, expected, atol=1e-4)
         assert torch.allclose(checkpoint.load(workdir / "adapter", CPU).model(ids), expected, atol=1e-5)
@@ -199,7 +199,7 @@ def make_peft_adapter(config: GPTConfig, workdir: Path, **settings: Any) -> tupl
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_peft_adapters_are_loaded(family: str, use_rslora: bool, workdir: Path) -> None:
+def test_gpt_loads_peft_adapters(family: str, use_rslora: bool, workdir: Path) -> None:
     peft_model, path = make_peft_adapter(FAMILIES[family], workdir, use_rslora=use_rslora)
     ids = torch.arange(16)[None]
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_invalid_targets_are_refused(gpt: Gpt, base: Path, second_text: Path, ta
     assert not Path("runs").exists()
 
 
-def test_targets_need_adapters(gpt: Gpt, base: Path, second_text: Path) -> None:
+def test_lora_targets_without_a_rank_are_refused(gpt: Gpt, base: Path, second_text: Path) -> None:
     done = gpt("train", second_text, "--init", base, "--lora-targets", "mlp")
     one_line_of_what_and_what_next(done, "--lora-targets needs --lora-rank")
 
@@ -315,7 +315,7 @@ def test_targets_need_adapters(gpt: Gpt, base: Path, second_text: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", slow("qwen3")])
-def test_run_with_targets(family: str, workdir: Path, second_text: Path) -> None:
+def test_run_trains_only_its_targets(family: str, workdir: Path, second_text: Path) -> None:
     base = save_base(FAMILIES[family], workdir / "base")
     result = library.train(second_text, init=base, steps=4, lora_targets="mlp,output", merge_lora=True, **LORA)
     record = json.loads((result.run / "run.json").read_text())
@@ -329,8 +329,8 @@ def test_run_with_targets(family: str, workdir: Path, second_text: Path) -> None
             peft.PeftModel.from_pretrained(load_transformers(base), result.checkpoint)(ids).logits, tuned, atol=1e-4
         )
         assert torch.allclose(load_transformers(result.run / "merged")(ids).logits, tuned, atol=1e-4)
-    longer = library.resume(result.run, steps=6)
-    assert longer.steps == 6
+    extended_run = library.resume(result.run, steps=6)
+    assert extended_run.steps == 6
 
 
 def test_run_saves_only_adapters(base: Path, second_text: Path) -> None:
@@ -338,11 +338,11 @@ def test_run_saves_only_adapters(base: Path, second_text: Path) -> None:
     checksums = folder.weight_checksums(base)
     result = library.train(second_text, init=base, steps=30, merge_lora=True, listen=run_events.append, **LORA)
     assert folder.weight_checksums(base) == checksums
-    first = next(event.val_loss for event in run_events if isinstance(event, events.EvalEvent))
-    assert result.val_loss < first
+    first_loss = next(event.val_loss for event in run_events if isinstance(event, events.EvalEvent))
+    assert result.val_loss < first_loss
     assert not (result.checkpoint / "model.safetensors").exists()
-    saved = load_file(result.checkpoint / "adapter_model.safetensors")
-    assert len(saved) == 2 * 4 * library.load(base).model.config.n_layer
+    saved_tensors = load_file(result.checkpoint / "adapter_model.safetensors")
+    assert len(saved_tensors) == 2 * 4 * library.load(base).model.config.n_layer
     assert json.loads((result.checkpoint / "gpt.json").read_text())["adapter"] == {"sha256": checksums}
     peft_config = json.loads((result.checkpoint / "adapter_config.json").read_text())
     assert (peft_config["r"], peft_config["lora_alpha"], peft_config["base_model_name_or_path"]) == (4, 8.0, str(base))
@@ -375,7 +375,7 @@ def test_changed_base_is_refused(gpt: Gpt, base: Path, second_text: Path) -> Non
 
 
 @pytest.mark.slow
-def test_adapters_on_adapters_with_a_shorter_context(base: Path, second_text: Path) -> None:
+def test_adapters_can_be_trained_on_adapters_with_a_shorter_context(base: Path, second_text: Path) -> None:
     first = library.train(second_text, init=base, steps=4, block_size=16, **LORA)
     second = library.train(second_text, init=first.run, steps=4, out="two", **LORA)
     model = library.load(second.run).model

@@ -90,7 +90,7 @@ def saved_bytes(config: GPTConfig, rows: int, dtype: str) -> int:
 @pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 @pytest.mark.parametrize(("block_size", "dropout"), [(64, 0.0), (64, 0.1), (576, 0.0), (576, 0.1)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_bytes_on_a_cpu(kind: str, block_size: int, dropout: float, dtype: str) -> None:
+def test_estimate_matches_saved_bytes_on_a_cpu(kind: str, block_size: int, dropout: float, dtype: str) -> None:
     """Above 512 positions, dropout keeps scores in float32."""
     config = preset_shape("nano", dropout=dropout, block_size=block_size, n_layer=2, **KINDS[kind])
     check_saved_bytes(config, Setup(micro_batch=2, dtype=dtype, device="cpu"))
@@ -99,7 +99,7 @@ def test_saved_bytes_on_a_cpu(kind: str, block_size: int, dropout: float, dtype:
 @pytest.mark.usefixtures("gpu_arithmetic")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_saved_bytes_on_a_gpu(kind: str, dtype: str) -> None:
+def test_estimate_matches_saved_bytes_on_a_gpu(kind: str, dtype: str) -> None:
     check_saved_bytes(preset_shape("nano", n_layer=2, **KINDS[kind]), Setup(micro_batch=16, dtype=dtype))
 
 
@@ -108,8 +108,8 @@ def check_saved_bytes(config: GPTConfig, setup: Setup) -> None:
     assert_estimates(estimate, saved_bytes(config, setup.micro_batch, setup.dtype))
 
 
-def assert_estimates(estimate: int, used: int) -> None:
-    assert 0.98 * used <= estimate <= 1.15 * used
+def assert_estimates(estimate: int, used_bytes: int) -> None:
+    assert 0.98 * used_bytes <= estimate <= 1.15 * used_bytes
 
 
 # Tensors alive during a step
@@ -141,7 +141,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
-    """Returns peak bytes of gradients and update in the second step. Fake tensors allow GPU sizes."""
+    """Returns the second step's peak bytes by phase. Fake tensors allow GPU sizes."""
     compute = Compute(torch.device("cpu"), DTYPES[setup.dtype])
     train_config = TrainConfig(batch_tokens=rows * config.block_size, micro_batch=str(setup.micro_batch), steps=1)
     recipe = resolve(
@@ -173,7 +173,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def no_random_state(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Fake tensors have no random state to copy."""
+    """Fake tensors have no random state to save."""
     if "held" in request.node.name:
         monkeypatch.setattr("gpt.training.step.random_states", lambda device: {})
 
@@ -192,7 +192,7 @@ CASES = {
 
 @pytest.mark.usefixtures("gpu_arithmetic")
 @pytest.mark.parametrize("name", ["modern, again", *(slow(name) for name in CASES if name != "modern, again")])
-def test_peak_held_by_a_step_on_a_gpu(name: str) -> None:
+def test_estimate_matches_memory_held_by_a_step_on_a_gpu(name: str) -> None:
     config, setup, rows = CASES[name]
     assert_peaks(count_step_memory(config, setup), peak_bytes(config, setup, rows))
 
@@ -204,7 +204,7 @@ def test_peak_held_by_a_step_on_a_gpu(name: str) -> None:
         slow("shared heads", 0.0, "bfloat16"), slow("llama", 0.0, "bfloat16"),
     ],
 )  # fmt: skip
-def test_peak_held_by_a_step_on_a_cpu(kind: str, dropout: float, dtype: Any) -> None:
+def test_estimate_matches_memory_held_by_a_step_on_a_cpu(kind: str, dropout: float, dtype: Any) -> None:
     config = preset_shape("mini", dropout=dropout, n_layer=3, **KINDS[kind])
     setup = Setup(16, True, dtype, device="cpu")
     assert_peaks(

@@ -72,7 +72,7 @@ def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...])
     model = loud(KINDS[kind], 4)
     idx = torch.randint(97, (2, 150))
     cache = KVCache(model.config, 2, torch.device("cpu"), torch.float32)
-    # a prompt, single steps, chunks, and a chunk above the columns of a window
+    # Sizes cover a prompt, single steps, chunks, and a chunk wider than a window's columns.
     pieces, position = [], 0
     with torch.no_grad():
         expected = model(idx)
@@ -80,14 +80,14 @@ def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...])
             pieces.append(model(part, Placement(cache, [(0, [position, position], part.size(1))])))
             position += part.size(1)
     assert torch.allclose(torch.cat(pieces, dim=1), expected, atol=1e-4)
-    if kind != "mistral":  # Some layer attends to the whole context.
+    if kind != "mistral":  # Other models have a layer that attends to the whole context.
         with pytest.raises(ValueError, match="155 tokens do not fit"):
             model(idx[:, :5], Placement(cache, [(0, [150, 150], 5)]))
 
 
 @EACH_KIND
 @pytest.mark.parametrize("fixed_shapes", [False, True])
-def test_cache_rows_of_different_lengths_with_rollback(kind: str, fixed_shapes: bool) -> None:
+def test_cache_rows_of_different_lengths_match_a_full_forward_pass(kind: str, fixed_shapes: bool) -> None:
     """Covers prompts in one pass, rejected guesses, and copied rows."""
     model, lengths = loud(KINDS[kind], 4), [3, 80, 110]
     idx = torch.randint(97, (3, 150))
@@ -161,7 +161,7 @@ def test_initialization_matches_gpt2() -> None:
         assert block.ln_1.weight.min() == block.ln_1.weight.max() == 1
 
 
-def test_dropout_only_in_training() -> None:
+def test_dropout_is_active_only_in_training() -> None:
     torch.manual_seed(6)
     model = GPT(GPTConfig(97, 24, 2, 4, 32, dropout=0.5))
     idx = torch.randint(97, (1, 24))
@@ -230,20 +230,22 @@ SHAPES = {name: preset.model for name, preset in PRESETS.items()} | KINDS
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_parameter_table_matches_the_built_model(name: str) -> None:
-    """The meta device fits 175B parameters."""
+    """The meta device needs no memory for 175B parameters."""
     config = SHAPES[name]
     with torch.device("meta"):
         model = GPT(config)
     table = named_parameters(config)
-    built = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert list(built.items()) == [(name, p.shape) for name, p in table.items() if p.trained]
-    fixed = {name: p.shape for name, p in table.items() if not p.trained}
-    assert fixed == ({"wpe.weight": tuple(model.sine.shape)} if config.positions == "sinusoidal" else {})
+    built_shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert list(built_shapes.items()) == [(name, p.shape) for name, p in table.items() if p.trained]
+    untrained_shapes = {name: p.shape for name, p in table.items() if not p.trained}
+    assert untrained_shapes == ({"wpe.weight": tuple(model.sine.shape)} if config.positions == "sinusoidal" else {})
     assert model.unembed(torch.empty(1, config.n_embd, device="meta")).shape == (1, config.vocab_size)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
     norms = {n for n, module in model.named_modules() if isinstance(module, torch.nn.LayerNorm | decoder.RMSNorm)}
     assert {name.removesuffix(".weight") for name, p in table.items() if p.is_matrix} == linear
-    assert {name for name, p in table.items() if p.kind == "bias"} == {f"{name}.bias" for name in linear} & set(built)
+    assert {name for name, p in table.items() if p.kind == "bias"} == {f"{name}.bias" for name in linear} & set(
+        built_shapes
+    )
     assert {name.rpartition(".")[0] for name, p in table.items() if p.kind == "norm"} == norms
     fused = {"attn.c_attn", *(["mlp.c_fc"] if config.mlp == "swiglu" else [])}
     assert {p.name.rpartition(".")[0] for p in table.values() if p.fused} == fused
@@ -254,7 +256,7 @@ def test_parameter_table_matches_the_built_model(name: str) -> None:
     assert parts.total_weights == sum(row.parameters for row in parts.rows)
 
 
-PAPER_TOTALS = {  # parameter counts of GPT-2, and of GPT-3 in table 2.1 of its paper
+PAPER_TOTALS = {  # Parameter counts of GPT-2, and of GPT-3 (table 2.1 of its paper)
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
     "gpt3-175b": 174_604_259_328,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Counts of parameters, FLOPs and cache."""
+"""Counts of parameters, FLOPs and cache bytes."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.params import WINDOW_SLACK, breakdown, cache_bytes, flops_per_token, flops_sampled
 
-# values of config.json on the Hub
+# Values from config.json on the Hub
 COLUMNS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings", "tie_word_embeddings",
@@ -76,7 +76,7 @@ def test_counts_match_transformers(name: str) -> None:
 
 
 def multiplications(config: GPTConfig, T: int) -> int:
-    """Counts a forward pass's multiplications for the last of T positions."""
+    """Counts the multiplications of a forward pass for the last of T positions."""
     total = sum(p.numel() for n, p in GPT(config).named_parameters() if n != "wpe.weight")
     total -= 0 if config.tied else config.vocab_size * config.n_embd  # The embedding is a lookup.
     for window in config.windows:
@@ -100,7 +100,7 @@ def test_window_reduces_flops_and_cache(gpt: Gpt) -> None:
     command = ("params", "qwen3-0.6b", "--block-size", "8192", "--devices", "1", "--json")
     dense, banded = (json.loads(gpt(*command, *window).out) for window in ((), ("--window", "512")))
     assert banded["trainable"] == dense["trainable"]
-    saved_positions = 14 * (8192 - 512)  # positions outside the window, in 14 of 28 layers
+    saved_positions = 14 * (8192 - 512)  # Positions outside the window, in 14 of 28 layers
     assert dense["flops"]["trained_token"] - banded["flops"]["trained_token"] == 12 * 16 * 128 * saved_positions
     columns = 14 * (8192 - 512 - WINDOW_SLACK)
     assert dense["memory"]["sampling"]["cache"] - banded["memory"]["sampling"]["cache"] == 2 * 2 * 8 * 128 * columns
@@ -110,7 +110,7 @@ def test_window_reduces_flops_and_cache(gpt: Gpt) -> None:
 # Printed tables
 
 
-def test_tables_of_families(gpt: Gpt) -> None:
+def test_printed_tables_fit_the_family(gpt: Gpt) -> None:
     out = gpt("params", "mistral-7b").out
     for fragment in (
         "(128 × 4,096) × 8 × 32", "(128 × 4,096) × 32 × 32", "(14,336 × 4,096) × 32", "Gate-Projection",
@@ -134,7 +134,7 @@ def test_compared_rows_are_matched_by_name(gpt: Gpt, names: tuple[str, str]) -> 
         assert rows["norms"][column] == f"+{parts.layer_norms:,}"
 
 
-def test_shape_from_options(gpt: Gpt) -> None:
+def test_shape_options_are_applied(gpt: Gpt) -> None:
     options = ["--n-layer", "3", "--n-head", "4", "--n-kv-head", "2", "--head-dim", "16", "--n-embd", "32"]
     options += ["--n-inner", "48", "--window", "9", "--block-size", "64", "--vocab-size", "99", "--arch", "modern"]
     output = json.loads(gpt("params", *options, "--json").out)

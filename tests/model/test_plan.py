@@ -21,7 +21,7 @@ from gpt.peaks import KINDS
 from gpt.plan_config import PlanConfig
 from gpt.training.recipe import resolve
 
-# Brown et al. 2020, table D.1: training FLOPs of models, 300 billion tokens each
+# Training FLOPs for 300 billion tokens (Brown et al. 2020, table D.1)
 TABLE_D1 = {
     "gpt3-125m": 2.25e20,
     "gpt3-1.3b": 2.38e21,
@@ -42,7 +42,7 @@ def test_training_flops_match_the_gpt3_paper(gpt: Gpt, name: str) -> None:
     assert flops_per_token(config, 77) == 3 * flops_sampled(config, 77)
 
 
-def test_plan_for_gpt3_on_1024_devices(gpt: Gpt) -> None:
+def test_plan_for_gpt3_on_1024_devices_fits(gpt: Gpt) -> None:
     command = ("params", "gpt3-175b", "--devices", "1024", "--kind", "h100-80gb", "--tokens", "300e9")
     output = json.loads(gpt(*command, "--json").out)
     plan = output["plan"]
@@ -58,7 +58,7 @@ def test_plan_for_gpt3_on_1024_devices(gpt: Gpt) -> None:
     out = gpt(*command).out
     assert f"--shard full --tensor {plan['tensor']} --micro-batch {plan['micro_batch']} --recompute" in out
     assert "nothing fits" in out  # Nothing fits on a single device.
-    assert "617,558,016" in out  # The parameter table is printed too.
+    assert "617,558,016" in out  # This count is from the parameter table.
 
 
 def test_plan_that_does_not_fit_is_reported(gpt: Gpt) -> None:
@@ -72,18 +72,20 @@ def test_plan_that_does_not_fit_is_reported(gpt: Gpt) -> None:
 def test_first_setup_that_fits_is_chosen(preset: str, kind: str) -> None:
     plan_config = PlanConfig(kind=kind, devices=12)
     config, batch = PRESETS[preset].model, PRESETS[preset].batch_tokens
-    found_plans = plans(config, plan_config, batch * 3)
-    assert [plan.devices for plan in found_plans] == [1, 2, 4, 8, 12]
+    device_plans = plans(config, plan_config, batch * 3)
+    assert [plan.devices for plan in device_plans] == [1, 2, 4, 8, 12]
     usable_memory = int(USABLE * KINDS[kind].memory)
     rows = step_rows(config, batch * 3, False)
-    for plan in found_plans:
-        rejected = list(setups(config, plan_config, rows, plan.devices))
+    for plan in device_plans:
+        rejected_setups = list(setups(config, plan_config, rows, plan.devices))
         if plan.fits:
-            rejected = rejected[: rejected.index(replace(plan.setup, loss_chunk=0))]
-        assert all(count_step_memory(config, replace(setup, loss_chunk=128)).peak > usable_memory for setup in rejected)
+            rejected_setups = rejected_setups[: rejected_setups.index(replace(plan.setup, loss_chunk=0))]
+        assert all(
+            count_step_memory(config, replace(setup, loss_chunk=128)).peak > usable_memory for setup in rejected_setups
+        )
         assert plan.fits == (plan.memory.peak <= usable_memory)
         assert plan.memory == count_step_memory(config, plan.setup)
-    assert all(slower.days >= faster.days for slower, faster in pairwise(found_plans) if slower.days and faster.days)
+    assert all(slower.days >= faster.days for slower, faster in pairwise(device_plans) if slower.days and faster.days)
 
 
 @pytest.mark.parametrize("preset", ["gpt3-350m", "gpt3-2.7b", "gpt3-6.7b"])
@@ -113,16 +115,15 @@ def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:
     assert with_largest_micro_batch(config, Setup(), setup.micro_batch, memory) == replace(setup, accumulates=False)
     # Logits take most of the memory.
     large_vocabulary = replace(config, vocab_size=10**6, n_layer=1, n_embd=48)
-    small_memory = (
-        int(count_step_memory(large_vocabulary, Setup(accumulates=True)).peak / USABLE) - 10**6
-    )  # slightly less than full logits need
+    # This is slightly less memory than full logits need.
+    small_memory = int(count_step_memory(large_vocabulary, Setup(accumulates=True)).peak / USABLE) - 10**6
     chunked = with_largest_micro_batch(large_vocabulary, Setup(), 96, small_memory)
     assert (chunked.micro_batch, 0 < chunked.loss_chunk < config.block_size) == (1, True)
     assert fits(large_vocabulary, chunked, small_memory)
 
 
 def test_logits_per_chunk_fit_int32() -> None:
-    """GPT-2 124M on 80 GB computes 128 sequences and 6.6·10⁹ logits together."""
+    """On 80 GB, a micro-batch of GPT-2 124M has 6.6·10⁹ logits, too many for int32."""
     config, memory = PRESETS["gpt2"].model, KINDS["h100-80gb"].memory
     setup = with_largest_micro_batch(config, Setup(), 512, memory)
     assert (setup.micro_batch, setup.loss_chunk) == (128, 0)
@@ -180,8 +181,10 @@ def test_json_has_the_same_sections_for_all_flags(gpt: Gpt) -> None:
         assert list(output) == [*expected, "plan", "memory", "plans", "flops", "time"]
         assert all(output[key] == expected[key] for key in expected)
     assert "are unknown" in gpt("params", "nano", "--kind", "cpu").out
-    both = [json.loads(line) for line in gpt("params", "gpt2", "gpt2-xl", "--devices", "1", "--json").out.splitlines()]
-    assert both[0]["time"]["days"] < both[1]["time"]["days"]
+    outputs = [
+        json.loads(line) for line in gpt("params", "gpt2", "gpt2-xl", "--devices", "1", "--json").out.splitlines()
+    ]
+    assert outputs[0]["time"]["days"] < outputs[1]["time"]["days"]
 
 
 def test_params_of_a_checkpoint_include_memory(gpt: Gpt, run_folder: Any) -> None:

@@ -1,4 +1,4 @@
-"""Folders of quantized weights in every command."""
+"""Quantized model folders in every command."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied": MODERN | {"qk_norm": False, "biases": "qkv", "tied": False},
     "sinusoidal": {"positions": "sinusoidal"},
     "own": {"positions": "rotary"},
-    "narrow": {"n_embd": 24},  # The rows do not divide into groups of 32.
+    "narrow": {"n_embd": 24},  # Rows of 24 do not divide into groups of 32.
 }
 SAMPLING = SampleConfig()
 fast_int4 = Int4Linear.runs_on(torch.device("cpu"))
@@ -58,7 +58,7 @@ def export(model: Path, dtype: str) -> Path:
 
 @pytest.fixture(scope="module")
 def quantized_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Returns the folder of a shape, cached by dtypes. int4-float32 is quantized, then dequantized."""
+    """Exports a shape to each dtype in turn: ``int4-float32`` quantizes, then dequantizes."""
     root = tmp_path_factory.mktemp("quantized")
 
     def get(shape: str, dtypes: str = "float32") -> Path:
@@ -89,17 +89,17 @@ def logits(path: Path, device: str = "cpu", **options: Any) -> Tensor:
 def test_int8_matches_its_definition(dtype: torch.dtype) -> None:
     weight = (torch.randn(300, 2048) * torch.logspace(-20, 20, 300)[:, None]).to(dtype)
     weight[3] = 0
-    rounded, exact = to_int8(weight), weight.float()
+    quantized, exact = to_int8(weight), weight.float()
     scales = exact.abs().amax(1) / 127
-    assert torch.equal(rounded.scales[scales > 0], scales[scales > 0])
-    assert torch.equal(rounded.levels, (exact / rounded.scales[:, None]).round().to(torch.int8))
-    assert torch.equal(rounded.dequantize(), rounded.levels.float() * rounded.scales[:, None])
-    assert rounded.levels.abs().amax(1)[scales > 0].eq(127).all()
-    assert (rounded.bits, rounded.shape) == (8, (300, 2048))
+    assert torch.equal(quantized.scales[scales > 0], scales[scales > 0])
+    assert torch.equal(quantized.levels, (exact / quantized.scales[:, None]).round().to(torch.int8))
+    assert torch.equal(quantized.dequantize(), quantized.levels.float() * quantized.scales[:, None])
+    assert quantized.levels.abs().amax(1)[scales > 0].eq(127).all()
+    assert (quantized.bits, quantized.shape) == (8, (300, 2048))
 
 
 def test_int4_matches_gguf_q4_0() -> None:
-    """The bytes are Q4_0's. The error is smaller than the reference quantizer's."""
+    """The format is Q4_0. The error is smaller than the reference quantizer's."""
     gguf = pytest.importorskip("gguf")
     q4_0 = gguf.GGMLQuantizationType.Q4_0
     weight = (
@@ -107,19 +107,19 @@ def test_int4_matches_gguf_q4_0() -> None:
     )
     weight[7] = 0
     weight[8, :GROUP] = 0
-    rounded = to_int4(weight)
-    assert (rounded.bits, rounded.shape) == (4, (130, 128))
+    quantized = to_int4(weight)
+    assert (quantized.bits, quantized.shape) == (4, (130, 128))
     blocks = np.concatenate(
-        [rounded.scales.numpy()[..., None].view(np.uint8), rounded.levels.view(130, 4, GROUP // 2).numpy()], axis=-1
+        [quantized.scales.numpy()[..., None].view(np.uint8), quantized.levels.view(130, 4, GROUP // 2).numpy()], axis=-1
     )
-    restored = rounded.dequantize()
+    restored = quantized.dequantize()
     assert np.array_equal(gguf.quants.dequantize(blocks.reshape(130, -1), q4_0), restored.numpy())
     reference = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), q4_0), q4_0))
     our_error, reference_error = ((values - weight).view(-1, GROUP).square().sum(1) for values in (restored, reference))
     assert our_error.sum() < 0.91 * reference_error.sum()
     assert (restored[7] == 0).all()
     ids = torch.tensor([[8, 0], [129, 7]])
-    assert torch.equal(rounded.rows(ids), restored[ids])
+    assert torch.equal(quantized.rows(ids), restored[ids])
 
 
 @pytest.mark.parametrize("quantize", [to_int8, to_int4])
@@ -145,13 +145,13 @@ def test_int4_scales_at_the_limits_of_float16() -> None:
 @pytest.mark.parametrize("dtype", ["int4", slow("int8")])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantized_folder_matches_the_dtype_option(quantized_folder: QuantizedFolder, shape: str, dtype: str) -> None:
-    unquantized, rounded = quantized_folder(shape), quantized_folder(shape, f"float32-{dtype}")
+    unquantized, quantized = quantized_folder(shape), quantized_folder(shape, f"float32-{dtype}")
     for options in ({"sampling": SAMPLING}, {"sampling": SampleConfig(compile="on")}, {}):
-        assert torch.equal(logits(rounded, dtype=dtype, **options), logits(unquantized, dtype=dtype, **options))
-    assert torch.equal(logits(rounded, sampling=SAMPLING), logits(unquantized, dtype=dtype, sampling=SAMPLING))
+        assert torch.equal(logits(quantized, dtype=dtype, **options), logits(unquantized, dtype=dtype, **options))
+    assert torch.equal(logits(quantized, sampling=SAMPLING), logits(unquantized, dtype=dtype, sampling=SAMPLING))
     from_folder, from_option = (
         library.load(path, dtype=options, sampling=SAMPLING).generate("ab", greedy=True, max_tokens=60)
-        for path, options in ((rounded, "auto"), (unquantized, dtype))
+        for path, options in ((quantized, "auto"), (unquantized, dtype))
     )
     assert from_folder == from_option
 
@@ -161,15 +161,18 @@ def test_quantized_folder_matches_the_dtype_option(quantized_folder: QuantizedFo
 def test_quantized_folder_matches_its_dequantized_weights(
     quantized_folder: QuantizedFolder, shape: str, dtype: str
 ) -> None:
-    rounded, restored = quantized_folder(shape, f"float32-{dtype}"), quantized_folder(shape, f"float32-{dtype}-float32")
+    quantized, restored = (
+        quantized_folder(shape, f"float32-{dtype}"),
+        quantized_folder(shape, f"float32-{dtype}-float32"),
+    )
     for options in (
         {}, {"sampling": SAMPLING, "dtype": "float32"}, {"sampling": SAMPLING, "dtype": "bfloat16"},
         {"sampling": SampleConfig(compile="on"), "dtype": "float32"},
     ):  # fmt: skip
-        assert torch.equal(logits(rounded, **options), logits(restored, **options)), options
-    config = checkpoint.peek(rounded)[0]
+        assert torch.equal(logits(quantized, **options), logits(restored, **options)), options
+    config = checkpoint.peek(quantized)[0]
     _, stored = checkpoint.open_weights(quantized_folder(shape))
-    weights = {name: tensor.detach() for name, tensor in library.load(rounded).model.state_dict().items()}
+    weights = {name: tensor.detach() for name, tensor in library.load(quantized).model.state_dict().items()}
     for name, p in named_parameters(config).items():
         if p.kind in ("embedding", "unembedding") or (p.kind == "linear" and (dtype == "int8" or p.shape[1] % GROUP)):
             assert torch.equal(weights[name], to_int8(stored[name]()).dequantize())
@@ -178,9 +181,9 @@ def test_quantized_folder_matches_its_dequantized_weights(
         elif p.trained:
             assert torch.equal(weights[name], stored[name]())
     parts: dict[str, Tensor] = {}
-    checkpoint.load_parts(rounded, config, lambda name, tensor: parts.update({name: tensor.clone()}))
+    checkpoint.load_parts(quantized, config, lambda name, tensor: parts.update({name: tensor.clone()}))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in parts.items())
-    assert set(parts) == set(dict(library.load(rounded).model.named_parameters()))
+    assert set(parts) == set(dict(library.load(quantized).model.named_parameters()))
 
 
 def test_quantized_embedding_rows_are_dequantized_on_use(quantized_folder: QuantizedFolder) -> None:
@@ -198,34 +201,36 @@ def test_quantized_embedding_rows_are_dequantized_on_use(quantized_folder: Quant
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_quantized_folder_can_be_exported_again(quantized_folder: QuantizedFolder, dtype: str) -> None:
-    rounded = quantized_folder("untied", f"float32-{dtype}")
+    quantized = quantized_folder("untied", f"float32-{dtype}")
     exported = quantized_folder("untied", f"float32-{dtype}-{dtype}")
-    assert (exported / "model.safetensors").read_bytes() == (rounded / "model.safetensors").read_bytes()
+    assert (exported / "model.safetensors").read_bytes() == (quantized / "model.safetensors").read_bytes()
     for other_dtype, tolerance in (("bfloat16", 0.05), ("float16", 0.02), ("int8", 0.2)):
-        expected = logits(rounded)
+        expected = logits(quantized)
         assert (
             logits(quantized_folder("untied", f"float32-{dtype}-{other_dtype}")) - expected
         ).abs().max() < tolerance * expected.abs().max()
 
 
-def test_quantized_weights_in_several_files(
+def test_quantized_weights_load_from_several_files(
     quantized_folder: QuantizedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     single_file_folders = {dtype: quantized_folder("gpt2", f"float32-{dtype}") for dtype in ("int8", "int4")}
     monkeypatch.setattr(checkpoint, "MAX_SHARD_BYTES", 30_000)
-    for dtype, one_file in single_file_folders.items():
+    for dtype, single_file_folder in single_file_folders.items():
         api.export(quantized_folder("gpt2"), tmp_path / dtype, dtype=dtype)
         assert len(list((tmp_path / dtype).glob("model-*.safetensors"))) > 2
-        assert torch.equal(logits(tmp_path / dtype), logits(one_file))
+        assert torch.equal(logits(tmp_path / dtype), logits(single_file_folder))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_quantized_folder_without_gpt_files(quantized_folder: QuantizedFolder, tmp_path: Path, dtype: str) -> None:
+def test_quantized_folder_loads_without_gpt_files(
+    quantized_folder: QuantizedFolder, tmp_path: Path, dtype: str
+) -> None:
     """Without `gpt`'s files and the model card, the folder loads like a Transformers folder."""
-    rounded = quantized_folder("modern", f"float32-{dtype}")
+    quantized = quantized_folder("modern", f"float32-{dtype}")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        shutil.copy(rounded / name, tmp_path)
-    assert torch.equal(logits(tmp_path), logits(rounded))
+        shutil.copy(quantized / name, tmp_path)
+    assert torch.equal(logits(tmp_path), logits(quantized))
 
 
 # Commands
@@ -305,7 +310,9 @@ def test_requantization_is_reported(gpt: Gpt, quantized_folder: QuantizedFolder)
 
 
 @pytest.mark.parametrize("rank", [0, slow(4)])
-def test_training_from_a_quantized_folder(gpt: Gpt, model_pair: tuple[Path, Path], rank: int) -> None:
+def test_training_matches_from_quantized_and_dequantized_weights(
+    gpt: Gpt, model_pair: tuple[Path, Path], rank: int
+) -> None:
     Path("text.txt").write_bytes(make_text().encode())
     runs = []
     for number, init in enumerate(model_pair):
@@ -315,8 +322,8 @@ def test_training_from_a_quantized_folder(gpt: Gpt, model_pair: tuple[Path, Path
         done = gpt("train", "text.txt", "--init", init, "-o", runs[-1], "--quiet", *options)
         assert done.code == 0, done.err
     assert curve(runs[0]) == curve(runs[1])
-    sampled = [gpt("sample", "the", "-m", run, "-n", "12", "--greedy", "--dtype", "float32").out for run in runs]
-    assert sampled[0] == sampled[1] != ""
+    samples = [gpt("sample", "the", "-m", run, "-n", "12", "--greedy", "--dtype", "float32").out for run in runs]
+    assert samples[0] == samples[1] != ""
     done = gpt("train", "--resume", runs[0], "--steps", "10", "--quiet")
     assert done.code == 0, done.err
     exported = gpt("export", runs[0], "-o", "again", "--dtype", "int4")
@@ -348,7 +355,7 @@ def test_quantized_weights_too_large_for_memory_are_refused(
     path = quantized_folder("gpt2", f"float32-{dtype}")
     model = library.load(path).model
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    # the float32 embedding, a copy separate from the prepared unembedding
+    # The float32 embedding is separate from the prepared unembedding.
     embedding_bytes = 4 * model.wte.weight.numel()
     command = ("sample", "x", "-m", path, "-n", "2", "--device", "cpu", "--dtype", requested_dtype)
     monkeypatch.setattr(Compute, "memory", lambda self: bytes_each * parameter_count - 1)
@@ -389,11 +396,11 @@ def test_quantized_weights_are_in_memory_once(
     if dtype == "int4" and not fast_int4:
         pytest.skip("the int4 kernel needs AVX2")
     large = save(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=4, n_head=8, n_embd=1024, tied=tied)
-    rounded = export(large, dtype)
-    command = [sys.executable, "-c", PEAK_SCRIPT, quantized_folder("gpt2", f"float32-{dtype}"), rounded, dtype]
+    quantized = export(large, dtype)
+    command = [sys.executable, "-c", PEAK_SCRIPT, quantized_folder("gpt2", f"float32-{dtype}"), quantized, dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     # FBGEMM takes some 60 MB. Duplicate weights would exceed the limit.
-    assert int(done.stdout) < 1.5 * (rounded / "model.safetensors").stat().st_size + 90e6
+    assert int(done.stdout) < 1.5 * (quantized / "model.safetensors").stat().st_size + 90e6
 
 
 # Damage
@@ -513,13 +520,13 @@ def test_hub_downloads_all_files_of_a_quantized_folder(quantized_folder: Quantiz
 
 
 @pytest.mark.slow
-def test_quantized_folder_on_a_gpu(quantized_folder: QuantizedFolder, cuda: Any) -> None:
-    """Products use bfloat16 and int8."""
+def test_quantized_folder_matches_the_dtype_option_on_a_gpu(quantized_folder: QuantizedFolder, cuda: Any) -> None:
+    """Matrix products use bfloat16 and int8."""
     for shape in ("gpt2", "untied"):
-        unquantized, rounded = quantized_folder(shape), quantized_folder(shape, "float32-int8")
+        unquantized, quantized = quantized_folder(shape), quantized_folder(shape, "float32-int8")
         expected = logits(unquantized, "cuda", dtype="int8", sampling=SAMPLING)
-        assert torch.equal(logits(rounded, "cuda", sampling=SAMPLING), expected)
-        exact = logits(rounded, "cuda", dtype="float32")
+        assert torch.equal(logits(quantized, "cuda", sampling=SAMPLING), expected)
+        exact = logits(quantized, "cuda", dtype="float32")
         assert (expected - exact).abs().max() < 0.1 * exact.abs().max()
         int4, dequantized = quantized_folder(shape, "float32-int4"), quantized_folder(shape, "float32-int4-float32")
         options = {"dtype": "float32", "sampling": SAMPLING}

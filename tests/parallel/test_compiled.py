@@ -58,13 +58,13 @@ def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("process_group")
 def test_replicated_block_halves_compile_as_whole_graphs() -> None:
-    """Under `DistributedDataParallel`, torch splits compiled code between gradient buckets."""
+    """By default, torch splits compiled code between the gradient buckets of `DistributedDataParallel`."""
     graphs = GraphRecorder()
     model = GPT(GPTConfig(64, 8, 3, 2, 256))
     ids = torch.randint(64, (2, 8))
     expected = Objective(model, 0)(ids, ids)
-    wrapped = DistributedDataParallel(Objective(model, 0), bucket_cap_mb=1)  # type: ignore[arg-type]
+    ddp_objective = DistributedDataParallel(Objective(model, 0), bucket_cap_mb=1)  # type: ignore[arg-type]
     compile_halves(model, torch.device("cpu"), backend=graphs)
-    wrapped(ids, ids).backward()
-    assert wrapped(ids, ids).item() == pytest.approx(expected.item())
+    ddp_objective(ids, ids).backward()
+    assert ddp_objective(ids, ids).item() == pytest.approx(expected.item())
     assert len(graphs) == 3  # the attention half, the MLP half, the last norm

@@ -55,7 +55,7 @@ def test_two_processes_match_one(several_trained: Path, name: str) -> None:
 
 
 def test_gradients_are_all_reduced_once_per_step(several_trained: Path) -> None:
-    """The last micro-batch all-reduces; the trial of a micro-batch does not."""
+    """Only the last micro-batch of a step all-reduces. The initial trial does not."""
     syncs = rank_report(several_trained, 1)["summed"]
     assert syncs["adamw"] == [False, *[False, True] * 6]
     assert syncs["muon"] == [False, *[True] * 6]
@@ -76,11 +76,11 @@ def test_dropout_differs_between_data_ranks() -> None:
         return torch.rand(1).item()
 
     assert len({draw(0, 1), draw(1, 1), draw(0, 2), draw(0, 1)}) == 3
-    for rank, row in ((0, 0), (1, 0), (2, 1)):  # Two ranks share each sequence and its dropout.
+    for rank, row in ((0, 0), (1, 0), (2, 1)):  # With tensor=2, two ranks share a sequence and its dropout.
         assert draw(rank, 1, tensor=2) == draw(row, 1)
 
 
-def test_resume_with_another_number_of_processes(several_trained: Path, workdir: Path) -> None:
+def test_resume_with_another_number_of_processes_matches(several_trained: Path, workdir: Path) -> None:
     """Batches stay the same. Results are equal up to rounding."""
     expected = losses(several_trained / "one/adamw")
     assert losses(several_trained / "two/from-one") == pytest.approx(expected, rel=1e-4)
@@ -94,11 +94,11 @@ def test_resume_with_another_number_of_processes(several_trained: Path, workdir:
 
 
 def test_nan_loss_on_one_rank_rolls_back_all_ranks_to_rank_0s_snapshot(several_trained: Path) -> None:
-    logged = curve(several_trained / "two/poisoned")
-    (rollback,) = [line for line in logged if line["event"] == "rollback"]
+    logged_events = curve(several_trained / "two/poisoned")
+    (rollback,) = [line for line in logged_events if line["event"] == "rollback"]
     assert (rollback["step"], rollback["failed_step"]) == (4, 8)
-    assert [line["step"] for line in logged if line["event"] == "step" and line["loss"] is None] == [6, 7, 8]
-    assert (logged[-1]["event"], logged[-1]["reason"]) == ("end", "steps")
+    assert [line["step"] for line in logged_events if line["event"] == "step" and line["loss"] is None] == [6, 7, 8]
+    assert (logged_events[-1]["event"], logged_events[-1]["reason"]) == ("end", "steps")
     (on_rank_0,), (on_rank_1,) = (rank_report(several_trained, rank)["rolled_back"] for rank in (0, 1))
     assert on_rank_0["has"] == on_rank_1["has"]
     assert on_rank_0["step"] == on_rank_1["step"] == 4
@@ -126,8 +126,8 @@ def test_killed_rank_ends_all_and_the_run_resumes(several_trained: Path, workdir
 @pytest.mark.slow
 def test_error_on_one_rank_is_reported_once(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_texts()
-    ended = launch([sys.executable, str(RANKS), "broken"], 2)
-    assert ended == LaunchResult(1, 1, None, Path("broken"))
+    result = launch([sys.executable, str(RANKS), "broken"], 2)
+    assert result == LaunchResult(1, 1, None, Path("broken"))
     message = "error: internal error in gpt: RuntimeError: boom\nhint: please report it, with the traceback that --debug prints\n"
     assert capfd.readouterr() == ("", message)
     assert library.resume("broken").steps == 12
@@ -138,9 +138,9 @@ def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, capfd: pytest.Capture
     """The other rank hangs, as in an NCCL collective."""
     write_texts()
     start = time.monotonic()
-    ended = launch([sys.executable, str(RANKS), "killed"], 2)
-    assert ended == LaunchResult(1, 1, signal.SIGKILL, Path("killed"))
-    assert time.monotonic() - start < 30 + 60  # 30 s to start, 60 s to end
+    result = launch([sys.executable, str(RANKS), "killed"], 2)
+    assert result == LaunchResult(1, 1, signal.SIGKILL, Path("killed"))
+    assert time.monotonic() - start < 30 + 60  # 30 s to start and 60 s to end
     assert capfd.readouterr() == ("", "")
     assert library.resume("killed", nproc=1).steps == 12
 
@@ -149,13 +149,13 @@ def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, capfd: pytest.Capture
 def test_rank_ends_when_a_collective_times_out(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A machine that loses power does not close its connections."""
     write_texts()
-    ended = launch([sys.executable, str(RANKS), "silent"], 2)
-    assert (ended.status, ended.run) == (1, Path("silent"))
+    result = launch([sys.executable, str(RANKS), "silent"], 2)
+    assert (result.status, result.run) == (1, Path("silent"))
     assert library.resume("silent", nproc=1).steps == 12
 
 
 @pytest.mark.slow
-def test_compiler_missing_on_one_rank_is_not_used_on_any(workdir: Path) -> None:
+def test_compiler_missing_on_one_rank_disables_compilation_on_all(workdir: Path) -> None:
     write_texts()
     assert launch([sys.executable, str(RANKS), "uncompilable"], 2) == LaunchResult(0)
     notes = json.loads(Path("heard.json").read_text())
@@ -165,8 +165,8 @@ def test_compiler_missing_on_one_rank_is_not_used_on_any(workdir: Path) -> None:
 @pytest.mark.slow
 def test_ranks_with_different_options_are_refused(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_texts()
-    ended = launch([sys.executable, str(RANKS), "otherwise"], 2)
-    assert (ended.status, ended.rank) == (2, 0)
+    result = launch([sys.executable, str(RANKS), "otherwise"], 2)
+    assert (result.status, result.rank) == (2, 0)
     err = capfd.readouterr().err
     assert err.startswith("error: processes do not agree: seed is 7 in process 0 and 8 in process 1\nhint: ")
     assert err.count("\n") == 2
@@ -199,7 +199,9 @@ def make_recipe(processes: int, **settings: Any) -> Recipe:
     return resolve(config, compute, 10**5, 10**5, 400, True, lambda note: None, None, 0, processes)
 
 
-def test_too_little_memory_for_the_processes(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_the_processes_is_refused(
+    gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gpt.parallel.launch.host_memory", lambda: 8 * 2**30)
     Path("book.txt").write_text("the cat " * 500)
     done = gpt("train", "book.txt", "--nproc", "1024")
@@ -233,7 +235,7 @@ def test_port_in_use_is_refused(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_recently_closed_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system reserves such a port for a minute."""
+    """The system reserves a closed port for a minute."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = socket.create_connection(server.getsockname())
         server.accept()[0].close()
@@ -276,14 +278,13 @@ def test_first_failed_rank_determines_the_exit_status() -> None:
     assert _find_first_failure({0: 143, 1: 1}, None) == LaunchResult(1, 1)
     assert _find_first_failure({0: 143, 1: 75}, None) == LaunchResult(143, 0)
     assert _find_first_failure({0: 75}, None) == LaunchResult(1, 0)
-    assert _find_first_failure({1: -9, 0: -9}, None) == LaunchResult(
-        1, 1, 9
-    )  # Rank 0 hung and was killed half a minute later.
+    # Rank 0 hung and was killed half a minute later.
+    assert _find_first_failure({1: -9, 0: -9}, None) == LaunchResult(1, 1, 9)
 
 
 @pytest.mark.slow
 def test_reported_status_survives_a_later_kill() -> None:
-    """When one rank ends, the launcher stops the other, whose reported status stays valid. Rank 0's status counts."""
+    """The launcher can kill rank 0 after rank 0 reports its status. The reported status counts."""
     code = """
 import os, signal, time
 from gpt.parallel import environment
@@ -297,7 +298,7 @@ os.kill(os.getpid(), signal.SIGTERM) if os.environ["RANK"] == "0" else os._exit(
 
 def test_launcher_restores_signals_logging_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's launcher installs signal handlers and writes a log."""
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # Only this variable is kept.
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # An existing value is not overwritten.
 
     def process_state() -> tuple[object, ...]:
         handlers = [signal.getsignal(signum) for signum in SIGNALS]

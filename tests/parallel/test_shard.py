@@ -43,16 +43,16 @@ def mesh_of(grid: Grid) -> DeviceMesh:
 @pytest.mark.parametrize("config", [TINY, MODERN])
 def test_shards_contain_every_element_once_per_copy(grid: Grid, config: GPTConfig) -> None:
     for name, p in named_parameters(config).items():
-        count, whole = torch.zeros(p.shape), torch.randn(p.shape)
+        count, tensor = torch.zeros(p.shape), torch.randn(p.shape)
         restored = torch.empty(p.shape)
         for rank in range(grid.size):
             part = grid.part(p, rank)
-            shard = part.take(whole)
+            shard = part.take(tensor)
             assert shard.shape == part.shape
             part.put(shard, restored)
             part.put(part.take(count) + 1, count)
         assert (count == grid.copies(p)).all(), name
-        assert torch.equal(restored, whole)
+        assert torch.equal(restored, tensor)
 
 
 @pytest.mark.parametrize("grid", [Grid(2), Grid(1, 2), Grid(2, 2), Grid(2, 2, True), Grid(3, 1, True)])
@@ -123,10 +123,10 @@ def test_recomputation_is_bit_exact_and_saves_memory(config: GPTConfig) -> None:
         with torch.autograd.graph.saved_tensors_hooks(record_size, lambda x: x):
             loss = tied_cross_entropy(model.trunk(idx), model.unembedding, idx)
         results.append((loss, torch.autograd.grad(loss, list(model.parameters())), sum(saved_sizes)))
-    (loss, grads, saved), (recomputed_loss, recomputed_grads, saved_with_recompute) = results
+    (loss, grads, saved_elements), (recomputed_loss, recomputed_grads, recomputed_elements) = results
     assert torch.equal(loss, recomputed_loss)
     assert all(torch.equal(a, b) for a, b in zip(grads, recomputed_grads, strict=True))
-    assert saved_with_recompute < saved / 2
+    assert recomputed_elements < saved_elements / 2
 
 
 def overflow_on_rank_1(rank: int, rendezvous: Path) -> None:
@@ -187,7 +187,7 @@ def test_large_weights_are_saved_as_indexed_files(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_gpt3_175b_shard_of_1024_ranks() -> None:
+def test_gpt3_175b_shard_size_on_1024_ranks() -> None:
     """Uses fake tensors and a fake process group, as rank 0 of 128 × 8."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore

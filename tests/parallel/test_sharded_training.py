@@ -30,7 +30,7 @@ def several_trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_all(tmp_path_factory.mktemp("parts"), MODELS, PARTS)
 
 
-def test_sharding_with_one_process(workdir: Path) -> None:
+def test_sharding_with_one_process_matches_no_sharding(workdir: Path) -> None:
     write_texts()
     library.train("book.txt", out="one", **{**TWELVE_STEPS, "steps": 4})
     library.train("book.txt", out="sharded", **{**TWELVE_STEPS, "steps": 4}, shard="full", recompute=True)
@@ -74,7 +74,7 @@ def test_sharded_resume_is_bit_exact_with_dropout(several_trained: Path) -> None
     assert curve(resumed) == curve(whole)
 
 
-def test_resume_with_another_sharding(several_trained: Path, workdir: Path) -> None:
+def test_resume_with_another_sharding_matches(several_trained: Path, workdir: Path) -> None:
     """Runs move from one process to two shards, to tensor parallelism, and back to one process."""
     assert losses(several_trained / "from-one") == pytest.approx(losses(several_trained / "one/muon"), abs=1e-4)
     assert losses(several_trained / "to-together") == pytest.approx(losses(several_trained / "one/adamw"), abs=1e-4)
@@ -87,7 +87,9 @@ def test_resume_with_another_sharding(several_trained: Path, workdir: Path) -> N
     assert json.loads(Path("alone/run.json").read_text())["resolved"]["tensor"] == 1
 
 
-def test_sharding_combined_with_tensor_parallelism(several_trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharding_combined_with_tensor_parallelism_matches_one_process(
+    several_trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(several_trained)
     library.train("book.txt", out="one/both", **{**SHARDED_AND_TENSOR, "shard": "none", "tensor": 1})
     assert launch([sys.executable, str(PARTS), four.__name__], 4) == LaunchResult(0)
@@ -117,23 +119,23 @@ def test_invalid_sharding_options_are_refused(
 
 
 def test_every_data_rank_evaluates_equally_many_windows() -> None:
-    """The last window of a rank can be padding. Each window counts once."""
+    """A rank's last window can be padding, which does not count."""
     ids = np.arange(5)
     all_windows = [Window(0, n, ids, ids, 0) for n in range(7)]
-    counted, window_counts = [], set()
+    counted_starts, window_counts = [], set()
     for rank in range(6):
         sharded = Sharded.__new__(Sharded)
         sharded.world = World()
         sharded.world.rank, sharded.world.size, sharded.world.tensor = rank, 6, 2
         own_windows = list(sharded.windows(all_windows))
         window_counts.add(len(own_windows))
-        counted += [window.start for window in own_windows if window.skipped < len(window.y)]
+        counted_starts += [window.start for window in own_windows if window.skipped < len(window.y)]
     assert window_counts == {3}
-    assert sorted(counted) == sorted(2 * list(range(7)))
+    assert sorted(counted_starts) == sorted(2 * list(range(7)))
 
 
 def test_full_disk_does_not_leave_other_ranks_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks send tensors until the checkpoint is written or given up, and are notified once."""
+    """A single notification tells other ranks that the checkpoint is written or abandoned."""
     notifications: list[int] = []
     saver = Writer(tmp_path, 1, -1, lambda step: None, lambda text: None, lambda: notifications.append(1))
 
@@ -163,8 +165,8 @@ def test_signal_to_one_rank_stops_all_at_the_same_window() -> None:
     sharded, signal_numbers = Sharded.__new__(Sharded), iter([0, 0, 15])
     sharded.world = World()
     sharded.world.all_reduce_max = lambda value: max(value, next(signal_numbers))  # type: ignore[method-assign]
-    seen = []
+    items = []
     with pytest.raises(Stopped):
         for item in sharded.until_stopped(StopSignal(), range(9)):
-            seen.append(item)
-    assert seen == [0, 1]
+            items.append(item)
+    assert items == [0, 1]

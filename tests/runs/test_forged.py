@@ -40,8 +40,8 @@ def run(forged_folder: Path, workdir: Path) -> Path:
 
 @pytest.mark.parametrize("count", [15, more(60)])
 def test_forged_values_are_read_or_refused(forged_folder: Path, count: int) -> None:
-    outcomes, wrong = forged.tried(forged_folder, count)
-    assert not wrong
+    outcomes, errors = forged.tried(forged_folder, count)
+    assert not errors
     assert outcomes["works"] > count / 3
     assert outcomes["refused"] > count / 3
 

@@ -88,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     torch.manual_seed(0)
     checkpoint.save(folder, library.GPT(config), checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
     for name in ("gpt.json", "checksums.json", "tokenizer.tiktoken"):
-        (folder / name).unlink()  # Transformers does not write these files
+        (folder / name).unlink()  # Transformers does not write these files.
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     with Hub(folder) as httpd:
         thread = threading.Thread(target=lambda: httpd.serve_forever(0.01), daemon=True)
@@ -111,7 +111,7 @@ def run_with_hub(
             ("HUGGINGFACE_CO_URL_TEMPLATE", template),
             ("HF_HUB_OFFLINE", offline),
         ):
-            monkeypatch.setattr(constants, name, value)  # huggingface_hub reads the environment only at import
+            monkeypatch.setattr(constants, name, value)  # huggingface_hub reads the environment only at import.
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(workdir / "cache"))
         return gpt(*args)
 
@@ -138,13 +138,13 @@ def test_models_are_downloaded_and_cached(run_with_hub: Gpt, gpt: Gpt, server: H
     }  # fmt: skip
     assert not any(".bin" in path for path in server.requests)
     server.requests.clear()
-    assert run_with_hub(*SAMPLE, offline=True).out == out  # from the cache
+    assert run_with_hub(*SAMPLE, offline=True).out == out  # The model is cached.
     assert server.requests == []
     server.broken = True
     assert run_with_hub(*SAMPLE).out == out
 
 
-def test_fine_tuning_from_the_hub(run_with_hub: Gpt, workdir: Path) -> None:
+def test_hub_models_can_be_fine_tuned(run_with_hub: Gpt, workdir: Path) -> None:
     (workdir / "book.txt").write_bytes(make_text(800).encode())
     result = run_with_hub("train", "book.txt", "--init", f"hf:me/tiny@{COMMIT}", "--steps", "2", "--dtype", "float32")
     assert result.code == 0, result.err
@@ -159,7 +159,7 @@ def test_fine_tuning_from_the_hub(run_with_hub: Gpt, workdir: Path) -> None:
     assert (adapter_config["base_model_name_or_path"], adapter_config["revision"]) == ("me/tiny", COMMIT)
     sample = run_with_hub("sample", "ab", "-m", "runs/book-2:latest", "--greedy", "-n", "8", offline=True)
     assert sample.code == 0
-    (workdir / "theirs").mkdir()  # only the files that PEFT writes
+    (workdir / "theirs").mkdir()  # PEFT writes only these files.
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (workdir / "theirs" / name).write_bytes((step / name).read_bytes())
     assert run_with_hub("sample", "ab", "-m", "theirs", "--greedy", "-n", "8", offline=True).out == sample.out
@@ -169,7 +169,7 @@ def test_params_downloads_no_weights(run_with_hub: Gpt, server: Hub) -> None:
     result = run_with_hub("params", "hf:me/tiny", "--json")
     assert json.loads(result.out)["config"]["n_embd"] == 16
     assert not any("safetensors" in path for path in server.requests)
-    offline = run_with_hub(*SAMPLE, offline=True)  # the cache has only part of the model
+    offline = run_with_hub(*SAMPLE, offline=True)  # Only part of the model is cached.
     assert offline.code in (1, 2)
     assert offline.err.count("error: ") == 1
 

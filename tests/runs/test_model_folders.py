@@ -26,7 +26,7 @@ from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # from PEFT
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT causes this warning.
 
 LLAMA = GPTConfig(
     703, 64, 2, 2, 16, norm="rmsnorm", mlp="swiglu", positions="rotary", biases="none", layer_norm_epsilon=1e-6,
@@ -109,7 +109,7 @@ def test_differing_lm_head_overrides_tied_embeddings(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_tied_models_can_store_only_the_lm_head(make_folder: MakeFolder, family: str) -> None:
-    """safetensors' `save_model` stores a tensor with two names only under the first."""
+    """safetensors' `save_model` stores a shared tensor only under its first name."""
     path = make_folder(tied=True, **(GPT2 if family == "gpt2" else {}))
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     save_model(model, str(path / "model.safetensors"), {"format": "pt"})
@@ -132,7 +132,7 @@ def test_extra_tensors_are_ignored_with_a_warning(make_folder: MakeFolder, extra
     add_tensors(path, {**EXTRA_TENSORS[extra], "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     with pytest.warns(ModelWarning, match=rf"{next(iter(sorted(EXTRA_TENSORS[extra])))}.* is not part of the decoder"):
         assert_equal_to_transformers(path)
-    with pytest.warns(ModelWarning):  # warns only once per process
+    with pytest.warns(ModelWarning):  # Outside tests, Python shows the warning only once.
         api.export(path, path.parent / "out")
     assert_equal_to_transformers(path.parent / "out")
 
@@ -196,7 +196,7 @@ def test_added_tokens_keep_their_ids(
     file = path / listing.partition(",")[0]
     config = (json.loads(file.read_text()) if file.exists() else {}) | TOKEN_LISTS[listing]
     if not has_tokenizer_json:
-        config.pop("sep_token", None)  # in tiktoken, a token cannot be both ordinary and special
+        config.pop("sep_token", None)  # In tiktoken, a token cannot be both ordinary and special.
     file.write_text(json.dumps(config))
     for model_path in (path, tmp_path / "out"):
         theirs = transformers.AutoTokenizer.from_pretrained(model_path)
@@ -228,7 +228,7 @@ def test_only_texts_with_the_extra_id_are_refused(padded: Path, gpt: Gpt, tmp_pa
     assert model.tokenizer.vocab_size == size + 1
     assert model.tokenizer.prompt("the cat") == theirs("the cat").input_ids
     book = tmp_path / "book.txt"
-    book.write_text(make_text(400) + " [PAD]")  # documents do not parse special tokens
+    book.write_text(make_text(400) + " [PAD]")  # Documents do not parse special tokens.
     for words in (
         ["sample", "the", "-n", 5, "--greedy", "-m", padded],
         ["sample", "the", "-n", 5, "--beam", 3, "-m", padded],
@@ -254,9 +254,9 @@ def test_training_works_without_the_extra_id(padded: Path, gpt: Gpt, tmp_path: P
         result = api.train(
             book, init=padded, steps=2, batch_tokens=64, block_size=16, out=tmp_path / "run", **lora_options
         )
-        again = load(result.checkpoint)
-        assert again.model.config.vocab_size == size
-        assert again.generate("the", max_tokens=3)
+        trained = load(result.checkpoint)
+        assert trained.model.config.vocab_size == size
+        assert trained.generate("the", max_tokens=3)
     assert gpt("tokenize", book, "-o", tmp_path / "tokens", "--tokenizer", padded).code == 0
     assert load(padded).evaluate_files([str(tmp_path / "tokens")]).tokens > 100
 
@@ -337,7 +337,7 @@ def test_adapter_tokenizer_overrides_the_base(adapter: Path, tmp_path: Path) -> 
     assert prompt_of(adapter) == theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     ours = checkpoint.peek(adapter)[1]
     assert (ours.eot, ours.ends) == (theirs.eos_token_id, {theirs.eos_token_id})
-    other = train_tokenizer([make_text()], 400)  # another vocabulary
+    other = train_tokenizer([make_text()], 400)  # The vocabulary differs.
     for file in adapter.glob("*token*"):
         file.unlink()
     (adapter / "chat_template.jinja").unlink()

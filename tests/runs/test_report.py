@@ -189,12 +189,12 @@ def test_report_finds_copied_training_text(gpt: Gpt, two_runs: list[Path]) -> No
     values = json.loads(gpt("report", two_runs[1], "--json").out)
     first, last = values["samples"]
     assert (first["longest"], first["share"]) == (0, 0.0)
-    assert last["share"] > 0.7  # tokens at the ends can differ
+    assert last["share"] > 0.7  # Tokens at the ends can differ.
     assert last["longest"] > 40
     assert last["longest_text"] in last["text"]
     assert values["copying"]["longest"] == last["longest"]
     assert values["copying"]["compared"] == values["copying"]["trained"] > 0
-    assert 0 < values["copying"]["share"] < last["share"]  # over the spans of both samples
+    assert 0 < values["copying"]["share"] < last["share"]  # Both samples count.
     shutil.rmtree("two/tokens")
     without_tokens = json.loads(gpt("report", "two", "--json").out)
     assert without_tokens["copying"] is None
@@ -214,7 +214,9 @@ def test_changed_token_folders_are_not_searched(gpt: Gpt, two_runs: list[Path]) 
     assert json.loads(gpt("report", "two", "--json").out)["copying"] is None
 
 
-def test_terminal_report(gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_report_shows_curves_settings_and_samples(
+    gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = gpt("report", "one")
     assert result.code == 0, result.err
     for words in (
@@ -236,7 +238,7 @@ def test_terminal_report(gpt: Gpt, two_runs: list[Path], monkeypatch: pytest.Mon
     monkeypatch.delenv("FORCE_COLOR")
     Path("runs").mkdir()
     Path("one").rename("runs/one")
-    assert json.loads(gpt("report", "--json").out)["name"] == "one"  # the default is the newest run
+    assert json.loads(gpt("report", "--json").out)["name"] == "one"  # The default is the newest run.
 
 
 def test_invalid_runs_and_outputs_are_errors(gpt: Gpt, two_runs: list[Path]) -> None:
@@ -269,7 +271,7 @@ def test_curves_of_other_programs_are_read(tmp_path: Path) -> None:
     steps, evals = curve.columns()
     assert (curve.name, curve.is_run, curve.settings, steps["step"]) == ("nanogpt", False, {}, [])
     assert evals == {"step": [250, 500], "tokens": [None] * 2, "seconds": [12.5, 12.5], "val_loss": [2.0, 1.0]}
-    assert curve.bits_per_nat == 1.5  # from the line with bits_per_byte
+    assert curve.bits_per_nat == 1.5  # Only the first line has bits_per_byte.
     assert curve.history.end is not None and curve.history.end.bits_per_byte == 1.5
 
 
@@ -308,21 +310,21 @@ def test_different_tokenizers_are_compared_in_bits_per_byte(gpt: Gpt, two_runs: 
     ratio = one.bits_per_nat
     assert ratio is not None
     for columns, key in (("steps", "loss"), ("evals", "val_loss")):
-        plain = one.columns()[columns == "evals"][key]
-        assert ours[columns][key] == pytest.approx([ratio * loss for loss in plain if loss is not None])
+        losses_in_nats = one.columns()[columns == "evals"][key]
+        assert ours[columns][key] == pytest.approx([ratio * loss for loss in losses_in_nats if loss is not None])
     assert theirs["evals"]["val_loss"] == [3.0]
-    assert "not comparable" in report_page([one, two, peer])["unit"]  # the second run is unfinished
+    assert "not comparable" in report_page([one, two, peer])["unit"]  # The second run is unfinished.
     Path("more").mkdir()
     Path("more/peer.jsonl").write_text(CURVE_LINE)
-    named = [replace(peer, path=Path(path)) for path in ("peer.jsonl", "more/peer.jsonl")]
-    assert [run["name"] for run in report_page(named)["runs"]] == ["peer.jsonl", "more/peer.jsonl"]
+    renamed_peers = [replace(peer, path=Path(path)) for path in ("peer.jsonl", "more/peer.jsonl")]
+    assert [run["name"] for run in report_page(renamed_peers)["runs"]] == ["peer.jsonl", "more/peer.jsonl"]
     Path("other.jsonl").write_text('{"step": 1, "seconds": 1, "val_loss": 1}')
     assert "not comparable" in report_page([peer, report.report(Path("other.jsonl"))])["unit"]
-    changed = replace(one.record, tokenizer=TokenizerRecord("another", "another"))
-    assert report_page([one, replace(one, record=changed)])["unit"] == "bits per byte"
+    other_record = replace(one.record, tokenizer=TokenizerRecord("another", "another"))
+    assert report_page([one, replace(one, record=other_record)])["unit"] == "bits per byte"
 
 
-def test_terminal_report_of_runs_and_curves(gpt: Gpt, two_runs: list[Path]) -> None:
+def test_terminal_report_compares_runs_with_curves(gpt: Gpt, two_runs: list[Path]) -> None:
     Path("peer.jsonl").write_text(CURVE_LINE)
     result = gpt("report", "one", "peer.jsonl")
     assert result.code == 0, result.err
@@ -346,16 +348,16 @@ def test_time_unit_depends_on_duration() -> None:
     assert units == ["seconds", "minutes", "hours"]
 
 
-def test_charts_in_ascii_and_braille() -> None:
+def test_charts_are_drawn_in_ascii_and_braille() -> None:
     from gpt_cli.render_chart import Series, chart
     from rich.console import Console
 
     rising = Series("up", [(float(x), float(x)) for x in range(10)])
     ascii_console = Console(width=52, color_system=None)
     lines = chart("t", "x", [rising], ascii_console, height=9).plain.splitlines()
-    places = [line.find("*") for line in lines[1:10] if "*" in line]
-    assert len(places) == 8  # the values reach 9, the axis 10
-    assert places == sorted(places, reverse=True)
+    columns = [line.find("*") for line in lines[1:10] if "*" in line]
+    assert len(columns) == 8  # The curve ends at 9, the axis at 10.
+    assert columns == sorted(columns, reverse=True)
     assert [line[:11] for line in lines[1:10] if "+" in line] == [f"{y:10}+" for y in (10, 5, 0)]
     assert lines[9].startswith("         0+*")
     assert all(len(line) <= 52 for line in lines)
@@ -385,7 +387,7 @@ def test_smoothing_is_a_moving_average() -> None:
 
     losses = [float(x * x % 17) for x in range(150)]
     smooth = smooth_losses(losses)
-    assert smooth[1] == pytest.approx(sum(losses[:3]) / 3)  # the window shrinks symmetrically at the ends
+    assert smooth[1] == pytest.approx(sum(losses[:3]) / 3)  # The window shrinks symmetrically at the ends.
     assert smooth[50] == pytest.approx(sum(losses[47:54]) / 7)
     assert smooth[149] == pytest.approx(sum(losses[146:]) / 4)
     assert smooth_losses(losses[:19]) == losses[:19]

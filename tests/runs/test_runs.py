@@ -27,7 +27,7 @@ from gpt.sample_config import SampleConfig
 from gpt.text import tokenizer, tokenizer_files
 
 CPU = torch.device("cpu")
-# Keys of a config.json from before `arch` became a set of properties.
+# Keys of config.json before `arch` became a set of properties
 OLD_CONFIG_KEYS = (
     "architectures", "model_type", "vocab_size", "n_positions", "n_layer", "n_head", "n_embd", "layer_norm_epsilon",
     "dropout", "positions",
@@ -79,11 +79,11 @@ def test_transformers_loads_our_checkpoints(tmp_path: Path, kind: str, positions
     config = GPTConfig(tok.vocab_size, 64, 2, 4, 32, dropout=0.1, positions=positions)  # type: ignore[arg-type]
     model = save_ours(tmp_path / "c", config, tok)
     assert_equal_to_transformers(tmp_path / "c")
-    loaded = checkpoint.load(tmp_path / "c", CPU)
-    assert loaded.model.config == config
-    assert loaded.tokenizer.fingerprint == tok.fingerprint
+    loaded_model = checkpoint.load(tmp_path / "c", CPU)
+    assert loaded_model.model.config == config
+    assert loaded_model.tokenizer.fingerprint == tok.fingerprint
     for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.model.state_dict()[name], tensor)
+        assert torch.equal(loaded_model.model.state_dict()[name], tensor)
 
 
 @pytest.mark.parametrize("properties", [{"positions": "rotary"}, {"window": 5}])
@@ -95,11 +95,11 @@ def test_unsupported_shapes_use_our_model_type(tmp_path: Path, properties: dict[
     assert (config_json["model_type"], config_json["positions"]) == ("gpt", config.positions)
     with pytest.raises(ValueError, match="gpt"):
         AutoConfig.from_pretrained(tmp_path / "c")
-    loaded = checkpoint.load(tmp_path / "c", CPU)
-    assert loaded.model.config == config
+    loaded_model = checkpoint.load(tmp_path / "c", CPU)
+    assert loaded_model.model.config == config
     idx = torch.randint(257, (2, 30))
     with torch.no_grad():
-        assert torch.equal(loaded.model(idx), model(idx))
+        assert torch.equal(loaded_model.model(idx), model(idx))
     for key in ("positions", "n_head"):
         (tmp_path / "c" / "config.json").write_text(json.dumps({k: v for k, v in config_json.items() if k != key}))
         with pytest.raises(UserError, match="has no "):
@@ -144,7 +144,7 @@ def test_transformers_checkpoints_are_loaded(gpt2_folder: Path) -> None:
 
 
 def test_old_gpt2_files_are_loaded(gpt2_folder: Path) -> None:
-    """The Hub's first GPT-2 has names without a prefix, mask buffers, and vocab.json with merges.txt."""
+    """The first GPT-2 on the Hub has tensor names without a prefix, mask buffers, vocab.json and merges.txt."""
     tensors = load_file(gpt2_folder / "model.safetensors")
     expected = gpt.load(gpt2_folder, device="cpu").model.state_dict()
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -156,17 +156,17 @@ def test_old_gpt2_files_are_loaded(gpt2_folder: Path) -> None:
     model = tokenizer_files.to_tokenizer_json(gpt2)["model"]
     (gpt2_folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
     (gpt2_folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]) + "\n", encoding="utf-8")
-    loaded = gpt.load(gpt2_folder, device="cpu")
-    assert all(torch.equal(loaded.model.state_dict()[name], tensor) for name, tensor in expected.items())
-    assert loaded.tokenizer.fingerprint == gpt2.fingerprint
+    loaded_model = gpt.load(gpt2_folder, device="cpu")
+    assert all(torch.equal(loaded_model.model.state_dict()[name], tensor) for name, tensor in expected.items())
+    assert loaded_model.tokenizer.fingerprint == gpt2.fingerprint
 
 
 def test_sharded_weights_are_loaded(gpt2_folder: Path) -> None:
-    whole = gpt.load(gpt2_folder, device="cpu").model.state_dict()
+    weights = gpt.load(gpt2_folder, device="cpu").model.state_dict()
     GPT2LMHeadModel.from_pretrained(gpt2_folder).save_pretrained(gpt2_folder.parent / "parts", max_shard_size="2MB")
     assert len(list((gpt2_folder.parent / "parts").glob("model-*.safetensors"))) > 1
     parts = gpt.load(gpt2_folder.parent / "parts", device="cpu").model.state_dict()
-    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+    assert all(torch.equal(parts[name], tensor) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("with_old_shards", [False, True])
@@ -307,7 +307,7 @@ def fake_run(path: Path, started: str, losses: dict[int, float | None]) -> Path:
     return path
 
 
-def test_find_checkpoint(workdir: Path) -> None:
+def test_checkpoints_are_found_by_name(workdir: Path) -> None:
     old = fake_run(Path("runs/old"), "2026-01-02", {10: 3.0, 20: 2.0, 30: 2.5})
     new = fake_run(Path("runs/new"), "2026-01-03", {5: None})
     fake_run(Path("runs/empty"), "2026-01-04", {})
@@ -338,7 +338,7 @@ def test_pruning_keeps_the_newest_and_the_best(workdir: Path) -> None:
     folder.write_index(run)
     index = json.loads((run / "index.json").read_text())
     assert (index["best"], index["latest"]) == ("step-000002", "step-000005")
-    # After a rollback, checkpoints after ``newest`` are deleted, even the best.
+    # A rollback to ``newest`` deletes later checkpoints, even the best.
     run = fake_run(Path("again"), "", {1: 3.0, 2: 1.0, 3: 2.0, 4: 0.5, 5: 2.0})
     folder.prune(run, keep=1, newest=3)
     assert [entry.step for entry in folder.checkpoints(run)] == [2, 3]
@@ -371,5 +371,5 @@ def test_existing_run_names_get_a_number(workdir: Path) -> None:
 def test_checkpoints_contain_the_gpt2_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
     save_ours(tmp_path / "c", GPTConfig(50_257, 64, 1, 2, 8), tokenizer.gpt2_tokenizer())
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "nothing"))  # the checkpoint contains the vocabulary
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "nothing"))  # The checkpoint contains the vocabulary.
     assert_equal_to_transformers(tmp_path / "c")

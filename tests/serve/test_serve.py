@@ -47,8 +47,8 @@ def model(run_folder: Path) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def server(model: LanguageModel) -> Iterator[Served]:
-    with served(model) as started:
-        yield started
+    with served(model) as api:
+        yield api
 
 
 def sample(model: LanguageModel, prompt: str = PROMPT, seed: int = 0, index: int = 0, **settings: Any) -> Sample:
@@ -138,16 +138,16 @@ def test_prompts_can_be_text_ids_or_lists(server: Served, model: LanguageModel) 
         assert [choice["text"] for choice in answer["choices"]] == expected
         assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
     assert server.ask(prompt=ids[0], seed=0)["choices"][0]["text"] == expected[0]
-    mixed = server.ask(prompt=[texts[0], ids[1]], seed=0)
-    assert [choice["text"] for choice in mixed["choices"]] == [expected[0], expected[2]]
+    response = server.ask(prompt=[texts[0], ids[1]], seed=0)
+    assert [choice["text"] for choice in response["choices"]] == [expected[0], expected[2]]
 
 
 def test_cached_tokens_are_counted(server: Served) -> None:
-    shared = list(range(40, 60))
-    for prompts, n, cached in (([[*shared, 7]], 1, 0), ([[*shared, 7]], 2, 20), ([[*shared, 8], [*shared, 9]], 1, 40)):
+    prefix = list(range(40, 60))
+    for prompts, n, cached in (([[*prefix, 7]], 1, 0), ([[*prefix, 7]], 2, 20), ([[*prefix, 8], [*prefix, 9]], 1, 40)):
         answer = server.ask(prompt=prompts, n=n, max_tokens=2)
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
-    *_, last = server.stream(prompt=[*shared, 8, 9], max_tokens=2, stream_options={"include_usage": True})
+    *_, last = server.stream(prompt=[*prefix, 8, 9], max_tokens=2, stream_options={"include_usage": True})
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # The cache can still contain id 8.
 
 
@@ -181,8 +181,8 @@ def test_best_of_returns_the_most_likely_choices(server: Served, model: Language
     }
     answer = server.ask(prompt=PROMPT, seed=0, n=2, best_of=6)
     assert [choice["text"] for choice in answer["choices"]] == sorted(mean, key=lambda text: -mean[text])[:2]
-    counted = sum(len(candidate.tokens) + (candidate.finish_reason == "eot") for candidate in candidates)
-    assert answer["usage"]["completion_tokens"] == counted
+    total_tokens = sum(len(candidate.tokens) + (candidate.finish_reason == "eot") for candidate in candidates)
+    assert answer["usage"]["completion_tokens"] == total_tokens
 
 
 @pytest.mark.parametrize("count, max_tokens, echo", [(5, 12, False), (5, 12, True), (1, 0, True), (0, 1, False)])
@@ -217,7 +217,7 @@ def test_logprobs_equal_gpt_sample(
 
 
 def token_offset(data: list[bytes], at: int) -> int:
-    """Returns the position of the character with the first byte of a token."""
+    """Returns the position of the character that contains a token's first byte."""
     all_bytes, bad_ends = b"".join(data), dict[int, int]()
 
     def record_error(error: UnicodeError) -> tuple[str, int]:
@@ -237,7 +237,7 @@ PIECES = [
 ]
 
 
-def test_text_offsets_with_partial_characters() -> None:
+def test_text_offsets_are_correct_for_partial_characters() -> None:
     pieces = [*(bytes([byte]) for byte in range(256)), *PIECES]
     tokenizer = Tokenizer("bpe", ByteBPE(GPT2_PATTERN, {piece: id for id, piece in enumerate(pieces)}), len(pieces))
     rng = random.Random(1)
@@ -264,7 +264,7 @@ def display_token(model: LanguageModel, id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def test_request_of_lm_evaluation_harness(server: Served, model: LanguageModel) -> None:
+def test_lm_evaluation_harness_gets_correct_logprobs(server: Served, model: LanguageModel) -> None:
     """lm-evaluation-harness compares log-probabilities to see if a token is greedy."""
     prompts = [model.tokenizer.prompt(text) for text in (PROMPT, "dogs", "the mat while raining in")]
     answer = server.ask(prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1234)
@@ -280,20 +280,20 @@ def test_request_of_lm_evaluation_harness(server: Served, model: LanguageModel) 
             assert greedy == (int(logprobs[at - 1].argmax()) == ids[at])
 
 
-def test_echo_of_partial_characters(server: Served, model: LanguageModel) -> None:
-    half = model.tokenizer.encode("🦊").tolist()[:-1]
-    choice = server.ask(prompt=half, echo=True, logprobs=0, max_tokens=2, temperature=0)["choices"][0]
+def test_echo_marks_partial_characters(server: Served, model: LanguageModel) -> None:
+    partial_ids = model.tokenizer.encode("🦊").tolist()[:-1]
+    choice = server.ask(prompt=partial_ids, echo=True, logprobs=0, max_tokens=2, temperature=0)["choices"][0]
     assert choice["text"].startswith("�")
-    assert all(token.startswith("bytes:") for token in choice["logprobs"]["tokens"][: len(half)])
-    assert choice["logprobs"]["text_offset"][len(half)] == len(model.tokenizer.decode(half))
+    assert all(token.startswith("bytes:") for token in choice["logprobs"]["tokens"][: len(partial_ids)])
+    assert choice["logprobs"]["text_offset"][len(partial_ids)] == len(model.tokenizer.decode(partial_ids))
 
 
-def test_echo_of_long_and_empty_prompts(server: Served, model: LanguageModel) -> None:
-    long = "the cat sat on the mat " * 20  # Longer than the context
-    assert server.ask(prompt=long, echo=True, max_tokens=0)["choices"][0]["text"] == long
+def test_long_and_empty_prompts_are_echoed(server: Served, model: LanguageModel) -> None:
+    long_prompt = "the cat sat on the mat " * 20  # Longer than the context
+    assert server.ask(prompt=long_prompt, echo=True, max_tokens=0)["choices"][0]["text"] == long_prompt
     chunks = server.stream(prompt="", echo=True, max_tokens=3, seed=0)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == sample(model, "", max_tokens=3).text
-    error = server.refuse(prompt=long, echo=True, logprobs=1)
+    error = server.refuse(prompt=long_prompt, echo=True, logprobs=1)
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
 
 
@@ -304,8 +304,8 @@ def test_streamed_logprobs_equal_the_whole_response(server: Served) -> None:
     assert "".join(part["text"] for part in parts) == choice["text"]
     for key in ("tokens", "text_offset"):
         assert [item for part in parts for item in part["logprobs"][key]] == choice["logprobs"][key]
-    joined = [item for part in parts for item in part["logprobs"]["token_logprobs"]]
-    assert joined[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
+    streamed_logprobs = [item for part in parts for item in part["logprobs"]["token_logprobs"]]
+    assert streamed_logprobs[1:] == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-5)
 
 
 def test_streams_have_no_partial_characters_or_stop_strings(server: Served, model: LanguageModel) -> None:
@@ -427,7 +427,7 @@ def test_invalid_constraint_is_an_error(
     assert error["param"] == param
 
 
-def test_chat_with_json_schema(chat: Served) -> None:
+def test_chat_follows_a_json_schema(chat: Served) -> None:
     response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     for settings in ({}, {"temperature": 0}, {"stream": True}):
         body = {"messages": CHAT, "response_format": response_format, "seed": 0, "max_tokens": 30, "n": 3, **settings}
@@ -443,7 +443,7 @@ DOCS = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
 
 
 def documented_fields(prefix: str) -> set[str]:
-    """Returns the fields of table rows in the docs that start with ``prefix``."""
+    """Returns the documented fields whose description starts with ``prefix``."""
     rows = re.findall(r"^\| (.+) \| (.+) \|$", DOCS, re.MULTILINE)
     return {name for fields, happens in rows if happens.startswith(prefix) for name in re.findall(r"`(\w+)`", fields)}
 
@@ -473,13 +473,13 @@ def test_unsupported_fields_are_refused_or_ignored(
 
 
 def test_docs_list_every_field() -> None:
-    refused = {**protocol.REFUSED, **protocol.REFUSED_IN_COMPLETIONS, **protocol.REFUSED_IN_CHATS}
-    assert documented_fields("not supported") == set(refused)
+    refused_fields = {**protocol.REFUSED, **protocol.REFUSED_IN_COMPLETIONS, **protocol.REFUSED_IN_CHATS}
+    assert documented_fields("not supported") == set(refused_fields)
     assert documented_fields("other names") == set(protocol.ALIASES)
     assert len(documented_fields("accepted")) > 30
 
 
-def test_field_aliases_of_other_servers(server: Served, model: LanguageModel) -> None:
+def test_field_aliases_of_other_servers_work(server: Served, model: LanguageModel) -> None:
     for fields, settings in (
         ({"n_predict": 5}, {"max_tokens": 5}),
         ({"max_completion_tokens": 5}, {"max_tokens": 5}),
@@ -518,12 +518,12 @@ def test_stop_token_ids_end_generation(server: Served, model: LanguageModel) -> 
     assert server.refuse(**body, stop_token_ids=[1], min_tokens=3)["param"] == "stop_token_ids"
 
 
-def test_unpaired_surrogates_and_control_characters(server: Served) -> None:
+def test_unpaired_surrogates_are_replaced_and_control_characters_kept(server: Served) -> None:
     answer = server.ask(prompt="a\ud800b\x00\x1b[31m", echo=True, max_tokens=0, stop=["\udfff"])
     assert answer["choices"][0]["text"] == "a�b\x00\x1b[31m"
 
 
-def test_models_route(server: Served) -> None:
+def test_models_route_describes_the_model(server: Served) -> None:
     response = server.client.get("/v1/models").json()
     assert response["object"] == "list"
     (model,) = response["data"]
@@ -533,7 +533,7 @@ def test_models_route(server: Served) -> None:
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
-def test_tokenizer_routes_of_lm_evaluation_harness(server: Served, model: LanguageModel) -> None:
+def test_tokenizer_routes_work_for_lm_evaluation_harness(server: Served, model: LanguageModel) -> None:
     info = server.client.get("/tokenizer_info").json()
     assert (info["eos_token"], info["bos_token"], info["pad_token"]) == ("<|endoftext|>", None, None)
     for text in ("", "it’s raining", "a <|endoftext|> b", "\x00🐕"):
@@ -548,7 +548,7 @@ def test_tokenizer_routes_of_lm_evaluation_harness(server: Served, model: Langua
         assert server.refuse("/detokenize", tokens=tokens)["param"] == "tokens"
 
 
-def test_health_metrics_and_unknown_routes(server: Served) -> None:
+def test_health_and_metrics_work_and_unknown_routes_fail(server: Served) -> None:
     assert server.client.get("/health").json() == {"status": "ok"}
     server.ask(prompt=PROMPT, max_tokens=3)
     text = server.client.get("/metrics").text
@@ -576,8 +576,8 @@ def chat_model(model: LanguageModel, template: str = TEMPLATE) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def chat(model: LanguageModel) -> Iterator[Served]:
-    with served(chat_model(model)) as started:
-        yield started
+    with served(chat_model(model)) as api:
+        yield api
 
 
 def test_chat_equals_completion_of_the_rendered_template(chat: Served, model: LanguageModel) -> None:
@@ -616,8 +616,8 @@ def template_server(model: LanguageModel) -> Iterator[Served]:
         "{% for m in messages %}{{ m.role[0] }}:{{ m.reasoning_content }}{{ m.name }}{{ m.content }}\n{% endfor %}"
         "{{ enable_thinking }}{% if add_generation_prompt %}a:{% endif %}"
     )
-    with served(chat_model(model, template)) as started:
-        yield started
+    with served(chat_model(model, template)) as api:
+        yield api
 
 
 MESSAGES = [{"role": "user", "content": "it"}, {"role": "assistant", "content": "the cat "}]
@@ -641,9 +641,9 @@ def test_template_receives_request_fields(
     body = {"messages": MESSAGES, **fields}
     answer = template_server.ask("/v1/chat/completions", **body, seed=0, max_tokens=6)
     assert answer["choices"][0]["message"]["content"] == sample(model, text, max_tokens=6).text
-    tokenized = template_server.ask("/tokenize", **body)
-    assert tokenized["tokens"] == model.tokenizer.encode(text).tolist()
-    assert tokenized["count"] == answer["usage"]["prompt_tokens"]
+    response = template_server.ask("/tokenize", **body)
+    assert response["tokens"] == model.tokenizer.encode(text).tolist()
+    assert response["count"] == answer["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -665,14 +665,14 @@ def test_invalid_template_field_error_names_it(template_server: Served, field: s
 
 
 def test_message_cannot_be_both_answered_and_continued(template_server: Served) -> None:
-    both = {"continue_final_message": True, "add_generation_prompt": True}
-    error = template_server.refuse("/v1/chat/completions", messages=MESSAGES, **both)
+    fields = {"continue_final_message": True, "add_generation_prompt": True}
+    error = template_server.refuse("/v1/chat/completions", messages=MESSAGES, **fields)
     assert error["param"] == "continue_final_message"
 
 
 def test_tokenize_route_accepts_messages(chat: Served, server: Served) -> None:
     tokenizer = chat.service.tokenizer
-    special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # As in a chat, this becomes a special token.
+    special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # Chats parse special tokens.
     for messages in ([special], [{"role": "user", "content": "the cat " * 200}]):  # Longer than the context
         response = chat.ask("/v1/tokenize", messages=messages, prompt=None, model="tiny", add_special_tokens=False)
         assert response["tokens"] == template.prompt(tokenizer, messages)
@@ -694,7 +694,7 @@ def test_invalid_tokenize_field_error_names_it(chat: Served, field: str, value: 
     assert chat.refuse("/tokenize", **{"messages": CHAT, field: value})["param"] == field
 
 
-def test_chat_with_several_choices_or_without_max_tokens(chat: Served, model: LanguageModel) -> None:
+def test_chat_supports_several_choices_and_no_max_tokens(chat: Served, model: LanguageModel) -> None:
     answer = chat.ask("/v1/chat/completions", messages=CHAT, n=3, seed=1, max_tokens=6)
     expected = [sample(model, TEXT, 1, index, max_tokens=6).text for index in range(3)]
     assert [choice["message"]["content"] for choice in answer["choices"]] == expected
@@ -757,7 +757,7 @@ def test_max_tokens_is_reduced_to_the_limit(model: LanguageModel) -> None:
                 assert answer["usage"]["completion_tokens"] == min(20, limit)
 
 
-def test_many_and_empty_stop_strings(server: Served) -> None:
+def test_empty_and_unmatched_stop_strings_have_no_effect(server: Served) -> None:
     text = server.ask(prompt=PROMPT, temperature=0, max_tokens=20)["choices"][0]["text"]
     for stop in ("", [""], ["", *(f"🦊{n}" for n in range(200))]):
         assert server.ask(prompt=PROMPT, temperature=0, max_tokens=20, stop=stop)["choices"][0]["text"] == text

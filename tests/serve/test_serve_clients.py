@@ -20,14 +20,16 @@ CHAT = [{"role": "user", "content": "the cat"}]
 
 @pytest.fixture(scope="module")
 def model(run_folder: Path) -> LanguageModel:
-    loaded = load(run_folder)
-    return replace(loaded, tokenizer=replace(loaded.tokenizer, files={"chat_template.jinja": TEMPLATE.encode()}))
+    loaded_model = load(run_folder)
+    return replace(
+        loaded_model, tokenizer=replace(loaded_model.tokenizer, files={"chat_template.jinja": TEMPLATE.encode()})
+    )
 
 
 @pytest.fixture(scope="module")
 def server(model: LanguageModel) -> Iterator[Served]:
-    with served(model, api_key="sesame") as started:
-        yield started
+    with served(model, api_key="sesame") as api:
+        yield api
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def client(server: Served) -> Iterator[Any]:
         yield api
 
 
-def test_completions_and_their_streams(client: Any, model: LanguageModel) -> None:
+def test_completions_and_streams_equal_the_library(client: Any, model: LanguageModel) -> None:
     expected = model.generate("the cat", seed=3, num=2, temperature=1.0, max_tokens=12)
     body = {"model": "tiny", "prompt": "the cat", "seed": 3, "n": 2, "max_tokens": 12, "logprobs": 2}
     answer = client.completions.create(**body)
@@ -55,7 +57,7 @@ def test_completions_and_their_streams(client: Any, model: LanguageModel) -> Non
     assert len({choice.text for choice in extended.choices}) == 1
 
 
-def test_chats_and_their_streams(client: Any) -> None:
+def test_chats_and_streams_agree(client: Any) -> None:
     body = {"model": "tiny", "messages": CHAT, "seed": 1, "max_completion_tokens": 8}
     answer = client.chat.completions.create(**body, logprobs=True, top_logprobs=3)
     message = answer.choices[0].message
@@ -68,7 +70,7 @@ def test_chats_and_their_streams(client: Any) -> None:
     assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason
 
 
-def test_structured_output(client: Any) -> None:
+def test_structured_output_works(client: Any) -> None:
     from pydantic import BaseModel
 
     class Answer(BaseModel):
@@ -82,12 +84,12 @@ def test_structured_output(client: Any) -> None:
 
 def test_errors_raise_openai_exceptions(client: Any, server: Served) -> None:
     create = client.completions.create
-    with pytest.raises(openai.BadRequestError) as caught:
+    with pytest.raises(openai.BadRequestError) as error:
         create(model="tiny", prompt="a", temperature=-1)
-    assert caught.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError) as caught:
+    assert error.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as error:
         create(model="gpt-4", prompt="a")
-    assert caught.value.code == "model_not_found"
+    assert error.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError, match="this server has no embeddings"):
         client.embeddings.create(model="tiny", input="a")
     with pytest.raises(openai.AuthenticationError):
@@ -106,7 +108,7 @@ def test_errors_raise_openai_exceptions(client: Any, server: Served) -> None:
         server.server.in_flight.count -= 100
 
 
-def test_extra_slashes_in_paths(server: Served) -> None:
+def test_extra_slashes_in_paths_are_ignored(server: Served) -> None:
     for path in ("/v1/models/", "//v1/models", "/v1//models", "/v1/health/", "/v1/models/tiny/"):
         answer = server.client.get(path, follow_redirects=False)
         assert answer.status_code == 200, path
@@ -140,7 +142,7 @@ def test_health_check_needs_no_host_header(server: Served) -> None:
         assert b" 403 " in sock.recv(100)
 
 
-def test_error_in_a_stream_raises(client: Any, server: Served) -> None:
+def test_stream_errors_raise_exceptions(client: Any, server: Served) -> None:
     stream = client.completions.create(
         model="tiny", prompt="a", stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
     )

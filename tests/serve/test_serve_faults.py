@@ -40,8 +40,8 @@ def model(run_folder: Path) -> LanguageModel:
 @pytest.fixture(scope="module")
 def single_slot(model: LanguageModel) -> Iterator[Served]:
     """A server with one slot and a queue of one request."""
-    with served(model, rows=1, queue=1, access_log=True) as started:
-        yield started
+    with served(model, rows=1, queue=1, access_log=True) as api:
+        yield api
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
@@ -52,7 +52,6 @@ def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
 
 
 def wait_for_bytes(sock: socket.socket, expected: bytes) -> None:
-    """Reads from ``sock`` until it has received ``expected``."""
     data = b""
     sock.settimeout(10)
     while expected not in data:
@@ -122,11 +121,11 @@ def test_idle_stream_gets_keep_alive_comments(single_slot: Served, monkeypatch: 
 
 
 def test_disconnected_requests_are_never_computed(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenized, go = list[str](), threading.Event()
+    tokenized_texts, release = list[str](), threading.Event()
 
     def read_prompt(tokenizer: Any, prompt: Any) -> Prompt:
-        tokenized.append(prompt[:5])
-        go.wait(20)
+        tokenized_texts.append(prompt[:5])
+        release.wait(20)
         return choices.read_prompt(tokenizer, prompt)
 
     monkeypatch.setattr(app, "read_prompt", read_prompt)
@@ -139,10 +138,10 @@ def test_disconnected_requests_are_never_computed(model: LanguageModel, monkeypa
             for client in clients:
                 client.close()
             wait_until(lambda: api.server.in_flight.count == api.server.in_flight.bytes == 0)
-        go.set()
+        release.set()
         assert api.ask(prompt="next", max_tokens=1)
-        assert tokenized.count("large") <= in_flight.THREADS["large text"]
-        assert tokenized.count("small") <= in_flight.THREADS["text"]
+        assert tokenized_texts.count("large") <= in_flight.THREADS["large text"]
+        assert tokenized_texts.count("small") <= in_flight.THREADS["text"]
         assert "gpt_requests_cancelled_total 12.0" in api.client.get("/metrics").text
 
 
@@ -162,11 +161,11 @@ def test_oversized_prompt_is_never_tokenized(model: LanguageModel, monkeypatch: 
 def test_slow_templates_and_large_texts_block_no_other_request(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, waiting = threading.Event(), list[str]()
+    release, waiting = threading.Event(), list[str]()
 
     def render(tokenizer: Any, messages: Any, **form: Any) -> str:
         waiting.append(threading.current_thread().name)
-        go.wait(20)
+        release.wait(20)
         return "the cat"
 
     monkeypatch.setattr(app.chat, "render", render)
@@ -180,11 +179,11 @@ def test_slow_templates_and_large_texts_block_no_other_request(
         assert waiting[0].startswith("gpt-chat")
         assert api.ask(prompt="a", max_tokens=1)
         assert api.ask(prompt="a", max_tokens=1, user="x" * 100_000)
-        go.set()
+        release.set()
         wait_until(lambda: api.server.in_flight.count == 0)
 
 
-def test_requests_count_from_the_first_byte(single_slot: Served) -> None:
+def test_unfinished_requests_count_toward_the_limit(single_slot: Served) -> None:
     with single_slot.connect() as first, single_slot.connect() as second:
         for client in (first, second):
             client.sendall(request(LONG_REQUEST)[:-5])
@@ -248,7 +247,7 @@ def test_other_content_types_are_refused(single_slot: Served) -> None:
         assert answer.status_code == 415
 
 
-def test_chunked_and_oversized_bodies(single_slot: Served) -> None:
+def test_chunked_bodies_work_and_oversized_bodies_are_refused(single_slot: Served) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 1, "x": "y" * 3_000_000}).encode()
     headers = {"Content-Type": "application/json"}
 
@@ -316,8 +315,8 @@ def test_foreign_hosts_and_origins_are_refused(model: LanguageModel) -> None:
             assert answer.status_code == 403
             assert "access-control-allow-origin" not in answer.headers
             assert api.client.get("/health", headers={"Origin": origin.encode()}).status_code == 403
-        wrong = api.client.post("/v1/completions", headers={"Origin": "https://example.org"}, json={})
-        assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (400, "https://example.org")
+        refusal = api.client.post("/v1/completions", headers={"Origin": "https://example.org"}, json={})
+        assert (refusal.status_code, refusal.headers["access-control-allow-origin"]) == (400, "https://example.org")
 
 
 ORIGINS = ("https://example.org", "http://127.0.0.1:5173", "app://obsidian.md", "chrome-extension://abcdefghijklmnop")
@@ -346,7 +345,7 @@ def test_preflight_allows_the_requested_headers(model: LanguageModel) -> None:
             assert "gpt serve --cors" in answer.json()["error"]["message"]
 
 
-def test_allow_host_option(model: LanguageModel) -> None:
+def test_allow_host_option_allows_only_named_hosts(model: LanguageModel) -> None:
     body = {"json": {"prompt": "a", "max_tokens": 1}}
     with served(model, allow_host=("host.docker.internal", "Box.lan", "[fe80::1]")) as api:
         for host in ("HOST.docker.internal:8000", "box.lan", "[fe80::1]:80", "localhost"):
@@ -362,9 +361,9 @@ def test_allow_host_option(model: LanguageModel) -> None:
 def test_api_key_is_required(model: LanguageModel) -> None:
     with served(model, api_key="sesame-1") as api:
         body = {"json": {"prompt": "a", "max_tokens": 1}}
-        right = {"Authorization": "Bearer sesame-1"}
-        assert api.client.post("/v1/completions", headers=right, **body).status_code == 200
-        wrong = (
+        valid_headers = {"Authorization": "Bearer sesame-1"}
+        assert api.client.post("/v1/completions", headers=valid_headers, **body).status_code == 200
+        invalid_headers = (
             "Bearer",
             "Bearer sesame-11",
             "Bearer sesame",
@@ -372,7 +371,7 @@ def test_api_key_is_required(model: LanguageModel) -> None:
             b"Bearer \xff\xfe",
             "Bearer " + "a" * 5000,
         )
-        for headers in ({}, *({"Authorization": key} for key in wrong)):
+        for headers in ({}, *({"Authorization": key} for key in invalid_headers)):
             answer = api.client.post("/v1/completions", headers=headers, **body)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -380,7 +379,7 @@ def test_api_key_is_required(model: LanguageModel) -> None:
             assert "sesame-1" not in answer.text
         for route in ("/metrics", "/tokenizer_info", "/v1/metrics"):
             assert api.client.get(route).status_code == 401
-            assert api.client.get(route, headers=right).status_code == 200
+            assert api.client.get(route, headers=valid_headers).status_code == 200
         for route in ("/health", "/v1/health", "/v1/models", "/models/tiny", "/"):
             assert api.client.get(route).status_code == 200
         for route in ("/tokenize", "/detokenize", "/v1/chat/completions"):
@@ -388,10 +387,10 @@ def test_api_key_is_required(model: LanguageModel) -> None:
 
 
 def test_nan_ends_only_its_request(model: LanguageModel) -> None:
-    broken = load(model.path)
+    damaged_model = load(model.path)
     with torch.no_grad():
-        broken.model.wte.weight[7] = torch.nan  # The LM head has a packed copy of this row.
-    with served(broken) as api, ThreadPoolExecutor(4) as pool:
+        damaged_model.model.wte.weight[7] = torch.nan  # The LM head has a packed copy of this row.
+    with served(damaged_model) as api, ThreadPoolExecutor(4) as pool:
         bodies = [{"prompt": [7, 1] if number % 2 else [1, 2], "logit_bias": {"7": -100}} for number in range(8)]
         answers = list(pool.map(lambda body: api.post("/v1/completions", **body), bodies))
         assert [answer.status_code for answer in answers] == [200, 500] * 4
@@ -433,11 +432,11 @@ def test_error_outside_a_step_fails_health_and_all_requests(
                     wait_for_bytes(other, b"a fault of the worker")
                 else:
                     wait_until(lambda: api.service.worker.engine.running == 2)
-        started = time.monotonic()
+        start_time = time.monotonic()
         wait_until(lambda: api.client.get("/health").status_code == 500)
         wait_for_bytes(running, b"a fault of the worker")
         assert api.post("/v1/completions", prompt="a").status_code == 500
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - start_time < 5
         assert "gpt_texts_running 0.0" in api.client.get("/metrics").text
 
 
@@ -503,7 +502,7 @@ def draw_request(rng: random.Random, number: int) -> dict[str, Any]:
 
 
 def read_texts(answer: httpx.Response, body: dict[str, Any]) -> list[str]:
-    """Returns the texts of a response, streamed or not."""
+    """Returns the texts of a plain or streamed response."""
     if not body["stream"]:
         return [choice["text"] for choice in answer.json()["choices"]]
     texts = [""] * body["n"]
@@ -539,13 +538,15 @@ def test_concurrent_mixed_requests_equal_gpt_sample(model: LanguageModel, count:
     with served(model, rows=8, queue=100) as api, ThreadPoolExecutor(clients) as pool:
         responses = list(pool.map(ask, range(count)))
         api.idle()
-    wrong = [n for n, texts in enumerate(responses) if texts is not None and texts != expected_texts(model, bodies[n])]
-    assert len(wrong) <= count // 100, wrong  # Rounding can decide near-ties differently.
+    mismatches = [
+        n for n, texts in enumerate(responses) if texts is not None and texts != expected_texts(model, bodies[n])
+    ]
+    assert len(mismatches) <= count // 100, mismatches  # Rounding can decide near-ties differently.
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="its select takes 512 sockets")
-def test_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_survives_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     file_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -580,8 +581,8 @@ def test_invalid_settings_are_errors(settings: dict[str, Any], message: str) -> 
 
 def test_startup_errors_come_before_listening(gpt: Gpt, run_folder: Path) -> None:
     one_line_of_what_and_what_next(gpt("serve", "-m", run_folder, "--host", "0.0.0.0"), "there is no key")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         one_line_of_what_and_what_next(gpt("serve", "-m", run_folder, "--port", port), f"port {port}")
     error = gpt("serve", "-m", run_folder, "--host", "no.such.host.invalid", "--api-key", "k")
     assert error.code == 2
@@ -608,19 +609,19 @@ def test_sampling_defaults_are_printed_at_startup(
         )
         assert notes == [expected] * (defaults == "model")
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"generation_config\.json") as caught:
+    with pytest.raises(UserError, match=r"generation_config\.json") as error:
         server.serve(
             model.model, model.tokenizer, model.compute, "tiny", ServeConfig(port=0, max_batch=1), path=tmp_path
         )
-    assert "--defaults openai" in caught.value.hint
+    assert "--defaults openai" in error.value.hint
 
 
 def test_kv_cache_larger_than_memory_is_an_error(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(model.compute), "memory", lambda compute: 300_000)
     monkeypatch.setattr(server, "listen", lambda config: pytest.fail("it listens"))
-    with pytest.raises(UserError, match="the KV cache of") as caught:
+    with pytest.raises(UserError, match="the KV cache of") as error:
         server.serve(model.model, model.tokenizer, model.compute, "tiny", ServeConfig(port=0, max_batch=1000))
-    assert "--max-batch" in caught.value.hint
+    assert "--max-batch" in error.value.hint
 
 
 class Process:
@@ -677,12 +678,12 @@ def test_signal_starts_the_grace_period(serve: Callable[..., Process], signum: i
     process.process.send_signal(signum)
     time.sleep(0.3)
     with httpx.Client(base_url=process.client.base_url) as other:
-        refused = other.post("/v1/completions", json={"prompt": "a"})
-        assert refused.status_code == other.get("/health").status_code == 503
-        assert refused.json()["error"]["code"] == "stopping"
-    rest = [line for line in lines if line]
-    assert "the server is stopping" in rest[-1]
-    assert not any('"finish_reason": "' in line or "[DONE]" in line for line in rest)
+        response = other.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == other.get("/health").status_code == 503
+        assert response.json()["error"]["code"] == "stopping"
+    later_lines = [line for line in lines if line]
+    assert "the server is stopping" in later_lines[-1]
+    assert not any('"finish_reason": "' in line or "[DONE]" in line for line in later_lines)
     status, err = process.end()
     assert status == 128 + signum
     assert "1 request may run for 1 s more" in err
@@ -696,10 +697,10 @@ def test_second_signal_exits_immediately(serve: Callable[..., Process]) -> None:
     next(lines)
     process.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
-    started = time.monotonic()
+    start_time = time.monotonic()
     process.process.send_signal(signal.SIGINT)
     status, err = process.end()
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - start_time < 8
     assert status == 130
     assert "Traceback" not in err
 

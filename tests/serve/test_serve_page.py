@@ -52,8 +52,8 @@ def test_the_page_is_self_contained() -> None:
 @pytest.fixture(scope="module")
 def address(run_folder: Path) -> Iterator[str]:
     """A server with an API key and markup as the model name."""
-    with serve_model(run_folder) as started:
-        yield started
+    with serve_model(run_folder) as server_address:
+        yield server_address
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +69,12 @@ def chat_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     gpt_files = shutil.ignore_patterns("gpt.json", "checksums.json", "*.tiktoken", "training.*")
     shutil.copytree(checkpoint, folder / "model", ignore=gpt_files)  # A Transformers folder
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    with serve_model(folder / "model") as started:
-        yield started
+    with serve_model(folder / "model") as server_address:
+        yield server_address
 
 
 @contextlib.contextmanager
 def serve_model(model: Path) -> Iterator[str]:
-    """Serves a model and yields the server's address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPT_SERVE_API_KEY", KEY)
         patch.setenv("GPT_THREADS", "1")
@@ -142,7 +141,7 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
 
 
 def wait_until(page: Any, condition: str) -> None:
-    """Waits for a condition. The page's content security policy blocks wait_for_function."""
+    """Polls a condition, since the page's content security policy blocks wait_for_function."""
     for _ in range(1500):
         if page.evaluate(condition):
             return
@@ -179,13 +178,13 @@ def send_message(page: Any, content: str, wait: bool = True, **settings: Any) ->
 
 
 def read_conversation(page: Any) -> list[tuple[str, str]]:
-    """Returns author and text of every message."""
+    """Returns the author and text of every message."""
     turns = page.evaluate("[...document.querySelectorAll('.turn')].map((turn) => [turn.dataset.who, turn.textContent])")
-    return [(who, text) for who, text in turns]
+    return [(author, text) for author, text in turns]
 
 
 def messages(*contents: str, system: str = "") -> list[dict[str, str]]:
-    """Builds alternating messages of user and assistant."""
+    """Returns alternating messages of user and assistant."""
     alternating = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
     return [{"role": "system", "content": system}, *alternating] if system else alternating
 
@@ -254,7 +253,7 @@ def test_text_and_numbers_equal_the_api(open_page: Any, address: str) -> None:
     assert page.locator("#facts").inner_text() == "sees 32 tokens at once"
 
 
-def test_undo_and_redo(open_page: Any) -> None:
+def test_undo_and_redo_restore_text_and_marks(open_page: Any) -> None:
     page = open_page()
     texts = ["the cat", write_text(page, "the cat", max_tokens=5), write_text(page), write_text(page)]
     assert len(set(texts)) == 4
@@ -277,7 +276,7 @@ def test_undo_and_redo(open_page: Any) -> None:
     assert page.input_value("#text") == texts[3] + " dog"
 
 
-def test_choosing_an_alternative_with_the_keyboard(open_page: Any, address: str) -> None:
+def test_alternatives_can_be_chosen_with_the_keyboard(open_page: Any, address: str) -> None:
     page = open_page()
     text = write_text(page, "the cat", seed=7, max_tokens=10)
     tokens = read_marks(page)
@@ -310,7 +309,7 @@ def test_choosing_an_alternative_with_the_keyboard(open_page: Any, address: str)
     assert page.evaluate("[document.activeElement.id, likely.hidden]") == ["text", True]
 
 
-def test_choosing_an_alternative_with_the_mouse(open_page: Any) -> None:
+def test_alternatives_can_be_chosen_with_the_mouse(open_page: Any) -> None:
     page = open_page()
     write_text(page, "the cat", seed=8, max_tokens=30)
     box = page.locator("#shade .token").nth(3).bounding_box()
@@ -329,7 +328,7 @@ def test_choosing_an_alternative_with_the_mouse(open_page: Any) -> None:
     assert page.locator("#likely").is_hidden()
 
 
-def test_stop_button(open_page: Any) -> None:
+def test_escape_stops_generation(open_page: Any) -> None:
     page = open_page()
     write_text(page, "the cat", wait=False, max_tokens=4000)
     wait_until(page, "marks.length > 20")
@@ -381,7 +380,7 @@ def test_text_is_never_markup(open_page: Any) -> None:
     assert page.evaluate("shade.textContent") == page.input_value("#text")
 
 
-def test_partial_characters(open_page: Any) -> None:
+def test_partial_characters_are_joined(open_page: Any) -> None:
     page = open_page()
     dog = "🐕".encode()
     tokens = (b"\xef\xbb\xbfa", dog[:1], dog[1:3], dog[3:] + b"\r", b"\nb", b"\xff", b"c\xc3")
@@ -448,7 +447,7 @@ def test_api_key_is_requested_and_kept_in_the_tab(open_page: Any) -> None:
     assert page.locator("#key").is_hidden()
 
 
-def test_text_longer_than_the_context(open_page: Any) -> None:
+def test_text_can_exceed_the_context(open_page: Any) -> None:
     page = open_page()
     page.fill("#text", "cat " * 10)
     wait_until(page, "/^The text has \\d+ tokens/.test(document.getElementById('length').textContent)")
@@ -461,7 +460,7 @@ def test_text_longer_than_the_context(open_page: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", more("dark")])
-def test_phone_layout_and_contrast(open_page: Any, scheme: str) -> None:
+def test_page_fits_a_phone_with_enough_contrast(open_page: Any, scheme: str) -> None:
     page = open_page(width=360, color_scheme=scheme)
     write_text(page, "a" * 300 + " the cat", max_tokens=60, temperature=1.5)
     page.evaluate("open(parts.findLastIndex((part) => part.run && part.text.trim()))")
@@ -480,7 +479,7 @@ def test_phone_layout_and_contrast(open_page: Any, scheme: str) -> None:
     assert len(shades) == 6
     assert min(contrast(shade, text[1]) for shade in (background[0], *shades[1:])) >= 4.5
     steps = [luminance(shade) for shade in (background[0], *shades[1:])]
-    assert steps == sorted(steps, reverse=scheme == "light")  # Lightness must be enough for color-blind users.
+    assert steps == sorted(steps, reverse=scheme == "light")  # Color-blind users rely on lightness.
     assert page.evaluate(NAMELESS) == 0
 
 
@@ -509,10 +508,10 @@ def test_long_text_stays_responsive(open_page: Any) -> None:
     for key in "axv":
         page.keyboard.press(f"Control+{key}")
     assert len(page.input_value("#text")) > 90_000
-    started = page.evaluate("performance.now()")
+    start_time = page.evaluate("performance.now()")
     for _ in range(10):
         page.keyboard.type("x")
-    assert page.evaluate("performance.now()") - started < 5000
+    assert page.evaluate("performance.now()") - start_time < 5000
     assert page.evaluate("shade.textContent === field.value")
     page.evaluate(
         """() => {
@@ -558,7 +557,7 @@ def test_conversation_equals_the_api(open_chat: Any, chat_address: str) -> None:
         assert choice["finish_reason"] == "length"
         tokens += choice["logprobs"]["content"]
     turns = read_conversation(page)
-    assert [who for who, _ in turns] == ["You", "Model"] * 2
+    assert [author for author, _ in turns] == ["You", "Model"] * 2
     assert [text for _, text in turns] == [re.sub("\r\n?", "\n", entry) for entry in contents]
     assert [(entry["id"], entry["logprob"]) for entry in tokens] == [(m["id"], m["logprob"]) for m in read_marks(page)]
     assert page.inner_text("#length") == f"The conversation has {expected['usage']['total_tokens']} tokens."
@@ -580,7 +579,7 @@ def test_conversation_equals_the_api(open_chat: Any, chat_address: str) -> None:
 
 
 def open_alternatives(page: Any, turn: int, token: int) -> dict[str, Any]:
-    """Clicks on a token, and returns the most likely other token."""
+    """Clicks on a token; returns the most likely alternative."""
     page.locator(".turn").nth(turn).locator(".token").nth(token).click()
     alternative: dict[str, Any] = page.evaluate("parts[seen].top.find((each) => each.id !== parts[seen].id)")
     return alternative
@@ -596,7 +595,7 @@ def decode_tokens(tokens: list[dict[str, Any]]) -> str:
     return bytes(byte for token in tokens for byte in token["bytes"]).decode("utf-8", "replace")
 
 
-def test_alternatives_in_a_conversation(open_chat: Any, chat_address: str) -> None:
+def test_alternatives_replace_tokens_in_a_conversation(open_chat: Any, chat_address: str) -> None:
     page = open_chat()
     settings = {"seed": 3, "max_tokens": 12, "temperature": 1.1}
     options = {"logprobs": True, "top_logprobs": 10, **settings}
@@ -643,7 +642,7 @@ def render_template(messages: list[dict[str, str]]) -> str:
     return "".join(f"{message['role'][0]}:{message['content']}\n" for message in messages) + "a:"
 
 
-def test_special_tokens_as_alternatives(open_chat: Any, chat_address: str) -> None:
+def test_special_tokens_can_be_alternatives(open_chat: Any, chat_address: str) -> None:
     """End-of-text ends the answer; other special tokens are kept as ids. Messages contain neither."""
     page = open_chat()
     end, special = page.evaluate("model.end"), 301
@@ -701,7 +700,7 @@ def test_alternatives_at_the_context_limit_and_after_an_error(open_chat: Any) ->
     assert page.inner_text("#status") == "The length is reached."
 
 
-def test_regenerate_clear_and_undo(open_chat: Any) -> None:
+def test_regenerate_and_clear_can_be_undone(open_chat: Any) -> None:
     page = open_chat()
     requests = record_requests(page)
     send_message(page, "the cat", max_tokens=5)
@@ -761,7 +760,7 @@ def test_stop_keeps_partial_answers_and_restores_unanswered_questions(open_chat:
     assert page.evaluate("past.length") == 2
 
 
-def test_errors_in_a_conversation(open_chat: Any) -> None:
+def test_errors_keep_the_conversation(open_chat: Any) -> None:
     page = open_chat()
     error = page.locator("#error")
     send_message(page, "!", max_tokens=3)
@@ -816,7 +815,7 @@ def test_answers_are_never_markup_and_are_sent_back_unchanged(open_chat: Any) ->
     assert page.inner_text("#status") == "The model ended the answer (60.65 %)."
 
 
-def test_message_box_keys(open_chat: Any) -> None:
+def test_only_plain_enter_sends_a_message(open_chat: Any) -> None:
     page = open_chat()
     requests = record_requests(page)
     mock_answer(page, make_entry(b"!"))
@@ -863,7 +862,7 @@ def test_chat_and_plain_modes_keep_separate_texts(open_chat: Any, open_page: Any
     assert plain_page.locator(".in-chat:visible, #modes:visible").count() == 0
 
 
-def test_conversation_on_a_phone(open_chat: Any) -> None:
+def test_conversation_fits_a_phone(open_chat: Any) -> None:
     page = open_chat(width=390, color_scheme="dark", has_touch=True)
     send_message(page, "a" * 300 + " the cat", max_tokens=60, temperature=1.5, seed=1)
     page.locator(".token").nth(20).tap()

@@ -119,9 +119,9 @@ def resume_arguments(run: Path) -> list[str]:
 
 
 def killed(place: Path, text: Path, number: int, seconds: float, expected: str) -> str:
-    """Kills a run and resumes it. Returns when it was killed, or an error.
+    """Kills a run and resumes it. Returns the moment of the kill, or an error.
 
-    An odd ``number`` kills during a save, a multiple of four at a random time, the rest at a random step.
+    Kills during a save if ``number`` is odd, at a random time if it is a multiple of four, otherwise at a random step.
     """
     rng = random.Random(number)
     run = place / f"killed-{number}"
@@ -176,7 +176,7 @@ def process_of(launcher: int, rank: int) -> int | None:
 def kill_rank(place: Path, text: Path, number: int, expected: str, seconds: list[float]) -> str:
     """Kills a random rank of a run with two ranks, and resumes the run.
 
-    ``seconds`` receives the seconds from the kill until the command ended.
+    Appends the seconds from the kill to the end of the command to ``seconds``.
     """
     rng = random.Random(2000 + number)
     run = place / f"rank-{number}"
@@ -206,7 +206,7 @@ def kill_rank(place: Path, text: Path, number: int, expected: str, seconds: list
 
 
 def kill_ranks(count: int, place: Path) -> tuple[Counter[str], float]:
-    """Returns the outcomes, and the maximum seconds until every process ended."""
+    """Returns the outcomes, and the longest time in seconds from a kill to the end of the command."""
     text, baseline, seconds = write_text(place / "text.txt"), place / "whole", [0.0]
     _, err = start("train", str(text), "-o", str(baseline), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
     assert folder.checkpoints(baseline), err
@@ -215,13 +215,13 @@ def kill_ranks(count: int, place: Path) -> tuple[Counter[str], float]:
 
 
 def many(numbers: range, place: Path, *kinds: Callable[..., str]) -> list[Counter[str]]:
-    """Calls ``kinds`` with ``numbers``, two runs at a time. Returns the outcomes."""
+    """Runs ``kinds`` with all ``numbers``, two runs at a time. Returns the outcomes of each kind."""
     text = write_text(place / "text.txt", 4_000)
-    started = time.monotonic()
+    start_time = time.monotonic()
     baseline = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
     _, err = baseline.communicate(timeout=600)
     assert baseline.returncode == 0, err
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start_time
     expected = state_checksum(place / "whole")
     with ThreadPoolExecutor(2) as pool:
         return [
@@ -234,7 +234,7 @@ def many(numbers: range, place: Path, *kinds: Callable[..., str]) -> list[Counte
 
 
 class FailingDisk:
-    """Counts writes, syncs, renames and mkdirs below ``root``, and fails the ``n``-th."""
+    """Counts writes, syncs, renames and mkdirs below ``root``; the ``n``-th fails."""
 
     def __init__(self, root: Path, n: int, code: int) -> None:
         self.root, self.n, self.code = str(root), n, code
@@ -306,7 +306,7 @@ class _FailingFile:
 
 
 def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1) -> Counter[str]:
-    """Makes every write, sync and rename of a save, or one in ``every``, fail in turn. Returns the outcomes."""
+    """Makes every ``every``-th write, sync and rename of a save fail in turn. Returns the outcomes."""
     files = small_checkpoint_files()
     run = place / "run"
     outcomes: Counter[str] = Counter()
@@ -380,18 +380,18 @@ def read_all(path: Path) -> None:
     from gpt.training.strategy import Single
 
     folder.verify_checksums(path, training=True)
-    saved = read_saved_state(path)
-    if checkpoint.peek(path)[0] != saved.recipe.saved_model:
+    state = read_saved_state(path)
+    if checkpoint.peek(path)[0] != state.recipe.saved_model:
         raise UserError("another shape")
-    model = checkpoint.load(path, torch.device("cpu"), saved.recipe.model).model
-    optimizer = make_optimizer(model, saved.recipe.optimizer, saved.recipe.weight_decay)
+    model = checkpoint.load(path, torch.device("cpu"), state.recipe.model).model
+    optimizer = make_optimizer(model, state.recipe.optimizer, state.recipe.weight_decay)
     strategy = Single(model, optimizer, Compute(torch.device("cpu"), torch.float32))
-    read_snapshot(path, saved, strategy).restore(strategy, torch.amp.GradScaler("cpu", enabled=False))
+    read_snapshot(path, state, strategy).restore(strategy, torch.amp.GradScaler("cpu", enabled=False))
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A damaged file. ``signed`` means that the checksums are updated to match."""
+    """A damaged file. ``signed`` means that matching checksums are written."""
 
     file: str
     kind: str
@@ -417,9 +417,9 @@ def generate_damage(good: Path, rng: random.Random) -> Iterator[Damaged]:
         start, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
         if kind == "flipped":
             start = min(start, len(data) - 1)
-            changed = data[:start] + bytes([data[start] ^ (1 << rng.randrange(8))]) + data[start + 1 :]
+            damaged_data = data[:start] + bytes([data[start] ^ (1 << rng.randrange(8))]) + data[start + 1 :]
         else:
-            changed = {
+            damaged_data = {
                 "cut": data[:start],
                 "swapped": data[end:] + data[start:end] + data[:start],
                 "emptied": b"",
@@ -427,8 +427,8 @@ def generate_damage(good: Path, rng: random.Random) -> Iterator[Damaged]:
                 "longer": data + data[start:end] + b"\0",
                 "zeros": data[:start] + bytes(end - start) + data[end:],
             }[kind]
-        if changed != data:
-            yield Damaged(name, kind, changed, signed=False)
+        if damaged_data != data:
+            yield Damaged(name, kind, damaged_data, signed=False)
 
 
 def _generate_hostile(good: Path, name: str, data: bytes, rng: random.Random) -> Iterator[Damaged]:
@@ -501,32 +501,34 @@ class DamageResults:
 def damaged_copies(place: Path, count: int) -> DamageResults:
     from gpt.runs import checkpoint
 
-    good = place / folder.step_name(3)
-    checkpoint.write(good, small_checkpoint_files())
-    read_all(good)
+    valid_folder = place / folder.step_name(3)
+    checkpoint.write(valid_folder, small_checkpoint_files())
+    read_all(valid_folder)
 
     def sign(bad: Path) -> None:
         (bad / folder.CHECKSUMS).unlink()
         folder.write_checksums(bad)
 
-    return _read_copies(good, generate_damage(good, random.Random(1)), count, read_all, sign)
+    return _read_copies(valid_folder, generate_damage(valid_folder, random.Random(1)), count, read_all, sign)
 
 
 def damaged_tokens(place: Path, count: int) -> DamageResults:
-    """Reads damaged copies of a token folder. Damage that changes no id is ignored."""
+    """Reads damaged copies of a token folder. Ignores damage that changes no id."""
     from gpt.config import TokenizeConfig
     from gpt.text.tokenize import tokenize_texts
 
-    good = place / "tokens"
-    tokenize_texts([str(write_text(place / "text.txt", 200_000))], TokenizeConfig(out=str(good), tokenizer="bytes"))
-    expected = read_tokens(good)
+    valid_folder = place / "tokens"
+    tokenize_texts(
+        [str(write_text(place / "text.txt", 200_000))], TokenizeConfig(out=str(valid_folder), tokenizer="bytes")
+    )
+    expected = read_tokens(valid_folder)
 
     def read(path: Path) -> None:
         if read_tokens(path) == expected:
             raise UserError("nothing that is read was changed")
 
-    unsigned = (damage for damage in generate_damage(good, random.Random(2)) if not damage.signed)
-    return _read_copies(good, unsigned, count, read, lambda bad: None)
+    unsigned = (damage for damage in generate_damage(valid_folder, random.Random(2)) if not damage.signed)
+    return _read_copies(valid_folder, unsigned, count, read, lambda bad: None)
 
 
 def read_tokens(path: Path) -> str:

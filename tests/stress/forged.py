@@ -61,7 +61,7 @@ class CommandTimeout(BaseException):
 
 @dataclass(frozen=True)
 class Subject:
-    """A file to forge, and commands for its folder ``BAD``. (command, n) runs for one in n forged values."""
+    """A file to forge, and commands for its folder ``BAD``. A pair (command, n) runs on one in n forged values."""
 
     good: str  # Folder name
     file: str
@@ -173,7 +173,7 @@ class ForgedText:
 
 
 def forge(text: str, lines: bool, rng: random.Random) -> Iterator[ForgedText]:
-    """Yields ``text`` with one value replaced. With ``lines``, only a sample of lines is forged."""
+    """Yields ``text`` with one value replaced. With ``lines``, forges only a sample of lines."""
     parts = text.splitlines() if lines else [text]
     line_numbers = sorted(
         {*range(min(2, len(parts))), *rng.sample(range(len(parts)), min(10, len(parts))), len(parts) - 1}
@@ -187,13 +187,13 @@ def forge(text: str, lines: bool, rng: random.Random) -> Iterator[ForgedText]:
     rng.shuffle(cases)
     for n, path, value_name in cases:
         value = json.loads(parts[n])
-        changed = _replace_value(value, path, value_name)
+        forged_line = _replace_value(value, path, value_name)
         where = f"{f'line {n + 1}, ' if lines else ''}{'.'.join(map(str, path)) or 'all'} = {value_name}"
-        yield ForgedText(where, "\n".join([*parts[:n], changed, *parts[n + 1 :]]) + "\n")
+        yield ForgedText(where, "\n".join([*parts[:n], forged_line, *parts[n + 1 :]]) + "\n")
 
 
 def _json_paths(value: Any, prefix: JsonPath = ()) -> Iterator[JsonPath]:
-    """Yields the path to every nested value, but of long lists and objects only the first and last two."""
+    """Yields the paths to nested values. In long lists and objects, visits only the first and last two items."""
     yield prefix
     items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
     if len(items) > 40:
@@ -238,7 +238,7 @@ def run_command(words: list[str]) -> str:
     readable = error_lines and not any(
         words in error_lines[0] for words in ("internal error in gpt", "system error", "out of memory")
     )
-    if code in (1, 2) and readable:  # Status 1: a forged learning rate can make the loss NaN.
+    if code in (1, 2) and readable:  # A forged learning rate can make the loss NaN (status 1).
         return "refused" if len(error_lines[0]) < 6000 else f"LONG: {error_lines[0][:100]}"
     return f"exit {code}: {err.strip()[-300:]}"
 

@@ -4,9 +4,9 @@
 
 A case is a command with options, environment variables, a TOML file, stdin and files. Any of them can be nonsense: an
 empty file, a folder, a pipe without a writer, a device, control characters, invalid UTF-8, or numbers that are huge,
-negative, NaN or in other digits. A case must exit in time with a documented status, end errors with ``error`` and
-``hint``, print only JSON if requested, leave no temporary files, and change no user files. A slow command gets SIGINT and
-must exit like after Ctrl-C.
+negative, NaN or in non-ASCII digits. A case must exit in time with a documented status, end errors with ``error`` and
+``hint``, print only JSON if requested, leave no temporary files, and change no user files. A slow command is sent SIGINT
+and must exit as after Ctrl-C.
 
 Cases run in forks of this process, which has imported everything and computed nothing. Every ``--each``-th case is a
 subprocess. ``--case N`` shows the output of case N.
@@ -42,8 +42,8 @@ import gpt
 from gpt.config import TrainConfig
 
 PATIENCE = 4.0  # Seconds until a case is interrupted
-GRACE = 60.0  # Seconds from interrupt to kill, which is a fault
-MEMORY = 6 * 2**30  # Bytes of address space per case, on top of this process
+GRACE = 60.0  # Seconds from interrupt to kill; a kill is an error
+MEMORY = 6 * 2**30  # Additional address space per case, in bytes
 STATUSES = (0, 1, 2, 130, 143)
 EXAMPLE = "the cat sat on the mat, and the dog ran after the cat. " * 300
 CHANCE = 0.25  # Probability of a nonsense value
@@ -124,7 +124,7 @@ def import_modules() -> None:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    importlib.import_module("torch._dynamo")  # Torch optimizers import this.
+    importlib.import_module("torch._dynamo")  # Torch optimizers import this module.
 
 
 def list_commands() -> dict[tuple[str, ...], Any]:
@@ -248,7 +248,7 @@ def run(case: Case, cwd: Path, scratch: Path, as_subprocess: bool = False, patie
         "XDG_CACHE_HOME": str(scratch / "home"), "PYTHONIOENCODING": case.encoding,
         **dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9"), **case.env,
     }  # fmt: skip
-    started = time.monotonic()
+    start_time = time.monotonic()
     with (
         (scratch / "in").open("rb") as stdin_file,
         (scratch / "out").open("wb") as out,
@@ -265,11 +265,11 @@ def run(case: Case, cwd: Path, scratch: Path, as_subprocess: bool = False, patie
             pid = os.fork()
             if not pid:
                 _run_child(case, cwd, files, env, patience)
-        status, interrupted = _wait(pid, started, 3 * patience if as_subprocess else patience)
+        status, interrupted = _wait(pid, start_time, 3 * patience if as_subprocess else patience)
         if as_subprocess:
             process.returncode = status
     texts = [(scratch / name).read_bytes().decode(case.encoding, "replace") for name in ("out", "err")]
-    return Result(status, *texts, time.monotonic() - started, interrupted)
+    return Result(status, *texts, time.monotonic() - start_time, interrupted)
 
 
 def _run_child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str, str], patience: float) -> None:
@@ -288,8 +288,8 @@ def _run_child(case: Case, cwd: Path, files: tuple[int, int, int], env: dict[str
             2, "w", encoding=case.encoding, errors="backslashreplace", buffering=1, closefd=False
         )
         faulthandler.dump_traceback_later(patience + GRACE - 2)  # Traceback of a hanging case
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY, used_bytes + MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         status = cli.main(case.words)
         sys.stdout.flush()
@@ -344,14 +344,14 @@ def judge(case: Case, result: Result, cwd: Path, scratch: Path, before: dict[str
     if leftovers:
         yield f"left behind: {[path.name for path in leftovers]}"
     after = snapshot(cwd)
-    changed = [name for name, state in before.items() if after.get(name) != state]
-    allowed = ("run",) if any(word.startswith("--resume") for word in case.words) else ()
-    if changed := [name for name in changed if not name.startswith(allowed or "\0")]:
-        yield f"changed: {changed[:3]}"
+    changed_files = [name for name, state in before.items() if after.get(name) != state]
+    allowed_prefixes = ("run",) if any(word.startswith("--resume") for word in case.words) else ()
+    if changed_files := [name for name in changed_files if not name.startswith(allowed_prefixes or "\0")]:
+        yield f"changed: {changed_files[:3]}"
 
 
 def is_json(line: str) -> bool:
-    """Whether a line is JSON without NaN or infinity."""
+    """Returns whether a line is JSON without NaN or infinity."""
     try:
         json.loads(line, parse_constant=int)  # int() rejects NaN and Infinity.
     except (ValueError, RecursionError):
@@ -392,9 +392,9 @@ def main(words: list[str]) -> None:
     parser.add_argument("--case", type=int, help="this one alone, with what it prints")
     args = parser.parse_args(words)
     numbers = range(args.first, args.first + args.cases) if args.case is None else [args.case]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Shells ignore SIGINT for background jobs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs ignore SIGINT.
     import_modules()
-    commands, started = list_commands(), time.monotonic()
+    commands, start_time = list_commands(), time.monotonic()
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="gpt-hostile-") as folder:
         place = Path(folder)
@@ -409,7 +409,7 @@ def main(words: list[str]) -> None:
                     result.err if args.case is not None else result.err[-600:] if result.status != -9 else result.err
                 )
                 print("".join(f"    {line!r:.300}\n" for line in output.splitlines()), flush=True)
-    print(f"{len(numbers):,} cases of seed {args.seed} in {time.monotonic() - started:.0f} s: {dict(counts)}")
+    print(f"{len(numbers):,} cases of seed {args.seed} in {time.monotonic() - start_time:.0f} s: {dict(counts)}")
 
 
 if __name__ == "__main__":

@@ -41,22 +41,22 @@ def test_an_epoch_sees_every_token_once(length: int, rows: int, seed: int) -> No
         assert x.shape == y.shape == (rows, 8)
         assert np.array_equal(y, (x + 1) % length)  # The stream wraps around.
         inputs += list(x)
-    seen = np.concatenate(inputs[: batches.windows])
-    assert len(set(seen.tolist())) == len(seen) == batches.windows * 8
-    assert length - len(seen) < 8
+    tokens = np.concatenate(inputs[: batches.windows])
+    assert len(set(tokens.tolist())) == len(tokens) == batches.windows * 8
+    assert length - len(tokens) < 8
 
 
 def test_batches_depend_only_on_seed_and_step() -> None:
     ids = Ring(10_000)
-    batches, same, other = Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 2)
+    batches, same_seed, other_seed = Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 1), Batches(ids, 16, 4, 2)
     for step in range(5):
         batches.global_batch(step)
-    assert np.array_equal(batches.global_batch(1000)[0], same.global_batch(1000)[0])
-    assert not np.array_equal(batches.global_batch(1000)[0], other.global_batch(1000)[0])
+    assert np.array_equal(batches.global_batch(1000)[0], same_seed.global_batch(1000)[0])
+    assert not np.array_equal(batches.global_batch(1000)[0], other_seed.global_batch(1000)[0])
     epoch = batches.windows // 4
     first = {int(x) for step in range(epoch) for x in batches.global_batch(step)[0][:, 0]}
     second = {int(x) for step in range(epoch, 2 * epoch) for x in batches.global_batch(step)[0][:, 0]}
-    # Windows start elsewhere in the next epoch.
+    # The next epoch has other window starts.
     assert {x % 16 for x in first if x < 9000} != {x % 16 for x in second if x < 9000}
 
 
@@ -88,9 +88,9 @@ def test_batch_ramp_is_linear(rows: int, first: int, over: int, unit: int, n: in
     sizes = [b - a for a, b in pairwise(starts)]
     assert starts[0] == 0
     for start, size in zip(starts, sizes, strict=False):
-        wanted = min(rows, first + (rows - first) * start / over)
+        exact_size = min(rows, first + (rows - first) * start / over)
         assert 1 <= size <= rows
-        assert wanted - unit < size <= max(wanted, 1)
+        assert exact_size - unit < size <= max(exact_size, 1)
         assert size % unit == 0 or size < unit or start >= over
     assert sizes == sorted(sizes)
     assert ramp.count_rows_before(ramp.steps(n)) >= n > ramp.count_rows_before(ramp.steps(n) - 1)

@@ -45,7 +45,7 @@ SPLITTABLE = ["gpt2", "cl100k", "o200k", "llama3", "qwen", "minbpe", "smollm2"]
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
-    """Ranks with tokens across spaces, line ends, punctuation, digits and combining marks."""
+    """Returns ranks of tokens that span spaces, line ends, punctuation, digits and combining marks."""
     runs = "".join(
         f"{space * length}x"
         for space in (" ", "\n", "\t ", " \n", "./", "!\n", "12", "か。")
@@ -89,7 +89,7 @@ def test_parts_of_ordinary_text_have_about_the_requested_length(name: str) -> No
     text = make_text(6000)
     parts = list(boundaries.parts([text[i : i + 500] for i in range(0, len(text), 500)], PATTERNS[name], 2000))
     assert "".join(part for part, _ in parts) == text
-    assert not any(inside for _, inside in parts)
+    assert not any(ends_inside_piece for _, ends_inside_piece in parts)
     assert len(parts) > len(text) / 4000
 
 
@@ -129,12 +129,12 @@ def test_long_runs_are_split_anywhere_and_counted(name: str, monkeypatch: pytest
 def test_long_runs_take_linear_time_and_constant_stack(name: str) -> None:
     byte_tokenizer = Tokenizer("test", ByteBPE(PATTERNS[name], BYTES), 256)
     merging_tokenizer = Tokenizer("test", ByteBPE(PATTERNS[name], RUN_RANKS), len(RUN_RANKS))
-    started = time.process_time()
+    start_time = time.process_time()
     for run in (" ", "\n", "\t \n ", "a", "^", "7"):
         for text in ("!" + run * 1_100_000, "\n" + run * 1_100_000 + "  9"):
             assert byte_tokenizer.encode(text).astype(np.uint8).tobytes() == text.encode()
     assert len(merging_tokenizer.encode("a" * 1_100_000)) < 20_000
-    assert time.process_time() - started < 30  # Quadratic time would take hours.
+    assert time.process_time() - start_time < 30  # Quadratic time would take hours.
 
 
 def test_engine_failure_is_an_error() -> None:
@@ -142,7 +142,7 @@ def test_engine_failure_is_an_error() -> None:
     with pytest.raises(UserError, match="fails on a text of 3,000,001 characters"):
         tokenizer.encode("a" * 3_000_000 + "c")
 
-    class PanicException(BaseException):  # pyo3 uses this name.
+    class PanicException(BaseException):  # Rust panics have this name.
         pass
 
     class Encoding:

@@ -141,7 +141,7 @@ def test_refused_connection_is_not_retried(target: Path) -> None:
     assert str(target) in error.value.hint
 
 
-def test_cut_download_resumes(site: Site, target: Path) -> None:
+def test_incomplete_download_resumes(site: Site, target: Path) -> None:
     site.cuts = [1, 100_000, 123_457, 10, 299_999]
     ends = list(accumulate(site.cuts))
     assert fetch(site.url + "/x", target, CHECKSUM, len(DATA), retry_delays=NO_WAIT).read_bytes() == DATA
@@ -238,9 +238,9 @@ def test_interrupted_download_resumes(site: Site, target: Path) -> None:
         fetch(site.url + "/x", target, CHECKSUM, len(DATA), interrupt)
     assert not target.exists()
     assert fetch(site.url + "/x", target, CHECKSUM, len(DATA)).read_bytes() == DATA
-    requested_range, status, sent = site.log[-1]
-    assert (requested_range, status) == (f"bytes={len(DATA) - sent}-", 206)
-    assert sent < 500_000
+    requested_range, status, sent_bytes = site.log[-1]
+    assert (requested_range, status) == (f"bytes={len(DATA) - sent_bytes}-", 206)
+    assert sent_bytes < 500_000
 
 
 def test_complete_partial_file_is_not_fetched_again(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def read_source(source: Source) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("pydocs", 400_000, 700_000), ("stdlib", 5_000_000, 100_000_000)])
-def test_corpora_from_the_python_installation(name: str, low: int, high: int) -> None:
+def test_python_corpora_have_source_files(name: str, low: int, high: int) -> None:
     sources = catalogue.sources(name)
     assert len(sources) > 70
     assert low < sum(source.size for source in sources) < high
@@ -329,7 +329,7 @@ def toy(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str
     return toy
 
 
-def test_downloaded_corpus(site: Site, toy: dict[str, Any], tmp_path: Path) -> None:
+def test_corpus_is_downloaded_once(site: Site, toy: dict[str, Any], tmp_path: Path) -> None:
     corpus = catalogue.corpus("wikitext-2")
     assert corpus.size is None  # One file has no published size.
     assert not any(corpus.is_cached(file) for file in corpus.all_files)
@@ -356,11 +356,11 @@ def test_progress_and_disk_check_cover_all_files(
     assert len(site.log) == 1  # The check runs before the first download.
     progress: list[int] = []
     catalogue.fetch("wikitext-2", lambda done, total: progress.append(done) if total == 6013 else progress.append(-1))
-    assert (progress[0], progress[-1]) == (0, 6007)  # The last file is already there.
+    assert (progress[0], progress[-1]) == (0, 6007)  # The last file is already downloaded.
     assert progress == sorted(progress)
 
 
-def test_rows_as_lines_and_published_held_out_text(
+def test_parquet_rows_are_lines_and_held_out_text_is_published(
     gpt: Callable[..., Done], site: Site, toy: dict[str, Any], workdir: Path
 ) -> None:
     import pyarrow as pa
@@ -424,7 +424,7 @@ def test_every_corpus_is_complete_and_in_the_table() -> None:
 
 
 @needs_shared
-def test_shakespeare_checksum() -> None:
+def test_shakespeare_checksum_is_current() -> None:
     data = (SHARED / "data" / "tinyshakespeare.txt").read_bytes()
     (file,) = catalogue.corpus("shakespeare").files
     assert (file.size, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())

@@ -177,7 +177,7 @@ def test_template_variables_equal_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["smollm2", "qwen", "llama2", "unigram"])
 def test_answer_mask_equals_transformers(form: str, tmp_path: Path) -> None:
-    """The Transformers mask needs ChatML with generation tags."""
+    """Transformers computes the mask only from generation tags, here in ChatML."""
     folder = vocabularies.write(form, tmp_path / "form")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
@@ -261,10 +261,10 @@ def test_endless_template_times_out(template: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(chat, "TIME_LIMIT", 0.5)
     tokenizer = with_chat_template(bytes_tokenizer(), template)
     for _ in range(2):  # The second call starts a new process.
-        started = time.monotonic()
+        start_time = time.monotonic()
         with pytest.raises(UserError, match="takes longer than 0.5 s"):
             chat.render(tokenizer, QUESTION)
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - start_time < 4
 
 
 def test_missing_or_untrainable_template_is_an_error() -> None:
@@ -281,22 +281,22 @@ def test_missing_or_untrainable_template_is_an_error() -> None:
 def test_long_conversation_is_truncated_after_an_answer() -> None:
     messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
     turn = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
-    whole = f"{turn}\n{turn.replace('a<', 'c<').replace('b<', 'd<')}\n"
-    long, short = (len(re.sub(r"<\|\w+\|>", "s", text)) for text in (whole, turn))  # Lengths in tokens
+    both_turns = f"{turn}\n{turn.replace('a<', 'c<').replace('b<', 'd<')}\n"
+    tokens_of_both, tokens_of_turn = (len(re.sub(r"<\|\w+\|>", "s", text)) for text in (both_turns, turn))
     both_answers, first_answer = "b<|im_end|>d<|im_end|>", "b<|im_end|>"
     for size, text, counts, note in (
-        (long - 1, whole, both_answers, ""),
-        (long - 3, turn, first_answer, "1 cut after the last answer"),  # The second turn fits in part, or not.
-        (short - 1, turn, first_answer, "1 cut after the last answer"),
-        (short - 2, turn.removesuffix("<|im_end|>"), "b", "1 within the first"),
-        (short - 3, "", "", "1 skipped"),
+        (tokens_of_both - 1, both_turns, both_answers, ""),
+        (tokens_of_both - 3, turn, first_answer, "1 cut after the last answer"),  # The second turn does not fit.
+        (tokens_of_turn - 1, turn, first_answer, "1 cut after the last answer"),
+        (tokens_of_turn - 2, turn.removesuffix("<|im_end|>"), "b", "1 within the first"),
+        (tokens_of_turn - 3, "", "", "1 skipped"),
     ):
         encoder = ChatEncoder(bytes_tokenizer(), size, skip_bad=False)
         rows = encoder.rows(Conversation(messages, "line 1"))
         texts = [encoder.tokenizer.decode(row.ids.tolist()) for row in rows]
-        counted = [encoder.tokenizer.decode(row.ids[row.counts].tolist()) for row in rows]
-        assert ("".join(texts), "".join(counted), len(rows)) == (text, counts, bool(text)), size
-        assert [row.bytes for row in rows] == [len(answer.replace("<|im_end|>", "")) for answer in counted]
+        trained_texts = [encoder.tokenizer.decode(row.ids[row.counts].tolist()) for row in rows]
+        assert ("".join(texts), "".join(trained_texts), len(rows)) == (text, counts, bool(text)), size
+        assert [row.bytes for row in rows] == [len(answer.replace("<|im_end|>", "")) for answer in trained_texts]
         assert note in next(encoder.notes(), "") and bool(note) == any(encoder.notes())
 
 
@@ -348,15 +348,15 @@ def test_missing_special_tokens_are_added_to_the_model(run_folder: Path, workdir
     file.write_text(make_jsonl([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]] * 20))
     before = library.load(run_folder)
     old_size = before.tokenizer.vocab_size
-    received: list[Any] = []
-    result = library.train(file, init=run_folder, chat=True, steps=2, lr=0.0, dtype="float32", listen=received.append)
+    event_log: list[Any] = []
+    result = library.train(file, init=run_folder, chat=True, steps=2, lr=0.0, dtype="float32", listen=event_log.append)
     after = library.load(result.run)
     assert after.tokenizer.vocab_size == after.model.config.vocab_size == old_size + 2
     table = after.model.wte.weight
     torch.testing.assert_close(table[:old_size], before.model.wte.weight)
     for id in (old_size, old_size + 1):
         torch.testing.assert_close(table[id], before.model.wte.weight.mean(0))
-    assert any(isinstance(event, events.EvalEvent) and event.step == 0 for event in received)
+    assert any(isinstance(event, events.EvalEvent) and event.step == 0 for event in event_log)
     assert_equal_in_transformers(result.checkpoint)
     adapted = library.train(file, init=result.run, chat=True, steps=1, lora_rank=2, dtype="float32", sample_every=0)
     assert library.load(adapted.run).tokenizer == after.tokenizer
@@ -407,7 +407,7 @@ def test_chat_is_inferred_from_the_messages_key(gpt: Gpt, workdir: Path) -> None
     assert json.loads(Path("runs/chats/run.json").read_text())["settings"]["chat"] is True
 
 
-def test_conversations_in_parquet_and_json(workdir: Path) -> None:
+def test_conversations_are_read_from_parquet_and_json(workdir: Path) -> None:
     rows = [{"id": n, "messages": messages} for n, messages in enumerate(CHATS)]
     parquet.write_table(pa.Table.from_pylist(rows), "chats.parquet", row_group_size=5)
     Path("chats.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
@@ -427,7 +427,7 @@ def test_conversations_in_parquet_and_json(workdir: Path) -> None:
     assert len(read("x.parquet", skip_bad=True)) == 2
 
 
-def test_gpt_chat_session(gpt: Gpt, file: Path) -> None:
+def test_chat_session_equals_the_library(gpt: Gpt, file: Path) -> None:
     run = library.train(file, steps=2, **SETTINGS).run
     lines = (
         b"Spell 1.\n/retry\n/more\n/system Be brief.\nAnd 2?\n/clear\nHello\n/help\n" + b"And more words to read?\n" * 6
@@ -441,7 +441,7 @@ def test_gpt_chat_session(gpt: Gpt, file: Path) -> None:
     assert result.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))
 
 
-def test_conversation_formats_of_other_tools(workdir: Path) -> None:
+def test_conversation_formats_of_other_tools_are_read(workdir: Path) -> None:
     role_names, expected = {"system": "system", "user": "human", "assistant": "gpt"}, [SYSTEM, *CHAT]
     sharegpt = {
         "conversations": [{"from": role_names[message["role"]], "value": message["content"]} for message in expected]
@@ -477,8 +477,10 @@ def test_answers_of_weight_0_are_not_trained(template: str, workdir: Path) -> No
     all_rows, _ = chat.answers(tokenizer, CHAT)
     weighted_rows, _ = chat.answers(tokenizer, conversation.messages, conversation.context)
     assert weighted_rows[-1][0] == all_rows[-1][0]
-    learned = [[text[start:end] for text, spans in rows for start, end in spans] for rows in (all_rows, weighted_rows)]
-    assert learned[1] == learned[0][1:]
+    trained_texts = [
+        [text[start:end] for text, spans in rows for start, end in spans] for rows in (all_rows, weighted_rows)
+    ]
+    assert trained_texts[1] == trained_texts[0][1:]
 
 
 def test_templates_receive_reasoning(workdir: Path) -> None:
@@ -504,8 +506,8 @@ def test_conversation_can_start_with_the_assistant() -> None:
     for template in (chat.CHATML, QWEN3):
         tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), prefix + template)
         rows, _ = chat.answers(tokenizer, messages)
-        learned = [text[start:end] for text, spans in rows for start, end in spans]
+        trained_texts = [text[start:end] for text, spans in rows for start, end in spans]
         answers = [f"{item['content']}<|im_end|>" for item in messages if item["role"] == "assistant"]
-        assert [item.rpartition("</think>\n\n")[2] for item in learned] == answers
+        assert [item.rpartition("</think>\n\n")[2] for item in trained_texts] == answers
         prompt, *_ = ChatEncoder(tokenizer, 64, skip_bad=False).prompt(Conversation(messages[:1], ""))
         assert prompt.count("im_start") > 1

@@ -80,9 +80,9 @@ def test_kind_of_records_is_inferred(workdir: Path) -> None:
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 3
     texts = [{"text": "a"}, {"text": "b"}]
     for name, records in {"pairs": TRANSLATIONS, "chats": chats, "texts": texts}.items():
-        for ending in ("jsonl", "txt"):
-            Path(f"{name}.{ending}").write_text(jsonl(records))
-            Path(f"{name}.{ending}.gz").write_bytes(gzip.compress(jsonl(records).encode()))
+        for extension in ("jsonl", "txt"):
+            Path(f"{name}.{extension}").write_text(jsonl(records))
+            Path(f"{name}.{extension}.gz").write_bytes(gzip.compress(jsonl(records).encode()))
         Path(f"{name}.json").write_text(json.dumps(records))
         parquet.write_table(pa.Table.from_pylist(records), f"{name}.parquet")
     Path("pairs.csv").write_text("completion,prompt\nb,a\n")
@@ -114,7 +114,7 @@ def test_kind_of_records_is_inferred(workdir: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="they have no names that are not UTF-8")
-def test_file_name_that_is_not_utf8(file: Path) -> None:
+def test_file_names_need_not_be_utf8(file: Path) -> None:
     file.rename("\udce9.jsonl")
     examples = read_examples(["\udce9.jsonl"], TextConfig(val_fraction=0), Pair)
     assert len(examples.train) == len(PAIRS)
@@ -142,7 +142,7 @@ def encode_pairs(*pairs: tuple[str, str]) -> ExampleRows:
     return encoder.encode([Pair(*pair, f"line {number}") for number, pair in enumerate(pairs)])
 
 
-def test_rows_and_targets() -> None:
+def test_only_completions_are_targets() -> None:
     pairs = encode_pairs(("ab", "cde"), ("", "x"), ("pqr", ""))
     x, y = RowBatches(pairs, 3, seed=1).global_batch(0)
     assert x.shape == y.shape == (3, 5)
@@ -158,13 +158,13 @@ def test_rows_and_targets() -> None:
 def test_batches_depend_only_on_seed_and_step() -> None:
     pairs = encode_pairs(*((f"p{number}", "c") for number in range(10)))
     batches = RowBatches(pairs, 4, seed=3)
-    drawn = [row[1] for step in range(5) for row in batches.global_batch(step)[0].tolist()]
-    assert sorted(drawn[:10]) == sorted(drawn[10:20]) == [ord(str(number)) for number in range(10)]
-    assert drawn[:10] != drawn[10:20]
+    first_ids = [row[1] for step in range(5) for row in batches.global_batch(step)[0].tolist()]
+    assert sorted(first_ids[:10]) == sorted(first_ids[10:20]) == [ord(str(number)) for number in range(10)]
+    assert first_ids[:10] != first_ids[10:20]
     halves = [batches.global_batch(2, rank, 2) for rank in range(2)]
-    whole = batches.global_batch(2)
+    full_batch = batches.global_batch(2)
     for side in range(2):
-        assert np.array_equal(np.concatenate([half[side] for half in halves]), whole[side])
+        assert np.array_equal(np.concatenate([half[side] for half in halves]), full_batch[side])
 
 
 def test_gradient_accumulation_weighs_targets_equally(file: Path) -> None:
@@ -172,16 +172,16 @@ def test_gradient_accumulation_weighs_targets_equally(file: Path) -> None:
 
     def train_losses(micro_batch: str) -> tuple[Any, list[float]]:
         settings = {**TINY, "batch_tokens": 150, "pairs": True, "steps": 6, "dtype": "float32", "tokenizer": "bytes"}
-        received: list[Any] = []
-        result = library.train(file, micro_batch=micro_batch, listen=received.append, **settings)
-        return json.loads((result.run / "run.json").read_text())["resolved"]["rows"], losses(received)
+        event_log: list[Any] = []
+        result = library.train(file, micro_batch=micro_batch, listen=event_log.append, **settings)
+        return json.loads((result.run / "run.json").read_text())["resolved"]["rows"], losses(event_log)
 
     rows, one_by_one = train_losses("1")
     assert rows > 1
     assert one_by_one == pytest.approx(train_losses(str(rows))[1], rel=1e-4)
 
 
-def test_pairs_in_compressed_and_text_files(workdir: Path) -> None:
+def test_pairs_are_read_from_compressed_and_text_files(workdir: Path) -> None:
     Path("a.jsonl.gz").write_bytes(gzip.compress(jsonl(TRANSLATIONS[:5]).encode()))
     Path("b.txt").write_text("\n" + jsonl(TRANSLATIONS[5:9]) + "\n")
     examples = read_examples(["a.jsonl.gz", "b.txt"], TextConfig(val_fraction=0), Pair)
@@ -192,7 +192,7 @@ def test_pairs_in_compressed_and_text_files(workdir: Path) -> None:
     assert (len(examples.train), examples.skipped) == (2, 1)
 
 
-def test_pairs_in_tables_and_json(workdir: Path) -> None:
+def test_pairs_are_read_from_tables_and_json(workdir: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -203,29 +203,29 @@ def test_pairs_in_tables_and_json(workdir: Path) -> None:
         writer.writeheader()
         writer.writerows(quoted)
     parquet.write_table(pa.Table.from_pylist([*quoted, {"prompt": "x", "completion": None}]), "d.parquet")
-    for name, where in {"a.json": "line 1", "c.csv": "line 2", "d.parquet": "row 1"}.items():
+    for name, position in {"a.json": "line 1", "c.csv": "line 2", "d.parquet": "row 1"}.items():
         examples = read_examples([name], TextConfig(val_fraction=0, skip_bad=True), Pair)
         assert [{"prompt": pair.prompt, "completion": pair.completion} for pair in examples.train] == quoted
-        assert (examples.train[0].where, examples.skipped) == (f"{name}, {where}", name == "d.parquet")
+        assert (examples.train[0].where, examples.skipped) == (f"{name}, {position}", name == "d.parquet")
 
 
-def test_pairs_split() -> None:
-    few = [Pair(str(number), "", "") for number in range(20)]
-    assert split(few, 0.1, 1) == (few[:18], few[18:])
-    assert split(few, 0.01, 1) == (few[:19], few[19:])
-    assert split(few, 0, 1) == (few, [])
-    many = [Pair(str(number), "", "") for number in range(1000)]
-    train, held_out = split(many, 0.1, 1)
+def test_pairs_are_split_by_hash_or_at_the_end() -> None:
+    few_pairs = [Pair(str(number), "", "") for number in range(20)]
+    assert split(few_pairs, 0.1, 1) == (few_pairs[:18], few_pairs[18:])
+    assert split(few_pairs, 0.01, 1) == (few_pairs[:19], few_pairs[19:])
+    assert split(few_pairs, 0, 1) == (few_pairs, [])
+    many_pairs = [Pair(str(number), "", "") for number in range(1000)]
+    train, held_out = split(many_pairs, 0.1, 1)
     assert 60 < len(held_out) < 140
-    assert sorted([*train, *held_out], key=lambda pair: int(pair.prompt)) == many
-    assert set(held_out) <= set(split([*many, *few], 0.1, 1)[1])  # Added pairs don't move the others.
-    assert split(many, 0.1, 2)[1] != held_out
-    assert len(split(many, 1e-9, 1)[1]) == 1
+    assert sorted([*train, *held_out], key=lambda pair: int(pair.prompt)) == many_pairs
+    assert set(held_out) <= set(split([*many_pairs, *few_pairs], 0.1, 1)[1])  # Added pairs don't move the others.
+    assert split(many_pairs, 0.1, 2)[1] != held_out
+    assert len(split(many_pairs, 1e-9, 1)[1]) == 1
     with pytest.raises(UserError, match="too few pairs"):
-        split(few[:1], 0.1, 1)
+        split(few_pairs[:1], 0.1, 1)
 
 
-def test_held_out_pairs_from_another_file(file: Path) -> None:
+def test_held_out_pairs_can_come_from_another_file(file: Path) -> None:
     Path("val.jsonl").write_text(jsonl(TRANSLATIONS[:3]))
     examples = read_examples([str(file)], TextConfig(val_text="val.jsonl"), Pair)
     assert (len(examples.train), len(examples.held_out)) == (65, 3)
@@ -245,8 +245,8 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run  # fmt: skip
 
 
-# Adapters get 2 to 37 pairs right with the default learning rate, depending on rounding and seed, and 39 or 40 with this
-# learning rate. Untrained adapters get 0. With a base model of weight decay 0.25, one seed of three got 0.
+# With the default learning rate, adapters answer 2 to 37 pairs correctly, depending on rounding and seed; with this
+# rate, 39 or 40. Untrained adapters answer 0, and so did one seed of three with weight decay 0.25 in the base model.
 @pytest.mark.parametrize(
     ("options", "minimum"), [slow([], 38), more(["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]
 )

@@ -44,7 +44,7 @@ def source(name: str, data: bytes) -> Source:
 
 
 def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[str]:
-    """Joins chunks to documents, and checks the chunks."""
+    """Joins chunks to documents and checks the chunks."""
     chunks: list[str] = []
     for chunk in reader.documents(source, on_bytes):
         assert chunk.text
@@ -60,7 +60,7 @@ def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = 
 
 @contextlib.contextmanager
 def limit_memory(mebibytes: int) -> Iterator[None]:
-    """Checks the peak of traced memory."""
+    """Asserts that traced memory stays below ``mebibytes``."""
     tracemalloc.start()
     try:
         yield
@@ -141,7 +141,9 @@ FORMATS: dict[str, Callable[[list[str]], bytes]] = {
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize(("ending", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", compress_zstd)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_and_compression(name: str, ending: str, pack: Callable[[bytes], bytes], skip_bad: bool) -> None:
+def test_every_format_and_compression_is_read(
+    name: str, ending: str, pack: Callable[[bytes], bytes], skip_bad: bool
+) -> None:
     data = pack(FORMATS[name](DOCUMENTS))
     if name == "x.txt" and ending:
         data += pack(b"---\nanother member, or frame")
@@ -153,13 +155,13 @@ def test_every_format_and_compression(name: str, ending: str, pack: Callable[[by
     assert (reader.skipped.count, reader.replaced) == (0, 0)
 
 
-def test_parquet_string_types() -> None:
+def test_every_parquet_string_type_is_read() -> None:
     for kind in ("large_string", "string_view", "dictionary"):
         assert read("x.parquet", make_parquet(["one", None, "", "zwölf"] * 50, kind)) == ["one", "zwölf"] * 50
     assert read("x.parquet", make_parquet([None, None], "null")) == []
 
 
-def test_field_names() -> None:
+def test_field_names_can_contain_dots() -> None:
     lines = b'\xef\xbb\xbf{"a.b": "one", "a": {"b": 2}}\n\n  \n{"a.b": ""}\n{"a.b": null}'
     assert read("x.jsonl", lines, field="a.b") == ["one"]
     assert read("x.csv", b'n,"a.b"\n\n1,"x ""y""\r\nz"\n2,\n3,t', field="a.b") == ['x "y"\r\nz', "t"]
@@ -311,7 +313,7 @@ def test_bad_input_is_one_error_line_and_can_be_skipped(case: str) -> None:
         ("x.jsonl.gz", gzip.compress(make_jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
         ("x.txt.zst", compress_zstd(b"one\n---\ntwo") + compress_zstd(b"\n---\nthree")[:-1], ["one\n", "two\n"], 1),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # gzip bytes contain the time.
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # Gzip bytes contain the time.
 )  # fmt: skip
 def test_documents_before_the_damage_are_kept(name: str, data: bytes, expected: list[str], skipped: int) -> None:
     reader = Reader(ReadConfig(skip_bad=True, split_on="---"))
@@ -320,7 +322,7 @@ def test_documents_before_the_damage_are_kept(name: str, data: bytes, expected: 
 
 
 def test_tsv_ignores_quotes() -> None:
-    """Tabs separate fields, as in ``cut -f2``."""
+    """TSV fields end only at tabs, as in ``cut -f2``."""
     texts = ['"Open the door, she said.', "He did.", 'He nodded."', ' "a" ""b"" ', "\\t \\", "a\rb\x0b\x85c"]
     rows = "".join(f"{n}\t{text}\r\n\r\n" for n, text in enumerate(texts))
     assert read("x.tsv", f"\ufeffn\ttext\r\n{rows}".encode()) == texts
@@ -342,9 +344,9 @@ def test_byte_order_marks_are_removed(name: str, skip_bad: bool) -> None:
         texts = read(name, 2 * (MARK + text.encode() + b"\n"), skip_bad=skip_bad)
         assert "".join(texts).replace("\n", "") == "éé"
     for encoding in ("utf-16", "utf-32", "utf-16-le", "utf-32-be"):
-        marked = text if encoding in ("utf-16", "utf-32") else f"\ufeff{text}"
-        assert read(name, marked.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
-    for encoding in ("latin-1", "cp1252", "gb18030"):  # Some editors add a UTF-8 byte-order mark to these.
+        marked_text = text if encoding in ("utf-16", "utf-32") else f"\ufeff{text}"
+        assert read(name, marked_text.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
+    for encoding in ("latin-1", "cp1252", "gb18030"):  # Some editors add a UTF-8 byte-order mark.
         mark = "\ufeff".encode(encoding) if encoding == "gb18030" else MARK
         assert read(name, mark + text.encode(encoding), encoding=encoding, skip_bad=skip_bad) == ["é"]
     assert read("x.zip", make_zip(("a.txt", MARK + b"one"), ("b.txt", MARK)), skip_bad=skip_bad) == ["one"]
@@ -372,7 +374,7 @@ def test_utf16_and_utf32_are_detected(name: str) -> None:
         "",
     ],
 )  # fmt: skip
-def test_json_files(text: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_files_are_read_in_blocks(text: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "BLOCK", block)
     expected = ["one", "zwölf\n"] if "one" in text else []
     assert read("x.json", text.encode()) == expected
@@ -401,10 +403,10 @@ def test_surrogates_and_bad_bytes_are_replaced_and_counted() -> None:
 
 def test_overlong_record_is_one_error_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "MAX_RECORD", 1000)
-    long = make_jsonl(["a", "b" * 3000, "c"])
+    long_lines = make_jsonl(["a", "b" * 3000, "c"])
     with pytest.raises(UserError, match="x.jsonl, line 3: longer than 1,000 bytes"):
-        read("x.jsonl", long)
-    assert read("x.jsonl", long, skip_bad=True) == ["a", "c"]
+        read("x.jsonl", long_lines)
+    assert read("x.jsonl", long_lines, skip_bad=True) == ["a", "c"]
     with pytest.raises(UserError, match="x.csv, line [0-9]+: longer than 1,000 bytes"):
         read("x.csv", make_table(["a", "b\n" * 3000, "c"], ","))
     row = "text\n" + '"' + ",".join(['b\n"', '"'] * 300) + '"\n'  # One row of many short lines and fields
@@ -422,8 +424,8 @@ def make_gzip_bomb(byte: bytes, mebibytes: int) -> bytes:
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_compression_bombs_are_streamed(ending: str) -> None:
     size = 200
-    packed = make_gzip_bomb(b"a", size) if ending == ".gz" else compress_zstd(b"a" * 2**20) * size
-    name, data = "x.zip", make_zip((f"x.txt{ending}", packed))
+    compressed = make_gzip_bomb(b"a", size) if ending == ".gz" else compress_zstd(b"a" * 2**20) * size
+    name, data = "x.zip", make_zip((f"x.txt{ending}", compressed))
     with limit_memory(40):
         lengths = [len(chunk.text) for chunk in Reader(ReadConfig()).documents(source(name, data))]
     assert max(lengths) < 8 * 2**20
@@ -459,7 +461,7 @@ def test_missing_package_is_named(name: str, module: str, extra: str, monkeypatc
     assert error.value.hint == install_extra(extra)
 
 
-def test_operating_system_errors() -> None:
+def test_operating_system_errors_name_the_file() -> None:
     def refuse() -> io.BytesIO:
         raise PermissionError(13, "Permission denied")
 

@@ -37,17 +37,22 @@ def test_shard_round_trip(tmp_path: Path) -> None:
 def test_damaged_shard_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.ids"
     checksum = write_shard(path, [399, 5, 6, 399, 399, 7], [0, 3, 4])
-    good = path.read_bytes()
-    header = [good[:at] + byte + good[at + 1 :] for at, byte in ((0, b"X"), (8, b"\x09"), (24, b"\xff"), (31, b"\xff"))]
-    for bad in (b"", good[:20], good[:-1], good + b"x", *header):
+    valid_data = path.read_bytes()
+    header = [
+        valid_data[:at] + byte + valid_data[at + 1 :]
+        for at, byte in ((0, b"X"), (8, b"\x09"), (24, b"\xff"), (31, b"\xff"))
+    ]
+    for bad in (b"", valid_data[:20], valid_data[:-1], valid_data + b"x", *header):
         path.write_bytes(bad)
         with pytest.raises(UserError, match=r"x\.ids"):
             Shard(path)
-    path.write_bytes(good[:16] + (399).to_bytes(4, "little") + good[20:])  # The header now has a vocabulary of 399.
+    path.write_bytes(
+        valid_data[:16] + (399).to_bytes(4, "little") + valid_data[20:]
+    )  # The header now has a vocabulary of 399.
     assert Shard(path).take(1, 3).tolist() == [5, 6]
     with pytest.raises(UserError, match="contains id 399, outside its vocabulary of 399"):
         Shard(path).take(0, 6)
-    path.write_bytes(good[:-1] + b"\xff")
+    path.write_bytes(valid_data[:-1] + b"\xff")
     with pytest.raises(UserError, match="offsets out of order"):
         Shard(path).offsets()
     with pytest.raises(UserError, match="its sha256 "):

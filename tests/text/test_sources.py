@@ -36,7 +36,7 @@ def create_files(folder: Path, *names: str) -> None:
         (folder / name).write_text(f"text of {Path(name).name}")
 
 
-def test_files_and_folders_in_order(workdir: Path) -> None:
+def test_files_and_folders_are_read_in_order(workdir: Path) -> None:
     create_files(workdir, "b/2.txt", "b/1.txt", "b/.git/x", ".hidden", "a.txt", "b/c/3")
     os.mkfifo("b/pipe")
     Path("b/broken").symlink_to("nowhere")
@@ -59,7 +59,6 @@ def test_duplicate_files_are_read_once(workdir: Path) -> None:
 
 
 def find_with_notes(text: str) -> tuple[list[str], list[str]]:
-    """Returns source names and notes."""
     notes: list[str] = []
     return [source.name for source in sources.find([text], note=notes.append)], notes
 
@@ -101,7 +100,7 @@ def test_token_folders_are_skipped(workdir: Path) -> None:
     assert [source.name for source in sources.find(["."])] == names
 
 
-def test_glob_patterns(workdir: Path) -> None:
+def test_glob_patterns_select_files(workdir: Path) -> None:
     create_files(
         workdir, "t/b.txt", "t/a.txt", "t/c.md", "t/.d.txt", "t/sub/e.txt", "t/sub/.f/g.txt", "odd[1].txt", "pydocs"
     )
@@ -202,7 +201,7 @@ def test_unreadable_paths_are_counted(
     assert (skipped.count, skipped.first) == (1, message)
 
 
-def test_run_names(workdir: Path) -> None:
+def test_run_names_come_from_the_first_text(workdir: Path) -> None:
     create_files(workdir, "x[1].txt")
     for text, name in {
         "-": "stdin", "a/b.txt": "b", "b.jsonl.gz": "b", "b.tar.zst": "b", "x[1].txt": "x[1]", "data/*.txt": "data",
@@ -213,7 +212,7 @@ def test_run_names(workdir: Path) -> None:
     assert sources.run_name([]) == "pydocs"
 
 
-def test_fsspec_memory_urls() -> None:
+def test_fsspec_urls_list_and_open_files() -> None:
     import fsspec
 
     files = fsspec.filesystem("memory")
@@ -251,7 +250,7 @@ def test_special_files_below_a_url_are_skipped(workdir: Path) -> None:
 
 
 def test_short_reads_do_not_change_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resume skips chunks, which must depend only on the text."""
+    """A resume skips chunks, so they must depend only on the text."""
     import fsspec
 
     files, text = fsspec.filesystem("memory"), "one two\n" * 200_000
@@ -264,10 +263,10 @@ def test_short_reads_do_not_change_chunks(monkeypatch: pytest.MonkeyPatch) -> No
         read1 = read
 
     try:
-        whole = read_texts(sources.find(["memory://short.txt"]))
+        expected = read_texts(sources.find(["memory://short.txt"]))
         monkeypatch.setattr(type(files), "open", lambda *args, **more: Short(text.encode()))
-        assert read_texts(sources.find(["memory://short.txt"])) == whole
-        assert "".join(whole) == text
+        assert read_texts(sources.find(["memory://short.txt"])) == expected
+        assert "".join(expected) == text
     finally:
         files.rm("/short.txt")
 
@@ -301,7 +300,7 @@ def web(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_http_urls(tmp_path: Path, web: str) -> None:
+def test_http_urls_list_and_open_files(tmp_path: Path, web: str) -> None:
     create_files(tmp_path, "t/a.txt", "t/b.txt", "t/s/c.txt")
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' * 500_000)
     with zipfile.ZipFile(tmp_path / "e.zip", "w") as archive:
@@ -316,7 +315,7 @@ def test_http_urls(tmp_path: Path, web: str) -> None:
     assert read_texts(sources.find([f"{web}/e.zip"])) == ["zipped"]
 
 
-def test_http_errors(web: str) -> None:
+def test_http_errors_name_the_address(web: str) -> None:
     for address, kind, message in (
         (f"{web}/nothing", UserError, f"there is no {web}/nothing"),
         (f"{web}/secret", WorkError, "cannot read .*/secret: 403 Forbidden"),

@@ -23,7 +23,6 @@ def sources(*texts: str) -> list[Source]:
 
 
 def split_texts(texts: list[str], fraction: float, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Returns the training and the held-out documents."""
     text_sources = sources(*texts)
     rule = plan_split(text_sources, survey(text_sources, READING), READING, fraction, seed)
     sides: tuple[list[str], list[str]] = ([], [])
@@ -115,8 +114,8 @@ def test_text_sample_is_evenly_spread_and_bounded() -> None:
     sample = TextSample(iter(chunks), len(text), 8192)
     parts = list(sample)
     assert (sample.bytes_seen, sample.bytes_taken, sum(map(len, parts))) == (len(text), 8192, 8192)
-    places = [text.index(part) / len(text) for part in parts]
-    assert all(abs(place - k / len(parts)) < 0.01 for k, place in enumerate(places))
+    positions = [text.index(part) / len(text) for part in parts]
+    assert all(abs(place - k / len(parts)) < 0.01 for k, place in enumerate(positions))
     assert len(parts) == 8
     assert "".join(TextSample(iter(chunks), len(text), 2**31)) == text
     assert "".join(TextSample(iter([Chunk("é" * 1000, True)]), 2000, 101)) == "é" * 50  # A character is never split.

@@ -35,7 +35,7 @@ SMALL = {
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrinks groups, slices and items, so that a short text has many."""
+    """Gives a short text many groups, slices and items."""
     for name, value in SMALL.items():
         monkeypatch.setattr(name, value)
 
@@ -71,15 +71,15 @@ def test_ids_decode_to_the_text(texts: Path, tmp_path: Path) -> None:
     folder = tokenize(texts, tmp_path / "out")
     folder.verify()
     tokenizer = folder.tokenizer
-    written = {side: list(folder.stream(side).documents) for side in shards.SIDES}
+    documents = {side: list(folder.stream(side).documents) for side in shards.SIDES}
     expected = [path.read_bytes().decode() for path in sorted(texts.iterdir()) if path.suffix != ".jsonl"]
     expected += [json.loads(line)["text"] for line in (texts / "c.jsonl").read_text("utf-8").splitlines()]
-    ids = sorted(document[:].tolist() for side in shards.SIDES for document in written[side])
+    ids = sorted(document[:].tolist() for side in shards.SIDES for document in documents[side])
     assert ids == sorted(tokenizer.encode(text).tolist() for text in expected)
-    assert folder.documents == len(expected) == sum(map(len, written.values()))
+    assert folder.documents == len(expected) == sum(map(len, documents.values()))
     assert folder.bytes == sum(len(text.encode()) for text in expected)
     assert folder.manifest["split"]["by"] == "hash"
-    assert 10 < len(written["val"]) < 60
+    assert 10 < len(documents["val"]) < 60
     assert len(folder.shards) > 10
     assert max(shard.group for shard in folder.shards) >= 3
     assert max(shard.slice for shard in folder.shards) >= 2
@@ -199,7 +199,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path: Path) -> list[str]:
-    """A command line with small slices."""
+    """A command that tokenizes in small slices."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(small=SMALL))
     return [sys.executable, str(path), "tokenize"]
@@ -270,8 +270,8 @@ def test_resume_refuses_changed_settings_and_files(texts: Path, tmp_path: Path) 
     (copy / "b3.md").write_text("other")
     assert_resume_refused(r"b3\.md has changed since")
     (tmp_path / "b3.md").replace(copy / "b3.md")
-    finished = hashes(tokenize(copy, out, resume=True).path)
-    assert hashes(tokenize(copy, out, resume=True).path) == finished
+    resumed_hashes = hashes(tokenize(copy, out, resume=True).path)
+    assert hashes(tokenize(copy, out, resume=True).path) == resumed_hashes
     assert_resume_refused("was started with another split", seed=2)
     (copy / "b3.md").write_text("other")
     assert_resume_refused(r"b3\.md has changed since")
@@ -314,8 +314,8 @@ def test_damaged_shard_and_later_ones_are_rewritten(texts: Path, tmp_path: Path)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(unfinished_folder, "finish", lambda *_: 1 / 0)
             tokenize(texts, out)
-        lost = out / f"train-{group:05d}-{slice:05d}.ids"
-        lost.write_bytes(lost.read_bytes()[:-2])
+        truncated = out / f"train-{group:05d}-{slice:05d}.ids"
+        truncated.write_bytes(truncated.read_bytes()[:-2])
         tokenize_until_crash(texts, out, 1, resume=True)
         assert hashes(tokenize(texts, out, resume=True).path) == expected
 
@@ -396,14 +396,14 @@ def test_parts_of_different_texts_cannot_be_merged(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_slices")
 @pytest.mark.parametrize("count", [1, 3, more(40)])
 def test_merged_parts_equal_a_single_run(texts: Path, tmp_path: Path, count: int) -> None:
-    whole = tokenize(texts, tmp_path / "whole").path
+    single_run = tokenize(texts, tmp_path / "whole").path
     parts = [tokenize(texts, tmp_path / f"part{i}", part=f"{i}/{count}").path for i in range(1, count + 1)]
     if count == 3:
         other = tokenize(texts, tmp_path / "other", part="2/3", seed=3).path
         for incomplete, message in (
             ([parts[0], parts[2]], "part 2/3 is missing"),
             ([*parts, parts[1]], "one was given twice"),
-            ([whole, *parts], "is not a part"),
+            ([single_run, *parts], "is not a part"),
             ([parts[0], other, parts[2]], "not parts of one corpus: their split differs"),
         ):
             with pytest.raises(UserError, match=message):
@@ -412,7 +412,7 @@ def test_merged_parts_equal_a_single_run(texts: Path, tmp_path: Path, count: int
             train_tiny(parts[0], tmp_path / "run")
         assert not (tmp_path / "merged").exists()
     merged = token_folder.merge(parts[::-1], tmp_path / "merged")
-    assert hashes(merged.path) == hashes(whole)
+    assert hashes(merged.path) == hashes(single_run)
     merged.verify()
     with pytest.raises(UserError, match="already exists"):
         token_folder.merge(parts, tmp_path / "merged")
@@ -456,16 +456,16 @@ def test_token_folder_with_another_tokenizer_is_an_error(
 ) -> None:
     other_folder = tokenize(texts, tmp_path / "other", vocab_size=300)
     one_line_of_what_and_what_next(gpt("eval", other_folder.path, "-m", run_folder), "was made with another tokenizer")
-    same = tokenize(texts, tmp_path / "same", tokenizer=str(run_folder), vocab_size=None)
-    assert gpt("eval", same.path, "-m", run_folder, "-q").code == 0
-    result = gpt("train", same.path, texts, "--out", tmp_path / "run")
+    tokens = tokenize(texts, tmp_path / "same", tokenizer=str(run_folder), vocab_size=None)
+    assert gpt("eval", tokens.path, "-m", run_folder, "-q").code == 0
+    result = gpt("train", tokens.path, texts, "--out", tmp_path / "run")
     one_line_of_what_and_what_next(result, "no other texts can be added")
 
 
 @pytest.mark.usefixtures("small_slices")
 def test_damaged_token_folder_is_an_error(texts: Path, tmp_path: Path) -> None:
-    good, bad = tokenize(texts, tmp_path / "good"), tmp_path / "bad"
-    shard = good.shards[0].file
+    valid_folder, bad = tokenize(texts, tmp_path / "good"), tmp_path / "bad"
+    shard = valid_folder.shards[0].file
     flip_bit = lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:]
     escape_folder = lambda data: data.replace(shard.encode(), b"../" + shard.encode())
     for name, change, message in (
@@ -478,7 +478,7 @@ def test_damaged_token_folder_is_an_error(texts: Path, tmp_path: Path) -> None:
         ("sources.jsonl", lambda data: data.replace(b"a.txt", b"x.txt"), r"sources\.jsonl is damaged"),
     ):
         shutil.rmtree(bad, ignore_errors=True)
-        shutil.copytree(good.path, bad)
+        shutil.copytree(valid_folder.path, bad)
         (bad / name).write_bytes(change((bad / name).read_bytes()))
         with pytest.raises(UserError, match=message):
             folder = TokenFolder(bad)

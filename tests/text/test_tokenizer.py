@@ -78,11 +78,11 @@ def test_id_outside_the_vocabulary_is_an_error(trained: tokenizer.Tokenizer) -> 
 
 def test_trained_tokens_have_a_maximum_length() -> None:
     text = "=" * 200_000 + " " * 200_000 + "ab1½" * 50_000 + "é\u0301" * 50_000
-    started = time.monotonic()
-    learned = tokenizer.train_tokenizer_up_to([text], 5000)
-    assert max(len(token.decode("utf-8", "replace")) for token in learned.backend.ranks) <= tokenizer.MAX_LEARNED_LENGTH
-    tokenizer_files.to_tokenizer_json(learned)
-    assert time.monotonic() - started < 20  # A token of 100,000 bytes would take many minutes.
+    start_time = time.monotonic()
+    bpe = tokenizer.train_tokenizer_up_to([text], 5000)
+    assert max(len(token.decode("utf-8", "replace")) for token in bpe.backend.ranks) <= tokenizer.MAX_LEARNED_LENGTH
+    tokenizer_files.to_tokenizer_json(bpe)
+    assert time.monotonic() - start_time < 20  # A token of 100,000 bytes would take many minutes.
 
 
 # tiktoken encodings
@@ -90,11 +90,11 @@ def test_trained_tokens_have_a_maximum_length() -> None:
 
 @pytest.fixture
 def offline_encodings(trained: tokenizer.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces downloads with the trained ranks, and lists the URLs."""
-    fetched: list[str] = []
+    """Replaces downloads with the trained ranks. Returns the list of requested URLs."""
+    urls: list[str] = []
 
     def load(url: str, expected_hash: str) -> dict[bytes, int]:
-        fetched.append(url)
+        urls.append(url)
         return dict(trained.backend.ranks)
 
     init = tiktoken.Encoding.__init__
@@ -103,7 +103,7 @@ def offline_encodings(trained: tokenizer.Tokenizer, monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(openai, "data_gym_to_mergeable_bpe_ranks")  # gpt2 is loaded as r50k_base.
     monkeypatch.setattr(tiktoken.Encoding, "__init__", init_without_count)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    return fetched
+    return urls
 
 
 def test_every_tiktoken_encoding_can_be_named(offline_encodings: list[str]) -> None:
@@ -112,14 +112,14 @@ def test_every_tiktoken_encoding_can_be_named(offline_encodings: list[str]) -> N
     for name in names:
         offline_encodings.clear()
         tiktoken.registry.ENCODINGS.clear()
-        loaded = tokenizer_files.find_tokenizer(name)
-        assert loaded.name == ("gpt2" if name == "r50k_base" else name)
-        assert loaded.decode(loaded.encode(HARD[4]).tolist()) == HARD[4]
+        encoding = tokenizer_files.find_tokenizer(name)
+        assert encoding.name == ("gpt2" if name == "r50k_base" else name)
+        assert encoding.decode(encoding.encode(HARD[4]).tolist()) == HARD[4]
         file = tokenizer._FILES.get(name, name)  # Errors name this file.
         assert offline_encodings == ([] if name == "bytes" else [f"{tokenizer.ENCODINGS_URL}{file}.tiktoken"])
 
 
-def test_gaps_in_ids_and_special_tokens(offline_encodings: list[str]) -> None:
+def test_ids_can_have_gaps(offline_encodings: list[str]) -> None:
     cl100k = tokenizer_files.find_tokenizer("cl100k_base")
     assert (cl100k.vocab_size, cl100k.eot) == (100_277, 100_257)
     assert cl100k.specials["<|endofprompt|>"] == 100_276
@@ -158,7 +158,7 @@ def test_offline_error_gives_url_and_cache_path(name: str, tmp_path: Path, monke
 
 @lru_cache
 def pattern_tokenizer(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
-    """Returns a tokenizer with another pattern, here and in the tokenizers library."""
+    """Returns our tokenizer and the library's with the named pattern."""
     trained = tokenizer.train_tokenizer([make_text()], 400)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: dict(trained.backend.ranks))
@@ -194,7 +194,7 @@ def test_tokenizer_json_round_trip(name: str, tmp_path: Path) -> None:
         assert reference.token_to_id(word) == id
 
 
-def test_token_that_no_merge_produces(trained: tokenizer.Tokenizer) -> None:
+def test_tokens_can_lack_a_merge(trained: tokenizer.Tokenizer) -> None:
     ranks = {**trained.backend.ranks, b"zqxj": len(trained.backend.ranks)}
     bpe = tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), len(ranks))
     values = tokenizer_files.to_tokenizer_json(bpe)
@@ -241,9 +241,9 @@ def test_invalid_special_token_id_is_an_error(specials: dict[str, int], message:
 
 
 def test_fingerprint_is_stable_and_includes_special_tokens() -> None:
-    known = tokenizer.bytes_tokenizer().fingerprint
-    assert known == "49d8b8f9301fe869454211d3a0086614920cd5fcab2f8e47e0be0ad54d280fdd"
-    assert len({known, *(make_bytes(**ids).fingerprint for ids in ({}, {"a": 257}, {"a": 258}, {"b": 257}))}) == 4
+    fingerprint = tokenizer.bytes_tokenizer().fingerprint
+    assert fingerprint == "49d8b8f9301fe869454211d3a0086614920cd5fcab2f8e47e0be0ad54d280fdd"
+    assert len({fingerprint, *(make_bytes(**ids).fingerprint for ids in ({}, {"a": 257}, {"a": 258}, {"b": 257}))}) == 4
 
 
 def test_special_token_inside_another_is_not_matched() -> None:
@@ -253,8 +253,11 @@ def test_special_token_inside_another_is_not_matched() -> None:
 
 def test_saved_folder_loads_here_and_in_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    trained, saved = tokenizer.train_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]), tmp_path / "a" / "own"
-    for source, folder in ((trained, saved), (pattern_tokenizer("cl100k_base")[0], tmp_path / "foreign")):
+    trained, saved_folder = (
+        tokenizer.train_tokenizer([make_text()], 400, ["<|user|>", "<|bot|>"]),
+        tmp_path / "a" / "own",
+    )
+    for source, folder in ((trained, saved_folder), (pattern_tokenizer("cl100k_base")[0], tmp_path / "foreign")):
         tokenizer_files.save_tokenizer(source, folder)
         loaded = tokenizer_files.find_tokenizer(str(folder))
         assert (loaded.fingerprint, loaded.specials) == (source.fingerprint, source.specials)
@@ -263,7 +266,7 @@ def test_saved_folder_loads_here_and_in_transformers(tmp_path: Path) -> None:
         for text in [*HARD, "<|user|> the cat's mat <|bot|>WE'LL SEE<|endoftext|>"]:
             assert reference(text)["input_ids"] == source.encode(text, specials=True).tolist()
     with pytest.raises(UserError, match="already exists"):
-        tokenizer_files.save_tokenizer(trained, saved)
+        tokenizer_files.save_tokenizer(trained, saved_folder)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["own"]
 
 
@@ -292,11 +295,11 @@ def test_path_without_a_tokenizer_is_an_error(tmp_path: Path, trained: tokenizer
         return error.value.hint
 
     assert assert_refused("gtp2", 'there is no tokenizer "gtp2"') == 'did you mean "gpt2"?'
-    saved = tmp_path / "own"
-    tokenizer_files.save_tokenizer(trained, saved)
-    ranks_bytes = (saved / "tokenizer.tiktoken").read_bytes()
-    (saved / "tokenizer.tiktoken").write_bytes(ranks_bytes[: ranks_bytes.rindex(b"\n", 0, -1) + 1])
-    assert_refused(saved, "the fingerprint differs")
-    (saved / "tokenizer.tiktoken").write_bytes(ranks_bytes)
-    (saved / "gpt.json").write_text('{"tokenizer": {"name": "x", "specials": [1]}}')
-    assert_refused(saved, "does not describe its tokenizer")
+    saved_folder = tmp_path / "own"
+    tokenizer_files.save_tokenizer(trained, saved_folder)
+    ranks_bytes = (saved_folder / "tokenizer.tiktoken").read_bytes()
+    (saved_folder / "tokenizer.tiktoken").write_bytes(ranks_bytes[: ranks_bytes.rindex(b"\n", 0, -1) + 1])
+    assert_refused(saved_folder, "the fingerprint differs")
+    (saved_folder / "tokenizer.tiktoken").write_bytes(ranks_bytes)
+    (saved_folder / "gpt.json").write_text('{"tokenizer": {"name": "x", "specials": [1]}}')
+    assert_refused(saved_folder, "does not describe its tokenizer")

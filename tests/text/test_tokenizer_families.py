@@ -47,7 +47,7 @@ def copy_with(folder: Path, target: Path, **changes: Any) -> Path:
 
 
 def stream_text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """Streams ``ids`` and compares with decoding them together."""
+    """Streams ``ids``; asserts that the text equals ``decode``."""
     stream = TextStream(tokenizer)
     text = "".join(map(stream.push, ids)) + stream.flush()
     assert text == tokenizer.decode(ids)
@@ -62,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def load_both(folders: dict[str, Path]) -> LoadBoth:
-    """Returns our tokenizer of a form, and the library's."""
+    """Returns a function that loads our tokenizer and the library's."""
     pairs = {
         form: (tokenizer_files.find_tokenizer(str(folder)), HFTokenizer.from_file(str(folder / "tokenizer.json")))
         for form, folder in folders.items()
@@ -103,10 +103,10 @@ def test_streamed_text_equals_decoded_text(form: str, text: str, load_both: Load
         ids,
         tokenizer.encode("a").tolist(),
     ]
-    whole, decoded = stream_text(tokenizer, ids), reference.decode(ids, skip_special_tokens=False)
-    assert whole in (decoded, f" {decoded}")  # The library drops the leading space.
+    streamed, decoded = stream_text(tokenizer, ids), reference.decode(ids, skip_special_tokens=False)
+    assert streamed in (decoded, f" {decoded}")  # The library drops the leading space.
     if form in ("gpt2", "llama3", "smollm2"):
-        assert whole == text
+        assert streamed == text
 
 
 @pytest.mark.parametrize("form", ["wordpiece", "spaced", "words"])
@@ -153,8 +153,8 @@ def test_older_post_processors_add_the_start_token(kind: str, folders: dict[str,
 
     reference = HFTokenizer.from_file(str(folders["wordpiece"] / "tokenizer.json"))
     reference.add_special_tokens(["[CLS]", "[SEP]"])
-    begin, end = ((word, reference.token_to_id(word)) for word in ("[CLS]", "[SEP]"))
-    reference.post_processor = getattr(processors, f"{kind}Processing")(end, begin)
+    start, end = ((word, reference.token_to_id(word)) for word in ("[CLS]", "[SEP]"))
+    reference.post_processor = getattr(processors, f"{kind}Processing")(end, start)
     folder = copy_with(folders["wordpiece"], tmp_path / "begun", **json.loads(reference.to_str()))
     expected = AutoTokenizer.from_pretrained(folder)("a word").input_ids
     assert [*tokenizer_files.find_tokenizer(str(folder)).prompt("a word"), end[1]] == expected
@@ -167,14 +167,14 @@ def test_two_start_tokens_are_an_error(folders: dict[str, Path], tmp_path: Path)
         tokenizer_files.find_tokenizer(str(copy_with(folders["llama2"], tmp_path / "a", post_processor=post)))
 
 
-def test_eos_token_from_special_tokens_map(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_end_token_can_come_from_special_tokens_map(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(folders["llama2"] / "tokenizer.json", tmp_path)
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
     assert tokenizer_files.find_tokenizer(str(tmp_path)).eot_token == "</s>"
 
 
 def test_byte_level_pieces_without_decoder_decode_to_bytes(folders: dict[str, Path], tmp_path: Path) -> None:
-    """With a normalizer, the tokenizers library runs this tokenizer."""
+    """The tokenizers library runs this tokenizer, since it has a normalizer."""
     folder = copy_with(folders["gpt2"], tmp_path / "a", decoder=None, normalizer={"type": "Lowercase"})
     tokenizer = tokenizer_files.find_tokenizer(str(folder))
     assert not isinstance(tokenizer.backend, ByteBPE)
@@ -203,13 +203,13 @@ def test_prefix_space_equals_transformers(
 
 @pytest.mark.parametrize("form", ["gpt2", "unigram"])
 def test_byte_order_marks_are_ignored(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    marked = tmp_path / "marked"
-    shutil.copytree(folders[form], marked)
-    (marked / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
-    original = tokenizer_files.find_tokenizer(str(marked))
-    for file in marked.iterdir():
+    marked_file = tmp_path / "marked"
+    shutil.copytree(folders[form], marked_file)
+    (marked_file / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    original = tokenizer_files.find_tokenizer(str(marked_file))
+    for file in marked_file.iterdir():
         file.write_bytes("\ufeff".encode() + file.read_bytes())
-    for path in (marked, marked / "tokenizer.json"):
+    for path in (marked_file, marked_file / "tokenizer.json"):
         assert tokenizer_files.find_tokenizer(str(path)).files == original.files
         assert tokenizer_files.find_tokenizer(str(path)).fingerprint == original.fingerprint
 
@@ -226,8 +226,8 @@ def test_continuation_gets_no_prefix_space(form: str, text: str, load_both: Load
 @every_form
 def test_start_and_end_tokens(form: str, load_both: LoadBoth) -> None:
     tokenizer = load_both(form)[0]
-    begin = {"llama3": "<|begin_of_text|>", "llama2": "<s>", "mistral": "<s>"}.get(form)
-    assert tokenizer.bos == (None if begin is None else tokenizer.all_specials[begin])
+    start_token = {"llama3": "<|begin_of_text|>", "llama2": "<s>", "mistral": "<s>"}.get(form)
+    assert tokenizer.bos == (None if start_token is None else tokenizer.all_specials[start_token])
     end = {"llama3": "<|eot_id|>", "qwen": "<|im_end|>", "llama2": "</s>", "mistral": "</s>", "unigram": "</s>"}
     assert tokenizer.eot_token == end.get(form, "<|endoftext|>")
     assert tokenizer.opening == ([tokenizer.eot] if tokenizer.bos is None else [tokenizer.eot, tokenizer.bos])
@@ -246,8 +246,8 @@ def test_generation_config_adds_end_tokens(folders: dict[str, Path], tmp_path: P
         (5, {im_end}, im_end),
     ):
         (tmp_path / "a" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_ids}))
-        loaded = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
-        assert (loaded.ends, loaded.eot) == (ends, eot), eos_ids
+        tokenizer = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
+        assert (tokenizer.ends, tokenizer.eot) == (ends, eot), eos_ids
     for bad in ([-1], "x", 2**40, [[1]]):
         (tmp_path / "a" / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
         with pytest.raises(UserError, match="which is not an id"):
@@ -258,9 +258,9 @@ def test_generation_config_adds_end_tokens(folders: dict[str, Path], tmp_path: P
 def test_saving_preserves_the_tokenizer(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
     first = tokenizer_files.find_tokenizer(str(folders[form]))
     tokenizer_files.save_tokenizer(first, tmp_path / "own")
-    loaded = tokenizer_files.find_tokenizer(str(tmp_path / "own"))
-    assert loaded == first
-    assert loaded.fingerprint == first.fingerprint
+    saved_tokenizer = tokenizer_files.find_tokenizer(str(tmp_path / "own"))
+    assert saved_tokenizer == first
+    assert saved_tokenizer.fingerprint == first.fingerprint
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "own" / name).read_bytes() == (folders[form] / name).read_bytes()
 
@@ -277,7 +277,7 @@ def test_splitting_does_not_change_the_ids(form: str, texts: list[str], size: in
     assert len(list(boundaries.parts(["some words "] * 9, tokenizer.pattern, 10))) > 4
 
 
-def test_tokenizer_saved_by_an_older_version(load_both: LoadBoth, tmp_path: Path) -> None:
+def test_tokenizers_of_older_versions_load(load_both: LoadBoth, tmp_path: Path) -> None:
     current = load_both("qwen")[0]
     ranks = {token: id for id, token in current.backend.pieces.items()}
     older = replace(current, backend=ByteBPE(current.pattern, ranks, nfc=True))
@@ -315,8 +315,8 @@ def test_run_keeps_its_tokenizer_files(form: str, folders: dict[str, Path], load
     for piece in load(str(step), device="cpu").write_all(prompts, config):
         if piece.sample is not None:
             assert piece.sample.prompt_logprobs is not None
-            fed = [token.id for token in piece.sample.prompt_logprobs]
-            assert fed == reference(prompts[piece.prompt]).input_ids
+            prompt_ids = [token.id for token in piece.sample.prompt_logprobs]
+            assert prompt_ids == reference(prompts[piece.prompt]).input_ids
 
 
 @pytest.mark.parametrize(
@@ -399,8 +399,8 @@ def test_modified_saved_folder_is_an_error(folders: dict[str, Path], tmp_path: P
 
 @pytest.mark.parametrize("step", [37, more(1)])
 def test_both_regex_engines_classify_characters_alike(step: int) -> None:
-    """Tests every character, or one in ``step`` above Latin, where a regex must tell letters, numbers, white space and
-    contractions apart. Two-byte tokens show if neighboring characters share a piece."""
+    """The regex must tell letters, numbers, white space and contractions apart. Tests every character below U+0300 and
+    every ``step``-th other. Two-byte tokens show if neighboring characters share a piece."""
     characters = backends.byte_characters()
     pairs = [bytes([first, second]) for first in b"a1 !\n'" for second in range(256)]
     ranks = {token: id for id, token in enumerate([*(bytes([byte]) for byte in range(256)), *pairs])}
@@ -408,7 +408,7 @@ def test_both_regex_engines_classify_characters_alike(step: int) -> None:
     reference = HFTokenizer(models.BPE(vocab=vocab, merges=[(characters[a], characters[b]) for a, b in pairs]))
     reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = ByteBPE(boundaries.GPT2_PATTERN, ranks)
-    codes = {  # Scripts of 1,000 or more similar characters and most private-use characters are left out.
+    codes = {  # Omits scripts of 1,000 or more similar characters, and most private-use characters.
         *range(0x3400), *range(0x9FF0, 0xAC10), *range(0xD790, 0xD800), *range(0xE000, 0xE010), *range(0xF8F0, 0x12000),
         *range(0x13440, 0x14410), *range(0x16000, 0x17000), *range(0x18D00, 0x18E00), *range(0x1AFF0, 0x20000),
     }  # fmt: skip
@@ -423,7 +423,7 @@ def test_both_regex_engines_classify_characters_alike(step: int) -> None:
 @pytest.mark.parametrize("ends", ["", "b", "e", "be"])
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer"])
 def test_start_token_equals_autotokenizer(folders: dict[str, Path], tmp_path: Path, ends: str, kind: str) -> None:
-    """Tests ``add_bos_token`` and ``add_eos_token`` absent, null, true and false."""
+    """Tests no flags, ``add_eos_token`` false, and ``add_bos_token`` true, false and null."""
     from transformers import AutoTokenizer
 
     special = lambda word: [{"SpecialToken": {"id": word, "type_id": 0}}]

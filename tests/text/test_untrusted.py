@@ -120,11 +120,11 @@ def test_endless_pattern_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
 def test_signal_interrupts_a_slow_tokenizer() -> None:
-    started = time.monotonic()
+    start_time = time.monotonic()
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(Interrupted), StopSignal(at_once=True):
         make_library_tokenizer(pre_tokenizer=SLOW_PRE_TOKENIZER).encode("ab " * 40_000, {}, False, False)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - start_time < 5
 
 
 @pytest.mark.parametrize("pattern", ["[", "", "x*", r"\b"])

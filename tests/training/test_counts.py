@@ -1,5 +1,4 @@
-"""Exact counts of host waits, kernel launches, graphs, breaks and recompiles, in counts.toml. They should only go
-down."""
+"""Counts of host waits, kernel launches, graphs, breaks and recompiles match counts.toml exactly."""
 
 import functools
 import tomllib
@@ -51,7 +50,7 @@ IDS = np.zeros((4, 16), np.int64)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", slow("float16")])
 @pytest.mark.parametrize("optimizer", ["muon", slow("adamw")])
-def test_host_waits_in_training(disguise: Disguise, dtype: str, optimizer: str) -> None:
+def test_number_of_host_waits_in_training(disguise: Disguise, dtype: str, optimizer: str) -> None:
     waits = {}
     with disguise() as device:
         stepper = make_stepper(Compute(CUDA, getattr(torch, dtype)), optimizer)
@@ -85,7 +84,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def count_step(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[str, int]:
-    """Counts host waits and kernel launches of one decoding step."""
+    """Counts the host waits and kernel launches of one decoding step."""
     config = SampleConfig(max_tokens=6, ignore_eot=True, **settings)
     width = rows * max(1, config.beam)
     with disguise() as device:
@@ -114,13 +113,13 @@ def count_step(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[
     return counts if config.beam else counts | {"launches": (launches_after - launches).total()}
 
 
-def test_host_waits_and_launches_per_token(disguise: Disguise) -> None:
+def test_number_of_host_waits_and_launches_per_token(disguise: Disguise) -> None:
     counts = {name: count_step(disguise, 1, settings) for name, settings in REQUESTS.items()}
     assert counts == COUNTS["token"]
 
 
 @pytest.mark.slow
-def test_host_waits_and_launches_per_token_of_eight_sequences(disguise: Disguise) -> None:
+def test_number_of_host_waits_and_launches_for_eight_sequences(disguise: Disguise) -> None:
     counts = {name: count_step(disguise, 8, REQUESTS[name]) for name in ("greedy", "compiled", "drawn", "penalties")}
     assert counts == COUNTS["token_of_eight_texts"]
 
@@ -132,7 +131,7 @@ GRAPHS = COUNTS["compiling"]
 
 @contextmanager
 def count_graphs() -> Iterator[dict[str, Any]]:
-    """Makes ``torch.compile`` stop after tracing. Yields the counts, filled on exit."""
+    """Makes ``torch.compile`` stop after tracing. The yielded counts are filled on exit."""
     counts: dict[str, Any] = {}
     torch_compile = torch.compile
 
@@ -151,7 +150,7 @@ def count_graphs() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
-def test_graphs_in_training() -> None:
+def test_number_of_graphs_in_training() -> None:
     """Steps, evaluations and growing batches share four graphs: a block's two halves, the last norm, the loss."""
     with count_graphs() as counts:
         stepper = make_stepper(Compute(torch.device("cpu"), torch.float32))
@@ -172,7 +171,7 @@ def test_graphs_in_training() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_graphs_in_decoding(arch: Any) -> None:
+def test_number_of_graphs_in_decoding(arch: Any) -> None:
     """One graph serves all prompts, texts past the context, and new requests."""
     with count_graphs() as counts:
         positions: Any = "rotary" if arch == "modern" else "learned"

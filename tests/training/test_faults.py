@@ -1,4 +1,4 @@
-"""Disk faults, forged files, killed runs. `tests/stress/faults.py` tries more."""
+"""Disk faults, forged files, killed runs. `tests/stress/faults.py` covers more."""
 
 import errno
 import json
@@ -78,7 +78,7 @@ def test_files_and_folder_are_synced_before_the_rename(tmp_path: Path, monkeypat
 
 
 def test_data_lost_by_the_disk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new checkpoint does not get its final name."""
+    """The new checkpoint is discarded."""
     contents, fsync = faults.small_checkpoint_files(), os.fsync
 
     def sync_and_truncate(descriptor: int) -> None:
@@ -291,8 +291,8 @@ def test_metrics_are_synced_before_the_checkpoint_that_records_their_length(
 def test_failed_save_after_a_signal_is_an_error(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def on_event(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 5:
-            failing = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
-            monkeypatch.setattr(checkpoint, "write", failing)
+            failing_write = mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+            monkeypatch.setattr(checkpoint, "write", failing_write)
             send(signal.SIGTERM)
 
     with pytest.raises(WorkError, match="interrupted at step 5, which could not be saved: Input/output error") as error:
@@ -332,15 +332,14 @@ def test_metrics_skip_lines_while_the_disk_is_full(text: Path) -> None:
 
 @pytest.mark.parametrize("until", [6, 8])
 def test_training_continues_during_a_save(text: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> None:
-    """The save of step 4 ends after step 6, or while the save of step 8 waits for it. Its files match an undelayed
-    run's."""
+    """The save of step 4 ends after step 6, or while step 8 waits to be saved. Its files match an undelayed run."""
     write = checkpoint.write
     step_reached = threading.Event()
 
     def write_slowly(target: Path, contents: Any) -> None:
         if target.name == "step-000004":
             assert step_reached.wait(60)
-            # Otherwise, the save of step 8 would overwrite the data being written.
+            # During this sleep, a save of step 8 that does not wait would overwrite the data.
             time.sleep(0.3 * (until == 8))
         write(target, contents)
 
@@ -395,21 +394,23 @@ def test_lock_of_a_dead_process_is_free(killed_run: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_and_interrupted_commands_resume(tmp_path: Path) -> None:
-    """One run is killed during a save, the other is interrupted. Both resume to the state of an uninterrupted run."""
-    killed, stopped = faults.many(range(1, 2), tmp_path, faults.killed, faults.stopped)
-    assert set(killed) <= {"within a save", "training", "begun", "before run.json", "finished"}, killed
-    assert set(stopped) <= {"saved and gone on with", "before the first step", "finished"}, stopped
+    """One run is killed during a save, one is interrupted. Both resume to the state of an uninterrupted run."""
+    killed_outcomes, stopped_outcomes = faults.many(range(1, 2), tmp_path, faults.killed, faults.stopped)
+    assert set(killed_outcomes) <= {"within a save", "training", "begun", "before run.json", "finished"}, (
+        killed_outcomes
+    )
+    assert set(stopped_outcomes) <= {"saved and gone on with", "before the first step", "finished"}, stopped_outcomes
 
 
-def test_signal_stops_watched_work_and_handlers_are_restored() -> None:
+def test_signal_stops_iteration_and_handlers_are_restored() -> None:
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
-    done = []
+    items = []
     with StopSignal() as stop, pytest.raises(Stopped):
         for item in stop.until_signal(range(9)):
-            done.append(item)
+            items.append(item)
             if item == 3:
                 send(signal.SIGTERM)
-    assert done == [0, 1, 2, 3]
+    assert items == [0, 1, 2, 3]
     assert stop.signum == signal.SIGTERM
     assert {signum: signal.getsignal(signum) for signum in before} == before
 
@@ -438,7 +439,7 @@ def test_second_signal_exits_without_a_torn_checkpoint(text: Path, monkeypatch: 
     release.set()
 
 
-def test_folder_created_during_the_work_is_not_replaced(tmp_path: Path) -> None:
+def test_folder_created_during_a_write_is_not_replaced(tmp_path: Path) -> None:
     """The folder appears after the first check."""
     target = tmp_path / "mine"
     with pytest.raises(FileExistsError), files.atomic_folder(target):

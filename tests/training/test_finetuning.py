@@ -57,7 +57,7 @@ def test_training_starts_from_the_base_weights(run_folder: Path, second_text: Pa
     record = json.loads((result.run / "run.json").read_text())
     assert record["init"]["sha256"] == {"model.safetensors": file_sha256(base.path / "model.safetensors")}
     assert record["init"]["path"] == str(base.path)
-    assert record["resolved"]["lr"] == pytest.approx(4e-3)  # half of nano's learning rate with Muon
+    assert record["resolved"]["lr"] == pytest.approx(4e-3)  # Half of nano's learning rate with Muon
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_shorter_context_cuts_the_position_table(workdir: Path, second_text: Pat
         assert torch.allclose(tuned(ids), model(ids), atol=1e-6)
 
 
-def test_transformers_gpt2_folder_as_base_model(workdir: Path, second_text: Path) -> None:
+def test_fine_tuning_a_transformers_gpt2_folder(workdir: Path, second_text: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(vocab_size=257, n_layer=1, n_head=2, n_embd=16, n_positions=32)).save_pretrained(
@@ -99,7 +99,7 @@ def test_transformers_gpt2_folder_as_base_model(workdir: Path, second_text: Path
 
 @pytest.mark.parametrize("rank", [None, slow(2)])
 def test_long_context_trains_on_shorter_sequences(workdir: Path, rank: int | None) -> None:
-    """A Llama model trains on 1,024 tokens, keeps its context, resumes, and loads in Transformers."""
+    """A Llama model keeps its context, resumes, and loads in Transformers."""
     from transformers import AutoModelForCausalLM
 
     config = GPTConfig.of("modern", 257, 4096, 1, 2, 16, qk_norm=False)

@@ -71,7 +71,7 @@ def test_resumed_run_continues_its_tensorboard_curves(text: Path) -> None:
 
     with pytest.raises(RuntimeError):
         gpt.train(text, listen=on_event, steps=8, save_every=4, eval_every=8, log="tensorboard", **FAST)
-    time.sleep(1.1)  # Log files are sorted by the second in their names.
+    time.sleep(1.1)  # TensorBoard orders log files by the seconds in their names.
     result = resume("runs/book")
     board = EventAccumulator(str(result.run / "tensorboard"))
     board.Reload()
@@ -173,18 +173,18 @@ def test_wandb_added_on_resume_marks_an_interrupted_run_as_failed(text: Path, wa
 
 def test_wandb_id_is_stable_and_unique_per_run(wandb: FakeWandb) -> None:
     ids = []
-    for name, started in (("a", "1"), ("a", "1"), ("a", "2"), ("b", "1")):
-        logs.Wandb(Path("runs") / name, {"started": started, "resolved": {}}, 0)
+    for name, start_time in (("a", "1"), ("a", "1"), ("a", "2"), ("b", "1")):
+        logs.Wandb(Path("runs") / name, {"started": start_time, "resolved": {}}, 0)
         ids.append(wandb.init_settings["id"])
     assert ids[0] == ids[1]
     assert len(set(ids)) == 3
 
 
-def test_real_wandb_offline_log(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_wandb_logs_offline(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is no part of the dev extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
     result = gpt.train(text, steps=4, log="wandb", **FAST)
-    wandb.teardown()  # Before this call, wandb's process can still be writing.
+    wandb.teardown()  # wandb's process can write until this call.
     (log,) = (result.run / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"step/grad_norm" in log.read_bytes()
     assert b"eval/val_loss" in log.read_bytes()
@@ -277,9 +277,8 @@ def test_flops_per_token_with_adapters() -> None:
     adapters = sum(p.numel() for p in lora.adapt(GPT(config), 4, 1.0))
     counts = breakdown(config)
     estimate = flops_per_token(config, 32, adapters) - 4 * (counts.biases + counts.layer_norms)
-    assert count_flops_per_token(config, 4) == pytest.approx(
-        estimate, rel=0.05
-    )  # Layers before the first adapter need no gradient.
+    # Layers before the first adapter need no gradient.
+    assert count_flops_per_token(config, 4) == pytest.approx(estimate, rel=0.05)
 
 
 def test_flops_of_gpt2_match_nanogpt() -> None:
@@ -289,7 +288,7 @@ def test_flops_of_gpt2_match_nanogpt() -> None:
 
 # Peak FLOP/s of devices
 
-# (multiprocessors, operations per clock of each, boost clock in GHz)
+# (multiprocessors, operations per multiprocessor and clock, boost clock in GHz)
 SPECS = {
     "NVIDIA B200": (148, 8192, 1.855), "NVIDIA H100 80GB HBM3": (132, 4096, 1.83),
     "NVIDIA H100 PCIe": (114, 4096, 1.62), "NVIDIA H100 NVL": (132, 4096, 1.545),
@@ -311,7 +310,7 @@ def test_peak_flops_follow_from_the_hardware_specs(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "cpu", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
 )
-def test_peak_flops_of_unknown_devices(name: str) -> None:
+def test_unknown_devices_have_no_peak_flops(name: str) -> None:
     assert peak_flops(name, "bfloat16") is None
 
 
@@ -330,9 +329,9 @@ def test_mfu_is_reported_when_the_peak_is_known(
     steps = metrics(run, "step")
     for step in steps:
         assert step.mfu == pytest.approx(step.tokens_per_second * flops / 1e12)
-    shown = f"tokens/s ({steps[-1].mfu:.1%} MFU)"
-    assert shown in done.out
-    assert shown in done.err
+    shown_speed = f"tokens/s ({steps[-1].mfu:.1%} MFU)"
+    assert shown_speed in done.out
+    assert shown_speed in done.err
     monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: None)
     done = gpt("train", text, "--steps", "5", "--json", *options)
     assert "MFU" not in done.err
@@ -359,6 +358,6 @@ def test_flops_of_pairs_use_their_mean_length(workdir: Path) -> None:
         lora_rank=0, model=model.config, batch_tokens=resolved["batch_tokens"], rows=resolved["rows"]
     )
     speed = logs.Speed.of(model, recipe, Compute(torch.device("cpu"), torch.float32))  # type: ignore[arg-type]
-    mean = resolved["batch_tokens"] // resolved["rows"]
-    assert mean < model.config.block_size
-    assert speed.flops_per_token == flops_per_token(model.config, mean)
+    mean_length = resolved["batch_tokens"] // resolved["rows"]
+    assert mean_length < model.config.block_size
+    assert speed.flops_per_token == flops_per_token(model.config, mean_length)

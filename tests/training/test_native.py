@@ -1,4 +1,4 @@
-"""Blocks compiled for a CPU, and the private folder of their programs."""
+"""Blocks compiled for a CPU, and the folder of compiled programs."""
 
 import os
 import shutil
@@ -60,7 +60,7 @@ def model_of(
 
 @torch.inference_mode()
 def residual_stream(model: GPT) -> torch.Tensor:
-    """The residual stream of 30 positions, one position at a time."""
+    """Returns the residual stream of 30 positions, computed one at a time."""
     cache = KVCache(model.config, 1, CPU.device, CPU.dtype)
     return torch.cat([model.trunk(torch.tensor([[id]]), Placement(cache, [(0, [id], 1)])) for id in range(30)], dim=1)
 
@@ -83,7 +83,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None and shutil.which
         ("qwen2", 8, {"n_kv_head": 1}),
         ("gpt2", None, {}),
         more("qwen3", None, {"n_kv_head": 2, "window": 9, "window_layers": (0, 2)}),
-        more("gpt2", 8, {"n_embd": 36}),  # 108 rows, padded to whole tiles
+        more("gpt2", 8, {"n_embd": 36}),  # 108 rows are padded to whole tiles.
     ],
 )
 def test_compiled_blocks_match_uncompiled_blocks(
@@ -99,9 +99,8 @@ def test_compiled_blocks_match_uncompiled_blocks(
     if bits is None:
         assert ids == expected
         torch.testing.assert_close(logprobs, expected_logprobs, atol=2e-5, rtol=0)
-    exact = residual_stream(
-        model_of(arch, bits, unprepared=True, **properties)
-    )  # dequantized weights without further rounding
+    # Unprepared models use dequantized weights without further rounding.
+    exact = residual_stream(model_of(arch, bits, unprepared=True, **properties))
     torch.testing.assert_close(residual_stream(compiled), exact, atol=5e-5, rtol=0)
     assert stat.S_IMODE(program_folder.stat().st_mode) == 0o700 or sys.platform == "win32"
     programs_on_disk = sorted(program_folder.iterdir())
@@ -132,7 +131,7 @@ def damage(path: Path, kind: str) -> None:
 
 @pytest.fixture
 def find_program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Finds a program by name, with text files instead of compiled graphs."""
+    """Returns a function that finds programs by name. Text files replace compiled graphs."""
 
     def compile_to_text(graph: str, scratch: Path, options: object) -> Path:
         (scratch / "program.pt2").write_text(f"{graph}: {99 * 'code '}")
@@ -152,9 +151,9 @@ def find_program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
 @pytest.mark.parametrize("kind", ["zero pages", "flipped bit", "truncated", "another's checksum", "no checksum"])
 def test_damaged_program_is_recompiled(kind: str, find_program: Callable[[str], str], program_folder: Path) -> None:
     assert find_program("a") == "a"
-    intact = next(program_folder.iterdir())
-    name, data = intact.name, intact.read_bytes()
-    damage(intact, kind)
+    path = next(program_folder.iterdir())
+    name, data = path.name, path.read_bytes()
+    damage(path, kind)
     notes: list[str] = []
     assert programs.find("a", lambda: "a", notes.append, "it") == "a"  # type: ignore[arg-type, return-value, comparison-overlap]
     assert [note.split()[-1] for note in notes] == ["damaged", "once"][kind == "no checksum" :]
@@ -165,7 +164,7 @@ def test_damaged_program_is_recompiled(kind: str, find_program: Callable[[str], 
 def test_unloadable_program_is_recompiled(
     find_program: Callable[[str], str], program_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another system that shares the folder can need the old program."""
+    """The old program stays, because another system can share the folder."""
     find_program("a")
     before = set(program_folder.iterdir())
 
@@ -205,15 +204,15 @@ def test_least_recently_used_programs_are_deleted(
     use("a", 1)
     use("b", 2)
     assert programs.find("a", pytest.fail, pytest.fail, "it") == "a"  # a is now more recent than b.
-    killed, active = (program_folder / f"{programs.SCRATCH}{name}" for name in ("killed", "at-work"))
-    for folder in (killed, active):
+    killed_folder, active_folder = (program_folder / f"{programs.SCRATCH}{name}" for name in ("killed", "at-work"))
+    for folder in (killed_folder, active_folder):
         folder.mkdir()
         (folder / "kernel.o").touch()
-    os.utime(killed, (1, 1))
+    os.utime(killed_folder, (1, 1))
     use("c", 3)
     assert sorted(path.read_text()[0] for path in program_folder.glob("*.pt2")) == ["a", "c"]
-    assert active.exists()
-    assert not killed.exists()
+    assert active_folder.exists()
+    assert not killed_folder.exists()
 
     def refuse(*args: object) -> None:
         raise PermissionError("the folder is read-only")

@@ -54,7 +54,7 @@ def test_resume_is_bit_exact(text: Path, optimizer: str, stops: tuple[int, ...])
         run = Path(f"at-{k}")
         interrupt_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings))
         assert folder.checkpoints(run)[-1].step == k
-        if k < STEPS - 1:  # This interrupts the run again.
+        if k < STEPS - 1:  # Interrupts the run again.
             run_events = interrupt_at(k + 1, lambda listen, run=run: library.resume(run, listen))
             assert any(isinstance(event, events.ResumeEvent) for event in run_events)
         result = library.resume(run)
@@ -95,7 +95,7 @@ def test_metrics_after_the_checkpoint_are_truncated(text: Path) -> None:
     Path("parts/index.json").unlink()
     run_events: list[Any] = []
     library.resume("parts", lambda event: run_events.append((event, Path("parts/index.json").exists())))
-    assert [(event.step, indexed) for event, indexed in run_events if isinstance(event, events.ResumeEvent)] == [
+    assert [(event.step, has_index) for event, has_index in run_events if isinstance(event, events.ResumeEvent)] == [
         (5, True)
     ]
     assert curve(Path("parts")) == curve(uninterrupted.run)
@@ -210,8 +210,8 @@ def test_environment_variables_count_as_options_on_resume(
 
 
 @pytest.mark.slow
-def test_resume_with_more_steps(text: Path) -> None:
-    """With a constant learning rate, an extended run equals a run planned for all steps."""
+def test_resume_with_more_steps_matches_a_longer_run(text: Path) -> None:
+    """With a constant learning rate, extended and longer runs are equal."""
     settings: dict[str, Any] = {**FAST, "schedule": "constant", "warmup": 2, "decay": 6, "eval_every": 4, "keep": 9}
     planned = library.train(text, out="long", **{**settings, "steps": 20})
     library.train(text, out="short", **settings)
@@ -263,7 +263,7 @@ def chat_line(question: str, answer: str) -> dict[str, Any]:
         ("chat", True, chat_line),
     ],
 )
-def test_resume_of_pairs_and_chats(
+def test_resume_of_pairs_and_chats_is_bit_exact(
     workdir: Path, run_folder: Path, kind: str, fine_tunes: bool, line: Callable[..., Any]
 ) -> None:
     lines = [json.dumps(line(f"{n} =>", f" {n * n}")) for n in range(60)]
@@ -286,7 +286,7 @@ def test_resume_of_pairs_and_chats(
 
 
 @pytest.mark.parametrize("rank", [slow(None), 4])
-def test_resume_of_fine_tuning(run_folder: Path, text: Path, rank: int | None) -> None:
+def test_resume_of_fine_tuning_is_bit_exact(run_folder: Path, text: Path, rank: int | None) -> None:
     base = Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), "base"))
     settings: dict[str, Any] = {"init": base, "steps": 8, "dtype": "float32", "lora_rank": rank, "dropout": 0.1}
     settings["merge_lora"] = rank is not None
@@ -321,8 +321,8 @@ def test_changed_base_model_is_refused(run_folder: Path, text: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_of_a_timed_run(text: Path) -> None:
-    """Planned steps and time spent are kept."""
+def test_resumed_timed_run_keeps_its_plan(text: Path) -> None:
+    """The planned steps and the time spent carry over."""
     settings = {**FAST, "steps": None, "minutes": 0.15}
     run_events = interrupt_at(40, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     planned = next(event.steps for event in run_events if isinstance(event, events.Plan))
@@ -339,7 +339,7 @@ def test_resume_of_a_timed_run(text: Path) -> None:
 
 @pytest.fixture
 def loss_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Loss computations so far; the seventh to ninth return NaN."""
+    """Grows with each loss computation. The seventh to ninth return NaN."""
     original = stepping.tied_cross_entropy
     loss_calls: list[int] = []
 
@@ -351,8 +351,8 @@ def loss_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return loss_calls
 
 
-def test_resume_after_a_rollback(text: Path, loss_calls: list[int]) -> None:
-    """The state includes the lower learning rate and pending NaN losses."""
+def test_resume_after_a_rollback_is_bit_exact(text: Path, loss_calls: list[int]) -> None:
+    """The checkpoint includes the lower learning rate and the NaN losses so far."""
     settings: dict[str, Any] = {**FAST, "eval_every": 3}
     uninterrupted = library.train(text, out="whole", **settings)
     loss_calls.clear()
@@ -376,8 +376,8 @@ def test_rollback_does_not_count_evaluations_twice(text: Path, monkeypatch: pyte
     run = library.train(text, out="run", **settings).run
     lines = [line for line in curve(run) if line["event"] in ("eval", "rollback", "end")]
     logged = [(line["event"], line["step"]) for line in lines]
-    repeated = [("eval", 6), ("eval", 8), ("end", 8)]  # the second and third evaluation after the best
-    assert logged == [("eval", 2), ("eval", 4), ("eval", 6), ("rollback", 4), *repeated]
+    repeated_events = [("eval", 6), ("eval", 8), ("end", 8)]  # second and third evaluation after the best
+    assert logged == [("eval", 2), ("eval", 4), ("eval", 6), ("rollback", 4), *repeated_events]
 
 
 def test_nan_held_out_loss_before_the_first_step_ends_the_run(
@@ -460,7 +460,7 @@ def test_second_process_cannot_write_the_same_run(gpt: Gpt, text: Path) -> None:
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("dtype", ["float16", more("float32"), more("bfloat16")])
 def test_resume_is_bit_exact_on_a_gpu(text: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are deterministic. float16 resumes the loss scaler too."""
+    """Kernels are deterministic. With float16, the loss scale is restored too."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
@@ -468,7 +468,7 @@ def test_resume_is_bit_exact_on_a_gpu(text: Path, dtype: str, monkeypatch: pytes
         uninterrupted = library.train(text, out="whole", **settings)
         for k in (1, 6):
             run = Path(f"at-{k}")
-            # A GPU is one step ahead, unless something is due in between.
+            # A GPU runs one step ahead, unless an evaluation or save is due.
             interrupt_at(k, lambda listen, run=run: library.train(text, out=run, listen=listen, **settings), ahead=1)
             library.resume(run)
             assert_same(run, uninterrupted.run)
@@ -477,17 +477,17 @@ def test_resume_is_bit_exact_on_a_gpu(text: Path, dtype: str, monkeypatch: pytes
 
 
 def test_finished_run_starts_no_processes(run_folder: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes start, whatever ``--nproc`` is. With more steps, the run is not finished."""
+    """``--nproc`` has no effect unless ``--steps`` extends the run."""
     shutil.copytree(run_folder, "run")
     record = json.loads(Path("run/run.json").read_text())
     record["settings"]["nproc"] = 2
     Path("run/run.json").write_text(json.dumps(record))
-    started: list[int] = []
-    monkeypatch.setattr("gpt_cli.processes.start", lambda words, nproc, started_at: started.append(nproc) or 0)
+    process_counts: list[int] = []
+    monkeypatch.setattr("gpt_cli.processes.start", lambda words, nproc, started_at: process_counts.append(nproc) or 0)
     for words in ([], ["--nproc", "3"], ["--steps", "30"]):
         done = gpt("train", "--resume", "run", "--json", *words)
-        assert (done.code, done.err, started) == (0, "run is finished\n", [])
+        assert (done.code, done.err, process_counts) == (0, "run is finished\n", [])
         assert json.loads(done.out)["steps"] == 30
     assert gpt("train", "--resume", "run", "--steps", "31").out == ""
     assert gpt("train", "--resume", "run", "--steps", "31", "--nproc", "3").out == ""
-    assert started == [2, 3]
+    assert process_counts == [2, 3]

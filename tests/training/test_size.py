@@ -19,11 +19,11 @@ from gpt.training.budget import SIZES, find_minimums, largest_preset, measure_th
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
-def fake_throughput(flops: float, measured: list[str]) -> Callable[[str], float]:
+def fake_throughput(flops: float, measured_names: list[str]) -> Callable[[str], float]:
     """Simulates a device of ``flops`` FLOPs per second."""
 
     def tokens_per_second(name: str) -> float:
-        measured.append(name)
+        measured_names.append(name)
         return flops / (6 * parameters(name))
 
     return tokens_per_second
@@ -32,12 +32,12 @@ def fake_throughput(flops: float, measured: list[str]) -> Callable[[str], float]
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 def test_size_grows_with_time(arch: Arch) -> None:
     times = (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)
-    chosen = [largest_preset(minutes, 10**12, arch, fake_throughput(1e11, []))[0] for minutes in times]
-    assert chosen == sorted(chosen, key=SIZES.index)
-    assert chosen[0] == "pico"
-    assert chosen[-1] == "gpt2"
+    presets = [largest_preset(minutes, 10**12, arch, fake_throughput(1e11, []))[0] for minutes in times]
+    assert presets == sorted(presets, key=SIZES.index)
+    assert presets[0] == "pico"
+    assert presets[-1] == "gpt2"
     for below, name in pairwise(SIZES):
-        # time for the required tokens per parameter
+        # Time for the required tokens per parameter
         minutes = find_minimums(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60
         assert largest_preset(1.01 * minutes, 10**12, arch, fake_throughput(1e11, []))[0] == name
         chosen_before, why = largest_preset(0.99 * minutes, 10**12, arch, fake_throughput(1e11, []))
@@ -73,9 +73,9 @@ def test_size_needs_two_bytes_per_five_parameters() -> None:
 
 
 def test_sizes_out_of_reach_are_not_measured() -> None:
-    measured: list[str] = []
-    assert largest_preset(1, 10**12, "gpt2", fake_throughput(1e11, measured))[0] == "pico"
-    assert measured == ["pico", "nano"]
+    measured_names: list[str] = []
+    assert largest_preset(1, 10**12, "gpt2", fake_throughput(1e11, measured_names))[0] == "pico"
+    assert measured_names == ["pico", "nano"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_throughput_is_measured_on_this_machine() -> None:
 
 
 def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU loads kernels in the first evaluation, and computes many windows in the time of one."""
+    """A GPU loads kernels in the first evaluation. Later, many windows take the time of one."""
     sizes: list[int] = []
 
     def mean_loss(strategy: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:

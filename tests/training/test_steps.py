@@ -1,4 +1,4 @@
-"""Single training steps: skipped, late, compiled, of a growing batch."""
+"""Training steps: skipped steps, late losses, compiled code, growing batches."""
 
 import copy
 import json
@@ -148,7 +148,7 @@ def test_signal_during_compilation_interrupts_the_run(text: Path, monkeypatch: p
 def test_failed_compilation_falls_back_to_uncompiled_steps(
     text: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool
 ) -> None:
-    """The program does not compile, or does not run. Its trial consumes dropout's random numbers."""
+    """The program fails to compile or to run. Its trial consumes dropout's random numbers."""
 
     def fail(*args: Any) -> Any:
         raise RuntimeError("no C++ compiler\nlong story")
@@ -164,7 +164,7 @@ def test_failed_compilation_falls_back_to_uncompiled_steps(
 
 
 def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory in a compiled program raises this error."""
+    """A compiled program that runs out of memory raises this error."""
     settings = {"steps": 6, "dropout": 0.1, "micro_batch": "8", "save_every": 3}
     _, uncompiled_events = train(text, **settings)
     calls = 0
@@ -175,7 +175,7 @@ def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeyp
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             nonlocal calls
             calls += 1
-            if calls > 6:  # This is in the middle of a batch.
+            if calls > 6:  # The program fails in the middle of a batch.
                 raise RuntimeError("API call failed\nsomewhere")
             return program(tensors)
 
@@ -206,7 +206,7 @@ def test_resume_warns_when_compilation_is_lost(text: Path, monkeypatch: pytest.M
     assert warning.text.startswith("from now on, steps are not compiled")
 
 
-def test_gpt3_recipe(text: Path) -> None:
+def test_gpt3_batch_ramp_and_warmup(text: Path) -> None:
     plan = resolved(
         preset="gpt3-125m", n_tokens=10**12, epochs=0.3, schedule="cosine", warmup_tokens=375_000_000,
         batch_ramp=4_000_000_000, optimizer="adamw", micro_batch="16",

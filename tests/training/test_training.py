@@ -41,7 +41,7 @@ def lr_at(step: int, **recipe: Any) -> float:
 def test_loss_decreases(text: Path) -> None:
     result, run_events = train(text, steps=60, lr=1e-2)
     first, last = losses(run_events)[0], losses(run_events)[-1]
-    # The initial loss is that of a uniform distribution.
+    # The initial distribution is uniform.
     assert first == pytest.approx(math.log(400), abs=0.3)
     assert last < first - 1.5
     assert result.val_loss < first - 1.5
@@ -64,7 +64,7 @@ def test_same_seed_is_bit_exact(text: Path) -> None:
 
 @pytest.mark.slow
 def test_monitoring_does_not_change_training(text: Path) -> None:
-    """Sampling, evaluation and saves keep the random state of training."""
+    """Sampling, evaluation and saves do not affect the random state."""
     monitored, _ = train(text, steps=12, dropout=0.1, eval_every=3, sample_every=2, save_every=1)
     unmonitored, _ = train(text, steps=12, dropout=0.1, eval_every=12, sample_every=0, save_every=12)
     assert all(
@@ -74,7 +74,7 @@ def test_monitoring_does_not_change_training(text: Path) -> None:
 
 
 def test_step_applies_adamw_to_the_clipped_gradient(text: Path) -> None:
-    """Compares with a written-out loop."""
+    """Compares with an explicit loop."""
     result, run_events = train(
         text, steps=3, val_fraction=0.1, schedule="constant", warmup=0, lr=1e-2, clip=0.5, optimizer="adamw"
     )
@@ -168,7 +168,7 @@ def test_compiled_muon_update_matches_and_compiles_once(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 32), (32, 8)])
 def test_muon_matches_torch(shape: tuple[int, int]) -> None:
-    """Compares with torch.optim.Muon, whose singular values differ within [0.7, 1.2]."""
+    """Singular values of torch.optim.Muon's updates vary between 0.7 and 1.2."""
     torch.manual_seed(0)
     actual, expected = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
     muon = Muon([{"params": [actual]}], lr=0.02, weight_decay=0.1, dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ def test_query_key_and_value_are_orthogonalized_separately() -> None:
     assert torch.allclose(fused, torch.cat(parts), atol=1e-6)
 
 
-def test_linear_schedule() -> None:
+def test_linear_schedule_warms_up_and_decays() -> None:
     learning_rates = [lr_at(s, lr=1.0, warmup=10, steps=100, decay=40, schedule="linear") for s in range(1, 101)]
     assert learning_rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert set(learning_rates[9:61]) == {1.0}
@@ -220,7 +220,7 @@ def test_fitting_a_time_budget_keeps_past_learning_rates(schedule: str, remainin
     assert [fitted.lr_at(step) for step in range(51)] == [plan.lr_at(step) for step in range(51)]
     learning_rates = [fitted.lr_at(step) for step in range(50, 51 + remaining_steps)]
     assert learning_rates[-1] == pytest.approx(plan.lr_at(100), abs=1 / 20)
-    # the cosine's steepest slope, π / 2 · 0.9 times the mean
+    # A cosine's steepest slope is 0.9 · π / 2 times the mean slope.
     max_slope = 1.5 if schedule == "cosine" else 1
     assert all(0 <= a - b <= max_slope / remaining_steps + 1e-9 for a, b in itertools.pairwise(learning_rates))
 
@@ -244,17 +244,16 @@ def test_timed_run_can_be_repeated_by_steps(text: Path) -> None:
 
 @pytest.mark.slow
 def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout follows from the number of uncompiled steps that fit, not from the earlier guess or the number of
-    compiled steps."""
-    looked_up: list[GPTConfig] = []
+    """Dropout depends on how many uncompiled steps fit, not on the initial guess or the compiled steps."""
+    lookups: list[GPTConfig] = []
 
     def find(key: Any, *args: object) -> Any:
-        looked_up.append(key[1])
+        lookups.append(key[1])
         raise OSError("there is no compiler")
 
     monkeypatch.setattr(programs, "find", find)
-    fit = iter([30, 400])
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: next(fit))
+    steps_that_fit = iter([30, 400])
+    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: next(steps_that_fit))
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     text.write_text(make_text(1000), encoding="utf-8")
     timed, _ = train(text, minutes=1.0, compile="on")
@@ -262,14 +261,14 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) ->
     for length in ({"minutes": 1.0}, {"steps": 400}):
         assert resolved(n_tokens=record["tokens"]["train"], **TINY, **length).model.dropout > 0
     assert record["resolved"]["model"]["dropout"] == 0
-    assert [model.dropout for model in looked_up] == [0, 0]  # one lookup by the measurement, one by the run
+    assert [model.dropout for model in lookups] == [0, 0]  # The measurement and the run each look up one program.
 
 
 @pytest.mark.slow
 def test_timed_run_compiles_by_minutes_only(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 400 steps that fit would compile, but they were measured uncompiled."""
-    looked_up: list[object] = []
-    monkeypatch.setattr(programs, "find", lambda key, *args: looked_up.append(key))
+    """Whether to compile depends on the minutes, not on the 400 steps that fit."""
+    lookups: list[object] = []
+    monkeypatch.setattr(programs, "find", lambda key, *args: lookups.append(key))
     monkeypatch.setattr(recipe, "compiles_by_default", lambda: True)
     monkeypatch.setitem(recipe.CPU_FLOPS_PER_WIDTH, "float32", 1e-9)
     monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 400)
@@ -277,10 +276,10 @@ def test_timed_run_compiles_by_minutes_only(text: Path, monkeypatch: pytest.Monk
     assert resolved(n_tokens=10**6, **TINY, steps=400, dtype="float32").compile
     timed, _ = train(text, minutes=1.0, dtype="float32")
     assert not json.loads((timed.run / "run.json").read_text())["resolved"]["compile"]
-    assert not looked_up
+    assert not lookups
 
 
-def test_steps_that_fit_a_time_budget() -> None:
+def test_time_budget_determines_the_steps() -> None:
     pace = TimeBudget(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
     assert pace.steps(now=10.0) == 750  # 90 s minus 5 s at the end and 10 s of evaluations
     assert pace.steps_left(now=50.0, step=0.15) == 300
@@ -299,7 +298,7 @@ def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
     assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
-    # More than a fifth of the time is spent.
+    # More than a fifth of the time is already spent.
     late = TimeBudget.fitting(5, start_time=0.0, now=90.0, costs=SLOW, evals=20)
     assert late.evaluations + late.end <= 0.2 * 300 / 2
     assert late.windows == late.last_windows == 1
@@ -313,7 +312,7 @@ def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> No
     steps: list[int] = []
 
     def steps_that_fit(budget: TimeBudget, now: float) -> int:
-        steps.append(5 if steps else 64)  # 64 steps of one sequence fit, then 5 of the resulting batch.
+        steps.append(5 if steps else 64)  # 64 steps of one sequence fit, or 5 steps of the resulting batch.
         return steps[-1]
 
     with pytest.MonkeyPatch.context() as patched:
@@ -321,12 +320,12 @@ def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> No
         patched.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
         result = gpt.train(text, init=str(run_folder), minutes=1.0, lora_rank=2, dtype="float32", sample_every=0)
     resolved = json.loads((result.run / "run.json").read_text())["resolved"]
-    assert resolved["batch_tokens"] == 32  # 64 sequences of 32 tokens in 100 steps: one each
+    assert resolved["batch_tokens"] == 32  # The 64 sequences that fit allow one (32 tokens) in each of 100 steps.
     assert result.val_tokens > 0
 
 
 def test_run_folder_contents(text: Path) -> None:
-    result, _heard = train(text, steps=20, eval_every=5, save_every=5, keep=2, sample_every=10)
+    result, _events = train(text, steps=20, eval_every=5, save_every=5, keep=2, sample_every=10)
     run = result.run
     assert run == Path("runs/book")
     record = json.loads((run / "run.json").read_text())
@@ -335,9 +334,9 @@ def test_run_folder_contents(text: Path) -> None:
     assert record["resolved"]["model"]["n_embd"] == 32
     assert record["versions"]["torch"] == torch.__version__
     assert not list(run.rglob(".tmp-*"))
-    saved = [entry.step for entry in folder.checkpoints(run)]
-    assert saved[-2:] == [15, 20]
-    assert len(saved) <= 3
+    saved_steps = [entry.step for entry in folder.checkpoints(run)]
+    assert saved_steps[-2:] == [15, 20]
+    assert len(saved_steps) <= 3
     index = json.loads((run / "index.json").read_text())
     assert run / index["best"] == result.checkpoint
     second, _ = train(text, steps=2)
@@ -402,9 +401,9 @@ def test_checkpoint_between_evaluations_has_no_loss(text: Path) -> None:
     run = gpt.train(
         text, listen=run_events.append, **{**FAST, "steps": 8, "eval_every": 4, "save_every": 2, "keep": 9}
     ).run
-    measured = {event.step: event.val_loss for event in run_events if isinstance(event, events.EvalEvent)}
-    assert sorted(measured) == [4, 8]
-    assert {entry.step: entry.val_loss for entry in folder.checkpoints(run)} == {2: None, 6: None, **measured}
+    measured_losses = {event.step: event.val_loss for event in run_events if isinstance(event, events.EvalEvent)}
+    assert sorted(measured_losses) == [4, 8]
+    assert {entry.step: entry.val_loss for entry in folder.checkpoints(run)} == {2: None, 6: None, **measured_losses}
 
 
 def test_patience_stops_a_run_without_progress_and_saves_it(text: Path) -> None:
@@ -428,16 +427,16 @@ def test_reported_loss_matches_evaluate(text: Path, tmp_path: Path) -> None:
 def test_held_out_text_does_not_affect_training(text: Path) -> None:
     """The texts differ only in the held-out part."""
     data = text.read_bytes()
-    cut = len(data) - round(len(data) * 0.1)
+    held_out_start = len(data) - round(len(data) * 0.1)
     changed_text = text.with_name("other.txt")
-    changed_text.write_bytes(data[:cut] + b"q" * (len(data) - cut))
+    changed_text.write_bytes(data[:held_out_start] + b"q" * (len(data) - held_out_start))
     one, _ = train(text, steps=4)
     two, _ = train(changed_text, steps=4)
     assert all(torch.equal(a, b) for a, b in zip(weights(one.run).values(), weights(two.run).values(), strict=True))
     assert two.val_loss != one.val_loss
 
 
-def test_separate_held_out_text(text: Path) -> None:
+def test_separate_held_out_text_is_evaluated(text: Path) -> None:
     held_out_text = text.with_name("held.txt")
     held_out_text.write_text(make_text(300, seed=9), encoding="utf-8")
     result, _ = train(text, steps=4, val_text=str(held_out_text))
@@ -448,23 +447,23 @@ def test_separate_held_out_text(text: Path) -> None:
 
 
 def test_held_out_part_of_one_token_is_refused(workdir: Path) -> None:
-    short = workdir / "short.txt"
-    short.write_text("twelve bytes")
+    short_text = workdir / "short.txt"
+    short_text.write_text("twelve bytes")
     with pytest.raises(UserError, match="1 held-out bytes are one token"):
-        gpt.train(short, tokenizer="bytes", steps=1)
+        gpt.train(short_text, tokenizer="bytes", steps=1)
     assert not Path("runs").exists()
 
 
-def test_run_without_held_out_text(text: Path) -> None:
+def test_run_without_held_out_text_reports_no_loss(text: Path) -> None:
     result, _ = train(text, steps=5, val_fraction=0)
     assert (result.val_loss, result.bits_per_byte) == (None, None)
     assert result.checkpoint.name == "step-000005"
 
 
 def test_short_text_reduces_the_context(workdir: Path) -> None:
-    short = workdir / "short.txt"
-    short.write_text("hello world, " * 3)
-    result, run_events = train(short, steps=2, tokenizer="bytes", vocab_size=None, block_size=64, batch_tokens=128)
+    short_text = workdir / "short.txt"
+    short_text.write_text("hello world, " * 3)
+    result, run_events = train(short_text, steps=2, tokenizer="bytes", vocab_size=None, block_size=64, batch_tokens=128)
     notes = [e.text for e in run_events if isinstance(e, events.Note)]
     assert any("context reduced from 64 to 36" in note for note in notes)
     assert gpt.load(result.run).model.config.block_size == 36
@@ -521,7 +520,7 @@ def test_nan_step_is_skipped(text: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     result, run_events = train(text, steps=20, eval_every=6, save_every=6, keep=9)
     assert not any(isinstance(event, events.RollbackEvent) for event in run_events)
     assert math.isnan(losses(run_events)[5])
-    # no evaluation at the skipped step 6
+    # The skipped step 6 is not evaluated.
     assert [event.step for event in run_events if isinstance(event, events.EvalEvent)] == [12, 18, 20]
     assert [entry.step for entry in folder.checkpoints(result.run)] == [12, 18, 20]
     assert math.isfinite(result.val_loss)
@@ -574,7 +573,7 @@ def test_every_preset_resolves() -> None:
     ("settings", "expected"),
     [
         ({"epochs": 1.0}, (0.0, 0.1)),
-        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # 4 epochs, a third of 12
+        ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # A decay of 1 would need 12 epochs.
         ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.29)),  # A decay of 1 would need 80 · 0.43 epochs.
         ({"epochs": 18.0, "n_tokens": 45_000}, (0.1, 1.0)),
         ({"epochs": 18.0, "n_tokens": 60_000}, (0.0, 1.0)),
@@ -611,10 +610,10 @@ def test_cpu_compilation_depends_on_length_size_and_dtype(
 @pytest.mark.parametrize(
     ("settings", "compiles"),
     [
-        ({"steps": 100}, True),  # 124 million parameters, 52 million tokens
+        ({"steps": 100}, True),  # 124 million parameters and 52 million tokens
         ({"steps": 50}, False),
         ({"minutes": 5.0}, True),
-        ({"minutes": 4.9}, False),  # The 1,000 steps assumed at first would compile.
+        ({"minutes": 4.9}, False),  # The initial guess, 1,000 steps, would compile.
         ({"minutes": 4.9, "compile": "on"}, True),
         ({"preset": "nano", "minutes": 60.0}, False),
     ],

@@ -1,4 +1,4 @@
-"""Worker script of `test_sharded_training.py`, with sharded models.
+"""Worker script of `test_sharded_training.py`.
 
 python tests/workers/parts.py SCENARIO
 """
@@ -16,10 +16,10 @@ from gpt import events
 from gpt.runs import checkpoint
 from gpt.training import evaluation
 
-# Single-process runs; `SHARDED_RUNS` repeats them.
+# Runs of one process, repeated by `SHARDED_RUNS`
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**SIX_STEPS, "optimizer": "adamw", "micro_batch": 4},
-    # Each matrix shape occurs once, so one process orthogonalizes none.
+    # With one layer, every kind of matrix occurs once, so one of two processes orthogonalizes none.
     "muon": {
         **SIX_STEPS,
         "arch": "modern",
@@ -65,7 +65,7 @@ def two() -> None:
 
 
 def four() -> None:
-    """Sharding across two tensor-parallel pairs."""
+    """Trains with both sharding and tensor parallelism."""
     gpt.train("book.txt", out="four", **SHARDED_AND_TENSOR)
 
 

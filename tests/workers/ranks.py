@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 SIX_STEPS = {**SMALL, "steps": 6, "save_every": 4, "eval_every": 4, "keep": 9}
 TWELVE_STEPS = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
-# This run is long enough to be killed.
+# Long enough to be killed during training
 THIRTY_STEPS = {**TWELVE_STEPS, "steps": 30, "save_every": 3, "dropout": 0.1}
 
 
@@ -124,7 +124,7 @@ def nan_loss_on_rank_1() -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_rollbacks() -> Iterator[list[Any]]:
-    """Records this rank's weights and moments (as sums) after each rollback, and its snapshot's size."""
+    """Records sums of this rank's weights and moments, and its snapshot's size, after each rollback."""
     original, reports = Checkpointer.roll_back, []
 
     def roll_back(self: Checkpointer, **changes: Any) -> None:
@@ -169,7 +169,7 @@ def raise_on_rank_1() -> None:
 
 
 def kill_rank_1() -> None:
-    """Kills rank 1 while rank 0 hangs, as in an NCCL collective, which ignores signals."""
+    """Kills rank 1 while rank 0 hangs, as in an NCCL collective."""
     original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
@@ -185,7 +185,7 @@ def kill_rank_1() -> None:
 
 
 def time_out_on_rank_1() -> None:
-    """Rank 1 is late for a collective, like a machine without power."""
+    """Delays rank 1 past a collective's timeout, like a machine without power."""
     original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
@@ -219,7 +219,7 @@ def disagree_on_seed() -> None:
 
 
 def run_command(*words: str) -> None:
-    """Runs ``gpt train`` as a command, which exits abruptly in a process group."""
+    """Runs ``gpt train`` as a command. In a process group, it exits without interpreter shutdown."""
     from gpt_cli.main import run
 
     sys.argv = ["gpt", "train", "book.txt", *OPTIONS, *words]

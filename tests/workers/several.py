@@ -28,8 +28,7 @@ def write_texts() -> None:
 
 
 def train_all(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) -> Path:
-    """Trains each run in one process, into ``place``/one, then runs the script's scenario ``two``. Returns
-    ``place``."""
+    """Trains each run in one process, in ``place``/one, then runs the script's scenario ``two``. Returns ``place``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setattr("gpt.training.evaluation.SAMPLE", SAMPLE)
@@ -50,8 +49,8 @@ def losses(run: Path) -> list[float]:
 
 
 def assert_trained_alike(single: Path, several: Path, norm_tolerance: float, **loss_tolerance: float) -> None:
-    """Compares losses with ``loss_tolerance`` (as in `pytest.approx`), and gradient norms with ``norm_tolerance``
-    (relative)."""
+    """Compares losses and gradient norms. ``norm_tolerance`` is relative, ``loss_tolerance`` are arguments of
+    `pytest.approx`."""
     assert losses(several) == pytest.approx(losses(single), **loss_tolerance)
     held_out = [event_values(run, "val_loss", "eval", "end") for run in (single, several)]
     assert held_out[1] == pytest.approx(held_out[0], **loss_tolerance)
@@ -61,7 +60,7 @@ def assert_trained_alike(single: Path, several: Path, norm_tolerance: float, **l
 
 
 def train_and_signal(options: list[str], rank: int, signum: int) -> tuple[str, str, float, int]:
-    """Trains in two processes, and signals ``rank`` once a checkpoint of step 6 or later exists.
+    """Trains in two processes and sends ``signum`` to ``rank`` after a checkpoint of step 6 or later.
 
     Returns stdout, stderr, the seconds until the exit, and the exit status.
     """
