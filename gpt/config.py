@@ -433,7 +433,10 @@ class TrainConfig(TextConfig):
         None, "Dropout rate", shown="set by the number of passes over the text; 0 with --init", low=0
     )
     init: str | None = _tune(
-        None, "Fine-tune a run, checkpoint, Transformers or PEFT folder, .gguf, or hf:NAME", metavar="MODEL", level="basic"
+        None,
+        "Fine-tune a run, checkpoint, Transformers or PEFT folder, .gguf or hf:NAME",
+        metavar="MODEL",
+        level="basic",
     )
     seed: int = _run(1337, "Random seed; on a CPU, the same seed gives bit-identical weights", low=0)
     pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
