@@ -25,7 +25,7 @@ def params(
     given: dict[str, object],
     targets: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PRESET|MODEL", help="Presets, models as for gpt sample -m, hf:NAME; several are compared"),
+        typer.Argument(metavar="PRESET|MODEL", help="Presets, or models as for gpt sample; several are compared"),
     ] = None,
     list_presets: Annotated[bool, option("--list", help="List all presets")] = False,
     n_layer: Annotated[int | None, option(help="Transformer blocks")] = None,
