@@ -8,18 +8,16 @@ import functools
 import json
 import re
 import subprocess
-import sys
 import threading
 import types
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from gpt.errors import UserError
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer
 from gpt.text.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, add_specials, content
+from gpt.text.untrusted import end_program, start_program
 
 MAX_CHARACTERS = 2**22  # Maximum characters of a rendered conversation.
 TIME_LIMIT = 5.0  # Time limit of a template.
@@ -252,14 +250,14 @@ class _Renderer:
         with self._lock:
             process, is_complete = self._process, False
             if process is None or process.poll() is not None:
-                process = self._start()
+                process = self._process = start_program("template_process.py", self._setup, self)
             try:
                 line = self._send(process, request)
                 is_complete = line.endswith(b"\n")
             finally:
                 if not is_complete:  # After an interrupt, the next request would get this reply.
                     self._process = None
-                    _end_process(process)
+                    end_program(process)
         if not is_complete:
             raise UserError(
                 f"the chat template takes longer than {TIME_LIMIT:g} s, or more than {MEMORY_LIMIT >> 20:,} MiB"
@@ -269,30 +267,15 @@ class _Renderer:
             raise UserError(f"the chat template rejects this conversation: {reply['error']}")
         return reply
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        program = str(Path(__file__).with_name("template_process.py"))
-        pipe = subprocess.PIPE
-        # Without -P, files next to the program would shadow standard modules.
-        process = subprocess.Popen([sys.executable, "-P", program], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        self._process = process
-        weakref.finalize(self, _end_process, process)
-        self._send(process, self._setup, has_reply=False)
-        return process
-
     @staticmethod
-    def _send(process: "subprocess.Popen[bytes]", values: Mapping[str, Any], has_reply: bool = True) -> bytes:
+    def _send(process: "subprocess.Popen[bytes]", values: Mapping[str, Any]) -> bytes:
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(values).encode() + b"\n")
             process.stdin.flush()
-            return process.stdout.readline() if has_reply else b""
+            return process.stdout.readline()
         except OSError:  # The process has ended.
             return b""
-
-
-def _end_process(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.communicate()
 
 
 @functools.lru_cache(maxsize=1)  # Evicting a renderer ends its process.

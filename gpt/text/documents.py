@@ -1,7 +1,7 @@
 """Reads sources as documents in chunks, unpacking compressed files and archives. Files are streamed.
 
-File suffixes are processed from last to first: ``.gz`` and ``.zst`` are decompressed, archives yield members, and JSON
-and tables yield the values of a field. Other files are plain text.
+File suffixes are processed from last to first: ``.gz`` and others are decompressed, archives yield members, JSON and
+tables yield the values of a field, and the text of HTML, EPUB, DOCX and PDF is extracted. Other files are plain text.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from typing import Any
 from gpt.config import ReadConfig
 from gpt.errors import UserError, WorkError
 from gpt.text import formats
+from gpt.text.extract import KINDS, Extractor
 from gpt.text.formats import RecordForm, Records, TextEncoding, text_form
 from gpt.text.unpack import (
     UNPACK,
@@ -143,6 +144,7 @@ class Reader:
         self._encoding = TextEncoding(config.encoding, config.errors)
         self._utf8 = TextEncoding("utf-8", config.errors)  # For formats that are always UTF-8.
         self.skipped = Skipped()
+        self._extractor = Extractor()
         self._joins_rows = False  # `Source.lines` of the current source.
 
     @property
@@ -199,6 +201,8 @@ class Reader:
             yield from self._read_members(tar_members(file))
         elif ending in RECORD_FORMATS or self._only_records:
             yield from self._read_records(file, ending)
+        elif ending in KINDS:
+            yield from self._read_document(file, KINDS[ending])
         elif self.config.skip_bad:
             yield from self._read_complete(file)
         else:
@@ -225,6 +229,13 @@ class Reader:
                 for text in texts:
                     for start in range(0, len(text), chunk_size):
                         yield Chunk(text[start : start + chunk_size], start == 0)
+
+    def _read_document(self, file: PackedFile, kind: str) -> Iterator[Chunk]:
+        with contextlib.closing(file.open()) as stream:
+            text, replaced = self._extractor.extract(file.name, kind, stream, self.config)
+        self._encoding.replaced += replaced
+        for start in range(0, len(text), CHUNK_LENGTH):
+            yield Chunk(text[start : start + CHUNK_LENGTH], start == 0)
 
     def _read_plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of plain-text documents, and None after each complete document."""
@@ -276,7 +287,7 @@ def _normalize_name(name: str) -> str:
 def is_plain(source: Source) -> bool:
     """Whether a source is uncompressed plain text, and so a single document without ``--split-on``."""
     ending = "." + _normalize_name(source.name).rpartition(".")[2]
-    return ending not in {*UNPACK, *RECORD_FORMATS, ".zip", ".tar"}
+    return ending not in {*UNPACK, *RECORD_FORMATS, *KINDS, ".zip", ".tar"}
 
 
 def has_records(source: Source) -> bool:

@@ -259,7 +259,7 @@ def run_name(texts: Sequence[str]) -> str:
     path = Path(os.path.abspath(text))
     while glob.has_magic(path.name) and not exists:  # A run on a pattern is named after the folder.
         path = path.parent
-    if path.suffix.lower() in (".gz", ".zst"):
+    if path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst"):
         path = path.with_suffix("")
     return path.stem or "text"
 
