@@ -13,7 +13,7 @@ from gpt.files import reading
 from . import progress, render_data
 from .options import Json, Quiet, option
 
-app = typer.Typer(help="List and download corpora, and merge token folders.")
+app = typer.Typer(help="List and download corpora, and check and merge token folders.")
 
 
 def _names() -> list[str]:
@@ -66,6 +66,36 @@ def show(
         with progress.Bar("compared", "tokens", quiet) as bar:
             folder.verify(bar.reach)
     render_data.details(folder, verify, json)
+
+
+@app.command("check")
+def check(
+    text: Annotated[list[str], typer.Argument(help="A token folder, a run, or files of pairs or conversations")],
+    json: Json = False,
+) -> None:
+    """List repeated documents and passages, and held-out text that is also in the training text.
+
+    gpt data check tokens
+    gpt data check runs/book
+    gpt data check pairs.jsonl
+    """
+    from gpt.runs import folder
+    from gpt.runs.record import RunRecord
+    from gpt.text import examples, repeats, token_folder
+
+    if len(text) == 1 and folder.is_run(Path(text[0])):
+        tokens = Path(text[0], "tokens")
+        text = [str(tokens)] if token_folder.is_token_folder(tokens) else RunRecord.read(Path(text[0])).texts or text
+    with reading(Path(text[0])):
+        is_folder = len(text) == 1 and token_folder.is_token_folder(text[0])
+    if is_folder:
+        render_data.repeats(repeats.Listing(token_folder.TokenFolder(text[0])), json)
+        return
+    corpus = examples.read_all_examples(text)
+    if corpus is None:
+        message = f"{text[0]} is not a token folder, and has no pairs or conversations"
+        raise UserError(message, "create a token folder: gpt tokenize TEXT -o DIR")
+    render_data.example_copies(len(corpus.train), examples.find_copies(corpus.train), json)
 
 
 @app.command("fetch")

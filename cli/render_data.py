@@ -1,7 +1,8 @@
 """Prints the results of ``gpt data`` and ``gpt tokenize``: corpora and token folders."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -13,6 +14,8 @@ from . import render
 
 if TYPE_CHECKING:
     from gpt.text.catalogue import CatalogueEntry
+    from gpt.text.examples import Example
+    from gpt.text.repeats import Listing
     from gpt.text.token_folder import TokenFolder
 
 
@@ -189,3 +192,54 @@ def _print_next_command(folder: "TokenFolder") -> None:
         render.fact("train on it", f"gpt train {shlex.quote(str(folder.path))}")
     else:
         render.stdout().print("nothing to train on: all of the text is held out")
+
+
+SHOWN_REPEATS = 10  # Maximum repeats of a kind in the terminal. JSON has more.
+
+
+def repeats(listing: "Listing", as_json: bool) -> None:
+    """Prints the repeats of a token folder."""
+    summary, copies = listing.summary(), listing.copies()
+    passages, held_out = listing.passages("train"), listing.passages("val")
+    if as_json:
+        lists = {"repeated_documents": list(copies), "repeated_passages": passages, "held_out_passages": held_out}
+        render.json_line(summary | lists)
+        return
+    share = f"{summary['copied_share']:.1%} of the text"
+    render.fact("copies", f"{summary['copies']:,} of {counted(summary['documents'], 'document')}, {share}")
+    _print_repeats("Copy of", ((c["text"], _place(c["copy"]), _place(c["original"])) for c in copies))
+    for label, share, rows in (
+        ("repeated passages", f"{summary['repeated_share']:.1%} of the training text", passages),
+        ("held-out passages in the training text", f"{summary['held_out_share']:.1%} of the held-out text", held_out),
+    ):
+        render.fact(label, share)
+        _print_repeats("First in", ((r["text"], _places(r), _place(r["first"])) for r in rows))
+
+
+def example_copies(count: int, copies: "Sequence[tuple[Example, Example]]", as_json: bool) -> None:
+    """Prints the pairs or conversations that are equal to an earlier one."""
+    rows = [{"copy": example.where, "original": first.where, "text": example.texts[0]} for example, first in copies]
+    if as_json:
+        render.json_line({"documents": count, "copies": len(copies), "repeated_documents": rows})
+        return
+    render.fact("copies", f"{len(copies):,} of {counted(count, 'example')}")
+    _print_repeats("Copy of", ((row["text"], row["copy"], row["original"]) for row in rows))
+
+
+def _print_repeats(origin: str, rows: Iterable[tuple[str, str, str]]) -> None:
+    table = render.table("Text", "Document", origin)
+    table.columns[0].max_width, table.columns[0].no_wrap, table.columns[0].overflow = 60, True, "ellipsis"
+    for text, place, first in islice(rows, SHOWN_REPEATS):
+        table.add_row(*map(Text, (" ".join(text.split()), place, first)))
+    if table.row_count:
+        render.stdout().print(table)
+
+
+def _places(passage: dict[str, Any]) -> str:
+    more = passage["repeats"] - 1
+    return _place(passage["places"][0]) + (f" and {more:,} more" if more else "")
+
+
+def _place(place: dict[str, Any]) -> str:
+    side = "held-out" if place["side"] == "val" else "training"
+    return f"{side} {place['document']:,}" + (f": {place['file']}" if place["file"] else "")

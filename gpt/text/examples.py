@@ -1,9 +1,10 @@
 """Fine-tuning examples: prompt-completion pairs or conversations, read from JSON, Parquet or tables."""
 
+import contextlib
 import glob
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,10 +21,12 @@ class Example:
     """A training example. Its fields are the items of the JSON list that ``records`` produces."""
 
     option: ClassVar[str]
+    singular: ClassVar[str]
     plural: ClassVar[str]
     content: ClassVar[str]  # The contents of a line, for messages.
     form: ClassVar[str]  # A sample line, for messages.
     records: ClassVar[formats.RecordForm]
+    where: str  # The file and line.
 
     @property
     def texts(self) -> list[str]:
@@ -46,7 +49,7 @@ class Pair(Example):
     """A prompt and its completion. ``where`` is the file and line."""
 
     option = "--pairs"
-    plural = "pairs"
+    singular, plural = "pair", "pairs"
     content = "prompts and completions"
     form = '{"prompt": …, "completion": …}'
     records = formats.PAIRS
@@ -67,7 +70,7 @@ class Conversation(Example):
     of assistant messages excluded from the loss."""
 
     option = "--chat"
-    plural = "conversations"
+    singular, plural = "conversation", "conversations"
     content = "messages"
     form = '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
     records = formats.CHATS
@@ -129,6 +132,14 @@ def _is_on_disk(text: str) -> bool:
     return Path(text).is_file() or Path(text).is_dir() or glob.has_magic(text)
 
 
+def read_all_examples(texts: Sequence[str]) -> "ExampleCorpus[Any] | None":
+    """Reads pairs or conversations, holding out nothing. Returns None if ``texts`` are neither."""
+    for kind in (Pair, Conversation):
+        with contextlib.suppress(UserError):
+            return read_examples(texts, TextConfig(val_fraction=0), kind)
+    return None
+
+
 @dataclass(frozen=True)
 class ExampleCorpus(Generic[E]):
     """Training and held-out examples, with a record of each source."""
@@ -159,6 +170,13 @@ def read_examples(
     if config.val_text is None:
         train, held_out = split(examples, config.val_fraction, config.seed)
     return ExampleCorpus(sources.run_name(texts), train, held_out, records, reader.skipped.count)
+
+
+def find_copies(examples: Iterable[E]) -> list[tuple[E, E]]:
+    """Returns the examples that are equal to an earlier one, each with the first equal example."""
+    firsts: dict[bytes, E] = {}
+    pairs = [(e, firsts.setdefault(hashlib.sha256(e.identity.encode()).digest(), e)) for e in examples]
+    return [(example, first) for example, first in pairs if example is not first]
 
 
 def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[E], list[dict[str, Any]]]:

@@ -24,7 +24,7 @@ from gpt.errors import Interrupted, UserError, WorkError
 from gpt.files import check_new, reading
 from gpt.interrupt import Stopped, StopSignal
 from gpt.peaks import cores
-from gpt.text import unfinished_folder
+from gpt.text import repeats, unfinished_folder
 from gpt.text.corpus import Corpus, Listener, cut_documents, open_corpus
 from gpt.text.documents import Chunk, Reader, utf8_size
 from gpt.text.shards import Ids, Side, id_type
@@ -173,7 +173,10 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
             return TokenFolder(out)
     else:
         tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
-    return tokenize(corpus, tokenizer, out, config.jobs, config.share, listen)
+    folder = tokenize(corpus, tokenizer, out, config.jobs, config.share, listen)
+    for line in repeats.notes(folder):
+        listen(events.Note(line))
+    return folder
 
 
 def tokenize(

@@ -1,5 +1,6 @@
 """The data of a run: text tokenized by the run or by `gpt tokenize`, prompt-completion pairs, or conversations."""
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,11 +12,12 @@ from gpt.config import GPTConfig, TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.evaluate import Window, spread_windows, windows
 from gpt.files import file_sha256, reading
-from gpt.text import chat
+from gpt.parallel import environment
+from gpt.text import chat, repeats
 from gpt.text.batches import Batches
 from gpt.text.corpus import Corpus, Listener, TextSample
 from gpt.text.documents import Chunk, utf8_size
-from gpt.text.examples import Conversation, Example, Pair, read_examples
+from gpt.text.examples import Conversation, Example, Pair, find_copies, read_examples
 from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 from gpt.text.tokenize import tokenize
 from gpt.text.tokenizer import Tokenizer
@@ -128,7 +130,7 @@ def _open_folder(folder: TokenFolder, note: Callable[[str], None], corpus: Corpu
     """Opens a folder and notes its contents. Raises `UserError` if it has no training tokens, or too few held-out
     tokens to predict one."""
     data = load_tokens(TokenFolder(folder.path), found=corpus is None)
-    for line in describe(folder, corpus):
+    for line in [*describe(folder, corpus), *([] if environment.rank() else repeats.notes(folder))]:
         note(line)
     if not data.tokens:
         raise UserError(f"{folder.path} has nothing to train on: all of its text is held out")
@@ -207,6 +209,9 @@ def open_examples(
     note(f"{', '.join(texts)}: {train.examples:,} {kind.plural} to train on, {held_out.examples:,} held out")
     if corpus.skipped:
         note(f"{corpus.skipped:,} files or lines could not be read and were skipped")
+    if copies := find_copies([*corpus.train, *corpus.held_out]):
+        verb = f"{kind.singular} copies an earlier one", f"{kind.plural} copy earlier ones"
+        note(f"{counted(len(copies), *verb)}: see gpt data check {shlex.join(texts)}")
     for line in encoder.notes():
         note(line)
     tokenizer = encoder.tokenizer
