@@ -111,7 +111,8 @@ class LanguageModel:
         return [piece.sample.text for piece in pieces if piece.sample is not None]
 
     def loss(self, text: str, stride: int | None = None) -> float:
-        """Returns the mean loss over ``text`` in nats per token. Raises `UserError` below two tokens."""
+        """Returns the mean loss over ``text`` in nats per token. Raises `UserError` for a text of fewer than two
+        tokens."""
         return self.evaluate([text], stride).loss
 
     def evaluate(
@@ -135,8 +136,8 @@ class LanguageModel:
         on_window: OnWindow | None = None,
         block_size: int | None = None,
     ) -> Evaluation:
-        """Measures the loss over files, folders or named corpora of any size, or over one ``side`` of a token folder
-        with this model's tokenizer."""
+        """Measures the loss over files, folders or named corpora of any size. In a token folder, which must have this
+        model's tokenizer, measures the loss over one ``side``."""
         config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
@@ -153,7 +154,8 @@ def _open_documents(
     listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple["TokenFolder", Documents]]:
-    """Yields a token folder and its documents: one ``side`` of an existing folder, or all of ``texts``, tokenized."""
+    """Yields a token folder and its documents. ``texts`` are either a token folder, of which only one ``side`` is used,
+    or texts, which are tokenized."""
     from gpt.text.corpus import open_corpus
     from gpt.text.token_folder import TokenFolder
     from gpt.text.tokenize import tokenize
@@ -184,7 +186,7 @@ def _open_documents(
             finally:
                 stream.release()  # Windows cannot delete an open file.
     except Interrupted as interruption:
-        # The message of `tokenize` names the deleted folder.
+        # Drop the message of `tokenize`, which names the deleted folder.
         raise Interrupted(interruption.signum) from None
 
 
@@ -203,9 +205,9 @@ def load(
     the previous one. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing
     or damaged.
 
-    With ``sampling``, the settings of later calls, lays out the weights for decoding, in ``dtype``. "int8" and "int4"
-    quantize them, unless the checkpoint is quantized. The model can then be neither trained nor saved, and the default
-    number of ``threads`` depends on its size.
+    ``sampling`` has the settings of later calls. If it is given, the weights are laid out for decoding, in ``dtype``.
+    The model can then be neither trained nor saved, and the default number of ``threads`` depends on its size. A
+    ``dtype`` of "int8" or "int4" quantizes the weights, unless the checkpoint already has that dtype.
     """
     model_path = folder.find_checkpoint(None if path is None else str(path), note)
     if base is not None:
@@ -220,7 +222,7 @@ def load(
     )
     finish, weight_dtype = None, torch.float32
     compiles = sampling is not None and sampling.compile == "on"
-    # Speculative decoding verifies several tokens per step with other kernels, so its int8 texts could differ.
+    # Not for speculative decoding: it verifies several tokens per step with other kernels, so int8 texts could differ.
     is_native = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
     if for_decoding or bits is not None:
         packed = for_decoding and (is_native or not compiles)
@@ -237,8 +239,8 @@ def load(
 
 
 def _fit_dtype(path: Path, compute: Compute, dtype: str, casts: bool, note: Callable[[str], None]) -> Compute:
-    """Chooses bfloat16 if float32 weights do not fit in memory, ``dtype`` is "auto" and loading ``casts`` weights.
-    Raises `UserError` if the weights do not fit."""
+    """Changes ``compute`` to bfloat16 if ``dtype`` is "auto", loading converts the weights (``casts``), and they do not
+    fit in memory in float32. Raises `UserError` if the weights do not fit."""
     counts, memory = breakdown(model_config.load_config(folder.home(path))), compute.memory()
     # In float32, count a tied embedding twice: decoding copies it for the unembedding.
     parameters, full_size = counts.trainable, 4 * counts.total_weights
@@ -329,8 +331,8 @@ def export(
 ) -> "Exported":
     """Exports a model to ``out``: a GGUF file if the name ends in .gguf, otherwise a folder for publishing. ``model``
     and ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`: ``dtype``, ``license``, ``samples``.
-    Measures the loss on the text ``eval``, given as in `train`, before and after. Calls ``listen`` with progress
-    events. Raises `UserError`, `WorkError`, and `Interrupted` after a signal."""
+    ``eval`` names a text as in `train`; its loss is measured with the original and the exported weights. Calls
+    ``listen`` with progress events. Raises `UserError`, `WorkError`, and `Interrupted` after a signal."""
     from gpt.exporting import gguf_tokenizer
     from gpt.exporting import run as exports
     from gpt.exporting.source import open_source

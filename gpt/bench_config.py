@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from gpt.errors import UserError
 from gpt.settings import check_options, option
 
-_PROMPT, _NEW = 32, 128  # Maximum default lengths in tokens.
+_PROMPT, _NEW = 32, 128  # Default lengths in tokens, if they fit in the context.
 
 
 @dataclass(frozen=True)

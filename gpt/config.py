@@ -28,19 +28,20 @@ Optimizer = Literal["muon", "adamw"]
 
 DEFAULT_WEIGHT_DECAY = 0.1  # GPT-3's weight decay
 MAX_THREADS = 4096
-# Roles of linear maps for ``--lora-targets``, and groups of roles.
+# ``--lora-targets`` accepts these roles of linear maps, and these groups of roles.
 LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
 MAX_VOCAB_SIZE = 2**24  # Maximum vocabulary size.
-# Models of this width or wider have a gated MLP whose width is a multiple of 256, not 64, which is faster on GPUs.
+# The default width of a gated MLP is a multiple of 256 in models of this width or wider, because that is faster on
+# GPUs. In narrower models, it is a multiple of 64.
 WIDE_MODEL = 512
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's scaling of RoPE frequencies for a longer context. Frequencies with fewer than ``low`` turns in the
-    ``original`` context are divided by ``factor``, frequencies with more than ``high`` turns remain, and frequencies in
-    between are interpolated."""
+    ``original`` context are divided by ``factor``. Frequencies with more than ``high`` turns are unchanged. Frequencies
+    in between are interpolated."""
 
     factor: float
     low: float
@@ -60,7 +61,7 @@ class RopeScaling:
 class GPTConfig:
     """A decoder's shape and properties, by default GPT-2's. Raises `UserError` for an impossible shape.
 
-    Bounds are far above GPT-3's 12,288 × 96: a file with larger numbers is damaged or malicious.
+    Bounds are far above GPT-3's width of 12,288 and 96 layers: a file with larger numbers is damaged or malicious.
     """
 
     vocab_size: int = bounded(1, MAX_VOCAB_SIZE)  # V, vocabulary size, including end-of-text
@@ -318,7 +319,7 @@ class ReadConfig:
         check_options(self)
         try:
             codecs.lookup(self.encoding)
-        except (LookupError, ValueError):  # ValueError if the name is not text or has a zero byte.
+        except (LookupError, ValueError):  # ValueError for a name with a lone surrogate or a zero byte.
             raise UserError(f'there is no encoding "{self.encoding}"', "utf-8, latin-1, cp1252, utf-16 …") from None
 
 
@@ -392,7 +393,7 @@ class TokenizeConfig(TextConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(TextConfig):
-    """Options of ``gpt train``. If None, an option depends on the text's size, the preset or the device."""
+    """Options of ``gpt train``. An option that is None depends on the text's size, the preset or the device."""
 
     EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("steps", "epochs", "set the length of training"),

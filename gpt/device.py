@@ -21,8 +21,8 @@ from gpt.errors import UserError, did_you_mean
 from gpt.peaks import cores, host_memory
 from gpt.words import counted
 
-# Parameters per thread when decoding. On two cores, the throughput of two threads relative to one was 1.11 at 0.9 M
-# parameters, 1.25 at 3.7 M, 1.35 at 12 M and 1.51 at 124 M, but 0.4 at 0.9 M next to four other programs.
+# Parameters per thread when decoding. On two cores, two threads were faster than one by a factor of 1.11 at 0.9 M
+# parameters, 1.25 at 3.7 M, 1.35 at 12 M and 1.51 at 124 M. Next to four other programs, the factor at 0.9 M was 0.4.
 PARAMETERS_PER_THREAD = 2_000_000
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Constants of malloc.h.
 MAX_KEPT_BYTES = 2**25  # Maximum threshold that glibc accepts.
@@ -50,7 +50,8 @@ class Compute:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def memory(self) -> int:
-        """Returns this process's share of the device's total memory in bytes. Free memory would vary between runs."""
+        """Returns this process's share of the device's memory in bytes. Counts all memory, because free memory varies
+        between runs."""
         return self._memory() // self.shared_by
 
     def _memory(self) -> int:
@@ -89,7 +90,7 @@ class Download:
             packed = torch.cat([tensor.view(torch.int32) for tensor in bits])
             self._host = torch.empty(len(packed), dtype=torch.int32, pin_memory=True).copy_(packed, non_blocking=True)
             self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            # The tensors' device need not be current.
+            # The tensors' device may not be the current device.
             self.arrived.record(torch.cuda.current_stream(packed.device))
 
     def read(self, wait: Callable[[torch.cuda.Event], object] = lambda event: event.synchronize()) -> list[Any]:
@@ -115,7 +116,8 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    """Restores the random generators' states, except of other devices. Raises TypeError or RuntimeError."""
+    """Restores the states of the random generators on the host and on ``device``. Ignores states of other devices.
+    Raises TypeError or RuntimeError."""
     torch.set_rng_state(states["torch"].cpu())
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), device)
@@ -162,10 +164,10 @@ def _device(name: str) -> torch.device:
 
 
 def use_threads(compute: Compute, requested: int | None = None, parameters: int | None = None) -> None:
-    """Sets the number of CPU threads: ``requested``, else ``OMP_NUM_THREADS``, else torch's default, up to the
-    available cores. For decoding with a model of ``parameters``, the default is up to one thread per
-    `PARAMETERS_PER_THREAD` parameters, because steps are short. Starts `gpt.waiting`. Raises `UserError` for an invalid
-    number."""
+    """Sets the number of CPU threads: ``requested``, else ``OMP_NUM_THREADS``, else torch's default or the available
+    cores, whichever is less. For decoding with a model of ``parameters``, the default is at most one thread per
+    `PARAMETERS_PER_THREAD` parameters, because decoding steps are short. Starts `gpt.waiting`. Raises `UserError` for
+    an invalid number."""
     if requested is not None and not 1 <= requested <= MAX_THREADS:
         raise UserError(f"threads is {requested:,}; it must be between 1 and {MAX_THREADS:,}")
     if compute.device.type != "cpu":

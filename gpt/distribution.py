@@ -19,7 +19,7 @@ def install(package: str) -> str:
         return f"uv pip install --python {_quoted(sys.prefix)} {package}"
     if Path(shutil.which("pip") or "").parent == Path(sysconfig.get_path("scripts")):
         return f"pip install {package}"
-    return f"{_quoted(sys.executable)} -m pip install {package}"  # `pip` belongs to another environment.
+    return f"{_quoted(sys.executable)} -m pip install {package}"  # A `pip` on PATH belongs to another environment.
 
 
 def install_extra(extra: str) -> str:

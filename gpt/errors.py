@@ -61,8 +61,8 @@ class PeerLost(WorkError):
 
 
 class Interrupted(BaseException):
-    """A signal stopped the work; ``message`` lists the saved data. Not an Exception, like KeyboardInterrupt, so general
-    handlers do not catch it."""
+    """A signal stopped the work; ``message`` lists the saved data. Like KeyboardInterrupt, this is not an Exception, so
+    general handlers do not catch it."""
 
     def __init__(self, signum: int, message: str = "interrupted") -> None:
         super().__init__(message)
@@ -104,14 +104,15 @@ def device_failure(error: BaseException) -> str | None:
 
 
 def check_text(what: str, text: str, hint: str = "set your terminal to UTF-8") -> None:
-    """Raises `UserError` for command-line bytes that are not UTF-8 (lone surrogates in Python)."""
+    """Raises `UserError` for a text with lone surrogates, which is how Python decodes command-line bytes that are not
+    UTF-8."""
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise UserError(f"{what} is not UTF-8", hint)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory (OOM). Only Python and CUDA have a type for it; other messages contain a
-    phrase of `_OUT_OF_MEMORY`."""
+    """Whether an error means out of memory (OOM). Only Python and CUDA have an exception type for OOM. Messages of
+    other libraries contain a phrase of `_OUT_OF_MEMORY`."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):

@@ -27,8 +27,8 @@ DECODE_CHUNK = 2**20  # Ids decoded per call.
 
 @dataclass(frozen=True)
 class Window:
-    """Up to ``block_size`` ids ``x`` and their next ids ``y``. The first ``skipped`` targets count in earlier
-    windows."""
+    """Up to ``block_size`` ids ``x`` and their next ids ``y``. Earlier windows have already counted the first
+    ``skipped`` targets."""
 
     document: int
     start: int
@@ -50,7 +50,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """e to the loss per token."""
+        """e raised to the loss per token."""
         return _exp(self.loss)
 
     @property
@@ -60,7 +60,7 @@ class Evaluation:
 
     @property
     def word_perplexity(self) -> float:
-        """e to the total loss per whitespace-separated word, comparable across tokenizers."""
+        """e raised to the loss per whitespace-separated word, comparable across tokenizers."""
         return _exp(self.loss * self.tokens / self.words) if self.words else math.nan
 
 
@@ -69,7 +69,7 @@ def _exp(x: float) -> float:
 
 
 class Document(Protocol):
-    """A document's ids, as an array or a `gpt.text.shards.TokenDocument`."""
+    """A document's ids: an array or a `gpt.text.shards.TokenDocument`."""
 
     def __len__(self) -> int: ...
 
@@ -77,7 +77,7 @@ class Document(Protocol):
 
 
 class Documents(Protocol):
-    """Documents of known lengths, as `gpt.text.shards.TokenDocuments` or `Encoded`."""
+    """Documents of known lengths: `gpt.text.shards.TokenDocuments` or `Encoded`."""
 
     @property
     def lengths(self) -> Ids:
@@ -129,8 +129,8 @@ def spread_windows(documents: Documents, block_size: int, count: int) -> list[Wi
 def score_positions(
     model: GPT, batch: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Pads windows to the longest and returns ``score(logits, targets)`` of each position, (n, T). Uncounted targets
-    are `IGNORED`. Keeps at most `MAX_LOGITS` logits in memory."""
+    """Pads windows to the length of the longest. Returns ``score(logits, targets)`` of each position, (n, T). Targets
+    that do not count are `IGNORED`. Keeps at most `MAX_LOGITS` logits in memory."""
     length = max(len(window.x) for window in batch)
     x = np.zeros((len(batch), length), np.int64)
     y = np.full((len(batch), length), losses.IGNORED, np.int64)
@@ -149,8 +149,8 @@ def score_positions(
 def score_windows(
     model: GPT, all_windows: Iterable[Window], compute: Compute
 ) -> Iterator[tuple[Window, npt.NDArray[np.float64]]]:
-    """Yields all windows, in order, with the losses of their counted targets in nats, without dropout. A GPU computes a
-    batch while the caller reads the previous one."""
+    """Yields each window, in order, with the losses of its counted targets in nats. Dropout is off. A GPU computes a
+    batch while the caller reads the previous batch."""
     pending: tuple[list[Window], Download] | None = None
     with _eval_mode(model):
         for batch in _batches(all_windows):
@@ -169,7 +169,8 @@ def _counted_losses(batch: list[Window], download: Download) -> Iterator[tuple[W
 
 
 def count_exact(model: GPT, all_windows: Iterable[Window], compute: Compute) -> tuple[int, int]:
-    """Counts the windows whose targets greedy decoding reproduces exactly, and all windows with counted targets."""
+    """Returns the number of windows whose counted targets greedy decoding reproduces exactly, and the number of windows
+    with counted targets."""
     exact, count = 0, 0
     with _eval_mode(model):
         for batch in _batches(all_windows):

@@ -25,8 +25,8 @@ class Event:
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """An optimizer step: loss in nats per token, gradient norm before clipping, throughput without evaluations, and MFU
-    (`gpt.training.speed`), null if unknown."""
+    """An optimizer step. ``loss`` is in nats per token, ``grad_norm`` is the norm before clipping, and
+    ``tokens_per_second`` excludes evaluations. ``mfu`` (`gpt.training.speed`) is null if unknown."""
 
     loss: float
     lr: float
@@ -76,8 +76,9 @@ class ResumeEvent(Event):
 
 @dataclass(frozen=True)
 class AnswersEvent(Event):
-    """The number of prompts that the best checkpoint answers exactly with greedy decoding: ``exact`` of ``asked``, up
-    to 500 spread over all ``pairs`` of the training text. Held-out fields are null without held-out pairs."""
+    """The best checkpoint's answers with greedy decoding: ``exact`` of ``asked`` prompts are answered exactly. Up to
+    500 prompts are asked, spread over all ``pairs`` of the training text. Held-out fields are null without held-out
+    pairs."""
 
     exact: int
     asked: int
@@ -89,8 +90,9 @@ class AnswersEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. Losses are the
-    best checkpoint's on all held-out text. They are null without held-out text or after a signal."""
+    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. ``val_loss`` and
+    ``bits_per_byte`` measure the best checkpoint on all held-out text. They are null without held-out text or after a
+    signal."""
 
     reason: str
     checkpoint: str | None

@@ -39,8 +39,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def atomic_file(path: Path, digest: "hashlib._Hash | None" = None, new: bool = False) -> Iterator[BinaryIO]:
-    """Yields a temporary file and renames it to ``path`` at the end, or deletes it after an error. First compares the
-    file on disk with ``digest``, if given. Raises OSError (FileExistsError if ``new`` and ``path`` exists)."""
+    """Yields a temporary file and renames it to ``path`` at the end, or deletes it after an error. Before renaming,
+    checks that the sha256 of the file on disk equals ``digest``, if given. Raises OSError (FileExistsError if ``new``
+    and ``path`` exists)."""
     temporary = path.parent / _temporary_name(path)
     try:
         with temporary.open("wb") as file:
@@ -81,9 +82,9 @@ def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
 
 
 def map_in_threads(task: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-    """Returns ``task(name)`` for each file, computed by two threads: on one core, checksums and copies are slower than
-    a disk. Raises the first error after both threads have stopped. Daemon threads do not delay a second Ctrl-C, and
-    need no semaphore in /dev/shm, as a multiprocessing pool does."""
+    """Returns ``task(name)`` for each file. Uses two threads, because checksums and copies on one core are slower than
+    a disk. Raises the first error after both threads have stopped. The threads are daemons, so they do not delay a
+    second Ctrl-C. Unlike a multiprocessing pool, they need no semaphore in /dev/shm."""
     names = list(names)
     remaining, results, errors = iter(names), dict[str, T](), list[BaseException]()
 
@@ -107,8 +108,8 @@ def map_in_threads(task: Callable[[str], T], names: Iterable[str]) -> dict[str, 
 
 
 def sync_folder(path: Path) -> None:
-    """Makes renames in a folder durable if possible: Windows cannot open folders, some network shares cannot sync them,
-    and some folders are not readable. Raises OSError if the disk fails."""
+    """Makes renames in a folder durable. Does nothing where this is impossible: Windows cannot open folders, some
+    network shares cannot sync them, and some folders are not readable. Raises OSError if the disk fails."""
     if sys.platform == "win32":
         return
     try:
@@ -245,8 +246,8 @@ def disk_errors(path: Path, intact: str = "") -> Iterator[None]:
 
 
 def check_new(path: Path, hint: str) -> None:
-    """Raises `UserError` if ``path`` exists, even as a broken link, or is not UTF-8, and `WorkError` if no folder can
-    be created there. Called before long work."""
+    """Raises `UserError` if ``path`` is not UTF-8 or exists (a broken link counts too). Raises `WorkError` if no folder
+    can be created there. Called before long work."""
     with disk_errors(path):
         check_text(f"the name {str(path)!r}", str(path), hint)
         if path.exists() or path.is_symlink():
@@ -260,7 +261,8 @@ def atomic_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     """Yields a temporary folder and renames it to ``target`` at the end, or deletes it after an error. With
     ``replace``, replaces an existing ``target`` in two renames; `recover` undoes a crash between them. Otherwise raises
     OSError if ``target`` exists."""
-    # `recover` finds a replacement by name. The name of a new folder is unique, because two processes can create it.
+    # The name for a replacement is fixed, so that it can be found after a crash. The name for a new folder is unique,
+    # because two processes can create the folder at the same time.
     temporary = target.parent / (f"{TEMPORARY}{target.name}" if replace else _temporary_name(target))
     backup = target.parent / f"{BACKUP}{target.name}"
     shutil.rmtree(temporary, ignore_errors=True)  # A killed process can leave the folder behind.
@@ -362,7 +364,8 @@ def in_home(subfolder: str) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Creates or checks a folder that only this user can access. Raises OSError, and `UserError` if others can."""
+    """Creates a folder that only this user can access, or checks an existing folder. Raises `UserError` if other users
+    can access it, and OSError if it cannot be created."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):

@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Masks = dict[str, npt.NDArray[np.bool_]]
 
-# Kinds of keys to score heads by.
+# Kinds of keys that a head can attend to, with descriptions.
 KINDS = {
     "previous": "the token before",
     "first": "the first token",
@@ -29,7 +29,7 @@ KINDS = {
     "same": "an earlier copy of the same token",
     "matching": "what came after the same token earlier (induction)",
 }
-MIN_LIFT = 0.25  # Minimum lift of a clear kind.
+MIN_LIFT = 0.25  # Minimum lift of a head's dominant kind.
 PROBE_TOKENS = 50  # Number of random ids that the probe repeats.
 MAX_ROTATIONS = 2**17  # Maximum RoPE positions to compare.
 
@@ -46,9 +46,9 @@ class Trace:
 
 
 def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Trace:
-    """Runs the model over ids (T) and returns its activations, with the patterns of ``layers``, by default all.
+    """Runs the model over ids (T) and returns its activations. Keeps the patterns of ``layers``, by default all.
 
-    Raises ValueError past the context, and `NotANumber` for NaN or infinite logits.
+    Raises ValueError for more ids than the context holds, and `NotANumber` for NaN or infinite logits.
     """
     selected_layers = list(range(model.config.n_layer)) if layers is None else list(layers)
     idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
@@ -87,8 +87,9 @@ def _check_finite(what: str, tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Lens:
-    """The logit lens (nostalgebraist 2020): the most likely next tokens if the final norm and the unembedding read the
-    residual stream after the embedding (row 0) and after each block. The last row is the model's prediction."""
+    """The logit lens (nostalgebraist 2020): the most likely next tokens after the embedding (row 0) and after each
+    block. The final norm and the unembedding read them from the residual stream at that point. The last row is the
+    model's prediction."""
 
     ids: Ints  # (L + 1, T, K), most likely first
     probabilities: Floats  # (L + 1, T, K)
@@ -107,9 +108,9 @@ def lens(model: GPT, residual: Tensor, top: int = 5) -> Lens:
 
 @dataclass(frozen=True)
 class HeadScores:
-    """The share of attention that each head (layers, H) gives to each kind of keys, averaged over queries with a key of
-    this kind. ``chance`` is the share under uniform attention within the layer's window. None if no query has such a
-    key."""
+    """``scores`` has the share of attention that each head (layers, H) gives to each kind of keys, averaged over
+    queries with a key of this kind. ``chance`` has the share that uniform attention within the layer's window would
+    give. Without a query that has such a key, the values of a kind are None."""
 
     scores: dict[str, Floats | None]
     chance: dict[str, Floats | None]  # (layers)
@@ -122,7 +123,7 @@ class HeadScores:
         if score is None or chance is None:
             return None
         uniform = chance[:, None]
-        # A window of 1 has chance 1.
+        # In a window of 1, chance is 1, so avoid a division by 0.
         lifted: Floats = ((score - uniform) / np.maximum(1 - uniform, 1e-9)).astype(np.float32)
         return lifted
 
@@ -251,7 +252,7 @@ def _select(what: str, number: int | None, count: int) -> list[int]:
 class Word:
     """A word and its ids. The mean direction of its tokens represents the word."""
 
-    text: str  # including a leading space that was encoded
+    text: str  # as encoded, with or without a leading space
     ids: list[int]
 
 
@@ -277,8 +278,8 @@ class Embeddings:
         self.usable = is_known & (norms[:, 0] > 0)  # Excludes unused ids and zero rows.
 
     def find(self, word: str) -> Word:
-        """Encodes a word as in running text, with a leading space, unless it starts with white space or has fewer
-        tokens without it. Raises `UserError` for an empty word."""
+        """Encodes a word as in running text, with a leading space. Omits the space if the word starts with white space,
+        or has fewer tokens without the space. Raises `UserError` for an empty word."""
         if not word.strip():
             raise UserError("a word is empty", "give a word that has letters")
         check_text("a word", word)
@@ -337,7 +338,8 @@ def token_text(tokenizer: Tokenizer, id: int) -> str:
 @dataclass(frozen=True)
 class Positions:
     """A decoder's position encoding. ``similarity[d]`` is the mean cosine similarity of table rows d positions apart.
-    For RoPE, it is the attention score of equal vectors with equal weight on all frequencies."""
+    For RoPE, it is the attention score between equal vectors d positions apart, with equal weight on all
+    frequencies."""
 
     kind: str  # learned, sinusoidal or rotary
     block_size: int

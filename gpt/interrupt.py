@@ -27,8 +27,8 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Records the first `handled_signals` signal in ``signum``, and raises `Interrupted` at the second, wherever the
-    code is. Files on disk stay intact. While ``at_once`` is set, the first signal raises.
+    """Records the first signal of `handled_signals` in ``signum``. Raises `Interrupted` at the second, wherever the
+    code is; files on disk stay intact. While ``at_once`` is set, raises it at the first signal.
 
     Does nothing outside the main thread, because Python handles signals only there.
     """

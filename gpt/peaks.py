@@ -32,9 +32,9 @@ _A100, _V100 = r"A100-(SXM4|SXM|PCIE|PCIe)-\d+GB|A100 \d+GB PCIe", r"V100-SXM2-\
 # Memory is from datasheets, in gigabytes of 10⁹ bytes; CUDA reports up to 7 % more or less. TFLOP/s are for dense
 # matrix products in float16 and bfloat16 with float32 sums. Datasheets also print twice as much, for sparse matrices.
 # Sources are NVIDIA's datasheets, and for GeForce and RTX the tables at the end of its papers "Ampere GA102", "Ada" and
-# "RTX Blackwell GPU Architecture". A test computes TFLOP/s as multiprocessors × operations per clock × boost clock.
-# Names must match in full: laptop GPUs and partitions (MIG), whose peaks are unknown, have names that contain a larger
-# GPU's.
+# "RTX Blackwell GPU Architecture". A test compares TFLOP/s with multiprocessors × operations per clock × boost clock.
+# Names must match in full. Names of laptop GPUs and of partitions (MIG), whose peaks are unknown, contain the name of a
+# larger GPU.
 _SPECIFICATIONS: dict[str, tuple[str, int, float]] = {
     "b200-180gb": (r"B200", 180, 2250),
     "gh200-96gb": (r"GH200 .*", 96, 989.4),
@@ -85,12 +85,13 @@ def find_kind(name: str) -> Kind:
 
 
 def host_memory() -> int:
-    """Returns the bytes of memory that this process can have, free or not: the machine's, or its cgroup's limit."""
+    """Returns the memory that this process can have, in bytes, free or in use: the machine's memory, or a lower limit
+    of its cgroups."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         physical = 8 * 2**30  # Windows has no sysconf, so assume 8 GiB.
-    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # Cgroup versions 2, 2 and 1.
+    names = ("memory.max", "memory.high", "memory.limit_in_bytes")  # Two for cgroup version 2, one for version 1.
     limits = [numbers[0] for group in _cgroups("memory") for name in names if (numbers := _numbers(group / name))]
     return min([physical, *limits])
 
@@ -107,14 +108,14 @@ def cores() -> int:
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """Yields the mounted folders of this process's cgroups and their ancestors that have limits of ``controller``
-    (``memory`` or ``cpu``)."""
+    """Yields the folders with this process's limits of ``controller`` (``memory`` or ``cpu``): its mounted cgroups and
+    their ancestors."""
     try:
         memberships = [line.split(":", 2) for line in (PROC / "cgroup").read_text().splitlines()]
         mounts = [line.split(" - ", 1) for line in (PROC / "mountinfo").read_text().splitlines()]
     except OSError:  # Not Linux, or /proc is missing.
         return
-    # The name of cgroup version 2 is empty.
+    # Cgroup version 2 has an empty controller name.
     paths = {name: path for _, names, path in memberships for name in names.split(",")}
     for mount, system in mounts:
         root, mount_point = mount.split()[3:5]
@@ -127,7 +128,8 @@ def _cgroups(controller: str) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Returns the numbers in a file, or an empty list for a missing file and for ``max``, which means no limit."""
+    """Returns the numbers in a file. Returns an empty list if the file is missing or contains ``max``, which means no
+    limit."""
     try:
         return [int(word) for word in path.read_text().split()]
     except (OSError, ValueError):

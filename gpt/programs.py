@@ -30,9 +30,9 @@ SCRATCH = "making-"  # Name prefix of compilation folders.
 
 
 def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
-    """Returns the program of ``key``, which identifies code, shapes and dtypes, for this torch, processor and number of
-    threads. Loads it from the cache, or calls ``note`` and compiles the graph from ``trace`` with extra Inductor
-    ``options``. The cache keeps the `MAX_PROGRAMS` most recently used programs.
+    """Returns a program for this torch, processor and number of threads. ``key`` identifies its code, shapes and
+    dtypes. Loads the program from the cache. If it is not cached, calls ``note`` and compiles the graph from ``trace``
+    with extra Inductor ``options``. The cache keeps the `MAX_PROGRAMS` most recently used programs.
 
     Raises any compiler or disk error, and `UserError` for a folder that others can access.
     """
@@ -45,7 +45,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
         # Loading fails if another system that shares this home folder compiled the program.
         with contextlib.suppress(RuntimeError):
             program = _open(path)
-            with contextlib.suppress(OSError):  # Read-only folder, or a file deleted just now.
+            with contextlib.suppress(OSError):  # The folder is read-only, or the file was just deleted.
                 os.utime(path)
             return program
     if shutil.which(compiler()) is None:
@@ -91,7 +91,8 @@ def compiles_by_default() -> bool:
 
 
 def digest(key: object) -> str:
-    """Returns a program's name: a hash of the key, the processor and the torch version."""
+    """Returns a program's name: a hash of the key, the processor, the number of threads, the torch version and
+    `_SETTINGS`."""
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     machine = (sys.platform, platform.machine(), sorted(capabilities.items()), torch.get_num_threads())
     return hashlib.sha256(repr((torch.__version__, machine, _SETTINGS, key)).encode()).hexdigest()[:32]

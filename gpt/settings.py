@@ -191,7 +191,7 @@ def _has_type(value: Any, kind: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict) and all(_has_type(item, kinds[1]) for item in value.values())
     if dataclasses.is_dataclass(kind):
-        return isinstance(value, dict)  # `_convert` checks its fields.
+        return isinstance(value, dict)  # `_convert` checks the fields of the dataclass.
     return isinstance(value, kind) and (kind is bool or type(value) is not bool)
 
 

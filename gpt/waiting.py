@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# GNU OpenMP reads these variables when torch is imported. The spin count is its default. With this policy, OpenMP does
-# not spin if there are more OpenMP threads than cores (GOMP_SPINCOUNT in its manual), which `Spinning` uses.
+# GNU OpenMP reads these variables when torch is imported. The spin count is OpenMP's default. With this policy, OpenMP
+# does not spin if there are more OpenMP threads than cores (GOMP_SPINCOUNT in its manual). `Spinning` relies on this.
 POLICY = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "300000"}
 TASKS = Path("/proc/self/task")  # Only Linux reports how long threads waited.
 CPUS = Path("/proc/stat")
 PERIOD = 0.2  # Seconds between samples.
-# Minimum waiting seconds per second, over all threads, for `watch` to act. On two cores, threads wait 0.05 s, and next
-# to a busy program 0.4 to 0.8 s.
+# `watch` acts if all threads together wait at least this many seconds per second. On two cores, threads wait 0.05 s, or
+# 0.4 to 0.8 s next to a busy program.
 MIN_WAITING = 0.3
 MIN_IDLE = 0.7  # Minimum idle share of an idle core.
-# Seconds without spinning, doubled while threads still wait after a pause.
+# Seconds without spinning. If threads still wait after a pause, the next pause is twice as long.
 FIRST_PAUSE, MAX_PAUSE = 1.0, 8.0
 
 
@@ -39,7 +39,7 @@ def set_policy() -> None:
         os.environ.update(POLICY)
 
 
-_watching = threading.Lock()  # The first `watch` locks it forever.
+_watching = threading.Lock()  # Locked forever by the first `watch`.
 
 
 def watch() -> None:
@@ -55,7 +55,7 @@ def watch() -> None:
 
 def end_threads() -> None:
     """Ends the calling thread's OpenMP threads before another thread computes. Otherwise there would be more threads
-    than cores, which turns spinning off, and a server would decode at half speed."""
+    than cores. Spinning would then be off, and a server would decode at half speed."""
     openmp = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(openmp, "GOMP_parallel") and hasattr(openmp, "omp_pause_resource_all"):
         assert openmp is not None
@@ -86,7 +86,7 @@ class Spinning:
             self.idlers = None
 
     def _idle(self, done: threading.Event) -> None:
-        # An OpenMP team lives as long as the thread that starts it. Its threads run only this call.
+        # An OpenMP team lives as long as the thread that starts it. Its threads only run `omp_get_level`, then idle.
         self.openmp.GOMP_parallel(self.openmp.omp_get_level, None, len(os.sched_getaffinity(0)), 0)
         done.wait()
 

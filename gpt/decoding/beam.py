@@ -18,8 +18,9 @@ StopCheck = Callable[[Sequence[int]], bool]  # Returns whether the text of the i
 class Hypothesis:
     """A candidate sequence of a beam search.
 
-    ``total``, the sum of log-probabilities after penalties, ranks live hypotheses. ``score``, which is ``total`` /
-    length ** length_penalty, ranks ended hypotheses. ``reason`` is ``length``, ``eot`` or ``stop``, or None while live.
+    Live hypotheses are ranked by ``total``, the sum of log-probabilities after penalties. Ended hypotheses are ranked
+    by ``score``, which is ``total`` / length ** length_penalty. ``reason`` is ``length``, ``eot`` or ``stop``, or None
+    for a live hypothesis.
     """
 
     tokens: tuple[Token, ...]
@@ -57,11 +58,12 @@ class Search:
     def advance(self, logprobs: Tensor, adjusted: Tensor) -> list[int]:
         """Extends the live hypotheses by a token and returns the parent index of each new hypothesis.
 
-        ``logprobs`` (live, V) are unadjusted. Candidates are ranked by ``adjusted`` log-probabilities (live, V). Raises
-        `UserError` if a hypothesis has no continuation.
+        Ranks candidates by ``adjusted``, (live, V), the log-probabilities after constraints, bias and penalties. Their
+        tokens report ``logprobs``, (live, V), from before these adjustments. Raises `UserError` if a hypothesis has no
+        continuation.
         """
         width = self.config.beam
-        candidates = self._candidates(logprobs, adjusted, 2 * width)  # Even if half of them end, the beam stays full.
+        candidates = self._candidates(logprobs, adjusted, 2 * width)  # If half of these end, the beam is still full.
         live: list[Hypothesis] = []
         parents: list[int] = []
         for rank, (total, parent, token) in enumerate(candidates):

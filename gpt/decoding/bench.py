@@ -31,7 +31,7 @@ class DecodingSpeed:
     decode_tokens_per_second: float
     first_token_seconds: float  # Time to first token, excluding tokenization.
     memory_bytes: int  # Peak memory of the device, or of the process on a CPU.
-    read_bytes: int  # Weights and KV cache read per step, halfway through decoding.
+    read_bytes: int  # Weights and KV cache that a step halfway through decoding reads.
     bandwidth_bytes_per_second: float
     bandwidth_share: float  # Share of the memory bandwidth that decoding uses.
 

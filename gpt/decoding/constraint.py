@@ -24,9 +24,9 @@ from gpt.text.tokenizer import Tokenizer
 if TYPE_CHECKING:  # An optional dependency, imported lazily.
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_LENGTH = 2**20  # Characters of a schema, a regular expression, or all choices together.
-MAX_MULTIPLES = 10_000  # llguidance's time grows with the sum of all multipleOf.
-MAX_STATES = 20_000  # An automaton state takes about 1 KB. A nested schema needs a few hundred.
+MAX_LENGTH = 2**20  # Maximum characters of a schema, a regular expression, or all choices together.
+MAX_MULTIPLES = 10_000  # Maximum sum of all multipleOf in a schema. llguidance's time grows with this sum.
+MAX_STATES = 20_000  # Maximum automaton states, of about 1 KB each. A nested schema needs a few hundred states.
 CACHE_SIZE = 16
 
 
@@ -42,7 +42,7 @@ class Constraint:
         return Constraint(self._matcher.deep_copy(), self._clear_cache)
 
     def compute_mask(self, V: int) -> npt.NDArray[np.bool_]:
-        """Returns a mask (V) of the allowed next ids. Includes end-of-text if the text can end."""
+        """Returns a mask (V) of the allowed next ids. If the text can end, this includes end-of-text."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, count=V, bitorder="little").view(np.bool_)
 
@@ -51,7 +51,7 @@ class Constraint:
         self._matcher.consume_token(id)
         self.ended = self._matcher.is_stopped()
         if self.ended and not self._matcher.is_accepting():
-            self._clear_cache()  # Copies share an automaton, and its errors are permanent.
+            self._clear_cache()  # Copies share an automaton, whose errors are permanent.
             raise UserError(f"no text meets the constraint: {_describe_error(self._matcher)}", "relax the constraint")
 
     def with_token(self, id: int) -> "Constraint":

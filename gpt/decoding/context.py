@@ -43,10 +43,11 @@ class Slot:
 
 
 class Context:
-    """Independent slots in one KV cache. Each slot attends to the end of its sequence, up to the context length.
+    """Independent slots in one KV cache. Each slot attends to at most a context length of ids, the last ones of its
+    sequence.
 
-    With absolute positions, a full slot drops its first half and recomputes the second. This costs a prefill of
-    block_size / 2 tokens every block_size / 2 tokens. With RoPE, the window slides by one token at no cost.
+    With absolute positions, a full slot drops its first half and recomputes the second. Every block_size / 2 tokens,
+    this costs a prefill of the same length. With RoPE, the window slides by one token at no cost.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Context:
             self._step_inputs = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
             static_tensors = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._step_inputs]
             table = model.get_submodule("wte")
-            if isinstance(table, QuantizedEmbedding):  # Unlike parameters, its tensors have no fixed addresses.
+            if isinstance(table, QuantizedEmbedding):  # By default, only parameters have fixed addresses.
                 static_tensors += [table.weight.levels, table.weight.scales]
             for tensor in static_tensors:
                 torch._dynamo.mark_static_address(tensor)
@@ -86,9 +87,9 @@ class Context:
     def forward(self, work: Sequence[tuple[Slot, int]], ids: Tensor) -> Tensor:
         """Computes the next positions of some slots in one pass. Returns the residual stream (N, C).
 
-        ``work`` pairs slots with their numbers of new positions. ``ids`` (N) are their concatenated ids on the device.
-        Adjacent slots with the same number of new ids share an attention call, if this number is at most `WINDOW_SLACK`
-        or their lengths are equal.
+        ``work`` has slots and the number of new positions of each. ``ids`` (N), on the device, are the new ids of all
+        slots, concatenated. Adjacent slots with the same number of new ids share an attention call. If this number
+        exceeds `WINDOW_SLACK`, the slots must also have the same length.
         """
         parts: list[tuple[int, list[int], int]] = []
         for slot, count in work:
@@ -99,7 +100,7 @@ class Context:
                     continue
             parts.append((slot.row, [slot.length], count))
         places = Placement(self.cache, parts)
-        for slot, count in work:  # Record this first: the pass can fail halfway.
+        for slot, count in work:  # Record written columns first: the pass can fail halfway.
             slot.written = max(slot.written, slot.length + count)
         with self._autocast():
             x = self.model.trunk(ids.view(places.shape), places)
@@ -114,7 +115,7 @@ class Context:
         """Computes the next position of some slots in a compiled step, from the ids in `last`. With filters, writes the
         next ids to `last` and returns their `score_tokens`. Without filters, returns logits (n, V).
 
-        The step has fixed shapes, so it computes all slots, and overwrites the next column of other slots."""
+        Because shapes are fixed, the step also computes all other slots and overwrites their next column."""
         assert self.compiled is not None
         rows = [slot.row for slot in slots]
         for slot in self.slots:
@@ -134,7 +135,7 @@ class Context:
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
-        """Computes logits (…, V) in float32 from the residual stream (…, C), for ids that have a token."""
+        """Computes logits (…, V) in float32 from the residual stream (…, C). Leaves out ids without a token."""
         with self._autocast():
             return self.model.unembed(x)[..., : self.vocab_size].float()
 
@@ -154,20 +155,21 @@ class Context:
 
     @torch.inference_mode()
     def begin(self, slot: Slot, prompt: list[int], source: Slot, prefix_length: int) -> None:
-        """Starts a prompt, truncated from the left. Reuses the first ``prefix_length`` positions of ``source``."""
+        """Starts a prompt in a slot. Truncates a long prompt from the left. Reuses the first ``prefix_length``
+        positions of ``source``."""
         if source is not slot:
             self.cache.copy(source.row, slot.row, 0, prefix_length, source.written)
         slot.written = source.written if prefix_length else 0
         slot.token_ids, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), prefix_length
 
     def slide(self, slot: Slot) -> None:
-        """Makes room in a full slot. With absolute positions, the last half must be recomputed."""
+        """Makes room in a full slot. With absolute positions, drops the first half; the second must be recomputed."""
         if self.model.config.positions != "rotary":
             slot.start, slot.length, slot.written = len(slot.token_ids) - max(1, self.size // 2), 0, 0
 
     @torch.inference_mode()
     def copy(self, source: Slot, target: Slot) -> None:
-        """Copies ``source`` to ``target``, except a common prefix."""
+        """Copies ``source`` to ``target``. Skips the prefix that both slots have in common."""
         prefix_length = 0
         if source.start == target.start:
             prefix_length = min(
@@ -202,7 +204,8 @@ class ContextPool:
     memory.
 
     CUDA graphs use fixed addresses, so they are valid only while their context exists. All contexts share one compiled
-    step. torch runs it uncompiled above ``recompile_limit`` shapes or ``cudagraph_unexpected_rerecord_limit`` graphs.
+    step. Above ``recompile_limit`` shapes, torch runs the step uncompiled. Above
+    ``cudagraph_unexpected_rerecord_limit`` new graphs, torch runs it without CUDA graphs.
     """
 
     def __init__(
@@ -231,7 +234,7 @@ class ContextPool:
         self._put(context)
 
     def _pop(self, rows: int, positions: int, step: Step | None) -> Context | None:
-        """Returns an idle context of this shape, or frees memory for a new context and returns None."""
+        """Returns an idle context of this shape. If there is none, frees memory for a new context and returns None."""
         for index, context in enumerate(self.idle):
             if (context.cache.rows, context.cache.max_positions, context.compiled) == (rows, positions, step):
                 return self.idle.pop(index)
@@ -245,7 +248,7 @@ class ContextPool:
         self._shrink()
 
     def _shrink(self, reserved: int = 0) -> None:
-        """Frees the least recently used contexts until the others and ``reserved`` bytes are within the limits."""
+        """Frees the least recently used contexts until the others fit within the limits, next to ``reserved`` bytes."""
         budget = CACHE_SHARE * self.compute.memory() - reserved
         while self.idle and (
             len(self.idle) > MAX_IDLE_CONTEXTS or sum(context.cache.nbytes for context in self.idle) > budget

@@ -25,18 +25,18 @@ CHUNK = 2048  # Maximum prompt ids per step, to limit activation memory.
 
 
 class Engine:
-    """Generates for many requests together. Callers add and cancel requests between steps.
+    """Generates tokens for many requests together. Callers add and cancel requests between steps.
 
-    Any id in ``ends`` ends a sequence. A step prefills at most ``chunk`` prompt ids (`Scheduler`). Tokens don't depend
-    on concurrent requests, except for rounding (docs/generate.md). An error in one request, like NaN logits, ends only
-    that request. After `step` raises an error, the engine is unusable.
+    Any id in ``ends`` ends a sequence. A step prefills at most ``chunk`` prompt ids (`Scheduler`). A request's tokens
+    don't depend on other requests, except for rounding (docs/generate.md). An error in one request, like NaN logits,
+    ends only that request. After `step` raises an error, the engine is unusable.
     """
 
     def __init__(self, context: Context, ends: Collection[int], chunk: int = CHUNK) -> None:
         self.context, self.ends = context, ends
         self.scheduler = Scheduler(context, chunk)
         self._next_number = 0
-        self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Shared by requests with equal keys.
+        self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Filters by key, shared by requests.
         self._draws: list[Draw] = []  # Unread draws of the last step.
 
     @property
@@ -100,11 +100,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Starts waiting requests if slots are free, and computes the next token of every running request, or several
-        tokens if guesses were correct. Returns an update for each running request.
+        """Starts waiting requests if slots are free, and prefills prompts. Computes the next token of every prefilled
+        request, or several tokens if guesses are correct. Returns an update for each running request.
 
         On a GPU, tokens are read after the next step is launched, so that the GPU doesn't wait for the host. If the
-        host needs them sooner (see `can_run_ahead`), they are read immediately. Slots with unread tokens aren't reused.
+        host needs the tokens sooner (see `can_run_ahead`), it reads them immediately. Slots with unread tokens aren't
+        reused.
         """
         if any(state.done for state in self.scheduler.running):
             self._read_draws()
@@ -142,7 +143,8 @@ class Engine:
             sampler.take(draw, self.context, self.ends)
 
     def _compute(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Computes new positions in one pass, unread ids first. Chooses tokens for requests that finished prefill."""
+        """Computes new positions in one pass, those of unread ids first. Chooses tokens for requests that finished
+        prefill."""
         context = self.context
         sort_key = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].row)
         work = sorted(((state, slot) for state in states for slot in state.live_slots), key=sort_key)
@@ -162,7 +164,7 @@ class Engine:
         self._choose(dict.fromkeys(state for state, _ in work), slot_ends, lambda rows: context.logits(select(x, rows)))
 
     def _decode_compiled(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Runs the compiled step. It also chooses tokens if all requests share filters that need only logits."""
+        """Runs the compiled step. The step also chooses tokens if all requests share filters that need only logits."""
         context, filters = self.context, states[0].filters
         for draw in unread_draws:
             if draw.ids is not None:
@@ -190,7 +192,7 @@ class Engine:
         slot_ends: Mapping[Slot, int],
         compute_logits: Callable[[list[int]], Tensor],
     ) -> None:
-        """Chooses tokens for requests that finished prefill. ``slot_ends`` maps slots to the ends of their rows."""
+        """Chooses tokens for requests that finished prefill. The last row of a slot is ``slot_ends[slot] - 1``."""
         ready = [state for state in states if state.uncomputed <= 0 and not state.done]
         for state in ready:
             if state.request.config.max_tokens == 0:
@@ -225,7 +227,7 @@ def _sort_ids(draws: Sequence[Draw]) -> Tensor:
 def generate(
     context: Context, prompt: Sequence[int], config: SampleConfig, ends: Collection[int], seed: int = 0, index: int = 0
 ) -> Iterator[Token]:
-    """Yields tokens up to ``max_tokens`` or an id in ``ends``, inclusive. Raises `NotANumber` for NaN logits."""
+    """Yields up to ``max_tokens`` tokens. An id in ``ends`` is the last. Raises `NotANumber` for NaN logits."""
     engine = Engine(context, ends)
     engine.add(Request(prompt, config, seed, index))
     for update in engine.run():

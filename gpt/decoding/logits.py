@@ -1,7 +1,7 @@
 """Logits → tokens: filters as pure functions on logits (…, V), and sampling.
 
-Penalties (repetition penalty, presence, frequency) and temperature change logits; top-k, top-p and min-p set those of
-excluded ids to -inf. At least one id always remains.
+Penalties (repetition penalty, presence, frequency) and temperature change logits; top-k, top-p and min-p set the logits
+of excluded ids to -inf. At least one id always remains.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ EXCLUDED = float("-inf")
 
 @dataclass(frozen=True)
 class Token:
-    """An id and its log-probability in nats, before filters and temperature. A prompt's first id has none.
+    """An id and its log-probability in nats, before filters and temperature. A prompt's first id has no
+    log-probability.
 
     ``top`` lists the most likely ids at this position with their log-probabilities, if requested.
     """
@@ -34,14 +35,15 @@ class Token:
 
 
 def score_tokens(ids: Tensor, logits: Tensor, top: int = 0) -> list[Tensor]:
-    """Returns ids (n, k), their log-probabilities under logits (n, V), and the ``top`` log-probabilities and ids."""
+    """Returns ids (n, k) and their log-probabilities under logits (n, V). If ``top`` is not 0, also returns the ``top``
+    highest log-probabilities of each row, and their ids."""
     logprobs = logits.log_softmax(-1)  # One NaN logit makes its whole row NaN.
     top_logprobs = logprobs.topk(min(top, logits.size(-1)), dim=-1) if top else ()
     return [ids, logprobs.gather(-1, ids), *top_logprobs]
 
 
 def to_tokens(scores: Sequence[Any], tops: Sequence[int]) -> list[list[Token]]:
-    """Converts the result of `score_tokens` into n lists of k tokens, with ``tops`` alternatives per row."""
+    """Converts the result of `score_tokens` into n lists of k tokens. Row i has ``tops[i]`` alternatives."""
     if len(scores) == 2:
         return [[Token(*pair) for pair in zip(*row, strict=True)] for row in zip(*scores, strict=True)]
     return [
@@ -59,7 +61,7 @@ def nan_error() -> NotANumber:
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Divides logits by a temperature above 0. Moves the maximum to 0, so that tiny temperatures don't overflow."""
+    """Divides logits by a temperature above 0. Shifts the maximum to 0, to avoid overflow at tiny temperatures."""
     temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
 
@@ -103,7 +105,7 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
     """Divides positive logits (V) of ``ids`` by ``penalty`` and multiplies negative logits by it (Keskar et al. 2019).
-    0 or 1 changes nothing."""
+    A penalty of 0 or 1 changes nothing."""
     if penalty in (0, 1):
         return logits
     index = upload(np.array(sorted(set(ids)), np.int64), logits.device)
@@ -147,8 +149,8 @@ class Filters:
         self.draws, self.looks_back = config.draws, config.looks_back
 
     def adjust(self, logits: Tensor, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Applies bias, penalties and the minimum length to logits (N, V). ``sequences`` are each row's ids,
-        including the prompt. ``counts`` are the numbers of generated ids."""
+        """Applies bias, penalties and the minimum length to logits (N, V). ``sequences`` has each row's ids, including
+        the prompt. ``counts`` has each row's number of generated ids."""
         config = self.config
         if self.bias:
             ids, values = zip(*self.bias, strict=True)
@@ -177,7 +179,8 @@ class Filters:
         return bool(self.bias) or self.looks_back or count < self.config.min_tokens
 
     def choose(self, logits: Tensor, keys: Tensor) -> Tensor:
-        """Chooses ids (N) from adjusted logits (N, V): the most likely ids, or samples with random keys (N, 1)."""
+        """Chooses ids (N) from adjusted logits (N, V). Samples with random ``keys`` (N, 1), or takes the most likely
+        ids."""
         if not self.draws:
             return logits.argmax(-1)
         filtered = self.keep(logits)
@@ -203,7 +206,8 @@ def gumbel(keys: Tensor, V: int) -> Tensor:
 
 def bits(keys: Tensor, V: int) -> Tensor:
     """Returns the first V words of SplitMix64 (Steele et al. 2014), seeded with keys (N, 1), as int64 (N, V)."""
-    # This is key + GOLDEN · n with wrap-around. The compiler would assume that GOLDEN · n is an index and never wraps.
+    # This is key + GOLDEN · n with wrap-around. In that form, the compiler would assume that GOLDEN · n is an index and
+    # never wraps.
     x = (keys * _GOLDEN_INVERSE + torch.arange(1, V + 1, device=keys.device)) * _GOLDEN
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2

@@ -12,7 +12,7 @@ class Lookup:
     """An index of the last occurrence of each n-gram in a growing sequence."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}  # Index after each n-gram.
+        self._ends: dict[tuple[int, ...], int] = {}  # Index after the last occurrence of each n-gram.
         self._indexed = 0  # Number of indexed ids: all except the last.
 
     def guess(self, ids: Sequence[int], count: int) -> list[int]:

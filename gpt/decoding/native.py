@@ -2,7 +2,7 @@
 
 Eager mode calls some thirty operators per block, and each takes microseconds. Inductor compiles a block into one
 program. Weights are inputs, so the program works for all blocks, and for any number of layers, cache size and sequence
-length. It dequantizes int8 and int4 weights while reading them. Activations are not quantized.
+length. The program dequantizes int8 and int4 weights while reading them. Activations are not quantized.
 
 `gpt.programs` caches programs between commands.
 """
@@ -31,7 +31,7 @@ from gpt.model.quantize import GROUP, MIDDLE, Quantized
 _MAX_COLUMNS = 2**20  # Maximum length of a KV cache.
 # Number of interleaved rows of a quantized matrix: one per float32 in a vector register.
 _LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-# Fused multiply-add makes int4 a seventh faster. The thresholds prevent storing intermediate results.
+# Fused multiply-add makes int4 a seventh faster. The thresholds keep Inductor from storing intermediate results.
 _OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",
     **dict.fromkeys(("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold"), 1000),
@@ -87,7 +87,7 @@ class _Program(nn.Module):
 
 
 def _materialize(x: Tensor) -> Tensor:
-    """Makes Inductor store ``x`` instead of recomputing it at each use, because a strided view needs memory."""
+    """Makes Inductor store ``x`` instead of recomputing it at each use: a strided view must be in memory."""
     return x.reshape(-1).as_strided((x.numel(),), (1,)).view(x.shape)
 
 
@@ -124,7 +124,7 @@ def _kind_and_tensors(linear: nn.Module) -> tuple[str, list[Tensor]]:
 
 
 def _pack_words(levels: Tensor, bits: int) -> Tensor:
-    """Packs adjacent levels of each row (out, in), in two's complement, into 32-bit words (tiles, words of a row,
+    """Packs adjacent levels of each row, in two's complement, into 32-bit words: (out, in) → (tiles, words of a row,
     `_LANES`). The words are float32, the only dtype that Inductor loads into full vector registers."""
     count = 32 // bits
     levels = F.pad(levels, (0, -levels.size(1) % count, 0, -len(levels) % _LANES))
@@ -197,7 +197,8 @@ class Programs:
         self._inputs: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
 
     def position_inputs(self, column: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Returns the position's column, and an additive mask (stop) that is −∞ before column ``first``."""
+        """Returns a tensor with the position's ``column``, and an additive mask (stop) that is −∞ before column
+        ``first``."""
         if self._position != (column, first, stop):
             mask = torch.zeros(stop)
             mask[:first] = -math.inf

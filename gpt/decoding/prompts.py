@@ -16,10 +16,11 @@ SAMPLE_START = b'{"prompt_index": '
 
 
 def parse_prompts(lines: Iterable[bytes], source: str) -> list[str]:
-    """Returns the prompts of lines ``{"prompt": …}``. Skips empty lines. Raises `UserError` with a line number."""
+    """Returns the prompts of lines ``{"prompt": …}``. Skips empty lines. Raises `UserError` for an invalid line, or if
+    there is no prompt."""
     prompts = []
     for number, line in enumerate(lines, 1):
-        line = line.removeprefix(codecs.BOM_UTF8)  # In concatenated files, later lines have one, too.
+        line = line.removeprefix(codecs.BOM_UTF8)  # In concatenated files, any line can have a BOM.
         if not line.strip():
             continue
         values = _parse_object(line, f"{source}, line {number}")
@@ -50,8 +51,8 @@ def _parse_object(line: bytes, source: str) -> dict[str, Any]:
 
 
 class Results:
-    """A JSON Lines file of samples. An existing file is resumed, without a truncated last line. ``done`` contains the
-    (prompt, index) of its samples, and ``seed`` is their seed.
+    """A JSON Lines file of samples. Resumes an existing file, and removes a truncated last line. ``done`` has the
+    (prompt, index) pairs of the file's samples, and ``seed`` has their seed.
 
     Raises `UserError` if the file is not writable, or has other contents, other prompts or several seeds.
     """

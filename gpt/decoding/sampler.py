@@ -1,4 +1,4 @@
-"""Sampling for running requests: logits → tokens by filters, draws, verified guesses, beams, or greedily."""
+"""Chooses tokens for running requests from logits: greedily, at random, by verifying guesses, or by beam search."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from gpt.decoding.sequence import RequestState
 from gpt.device import Download, upload
 from gpt.errors import UserError
 
-POSITIONS_AT_ONCE = 64  # Prompt positions whose logits are computed together.
+POSITIONS_AT_ONCE = 64  # Maximum number of prompt positions whose logits are computed together.
 Place = tuple[RequestState, int]  # A request, and how many of its guesses precede the new token.
 
 
@@ -60,7 +60,7 @@ def adjust(
     sequences: Sequence[Sequence[int]],
     counts: Sequence[int],
 ) -> Tensor:
-    """Applies constraints, biases and penalties to logits (n, V). ``counts`` are the numbers of generated ids."""
+    """Applies constraints, biases and penalties to logits (n, V). ``counts`` has each row's number of generated ids."""
     return filters.adjust(apply_constraints(logits, constraints), sequences, counts)
 
 
@@ -87,7 +87,8 @@ def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
 
 
 def extend(state: RequestState, logits: Tensor, context: Context) -> None:
-    """Extends a search, given logits (n, V) of live hypotheses. Copies the slots of parents with several children."""
+    """Extends a beam search by a token, given logits (n, V) of its live hypotheses. If a hypothesis has several
+    children, copies its slot."""
     assert state.search is not None
     logprobs = logits.log_softmax(-1)
     constraints, sequences = (

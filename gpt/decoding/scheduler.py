@@ -12,10 +12,10 @@ MIN_SHARED_PREFIX = 16  # Minimum length of a prefix cache hit, in ids.
 class Scheduler:
     """Continuous batching with chunked prefill. Requests wait for free slots, first come, first served.
 
-    Each step computes the next token of every decoding request, and up to ``chunk`` prompt ids. Half of this token
-    budget goes to the prompts with the fewest ids left, so that short prompts never wait for long prompts. The rest
-    goes to the oldest prompts, so that long prompts never starve. A prompt waits while another request prefills the
-    same prefix.
+    Each step computes the next token of every decoding request, and up to ``chunk`` prompt ids. Half of the ``chunk``
+    ids go to the prompts with the fewest ids left, so that short prompts never wait for long prompts. The rest go to
+    the oldest prompts, so that long prompts never starve. A prompt waits while another request prefills the same
+    prefix.
     """
 
     def __init__(self, context: Context, chunk: int) -> None:
@@ -38,7 +38,7 @@ class Scheduler:
                 for slot in state.slots:
                     is_unchecked = state.error is None and len(slot.token_ids) <= len(state.request.ids)
                     del slot.token_ids[slot.computed :]
-                    if is_unchecked:  # No drawn token has ruled out NaN.
+                    if is_unchecked:  # Drawing a token would have detected NaN.
                         self.context.check(slot)
                 self.free += state.slots
         self.running = [state for state in self.running if not state.done]
@@ -85,7 +85,8 @@ class Scheduler:
                 self.running.append(state)
 
     def _start(self, state: RequestState) -> bool:
-        """Assigns slots and reuses a cached prefix. Returns False if the request waits for another prefill."""
+        """Assigns slots and reuses a cached prefix. Returns False if the request must wait for another request's
+        prefill."""
         if (
             (other := state.prefix_leader) is not None
             and other.count
@@ -119,5 +120,5 @@ class Scheduler:
         context.begin(first_slot, ids, source, prefix_length)
         if echoes:
             state.prompt = [Token(ids[first_slot.start], None)]
-        state.count = 1  # Requests started later in this step can wait for this prefill.
+        state.count = 1  # Lets requests that start later in this step wait for this prefill.
         return True

@@ -16,9 +16,10 @@ from gpt.sample_config import SampleConfig
 class Request:
     """A request to continue ``ids``, which must not be empty.
 
-    It asks for sample ``index`` of ``seed``, or for a beam search if ``config.beam`` is set. The engine ignores the
-    strings in ``config.stop`` and ``config.bias``. ``bias`` pairs ids with values added to their logits. ``stops``
-    detects the stop strings of a beam search. When a sample reaches a stop string, the caller must cancel it.
+    It asks for sample number ``index`` with ``seed``, or for a beam search if ``config.beam`` is set. The engine
+    ignores the strings in ``config.stop`` and ``config.bias``. Instead, ``bias`` has (id, value) pairs: each value is
+    added to the logit of its id. ``stops`` detects the stop strings of a beam search. When a sample reaches a stop
+    string, the caller must cancel it.
     """
 
     ids: Sequence[int]
@@ -65,7 +66,7 @@ class RequestState:
     constraint: Constraint | None  # For samples. Beam hypotheses have separate constraints.
     slots: list[Slot] = field(default_factory=list)  # Empty while the request waits.
     live_slots: list[Slot] = field(default_factory=list)  # One slot, or one per live hypothesis.
-    count: int = 0  # Ids that each live slot gets in the current step.
+    count: int = 0  # Number of ids that each live slot gets in the current step.
     guesses: list[int] = field(default_factory=list)  # Speculated ids, included in ``count``.
     lookup: Lookup = field(default_factory=Lookup)
     prefix_leader: "RequestState | None" = None  # The running request that computes the same prefix.
@@ -78,8 +79,8 @@ class RequestState:
 
     @property
     def uncomputed(self) -> int:
-        """The number of known ids without keys and values: several during prefill, one while decoding, none while the
-        newest id is only on the device."""
+        """The number of known ids without keys and values: several during prefill, and one while decoding. It is 0
+        while the newest id is only on the device."""
         slot = self.live_slots[0]
         return len(slot.token_ids) - slot.start - slot.length
 
@@ -91,7 +92,7 @@ class RequestState:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next token can be computed before the host has read the last one."""
+        """Whether the next token can be computed before the host has read the previous token."""
         config = self.request.config
         needs_host = (
             self.search is not None or self.constraint is not None or self.filters.looks_back or config.speculate
@@ -99,7 +100,7 @@ class RequestState:
         return not (needs_host or self.token_index + 1 == config.max_tokens)
 
     def next_ids(self, slot: Slot) -> list[int]:
-        """Returns the known ids that a slot gets in the current step."""
+        """Returns the known ids and guesses that a slot gets in the current step."""
         return (slot.token_ids[slot.computed :] + self.guesses)[: self.count]
 
     def guess(self, free_positions: int) -> list[int]:

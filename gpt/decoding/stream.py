@@ -7,7 +7,8 @@ from gpt.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Decodes ids up to the first stop string. Holds back text that could start one. Invalid bytes become U+FFFD."""
+    """Decodes ids up to the first stop string. Holds back text that could start a stop string. Invalid bytes become
+    U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer

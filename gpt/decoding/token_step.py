@@ -15,8 +15,9 @@ from gpt.errors import first_line, is_out_of_memory
 from gpt.model.cache import EveryRow, KVCache
 from gpt.model.decoder import GPT
 
-# On a GPU, steps run as CUDA graphs. Without tuned tile sizes, single-row products are slow. The last two options fuse
-# kernels that share only the positions, and compute log-probabilities and the choice in one kernel.
+# On a GPU, steps run as CUDA graphs. Coordinate descent tunes tile sizes, without which single-row products are slow.
+# The memory threshold fuses kernels that share only the positions. Without split reductions, one kernel computes both
+# the log-probabilities and the choice.
 OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": True, "coordinate_descent_tuning": True, "score_fusion_memory_threshold": 8,
     "split_reductions": False,
@@ -30,7 +31,7 @@ def next_tokens(
     """Appends ids (rows, 1) to the rows of a cache. With ``filters``, chooses the next ids, writes them to ``ids`` and
     returns their `score_tokens` with the ``top`` most likely ids. Without filters, returns logits (rows, V).
 
-    ``step_inputs`` (2, rows), on the device, are the position and the random key of each row. A CUDA graph requires the
+    ``step_inputs`` (2, rows), on the device, has the position and the random key of each row. A CUDA graph requires the
     same shapes and addresses in every step.
     """
     positions, keys = step_inputs
@@ -46,8 +47,8 @@ def next_tokens(
 
 def compile_step(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
     """Compiles `next_tokens` of a model, with CUDA graphs on a GPU. If compiling fails, calls ``note`` and runs steps
-    uncompiled. Returns None if blocks are already compiled (`native`). Also returns None if weights are int4, or
-    packed or quantized for a CPU, because the compiler cannot optimize their kernels."""
+    uncompiled. Returns None if blocks are already compiled (`native`). For int4 weights, and for weights packed or
+    quantized for a CPU, calls ``note`` and returns None, because the compiler cannot optimize their kernels."""
     if native.is_used(model):
         return None
     if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):

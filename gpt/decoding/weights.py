@@ -1,4 +1,4 @@
-"""Packed, low-precision, int8 and int4 weights for decoding steps, which read all weights for a few positions.
+"""Packed, low-precision, int8 and int4 weights for decoding, where a step reads all weights for only a few positions.
 
 A prepared model only computes logits. It can be neither trained nor saved.
 """
@@ -19,8 +19,9 @@ from gpt.model.quantize import GROUP, LEVELS, MIDDLE, Quantized, QuantizedLinear
 
 _MIN_INPUT_SCALE = torch.tensor(1e-30, device="cpu")
 Module = TypeVar("Module", bound=nn.Module)
-# Maximum number of positions at which a CPU's int4 kernel beats dequantized weights. Measured on two cores with
-# GPT-2 124M: 67 ms vs. 114 ms at 80 positions, 101 vs. 86 at 144. SmolLM2-135M's shape: 70 vs. 83, 131 vs. 121.
+# Maximum number of positions at which a CPU's int4 kernel beats dequantized weights. On two cores, GPT-2 124M took 67
+# ms with the kernel and 114 ms with dequantized weights at 80 positions, and 101 ms and 86 ms at 144. A model with
+# SmolLM2-135M's shape took 70 ms and 83 ms at 80, and 131 ms and 121 ms at 144.
 _MAX_INT4_POSITIONS = 112
 _CHUNK_SIZE = 2**20  # Matrix elements to pack or dequantize at a time, so that they fit in the CPU's cache.
 
@@ -28,8 +29,9 @@ _CHUNK_SIZE = 2**20  # Matrix elements to pack or dequantize at a time, so that 
 class PackedLinear(nn.Module):
     """A linear layer on a CPU with weights in oneDNN's packed layout.
 
-    The layout is optimized for `ROWS` positions. oneDNN's layout for one position is slower: all float32 matrices of
-    GPT-2 124M took 12.0 ms vs. 7.7 ms at one position and 21 ms vs. 11 ms at eight. In bfloat16, the times were equal.
+    The layout is optimized for `ROWS` positions. oneDNN's layout for one position is slower: with it, all float32
+    matrices of GPT-2 124M took 12.0 ms instead of 7.7 ms for one position, and 21 ms instead of 11 ms for eight. In
+    bfloat16, the times were equal.
     """
 
     ROWS = 16
@@ -64,7 +66,7 @@ class GPULinear(nn.Module):
     """
 
     scale: Tensor | None
-    ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Other weights are padded to multiples of 64.
+    ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Other numbers are padded to multiples of 64.
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, materialize: bool = True
@@ -85,7 +87,7 @@ class GPULinear(nn.Module):
         if torch.compiler.is_compiling() and x.numel() == x.size(-1):
             row = x.float().flatten()
             if self.materialize:
-                row = row.as_strided(row.shape, (1,))  # A strided view needs `row` in memory.
+                row = row.as_strided(row.shape, (1,))  # A strided view must be in memory.
             out = (row * self.weight[: self.outputs]).sum(-1).view(*x.shape[:-1], -1)
         elif self.scale is None and self.outputs == len(self.weight):
             return F.linear(x, self.weight, self.bias)
@@ -134,7 +136,7 @@ class Int8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """A linear layer with int4 weights and a scale per 32 inputs of each output.
+    """A linear layer with int4 weights. Each output has a scale per 32 inputs.
 
     In torch's tinygemm kernels, a weight is (level − 8) · scale + zero. Scales and products are bfloat16, and sums are
     float32. For many positions, a CPU multiplies by dequantized weights instead.
@@ -197,8 +199,8 @@ class Int4Linear(nn.Module):
         return out
 
     def _unpack_levels(self, blocks: slice) -> Tensor:
-        """Returns the levels of packed blocks as uint8 (in, blocks, 2, block / 2). The low bits of a byte belong to the
-        block's first half of outputs, the high bits to its second half."""
+        """Returns the levels of packed blocks as uint8 (in, blocks, 2, block / 2). The low bits of the packed bytes are
+        the first half of a block's outputs, and the high bits are the second half."""
         pairs = self.weight.view(-1, 2 * len(self.weight[0]), self.block // 2)[blocks].transpose(0, 1)
         return torch.stack([pairs & 15, pairs >> 4], dim=2)
 
@@ -211,7 +213,7 @@ class Int4Linear(nn.Module):
 
     @staticmethod
     def fits(weight: Quantized) -> bool:
-        """Whether the device has a fast kernel, and the matrix a multiple of 16 outputs."""
+        """Whether the device has a fast kernel and the number of outputs is a multiple of 16."""
         return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device)
 
 
@@ -277,7 +279,7 @@ def _lay_out_tied(model: GPT, compute: Compute, packed: bool) -> None:
         model.lm_head = PackedLinear(weight, None)
     elif compute.device.type == "cuda":
         model.lm_head = head = GPULinear(weight, None)
-        model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # A view of the head.
+        model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # Shares the head's memory.
 
 
 def _lay_out_for_gpu(module: nn.Module, compute: Compute, materialize: bool) -> nn.Module:
@@ -290,7 +292,8 @@ def _lay_out_for_gpu(module: nn.Module, compute: Compute, materialize: bool) -> 
 
 def _bypass_module_calls(block: Block) -> None:
     """Stores submodules' `forward` and parameters as plain attributes. `nn.Module`'s call and lookup take about 1 µs
-    each, and a block has eleven modules. Also makes long prefills use bfloat16 attention, to match `Int4Linear`."""
+    each, and a block has eleven modules. Also, with `Int4Linear` on a CPU with bfloat16 instructions, long prefills use
+    bfloat16 attention."""
     for module in block.modules():
         children = dict(module.named_children())
         if isinstance(module, Attention) and isinstance(children["c_attn"], Int4Linear) and has_native_bfloat16():
@@ -323,14 +326,15 @@ def dtype_name(model: GPT, compute: Compute) -> str:
 
 
 def weight_bytes(model: GPT, compute: Compute) -> int:
-    """Returns the bytes of weights that a step reads: all matrices except an embedding separate from the LM head."""
+    """Returns the bytes of weights that a step reads: all matrices except an embedding that is separate from the LM
+    head."""
     layouts = [module for module in model.modules() if isinstance(module, GPULinear | Int8Linear | Int4Linear)]
     unquantized = count_matmul_parameters(model.config) - sum(module.elements for module in layouts)
     return unquantized * compute.dtype.itemsize + sum(module.nbytes for module in layouts)
 
 
 def resident_bytes(model: GPT, compute: Compute) -> int:
-    """Returns the bytes of all weights, including an embedding separate from the LM head."""
+    """Returns the bytes of all weights, including an embedding that is separate from the LM head."""
     is_separate = model.lm_head is not None and not (model.config.tied and compute.device.type == "cuda")
     return (
         weight_bytes(model, compute)

@@ -14,10 +14,11 @@ from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
 MAX_BATCH = {"cpu": 16, "cuda": 64, "mps": 16}  # Maximum default batch size, by device.
-# Compiling on a GPU takes at least half a minute and saves 1 to 2 ms of host time per step (estimated without a GPU).
-# The minimum applies even if graphs exist, because earlier calls must not change a text.
+# Minimum number of steps for which a GPU's steps are compiled. Compiling takes at least half a minute and saves 1 to 2
+# ms of host time per step (estimated without a GPU). The minimum also applies if a compiled step already exists,
+# because earlier calls must not change a text.
 MIN_COMPILED_STEPS = 20_000
-POSITIONS_MULTIPLE = 256  # Rounding context sizes up lets later calls reuse a context.
+POSITIONS_MULTIPLE = 256  # Context sizes are rounded up to a multiple, so that later calls can reuse a context.
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,15 @@ class Sample:
     """A generated text.
 
     ``text`` excludes the prompt and the stop string. ``tokens`` include the stop string, but not the end-of-text.
-    ``logprob`` is the sum over tokens and end-of-text, in nats, before filters. ``finish_reason`` is
-    ``length``, ``eot`` or ``stop`` (a stop string, or complete structured output).
+    ``logprob`` is the sum of log-probabilities in nats, before filters. It includes the end-of-text. ``finish_reason``
+    is ``length``, ``eot`` or ``stop`` (a stop string, or complete structured output).
     """
 
     text: str
     tokens: list[int]
     logprob: float
     finish_reason: str
-    dropped: int = 0  # Prompt tokens truncated to fit in the context.
+    dropped: int = 0  # Number of prompt tokens cut off to fit in the context.
     slid: bool = False  # Whether the text outgrew the context and its beginning was dropped.
     score: float | None = None  # Beam search only.
     logprobs: Sequence[Token] | None = None  # Includes the end-of-text.
@@ -108,8 +109,8 @@ class TextGenerator:
     def write(
         self, prompts: Sequence[str | list[int]], indices: Sequence[int] = (0,), done: Collection[tuple[int, int]] = ()
     ) -> Iterator[Piece]:
-        """Yields the samples ``indices`` of each prompt, or its beams, as pieces in order, while computing later texts.
-        Skips the (prompt, index) pairs in ``done``."""
+        """Yields the texts of the samples ``indices``, or of the beams, of each prompt. The pieces of a text come
+        before those of later texts, which are already being computed. Skips the (prompt, index) pairs in ``done``."""
         ids = [self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         wanted: Iterator[tuple[int, int]]
         if self.config.beam:  # One search yields all beams of a prompt.
@@ -124,7 +125,8 @@ class TextGenerator:
         yield from (piece for piece in pieces if (piece.prompt, piece.index) not in done)
 
     def _write(self, prompts: list[list[int]], wanted: Iterator[tuple[int, int]], count: int) -> Iterator[Piece]:
-        """Yields the texts of the ``count`` pairs (prompt, index) in ``wanted``. A text starts when a row is free."""
+        """Yields the pieces of the texts in ``wanted``: ``count`` pairs (prompt, index). A text starts when a row is
+        free."""
         texts: dict[int, _TextBuilder] = {}
         sorter = _PieceSorter()
         with self.contexts.lease(*self._shape(prompts, count)) as context:
@@ -147,7 +149,8 @@ class TextGenerator:
                         yield from sorter.take(update.number, piece, last=ended and piece is pieces[-1])
 
     def _shape(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[int, int, bool]:
-        """Returns a context's rows (limited by texts, batch and memory) and positions, and whether to compile."""
+        """Returns a context's numbers of rows and positions, and whether to compile. The number of texts, the batch
+        size and memory limit the rows."""
         config, width, block_size = self.config, max(1, self.config.beam), self.model.config.block_size
         max_length = max(map(len, prompts), default=1) + config.max_tokens
         positions = min(-(-max_length // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, block_size)
@@ -158,7 +161,7 @@ class TextGenerator:
         return width * rows, positions, config.compile == "on" or (config.compile == "auto" and is_long)
 
     def _pieces(self, text: _TextBuilder, update: Update, prompt_length: int) -> list[Piece]:
-        """Returns the pieces of an update. Pieces from a text's last update have samples."""
+        """Returns the pieces of an update. If it is the text's last update, its pieces have samples."""
         if update.error is not None:
             raise update.error
         text.prompt = update.prompt or text.prompt

@@ -184,7 +184,7 @@ def _samples(facts: Facts) -> Iterator[str]:
     for index, sample in enumerate(facts.samples, 1):
         yield f"Sample {index}:"
         lines = sample.expandtabs(4).split("\n")
-        yield "\n".join(f"    {_escape(line)}" for line in lines)  # Indented code blocks need no escaping.
+        yield "\n".join(f"    {_escape(line)}" for line in lines)  # An indented code block needs no Markdown escaping.
 
 
 _LIMITS = """\

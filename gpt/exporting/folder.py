@@ -22,7 +22,7 @@ from gpt.runs import folder as run_folder
 from gpt.text.tokenizer_files import TOKENIZER_CONFIG
 
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-# Entries of tokenizer_config.json with paths or names from the machine that saved it.
+# Keys of tokenizer_config.json whose values are paths or names on the machine that saved the file.
 _MACHINE_KEYS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "cache_dir")
 
 

@@ -85,8 +85,8 @@ def _parameter_kind(p: Parameter, kind: str) -> str:
 def write(path: Path, source: SourceModel, kind: str, name: str, license: str | None = None) -> int:
     """Writes a GGUF file atomically, with matrices of type ``kind``. Returns the number of tensors.
 
-    The bytes depend only on the model, ``kind``, ``name`` and ``license``. Raises OSError, such as for an existing
-    ``path``, and `UserError` for values that the type cannot represent.
+    The bytes depend only on the model, ``kind``, ``name`` and ``license``. Raises OSError, for example if
+    ``path`` exists, and `UserError` for values that the type cannot represent.
     """
     tensors = _tensors(source.config, kind)
     header = _build_header(source, kind, name, license, [tensor for group in tensors.values() for tensor in group])
@@ -110,11 +110,11 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
 def _build_header(
     source: SourceModel, kind: str, name: str, license: str | None, tensors: list[tuple[FileTensor, str]]
 ) -> bytes:
-    """Returns the file up to the first tensor: model and tokenizer metadata, and tensor offsets."""
+    """Returns the part of the file before the first tensor: model and tokenizer metadata, and tensor offsets."""
     gguf, config = import_gguf(), source.config
     writer = gguf.GGUFWriter(None, ARCHES[config.layout])
     writer.add_type(gguf.GGUFType.MODEL)
-    if not re.search("phi-?3", name, re.IGNORECASE):  # For Phi-3 names, llama.cpp requires Phi-3's special tokens.
+    if not re.search("phi-?3", name, re.IGNORECASE):  # With such a name, llama.cpp requires Phi-3's special tokens.
         writer.add_name(name)
     if license is not None:
         writer.add_license(license)

@@ -1,8 +1,9 @@
 """Exporting a byte-level BPE tokenizer in a GGUF file for llama.cpp.
 
-llama.cpp gives the same ids with three rare exceptions (tests/exporting/test_llama_cpp.py). It doesn't recognize the
-4,382 letters and digits that are new in Unicode 16. With the patterns of Llama 3 and Qwen, it doesn't split off 's if
-the s is U+017F. If added words overlap, it finds the longest first; `gpt` finds the leftmost.
+llama.cpp gives the same ids as `gpt`, except in three rare cases (tests/exporting/test_llama_cpp.py). llama.cpp doesn't
+recognize the 4,382 letters and digits that are new in Unicode 16. With the patterns of Llama 3 and Qwen, llama.cpp
+doesn't split off 's if the s is U+017F. If added words overlap, llama.cpp finds the longest first; `gpt` finds the
+leftmost.
 """
 
 import re
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 HINT = "export a folder instead: -o without .gguf"
 
-# llama.cpp's name of each pattern (src/llama-vocab.cpp). Its pattern for o200k splits 1 in 20 texts differently.
+# llama.cpp's name for each pattern (src/llama-vocab.cpp). o200k is missing, because llama.cpp's version of that pattern
+# splits 1 in 20 texts differently.
 _PATTERN_NAMES = {
     remove_possessive(GPT2_PATTERN): "gpt-2",
     OLD_GPT2_PATTERN: "gpt-2",
@@ -39,7 +41,8 @@ _PATTERN_NAMES = {
     MINBPE_PATTERN: "llama-bpe",  # Minbpe's pattern splits like Llama 3's.
     **{p.replace("{1,3}", ""): "qwen2" for p in (LLAMA3_PATTERN, MINBPE_PATTERN)},
 }
-_TIKTOKEN = "llama-bpe"  # Only with this name, a piece that is a token skips the merges, as in tiktoken.
+# The only name with which llama.cpp works like tiktoken: a piece that is a token skips the merges.
+_TIKTOKEN = "llama-bpe"
 
 # llama.cpp always stops at tokens with these names, regardless of the file.
 _KNOWN_ENDS = {
@@ -49,7 +52,7 @@ _KNOWN_ENDS = {
     "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
     "<|file_sep|>",
 }  # fmt: skip
-_MAX_ENDS = 3  # A file can name end tokens of a text, a turn and a message.
+_MAX_ENDS = 3  # A file has three keys for end tokens: of a text, a turn and a message.
 
 
 def check(tokenizer: Tokenizer) -> None:
@@ -96,7 +99,7 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     tokens = list(_token_texts(tokenizer, vocab_size))
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
-    # llama.cpp requires a merge. Neither side of this pair is a token.
+    # llama.cpp requires at least one merge. This pair never merges, because neither side is a token.
     writer.add_token_merges(bpe.merges or format_merges([(b"\0\0", b"\0\0")]))
     writer.add_bos_token_id(tokenizer.eot if tokenizer.bos is None else tokenizer.bos)
     writer.add_pad_token_id(tokenizer.eot)
@@ -140,8 +143,8 @@ def _to_bpe(backend: ByteBPE | LibraryTokenizer) -> _BPE | None:
 
 def _pattern_name(bpe: _BPE) -> str | None:
     pattern = remove_possessive(bpe.pattern)
-    # At the end of a text, Llama 3 splits white space after the last newline, and cl100k does not. The ids are equal if
-    # no token spans the split.
+    # At the end of a text, Llama 3's pattern splits white space after the last newline, and cl100k's does not. Both
+    # give the same ids if no token spans the split.
     spanning_tokens = (token for token in bpe.ranks if re.search(rb"[\r\n]", token) and token[-1:] not in b"\r\n")
     return None if pattern == CL100K_PATTERN and any(spanning_tokens) else _PATTERN_NAMES.get(pattern)
 
@@ -151,7 +154,7 @@ def _added_words(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _end_ids(tokenizer: Tokenizer) -> list[int]:
-    """Returns the end-of-text ids to write: end-of-text, then ids that llama.cpp doesn't know by name."""
+    """Returns the end ids to write: `Tokenizer.eot`, then ids of `more_ends` that llama.cpp doesn't know by name."""
     known_ends = {id for word, id in _added_words(tokenizer).items() if word in _KNOWN_ENDS}
     return [tokenizer.eot, *sorted(tokenizer.more_ends - known_ends)]
 

@@ -1,7 +1,7 @@
 """A model's provenance for the card: training texts, settings and ancestor models.
 
 gpt reads the provenance from ``run.json`` and writes it into exported ``gpt.json`` files for later exports. Only the
-last part of a path or address is stored, which reveals no folder, user or host.
+last part of a path or address is stored, so the card reveals no folder, user or host.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 
 @dataclass(frozen=True)
 class Text:
-    """One or several text files. ``sha256`` is the checksum of a single file's UTF-8 text."""
+    """One or several text files. ``sha256`` is the checksum of the UTF-8 text if there is only one file."""
 
     name: str
     files: Count = 1
@@ -62,12 +62,12 @@ class Provenance:
     val_loss: float | None = None  # Nats per token over the whole held-out text.
     bits_per_byte: float | None = None
     ancestors: list[Ancestor] = field(default_factory=list)  # Nearest first.
-    bits: Count = 32  # Minimum bits that the weights were ever rounded to.
+    bits: Count = 32  # The fewest bits per weight that the weights were ever rounded to.
 
 
 def read_provenance(path: Path, words: str) -> Provenance:
-    """Reads the provenance of the checkpoint at ``path``, given by the user as ``words``. Raises `UserError` for
-    damaged files."""
+    """Reads the provenance of the checkpoint at ``path``. ``words`` is how the user named the checkpoint. Raises
+    `UserError` for damaged files."""
     provenance = _read_files(path)
     if provenance.texts is None and not _is_exported(path):  # The model's training is unknown.
         provenance = replace(provenance, ancestors=_find_ancestors(words, path))
@@ -75,7 +75,8 @@ def read_provenance(path: Path, words: str) -> Provenance:
 
 
 def _read_files(path: Path, depth: int = 0) -> Provenance:
-    """Reads the provenance from a checkpoint's own files. ``depth`` counts descendant models."""
+    """Reads the provenance from a checkpoint's own files. ``depth`` is 0 for the exported model, 1 for its parent,
+    and so on."""
     if _is_exported(path):
         return checked(Provenance, read_json(path / folder.META)[KEY], str(path / folder.META))
     run = path.absolute().parent
@@ -102,7 +103,7 @@ def _from_run(record: RunRecord, path: Path, depth: int) -> Provenance:
     settings |= {"dtype": record.compute.dtype} if record.compute else {}
     settings |= {kind: True for kind in ("pairs", "chat") if record.settings and record.settings.get(kind)}
     if record.init is not None:
-        settings.pop("preset")  # Fine-tuning records only the preset of nearest size.
+        settings.pop("preset")  # A fine-tuned run only records the preset closest in size.
     is_best = result.get("checkpoint") == path.name
     return Provenance(
         None if record.sources is None else group_texts(record.sources, record.texts or []),
@@ -119,7 +120,7 @@ def _to_float(value: Any) -> float | None:
 
 
 def _find_ancestors(words: str, path: Path, depth: int = 0) -> list[Ancestor]:
-    """Returns the model at ``path``, given by the user as ``words``, and its ancestors."""
+    """Returns the model at ``path`` and its ancestors. ``words`` is how the user named the model."""
     on_hub = hub.is_remote(words)
     name = _name_from_path(words) or _name_from_path(str(path.absolute()))
     if on_hub:
@@ -128,7 +129,8 @@ def _find_ancestors(words: str, path: Path, depth: int = 0) -> list[Ancestor]:
     with contextlib.suppress(UserError, OSError):  # The files can be missing or damaged.
         ancestors = _read_files(path, depth + 1).ancestors if depth < _MAX_ANCESTORS and path.is_dir() else []
     card = _front_matter(path)
-    license = card.get("license_name") or card.get("license") or "/"  # license_name names the license "other".
+    # If the license is "other", license_name names it.
+    license = card.get("license_name") or card.get("license") or "/"
     return [Ancestor(name or "an unnamed model", on_hub, None if "/" in license else license), *ancestors]
 
 

@@ -23,7 +23,7 @@ from gpt.runs import folder as run_folder
 from gpt.runs import gguf_model
 from gpt.runs.checkpoint import Parameters
 
-OnBytes = Callable[[int, int], None]  # Called with the bytes of weights read so far, and in total.
+OnBytes = Callable[[int, int], None]  # Called with the bytes of weights read so far and the total.
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def find_target(out: str, config: ExportConfig) -> Target:
 
 
 def check(source: SourceModel, target: Target) -> None:
-    """Raises `UserError` for a model that the format doesn't support, or a target inside a run or model."""
+    """Raises `UserError` for a model that the format doesn't support, or for a target inside the model's folder or with
+    the name of a checkpoint in a run."""
     if target.is_file:
         gguf.check(source)
         gguf_model.import_gguf()
@@ -95,8 +96,8 @@ def read_back(source: SourceModel, target: Target) -> Parameters:
 
 @contextlib.contextmanager
 def write_atomically(target: Target) -> Iterator[None]:
-    """Creates the target's parent folders, and removes them after an error. A signal raises `Interrupted` immediately.
-    A full disk raises `WorkError`."""
+    """Creates missing parent folders of the target, and removes them after an error. A signal raises `Interrupted`
+    immediately. A full disk raises `WorkError`."""
     new_folders = [parent for parent in target.out.absolute().parents if not parent.exists()]
     with StopSignal(at_once=True), disk_errors(target.out):
         try:

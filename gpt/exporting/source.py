@@ -28,7 +28,8 @@ class SourceModel:
 
 
 def open_source(path: Path, words: str = "") -> SourceModel:
-    """Opens the checkpoint at ``path``, given by the user as ``words``. Raises the errors of `checkpoint.load`."""
+    """Opens the checkpoint at ``path``. ``words`` is how the user named the checkpoint. Raises the errors of
+    `checkpoint.load`."""
     config, weights = checkpoint.open_weights(path)
     meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
     saved = {key: meta[key] for key in _META_KEYS if type(meta.get(key)) in (int, float)}

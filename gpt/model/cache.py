@@ -23,7 +23,7 @@ Positions = slice | Tensor  # positions shared by all rows, or (B, T) positions
 
 @dataclass
 class _Span:
-    """The columns that a part of a step writes and attends to, in layers with one window."""
+    """The columns that a part of a step writes and attends to, in all layers with the same window."""
 
     rows: slice | None  # all rows if None
     new_columns: slice | tuple[Tensor, Tensor]  # columns to write, or rows (B, 1) and columns (B, T)
@@ -69,8 +69,8 @@ class KVCache:
 
     Position p is in column p modulo the number of columns. A windowed layer has columns for its window plus
     `params.WINDOW_SLACK` positions that can be appended and rewound. Other layers have ``max_positions`` columns. With
-    RoPE, positions can exceed ``max_positions``, one token per step. With tensor parallelism, ``kv_heads`` counts this
-    rank's heads.
+    RoPE, positions can exceed ``max_positions`` in steps of one token. With tensor parallelism, ``kv_heads`` counts
+    this rank's heads.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class KVCache:
         return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     def can_rewind(self, length: int, count: int) -> bool:
-        """Whether dropping the last ``count`` of a row's ``length`` positions leaves a full window."""
+        """Whether a row of ``length`` positions can drop the last ``count`` and still have a full window."""
         has_all_positions = all(columns >= min(self.max_positions, length) for columns in self.columns.values())
         return has_all_positions or count <= WINDOW_SLACK
 
     def copy(self, source: int, target: int, start: int, stop: int, written: int) -> None:
-        """Copies positions ``start`` to ``stop`` to another row. Copies all columns of layers that have wrapped around:
-        more positions were ``written`` to either row than they have columns."""
+        """Copies positions ``start`` to ``stop`` to another row. A layer has wrapped around if more positions were
+        ``written`` to either row than the layer has columns. In that case, copies all its columns."""
         for tensor in (*self.keys, *self.values):
             columns = slice(start, stop) if written <= tensor.size(2) else slice(None)
             tensor[target, :, columns] = tensor[source, :, columns]
@@ -125,8 +125,9 @@ class KVCache:
 class Placement:
     """Positions of a step's tokens in a KV cache, and the columns that they attend to.
 
-    A part (first row, lengths, T) appends T tokens to adjacent rows, which have ``lengths`` positions. A single part
-    has ids (B, T). Several parts are packed into one sequence, (1, N), and only attention separates them.
+    A part (first row, lengths, T) appends T tokens to each of len(lengths) adjacent rows. ``lengths`` has the number of
+    positions that each row already has. If there is only one part, ids have shape (B, T). Several parts are packed into
+    one sequence, (1, N), and only attention separates them.
     """
 
     def __init__(self, cache: KVCache, parts: Sequence[tuple[int, Sequence[int], int]]) -> None:
@@ -140,7 +141,7 @@ class Placement:
             positions = [np.add.outer(np.asarray(lengths), np.arange(T)).ravel() for _, lengths, T in parts]
             self.shape = self.shape if len(parts) == 1 else (1, sum(map(len, positions)))
             self.positions = upload(np.concatenate(positions).reshape(self.shape), cache.keys[0].device)
-        self._parts: list[tuple[int, tuple[int, int], dict[int, _Span]]] = []  # first token, (B, T), spans by window
+        self._parts: list[tuple[int, tuple[int, int], dict[int, _Span]]] = []  # offset, (B, T), spans by window
         offset = 0
         for (first, lengths, T), is_uniform in zip(parts, same_length, strict=True):
             n = len(lengths)
@@ -178,7 +179,8 @@ class Placement:
                 mask = _visibility_mask(new, _stored_positions(new[:, -1:], columns)[:, : len(column_indices)], window)
             index = torch.arange(len(new), device=device)[:, None]
             return _Span(rows, (index, new % columns), slice(0, len(column_indices)), mask)
-        # The step overwrites visible columns, so it attends to old and new positions before it stores the last ones.
+        # The step overwrites visible columns, so it attends to old and new positions before it stores the newest
+        # positions.
         positions_after = _stored_positions(new[:, -1:], columns)  # (B, columns)
         if not any(lengths):
             mask = _visibility_mask(new[:1], new[:1], window)[0, 0]
@@ -212,8 +214,9 @@ class Placement:
         return kernels.attend(q, k, v, span.mask)
 
     def select_row(self, layer: int) -> tuple[Tensor, Tensor, tuple[int, int, int]] | None:
-        """Returns a one-token step's cached keys and values, (K, columns, D), and (column to write, first visible
-        column, end of the visible columns), or None if columns are not in position order."""
+        """Returns a layer's cached keys and values, (K, columns, D), for a step of one token. Also returns the column
+        to write, the first visible column, and the end of the visible columns. Returns None if columns are not in
+        position order."""
         span = self._parts[0][2][self.cache.windows[layer]]
         if not isinstance(span.new_columns, slice) or span.mask is not None or span.gather_index is not None:
             return None
@@ -223,8 +226,8 @@ class Placement:
 
 
 class EveryRow:
-    """A step of fixed shape that appends one token to every cache row, at ``positions``, (rows), on the device.
-    Compiled GPU code reads only filled blocks."""
+    """A step of fixed shape that appends one token to every cache row. ``positions``, (rows), on the device, has the
+    position of each token. Compiled GPU code reads only filled blocks."""
 
     def __init__(self, cache: KVCache, positions: Tensor) -> None:
         self.cache = cache
@@ -254,8 +257,8 @@ def make_column_mask(positions: Tensor, window: int, columns: int) -> Tensor:
 
 
 def make_block_mask(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
-    """Returns a `flex_attention` mask of the blocks that each row has filled. ``positions``, (B), are the rows' newest.
-    ``blocks``, int32, counts from 0."""
+    """Returns a `flex_attention` mask of the blocks that each row has filled. ``positions``, (B), has the newest
+    position of each row. ``blocks`` has the numbers 0, 1, 2 … as int32."""
     from torch.nn.attention.flex_attention import BlockMask
 
     def is_visible(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
@@ -278,7 +281,8 @@ def make_block_mask(blocks: Tensor, positions: Tensor, window: int, columns: int
 
 
 def _stored_positions(last: Tensor, columns: int) -> Tensor:
-    """Returns the position in each column, (B, columns), if ``last``, (B, 1), is the newest; negative if empty."""
+    """Returns the position that each column holds, (B, columns). For empty columns, the number is negative. ``last``,
+    (B, 1), has the newest position of each row."""
     return last - (last - torch.arange(columns, device=last.device)) % columns
 
 

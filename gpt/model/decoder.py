@@ -24,7 +24,7 @@ from gpt.model.positions import Rope, rotary_table, rotate, sine_table
 
 INIT_STD = 0.02  # Standard deviation of GPT-2's initial matrices.
 QK_SCALE = 1.2  # Initial scale of attention scores with `qk_norm`.
-ROPE_TABLE = 8192  # Initial length of the RoPE table.
+ROPE_TABLE = 8192  # Maximum initial length of the RoPE table.
 
 
 class Linear(nn.Linear):
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.window, self.dropout = config.head_size, window, config.dropout
         self.groups = config.n_head // config.kv_heads  # query heads per key/value head
-        self.prefill_dtype: torch.dtype | None = None  # dtype of attention in long prefills, or None for the model's
+        self.prefill_dtype: torch.dtype | None = None  # dtype of attention in long prefills, if not the model's
         query_width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
         # c_attn computes queries, keys and values of all heads; c_proj is the output matrix W_O.
         self.c_attn = Linear(config.n_embd, query_width + 2 * kv_width, bias=config.biases != "none")
@@ -116,7 +116,7 @@ class Attention(nn.Module):
     def qkv(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries (B, H, T, D) and keys (B, K, T, D), normalized and rotated, and values (B, K, T, D). H and K
         count this rank's heads (`gpt.parallel.tensor`)."""
-        # Transpose last: compiled GPU code would copy transposed views three times.
+        # Transpose last, because compiled GPU code would copy the transposed views three times.
         heads = self.c_attn(x).view(*x.shape[:2], -1, self.head_size)  # (B, T, H + 2 K, D)
         K = heads.size(2) // (self.groups + 2)
         qk, v = heads.split_with_sizes([(self.groups + 1) * K, K], dim=2)
@@ -140,7 +140,8 @@ class Attention(nn.Module):
 
 
 def activate(x: Tensor, gated: bool) -> Tensor:
-    """Applies GELU, (…, width) → (…, width), or SwiGLU with the gate first, (…, 2 · width) → (…, width)."""
+    """Applies GELU, (…, width) → (…, width). If ``gated``, applies SwiGLU, (…, 2 · width) → (…, width), where the gate
+    is the first half of ``x``."""
     if gated:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -160,13 +161,13 @@ class MLP(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Processes each position independently, (B, T, C)."""
+        """Processes each position independently: (B, T, C) → (B, T, C)."""
         out: Tensor = self.c_proj(activate(self.c_fc(x), self.gated))
         return self.dropout(out) if self.training else out
 
 
 class Block(nn.Module):
-    """Attention, then MLP. Both read the normalized residual stream and add to the stream."""
+    """Attention, then an MLP. Each reads the normalized residual stream and adds its output to the stream."""
 
     def __init__(self, config: GPTConfig, window: int | None = None) -> None:
         super().__init__()
@@ -218,8 +219,8 @@ class GPT(nn.Module):
         config, rope = self.config, None
         with torch.device("cpu"):  # `arange` takes a second on the meta device.
             if config.positions == "sinusoidal":
-                # The paper scales embeddings by √C to match the table. GPT-2's embeddings start at a scale of 0.02, so
-                # scale the table instead.
+                # Vaswani et al. scale embeddings by √C to match the table. GPT-2's embeddings start at a scale of 0.02,
+                # so scale the table instead.
                 table = INIT_STD * sine_table(config.block_size, config.n_embd)
                 self.register_buffer("sine", table.to(device), persistent=False)
             if config.positions == "rotary":
@@ -244,7 +245,7 @@ class GPT(nn.Module):
 
     def trunk(self, idx: Tensor, places: Placement | None = None) -> Tensor:
         """Returns the normalized residual stream (B, T, C) for ids (B, T), which follow the cached positions of
-        ``places``. Raises ValueError past the context, except with RoPE and a cache."""
+        ``places``. Raises ValueError if the ids exceed the context, except with RoPE and a cache."""
         x, rope = self.embed(idx, places)
         return self.stack(x, rope, places)
 
@@ -257,7 +258,8 @@ class GPT(nn.Module):
         return self.embed_at(idx, positions)
 
     def embed_at(self, idx: Tensor, positions: Positions) -> tuple[Tensor, Rope | None]:
-        """Embeds ids (B, T) like `embed`, at ``positions``, a slice or (B, T). Rotations are None without RoPE."""
+        """Embeds ids (B, T) like `embed`. ``positions`` is a slice or has shape (B, T). Without RoPE, the rotations are
+        None."""
         x = self.wte(idx)
         table = self.position_table()
         if table is not None:
@@ -280,7 +282,7 @@ class GPT(nn.Module):
         return kernels.narrow_stream(self.ln_f(x))
 
     def grow_rope_table(self, positions: int) -> None:
-        """Grows the RoPE table to ``positions``, which can exceed the context."""
+        """Grows the RoPE table if it has fewer than ``positions`` positions, which can exceed the context."""
         if self.rope is not None and positions > self.rope.size(1):
             with torch.inference_mode(False):  # Training cannot use inference tensors.
                 self.rope = rotary_table(2 * positions, self.config).to(self.rope)
@@ -297,14 +299,15 @@ class GPT(nn.Module):
         return F.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
 
     def forward(self, idx: Tensor, places: Placement | None = None) -> Tensor:
-        """Returns logits (B, T, V) for ids (B, T). Raises ValueError past the context."""
+        """Returns logits (B, T, V) for ids (B, T). Raises ValueError like `trunk`."""
         return self.unembed(self.trunk(idx, places))
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, name: str, config: GPTConfig) -> None:
-    """Initializes one module as GPT-2 does: matrices from a normal distribution, scaled by 1/√(2·n_layer) if they write
-    to the residual stream, and zero biases. Query and key norms start at √1.2. Other norms keep torch's 1 and 0."""
+    """Initializes one module. As in GPT-2, matrices are drawn from a normal distribution, and biases are 0. Matrices
+    that write to the residual stream are scaled by 1/√(2·n_layer). The weights of query and key norms are √1.2. Other
+    norms keep torch's weights of 1 and biases of 0."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         module.weight.normal_(0.0, INIT_STD)
         if name.endswith("c_proj"):

@@ -16,7 +16,7 @@ from torch import Tensor
 MAX_UNSPLIT_COLUMNS = 1024  # GPU attention for one query splits longer caches.
 NARROW_ON = ("cuda",)  # Devices that narrow the residual stream to bfloat16 under autocast.
 SUMMED_ON = ("cuda",)  # Devices where compiled code sums bias gradients in two steps.
-MAX_MATMUL_POSITIONS, MATMUL_ROWS = 512, 8  # Matmul attention in CPU training: maximum positions, sequences per call
+MAX_MATMUL_POSITIONS, MATMUL_ROWS = 512, 8  # Matmul attention in CPU training: maximum positions; sequences per call
 MATMUL_QUERIES = 128  # Queries per call, and minimum queries, of bfloat16 matmul attention on a CPU.
 
 
@@ -25,8 +25,8 @@ class TracedInputs:
     """Values that a traced step takes as inputs, instead of random numbers, masks and `MATMUL_ROWS`."""
 
     dropout_masks: Iterator[Tensor]  # masks in call order
-    causal_bias: Tensor  # `bias` without a window
-    window_bias: Tensor  # `bias` with the model's window
+    causal_bias: Tensor  # result of `bias` without a window
+    window_bias: Tensor  # result of `bias` with the model's window
     batch_rows: int  # sequences per attention call
 
 
@@ -35,7 +35,7 @@ _traced: TracedInputs | None = None  # Set while a step is being traced.
 
 @contextlib.contextmanager
 def tracing(inputs: TracedInputs) -> Iterator[None]:
-    """Makes kernels use ``inputs`` and `is_compiling` return True."""
+    """Makes kernels use ``inputs``, and makes `is_compiling` return True."""
     global _traced
     _traced = inputs
     try:
@@ -118,9 +118,9 @@ def _rms_scale(x: Tensor, eps: Tensor) -> Tensor:
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """RMSNorm with fewer kernels than torch, which runs seven forward and more backward. With gradients, torch takes
-    387 µs at (16, 64, 128) and 1,786 at (16, 128, 256); its LayerNorm takes 102 and 281. The gradient is LayerNorm's
-    for mean 0, plus one term."""
+    """RMSNorm with fewer kernels than in torch, which runs seven kernels forward and more backward. With gradients,
+    torch's RMSNorm takes 387 µs at (16, 64, 128) and 1,786 µs at (16, 128, 256). Its LayerNorm takes 102 µs and 281 µs.
+    RMSNorm's gradient is that of LayerNorm for a mean of 0, plus one term."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
@@ -165,9 +165,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
     is causal, within ``window`` if given.
 
     In CPU training, matrix products beat torch's flash attention if the scores of a few sequences fit in the
-    processor's cache. Forward and backward in bfloat16 on two cores took 2.0 ms instead of 7.9 at (16, 4, 64, 32), 141
-    instead of 257 at (64, 6, 256, 64), and the same at 512 positions. Without gradients, bfloat16 matrix products win
-    by skipping hidden keys: 1.9 ms instead of 5.1 at (1, 12, 512, 64).
+    processor's cache. Forward and backward in bfloat16 on two cores took 2.0 ms instead of 7.9 at (16, 4, 64, 32), and
+    141 instead of 257 at (64, 6, 256, 64). At 512 positions, both took the same time. Without gradients, bfloat16
+    matrix products win by skipping hidden keys: 1.9 ms instead of 5.1 at (1, 12, 512, 64).
     """
     T, S = q.size(2), k.size(2)
     if mask is not None and not isinstance(mask, Tensor):
@@ -199,7 +199,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
     """Computes attention of one query, (B, H, 1, D), with `flex_attention`, which reads only filled ``blocks``. Short
-    caches are not split, because merging takes two more kernels."""
+    caches are not split, because merging the parts takes two more kernels."""
     from torch.nn.attention.flex_attention import flex_attention
 
     options: Any = {"SPLIT_KV": 1} if k.size(2) <= MAX_UNSPLIT_COLUMNS else {}
@@ -217,7 +217,7 @@ def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: i
 
 
 def bias(q: Tensor, S: int, window: int | None) -> Tensor:
-    """Returns the causal mask to add to scores, (T, S), −∞ for hidden keys, in the dtype of q (B, H, T, D)."""
+    """Returns an additive causal mask, (T, S), in the dtype of q, (B, H, T, D). The mask is −∞ for hidden keys."""
     if _traced is not None:
         return (_traced.causal_bias if window is None else _traced.window_bias).to(q.dtype)
     T = q.size(2)
@@ -226,6 +226,7 @@ def bias(q: Tensor, S: int, window: int | None) -> Tensor:
 
 
 def make_causal_mask(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:
-    """Returns the causal mask (T, before + T): positions attend to up to ``window`` positions, including themselves."""
+    """Returns the causal mask, (T, before + T), of T positions that follow ``before`` others. A position attends to up
+    to ``window`` positions, including itself."""
     causal = torch.ones((T, before + T), dtype=torch.bool, device=device).tril_(before)
     return causal if window is None or window >= before + T else causal.triu_(before + 1 - window)

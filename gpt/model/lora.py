@@ -1,8 +1,8 @@
-"""LoRA, low-rank adapters (Hu et al. 2021): a linear map computes W + s · B A, with frozen W and B A of rank R.
+"""LoRA, low-rank adapters (Hu et al. 2021): a linear map uses W + s · B A, where W is frozen and B A has rank R.
 
 A fused map stacks M matrices: query, key and value, or gate and up. If the checkpoint's layout stores them separately
 (`GPTConfig.layout`), every matrix has an adapter, as in PEFT. In memory, ``a``, (M R, in), stacks a map's A matrices,
-and ``b``, (total rows, R), its B matrices.
+and ``b``, (total rows, R), stacks its B matrices.
 """
 
 import itertools
@@ -32,7 +32,7 @@ STORED_FUSED = ("gpt2", "gpt")  # Layouts that store query, key and value as one
 
 @dataclass(frozen=True)
 class AdaptedMatrix:
-    """Rows of a linear map with one adapter. Roles share an adapter if they are stored as one tensor."""
+    """Rows of a linear map that share one adapter. Roles share an adapter if they are stored as one tensor."""
 
     roles: tuple[str, ...]
     start: int
@@ -118,8 +118,8 @@ def _collect_b(block_matrix: Tensor, rows: tuple[tuple[int, int], ...]) -> Tenso
 
 
 def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.Parameter]:
-    """Freezes a model, adds adapters to its blocks' linear maps and returns the adapter parameters. Draws from torch's
-    global generator."""
+    """Freezes a model, adds adapters to its blocks' linear maps and returns the adapter parameters. Draws their initial
+    values from torch's global generator."""
     model.requires_grad_(False)
     adapter_parameters = []
     for name, matrices in select_adapted(model.config, find_roles(targets, model.config)).items():
@@ -169,8 +169,8 @@ def select_adapted(config: GPTConfig, roles: Sequence[str]) -> dict[str, tuple[A
 
 
 def find_roles(targets: str, config: GPTConfig) -> tuple[str, ...]:
-    """Returns the roles that ``--lora-targets`` selects. Raises `UserError` if the model lacks a role, or if only part
-    of the roles in one tensor is selected."""
+    """Returns the roles that ``--lora-targets`` selects. Raises `UserError` if the model lacks a role, or if
+    ``targets`` has only some of the roles that share a tensor."""
     names = targets.split(",")
     available = [matrix.roles for p in parameters(config) if p.is_matrix for matrix in _adapted_matrices(p, config)]
     selected_roles = {role for name in names for role in LORA_GROUPS.get(name, (name,))}

@@ -19,7 +19,7 @@ def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 
     the residual stream x, (B, T, C), and the unembedding W, (V, C).
 
     Computes logits for ``chunk`` positions at a time; 0 chooses automatically. On a GPU, pads the vocabulary to a
-    multiple of 64 with columns outside the softmax.
+    multiple of 64 with columns that the softmax leaves out.
     """
     device_type = x.device.type
     columns = columns_of_logits(len(weight), device_type)
@@ -30,8 +30,8 @@ def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 
 
 class _CrossEntropy(torch.autograd.Function):
     """Summed cross-entropy that computes gradients in the forward pass: (softmax − one-hot) W for x, and (softmax −
-    one-hot)ᵀ x for the unembedding W. The backward pass only scales them (Hsu et al. 2024, arXiv 2410.10989). Logits
-    are computed once, in chunks, and overwritten by their gradient."""
+    one-hot)ᵀ x for the unembedding W. The backward pass only scales these gradients (Hsu et al. 2024, arXiv
+    2410.10989). Logits are computed once, in chunks, and overwritten by their gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, columns: int, chunk: int) -> Tensor:
@@ -85,7 +85,8 @@ def _overwrite_with_gradient(logits: Tensor, scratch: Tensor, targets: Tensor, f
 
 
 def _compute_gradient(logits: Tensor, targets: Tensor, factors: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Returns the gradient and log p(target) of `_overwrite_with_gradient`, in fusible operations."""
+    """Computes the same gradient and log p(target) as `_overwrite_with_gradient`, with operations that a compiler can
+    fuse."""
     column = torch.arange(logits.size(1), device=logits.device)
     wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_p = wide_logits.masked_fill(column >= vocab_size, -math.inf).log_softmax(-1)
@@ -100,5 +101,5 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:
-    """Converts total nats over ``n_bytes`` to bits per byte, comparable across tokenizers."""
+    """Converts the total nats of ``n_bytes`` bytes to bits per byte, which are comparable across tokenizers."""
     return nats / math.log(2) / n_bytes if n_bytes else math.nan

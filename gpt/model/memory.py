@@ -17,18 +17,18 @@ MAX_MATMUL_POSITIONS = 512  # Copy of `kernels.MAX_MATMUL_POSITIONS` that avoids
 # Logits are padded to a multiple of `ALIGNED` columns. With an odd number, like GPT-2's 50,257, a GPU can't use its
 # fast kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)
-# Maximum number of logits in memory. On a CPU, they should fit in its caches. On a GPU, kernels index above 2³¹ in
-# int64, where torch has had errors (pytorch#111484). With a frozen unembedding, chunks can be smaller, because they
-# accumulate no gradient. Forward and backward on two cores in bfloat16, with 4,096 positions, 4,096 ids and width 256,
-# took 53 ms with 2²², 81 with 2²⁴, and 149 with all logits and autograd.
+# Maximum number of logits in memory. On a GPU, kernels index more than 2³¹ elements in int64, where torch has had
+# errors (pytorch#111484). If the unembedding is frozen, chunks can be smaller, because they accumulate no gradient. On
+# a CPU, the logits should fit in the caches. Forward and backward on two cores in bfloat16, with 4,096 positions, 4,096
+# ids and width 256, took 53 ms with chunks of 2²² logits, 81 ms with 2²⁴, and 149 ms with all logits and autograd.
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
 MIN_POSITIONS_PER_CHUNK = 512  # Minimum positions per chunk: with fewer, reading the unembedding takes too long.
 FLOAT = 4
 # Elements per hidden unit that the MLP saves for its gradient. GELU saves its input and output; SwiGLU saves the gate
 # before and after SiLU, the up-projection and the product.
 SAVED_BY_MLP: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
-MUON_UPDATES = 1.75  # Float32 copies of the matrices: updates, and gradients of the largest group.
-MUON_GATHERED = 5.5  # Copies of a rank's matrices if it gathers them from other ranks.
+MUON_UPDATES = 1.75  # Float32 copies of all matrices that Muon needs: updates, and gradients of the largest group.
+MUON_GATHERED = 5.5  # Copies of the matrices that a rank updates, if it gathers them from other ranks.
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ def count_saved_bytes(config: GPTConfig, setup: Setup) -> int:
     saved = setup.micro_batch * T * (config.n_layer * per_block + FLOAT * C + _dropout_bytes(config, setup, FLOAT) * C)
     if setup.recompute:
         return saved
-    # All sequences share narrower RoPE cosines and sines, and the masks of fused sliding-window attention.
+    # All sequences share the narrower copies of RoPE cosines and sines, and the masks of fused sliding-window
+    # attention.
     rope_elements = config.n_layer * (2 + 2 * config.qk_norm) * config.head_size * (config.positions == "rotary")
     mask_elements = T * sum(window is not None and window < T for window in config.windows)
     return saved + setup.width * T * (
@@ -149,7 +150,7 @@ def block(config: GPTConfig, setup: Setup) -> int:
 
 
 def _dropout_bytes(config: GPTConfig, setup: Setup, width: int) -> int:
-    """Bytes per element of a dropout mask: a bool on a GPU, ``width`` bytes on a CPU."""
+    """Bytes per element of a dropout mask: 1 on a GPU, ``width`` on a CPU, and 0 without dropout."""
     return 0 if config.dropout == 0 else width if setup.device == "cpu" else 1
 
 
@@ -170,8 +171,8 @@ def _attention_bytes(config: GPTConfig, setup: Setup) -> int:
 
 
 def _attention_kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfused", "fused"]:
-    """Returns the attention kernel: torch's, which is fused except with dropout on a CPU, or our matrix products for
-    short contexts on a CPU."""
+    """Returns the attention kernel: our matrix products (``plain``) for short contexts on a CPU, else torch's kernel.
+    That kernel is unfused for dropout on a CPU, else fused."""
     if setup.device == "cuda":
         return "fused"
     return "plain" if config.block_size <= MAX_MATMUL_POSITIONS else "unfused" if config.dropout else "fused"
@@ -181,8 +182,9 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
     """Returns the bytes of permanent weight copies, and of copies for the blocks.
 
     Autocast copies all block weights to the narrower dtype once per micro-batch. Sharding permanently gathers the
-    weights outside the blocks, in float32. A block's backward pass needs its own weights, the next block's weights and
-    its own gradients in the dtype of products, and the previous block's gradients, in transit, in float32.
+    weights outside the blocks, in float32. With sharding, a block's backward pass needs its own weights, the next
+    block's weights and its own gradients, all in the dtype of products. It also needs the previous block's gradients in
+    float32, while they are sent.
     """
     rank_counts, s = counts(config, setup.tensor), setup.width
     blocks = rank_counts["linear"] + rank_counts["bias"]

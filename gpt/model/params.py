@@ -21,13 +21,13 @@ WINDOW_SLACK = 64  # Cache columns beyond a layer's window, for appending and re
 class Parameter:
     """A tensor of the decoder, or of every block."""
 
-    name: str  # state_dict key, without the prefix ``h.0.`` … in the blocks
+    name: str  # state_dict key; in blocks, without the prefix ``h.0.``, ``h.1.`` …
     shape: Shape  # (out, in) for a linear map, as in torch
     kind: Kind
     in_blocks: bool = True
     split: int | None = None  # axis that tensor parallelism splits, or None if every rank has the full tensor
-    unit: int = 1  # rows or columns that stay together in a split: one head
-    fused: tuple[int, ...] = ()  # rows of each matrix in a stack: query, key, value; or gate, up
+    unit: int = 1  # rows or columns that a split keeps together: those of a head
+    fused: tuple[int, ...] = ()  # number of rows of each stacked matrix: query, key, value; or gate, up
     matrices: tuple[str, ...] = ()  # rows of the GPT-3 table, one per fused matrix
     has_partial_gradient: bool = False  # whether tensor-parallel ranks must sum their heads' gradients
     trained: bool = True  # False for a fixed position table, which only checkpoints contain
@@ -50,7 +50,7 @@ class Parameter:
 
 @functools.lru_cache(maxsize=64)
 def parameters(config: GPTConfig) -> tuple[Parameter, ...]:
-    """Returns a decoder's parameters in model order. A block's tensor has one entry for all blocks.
+    """Returns a decoder's parameters in model order. A tensor that every block has is listed once.
 
     The GPT-3 table calls W_V Value-Up and W_O Value-Down.
     """
@@ -99,7 +99,8 @@ def _linear(
 
 
 def _norm(name: str, width: int, config: GPTConfig | None = None, in_blocks: bool = True) -> list[Parameter]:
-    """Returns a norm's weight and a LayerNorm's β. Without ``config``, the norm is an RMSNorm of queries or keys."""
+    """Returns a norm's weight and, for a LayerNorm, its β. Without ``config``, the norm is an RMSNorm of queries or
+    keys."""
     parts = ("weight", "bias") if config is not None and config.norm == "layernorm" else ("weight",)
     return [
         Parameter(f"{name}.{part}", (width,), "norm", in_blocks, has_partial_gradient=config is None) for part in parts
@@ -170,8 +171,8 @@ def breakdown(config: GPTConfig) -> Breakdown:
 
 
 def _table_rows(p: Parameter, n_layer: int) -> list[Row]:
-    """Returns the table's rows for a fused matrix, in the paper's alphabetical order. An axis split by heads is printed
-    as head size × heads."""
+    """Returns the table's rows for a linear map, in alphabetical order, as in the paper. An axis split by heads is
+    printed as head size × heads."""
     rows = []
     for matrix, out_features in sorted(zip(p.matrices, p.fused or p.shape[:1], strict=True)):
         sides, factors = [out_features, p.shape[1]], f"{n_layer:,}"
@@ -208,8 +209,8 @@ def count_matmul_parameters(config: GPTConfig) -> int:
 
 
 def _score_products(config: GPTConfig, context: int) -> int:
-    """Multiplications for the last position's scores, over heads and layers: L·C·T without windows, if head widths add
-    up to C."""
+    """Multiplications for the last position's scores, summed over heads and layers. Without windows, this is L·C·T if
+    the heads' widths add up to C."""
     return config.n_head * config.head_size * count_attended(config, context)
 
 
@@ -230,7 +231,7 @@ def cache_bytes(config: GPTConfig, positions: int, width: int) -> int:
 
 
 def nearest_preset(config: GPTConfig) -> str:
-    """Returns the GPT-2 or GPT-3 preset nearest in size, for its batch size and learning rate."""
+    """Returns the name of the GPT-2 or GPT-3 preset nearest in size. Callers use its batch size and learning rate."""
     size = breakdown(config).trainable
     sizes = [name for name, preset in PRESETS.items() if preset.model.layout == "gpt2"]
     return min(sizes, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))

@@ -46,8 +46,9 @@ class TrainingPlan:
 
 
 def plans(config: GPTConfig, request: PlanConfig, batch_tokens: int) -> list[TrainingPlan]:
-    """Returns plans for 1, 2, 4 … and all devices: the first setup that fits, else the setup that needs the least
-    memory. Skips device counts that don't divide a step's sequences. Raises `UserError` if all devices don't."""
+    """Returns a plan for 1, 2, 4 … and all devices. A plan has the first setup that fits, else the setup that needs the
+    least memory. Skips numbers of devices that cannot share a step's sequences evenly. Raises `UserError` if all
+    devices together cannot."""
     if request.tensor is not None and config.kv_heads % request.tensor:
         head_kind = "" if config.kv_heads == config.n_head else " key/value"
         raise UserError(
@@ -74,7 +75,8 @@ def step_rows(config: GPTConfig, batch_tokens: int, is_requested: bool) -> int:
 
 
 def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> TrainingPlan | None:
-    """Returns the first plan that fits, else the plan that needs the least memory, or None if there is no setup."""
+    """Returns the first plan that fits, else the plan that needs the least memory. Returns None if there is no
+    setup."""
     smallest: TrainingPlan | None = None
     kind = find_kind(request.kind)
     days = training_days(config, request, devices, kind)
@@ -90,8 +92,8 @@ def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int
 
 
 def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
-    """Yields setups, fastest first. Sharding adds communication, tensor parallelism adds more, and recomputation costs
-    a third more."""
+    """Yields setups, fastest first. Sharding adds communication, tensor parallelism adds more, and recomputation adds a
+    third to the computation."""
     memory = find_kind(request.kind).memory
     for shard, tensor in _parallelisms(config, request, devices):
         data = devices // tensor
@@ -141,8 +143,8 @@ def fits(config: GPTConfig, setup: Setup, memory: int) -> bool:
 
 
 def with_largest_micro_batch(config: GPTConfig, setup: Setup, rows: int, memory: int) -> Setup:
-    """Returns ``setup`` with the largest micro-batch that fits and divides a rank's ``rows``, else with one sequence
-    and logits `with_loss_chunks`."""
+    """Returns ``setup`` with the largest micro-batch that fits and divides a rank's ``rows``. If none fits, uses one
+    sequence per micro-batch and `with_loss_chunks`."""
     for micro_batch in reversed(divisors(rows)):
         setup = with_micro_batch(setup, micro_batch, rows)
         if fits(config, setup, memory):
@@ -182,7 +184,8 @@ def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Ki
 
 
 def _raise_uneven(config: GPTConfig, request: PlanConfig, rows: int) -> None:
-    """Raises `UserError` for sequences that all devices can't share evenly."""
+    """Raises the `UserError` for a step whose sequences cannot be split evenly over all devices or into
+    micro-batches."""
     tensor, n = request.tensor, request.devices
     splits = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
     data = n // max(splits)

@@ -11,14 +11,14 @@ Rope = tuple[Tensor, Tensor]  # cosines and sines of the rotation angles, (T, 1,
 
 
 def rotary_rates(config: GPTConfig) -> Tensor:
-    """Returns the rotation of each pair of a head's D dimensions in radians per position, float64 (D / 2)."""
+    """Returns how fast each pair of a head's D dimensions rotates, in radians per position: float64, (D / 2)."""
     rates = config.rope_base ** (-torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size)
     return rates if config.rope_scaling is None else _stretch_rates(rates, config.rope_scaling)
 
 
 def rotary_table(positions: int, config: GPTConfig) -> Tensor:
-    """Returns cosines and sines, (2, positions, D), of the angle p / base^(2i / D) of pair (i, i + D/2) at position p
-    (Su et al. 2021, §3.2.2). The first half of the sines is negated for `rotate`."""
+    """Returns cosines and sines of the rotation angles, (2, positions, D). Pair (i, i + D/2) has the angle p / base^(2i
+    / D) at position p (Su et al. 2021, §3.2.2). The first half of the sines is negated for `rotate`."""
     angle = torch.arange(positions, dtype=torch.float64)[:, None] * rotary_rates(config)
     cos, sin = torch.cos(angle).float(), torch.sin(angle).float()
     return torch.stack([torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)])
@@ -40,7 +40,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 def sine_table(block_size: int, n_embd: int) -> Tensor:
     """Returns the sinusoidal position table of "Attention Is All You Need", §3.5, (block_size, n_embd).
 
-    At position p, column 2i is sin(p / 10000^(2i/C)), and column 2i + 1 is its cosine.
+    At position p, column 2i is sin(p / 10000^(2i/C)), and column 2i + 1 is the cosine of the same angle.
     """
     position = torch.arange(block_size, dtype=torch.float64)[:, None]
     frequency = 10_000 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64) / n_embd)

@@ -1,4 +1,4 @@
-"""Gathers sharded tensors: on rank 0 for checkpoints, and spread evenly over all ranks for Muon."""
+"""Gathers sharded tensors. For checkpoints, rank 0 gathers them; for Muon, each rank gathers an equal share."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,12 @@ class CheckpointGatherer:
     """Gathers sharded float32 tensors on rank 0, one at a time, for a checkpoint.
 
     Rank 0 requests each tensor when writing it. The other ranks send shards until rank 0 finishes, so no rank hangs if
-    the disk is full. Rank 0 needs memory for one full tensor per open file, the other ranks only for their shards. At 1
-    GB/s through rank 0, a checkpoint of 1.5 billion parameters (18 GB with AdamW's moments) takes about 20 seconds, and
-    one of 175 billion takes 35 minutes. Training continues, because tensors are on the host and nothing else uses the
-    gloo ``group``.
+    the disk is full. Rank 0 needs memory for one full tensor per open file. The other ranks need memory only for their
+    shards. At 1 GB/s through rank 0, a checkpoint of 1.5 billion parameters (18 GB with AdamW's moments) takes about 20
+    seconds, and one of 175 billion takes 35 minutes. Training continues meanwhile, because these tensors are on the
+    host and nothing else uses the gloo ``group``.
 
-    ``tensors`` maps names to parameters with the same sharding, identically on all ranks.
+    ``tensors`` maps a tensor's name to the parameter with the same sharding. The mapping is the same on all ranks.
     """
 
     def __init__(self, grid: Grid, tensors: Mapping[str, Parameter], group: ProcessGroup) -> None:
@@ -59,7 +59,7 @@ class CheckpointGatherer:
                 dist.send(shards[name].contiguous(), 0, self.group)
 
     def _senders(self, name: str) -> list[int]:
-        """Returns ranks whose shards together make up a tensor exactly once."""
+        """Returns the ranks that send a tensor. Their shards make up the full tensor without overlap."""
         parameter = self.tensors[name]
         holders = [r for r in self.grid.holders if parameter.split is not None or r % self.grid.tensor == 0]
         return [rank for rank in holders if self.grid.part(parameter, rank).numel]

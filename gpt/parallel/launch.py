@@ -25,13 +25,14 @@ PROCESS_BYTES = 2**28  # memory of an idle process with Python and torch
 CONNECT_SECONDS = 10
 MAX_SAVE_SECONDS = 24 * 3600  # time to save a run after a signal; a second signal ends the run immediately
 
-# Exit codes that can mean that another process failed first, from least to most likely.
+# Exit codes of a process that may have ended because another failed. Later codes in this list are surer signs of this.
 CONSEQUENCE_CODES = (128 + signal.SIGTERM, -signal.SIGTERM, PeerLost.exit_code)
 
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """The end of all processes. ``rank`` failed first, killed by ``signum`` if set. ``run`` can be resumed if set."""
+    """How the processes ended. ``rank`` failed first. ``signum`` is the signal that killed it, if any. ``run`` is the
+    run that can be resumed, if any."""
 
     status: int
     rank: int = 0
@@ -50,9 +51,9 @@ def _check_memory(nproc: int) -> None:
 
 
 def launch(command: Sequence[str], nproc: int, start_time: float | None = None) -> LaunchResult:
-    """Runs ``command`` in ``nproc`` processes, waits for them and forwards signals. They get torchrun's environment
-    variables and connect at ``MASTER_PORT``, by default a free port. ``start_time`` is the start time in
-    `time.perf_counter` seconds.
+    """Runs ``command`` in ``nproc`` processes, waits for them and forwards signals. The processes get torchrun's
+    environment variables and connect at ``MASTER_PORT``, by default a free port. ``start_time`` is when the command
+    started, in `time.perf_counter` seconds.
 
     Raises `UserError` for a port in use, too little memory, or a missing loopback device.
     """
@@ -114,11 +115,12 @@ def _port() -> int:
 
 @contextlib.contextmanager
 def _environment(folder: str, start_time: float | None) -> Iterator[None]:
-    """Sets the processes' environment and silences the launcher. Restores both and the signal handlers afterwards."""
+    """Sets the processes' environment and silences the launcher. Afterwards, restores the environment, logging and
+    signal handlers."""
     handlers = {signum: signal.getsignal(signum) for signum in handled_signals()}
     log_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    # Torch 2.11 sets the shutdown timeout only by variable; the default is 30 s.
+    # In torch 2.11, only an environment variable can set the shutdown timeout. The default is 30 s.
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(MAX_SAVE_SECONDS)}
     variables = {LAUNCHER: folder} | {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ |= variables | ({START_TIME: repr(start_time)} if start_time is not None else {})

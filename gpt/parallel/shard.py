@@ -65,7 +65,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's rows of a full tensor, in the rank's order, and its columns."""
+    """A rank's part of a full tensor: the rows, in the rank's order, and the columns."""
 
     rows: tuple[slice, ...]
     columns: slice | None  # None for vectors
@@ -187,7 +187,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Returns a context that accumulates unsharded gradients without reduce-scatter, if memory allows."""
+        """Returns a context that accumulates unsharded gradients without reduce-scatter, if they fit into memory."""
         if not (self.accumulates_unsharded and isinstance(self.model, FSDPModule)):
             yield
             return
@@ -229,10 +229,10 @@ class ShardedModel:
 
 
 def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shards each block, and the embeddings and last norm as the root. The root stays gathered until the backward pass
-    ends, because the loss uses the embedding outside of `GPT.trunk`. Like the residual stream, the root is float32.
-    GPUs gather whole blocks in ``dtype``, because a separate group for the norms would cause graph breaks. CPUs gather
-    in float32, which their LayerNorm requires."""
+    """Shards each block separately, and the embeddings and the last norm together as the root. The root stays gathered
+    until the backward pass ends, because the loss uses the embedding outside of `GPT.trunk`. Like the residual stream,
+    the root is float32. GPUs gather whole blocks in ``dtype``, because a separate group for the norms would cause graph
+    breaks. CPUs gather in float32, which their LayerNorm requires."""
     casts = mesh.device_type == "cuda" and dtype != torch.float32
     policy = MixedPrecisionPolicy(
         param_dtype=dtype if casts else None, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -245,8 +245,8 @@ def _fully_shard(model: GPT, mesh: DeviceMesh, dtype: torch.dtype) -> None:
 
 
 def _outside_inference(trunk: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps `GPT.trunk` to gather parameters outside inference mode, because tensors created in it cannot be
-    trained."""
+    """Wraps `GPT.trunk` to gather parameters outside inference mode, because tensors created in inference mode cannot
+    be trained."""
 
     @functools.wraps(trunk)
     def trunk_outside_inference(*args: Any, **kwargs: Any) -> Tensor:

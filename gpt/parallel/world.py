@@ -32,8 +32,8 @@ from gpt.peaks import cores
 
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
-START_TIMEOUT = timedelta(days=1)  # timeout of messages before the first step: rank 0 can be tokenizing
-COLLECTIVE_TIMEOUT = timedelta(hours=1)  # timeout of other collectives: rank 0 can be writing to a slow disk
+START_TIMEOUT = timedelta(days=1)  # timeout of messages before the first step: rank 0 may still be tokenizing
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # timeout of other collectives: rank 0 may be writing to a slow disk
 POLL_SECONDS = 0.0005  # polling interval for a GPU event
 
 
@@ -41,7 +41,7 @@ class World:
     """A single process."""
 
     rank, size = 0, 1
-    local_rank, local_size = 0, 1  # rank and number of processes on this machine
+    local_rank, local_size = 0, 1  # this process's rank on its machine, and the number of processes there
     tensor = 1  # number of consecutive ranks that share each sequence
     owns_group = False  # whether `mesh` created a process group for this single process
     _mesh: DeviceMesh | None = None
@@ -92,7 +92,7 @@ class World:
             )
             return rank_group
 
-        # The groups of init_device_mesh would have torch's timeouts, 10 and 30 minutes.
+        # init_device_mesh would create groups with torch's timeouts: 10 minutes for NCCL, 30 for gloo.
         names = ("data", "tensor")
         self._mesh = DeviceMesh.from_group([find_group(ranks.T), find_group(ranks)], kind, ranks, mesh_dim_names=names)
         return self._mesh

@@ -105,7 +105,7 @@ def read(path: Path) -> Adapter:
 
 @dataclass(frozen=True)
 class _AdapterTensor:
-    """A tensor in an adapter file: rows of a gpt tensor."""
+    """A tensor in an adapter file. It has ``rows`` of gpt's tensor ``ours``."""
 
     ours: str
     shape: tuple[int, int]
@@ -114,8 +114,8 @@ class _AdapterTensor:
 
 
 def _adapter_tensors(config: GPTConfig, rank: int, roles: Sequence[str]) -> dict[str, _AdapterTensor]:
-    """Returns the tensors for these roles by their PEFT names, in the model's order. Fused tensors are split in PEFT's
-    order."""
+    """Returns the adapter tensors of ``roles`` by their PEFT names, in the model's order. The parts of a fused tensor
+    are in row order."""
     modules = {
         (each.ours, each.rows.start if each.rows else 0): name for name, each in hf.stored_tensors(config).items()
     }
@@ -135,7 +135,7 @@ def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: fi
     """Returns an adapter's files by name: its configuration, and its arrays by their PEFT names."""
     table = _adapter_tensors(config, adapter.rank, roles)
     modules = [name.removeprefix(_PREFIX).partition(".lora_")[0] for name in table]
-    # Two parts distinguish "attn.c_proj" from "mlp.c_proj".
+    # The last two parts of a name distinguish "attn.c_proj" from "mlp.c_proj".
     targets = dict.fromkeys(".".join(module.split(".")[-2:]) for module in modules)
     base, _, revision = adapter.base.partition("@") if hub.is_remote(adapter.base) else (adapter.base, "", "")
     description = {
@@ -158,8 +158,8 @@ def contents(adapter: Adapter, roles: Sequence[str], config: GPTConfig, ours: fi
 
 
 def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Reads an adapter's tensors in float32 by gpt's names, and their roles. Validates names and shapes first. Raises
-    `UserError` if tensors are missing."""
+    """Reads an adapter's tensors, in float32 and by gpt's names, and returns them with the roles that they adapt.
+    Validates names and shapes first. Raises `UserError` if tensors are missing."""
     if not (path / FILE).is_file():
         has_pickles = any(path.glob("*.bin"))
         hint = "it contains pickles, which gpt never opens: save it as safetensors first" if has_pickles else ""

@@ -83,7 +83,7 @@ def contents(
     dtype: str = "float32",
 ) -> Files:
     """Returns the files of a checkpoint by name. ``weights`` are on the host, by gpt's names. ``store`` makes the
-    weight files unless they are a full model's. ``dtype`` is recorded in ``config.json``."""
+    weight files; by default, they contain a full model. ``dtype`` is recorded in ``config.json``."""
     inner = tokenizer.tokenizer
     bos = inner.eot if inner.bos is None else inner.bos
     eos = [inner.eot, *sorted(inner.more_ends)] if inner.more_ends else inner.eot
@@ -141,7 +141,7 @@ def to_stored(config: GPTConfig, weights: Mapping[str, Any]) -> dict[str, Any]:
 
 def from_stored(config: GPTConfig, get: Callable[[str], Tensor]) -> Parameters:
     """Returns loaders of the parameters by gpt's names. ``get`` returns a tensor by its name in the layout. Unfused
-    parameters are views of their tensors."""
+    parameters are views of the tensors from ``get``."""
     return {name: partial(_concatenate, group, get) for name, group in _group_by_parameter(config)}
 
 
@@ -183,12 +183,13 @@ def load(
 ) -> Checkpoint:
     """Loads a gpt or Transformers checkpoint. Validates it before allocating memory.
 
-    ``shape`` can have a different dropout and a shorter context, which cuts position tables. Weights are read directly
-    into ``dtype``; an adapter is merged into its base model in float32.
+    ``shape`` replaces the checkpoint's shape. It can have a different dropout, and a shorter context, which cuts
+    position tables. Weights are read directly into ``dtype``; an adapter is merged into its base model in float32.
 
-    With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish`` is
-    called with each block after it is read, and then with the model, to lay them out for decoding. Quantized matrices
-    are restored exactly. ``bits`` quantizes other matrices as in a quantized checkpoint, for ``finish`` to lay out.
+    With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish``
+    lays out weights for decoding. It is called with each block after the block is read, and then with the model.
+    ``bits`` quantizes matrices as in a quantized checkpoint, for ``finish`` to lay out. A matrix that is stored with
+    the right bits is unchanged.
 
     Raises `UserError` for damage (a checksum, a shape, a number), an unsupported model, or a missing base.
     """
@@ -255,8 +256,9 @@ def _read_shape(path: Path) -> GPTConfig:
 
 def load_tokenizer(path: Path, config: GPTConfig) -> Tokenizer:
     """Loads a checkpoint's tokenizer, in gpt's or Transformers' format. An adapter can have its own tokenizer, or only
-    a chat template for its base's tokenizer. A template can also accompany a gpt tokenizer. Without a tokenizer, a
-    vocabulary of 50,257 means GPT-2's. Raises `UserError` if the tokenizer has no token to begin or end a text."""
+    a chat template for its base's tokenizer. A template can also accompany a gpt tokenizer. If there is no tokenizer
+    and the vocabulary has 50,257 tokens, loads GPT-2's. Raises `UserError` if the tokenizer has no token to begin or
+    end a text."""
     tokenizer, template = None, dict[str, bytes]()
     for folder_path in folder.lineage(path):
         tokenizer = _own_tokenizer(folder_path)
@@ -426,8 +428,8 @@ def build(
             value = new_values["wte.weight"]
             is_copy = isinstance(value, Tensor) and value.dtype != dtype  # Conversion copies the mapped data.
             if model.lm_head is not None and value is values["wte.weight"] and not is_copy:
-                # Laying out the unembedding read the whole mapping. A new mapping reads only the rows that are looked
-                # up.
+                # Laying out the unembedding has read all rows of the mapping. A new mapping reads only the rows that
+                # are looked up.
                 fill(part, {name: stored[name]() for name in values}, keep=True)
         if finish is not None and part.startswith("h."):
             finish(model.get_submodule(part))

@@ -14,9 +14,9 @@ Hashes = npt.NDArray[np.uint64]
 
 N = 8  # minimum span in tokens; shorter spans are common phrases
 IDS_PER_PASS = 2**18  # ids of the training text per pass
-MAX_IDS = 10**8  # maximum ids of the training text, for a search of seconds
+MAX_IDS = 10**8  # maximum ids of the training text, so that a search takes only seconds
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # Multiplying by an odd number modulo 2⁶⁴ is invertible.
-_END, _OUTSIDE = -1, -2  # separators that equal no id, for the end of each text and of each training piece
+_END, _OUTSIDE = -1, -2  # separators after each text and after each training piece; no id equals them
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def find_copies(
     text_hashes = _hashes(ids)  # A span across a separator matches nothing.
     order = np.argsort(text_hashes, kind="stable")
     longest, is_copied = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.bool_)
-    overlap = max((len(part) for part in parts), default=1) + N  # maximum length of a span that starts in a piece
+    overlap = max((len(part) for part in parts), default=1) + N  # ids after a piece, for spans that start in it
     total = min(len(training), MAX_IDS)
     for start in range(0, total, IDS_PER_PASS):
         piece = training.take(start, min(IDS_PER_PASS + overlap, total - start))
@@ -64,7 +64,8 @@ def _hashes(ids: Int64s) -> Hashes:
 def _mark_copies(
     piece: Int64s, ids: Int64s, text_hashes: Hashes, order: Int64s, longest: Int64s, is_copied: npt.NDArray[np.bool_]
 ) -> None:
-    """Finds spans of ``piece`` in ``ids``. Marks their starts in ``is_copied`` and their lengths in ``longest``."""
+    """Finds spans of ``piece`` in ``ids``. For each start in ``ids``, sets ``is_copied`` to True and ``longest`` to
+    the length of the longest span."""
     hashes = _hashes(piece)
     first, last = np.searchsorted(text_hashes, hashes, "left"), np.searchsorted(text_hashes, hashes, "right")
     matches = np.flatnonzero(last > first)

@@ -37,7 +37,7 @@ META = "gpt.json"
 ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
 # Limit on a chain of adapters, which is endless if an adapter names itself as its base.
 MAX_ADAPTERS = 100
-TRAINING = ("training.json", "training.safetensors")  # needed only for resuming; older checkpoints do not keep them
+TRAINING = ("training.json", "training.safetensors")  # needed only for resuming; deleted from older checkpoints
 INTACT_HINT = "earlier checkpoints, if any, are intact"
 BASE_HINT = (
     "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
@@ -117,8 +117,8 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def verify_checksums(folder: Path, training: bool = False) -> None:
     """Raises `UserError` unless all files of the checkpoint exist and are unchanged.
 
-    Reads training state (``training.*``) only with ``training``. It can be missing, because old checkpoints keep only
-    weights.
+    Checks training state (``training.*``) only with ``training``. Its files can be missing, because old checkpoints
+    keep only weights.
     """
     recorded = read_checksums(folder)
     for name in recorded:
@@ -133,7 +133,7 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
 
 
 def weight_checksums(folder: Path) -> dict[str, str]:
-    """Returns the sha256 of each weight file by name. They identify a model."""
+    """Returns the sha256 of each weight file by name. These checksums identify a model."""
     files = list_shards(folder) if is_gguf(folder) else sorted(folder.glob("*.safetensors"))
     return {path.name: file_sha256(path) for path in files if path.name not in TRAINING}
 
@@ -177,8 +177,8 @@ def write_index(run: Path) -> None:
 
 
 def prune(run: Path, keep: int, newest: int | None = None) -> None:
-    """Deletes all checkpoints except the best and the ``keep`` newest. Deletes the training state of the best if it is
-    older. Also deletes checkpoints after step ``newest``, because the run resumed before them."""
+    """Deletes checkpoints after step ``newest``, because the run resumed before them. Of the others, keeps the ``keep``
+    newest, and the weights of the best."""
     entries = checkpoints(run)
     if newest is not None:
         for entry in (entry for entry in entries if entry.step > newest):
@@ -271,7 +271,7 @@ def lineage(path: Path) -> Iterator[Path]:
 
 
 def home(path: Path) -> Path:
-    """Returns the folder with a checkpoint's shape: its own, or the base of a PEFT adapter. Like PEFT, ignores a
+    """Returns the folder that has a checkpoint's shape: its own, or that of a PEFT adapter's base. Like PEFT, ignores a
     ``config.json`` that other programs leave in an adapter folder."""
     for current in lineage(path):
         if _has_file(current, META) or not is_adapter(current):

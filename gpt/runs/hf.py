@@ -17,7 +17,7 @@ from gpt.settings import checked
 UNEMBEDDING = "lm_head.weight"
 OWN_TYPE = "gpt"  # type of models that no family supports
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers that older versions saved
-_GPT2 = "transformer."  # prefix of all names except the unembedding's in current files
+_GPT2 = "transformer."  # prefix of all names in current files, except the unembedding's
 _LLAMA = "model."
 _LLAMA_NAMES = {
     "wte": ("embed_tokens",),
@@ -64,7 +64,8 @@ def stored_tensors(config: GPTConfig) -> dict[str, Stored]:
 
 
 def full_name(theirs: str, config: GPTConfig) -> str | None:
-    """Returns a tensor's full name, or None for a buffer. Files of a model without an LM head omit a prefix."""
+    """Returns a tensor's full name, or None for a buffer. Files of a model without an LM head omit the prefix of the
+    full name."""
     if theirs.endswith(_BUFFERS):
         return None
     prefix = _GPT2 if config.layout in (OWN_TYPE, "gpt2") else _LLAMA
@@ -218,7 +219,7 @@ def _write_window(config: GPTConfig) -> dict[str, Any]:
         return {"sliding_window": window}
     if config.layout not in _QWENS:
         return {}
-    # Readers without support for layer_types use the window from layer max_window_layers up.
+    # Readers without support for layer_types use the window in layer max_window_layers and all later layers.
     first_windowed = next((layer for layer, each in enumerate(windows) if each), len(windows))
     return {
         "use_sliding_window": has_windows,
@@ -305,7 +306,7 @@ def _read_rope_form(form: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_window(kind: str, values: Mapping[str, Any], n_layer: int) -> tuple[Any, tuple[int, ...]]:
-    """Returns the sliding window, or None, and its layers."""
+    """Returns the sliding window, or None for full attention, and the layers with a window."""
     window, layers, types = values.get("sliding_window", _WINDOW), tuple(range(n_layer)), values.get("layer_types")
     if kind in _QWENS:
         if (is_used := values.get("use_sliding_window", False)) not in (True, False):

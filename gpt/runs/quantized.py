@@ -1,6 +1,6 @@
 """The layout of checkpoints with quantized matrices: int8 per row, or int4 in groups of 32.
 
-A matrix (out, in) has a tensor of levels, under gpt's name, and one of scales. The ``quantization_config`` has no
+A matrix (out, in) is stored as two tensors: levels, under gpt's name, and scales. The ``quantization_config`` has no
 ``quant_method``, so Transformers rejects the folder instead of misreading it.
 """
 
@@ -28,7 +28,7 @@ def describe(bits: int) -> dict[str, Any]:
 
 
 def read_bits(values: Mapping[str, Any]) -> int | None:
-    """Returns the bits of quantized matrices from ``config.json``, or None unless `to_stored` quantized them."""
+    """Returns the bits of quantized matrices from ``config.json``, or None if gpt did not quantize them."""
     return next((bits for bits in BITS.values() if values.get(KEY) == describe(bits)), None)
 
 
@@ -39,7 +39,7 @@ def find_foreign(values: Mapping[str, Any]) -> str:
 
 
 def _bits_of(parameter: Parameter, bits: int) -> int | None:
-    """Returns the bits of a stored parameter, or None if it is not quantized. Embeddings have 8."""
+    """Returns the bits of a stored parameter, or None if it is not quantized. Embeddings always have 8 bits."""
     if parameter.kind in ("embedding", "unembedding"):
         return 8
     if parameter.kind != "linear":
@@ -91,8 +91,8 @@ def quantize_parameter(parameter: Parameter, value: Tensor | Quantized, bits: in
 def from_stored(
     config: GPTConfig, bits: int, get: Callable[[str], Tensor], where: str
 ) -> dict[str, Callable[[], Tensor | Quantized]]:
-    """Returns loaders of the parameters by gpt's names. ``get`` returns a tensor of the files. A loader raises
-    `UserError` if the scales are not finite."""
+    """Returns loaders of the parameters by gpt's names. ``get`` returns a tensor by its name in the files. A loader
+    raises `UserError` if the scales are not finite."""
 
     def matrix(name: str) -> Quantized:
         quantized_matrix = Quantized(get(name), get(name + SCALES))

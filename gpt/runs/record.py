@@ -76,7 +76,7 @@ class RunRecord:
     started: str = ""  # UTC time, in a format that sorts
     texts: list[str] | None = None
     settings: Table | None = None  # a `TrainConfig`
-    size: str | None = None  # the preset, if it was derived from the minutes
+    size: str | None = None  # the preset, if it was chosen for ``--minutes``
     resolved: dict[str, Scalar | Table] | None = None  # a `Recipe`; None before the first step
     compute: Machine | None = None
     versions: dict[str, str] | None = None  # software versions

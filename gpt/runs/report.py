@@ -19,7 +19,7 @@ from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")
-CURVE_LIMIT = 16 * 2**20  # bytes of a curve file
+CURVE_LIMIT = 16 * 2**20  # maximum bytes of a curve file
 Columns = dict[str, list[float | None]]
 
 
@@ -120,7 +120,7 @@ class Report:
 
     @property
     def bits_per_nat(self) -> float | None:
-        """Bits per byte for a held-out loss of one nat per token, from the final evaluation."""
+        """The factor from a held-out loss in nats per token to bits per byte, from the final evaluation."""
         end = self.history.end
         return finite(end.bits_per_byte / end.val_loss) if end and end.bits_per_byte and end.val_loss else None
 
@@ -156,8 +156,8 @@ class Report:
 
 
 def average_rows(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dict[str, Any]]:
-    """Averages consecutive steps into at most ``max_rows`` rows. Counts and times are those of a row's last step. Other
-    values are means of finite ones."""
+    """Averages consecutive steps into at most ``max_rows`` rows. Step, tokens and seconds are those of a row's last
+    step. Other values are means of the row's finite values."""
     size = 1 if max_rows is None else -(-len(steps) // max_rows)
     rows = []
     for start in range(0, len(steps), max(1, size)):

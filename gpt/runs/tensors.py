@@ -29,7 +29,8 @@ _CODES = {
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # The header is padded to a multiple of these bytes.
-# Maximum header bytes, fixed and per tensor. A tensor takes about 100 bytes. Other programs add metadata and masks.
+# Maximum bytes of a header: a fixed part, and a part per tensor. A tensor takes about 100 bytes. The rest is for
+# metadata and masks that other programs add.
 _HEADER_BASE, _HEADER_PER_TENSOR = 2**16, 2**10
 
 
@@ -57,8 +58,8 @@ class Deferred:
         return Deferred(self.shape[::-1], lambda: self.get().T, self.code)
 
     def split(self, rows: Sequence[slice]) -> "list[Deferred]":
-        """Returns one deferred array per slice of rows. Writing the first gathers the array; writing the last frees
-        it."""
+        """Returns one deferred array per slice of rows. Writing the first slice gathers the array; writing the last
+        slice frees it."""
         references: list[Array] = []
 
         def get(part: slice) -> Array:
@@ -121,7 +122,8 @@ def find(
     ours: Callable[[str], str | None] = lambda name: name,
     dtypes: Sequence[str] | Mapping[str, str] = WEIGHTS,
 ) -> dict[str, Found]:
-    """Finds tensors in files without reading their data. ``ours`` maps their names to gpt's, or to None to ignore them.
+    """Finds tensors in files without reading their data. ``ours`` maps a tensor's name in the file to gpt's name, or to
+    None to ignore the tensor.
 
     Validates names, shapes and dtypes. ``dtypes`` lists the allowed dtypes, or maps each name to its dtype. Limits
     header lengths by the number of ``shapes``, so an untrusted file cannot cause large allocations. Raises `UserError`

@@ -15,8 +15,8 @@ _VALID_ID = re.compile(rb"[!-~]{1,128}")
 class Access:
     """ASGI middleware that returns each request's id with the response: the client's id if valid, or a random id.
 
-    With ``log``, logs one line per request, without texts or keys. Handlers set the final ``status`` of a stream and
-    the ``answer`` with its token counts in `request.state`.
+    With ``log``, logs one line per request, without texts or keys. In `request.state`, handlers set the final
+    ``status`` of a stream, and the ``answer``, which has the token counts.
     """
 
     def __init__(self, app: ASGIApp, log: Callable[[str], None] | None = None) -> None:

@@ -59,7 +59,8 @@ class Answer:
         self.choices: list[Choice] = []
         self.deltas: list[list[Delta]] = []  # Deltas per choice, not stored when streaming.
         self._error: ApiError | None = None
-        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()  # The requested tokens bound its size.
+        # The queue needs no maximum size, because the number of requested tokens is limited.
+        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         seed = secrets.randbits(63) if generation.seed is None else generation.seed
         for prompt in prompts:
@@ -127,7 +128,7 @@ class Answer:
                 raise delta.error
             if delta.reason is not None:
                 remaining -= 1
-                if update.reason is None:  # The engine doesn't detect stop strings.
+                if update.reason is None:  # The engine doesn't detect stop strings, so cancel its request.
                     self.service.worker.cancel([self._tickets[index]])
             if not self.generation.stream:
                 self.deltas[index].append(delta)

@@ -98,7 +98,7 @@ class Choice:
         if self.config.logprobs is not None:
             tokens = update.prompt or [Token(id, None) for id in self.prompt.ids]
             if self.tokenizer.backend.adds_space:
-                self._offsets.begin(-1)  # The tokenizer adds a space before the text.
+                self._offsets.begin(-1)  # Don't count the space that the tokenizer adds before the text.
             delta.tokens = [(token, self._offsets.take(token.id, at >= hidden)) for at, token in enumerate(tokens)]
             self._offsets.begin(len(delta.text))
 

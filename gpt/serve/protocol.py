@@ -14,8 +14,8 @@ from gpt.sample_config import SampleConfig
 from gpt.text.formats import reasoning
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 20, 256, 128, 1024
-MAX_STOP_LENGTH = 1000  # Characters.
-MAX_VARIABLES_LENGTH, MAX_VARIABLES_DEPTH = 16_384, 16  # JSON characters and nesting of chat_template_kwargs.
+MAX_STOP_LENGTH = 1000  # Maximum characters of a stop string.
+MAX_VARIABLES_LENGTH, MAX_VARIABLES_DEPTH = 16_384, 16  # Maximum JSON characters and nesting of chat_template_kwargs.
 _SEED_LIMIT = 2**63
 _COMMAND_PATTERN = re.compile(r"--[a-z]|\bgpt [a-z]")
 
@@ -139,7 +139,7 @@ class _Fields:
         return value
 
     def value(self, name: str, default: Any, *kinds: type) -> Any:
-        """Returns a value of the default's type or of ``kinds``."""
+        """Returns a field's value. Raises `ApiError` unless it has the default's type or one of ``kinds``."""
         value, name, kinds = self.values.get(name, default), self._sent_names.get(name, name), (type(default), *kinds)
         if not isinstance(value, kinds):
             raise _field_error(
@@ -445,7 +445,7 @@ def _read_variables(fields: _Fields) -> Mapping[str, Any]:
     values = fields.values.get(name, {})
     if not isinstance(values, dict):
         raise _field_error(name, f"is {_abbreviate(values)}; it must be an object")
-    if "enable_thinking" in fields.values:  # Some clients, like Alibaba's, send it as a top-level field.
+    if "enable_thinking" in fields.values:  # Some clients, like Alibaba's, send this variable as a top-level field.
         values = {"enable_thinking": fields.flag("enable_thinking"), **values}
     level = [values]
     for _ in range(MAX_VARIABLES_DEPTH):

@@ -155,12 +155,12 @@ def serve(
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
     service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()), defaults)
     gc.collect()
-    gc.freeze()  # Garbage collection, which stops all threads, then skips existing objects.
+    gc.freeze()  # Later garbage collections, which stop all threads, skip existing objects.
     with contextlib.closing(listen(config)) as listener:
         if native.is_used(model):  # Compile before the first request.
             _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
             context.slots[0].forget()
-        waiting.end_threads()  # The worker thread creates new OpenMP threads.
+        waiting.end_threads()  # The worker thread creates its own OpenMP threads.
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{listener.getsockname()[1]}"
         signum = asyncio.run(_serve(Server(service, note), listener, lambda: ready(address), note))

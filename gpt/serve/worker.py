@@ -33,7 +33,7 @@ class Worker:
         self.engine = Engine(context, ends, chunk)
         self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[int, Ticket] = {}  # By number in the engine.
+        self._tickets: dict[int, Ticket] = {}  # Tickets by their request's number in the engine.
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="gpt-serve", daemon=True)
 

@@ -28,7 +28,8 @@ Int64s = npt.NDArray[np.int64]
 HINT = "use another --tokenizer, or break up the long runs of one kind of character in the text"
 
 
-# Separator between texts in one tiktoken call. Its first character occurs only once, so occurrences cannot overlap.
+# Separator between texts in one tiktoken call. Two separators cannot overlap, because the first character does not
+# occur again in the separator.
 _SEPARATOR, _SEPARATOR_ID = "\U0010fffe|between|\U0010ffff", 2**31
 
 
@@ -172,7 +173,8 @@ class LibraryTokenizer:
 
     @cached_property
     def added_pieces(self) -> dict[int, bytes]:
-        """The bytes of each added token. All decoder steps except ByteLevel apply, because Gemma adds runs of ▁."""
+        """The bytes of each added token. All decoder steps except ByteLevel apply, because Gemma has added
+        tokens that are runs of ▁."""
         words = {id: self._tokenizer.id_to_token(id) for id in self._added_ids}
         other_steps = [step for step in self._decoder_steps if step[0] != "ByteLevel"]
         return {id: token_bytes(word, other_steps) for id, word in words.items() if word}
@@ -207,15 +209,15 @@ class LibraryTokenizer:
         def work() -> list[Any]:
             if self._is_risky or size > untrusted.MAX_UNTIMED_IF_LINEAR:
                 return encode_batch(texts, add_special_tokens=False)
-            # After a batch call, the library prints a warning if the process forks.
+            # Avoids a batch call, after which the library prints a warning if the process forks.
             return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
         return _call_native(work, size, self._is_risky, "the tokenizer")
 
     @cached_property
     def _is_risky(self) -> bool:
-        """Whether tokenizing can take superlinear time (WordPiece, regular expressions) or panic (regular
-        expressions)."""
+        """Whether tokenizing can take superlinear time or panic. WordPiece can be slow; a regular expression can be
+        slow or panic."""
         return not self.pattern and (b'"Regex"' in self.data or self.values["model"].get("type") == "WordPiece")
 
     def offsets(self, text: str) -> tuple[Int64s, Int64s]:
@@ -307,8 +309,8 @@ _CLEANUP = {
 
 
 def _read_decoder(values: Mapping[str, Any]) -> list[Step]:
-    """Returns the decoder steps. The default is ByteLevel or joining with spaces. Raises `UserError` for unsupported
-    steps."""
+    """Returns the decoder steps. Without a decoder in the file, the step is ByteLevel after a ByteLevel pre-tokenizer,
+    otherwise joining with spaces. Raises `UserError` for unsupported steps."""
     if values.get("decoder") is None:
         pre_tokenizers = [step.get("type") for step in steps(values.get("pre_tokenizer"), "pretokenizers")]
         return [("ByteLevel" if "ByteLevel" in pre_tokenizers else "Join", "", "")]
@@ -346,7 +348,7 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
         elif kind == "ByteLevel":
             try:
                 return bytes(map(CHARACTER_BYTES.__getitem__, token))
-            except KeyError:  # The token contains ordinary characters.
+            except KeyError:  # The token has characters that are not byte characters.
                 continue
     return token.encode("utf-8", "replace")
 

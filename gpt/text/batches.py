@@ -1,8 +1,8 @@
 """Training batches as a pure function of seed and step, so a resume can start at any step.
 
 The token stream is a ring: the end-of-text of the first document follows the last document. Each epoch starts at a
-different offset, cuts the ring into windows of T inputs and shuffles them. Fewer than T ids are left over, and they
-differ by epoch.
+different offset, cuts the ring into windows of T inputs and shuffles them. Each epoch omits fewer than T ids, in a
+different place of the ring.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class Ramp:
 
     @cached_property
     def _stages(self) -> list[tuple[int, int, int]]:
-        """A list of (first step, rows before it, batch size), short even for a long ramp."""
+        """The ramp's stages, as (first step, rows before that step, batch size). Even a long ramp has few stages."""
         stages, step, first_row = [], 0, 0
         while first_row < self.over:
             exact = self.first + (self.rows - self.first) * first_row // self.over
@@ -94,7 +94,7 @@ class Batches:
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
         """Returns this rank's inputs and targets, int64 (rows / ranks, T). Targets are the inputs shifted by one id.
-        Steps count from 0. All ranks together get the rows of a single process."""
+        Steps count from 0. Together, the ranks get the rows that a single process would get."""
         first_row = self.ramp.count_rows_before(step) if self.ramp else step * self.rows
         rows = self.ramp.count_rows_before(step + 1) - first_row if self.ramp else self.rows
         assert rows % ranks == 0, "rows are divided evenly before this"
@@ -106,7 +106,7 @@ class Batches:
         return windows[:, :-1], windows[:, 1:]
 
     def _starts(self, positions: Int64s) -> Int64s:
-        """Returns the ring offsets of the windows at ``positions``, which count across epochs."""
+        """Returns the ring offsets of the windows at ``positions``, which are numbered across epochs."""
         epochs = positions // self.windows
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
@@ -117,8 +117,8 @@ class Batches:
 
 
 def shuffle_indices(positions: Int64s, n: int, seed: int) -> Int64s:
-    """Returns the shuffled indices (0 … n - 1) at ``positions``, which count across epochs. Each epoch is a
-    permutation."""
+    """Returns the shuffled indices (0 … n - 1) at ``positions``, which are numbered across epochs. Each epoch is a
+    permutation of all indices."""
     epochs = positions // n
     indices = np.empty_like(positions)
     for epoch in np.unique(epochs).tolist():

@@ -27,8 +27,8 @@ MAX_UNCUT_LIBRARY = 2**24  # Limit for the tokenizers library, which needs about
 SPACES = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _INLINE_SPACES = SPACES.replace(r"\t-\r", r"\t\x0b\x0c")
 
-# Letters, and punctuation and symbols except the apostrophe. Their categories are the same in all Unicode versions, so
-# the regex engine and Python agree.
+# Letters, and below them punctuation and symbols other than the apostrophe. Their categories are the same in all
+# Unicode versions, so the regex engine and Python agree.
 _LETTERS = (
     r"A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\u021f\u0391-\u03a1\u03a3-\u03ce\u0400-\u0481\u05d0-\u05ea\u0621-\u063a"
     r"\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
@@ -41,8 +41,8 @@ _WORD_ENDS = [
     ("[0-9]", f"[{_LETTERS}{_PUNCTUATION}{SPACES}]"),
 ]
 _GPT2_RULES = [*_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{SPACES}]")]
-# In these patterns, punctuation includes following line breaks (in o200k also slashes), and white space is split after
-# its last line break.
+# In these patterns, a piece of punctuation includes the line breaks after it (in o200k also slashes). White space is
+# split after its last line break.
 _CL100K_RULES = [
     *_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{_INLINE_SPACES}]"), (r"[\r\n]", f"[^{SPACES}]"),
 ]  # fmt: skip
@@ -55,7 +55,8 @@ OLD_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]
 LLAMA3_PATTERN = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}"  # Qwen uses single digits.
 CL100K_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s+$|\s*[\r\n]|\s+(?!\S)|\s"
 MINBPE_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+"
-_FAMILIES = {  # Keys have no possessive quantifiers, and \p{N}{1,3} for digit groups of any length.
+# The keys are patterns without possessive quantifiers. \p{N}{1,3} stands for digit groups of any length.
+_FAMILIES = {
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s": _GPT2_RULES,
     OLD_GPT2_PATTERN: _GPT2_RULES,
     r"'(?:[sdmt]|ll|ve|re)|\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N}|$)|\s+(?!\S)|\s": _GPT2_RULES,
@@ -94,7 +95,8 @@ def is_known(pattern: str) -> bool:
 
 
 def _last_boundary(text: str, pattern: str) -> int:
-    """Returns the last position where a cut preserves the ids, whatever text follows, or 0 if there is none."""
+    """Returns the last position where a cut changes no id, whatever text follows. Returns 0 if there is no such
+    position."""
     regex = _last_boundary_regex(pattern)
     match = regex.match(text) if regex else None
     return match.end() if match else 0
@@ -104,8 +106,8 @@ def parts(chunks: Iterable[str], pattern: str, size: int = SEARCH_BLOCK) -> Iter
     """Cuts a document into nonempty parts of about ``size`` characters or more. Yields each part, and whether it ends
     inside a piece. Only a cut inside a piece, after `MAX_PART` characters without a boundary, can change ids.
 
-    An unknown pattern gives a single part. Raises `UserError` if this part exceeds `MAX_UNCUT` characters, or
-    `MAX_UNCUT_LIBRARY` without a pattern.
+    If the pattern is unknown, there is a single part. Raises `UserError` if this part exceeds `MAX_UNCUT` characters,
+    or `MAX_UNCUT_LIBRARY` if ``pattern`` is empty.
     """
     can_cut, max_length = _rules(pattern) is not None, MAX_UNCUT if pattern else MAX_UNCUT_LIBRARY
     pending: list[str] = []

@@ -44,8 +44,8 @@ class CatalogueEntry:
     language: str
     about: str
     homepage: str
-    field: str | None = None  # Text column, in files with columns.
-    rows: str = "documents"  # Meaning of a row: "documents", or "lines" of one text.
+    field: str | None = None  # The column that contains the text, if the files have columns.
+    rows: str = "documents"  # What the rows are: "documents", or "lines" of one text.
     python: str | None = None  # Part of the Python installation: "stdlib" or "pydoc_data.topics".
     files: tuple[PublishedFile, ...] = ()
     val: tuple[PublishedFile, ...] = ()  # Files published as held-out text.

@@ -20,7 +20,7 @@ from gpt.text.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, add_speci
 from gpt.text.untrusted import end_program, start_program
 
 MAX_CHARACTERS = 2**22  # Maximum characters of a rendered conversation.
-TIME_LIMIT = 5.0  # Time limit of a template.
+TIME_LIMIT = 5.0  # Seconds per request to the template process.
 MEMORY_LIMIT = 2**30  # Bytes for the whole template process.
 START, END = "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -63,7 +63,7 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def _cut_at_tag(text: str, content: str) -> str:
-    """Returns the text before the tag, without trailing white space if the template trimmed the tag."""
+    """Returns the text before the tag. If the template trimmed the tag, removes trailing white space as well."""
     position = text.rfind(_CONTINUE_TAG.strip())
     if position < 0 or content.strip() not in text:
         raise UserError("the chat template drops the last message, which cannot be continued")
@@ -83,9 +83,9 @@ def answers(
     ids that end turns. Excludes answers whose message index is in ``context``.
 
     One text is enough if ``{% generation %}`` marks the answers, or if every message only appends to the text.
-    Otherwise each answer needs its own text: Qwen3 and DeepSeek-R1 render an answer differently in the generation
-    prompt or before later messages. Raises `UserError` if an answer has no end-of-turn token, or changes earlier
-    messages.
+    Otherwise each answer needs its own text. For example, with Qwen3 and DeepSeek-R1 an answer does not continue the
+    generation prompt, or changes when later messages follow. Raises `UserError` if an answer has no end-of-turn token,
+    or changes earlier messages.
     """
     if _GENERATION_TAG.search(tokenizer.chat_template or ""):
         texts, spans = _render_parts(tokenizer, messages, [(len(messages), False)])
@@ -151,8 +151,8 @@ def _compile_specials(tokenizer: Tokenizer) -> re.Pattern[str]:
 
 
 def _find_start(before: str, prompt: str, after: str, content: str, specials: re.Pattern[str]) -> int:
-    """Returns the start of an answer in ``after``: the first difference from ``prompt``. Moves back to the start of the
-    answer's content or end token if these begin like the rest of the prompt."""
+    """Returns the start of an answer in ``after``: the first difference from ``prompt``. If this position is inside the
+    answer's content or end token, returns the start of the content or token."""
     start = next((i for i, (a, b) in enumerate(zip(prompt, after, strict=False)) if a != b), len(prompt))
     if start < len(before):
         raise UserError(
@@ -181,7 +181,7 @@ def _find_end(text: str, start: int, content: str, specials: re.Pattern[str]) ->
 
 
 def _search_strings(content: str) -> list[str]:
-    """Returns the strings to search for an answer, without white space and reasoning that templates remove."""
+    """Returns the forms that ``content`` can have in a rendered text: templates remove white space and reasoning."""
     strings = [content.rstrip(), content.rpartition("</think>")[2].rstrip()]
     return [string for string in [*strings, *map(str.lstrip, strings)] if string]
 
@@ -203,7 +203,8 @@ def _render_parts(
     parts: Sequence[tuple[int, bool]],
     variables: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> tuple[list[str], list[Span]]:
-    """Returns the text of each part (number of messages, whether to start an answer), and the last text's spans."""
+    """Returns the text of each part, and the spans of the last text. A part is the number of messages to render, and
+    whether to start an answer after them."""
     if tokenizer.chat_template is None:
         raise UserError(
             "this model has no chat template, which turns a conversation into text",
@@ -255,7 +256,7 @@ class _Renderer:
                 line = self._send(process, request)
                 is_complete = line.endswith(b"\n")
             finally:
-                if not is_complete:  # After an interrupt, the next request would get this reply.
+                if not is_complete:  # The next request would read the rest of this reply.
                     self._process = None
                     end_program(process)
         if not is_complete:

@@ -40,10 +40,11 @@ class Survey:
 
 
 def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
-    """Counts bytes, and up to `MIN_HASHED_DOCUMENTS` documents. Reads only the first bytes of plain UTF-8 files."""
+    """Counts bytes, and up to `MIN_HASHED_DOCUMENTS` documents. In strict mode and without ``--split-on``, reads only
+    the first bytes of plain UTF-8 files."""
     is_exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
     utf8 = config.encoding.lower() in ("utf-8", "utf8")
-    # A size of 0 can mean unknown.
+    # A size of 0 can mean that the size is unknown.
     unopened = [is_exact and utf8 and source.size > 0 and is_plain(source) for source in sources]
     documents, sizes = 0, []
     stored_bytes = text_bytes = 1  # Bytes of the opened sources, as stored and as text.
@@ -96,12 +97,12 @@ class Split:
     by: Literal["hash", "end", "text", "nothing"]  # "text" means a separate held-out text.
     fraction: float
     seed: int
-    bound: float = 0.0  # With "hash", documents with a smaller `hash_fraction` are held out.
+    bound: float = 0.0  # With "hash", documents whose `hash_fraction` is below this are held out.
     starts: tuple[int, ...] = ()  # With "end", the bytes of text before each source.
     train_bytes: int = 0  # With "end", the bytes to train on.
 
     def describe(self) -> dict[str, Any]:
-        """Returns the rule for the manifest."""
+        """Returns the rule as recorded in the manifest."""
         values: dict[str, Any] = {"by": self.by, "fraction": self.fraction, "seed": self.seed}
         if self.by == "end":
             values["kept"] = self.train_bytes
@@ -170,7 +171,8 @@ def plan_split(
 
 
 def _find_bound(sources: Sequence[Source], config: ReadConfig, fraction: float, seed: int) -> float:
-    """Returns ``fraction``, or the nearest bound with documents on both sides. Reads until both sides have one."""
+    """Returns ``fraction``, or the nearest bound if one side of ``fraction`` would have no documents. Stops reading
+    when both sides have a document."""
     lowest, highest = 1.0, 0.0
     reader = Reader(config)
     for source in sources:
@@ -222,7 +224,7 @@ class Corpus:
 
     name: str
     texts: tuple[str, ...]
-    tokenizer_settings: Mapping[str, Any]  # Tokenizer settings.
+    tokenizer_settings: Mapping[str, Any]  # The tokenizer settings of a `TextConfig`.
     reading: ReadConfig
     sources: list[Source]
     first_val_source: int
@@ -257,7 +259,7 @@ class Corpus:
 
     @property
     def first_held_out(self) -> str | None:
-        """The first source with held-out text, if the end of several sources is held out."""
+        """The name of the first source with held-out text. None unless the end of several sources is held out."""
         if self.split.by != "end" or len(self.sources) == 1:
             return None
         return next(
@@ -337,7 +339,8 @@ def _remove_held_out(sources: list[Source], val_sources: Sequence[Source], liste
 
 
 def cut_documents(assigned: AssignedChunks, pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:
-    """Yields parts to encode: (text, whether it begins a document, side, whether it ends inside a piece)."""
+    """Yields parts to encode. A part is (text, whether the text begins a document, side, whether the text ends inside a
+    piece)."""
     document_number = 0
 
     def document_key(item: tuple[Chunk, bool]) -> tuple[int, Side]:

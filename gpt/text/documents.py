@@ -64,7 +64,7 @@ CHUNK_LENGTH = 2**20  # Approximate characters of a chunk.
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
     """Yields the text between ``separator`` lines (with or without a carriage return), and None for each separator."""
     needle = "\n" + separator
-    pending = "\n"  # If not empty, starts with a line break that is virtual or already yielded.
+    pending = "\n"  # Either empty, or a line break (virtual or already yielded) and the text after it.
     for block in blocks:
         text = pending + block
         start = min(1, len(pending))  # text[:start] is already yielded.
@@ -285,7 +285,7 @@ def _normalize_name(name: str) -> str:
 
 
 def is_plain(source: Source) -> bool:
-    """Whether a source is uncompressed plain text, and so a single document without ``--split-on``."""
+    """Whether a source is uncompressed plain text. Without ``--split-on``, such a source is a single document."""
     ending = "." + _normalize_name(source.name).rpartition(".")[2]
     return ending not in {*UNPACK, *RECORD_FORMATS, *KINDS, ".zip", ".tar"}
 

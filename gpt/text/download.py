@@ -111,7 +111,7 @@ class _Download:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks ``target``. While another process or thread downloads, reports its progress."""
+        """Locks ``target``. While another process or thread has the lock, reports the progress of its download."""
         lock = FileLock(self.target.with_name(f".{self.target.name}.lock"))
         while not lock.is_locked:
             try:
@@ -236,7 +236,7 @@ def _file_size(path: Path) -> int:
 
 
 def _make_stamp(target: Path, sha256: str) -> tuple[Path, bytes]:
-    """Returns path and contents of the stamp that records ``sha256`` for the current ``target``."""
+    """Returns the path and the contents of a stamp, which records that the current ``target`` has this ``sha256``."""
     stat = target.stat()
     return target.with_name(f".{target.name}.ok"), f"{sha256} {stat.st_size} {stat.st_mtime_ns}\n".encode()
 

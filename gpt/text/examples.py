@@ -23,8 +23,8 @@ class Example:
     option: ClassVar[str]
     singular: ClassVar[str]
     plural: ClassVar[str]
-    content: ClassVar[str]  # The contents of a line, for messages.
-    form: ClassVar[str]  # A sample line, for messages.
+    content: ClassVar[str]  # The contents of a line, as named in notes.
+    form: ClassVar[str]  # A sample line, for error messages.
     records: ClassVar[formats.RecordForm]
     where: str  # The file and line.
 
@@ -86,7 +86,7 @@ class Conversation(Example):
 
     @property
     def words(self) -> list[str]:
-        """Roles as ChatML writes them, and contents."""
+        """Each message's role, as ChatML writes it, and content."""
         return [text for message in self.messages for text in (f"{message['role']}\n", message["content"])]
 
     @property
@@ -97,7 +97,7 @@ class Conversation(Example):
 
     @staticmethod
     def _content_and_reasoning(message: dict[str, str]) -> list[str]:
-        """Returns content and reasoning. Reasoning is stored under two keys."""
+        """Returns content and reasoning. The reasoning is stored under two keys, but returned once."""
         return [text for key, text in message.items() if key not in ("role", "thinking")]
 
 
@@ -198,8 +198,8 @@ def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[
 
 def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], list[E]]:
     """Returns training and held-out examples. Holds out the last ``fraction``, at least one example unless ``fraction``
-    is 0. With `MIN_HASHED_DOCUMENTS` examples or more, a hash of seed and example decides instead, so adding examples
-    moves no others. Raises `UserError` if no example is left for training."""
+    is 0. With `MIN_HASHED_DOCUMENTS` examples or more, a hash of the seed and the example decides instead, so adding
+    examples does not move others. Raises `UserError` if no example is left for training."""
     if fraction == 0:
         return list(examples), []
     if len(examples) < MIN_HASHED_DOCUMENTS:

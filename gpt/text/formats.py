@@ -62,14 +62,14 @@ class TextEncoding:
         except LookupError:
             raise UserError(f'"{encoding}" is not a text encoding', "utf-8, latin-1, cp1252, utf-16 …") from None
         except UnicodeError:
-            pass  # The encoding has units of several bytes.
+            pass  # In this encoding, a character has more than one byte.
         self.name = encoding
         self.errors = "gpt.replace" if errors == "replace" else "strict"
         self.replaced = 0
         codec = codecs.lookup(encoding).name
         self.is_utf8 = codec == "utf-8"
         self.is_unicode = codec.startswith("utf")  # Byte-order marks decode to U+FEFF.
-        self.is_wide = codec.startswith(("utf-16", "utf-32"))  # Line breaks contain zero bytes.
+        self.is_wide = codec.startswith(("utf-16", "utf-32"))  # A line break has several bytes, some of them zero.
 
     def decode(self, data: bytes) -> str:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
@@ -155,7 +155,7 @@ class TextEncoding:
         return UserError(f"{name} is not {self.shown}: {where}", self.hint)
 
 
-MAX_RECORD = 64 * 2**20  # Bytes of a line, or characters of a CSV row or JSON value.
+MAX_RECORD = 64 * 2**20  # Maximum bytes of a line, or characters of a CSV row or JSON value.
 ROWS = 64  # Parquet rows per batch.
 _decode_json = json.JSONDecoder().raw_decode  # Twice as fast as json.loads.
 _NON_SPACE, _NON_SPACE_OR_COMMA = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
@@ -177,7 +177,7 @@ class RecordForm:
     hint: str
     strings: bool = True
     json_hint: str = ""  # Appended to hints about JSON files.
-    synonyms: tuple[str, ...] = ()  # Other names of the required key, if it is the only one.
+    synonyms: tuple[str, ...] = ()  # Other names for the key, if ``keys`` has only one.
     optional: tuple[str, ...] = ()
 
     def columns(self, available: Collection[str]) -> list[str]:
@@ -236,7 +236,7 @@ def _chat_document(record: dict[str, Any], number: int, place: Place) -> str:
 
 def _parse_message(message: dict[str, Any]) -> dict[str, str]:
     """Returns role, content and optional reasoning under the keys that chat templates read."""
-    if "from" in message and "role" not in message:  # ShareGPT
+    if "from" in message and "role" not in message:  # ShareGPT's keys.
         message = {**message, "role": message["from"], "content": message.get("value")}
     role = _get_string(message, "role", CHATS.hint, null=False)
     role = _ROLE_SYNONYMS.get(role, role)
@@ -308,7 +308,8 @@ class Records(Generic[Raw]):
         raise NotImplementedError
 
     def _parse(self, number: int, row: Raw) -> dict[str, Any] | None:
-        """Returns a record's values, or None if it is empty. Raises `_BadRecord`, or `UserError` with a location."""
+        """Returns a record's values, or None if it is empty. Raises `_BadRecord`, or a `UserError` that has
+        a location."""
         raise NotImplementedError
 
     def documents(self) -> Iterator[str]:
@@ -361,7 +362,7 @@ class JSONLines(Records[tuple[int, bytes]]):
 
     def _parse(self, number: int, row: tuple[int, bytes]) -> dict[str, Any] | None:
         offset, line = row
-        if line.startswith(_BOM):  # An appended file can start with a byte-order mark.
+        if line.startswith(_BOM):  # Concatenated files can each start with a byte-order mark.
             line, offset = line.removeprefix(_BOM), offset + len(_BOM)
         try:
             text = self.encoding.decode(line).lstrip("\ufeff").strip(" \t\r\n")
@@ -452,7 +453,8 @@ class JSONFile(Records[Any]):
     def _skip_to_object(self) -> None:
         """Moves to the next line that starts with an object, or to the end."""
         while (line_break := self._text.find("\n{", self._position)) < 0:
-            self._position = max(self._position, len(self._text) - 1)  # The last character can be a line break.
+            # Stays before a final line break, because the next block can start with {.
+            self._position = max(self._position, len(self._text) - 1)
             if not self._read_more():
                 self._position = len(self._text)
                 return
@@ -535,7 +537,7 @@ class Table(Records[list[str]]):
         yield from rows
 
     def _parse(self, number: int, row: list[str]) -> dict[str, Any] | None:
-        if row == self._header:  # Header of an appended file.
+        if row == self._header:  # With concatenated files, the header is repeated.
             return None
         if len(row) != len(self._header):
             rule = "a field with a comma or a line break must be quoted"
@@ -585,15 +587,15 @@ class Table(Records[list[str]]):
         return self
 
     def __next__(self) -> str:
-        """Returns the next line for the parser. Unlike a generator, can continue after an error."""
+        """Returns the next line for the parser. Unlike a generator, this iterator can continue after an error."""
         self._last_line, (_, line) = next(self._remaining_lines)
         self._first_line = self._first_line or self._last_line
-        if not self._row_size:  # Any row can start an appended file.
+        if not self._row_size:  # With concatenated files, a byte-order mark can precede any row.
             line = line.removeprefix(_BOM)
-        # Surrogates preserve invalid bytes, because only the selected fields must be valid.
+        # Only the selected fields must be valid, so the row keeps invalid bytes as surrogates.
         text = line.decode(self.encoding.name, "surrogateescape")
         if not self._row_size:
-            text = text.lstrip("\ufeff")  # Removes a byte-order mark in another encoding.
+            text = text.lstrip("\ufeff")  # Removes a byte-order mark in encodings other than UTF-8.
         self._row_size += len(text)
         if self._row_size > MAX_RECORD:
             raise self._too_long(self._last_line)

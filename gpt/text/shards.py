@@ -177,7 +177,7 @@ class TokenStream:
             self.release()
 
     def release(self) -> None:
-        """Unmaps all shards. The next read maps its shard again."""
+        """Unmaps all shards. Reading a shard maps it again."""
         for index in self._mapped_shards:
             self.shards[index].release()
         self._touched = 0

@@ -46,7 +46,7 @@ def find(
     skipped files.
     """
     if not texts:
-        return catalogue.sources(DEFAULT_CORPUS)  # The default applies even if a file is called pydocs.
+        return catalogue.sources(DEFAULT_CORPUS)  # The default corpus, even if there is a file called pydocs.
     finder = _Finder(skipped)
     unique: dict[str, Source] = {}
     for text in dict.fromkeys(texts):
@@ -185,7 +185,7 @@ class _Finder:
 
     def _mark_seen(self, path: str, seen: set[str]) -> bool:
         """Adds the real path of a folder to ``seen``. Returns False for a repeated folder, and for a link to a parent
-        folder, which would add outside files."""
+        folder, which also contains files that the user did not name."""
         real_path = Path(os.path.realpath(path))
         if str(real_path) in seen:
             return False
@@ -271,7 +271,7 @@ _TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "update
 
 def find_remote(address: str) -> list[Source]:
     """Returns the files of a URL, which can be a folder or a pattern, sorted and without hidden files. Raises
-    `UserError` if there is no file, `WorkError` without a network or a package that fsspec needs."""
+    `UserError` if there is no file, `WorkError` if the network or a package that fsspec needs is missing."""
     with translate_errors(partial(_remote_error, address)):
         fs, path = _open_filesystem(address)
         infos = dict(_remote_files(fs, path, address))

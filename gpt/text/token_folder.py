@@ -59,7 +59,8 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A source's stored size, modification time, and documents, bytes and sha256 of its UTF-8 text."""
+    """A source. ``size`` is the stored size, and ``time`` the modification time. ``bytes`` and ``sha256`` refer to the
+    UTF-8 text."""
 
     group: Count
     name: str
@@ -125,7 +126,8 @@ class TokenFolder:
         return read_described_tokenizer(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
 
     def adopt_tokenizer(self, tokenizer: Tokenizer) -> bool:
-        """Adopts a model's tokenizer, which can have fewer ids. Returns False if the tokenizers differ."""
+        """Adopts a model's tokenizer, which can be limited to fewer ids than this folder's. Returns False if the
+        tokenizers differ."""
         is_same = self.tokenizer.is_same_as(tokenizer)
         if is_same:
             self.tokenizer = tokenizer
@@ -191,7 +193,7 @@ def write_manifest(
     sources: Sequence[SourceRecord],
     counts: Mapping[str, int],
 ) -> None:
-    """Finishes the folder: writes ``sources.jsonl``, then ``manifest.json``. ``counts`` are further totals."""
+    """Finishes the folder: writes ``sources.jsonl``, then ``manifest.json``. ``counts`` are the totals of `COUNTS`."""
     with atomic_file(folder / SOURCES) as file:
         for source in sources:
             file.write((json.dumps(asdict(source), ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape"))
@@ -252,7 +254,7 @@ def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
 
 
 def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
-    """Raises `UserError` if parts overlap: parts of the same text never overlap."""
+    """Raises `UserError` if parts overlap. Parts of the same text never do."""
     hint = "create all parts from the same text"
     groups: dict[str, int] = {}
     for source in sources:

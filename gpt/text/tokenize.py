@@ -1,8 +1,9 @@
 """Tokenizes text into a token folder. The main thread reads and writes in text order; worker threads encode.
 
 The shards depend only on the text and the settings, not on the number of threads or on interruptions. Sources form
-groups. A group's text is divided into items, and a slice (one shard per side) consists of whole items. Each finished
-slice adds a line to ``progress.jsonl``. A resume reads the unfinished group again and encodes the missing items.
+groups. The text of a group is divided into items. A slice consists of whole items and has one shard per side. When a
+slice is finished, a line is added to ``progress.jsonl``. A resume reads the unfinished groups again and encodes the
+missing items.
 """
 
 import contextlib
@@ -76,7 +77,7 @@ def read_items(corpus: Corpus, group: int, tokenizer: Tokenizer, on_bytes: OnByt
 
 
 class _CountedChunks:
-    """The chunks of a source, with sha256, bytes and documents read so far."""
+    """Iterates over the chunks of a source. Keeps the sha256 and the counts of bytes and documents read so far."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self.chunks, self.documents, self.bytes, self.digest = chunks, 0, 0, hashlib.sha256()
@@ -111,7 +112,7 @@ def encode(tokenizer: Tokenizer, item: Item) -> EncodedItem:
     return encoded
 
 
-AHEAD = 16  # Items in memory beyond two per worker, to keep workers busy while the main thread writes.
+AHEAD = 16  # Items in memory in addition to two per worker. They keep workers busy while the main thread writes.
 
 
 def _encode_items(
@@ -136,7 +137,7 @@ def _encode_items(
             for item in items:
                 pending.append((item, pool.submit(encode, tokenizer, item)))
                 yield from yield_finished(2 * jobs + AHEAD)
-        except Exception:  # Finish the items before an unreadable text.
+        except Exception:  # Finish the items that precede the unreadable text.
             yield from yield_finished(0)
             raise
         yield from yield_finished(0)

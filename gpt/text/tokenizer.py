@@ -185,8 +185,8 @@ class Tokenizer:
         return [self._check_limit(ids) for ids in self.backend.encode_all(texts, self.words)]
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the ids of a prompt, at least one. Special tokens are ordinary text unless the tokenizer has
-        Transformers files."""
+        """Returns the ids of a prompt, starting with BOS if there is one. An empty prompt without BOS becomes
+        end-of-text. Special tokens are ordinary text unless the tokenizer has Transformers files."""
         ids: list[int] = self.encode(text, specials=bool(self.files)).tolist()
         return ([] if self.bos is None else [self.bos]) + ids or [self.eot]
 
@@ -244,8 +244,8 @@ class Tokenizer:
         return digest.hexdigest()
 
     def is_same_as(self, other: "Tokenizer") -> bool:
-        """Whether the fingerprints are equal. Across backends, equal patterns and tokens are enough, because an older
-        gpt ran more vocabularies in tiktoken."""
+        """Whether the fingerprints are equal. If the backends differ, equal patterns and tokens are enough: an older
+        gpt used tiktoken for vocabularies that the tokenizers library runs now."""
         self_values, other_values = (
             (tokenizer.pattern, tokenizer.eot, tokenizer.bos, tokenizer._added_tokens, tokenizer._token_bytes)
             for tokenizer in (self, other)
@@ -339,8 +339,8 @@ def gpt2_tokenizer() -> Tokenizer:
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """Returns one of `named_tokenizers`. Downloads the file once into the user's cache or ``TIKTOKEN_CACHE_DIR``.
-    Raises `WorkError` offline, naming the file and the path."""
+    """Returns the built-in tokenizer called ``name``. Downloads its file once, into the user's cache or
+    ``TIKTOKEN_CACHE_DIR``. If the download fails, raises `WorkError` with the file's address and local path."""
     if name == "bytes":
         return bytes_tokenizer()
     if name == "r50k_base":
@@ -358,7 +358,7 @@ def _load_encoding(name: str) -> tiktoken.Encoding:
     file = _FILES.get(name, name)
     old_folder = os.environ.get("TIKTOKEN_CACHE_DIR")
     folder = old_folder or str(cache_dir() / "tiktoken")
-    os.environ["TIKTOKEN_CACHE_DIR"] = folder  # All users share tiktoken's default folder.
+    os.environ["TIKTOKEN_CACHE_DIR"] = folder  # tiktoken's default folder is shared by all users.
     try:
         return tiktoken.get_encoding("r50k_base" if name == "gpt2" else name)
     except (OSError, ValueError) as error:  # ValueError means a wrong hash. Network errors are OSErrors.

@@ -116,8 +116,8 @@ def has_described_tokenizer(folder: Path, description: Any) -> bool:
 
 
 def read_described_tokenizer(folder: Path, description: Any, where: str) -> Tokenizer:
-    """Reads a tokenizer from ``folder``. ``description`` is the result of `describe` in the file ``where``. Raises
-    `UserError` if they do not match."""
+    """Reads a tokenizer from ``folder``. ``description``, from the file ``where``, is a result of `describe`. Raises
+    `UserError` if the tokenizer does not match the description."""
     try:
         files = _read_kept(folder, [name for name in UNCHANGED_FILES if name in description.get("files", [])])
         file = folder / (TOKENIZER_JSON if description.get("library") else RANKS)
@@ -195,8 +195,8 @@ def read_gguf(path: Path) -> Tokenizer | None:
 
 
 def _complete(values: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Mapping[str, Any]:
-    """Completes a ``tokenizer.json`` as Transformers does. Adds the missing tokens of the other ``files``, makes
-    end-of-text special, and applies ``add_prefix_space`` for GPT-2's and Qwen2's classes."""
+    """Completes a ``tokenizer.json`` as Transformers does. Adds tokens that are only in the other ``files``, makes
+    end-of-text special, and applies ``add_prefix_space`` if the class is GPT-2's or Qwen2's."""
     config, names = (json.loads(files.get(name, b"{}")) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
     vocab, listed_tokens = values["model"]["vocab"], values.get("added_tokens") or []
     # Unigram's vocabulary is a list.
@@ -228,7 +228,7 @@ def _companion_tokens(
     where: str,
 ) -> list[dict[str, Any]]:
     """Returns the tokens that are only in the files next to a ``tokenizer.json``, in the format of ``added_tokens``. As
-    in Transformers, ids come from ``vocab`` or continue at ``size``."""
+    in Transformers, a token's id comes from ``vocab``; tokens that are not in ``vocab`` get new ids from ``size``."""
     try:
         listed_tokens: dict[Any, Any] = config.get("added_tokens_decoder") or {}
         if not listed_tokens:
@@ -264,7 +264,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def read_template(folder: Path) -> dict[str, bytes]:
-    """Reads the chat template of a folder without a tokenizer, as a tokenizer file."""
+    """Returns the chat template of a folder without a tokenizer, in the form of `Tokenizer.files`."""
     files = _read_kept(folder, (CHAT_TEMPLATE, TOKENIZER_CONFIG))
     template = Tokenizer.template_in(files)
     return {} if template is None else {CHAT_TEMPLATE: template.encode()}
@@ -279,7 +279,8 @@ def _read_settings(folder: Path) -> list[dict[str, Any]]:
 
 
 def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict[str, bytes]:
-    """Returns kept or new files by name, for tiktoken, the tokenizers library and Transformers."""
+    """Returns a tokenizer's files by name, for tiktoken, the tokenizers library and Transformers. Kept files are
+    unchanged."""
     ranks = {RANKS: to_tiktoken(tokenizer.backend.ranks)} if isinstance(tokenizer.backend, ByteBPE) else {}
     if tokenizer.keeps_files:
         return {**tokenizer.files, **ranks}
@@ -293,7 +294,7 @@ def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict
 
 def add_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
     """Returns a tokenizer with further special tokens, which get the next ids. Updates a kept ``tokenizer.json``.
-    Without one, drops the kept files, so saving creates new files."""
+    If there is none, drops all kept files, so saving creates new ones."""
     new_ids = {word: id for id, word in enumerate(words, tokenizer.vocab_size)}
     files, backend = dict(tokenizer.files), tokenizer.backend
     if not new_ids:
@@ -401,8 +402,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[str, Any]:
-    """Returns ``tokenizer_config.json``. ``block_size`` is the context length, if known. Only GPT-2's pattern gets the
-    class GPT2Tokenizer, because transformers 5 would replace any other pattern."""
+    """Returns ``tokenizer_config.json``. ``block_size`` is the context length, if known. The class is
+    GPT2Tokenizer only with GPT-2's pattern, because transformers 5 replaces the pattern of that class."""
     gpt2 = tokenizer.pattern == GPT2_PATTERN
     return {
         "tokenizer_class": "GPT2Tokenizer" if gpt2 else "PreTrainedTokenizerFast",
@@ -422,8 +423,8 @@ def from_tokenizer_json(
     files: Mapping[str, bytes] | None = None,
     settings: Sequence[Mapping[str, Any]] = ({}, {}, {}),
 ) -> Tokenizer:
-    """Reads a ``tokenizer.json``. The backend is tiktoken if `to_tokenizer_json` would write the same tokenizer, as for
-    GPT-2, otherwise the tokenizers library. Keeps ``files``. ``settings`` come from `_read_settings`. Raises
+    """Reads a ``tokenizer.json``. If `to_tokenizer_json` would write the same tokenizer, as for GPT-2, the backend is
+    tiktoken. Otherwise it is the tokenizers library. Keeps ``files``. ``settings`` come from `_read_settings`. Raises
     `UserError` for an unsupported file."""
     files = files or {}
     try:
@@ -476,8 +477,8 @@ def _create_tokenizer(
     where: str,
     files: Mapping[str, bytes],
 ) -> Tokenizer:
-    """Creates a tokenizer. The first configuration in ``settings`` with end tokens applies, and ``<|endoftext|>`` takes
-    precedence."""
+    """Creates a tokenizer. Takes the end tokens from the first configuration in ``settings`` that has any. The
+    end-of-text token is ``<|endoftext|>`` if that is one of them, otherwise the first one."""
     ends = next((ids for config in settings if (ids := _end_ids(config, {**specials, **words}, backend.pieces))), [])
     if not ends:
         if END_OF_TEXT not in specials and len(specials) != 1:
@@ -496,8 +497,8 @@ def _create_tokenizer(
 
 
 def _end_ids(settings: Mapping[str, Any], added: Mapping[str, int], pieces: Mapping[int, bytes]) -> list[int]:
-    """Returns a configuration's end ids, added tokens first. Returns no ids unless one is an added token, because
-    configurations of other vocabularies often contain GPT-2's 50256."""
+    """Returns a configuration's end ids, added tokens first. Returns no ids if none is an added token, because models
+    with other vocabularies often still have GPT-2's 50256 in their configuration."""
     value = settings.get("eos_token_id")
     if value is not None:
         ids = value if isinstance(value, list) else [value]
@@ -549,7 +550,7 @@ def _as_byte_bpe(library: LibraryTokenizer, added: Collection[str]) -> ByteBPE |
 
 
 def byte_ranks(vocab: Mapping[str, int], added: Collection[str]) -> dict[bytes, int] | None:
-    """Returns token bytes and ids, without ``added`` tokens. Returns None if a token is not in GPT-2's byte
+    """Returns token bytes and ids, without ``added`` tokens. Returns None if a token is not spelled in GPT-2's byte
     characters."""
     try:
         ranks = {

@@ -67,7 +67,7 @@ class Slice:
 
     group: Count
     slice: Count
-    items: Count  # Cumulative items of the group, including this slice.
+    items: Count  # Number of the group's items up to the end of this slice.
     last: bool
     shards: list[ShardRecord]
     sources: list[SourceRecord]
@@ -109,7 +109,7 @@ class ShardWriter:
         self._items: list[tuple[Item, EncodedItem]] = []
 
     def add(self, item: Item, encoded: EncodedItem) -> None:
-        """Adds the next item, and writes the slice when complete. Raises `WorkError` if the disk is full."""
+        """Adds the next item. Writes the slice when it is complete. Raises `WorkError` if the disk is full."""
         item.texts.clear()  # Frees memory, because a slice has 64 MB of text or more.
         self._items.append((item, encoded))
         if (
@@ -238,7 +238,8 @@ def read_progress(out: Path, about: Mapping[str, Any]) -> FinishedSlices:
             or progress.is_whole(next_slice.group)
             or not _has_shards(out, next_slice)
         ):
-            has_dropped = True  # The later slices of the group fail the number check.
+            # Later slices of the group are dropped too, because their numbers are no longer consecutive.
+            has_dropped = True
         else:
             progress.add(next_slice)
     if any(header["about"]["reading"].get(key) != about["reading"][key] for key in _BAD_TEXT_SETTINGS):
@@ -276,8 +277,8 @@ def _has_shards(out: Path, finished_slice: Slice) -> bool:
 
 
 def _check_sources(out: Path, old: list[list[Any]], corpus: Corpus, share: tuple[int, int] | None) -> None:
-    """Raises `UserError` if names, sizes or modification times of the sources (only those in ``share``, if given)
-    changed."""
+    """Raises `UserError` if the name, size or modification time of a source changed. With ``share``, compares only that
+    part's sources."""
     i, n = share or (1, 1)
     old_sources = {name: rest for name, *rest in old}
     for number in (number for group in corpus.groups[i - 1 :: n] for number in group):
@@ -300,7 +301,7 @@ def _check_settings(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -
     was_strict = old["reading"].get("errors") == "strict" and not old["reading"].get("skip_bad")
     for table in ("asked", "reading"):
         for key, value in new[table].items():
-            # Up to the first bad byte, all error settings produce the same ids as strict reading.
+            # Strict reading stops at the first bad byte. Up to there, all error settings produce the same ids.
             if old[table].get(key) != value and not (was_strict and key in _BAD_TEXT_SETTINGS):
                 raise UserError(f"{out} was started with {key} {old[table].get(key)!r}, now {value!r}", _HINT)
 

@@ -319,7 +319,8 @@ def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
 
 
 def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
-    """Yields the regular files of a ``.tar`` that are not hidden. The caller must read each file before the next."""
+    """Yields the regular files of a ``.tar`` that are not hidden. The caller must read each file before
+    requesting the next."""
 
     def open_member(info: tarfile.TarInfo, name: str) -> ByteStream:
         return ByteStream(members.extractfile(info), partial(damage_error, archive.name))

@@ -21,7 +21,7 @@ from gpt.errors import UserError
 
 T = TypeVar("T")
 
-MAX_GROWTH = 32  # Maximum growth factor of a text: Llama's normalizer needs 2, SentencePiece's NFKC 18.
+MAX_GROWTH = 32  # Maximum growth factor of a text. Llama's normalizer needs 2; SentencePiece's NFKC needs 18.
 MAX_CHARACTERS = 2**26  # Maximum characters after growth. The library needs about 110 bytes per character.
 MAX_STEPS = 100  # Maximum steps of a normalizer or decoder. Each step reads the text once.
 MAX_AFFIX = 64  # Characters of the prefix or suffix that a model adds to word parts.
@@ -97,8 +97,8 @@ def _longest_replacement(charsmap: str) -> int:
 
 def run_with_timeout(work: Callable[[], T], size: int, is_risky: bool = True) -> T:
     """Calls ``work``, native code for a text of ``size`` characters. Unless the text is short, uses a thread that
-    Ctrl-C or the time limit can abandon. Raises `UserError` if risky work takes too long, and any exception of
-    ``work``."""
+    Ctrl-C or the time limit can abandon. Raises `UserError` if risky work takes too long. Exceptions of ``work``
+    propagate."""
     if size <= MAX_UNTIMED:
         return work()
     future = Future[T]()
@@ -111,7 +111,7 @@ def run_with_timeout(work: Callable[[], T], size: int, is_risky: bool = True) ->
 
     limit = (
         SECONDS + size / CHARACTERS_PER_SECOND if is_risky else threading.TIMEOUT_MAX
-    )  # A suspended process must not time out.
+    )  # Work without risk has no limit, because a suspended process would exceed it.
     threading.Thread(target=run, daemon=True, name="gpt-tokenizer").start()
     try:
         return future.result(limit)

@@ -26,13 +26,13 @@ from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single, Strategy, make_strategy
 
-PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # maximum measuring time: share of the minutes, and seconds
-PROBE_STEPS = (2, 6)  # minimum timed steps, and target if they are slow; the first ones allocate memory
+PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
+PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
 SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
-# Tokens and bytes of text per parameter that a size needs to beat the next smaller one, measured without compiling.
-# `nano` has no minimum text (benchmarks/defaults.md).
+# A preset beats the next smaller one from this many training tokens and bytes of text per parameter, measured without
+# compiling. `nano` needs no minimum of text (benchmarks/defaults.md).
 MIN_TOKENS, MIN_BYTES = 1.0, 0.4
 MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
 MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
@@ -46,7 +46,7 @@ def preset_for_minutes(
     config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None], processes: int = 1
 ) -> TrainConfig:
     """Chooses the preset for ``config.minutes``, unless the user chose a model. Passes the reason to ``note``. Assumes
-    linear scaling with ``processes``."""
+    that speed is proportional to ``processes``."""
     shape = (config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
@@ -127,14 +127,16 @@ class Planner:
         if config.minutes is None:
             return recipe, None
         note("measuring training speed on this machine")
-        # The minutes decide whether to compile, not the number of steps that fit.
+        # Later, ``steps`` replaces the minutes in this config. Keep the choice to compile, which depends on the
+        # minutes.
         steps_config, token_limit = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
         if self.init is not None and config.batch_tokens is None:  # A step of the default batch can take minutes.
             smallest = replace(self.resolve(config, max_tokens=1), compile=False)
             token_limit = self.measure(smallest, 0.0)[1] * smallest.batch_tokens
             recipe = self.resolve(config, max_tokens=token_limit)
         if recipe.compile:
-            # A compiled program has a fixed dropout and micro-batch, so take both from an uncompiled run.
+            # A compiled program has a fixed dropout and micro-batch. Choose both from the number of uncompiled steps
+            # that fit.
             _, steps = self.measure(replace(recipe, compile=False), 0.0)
             recipe = self.resolve(replace(steps_config, steps=steps), max_tokens=token_limit)
             steps_config = replace(steps_config, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
@@ -161,8 +163,8 @@ class Planner:
         )  # fmt: skip
 
     def measure(self, recipe: Recipe, share: float) -> tuple[TimeBudget, int]:
-        """Measures steps, evaluations and samples for a ``share`` of the minutes. Returns the budget and how many steps
-        fit."""
+        """Times steps for a ``share`` of the minutes, and then evaluations and samples. Returns the budget and how many
+        steps fit."""
         world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.compute, world, self.init)
@@ -197,7 +199,8 @@ class Planner:
 
 
 def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_seconds: float) -> list[float]:
-    """Times training steps for ``target`` seconds, or slow steps for up to ``max_seconds`` (see `PROBE_STEPS`)."""
+    """Times training steps for ``target`` seconds. If too few steps fit (see `PROBE_STEPS`), continues for up to
+    ``max_seconds``."""
     world, seconds = stepper.world, list[float]()
     target = min(target, PROBE_SECONDS)
 

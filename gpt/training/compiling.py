@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from gpt.model.decoder import GPT
 
-# Inductor options for a GPU. Kernels recompute a value that takes at most this many reads and operations. With the
-# defaults, 4 and 30, the gradients of rotated queries and keys go through memory in float32.
+# Inductor options for a GPU. Kernels recompute a value, instead of loading it, if that takes at most this many reads
+# and operations. With the defaults, 4 and 30, the gradients of rotated queries and keys go through memory in float32.
 RECOMPUTE_OPTIONS = {"realize_reads_threshold": 6, "realize_opcount_threshold": 60}
 
 
 def compile_halves(model: GPT, device: torch.device, **compile_options: Any) -> None:
     """Compiles the last norm and the attention and MLP halves. All blocks share their code.
 
-    In a graph of a whole block, three backward kernels would recompute the sum between the halves from two tensors,
-    instead of loading it. A graph of all blocks would compile more slowly for deeper models.
+    If a whole block were one graph, three backward kernels would not load the sum between its halves, but recompute it
+    from two tensors. If all blocks were one graph, deeper models would compile more slowly.
     """
     torch._dynamo.config.optimize_ddp = False  # This option would split the graphs at DDP's gradient buckets.
     options = RECOMPUTE_OPTIONS if device.type == "cuda" else None

@@ -85,7 +85,8 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Answers:
-    """Accuracy of greedy decoding: ``exact`` matches in ``asked`` pairs, an even sample of all ``pairs``."""
+    """Accuracy of greedy decoding: of ``asked`` completions, ``exact`` are right. The pairs to complete are spread
+    evenly over all ``pairs``."""
 
     exact: int
     asked: int
@@ -97,8 +98,8 @@ class Answers:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a finished run. The loss is the best checkpoint's, on all held-out text or as much as ``--minutes``
-    allows."""
+    """The result of a finished run. The loss is that of the best checkpoint. It is measured on all held-out text, or on
+    a part of it if ``--minutes`` leaves too little time."""
 
     run: Path
     checkpoint: Path

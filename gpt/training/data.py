@@ -65,12 +65,12 @@ def find_token_folder(texts: Sequence[str]) -> Path | None:
 def open_tokens(
     path: Path, config: TrainConfig, note: Callable[[str], None], tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """Opens a `gpt tokenize` folder. Notes settings without effect. Raises `UserError` for a part of a corpus, or a
-    tokenizer other than the base model's ``tokenizer``."""
+    """Opens a `gpt tokenize` folder. Notes settings that have no effect. Raises `UserError` for a part of a corpus, or
+    a tokenizer other than the base model's ``tokenizer``."""
     defaults = TextConfig()
     option_names = [
         option.name for option in fields(TextConfig) if option.name not in ("seed", "jobs")
-    ]  # ``seed`` also seeds training; ``jobs`` don't affect results
+    ]  # ``seed`` still seeds training, and ``jobs`` never affects results.
     for name in option_names:
         if getattr(config, name) != getattr(defaults, name):
             note(f"{path} is already tokenized: --{name.replace('_', '-')} has no effect")

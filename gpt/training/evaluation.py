@@ -32,7 +32,8 @@ from gpt.training.strategy import Strategy
 Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
 
 SAMPLE = SampleConfig(max_tokens=80)
-EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)  # tokens in a periodic evaluation: share of training tokens, and limits
+# Tokens in a periodic evaluation: this share of the training tokens, but within these limits.
+EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)
 MAX_CHECKED_PAIRS = 500  # maximum pairs per split to check for exact answers
 
 
@@ -124,8 +125,8 @@ def sample_lines(run: RunContext, strategy: Strategy, model: GPT, compute: Compu
 
 
 def estimate_sample_seconds(strategy: Strategy, data: Dataset, tokens: int = 8) -> float:
-    """Estimates the seconds per sample by timing a few ``tokens``. Ignores the first two, when a GPU loads its
-    kernels."""
+    """Estimates the seconds per sample by timing a few ``tokens``. Ignores the first two tokens, because a GPU loads
+    its kernels then."""
 
     def measure() -> float:
         context = Context(strategy.model, strategy.compute, vocab_size=data.tokenizer.vocab_size)

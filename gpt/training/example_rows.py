@@ -71,8 +71,8 @@ class RowBatches:
     seed: int
 
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """Returns one rank's inputs and targets, (rows / ranks, T), for a step counted from 0. T is the length of the
-        step's longest example. Ids that are not targets are `IGNORED`."""
+        """Returns one rank's inputs and targets for ``step``, which counts from 0. Their shape is (rows / ranks, T). T
+        is the length of the step's longest example. Ids that are not targets are `IGNORED`."""
         positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
         windows = [
             self.examples.window(index) for index in shuffle_indices(positions, len(self.examples), self.seed).tolist()
@@ -137,17 +137,18 @@ class PairEncoder(Encoder[Pair]):
 
 
 class ChatEncoder(Encoder[Conversation]):
-    """Encodes conversations. Targets are the assistant's answers and their end-of-turn tokens. These tokens are added
-    to the ends of `tokenizer`. A conversation longer than the context is cut after the last answer that fits."""
+    """Encodes conversations. Targets are the assistant's answers and their end-of-turn tokens. The end-of-turn tokens
+    are added to `tokenizer`'s end-of-text tokens. A conversation longer than the context is cut after the last answer
+    that fits."""
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         super().__init__(chat.with_template(tokenizer), block_size, skip_bad)
         self._cut_after = self._cut_inside = self._skipped = self._rejected = self._split = 0
 
     def rows(self, example: Conversation) -> list[ExampleRow]:
-        """Encodes a conversation as one row, or as one row per answer (`chat.answers`). Skips rows whose first answer
-        starts beyond the context. Raises `UserError` if the chat template rejects the conversation, unless
-        ``skip_bad``."""
+        """Encodes a conversation as one row, or as one row per answer if the chat template requires it
+        (`chat.answers`). Skips rows whose first answer starts beyond the context. Raises `UserError` if the chat
+        template rejects the conversation, unless ``skip_bad``."""
         try:
             texts, ends = chat.answers(self.tokenizer, example.messages, example.context)
         except UserError as error:
@@ -166,7 +167,7 @@ class ChatEncoder(Encoder[Conversation]):
         ids, counts = self.tokenizer.encode_marked(text, spans)
         max_ids = self.block_size + 1  # The last id is only a target.
         if len(ids) > max_ids:
-            answer_ends = np.flatnonzero(counts[:-1] & ~counts[1:]) + 1  # ids up to the end of each answer
+            answer_ends = np.flatnonzero(counts[:-1] & ~counts[1:]) + 1  # number of ids up to the end of each answer
             fitting_ends = answer_ends[answer_ends <= max_ids].tolist()
             length = fitting_ends[-1] if fitting_ends else max_ids
             ids, counts = ids[:length], counts[:length]

@@ -20,17 +20,18 @@ from gpt.runs.record import StartRecord
 from gpt.text import chat
 from gpt.text.tokenizer import Tokenizer
 
-# Learning rates relative to training the preset from scratch, tuned on nano. AdamW's factor is customary
-# (benchmarks/defaults.md).
+# Factors that multiply the preset's learning rate for training from scratch. Muon's was tuned on nano, AdamW's is
+# customary (benchmarks/defaults.md).
 LR_FACTOR: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}
 LORA_LR_FACTOR = 2.0
-MIN_ADAMW_PARAMETERS = 100_000_000  # parameters above which a Muon step costs as much as thousands of tokens
-MIN_EPOCHS = 3.0  # default epochs of text, and minimum for pairs
+# From this size, AdamW is the default, because a Muon step costs as much as thousands of tokens.
+MIN_ADAMW_PARAMETERS = 100_000_000
+MIN_EPOCHS = 3.0  # default epochs for text; pairs get at least as many
 MAX_PAIR_EPOCHS = 20.0
 MAX_PAIR_TOKENS = 2_000_000
 MAX_PAIR_FLOPS = 3e13  # compute budget for pairs on a CPU, at 6 FLOPs per parameter and token
 CONTEXT = 1024  # default maximum training context for RoPE models
-STEPS, PAIR_STEPS = 100, 400  # minimum default steps for text and for pairs; batches shrink to reach them
+STEPS, PAIR_STEPS = 100, 400  # minimum steps of default runs on text and on pairs; batches shrink to reach them
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,14 @@ class InitCheckpoint:
     def adapter(self, rank: int, alpha: float) -> Adapter:
         """Returns the description of an adapter of this base model."""
         base = str(self.path.absolute())
-        if hub.is_remote(self.name):  # A commit can be downloaded again if the cache is emptied.
+        if hub.is_remote(self.name):  # If the cache is emptied, the commit can be downloaded again.
             base = f"{self.name.partition('@')[0]}@{self.path.name}"
         return Adapter(base, rank, alpha, self.sha256)
 
 
 def find_init(config: TrainConfig) -> InitCheckpoint | None:
-    """Returns the base model of ``--init``, or None without it. Raises `UserError` if there is no checkpoint, or if an
-    option contradicts its shape or vocabulary."""
+    """Returns the base model that ``--init`` names, or None without ``--init``. Raises `UserError` if there is no such
+    checkpoint, or if an option contradicts its shape or vocabulary."""
     if config.init is None:
         return None
     path = folder.find_checkpoint(config.init)
@@ -136,7 +137,8 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
 
 
 def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], None]) -> GPTConfig:
-    """Returns ``model`` with the context to train: that of ``config``, or by default at most `CONTEXT` for RoPE."""
+    """Returns ``model`` with the context that ``config`` sets for training. By default this is the model's own context,
+    but with RoPE at most `CONTEXT`."""
     length = config.block_size or (min(CONTEXT, model.block_size) if model.positions == "rotary" else model.block_size)
     if config.block_size is None and length < model.block_size:
         note(f"training on sequences of {length:,} tokens; the model's context is {model.block_size:,} (--block-size)")
@@ -153,5 +155,5 @@ def choose_epochs(n_tokens: int, pairs: bool, model: GPTConfig, device: str) -> 
 
 
 def shrink_batch(preset: Preset, tokens: float, steps: int) -> Preset:
-    """Shrinks the preset's batches so that ``tokens`` take at least ``steps``."""
+    """Shrinks the preset's batches so that a run on this many ``tokens`` takes at least ``steps`` steps."""
     return replace(preset, batch_tokens=max(1, min(preset.batch_tokens, round(tokens / steps))))

@@ -15,7 +15,8 @@ from gpt.training.logs import Logs, Metrics, Speed
 from gpt.training.state import TrainState
 from gpt.words import counted
 
-MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10  # memorization: nats per token, and consecutive steps below it
+# Examples are memorized if the loss is below this, in nats per token, for this many consecutive steps.
+MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10
 
 
 class Journal:

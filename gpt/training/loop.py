@@ -23,7 +23,9 @@ from gpt.training.strategy import Strategy
 
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
-LOSS_MARGIN = 1.0  # maximum loss above a uniform guess, in nats per token
+# A run has learnt once its loss is this far below that of a uniform guess, in nats per token. After that, a loss this
+# far above a uniform guess has exploded.
+LOSS_MARGIN = 1.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Trainer:
         state.step_seconds += time.perf_counter() - start
         self.report_pending()
         state.step, self.pending = pending.step, pending
-        if pending.outcome.arrived is None:  # The device runs synchronously with the host.
+        if pending.outcome.arrived is None:  # This device is synchronous, so the step has ended.
             self.report_pending()
 
     def report_pending(self) -> None:

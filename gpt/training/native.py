@@ -24,7 +24,7 @@ SCORES_PER_CALL = 2**20  # attention scores that fit into the CPU's cache
 
 
 class GradientProgram:
-    """The compiled gradients of an objective for inputs of one shape, (rows, T)."""
+    """A compiled program for the loss and gradients of an objective, on inputs of one shape, (rows, T)."""
 
     def __init__(self, objective: nn.Module, model: GPT, compute: Compute, rows: int, note: programs.Note) -> None:
         self.shape = (rows, model.config.block_size)
@@ -48,7 +48,8 @@ class GradientProgram:
         self.run = programs.find(key, trace, note, "the step")
 
     def __call__(self, x: Tensor, y: Tensor, n_targets: Tensor) -> Tensor:
-        """Returns the loss on x and y, (rows, T), divided by ``n_targets``. Adds its gradients."""
+        """Returns the summed loss on inputs x and targets y, (rows, T), divided by ``n_targets``. Adds the gradients of
+        the result to those of the parameters."""
         x, y = x.contiguous(), y.contiguous()  # x and y are views of one array.
         dropout_mask = kernels.dropout_mask(sum(self.dropout_sizes), self.dropout, self.masks[0].dtype)
         inputs = [*self.inputs, x, y, n_targets, *self.masks, *torch.split(dropout_mask, self.dropout_sizes)]
@@ -67,8 +68,9 @@ def _trace_graph(objective: nn.Module, model: GPT, compute: Compute, shape: tupl
     """Traces the forward and backward pass into one graph of torch operators.
 
     Inputs: parameters, buffers, ids, targets, the number of targets, `_masks`, dropout masks. Outputs: mean loss,
-    gradient of the embedding lookup's output, gradients of all parameters. The embedding's gradient excludes the
-    lookup: threads would add its rows in random order, with different rounding in each run.
+    gradient of the embedding lookup's output, gradients of all parameters. The gradient of the embedding matrix lacks
+    the lookup's part, which `GradientProgram` adds: compiled code would add rows from several threads in random order,
+    and each run would round differently.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -101,7 +103,7 @@ def _trace_graph(objective: nn.Module, model: GPT, compute: Compute, shape: tupl
 
 
 def _masks(config: GPTConfig, dtype: torch.dtype) -> list[Tensor]:
-    """The attention masks without a window and with the model's sliding window, (T, T)."""
+    """The (T, T) attention masks of layers without a window and of layers with the model's sliding window."""
     q = torch.empty(1, 1, config.block_size, 0, dtype=dtype)
     return [kernels.bias(q, config.block_size, window) for window in (None, config.window)]
 
@@ -117,8 +119,8 @@ def _dropout_sizes(config: GPTConfig, rows: int) -> list[int]:
 
 
 def _rows_per_call(config: GPTConfig) -> int:
-    """Sequences per attention call: more than in eager mode if they are short, because a smaller graph compiles
-    faster."""
+    """The number of sequences per attention call. For short sequences, it is larger than in eager mode, because a
+    smaller graph compiles faster."""
     return max(kernels.MATMUL_ROWS, SCORES_PER_CALL // (config.n_head * config.block_size**2))
 
 

@@ -18,13 +18,15 @@ from gpt.parallel.world import World
 BETAS = (0.9, 0.95)  # AdamW's betas in GPT-3
 MOMENTUM = 0.95
 # Newton–Schulz: x ← a x + b (x xᵀ) x + c (x xᵀ)² x drives singular values towards 1. These coefficients move them from
-# (0, 1] into [0.7, 1.2] fastest (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). That takes five
-# iterations if ‖x‖ = 1, or three with the tighter bound of `orthogonalize` (benchmarks/defaults.md).
+# (0, 1] into [0.7, 1.2] fastest (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). Five iterations are
+# needed if ‖x‖ = 1, but only three with the tighter bound of `orthogonalize` (benchmarks/defaults.md).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 3
-# RMS of Muon's updates, about that of AdamW's, so both can share a learning rate (Liu et al. 2025, arXiv 2502.16982).
+# The RMS of Muon's updates. AdamW's updates have about the same RMS, so both optimizers can share a learning rate (Liu
+# et al. 2025, arXiv 2502.16982).
 UPDATE_RMS = 0.2
-# With Muon and a weight decay above the usual one, embeddings decay twice as fast (benchmarks/defaults.md).
+# With Muon, embeddings decay twice as fast as matrices if the weight decay exceeds the default
+# (benchmarks/defaults.md).
 EMBEDDING_DECAY = 2
 # With Muon, the vectors of an RMSNorm model train at a quarter of the learning rate (benchmarks/defaults.md).
 NORM_LR_FACTOR = 0.25
@@ -38,10 +40,10 @@ class Muon(Optimizer):
     """SGD with momentum and orthogonalized updates (Jordan et al. 2024).
 
     Equals `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, but batches matrices by shape. On two cores, 16
-    matrices of 128 × 128 take 4 ms instead of 16, and 24 of 384 × 384 take 105 ms instead of 148. A group's ``fused``
-    has the number of rows of each matrix in a fused parameter (query, key and value). If ``found_inf`` is 1, a step
-    changes nothing, as with torch's fused optimizers. All ranks of ``world`` have the same gradients. Each rank
-    orthogonalizes an equal share, and an all-gather collects the results.
+    matrices of 128 × 128 take 4 ms instead of 16, and 24 of 384 × 384 take 105 ms instead of 148. If a group's
+    parameters are fused matrices (query, key and value), its ``fused`` lists the number of rows of each matrix. If
+    ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers. All ranks of ``world`` have the same
+    gradients. Each rank orthogonalizes an equal share, and an all-gather collects the results.
     """
 
     found_inf: Tensor | None = None  # a tensor on the parameters' device
@@ -85,7 +87,8 @@ class Muon(Optimizer):
         updates: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
         scale = 1.0 if found_inf is None else 1 - found_inf
         for group, params, momenta, grads in groups:
-            if found_inf is not None:  # Averaging the momentum with itself leaves it unchanged.
+            # If ``found_inf`` is 1, average the momentum with itself, which leaves it unchanged.
+            if found_inf is not None:
                 grads = [torch.where(found_inf > 0, m, g) for m, g in zip(momenta, grads, strict=True)]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             directions = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov momentum

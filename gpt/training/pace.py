@@ -15,13 +15,13 @@ Seconds = Annotated[float, Within(-1e12, 1e12)]
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """A run's deadline, the seconds of its parts, and the evaluations and samples that fit."""
+    """A plan of a run's time: the deadline, how long each part takes, and which evaluations and samples fit."""
 
     deadline: Seconds  # in `time.perf_counter` seconds
     step: Annotated[float, Within(1e-9, 1e9)]
-    evaluations: Seconds  # periodic evaluations, with samples and checkpoints
-    end: Seconds  # everything after the last step
-    pauses: Count = 20  # evaluations, each with a checkpoint
+    evaluations: Seconds  # time for all periodic evaluations, with samples and checkpoints
+    end: Seconds  # time for everything after the last step
+    pauses: Count = 20  # number of periodic evaluations, each with a checkpoint
     samples: bool = True  # whether evaluations include a sample
     windows: Count = 0  # held-out windows per evaluation; 0 for the default
     last_windows: Count = 0  # held-out windows for the best checkpoint; 0 for all
@@ -29,17 +29,18 @@ class TimeBudget:
 
     @classmethod
     def fitting(cls, minutes: float, start_time: float, now: float, costs: "Costs", evals: float) -> "TimeBudget":
-        """Plans ``minutes`` from ``start_time``, with about ``evals`` evaluations if they fit.
+        """Plans a run of ``minutes`` from ``start_time``, with about ``evals`` evaluations if they fit.
 
-        Time spent so far, evaluations, samples, checkpoints and the final measurement share `OVERHEAD` of the total. At
-        least a quarter of this share is left after the time spent so far.
+        `OVERHEAD` is the share of the total for everything except steps. The time spent so far is subtracted from this
+        share, but at least a quarter of the share is left for evaluations, samples, checkpoints and the final
+        evaluation.
         """
         overhead = OVERHEAD * 60 * minutes
         spare = max(overhead - (now - start_time), overhead / 4)
         pauses = max(1.0, min(evals, spare / 4 / (costs.window + costs.save)))
         windows = min(costs.default_windows, int(spare / 4 / (pauses * costs.window)))
         samples = 4 * costs.sample <= spare / 4
-        # The final evaluation in float32 takes 1.5 times as long.
+        # Assumes that a window takes 1.5 times as long in the final evaluation, which can be in float32.
         last_windows = min(costs.all_windows, int(spare / 4 / (1.5 * costs.window)))
         answers = min(costs.pairs, last_windows // 2)  # pairs per split
         sample_seconds = (4 if samples else 1) * costs.sample
@@ -68,7 +69,8 @@ class TimeBudget:
         return int(spare / self.step)
 
     def steps_left(self, now: float, step: float) -> int:
-        """The steps that still fit. ``step`` is seconds per step, including evaluations and checkpoints."""
+        """The number of steps that still fit. ``step`` is the time per step, with evaluations and checkpoints
+        included."""
         return max(1, round((self.deadline - self.end - now) / step))
 
     def describe(self, batch_tokens: int) -> str:
@@ -78,7 +80,7 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds, and numbers of windows and pairs."""
+    """The measured seconds of a run's parts, and the numbers of windows and pairs to evaluate."""
 
     step: float
     window: float  # a held-out window

@@ -41,9 +41,10 @@ def prepare(
     until_ended: contextlib.ExitStack,
     until_first_step: contextlib.ExitStack,
 ) -> Prepared:
-    """Creates a run's folder, tokenizes the text into it, and writes ``run.json`` before and after.
+    """Creates a run's folder, tokenizes the text into it, and writes ``run.json`` before and after tokenizing.
 
-    Closing ``until_ended`` unlocks the folder. An error before ``until_first_step`` closes removes it.
+    The folder is locked until ``until_ended`` closes. If an error occurs before ``until_first_step`` closes, the folder
+    is removed.
     """
     listen, note = session.listen, session.note
     config = requested = detect_examples(texts, config, note)
@@ -78,8 +79,8 @@ def prepare(
 
 
 def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:
-    """Sets ``pairs`` or ``chat`` if all records of ``texts`` have exactly the keys of that format. Changes nothing if
-    the user set ``pairs``, ``chat`` or ``field``."""
+    """Sets ``pairs`` or ``chat`` if every record of ``texts`` has exactly the keys of a pair or of a conversation.
+    Changes nothing if the user set ``pairs``, ``chat`` or ``field``."""
     if not texts or config.has_examples or config.field != TrainConfig.field:
         return config
     kind = kind_of(texts, config)

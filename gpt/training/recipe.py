@@ -24,23 +24,23 @@ Note = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 COSINE_FLOOR = 0.1  # final share of the peak learning rate in the cosine schedule (GPT-3, appendix B)
 DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule decays
-# Weight decay grows with the passes over a text. With r tokens per parameter, it reaches 1 at 12 or 80 r passes,
-# whichever is more. From 300 r passes, dropout is added to a weight decay of 1 (benchmarks/defaults.md).
+# Weight decay grows with the passes over a text. With r tokens per parameter, it reaches 1 at max(12, 80 r) passes.
+# From 300 r passes, dropout is added if weight decay has reached 1 (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
-RAMP_START = (32_768, 1 / 16)  # maximum initial batch of a ramp: GPT-3's tokens, and share of the full batch
-# On a GPU, ``auto`` compiles runs above these FLOPs (two minutes at a third of an H100's peak) or minutes, if their
-# steps exceed the last figure. The host limits smaller steps: on an H200, a step of `nano` takes 13.4 ms eager and 16.0
-# compiled.
+RAMP_START = (32_768, 1 / 16)  # maximum first batch of a ramp: 32,768 tokens as in GPT-3, and 1/16 of the full batch
+# On a GPU, ``auto`` compiles a run from this many FLOPs (two minutes at a third of an H100's peak), or with
+# ``--minutes`` from this many minutes. The third number is the minimum FLOPs per step. The host limits smaller steps:
+# on an H200, a step of `nano` takes 13.4 ms eager and 16.0 compiled.
 COMPILE_RUN_FLOPS, COMPILE_MINUTES, COMPILE_STEP_FLOPS = 3e16, 5, 1e12
 # Steps below these FLOPs run as CUDA graphs. On an H200, milliseconds per step fell from 9.0 to 1.6 for `nano`, from
 # 9.9 to 3.3 for `micro` with 8,192 tokens, and from 54.1 to 53.7 for GPT-2 with 16,384 tokens (1.2e13 FLOPs).
 MAX_GRAPH_FLOPS = 1e13
-# On a CPU, ``auto`` compiles runs above these seconds per layer. Compiling takes about four seconds per layer. It saves
-# a quarter of the step time in bfloat16, and a tenth to a fifth in float32.
+# On a CPU, ``auto`` compiles a run that takes at least this many seconds per layer. Compiling takes about four seconds
+# per layer and saves a quarter of the step time in bfloat16, and a tenth to a fifth in float32.
 COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
 CPU_FLOPS_PER_WIDTH = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
-MAX_COMPILED_LAYERS = 6  # maximum layers that were measured on a CPU
+MAX_COMPILED_LAYERS = 6  # On a CPU, ``auto`` does not compile deeper models, which were not measured.
 MAX_STEPS = 2**53
 ID_BYTES, ROW_BYTES = 16, 256  # host memory per token id of a batch, and extra bytes per row
 BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
@@ -82,10 +82,11 @@ class Recipe:
     loss_chunk: Count = 0  # positions per chunk of logits; 0 for `gpt.model.memory.positions_at_once`
     compile: bool = False
     shard: Literal["none", "full"] = "none"  # whether data ranks shard weights, gradients and moments
-    tensor: Annotated[int, Within(1, 1024)] = 1  # tensor-parallel processes
+    tensor: Annotated[int, Within(1, 1024)] = 1  # number of tensor-parallel processes
     context: Count = 0  # original context of a RoPE base model; 0 for other runs
     recompute: bool = False  # whether the backward pass recomputes activations
-    planned: Count = 0  # steps before the final ``decay`` was fitted to the time left; 0 if it wasn't
+    # The value of ``steps`` before the final ``decay`` was fitted to the remaining time; 0 if it was not fitted.
+    planned: Count = 0
 
     @property
     def saved_model(self) -> GPTConfig:
@@ -98,8 +99,8 @@ class Recipe:
         return self.shard == "full" or self.tensor > 1
 
     def compiles_whole_step(self, compute: Compute, processes: int) -> bool:
-        """Whether forward and backward pass compile into one program: in a single process on a CPU that trains all
-        weights without recomputation or chunked logits."""
+        """Whether the forward and backward pass compile into one program. This needs a single process on a CPU that
+        trains all weights without recomputation or chunked logits."""
         single = processes == 1 and not self.is_sharded
         return compute.device.type == "cpu" and single and not (self.lora_rank or self.recompute or self.loss_chunk)
 
@@ -118,8 +119,8 @@ class Recipe:
         """The learning rate at ``step``, from 1 to ``steps``. It rises linearly to ``lr`` over ``warmup`` steps.
 
         Then it stays constant for ``constant``, or decays to a tenth for ``cosine``. For ``linear``, it decays towards
-        0 in the last ``decay`` steps (Hägele et al. 2024, arXiv 2405.18392). With ``planned``, the last ``decay`` steps
-        run through the rest of the planned cosine.
+        0 in the last ``decay`` steps (Hägele et al. 2024, arXiv 2405.18392). If ``planned`` is set, the last ``decay``
+        steps of a cosine run through the rest of the planned cosine.
         """
         if step < self.warmup:
             return self.lr * step / self.warmup
@@ -148,7 +149,8 @@ def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:
 
 
 def example_context(config: TrainConfig, n_bytes: int, device: str, start: GPTConfig | None) -> int:
-    """The context for training on examples of ``n_bytes``. ``start`` is the base model's shape in fine-tuning."""
+    """The context for training on examples with ``n_bytes`` of text. ``start`` is the base model's shape in
+    fine-tuning."""
     if start is not None:
         return finetune.training_shape(config, start, lambda text: None).block_size
     return config.block_size or find_preset(preset_name(config, n_bytes, device)).model.block_size
@@ -169,9 +171,9 @@ def resolve(
 ) -> Recipe:
     """Resolves the recipe for ``n_tokens`` of training text, ``n_bytes`` long.
 
-    In fine-tuning, ``start`` is the base model's shape, and time allows ``token_budget``. ``pairs`` is the number of
-    example rows, 0 for text, and ``processes`` the number of data ranks. Calls ``note`` about changed settings. Raises
-    `UserError` for settings that contradict each other or the text.
+    In fine-tuning, ``start`` is the base model's shape, and ``token_budget`` is the number of tokens that there is time
+    for. ``pairs`` is the number of example rows, or 0 for text. ``processes`` is the number of data ranks. Calls
+    ``note`` about changed settings. Raises `UserError` for settings that contradict each other or the text.
     """
     context = start.block_size if start is not None and start.positions == "rotary" else 0
     start = start and finetune.training_shape(config, start, note)
@@ -239,7 +241,7 @@ def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
 
 
 def _ineffective_settings(config: TrainConfig, model: GPTConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
-    """Notes about settings with no effect, or less than intended."""
+    """Notes about settings that have no effect, or less effect than intended."""
     lines = []
     if config.patience and not held_out:
         lines.append("--patience has no effect: nothing is held out")
@@ -284,8 +286,9 @@ def _model_shape(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size:
 
 
 def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: bool) -> int:
-    """The sequences per step, of ``row_tokens`` tokens on average. Raises `UserError` if the user's batch of text is
-    not a multiple of the requested context. Rounds the batch if a short text reduced the context."""
+    """The number of sequences per step. A sequence has ``row_tokens`` tokens on average. Raises `UserError` if the
+    user's batch of text is not a multiple of the requested context. Rounds the batch if a short text reduced the
+    context."""
     batch_tokens, context = config.batch_tokens, config.block_size or preset.model.block_size
     if not pairs and batch_tokens is not None and batch_tokens % context:
         lower, upper = batch_tokens // context * context, -(-batch_tokens // context) * context
@@ -321,7 +324,8 @@ def _plan_batch(
 ) -> _Batch:
     """Plans the batch. If ``pair_tokens`` is set, rows are examples with this average length.
 
-    If the processes cannot split the batch evenly, rounds it up, or raises `UserError` if the user set it for text.
+    A batch that the processes cannot split evenly is rounded up. If the user set the batch of a text, raises
+    `UserError` instead.
     """
     T, ramp = model.block_size, None
     row_tokens = T if pair_tokens is None else pair_tokens
@@ -352,7 +356,8 @@ def _check_batch(rows: int, tokens: float) -> None:
 
 
 def _plan_micro_batch(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
-    """Plans the micro-batch of a process with ``rows`` sequences per step. Assumes dropout if it is undecided."""
+    """Plans the micro-batch of a process with ``rows`` sequences per step. If dropout is not yet decided, counts its
+    memory."""
     if config.dropout is None and config.init is None:
         model = replace(model, dropout=DROPOUT)
     setup = replace(
@@ -378,7 +383,7 @@ def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, compute:
 
 def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
-    memory. The system would kill such a process.
+    memory. Otherwise, the system would kill the process.
 
     ``processes`` counts data ranks, ``here`` all ranks on this machine. Skips adapters, because their moments are
     small.
@@ -447,8 +452,8 @@ def _total_steps(config: TrainConfig, n_tokens: int, batch: _Batch, default_epoc
 
 
 def auto_epochs(n_tokens: int, model: GPTConfig, device: str) -> float:
-    """The default epochs: up to 20, but at most about two minutes on two CPU cores, or 20 tokens per parameter on other
-    devices (Hoffmann et al. 2022)."""
+    """The default epochs: at most 20. On a CPU, they are also limited to about two minutes on two cores; on other
+    devices, to 20 tokens per parameter (Hoffmann et al. 2022)."""
     parameters = breakdown(model).trainable
     tokens = DEFAULT_CPU_FLOPS / (6 * parameters) if device == "cpu" else 20 * parameters
     return min(20.0, tokens / n_tokens)

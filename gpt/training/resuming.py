@@ -41,7 +41,7 @@ CHANGEABLE_OPTIONS = (
     "micro_batch",
     "keep",
     "log",
-)  # Only ``steps`` changes the result beyond rounding.
+)  # Without dropout, only ``steps`` changes the result beyond rounding.
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class StartedRun:
 
     @property
     def requested_steps(self) -> dict[str, int]:
-        """The increased steps of an earlier resume, if the checkpoint doesn't have them yet."""
+        """The ``steps`` that an earlier resume requested, or nothing if the recipe already has as many."""
         steps = [resume.given.get("steps") for resume in self.record.resumed]
         max_steps = max((n for n in steps if type(n) is int), default=0)
         return {"steps": max_steps} if self.recipe is not None and self.recipe.steps < max_steps < 2**53 else {}
@@ -117,8 +117,8 @@ def finished_result(name: str | None, changes: Mapping[str, Any]) -> Result | No
 
 
 def count_processes(name: str | None, changes: Mapping[str, Any]) -> int:
-    """The number of local processes for a resume: one for a finished run, else from ``changes`` or as before. Raises
-    like `find_run` and `read_started`."""
+    """The number of local processes for a resume. It is one for a finished run. Otherwise, ``changes`` sets it, or else
+    the last command that set ``nproc``. Raises like `find_run` and `read_started`."""
     started = read_started(find_run(name))
     if started.final_result(changes):
         return 1
@@ -218,8 +218,8 @@ def restore_compute(
 
 
 def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
-    """Opens the base model if the run still needs it, for adapters or at step 0. Raises `UserError` if it is missing or
-    its weights have changed."""
+    """Opens the base model if the run still needs it: at step 0, or for adapters. Raises `UserError` if the base model
+    is missing or its weights have changed."""
     init, name = started.record.init, started.config.init
     if name is None or (started.saved is not None and not started.saved.recipe.lora_rank):
         return None

@@ -47,7 +47,8 @@ def train(
     """Trains a decoder on ``texts``: files, folders, ``-`` or names of corpora (by default ``pydocs``).
 
     Sends events to ``listen``. ``start_time`` is when the command started, in `time.perf_counter` seconds. Raises
-    `UserError` for unusable input, `WorkError` if training fails, and `Interrupted` after a signal and a checkpoint.
+    `UserError` for unusable input, `WorkError` if training fails, and `Interrupted` after a signal. Once training has
+    started, a signal first saves a checkpoint.
     """
     with _session(config.nproc, listen, start_time) as session:
         world = session.world
@@ -73,10 +74,11 @@ def resume(
     listen: Listener = lambda event: None,
     start_time: float | None = None,
 ) -> Result:
-    """Resumes ``run``, or the newest unfinished run in ``runs/``, exactly from its newest intact checkpoint.
+    """Resumes ``run``, or the newest unfinished run in ``runs/``, from the exact state of its newest intact checkpoint.
 
-    Without a checkpoint it starts at step 0. ``changes`` are settings in `gpt.training.resuming.CHANGEABLE_OPTIONS`.
-    Raises like `train`, and `UserError` for a missing run or other settings.
+    Without a checkpoint, the run starts at step 0. ``changes`` are settings in
+    `gpt.training.resuming.CHANGEABLE_OPTIONS`. Raises like `train`, and also `UserError` if the run is missing or other
+    settings are given.
     """
     changes = changes or {}
     refuse_fixed_options(changes, texts)

@@ -76,8 +76,8 @@ class SavedState:
 
 @dataclass
 class Snapshot:
-    """A copy of a run's state in host memory, for rollbacks, and for checkpoints while training continues. The next
-    `take` reuses its buffers."""
+    """A copy of a run's state in host memory. It is for rollbacks, and for writing checkpoints while training
+    continues. The next `take` reuses its buffers."""
 
     state: TrainState = field(default_factory=TrainState)
     scaling: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def read_saved_state(path: Path) -> SavedState:
     step, recipe = saved.state.step, saved.recipe
     if step > recipe.steps or not saved.state.windows or recipe.rows % recipe.micro_batch:
         raise UserError(f"{file} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows")
-    ramp = recipe.ramp  # A ramp that never grows, or has too many sizes, would never end.
+    ramp = recipe.ramp  # If a ramp shrinks or has too many sizes, listing its sizes would not end.
     is_even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
     if ramp and not (ramp.first <= ramp.rows == recipe.rows and is_even and ramp.sizes <= MAX_BATCH_SIZES):
         raise UserError(f"{file} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
@@ -146,7 +146,8 @@ def read_snapshot(path: Path, saved: SavedState, strategy: Strategy) -> Snapshot
     """
     moments = strategy.optimizer.shapes(strategy.own, strategy.shapes)
     moment_shapes = {MOMENT + name: shape for name, shape in moments.items()}
-    # A run can resume on another type of GPU, and older versions also wrote states of Python and numpy.
+    # Allows unused states too: a run can resume on another type of GPU, and older versions wrote the random states of
+    # Python and numpy.
     rng_shapes = {
         "torch": tuple(torch.get_rng_state().shape),
         "cuda": (16,),

@@ -26,7 +26,7 @@ from gpt.training.native import GradientProgram
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import Strategy
 
-EAGER_STEPS = 2  # steps of a shape before graph capture, to allocate memory and load kernels
+EAGER_STEPS = 2  # eager steps with a batch shape before its graph is captured; they allocate memory and load kernels
 
 
 class Objective(nn.Module):
@@ -71,7 +71,7 @@ class Stepper:
         self.compiles_whole_step = recipe.compiles_whole_step(self.compute, self.world.size)
         self.program: GradientProgram | None = None  # program for full micro-batches on a CPU
         self.uses_cuda_graph = recipe.uses_cuda_graph(self.compute, self.world.size)
-        self.shape, self.shape_count = torch.Size(), 0  # shape of the last batches, and how many had it
+        self.shape, self.shape_count = torch.Size(), 0  # shape of the last batch, and how many batches in a row had it
         self.graph: StepGraph | None = None  # CUDA graph of a step with this shape
         if self.uses_cuda_graph:
             self.optimizer.keep_lr_on(self.compute.device)
@@ -137,7 +137,7 @@ class Stepper:
         self.optimizer.zero_grad()
 
     def run_eagerly(self) -> contextlib.AbstractContextManager[object]:
-        """A context of eager execution for varying lengths, which would cause recompilations."""
+        """A context of eager execution for inputs of varying lengths, which would cause recompilations."""
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Download:
@@ -157,7 +157,8 @@ class Stepper:
         return loss, norm
 
     def _replay_graph(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Takes the step as a CUDA graph. Returns None for the first two batches of a shape, or if capturing fails."""
+        """Takes the step by replaying its CUDA graph. Returns None if there is no graph: for the first two batches of a
+        shape, or if capturing fails."""
         if not self.uses_cuda_graph:
             return None
         if x.shape != self.shape:
@@ -179,13 +180,13 @@ class Stepper:
         self.shape_count, self.graph = 0, None
 
     def gradients(self, x: Tensor, y: Tensor) -> Tensor:
-        """Computes the gradients of the mean loss over all counted targets, scaled in float16. Returns this loss.
+        """Computes the gradients of the mean loss over all counted targets. Returns the mean loss.
 
-        Inputs x and targets y are (rows, T), this data rank's share of the batch. An OOM permanently halves the
-        micro-batch, with equal gradients up to rounding. A replica cannot repeat a step while others wait for its
-        gradients. So replicas first try each micro-batch that is larger than any before, and fail together. Sharded
-        ranks cannot retry, because their forward passes are collective. A failed compiled program does not report the
-        cause, so the step is repeated without it.
+        Inputs x and targets y, (rows, T), are this data rank's share of the batch. In float16, the gradients are
+        scaled. An OOM permanently halves the micro-batch; the gradients are equal up to rounding. A replica cannot
+        repeat a step while others wait for its gradients. So replicas first try each micro-batch that is larger than
+        any before; if one replica fails, all do. Sharded ranks cannot retry, because their forward passes are
+        collective. A compiled program does not report why it failed, so the step is repeated without the program.
         """
         while True:
             state = random_states(self.compute.device)
@@ -215,8 +216,9 @@ class Stepper:
             self.on_halved(self.micro_batch)
 
     def _try_micro_batch(self, x: Tensor, y: Tensor) -> None:
-        """Computes and frees a micro-batch's gradients. If one rank fails, all ranks raise `MemoryError` after an OOM,
-        else their own error or `PeerFailure`."""
+        """Computes a micro-batch's gradients and frees them. If any rank fails, all ranks raise an error. If every
+        failure was an OOM, this is `MemoryError`. Otherwise, each rank raises its own error, or `PeerFailure` if it had
+        none."""
         failure: Exception | None = None
         state = random_states(self.compute.device)
         self.model.train()
@@ -248,7 +250,7 @@ class Stepper:
         return self.world.all_reduce(total)
 
     def _backward(self, x: Tensor, y: Tensor, n_targets: Tensor | float) -> Tensor:
-        """Adds the gradients of a micro-batch. Returns its summed loss divided by ``n_targets``."""
+        """Adds the gradients of a micro-batch. Returns the micro-batch's summed loss, divided by ``n_targets``."""
         if self.program is not None and x.shape == self.program.shape:
             return self.program(x, y, torch.as_tensor(n_targets))
         with self.compute.autocast():

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WEIGHT, MOMENT = "weight:", "optimizer:"  # prefixes of tensor names in a state
-WHOLE_GRADIENTS = 0.25  # maximum share of the memory for accumulating unsharded gradients
+WHOLE_GRADIENTS = 0.25  # maximum share of device memory that unsharded gradients may take
 
 
 class Strategy:
@@ -47,7 +47,7 @@ class Strategy:
     """
 
     can_retry = True  # whether a step can be repeated with smaller micro-batches after an OOM
-    needs_trial = False  # whether to try a larger micro-batch first, because other ranks cannot repeat a step
+    needs_trial = False  # whether to try a larger micro-batch before the step, because no rank can repeat it alone
 
     def __init__(self, model: GPT, optimizer: Optimizers, compute: Compute, world: World | None = None) -> None:
         self.model = self.own = model
@@ -71,7 +71,7 @@ class Strategy:
         return contextlib.nullcontext()
 
     def backward_loss(self, loss: Tensor) -> Tensor:
-        """Scales the loss, so that averaging its gradients over data ranks sums them."""
+        """Scales the loss so that its gradients, averaged over data ranks, are the sum of all ranks' gradients."""
         return loss
 
     def clip_grad_norm(self, scaler: torch.amp.GradScaler, max_norm: float) -> Tensor:
@@ -89,7 +89,8 @@ class Strategy:
         return stop.until_signal(items)
 
     def compute_on_all(self, work: Callable[[], T]) -> T:
-        """Returns ``work()``, a JSON value, on every rank. Either rank 0 broadcasts it or all ranks compute it."""
+        """Returns the result of ``work``, a JSON value, on every rank. Either rank 0 broadcasts the result or all ranks
+        compute it."""
         return self.world.broadcast_object(work)
 
     def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
@@ -102,7 +103,7 @@ class Strategy:
         return weights | {MOMENT + name: tensor for name, tensor in self.optimizer.state(self.own).items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Sets the weights in ``state`` and all moments."""
+        """Sets the weights that ``state`` has, and replaces all moments."""
         weights = dict(self.own.named_parameters())
         with torch.no_grad():
             for name, tensor in _with_prefix(state, WEIGHT).items():
@@ -156,7 +157,7 @@ class Replicated(Strategy):
         return super().state() if self.world.is_main else {}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Sets and broadcasts rank 0's ``state``."""
+        """Restores rank 0's ``state`` on all ranks."""
         moments = self.world.broadcast_object(lambda: sorted(_with_prefix(state, MOMENT)))
         if not self.world.is_main:
             shapes = self.optimizer.shapes(self.own)
@@ -209,7 +210,8 @@ class Sharded(Strategy):
         return self.sharded.clip_grad_norm(max_norm)
 
     def windows(self, items: Iterable[Window]) -> Iterator[Window]:
-        """Yields every ``data_size``-th window. All ranks yield equally many windows; the last can be padding."""
+        """Yields every ``data_size``-th window. All ranks yield the same number of windows; a rank's last window can be
+        padding."""
         rank, size = self.world.data_rank, self.world.data_size
         windows = iter(items)
         while group := list(islice(windows, size)):
@@ -298,8 +300,8 @@ def make_strategy(
     if path is not None and not recipe.lora_rank:
         model = checkpoint.load(path, compute.device, recipe.model).model.train()
     else:
-        # In bfloat16, a base model with adapters takes half the memory. float16 would overflow outside the matrix
-        # products.
+        # With adapters, the base model can be in bfloat16, which takes half the memory. In float16, it would overflow
+        # outside the matrix products.
         is_bfloat16 = recipe.lora_rank and compute.dtype == torch.bfloat16
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         model = init.load(recipe.model, compute.device, dtype) if init else GPT(recipe.model).to(compute.device)

@@ -42,7 +42,7 @@ def test_bench_of_a_preset_uses_random_weights(gpt: Gpt) -> None:
 
 
 def test_step_reads_every_matrix_once() -> None:
-    """Only the position table is not read."""
+    """A step reads all weights except the position table."""
     config = GPTConfig(50, 16, 2, 2, 8)
     model = GPT(config)
     all_but_positions = sum(parameter.numel() for parameter in model.parameters()) - 16 * 8

@@ -338,7 +338,7 @@ def test_same_seed_repeats_the_sample(gpt: Gpt, run_folder: Path) -> None:
     assert "the cat" + no_echo.out == first.out
 
 
-def test_random_seed_is_printed_and_repeats(gpt: Gpt, run_folder: Path) -> None:
+def test_printed_random_seed_repeats_the_sample(gpt: Gpt, run_folder: Path) -> None:
     result = gpt("sample", "the", "-m", run_folder, "-n", "30")
     seed = re.fullmatch(r".+step-\d+, seed (\d+)\n", result.err)
     assert seed
@@ -369,7 +369,7 @@ def test_sample_beyond_the_context_prints_a_note(gpt: Gpt, run_folder: Path) -> 
 
 
 @pytest.mark.parametrize("encoding", [slow("ascii"), more("cp1252")])
-def test_output_encodings_without_all_characters_work(run_folder: Path, encoding: str) -> None:
+def test_commands_work_with_limited_output_encodings(run_folder: Path, encoding: str) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
     code = "from gpt_cli.main import run; run()"
     for args in (
@@ -405,7 +405,7 @@ def test_eval_json_keys(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     assert "nats per token" in output
 
 
-def test_eval_token_logprobs_sum_to_the_loss(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_eval_loss_matches_the_token_logprobs(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()
     for name in ("a.txt", "b.txt"):
         (tmp_path / "t" / name).write_bytes(make_text(60).encode())

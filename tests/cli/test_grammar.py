@@ -1,4 +1,4 @@
-"""The option -m of every command, old forms, and hints for names of other programs."""
+"""The option -m of every command, old command forms, and hints for commands and options of other programs."""
 
 import json
 import shlex
@@ -43,7 +43,7 @@ def test_old_form_of_eval_works_with_a_note(gpt: Gpt, run: str) -> None:
         assert "use -m" not in current.err
 
 
-def test_words_are_texts_if_the_model_is_named(gpt: Gpt, run: str) -> None:
+def test_eval_words_that_name_files_are_texts(gpt: Gpt, run: str) -> None:
     Path("nano").write_text("the cat sat on the mat")  # The file is named like a preset.
     assert json.loads(gpt("eval", "nano", "t.txt", "--json").out)["bytes"] > Path("t.txt").stat().st_size
     shutil.copy("t.txt", Path(run) / "notes.txt")
@@ -99,7 +99,7 @@ def test_old_environment_variables_work(gpt: Gpt, run: str, monkeypatch: pytest.
 # gpt chat
 
 
-def test_chat_equals_interactive_sample(gpt: Gpt, run: str) -> None:
+def test_chat_command_matches_interactive_sample(gpt: Gpt, run: str) -> None:
     options = ["-m", run, "-n", "6", "--seed", "3", "--temperature", "0.5"]
     chat, sample = (gpt(*words, *options, stdin=b"the cat\n/retry\n") for words in (["chat"], ["sample", "-i"]))
     assert (chat.code, chat.out, chat.err) == (0, sample.out, sample.err)
@@ -112,7 +112,7 @@ def test_chat_equals_interactive_sample(gpt: Gpt, run: str) -> None:
     assert_error(gpt("chat", "-m", "nowhere"), "there is no run or checkpoint nowhere")
 
 
-# Names of other programs
+# Commands and options of other programs
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_chat_equals_interactive_sample(gpt: Gpt, run: str) -> None:
         ("tokenizer train --output x", "--out: "),
     ],
 )  # fmt: skip
-def test_names_of_other_programs_get_hints(gpt: Gpt, line: str, hint: str) -> None:
+def test_commands_and_options_of_other_programs_get_hints(gpt: Gpt, line: str, hint: str) -> None:
     words = shlex.split(line)
     result = gpt(*words)
     name = next((word.split("=")[0] for word in words if word.startswith("-")), words[0])
@@ -177,14 +177,14 @@ def test_names_of_other_programs_get_hints(gpt: Gpt, line: str, hint: str) -> No
     assert hint in result.err.splitlines()[1]
 
 
-def test_unknown_names_get_no_hint(gpt: Gpt) -> None:
+def test_other_unknown_names_get_the_usual_error(gpt: Gpt) -> None:
     assert_error(gpt("sample", "--learning-rate", "1"), "No such option: --learning-rate")
     assert_error(gpt("train", "--stesp", "1"), "--steps")
     assert_error(gpt("trian"), "train")
 
 
-def test_hints_name_existing_commands(gpt: Gpt) -> None:
-    """Every hint leads from an unknown name to a known name."""
+def test_hints_name_existing_options_and_commands(gpt: Gpt) -> None:
+    """Hints name only options and commands that exist."""
     import typer
     from gpt_cli import main, names
 
@@ -202,7 +202,7 @@ def test_hints_name_existing_commands(gpt: Gpt) -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_model_names_without_folder_or_hf_get_hints(gpt: Gpt) -> None:
+def test_incomplete_model_names_get_hints(gpt: Gpt) -> None:
     for name, hint in {
         "book": 'did you mean "' + str(Path("runs", "book")) + '"?',
         "owner/model": '"hf:owner/model"',

@@ -17,7 +17,7 @@ COMMANDS = {
     path.removeprefix("gpt "): (command, context) for path, command, context in reference.commands(ROOT, CONTEXT)
 }
 GROUPS = {name: ROOT.commands[name] for name in ("tokenizer", "data", "inspect")}
-LINES = 45  # Lines of a screen with 80 columns
+LINES = 45  # Maximum lines of a short help page, at 80 columns
 
 
 @pytest.fixture(autouse=True)

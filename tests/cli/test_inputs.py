@@ -43,7 +43,7 @@ def test_total_size_of_prompts_is_limited(gpt: Gpt, workdir: Path, monkeypatch: 
     assert "there is no run" in gpt("sample", "--prompts", "-", "-m", "none", stdin=4 * lines).err
 
 
-def test_ids_from_stdin_are_limited_and_have_ascii_digits(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_limits_stdin_and_accepts_only_ascii_digits(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "MAX_TEXT_BYTES", 5)
     assert_error(gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 105"), "stdin has mo")
     assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"72 33").out == "H!"
@@ -79,7 +79,7 @@ def test_fast_pipe_prints_no_note(run_folder: Path, workdir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_terminal_input_prints_how_to_end(workdir: Path) -> None:
+def test_reading_from_a_terminal_prints_how_to_end_the_input(workdir: Path) -> None:
     controller, terminal = os.openpty()
     with spawn("sample", "--prompts", "-", stdin=terminal) as process:
         assert process.stderr is not None

@@ -15,7 +15,7 @@ from gpt import inspect
 PROMPT = "the cat sat on the mat while the cat"
 
 
-def test_attention_json_equals_the_model(gpt: Gpt, run_folder: Path) -> None:
+def test_attention_json_contains_the_models_values(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json").out)
     model = library.load(run_folder, dtype="float32")
     ids = model.tokenizer.encode(PROMPT).tolist()
@@ -34,7 +34,7 @@ def test_attention_json_equals_the_model(gpt: Gpt, run_folder: Path) -> None:
     assert values["scores"][2]["prompt"]["previous"] == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_terminal_attention_equals_the_json(gpt: Gpt, run_folder: Path) -> None:
+def test_terminal_output_of_attention_matches_the_json(gpt: Gpt, run_folder: Path) -> None:
     result = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--layer", "1", "--head", "0")
     assert "layer 1, head 0" in result.out
     values = json.loads(gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json").out)
@@ -58,7 +58,7 @@ def test_attention_truncates_a_long_prompt(gpt: Gpt, run_folder: Path) -> None:
     assert values["dropped"] == len(prompt_ids) - 32
 
 
-def test_attention_reads_files_and_single_tokens(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+def test_attention_command_accepts_files_and_single_tokens(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     Path("p.txt").write_text("z")
     values = json.loads(gpt("inspect", "attention", "--prompt-file", "p.txt", "-m", run_folder, "--json").out)
     assert values["patterns"] == [[[[1.0]]] * 2] * 2
@@ -68,7 +68,7 @@ def test_attention_reads_files_and_single_tokens(gpt: Gpt, run_folder: Path, wor
     assert re.fullmatch(r"saved  a\.html  \([\d,]+ bytes\)\n", result.out)
 
 
-def test_neighbors_and_analogy_equal_the_library(gpt: Gpt, run_folder: Path) -> None:
+def test_neighbors_command_matches_the_library_and_analogies_are_parsed(gpt: Gpt, run_folder: Path) -> None:
     result = gpt("inspect", "neighbors", "cat", "raining", "-k", "4", "-m", run_folder, "--json")
     values = json.loads(result.out)
     model = library.load(run_folder)
@@ -84,7 +84,7 @@ def test_neighbors_and_analogy_equal_the_library(gpt: Gpt, run_folder: Path) -> 
     assert "cat − dogs + mat" in gpt("inspect", "analogy", "cat - dogs + mat", "-m", run_folder).out
 
 
-def test_positions_output_equals_the_model(gpt: Gpt, run_folder: Path) -> None:
+def test_positions_command_reports_the_models_values(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("inspect", "positions", "-m", run_folder, "--json").out)
     table = library.load(run_folder).model.wpe.weight.detach().numpy()
     assert values["positions"] == "learned"
@@ -95,7 +95,7 @@ def test_positions_output_equals_the_model(gpt: Gpt, run_folder: Path) -> None:
     assert f"{values['similarity'][31]:.3f}" in text
 
 
-def test_tokens_output_equals_the_tokenizer(gpt: Gpt, run_folder: Path) -> None:
+def test_encode_command_shows_the_tokenizers_tokens(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("tokenizer", "encode", "Zürich\n\x00 cat", "--show", "-m", run_folder, "--json").out)
     tokenizer = library.load(run_folder).tokenizer
     assert tokenizer.decode(values["tokens"]) == "Zürich\n\x00 cat"

@@ -63,7 +63,7 @@ def read_share(text: str) -> float:
     return float(match[1])
 
 
-def test_attention_page_equals_the_json(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
+def test_attention_page_shows_the_values_of_the_json(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
     path, values = attention
     page = open_page(path)
     assert page.inner_text("#strip").replace("·", " ") == PROMPT  # The prompt is never markup.
@@ -169,7 +169,7 @@ def test_colors_have_enough_contrast(open_page: Any, attention: tuple[Path, dict
         page.click("#theme")
 
 
-def test_other_pages_equal_the_json(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+def test_other_pages_show_the_values_of_the_json(open_page: Any, gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     for name, args in {
         "n": ["inspect", "neighbors", "cat", "<b>"], "a": ["inspect", "analogy", "cat - mat"], "p": ["inspect", "positions"],
         "t": ["tokenizer", "encode", "--show", PROMPT],
@@ -197,8 +197,8 @@ def test_other_pages_equal_the_json(open_page: Any, gpt: Gpt, run_folder: Path, 
 
 
 @pytest.mark.more
-def test_large_page_stays_small_and_fast(open_page: Any, workdir: Path) -> None:
-    """Tests 12 layers, 12 heads, 128 tokens and GPT-2's vocabulary."""
+def test_attention_page_of_a_large_model_is_small_and_fast(open_page: Any, workdir: Path) -> None:
+    """The model has 12 layers, 12 heads and GPT-2's vocabulary. The prompt has 128 tokens."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(50_257, 128, 12, 12, 48)).eval()
     tokenizer = bytes_tokenizer()
@@ -238,7 +238,7 @@ def test_data_cannot_end_its_script_tag() -> None:
     assert json.dumps(evil).replace("<", "\\u003c") in text
 
 
-def test_report_page_equals_the_json(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+def test_report_page_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     assert gpt("report", *two_runs, "-o", "r.html").code == 0
     values = [json.loads(line) for line in gpt("report", *two_runs, "--json").out.splitlines()]
     page = open_page(Path("r.html"))
@@ -366,7 +366,7 @@ def test_report_of_a_diverged_run_has_gaps(open_page: Any, gpt: Gpt, two_runs: l
     assert not any("NaN" in shape or "Infinity" in shape for shape in shapes)
 
 
-def test_params_page_equals_the_json(open_page: Any, gpt: Gpt, workdir: Path) -> None:
+def test_params_page_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, workdir: Path) -> None:
     assert gpt("params", "gpt2", "gpt3-175b", "-o", "p.html").code == 0
     page = open_page(Path("p.html"))
     for name in ("gpt2", "gpt3-175b"):

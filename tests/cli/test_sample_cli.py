@@ -120,7 +120,7 @@ def test_every_prompt_gets_a_heading(gpt: Gpt, run_folder: Path, prompts: Path) 
 
 
 @pytest.mark.parametrize("options", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "-N", "2"]])
-def test_output_file_resumes_after_any_cut(
+def test_generation_resumes_from_any_partial_output_file(
     gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, options: list[str]
 ) -> None:
     args = ["sample", "--prompts", prompts, "-m", run_folder, "-n", "12", *options]
@@ -231,7 +231,7 @@ def test_invalid_options_are_errors(gpt: Gpt, run_folder: Path) -> None:
 # Log-probabilities
 
 
-def test_logprobs_sum_to_the_sample_and_to_eval(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_token_logprobs_sum_to_the_values_of_sample_and_eval(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     prompt = "the cat sat on the mat in Zürich"
     for sampling in (["--seed", "1"], ["--beam", "2"]):
         options = ["-n", "9", "--json", "--logprobs", "3", "--echo-logprobs", *sampling]
@@ -299,7 +299,7 @@ def run_session(gpt: Gpt, run_folder: Path, *lines: str) -> Done:
     return gpt("chat", "-m", run_folder, "-n", "8", "--seed", "1", stdin=stdin)
 
 
-def test_session_equals_single_samples(gpt: Gpt, run_folder: Path) -> None:
+def test_session_prints_the_same_as_single_samples(gpt: Gpt, run_folder: Path) -> None:
     def sample(prompt: str, *args: str) -> str:
         return gpt("sample", prompt, "-m", run_folder, "-n", "8", "--seed", "1", *args).out
 
@@ -479,8 +479,8 @@ def test_samples_are_generated_lazily(run_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"my diary", b"a line\nand another", b"{", b'{"prompt_index": 0, "in'])
-def test_other_files_are_not_overwritten(gpt: Gpt, run_folder: Path, tmp_path: Path, content: bytes) -> None:
-    """A partial line is replaced only if it starts like a sample."""
+def test_files_without_samples_are_not_overwritten(gpt: Gpt, run_folder: Path, tmp_path: Path, content: bytes) -> None:
+    """A partial line is replaced only if it could be the start of a sample."""
     out = tmp_path / "diary.txt"
     out.write_bytes(content)
     result = gpt("sample", "the", "-m", run_folder, "-n", "2", "--seed", "1", "-o", out)
@@ -517,5 +517,7 @@ def test_output_follows_choices_regex_or_schema(gpt: Gpt, run_folder: Path, tmp_
     (["--json-schema", "none.json"], "cannot read none.json: No such file or directory"),
     (["--regex", "a", "--ignore-eot"], "structured output cannot ignore end-of-text"),
 ])  # fmt: skip
-def test_invalid_structured_output_is_an_error(gpt: Gpt, run_folder: Path, options: list[str], message: str) -> None:
+def test_invalid_structured_output_options_are_errors(
+    gpt: Gpt, run_folder: Path, options: list[str], message: str
+) -> None:
     assert_error(gpt("sample", "the", "-m", run_folder, *options), message)

@@ -44,7 +44,7 @@ def test_next_command_is_printed(gpt: Gpt, texts: Path) -> None:
     assert merged.endswith("gpt train joined\n")
 
 
-def test_missing_training_text_is_printed(gpt: Gpt, texts: Path) -> None:
+def test_data_show_reports_missing_training_text(gpt: Gpt, texts: Path) -> None:
     Path("small.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
     run_tokenize(gpt, "small.jsonl", "-o", "tokens", "--val-fraction", "0")
     manifest = Path("tokens/manifest.json")
@@ -83,7 +83,7 @@ def test_skipped_folders_are_printed(gpt: Gpt, texts: Path, monkeypatch: pytest.
     scandir = os.scandir
 
     def refuse(path: str) -> object:
-        if str(path).endswith("locked"):  # Some calls pass descriptors.
+        if str(path).endswith("locked"):  # Some calls pass file descriptors.
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
@@ -100,7 +100,7 @@ def test_token_folders_are_not_tokenized_again(gpt: Gpt, texts: Path) -> None:
     assert (result.code, "one is already tokenized" in result.err) == (2, True)
 
 
-def test_end_of_text_count_uses_the_token_of_the_tokenizer(workdir: Path) -> None:
+def test_end_of_text_tokens_in_the_text_are_counted(workdir: Path) -> None:
     Path("a.txt").write_text("a </s> b </s> <|endoftext|>")
     corpus = open_corpus(["a.txt"], TextConfig(val_fraction=0))
     folder = tokenize_corpus(corpus, replace(bytes_tokenizer(), eot_token="</s>"), Path("out"))

@@ -197,9 +197,10 @@ def test_logprobs_ignore_penalties_but_scores_do_not() -> None:
 def test_search_ends_when_no_live_hypothesis_can_win() -> None:
     uniform = torch.zeros(1, 2).log_softmax(-1)
     beam_search = Search(SampleConfig(beam=2, max_tokens=9, length_penalty=0.0), ends={0})
-    beam_search.advance(uniform, torch.tensor([[-1.0, 0.0]]))  # One hypothesis ends at -1, one continues at 0.
+    # One hypothesis ends with a score of -1, and one continues with a score of 0.
+    beam_search.advance(uniform, torch.tensor([[-1.0, 0.0]]))
     assert not beam_search.done
-    # A second hypothesis ends at -1, and the live one has -1 too.
+    # A second hypothesis ends with a score of -1, and the live hypothesis has a score of -1 too.
     beam_search.advance(uniform, torch.tensor([[-1.0, -1.0]]))
     assert beam_search.done
 

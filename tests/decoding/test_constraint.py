@@ -105,7 +105,7 @@ def run(model: LanguageModel, config: SampleConfig, constrained: bool = True, **
     {"min_tokens": 5, "frequency_penalty": 0.5},
 ])  # fmt: skip
 def test_permissive_constraint_does_not_change_the_text(model: LanguageModel, settings: dict[str, Any]) -> None:
-    """Any ASCII text is allowed, and the bias rules out other bytes."""
+    """The constraint allows any ASCII text, and the bias excludes all other bytes."""
     config = SampleConfig(regex=r"(?s:.)*", **{"max_tokens": 30, **settings})
     bias = tuple((byte, -1e9) for byte in range(128, 256))
     actual, expected = (
@@ -172,7 +172,7 @@ def test_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (error.value.hint, error.value.exit_code) == (install_extra("structured"), 2)
 
 
-def test_constraint_beyond_the_vocabulary_is_refused() -> None:
+def test_constraint_that_needs_missing_tokens_is_refused() -> None:
     cache = ConstraintCache(letters(b"a", b"b", b"ab", b"a"))
     with pytest.raises(UserError, match="regex: no text can match it"):
         cache.find(SampleConfig(regex="z"))
@@ -226,7 +226,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", HOSTILE, ids=lambda value: str(value)[:60])
 def test_hostile_constraints_are_cheap_or_refused(settings: dict[str, Any]) -> None:
-    """Compiling and generating 100 bytes takes less than 5 s of CPU time."""
+    """Compiling a constraint and generating 100 bytes with it takes less than 5 s of CPU time."""
     start, rng = time.thread_time(), random.Random(0)
     with contextlib.suppress(UserError):
         constraint = ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))

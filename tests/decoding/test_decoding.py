@@ -32,7 +32,8 @@ def generate_ids(model: GPT, prompt: list[int], config: SampleConfig, **seed: in
 
 
 def logprobs_without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Iterator[float]:
-    """Yields the log-probabilities of ``ids``, recomputed from the whole window. A full window keeps its last half."""
+    """Yields the log-probabilities of ``ids``. Recomputes the whole window for each id, and cuts a full window to its
+    last half."""
     size = model.config.block_size
     window = prompt[-size:]
     for id in ids:
@@ -43,7 +44,7 @@ def logprobs_without_cache(model: GPT, prompt: list[int], ids: list[int]) -> Ite
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
 @pytest.mark.parametrize("prompt", [[EOT], [3], list(range(15)), list(range(16)), list(range(40))])
-def test_absolute_positions_keep_half_the_context_when_full(prompt: list[int], positions: str) -> None:
+def test_full_context_with_absolute_positions_keeps_its_last_half(prompt: list[int], positions: str) -> None:
     for size in (16, 1, 3):
         model = tiny_model(size, positions)
         config = SampleConfig(temperature=1.5, max_tokens=60, ignore_eot=True)
@@ -55,7 +56,7 @@ def test_absolute_positions_keep_half_the_context_when_full(prompt: list[int], p
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
 @pytest.mark.parametrize("prompt", [[EOT], [3], list(range(16)), list(range(40))])
-def test_rotary_positions_attend_to_exactly_one_context(
+def test_rotary_model_attends_to_exactly_the_last_16_positions(
     prompt: list[int], arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference is one forward pass with a band mask of 16 positions."""
@@ -150,7 +151,7 @@ def test_sample_depends_only_on_seed_and_index() -> None:
 
 
 def test_prompt_logprobs_match_one_forward_pass() -> None:
-    """The truncated prompt takes three chunks. The top 99 include all 50 ids."""
+    """The logits of the truncated prompt are computed in three chunks. Up to 99 alternatives include all 50 ids."""
     model, prompt = tiny_model(2 * POSITIONS_AT_ONCE + 9), [position * position % 47 for position in range(200)]
     config = SampleConfig(max_tokens=0, echo_logprobs=True, logprobs=99)
     [update] = engine_of(Context(model, CPU), [Request(prompt)], config).run()

@@ -116,7 +116,7 @@ def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
 
 @pytest.mark.parametrize("settings", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])
 def test_nan_logits_end_only_their_request(settings: dict[str, Any]) -> None:
-    """Failing prompts contain an id whose embedding is NaN. Later requests reuse their slots."""
+    """Failing prompts contain an id whose embedding is NaN. Later requests reuse the slots of failed ones."""
     model = tiny_model(24)
     with torch.no_grad():
         model.lm_head = torch.nn.Linear(16, 50, bias=False)
@@ -207,7 +207,7 @@ GREEDY = SampleConfig(greedy=True, ignore_eot=True, max_tokens=12)
 
 
 def test_long_prompts_are_prefilled_in_chunks() -> None:
-    """Running requests get a token per step, short prompts overtake, and long prompts are prefilled in order."""
+    """Running requests get a token per step. Short prompts overtake long prompts, which are prefilled in order."""
     model = tiny_model(200)
     context = CountingContext(model, CPU, 6)
     engine = Engine(context, {EOT}, chunk=16)
@@ -226,7 +226,7 @@ def test_long_prompts_are_prefilled_in_chunks() -> None:
     assert all(counts[0] == 1 for counts in token_counts[:11])
     assert token_counts[3][short_number] == 1
     first_steps = [next(step for step, counts in enumerate(token_counts) if counts.get(number)) for number in numbers]
-    assert (first_steps[0], first_steps[1]) == (7, 15)  # Each prompt takes 8 chunks.
+    assert (first_steps[0], first_steps[1]) == (7, 15)  # Each long prompt takes 8 chunks.
     for number, request in zip(numbers, long_requests, strict=True):
         assert sum(counts.get(number, 0) for counts in token_counts) == len(summarize(run_alone(model, request))[0])
 
@@ -274,7 +274,7 @@ def test_shared_prefix_is_prefilled_once() -> None:
     events: dict[int, list[Update]] = {}
     for event in engine.run():
         events.setdefault(event.number, []).append(event)
-    # The other three reuse 96 positions and compute 5.
+    # Each of the other three prompts reuses 96 positions and computes 5.
     assert sum(context.positions) == 101 + 3 * 5 + 4 * 11
     assert [events[number][-1].cached for number in range(4)] == [0, 96, 96, 96]
     assert all(
@@ -363,8 +363,8 @@ def test_nan_logits_of_guesses_end_only_their_request() -> None:
     assert [(type(end.error), end.reason) for end in ends] == [(NotANumber, None), (type(None), "length")]
 
 
-def test_guesses_count_towards_the_chunk() -> None:
-    """Guesses need memory for their logits."""
+def test_guesses_count_towards_the_chunk_size() -> None:
+    """The number of guesses is limited, because their logits need memory."""
     context = CountingContext(tiny_model(64), CPU, 4)
     engine = Engine(context, {EOT}, chunk=6)
     for n in range(4):
@@ -374,7 +374,7 @@ def test_guesses_count_towards_the_chunk() -> None:
     assert 4 + 6 <= max(context.positions) <= 4 + 6 + 6  # 4 newest ids, 6 guesses, and up to 6 prompt ids
 
 
-def test_waiting_requests_are_compared_with_a_shared_prefix_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefixes_of_waiting_requests_are_compared_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     original = Context.count_shared
     monkeypatch.setattr(Context, "count_shared", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))

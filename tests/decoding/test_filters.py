@@ -127,9 +127,9 @@ def test_filters_at_boundary_values() -> None:
         assert torch.equal(unfiltered, logits)
     assert filters.keep_top_p(logits, 1e-9).argmax() == 1
     assert torch.isfinite(filters.keep_top_p(logits, 1e-9)).sum() == 1
-    ties = torch.tensor([[0.0, 0.0, 0.0, 0.0], [-1e9, 5.0, -1e9, 5.0]])  # These probabilities are exact.
+    ties = torch.tensor([[0.0, 0.0, 0.0, 0.0], [-1e9, 5.0, -1e9, 5.0]])  # Softmax is exact here.
     assert torch.isfinite(filters.keep_top_p(ties, 0.75)).tolist() == [[True] * 3 + [False], [False, True] * 2]
-    assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # Doubles use torch's sort.
+    assert torch.isfinite(filters.keep_top_p(ties.double(), 0.5)).sum() == 3  # Torch sorts float64.
     assert torch.isfinite(filters.keep_min_p(logits, 1)).tolist() == [False, True, False]
     assert torch.isfinite(filters.exclude(logits, [1])).tolist() == [True, False, True]
     assert torch.equal(filters.exclude(logits[:1], [0]), logits[:1])

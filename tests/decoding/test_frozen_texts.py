@@ -84,7 +84,7 @@ def language_model(arch: Any, positions: Any) -> LanguageModel:
 
 
 def hash_samples(model: LanguageModel, settings: dict[str, Any], seed: int) -> list[Any]:
-    """Returns a hash of all samples and the sum of their log-probabilities."""
+    """Returns a hash of all samples, and the total of their log-probabilities and scores."""
     config = SampleConfig(**{"max_tokens": 12, **settings})
     records, total = [], 0.0
     for piece in model.write_all(PROMPTS, config, seed, 1 if config.beam else 2):

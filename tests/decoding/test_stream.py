@@ -39,7 +39,7 @@ def test_replacement_character_in_the_text_is_streamed() -> None:
 
 
 def text_before_stop(text: str, stops: Sequence[str]) -> str:
-    """Returns the text before the stop string that ends first. Ties go to the longest."""
+    """Returns the text before the stop string that ends first. If several end there, removes the longest."""
     for end in range(1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:

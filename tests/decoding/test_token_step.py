@@ -33,7 +33,7 @@ def model_of(arch: Any, rounded: bool = False) -> GPT:
 
 
 def logits_of(model: GPT, prompt: list[int], following: list[int], backend: Any = None) -> list[torch.Tensor]:
-    """Returns the logits after each id of ``following``. A ``backend`` compiles `next_tokens`."""
+    """Returns the logits after each id of ``following``. If there is a ``backend``, compiles `next_tokens`."""
     step = None if backend is None else functools.partial(torch.compile(next_tokens, backend=backend), model)
     context = Context(model, Compute(torch.device("cpu"), torch.float32), 1, 64, step)
     push(context, prompt)

@@ -85,7 +85,7 @@ def test_int8_products_match_rounded_weights(
 @pytest.mark.skipif(not Int4Linear.runs_on(CPU.device), reason="the int4 kernel needs AVX2")
 @pytest.mark.parametrize("bias", [True, False])
 def test_int4_products_match_rounded_weights(bias: bool) -> None:
-    """Unit vectors expose each weight. Small inputs use the kernel, large inputs dequantized weights."""
+    """Unit vectors expose each weight. The kernel multiplies small inputs. Large inputs can use dequantized weights."""
     torch.manual_seed(0)
     for out_features, in_features in ((16, 64), (80, 96), (192, 256)):
         weight = to_int4(torch.randn(out_features, in_features) * torch.logspace(-3, 1, out_features)[:, None])
@@ -107,7 +107,7 @@ def test_int4_products_match_rounded_weights(bias: bool) -> None:
             assert ((y - expected).abs() <= 2**-8 * size).all()
 
 
-def test_int4_weights_are_dequantized_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_weights_are_dequantized_if_the_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Int4Linear, "runs_on", lambda device: False)
     exact = quantize_model(GPT(GPTConfig(11, 8, 2, 2, 32)).eval(), 4)
     idx = torch.tensor([[1, 2, 3]])
@@ -164,7 +164,7 @@ def test_float32_weights_are_cast_in_each_product() -> None:
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_idle_row_with_a_full_context_does_not_affect_others(positions: str) -> None:
+def test_idle_row_with_a_full_context_does_not_affect_other_rows(positions: str) -> None:
     model, config = tiny_model(40, positions), SampleConfig(max_tokens=20, ignore_eot=True)
     requests = [Request([1]), Request(list(range(38)))]
     engine = engine_of(Context(model, CPU, 2, step=partial(next_tokens, model)), requests, config)

@@ -6,7 +6,7 @@ also imitates and records CUDA:
 - Operators on tensors of several devices raise, as on CUDA.
 - `Device.waits` records each host wait, with the line of `gpt` that caused it.
 - `Device.launches` counts operators that would launch a kernel. Views do not count.
-- A buffer in pinned memory contains NaN (integers: 99) until the host waits for its copy.
+- A pinned buffer contains NaN, or 99 if it stores integers, until the host waits for the copy into the buffer.
 - `Device.failure` makes further CUDA calls fail.
 
 Not covered: kernel numerics; the attention kernel that CUDA would choose; operators without a CUDA kernel; CUDA graphs

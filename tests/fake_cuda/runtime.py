@@ -93,7 +93,7 @@ def _make_device_index(device: Device) -> Callable[[Any], int]:
 
 def _make_event_class(device: Device) -> type:
     class Event:
-        """An event for the device-to-host copies pending at `record`."""
+        """An event. `synchronize` completes the device-to-host copies that were pending at `record`."""
 
         def __init__(self, **_: Any) -> None:
             self.pending: list[PendingCopy] = []

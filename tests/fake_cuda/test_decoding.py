@@ -96,7 +96,8 @@ def random_requests(rng: random.Random) -> Iterator[Request]:
 def test_concurrent_requests_match_the_cpu(
     disguise: Disguise, fixed_shapes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps launch before the previous tokens are read. Slots of ended and cancelled requests are reused."""
+    """Each step launches before the host reads the previous step's tokens. Later requests reuse the slots of ended and
+    cancelled ones."""
     monkeypatch.setattr("gpt.decoding.scheduler.MIN_SHARED_PREFIX", 1)
     rng = random.Random(1)
     requests = list(random_requests(rng))
@@ -129,7 +130,7 @@ def test_concurrent_requests_match_the_cpu(
 @pytest.mark.slow
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_nan_logits_do_not_reach_other_requests(disguise: Disguise, cancelled: bool) -> None:
-    """A request ends while its next step is in flight with NaN logits. Its slot is reused."""
+    """A request ends while its next step, whose logits are NaN, is in flight. A later request reuses the slot."""
     expected = token_ids(
         run_alone(Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),)))
     )
@@ -224,7 +225,7 @@ def test_device_failure_is_a_one_line_error(models: dict[str, Path], disguise: D
 
 
 class FakeCompiler:
-    """Replaces ``torch.compile``. Counts calls and captured CUDA graphs, one per KV cache."""
+    """Replaces ``torch.compile``. Counts its calls and the captured CUDA graphs. Each KV cache captures one graph."""
 
     def __init__(self) -> None:
         self.compiled = self.captured = self.steps = 0
@@ -279,7 +280,7 @@ def test_later_calls_reuse_the_captured_graph(
 def test_cached_contexts_are_bounded_in_number_and_memory(
     models: dict[str, Path], disguise: Disguise, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory for seven rows is too small to cache contexts of three, two and four rows."""
+    """Memory for seven rows cannot hold contexts of three, two and four rows at the same time."""
     with disguise():
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
         for count in range(1, MAX_IDLE_CONTEXTS + 3):

@@ -63,7 +63,7 @@ def test_copies_are_incomplete_until_the_host_waits(disguise: Disguise) -> None:
         for index in range(2):
             x = torch.full((2,), 7.0, device=f"cuda:{index}")
             buffers.append(torch.empty(2, pin_memory=True).copy_(x, non_blocking=True))
-            x.zero_()  # This write follows the copy.
+            x.zero_()  # The copy must not contain this later write.
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(1))
         assert all(buffer.isnan().all() for buffer in buffers)

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 128, "tokenizer": "bytes", "lr": 3e-3,
     "sample_every": 0, "dtype": "float32",
 }  # fmt: skip
-# Tolerances of losses around 5, because the attention kernel differs
+# Tolerances for losses of about 5. The two devices use different attention kernels, which round differently.
 ROUNDING = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 1e-2}
 
 
@@ -71,7 +71,7 @@ def test_losses_match_the_cpu(text: Path, disguise: Disguise, settings: dict[str
 
 
 @pytest.mark.slow
-def test_float16_loss_scaling_follows_float32(text: Path, disguise: Disguise) -> None:
+def test_float16_losses_start_like_float32_and_decrease(text: Path, disguise: Disguise) -> None:
     """Steps are skipped until the loss scale is small enough. The trial of compiled code does not affect the scale."""
     with disguise():
         _, float16_events = train("cuda", dtype="float16", steps=8)

@@ -1,4 +1,5 @@
-"""GPU tests. Tests marked ``on_cuda`` also run on the fake CUDA device. Byte tokenizers need no training."""
+"""GPU tests. Tests marked ``on_cuda`` also run on the fake CUDA device. Models use byte tokenizers, which need no
+training."""
 
 import json
 from dataclasses import replace
@@ -48,7 +49,7 @@ def train(text: Path, **settings: Any) -> tuple[Any, list[float], list[str]]:
 
 @on_cuda
 @pytest.mark.slow
-def test_half_precision_follows_float32(text: Path) -> None:
+def test_half_precision_losses_follow_float32(text: Path) -> None:
     """With float16, the first steps can be skipped to adjust the loss scale."""
     _, float32_losses, _ = train(text, steps=20, dtype="float32", **FEW_TOKENS)
     for dtype in ("bfloat16", "float16"):
@@ -146,7 +147,7 @@ def test_uncapturable_step_runs_without_a_cuda_graph(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.usefixtures("real_cuda")
 def test_out_of_memory_halves_the_micro_batch(text: Path) -> None:
-    """The limit is halfway between the memory of micro-batches of 512 and of 64."""
+    """The memory limit is the mean of what micro-batches of 512 and of 64 sequences need."""
     large = {"n_embd": 256, "n_layer": 4, "n_head": 4, "batch_tokens": 32_768, "steps": 4, "dtype": "float32"}
 
     def measure_reserved(micro_batch: str) -> tuple[int, list[float]]:

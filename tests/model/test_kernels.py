@@ -88,7 +88,7 @@ def test_dropout_has_the_requested_rate_and_keeps_the_mean(p: float) -> None:
     assert (y == 0).double().mean().item() == pytest.approx(p, abs=0.002)
     assert y.mean().item() == pytest.approx(1, abs=0.03)
     assert len(y.unique()) == 2 and torch.equal(x.grad, y)
-    pairs = (y[:, 1:] != 0).double() * (y[:, :-1] != 0)  # Neighbors share a random number.
+    pairs = (y[:, 1:] != 0).double() * (y[:, :-1] != 0)  # Neighbors are dropped independently.
     assert pairs.mean().item() == pytest.approx((1 - p) ** 2, abs=0.002)
     assert torch.equal(kernels.drop(x, 0.0), x)
 

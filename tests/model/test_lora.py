@@ -287,7 +287,7 @@ def test_invalid_adapter_folders_are_refused(gpt: Gpt, workdir: Path) -> None:
     one_line_of_what_and_what_next(gpt("sample", "-m", path), "is in a chain of more than 100 adapters")
 
 
-# Roles
+# Targets
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_changed_base_is_refused(gpt: Gpt, base: Path, second_text: Path) -> Non
 
 
 @pytest.mark.slow
-def test_adapters_can_be_trained_on_adapters_with_a_shorter_context(base: Path, second_text: Path) -> None:
+def test_adapted_model_with_a_shorter_context_can_be_adapted_again(base: Path, second_text: Path) -> None:
     first = library.train(second_text, init=base, steps=4, block_size=16, **LORA)
     second = library.train(second_text, init=first.run, steps=4, out="two", **LORA)
     model = library.load(second.run).model

@@ -63,7 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_plain_attention_limit_matches_the_kernels() -> None:
+def test_plain_attention_limit_is_equal_in_memory_and_kernels() -> None:
     assert memory.MAX_MATMUL_POSITIONS == kernels.MAX_MATMUL_POSITIONS
 
 
@@ -91,7 +91,7 @@ def saved_bytes(config: GPTConfig, rows: int, dtype: str) -> int:
 @pytest.mark.parametrize(("block_size", "dropout"), [(64, 0.0), (64, 0.1), (576, 0.0), (576, 0.1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_estimate_matches_saved_bytes_on_a_cpu(kind: str, block_size: int, dropout: float, dtype: str) -> None:
-    """Above 512 positions, dropout keeps scores in float32."""
+    """Above 512 positions, attention with dropout saves float32 scores."""
     config = preset_shape("nano", dropout=dropout, block_size=block_size, n_layer=2, **KINDS[kind])
     check_saved_bytes(config, Setup(micro_batch=2, dtype=dtype, device="cpu"))
 

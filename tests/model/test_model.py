@@ -155,7 +155,7 @@ def test_initialization_matches_gpt2() -> None:
     assert model.wpe.weight.std().item() == pytest.approx(0.02, rel=0.02)
     for block in model.h:
         assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.02)
-        assert block.attn.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)  # 1/√(2·8)
+        assert block.attn.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)  # Scaled by 1/√(2·8)
         assert block.mlp.c_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
         assert block.attn.c_attn.bias.abs().max() == 0
         assert block.ln_1.weight.min() == block.ln_1.weight.max() == 1

@@ -110,7 +110,7 @@ def test_window_reduces_flops_and_cache(gpt: Gpt) -> None:
 # Printed tables
 
 
-def test_printed_tables_fit_the_family(gpt: Gpt) -> None:
+def test_printed_tables_describe_the_family(gpt: Gpt) -> None:
     out = gpt("params", "mistral-7b").out
     for fragment in (
         "(128 × 4,096) × 8 × 32", "(128 × 4,096) × 32 × 32", "(14,336 × 4,096) × 32", "Gate-Projection",
@@ -121,7 +121,7 @@ def test_printed_tables_fit_the_family(gpt: Gpt) -> None:
 
 
 @pytest.mark.parametrize("names", [("gpt2", "qwen3-0.6b"), ("mistral-7b", "gpt2")])
-def test_compared_rows_are_matched_by_name(gpt: Gpt, names: tuple[str, str]) -> None:
+def test_comparison_of_models_matches_rows_by_name(gpt: Gpt, names: tuple[str, str]) -> None:
     rows = {line[:16].strip(): line[16:].split() for line in gpt("params", *names).out.splitlines() if line.strip()}
     assert list(rows)[2:11] == [row.matrix for row in breakdown(PRESETS["qwen3-0.6b"].model).rows]
     for column, name in enumerate(names):
@@ -141,7 +141,7 @@ def test_shape_options_are_applied(gpt: Gpt) -> None:
     config = GPTConfig.of("modern", 99, 64, 3, 4, 32, n_kv_head=2, head_dim=16, n_inner=48, window=9)
     assert output["config"] == json.loads(json.dumps(asdict(config)))
     assert output["trainable"] == sum(p.numel() for p in GPT(config).parameters())
-    for n_layer in (3, 40):  # Windows follow the number of layers.
+    for n_layer in (3, 40):  # Every layer has a window.
         output = json.loads(gpt("params", "mistral-7b", "--n-layer", str(n_layer), "--json").out)["config"]
         assert output["window_layers"] == list(range(n_layer))
 

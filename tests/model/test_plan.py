@@ -47,7 +47,7 @@ def test_plan_for_gpt3_on_1024_devices_fits(gpt: Gpt) -> None:
     output = json.loads(gpt(*command, "--json").out)
     plan = output["plan"]
     assert (plan["devices"], plan["shard"], plan["fits"]) == (1024, "full", True)
-    # Parameters, gradients and Muon's state take less than AdamW's 16 bytes per parameter.
+    # Parameters, gradients and Muon's state are about equally large. With AdamW, they take 16 bytes per parameter.
     assert output["trainable"] * 16 / 1024 > output["memory"]["parameters"] * 3
     assert plan["peak"] <= plan["room"] == int(USABLE * 80e9)
     seconds = flops_per_token(PRESETS["gpt3-175b"].model, 2048) * 300e9 / (1024 * 989.4e12 * 0.4)
@@ -58,7 +58,7 @@ def test_plan_for_gpt3_on_1024_devices_fits(gpt: Gpt) -> None:
     out = gpt(*command).out
     assert f"--shard full --tensor {plan['tensor']} --micro-batch {plan['micro_batch']} --recompute" in out
     assert "nothing fits" in out  # Nothing fits on a single device.
-    assert "617,558,016" in out  # This count is from the parameter table.
+    assert "617,558,016" in out  # The token embedding, in the parameter table
 
 
 def test_plan_that_does_not_fit_is_reported(gpt: Gpt) -> None:
@@ -91,8 +91,10 @@ def test_first_setup_that_fits_is_chosen(preset: str, kind: str) -> None:
 @pytest.mark.parametrize("preset", ["gpt3-350m", "gpt3-2.7b", "gpt3-6.7b"])
 @pytest.mark.parametrize("kind", ["h100-80gb", "t4-16gb", "cpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_plan_matches_the_recipe_of_train(monkeypatch: pytest.MonkeyPatch, preset: str, kind: str, dtype: Any) -> None:
-    """Covers ``--micro-batch auto``."""
+def test_plan_has_the_micro_batch_of_gpt_train(
+    monkeypatch: pytest.MonkeyPatch, preset: str, kind: str, dtype: Any
+) -> None:
+    """``gpt train`` chooses these values for ``--micro-batch auto``."""
     shape, memory = PRESETS[preset].model, KINDS["t4-16gb" if kind == "cpu" else kind].memory
     monkeypatch.setattr(Compute, "_memory", lambda compute: memory)
     monkeypatch.setattr("gpt.peaks.host_memory", lambda: memory)

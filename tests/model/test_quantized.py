@@ -99,7 +99,7 @@ def test_int8_matches_its_definition(dtype: torch.dtype) -> None:
 
 
 def test_int4_matches_gguf_q4_0() -> None:
-    """The format is Q4_0. The error is smaller than the reference quantizer's."""
+    """The format is GGUF's Q4_0, and the error is smaller than that of GGUF's quantizer."""
     gguf = pytest.importorskip("gguf")
     q4_0 = gguf.GGMLQuantizationType.Q4_0
     weight = (
@@ -310,7 +310,7 @@ def test_requantization_is_reported(gpt: Gpt, quantized_folder: QuantizedFolder)
 
 
 @pytest.mark.parametrize("rank", [0, slow(4)])
-def test_training_matches_from_quantized_and_dequantized_weights(
+def test_training_is_equal_from_quantized_and_dequantized_weights(
     gpt: Gpt, model_pair: tuple[Path, Path], rank: int
 ) -> None:
     Path("text.txt").write_bytes(make_text().encode())

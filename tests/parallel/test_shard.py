@@ -67,7 +67,7 @@ def test_every_element_is_gathered_once(grid: Grid, config: GPTConfig) -> None:
 
 
 def test_tensors_are_gathered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two files are written in parallel, but sent tensors carry no name."""
+    """Two files are written in parallel, but ranks send shards without names, so only one tensor can be in transit."""
     calls: list[str] = []
     parameters = named_parameters(TINY)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -188,7 +188,7 @@ def test_large_weights_are_saved_as_indexed_files(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_gpt3_175b_shard_size_on_1024_ranks() -> None:
-    """Uses fake tensors and a fake process group, as rank 0 of 128 × 8."""
+    """Simulates rank 0 of 128 × 8 ranks with fake tensors and a fake process group."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

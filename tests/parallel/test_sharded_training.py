@@ -119,7 +119,7 @@ def test_invalid_sharding_options_are_refused(
 
 
 def test_every_data_rank_evaluates_equally_many_windows() -> None:
-    """A rank's last window can be padding, which does not count."""
+    """A rank's last window can be padding, which is excluded from the loss."""
     ids = np.arange(5)
     all_windows = [Window(0, n, ids, ids, 0) for n in range(7)]
     counted_starts, window_counts = [], set()

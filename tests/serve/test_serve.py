@@ -122,7 +122,7 @@ def test_text_equals_gpt_sample(server: Served, model: LanguageModel, fields: An
     assert all(c["usage"] is None and c["id"] == chunks[0]["id"] for c in chunks[:-1])
 
 
-def test_seed_equals_gpt_sample(server: Served, model: LanguageModel) -> None:
+def test_seed_selects_the_text_of_gpt_sample(server: Served, model: LanguageModel) -> None:
     for seed in (7, -5, 2**63 - 1, -(2**63)):
         assert server.ask(prompt=PROMPT, seed=seed)["choices"][0]["text"] == sample(model, seed=seed).text
     for seed in ({}, {"seed": -1}):  # The server draws a random seed.
@@ -148,7 +148,7 @@ def test_cached_tokens_are_counted(server: Served) -> None:
         answer = server.ask(prompt=prompts, n=n, max_tokens=2)
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
     *_, last = server.stream(prompt=[*prefix, 8, 9], max_tokens=2, stream_options={"include_usage": True})
-    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # The cache can still contain id 8.
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # The cached prefix can include id 8.
 
 
 def test_sampling_defaults_apply_to_missing_fields(model: LanguageModel) -> None:
@@ -335,7 +335,7 @@ def test_logit_bias_forces_and_forbids_tokens(server: Served, model: LanguageMod
     assert other["text"] != first["text"]
 
 
-def test_penalties_equal_brute_force(server: Served, model: LanguageModel) -> None:
+def test_text_with_penalties_matches_a_reference(server: Served, model: LanguageModel) -> None:
     """The expected text is decoded without a KV cache."""
     presence, frequency = 0.9, 0.6
     ids, counts = model.tokenizer.prompt(PROMPT), Counter[int]()
@@ -673,7 +673,7 @@ def test_message_cannot_be_both_answered_and_continued(template_server: Served) 
 def test_tokenize_route_accepts_messages(chat: Served, server: Served) -> None:
     tokenizer = chat.service.tokenizer
     special = {"role": "user", "content": f"a{tokenizer.eot_token}b"}  # Chats parse special tokens.
-    for messages in ([special], [{"role": "user", "content": "the cat " * 200}]):  # Longer than the context
+    for messages in ([special], [{"role": "user", "content": "the cat " * 200}]):  # The second exceeds the context.
         response = chat.ask("/v1/tokenize", messages=messages, prompt=None, model="tiny", add_special_tokens=False)
         assert response["tokens"] == template.prompt(tokenizer, messages)
         assert (response["count"], response["max_model_len"]) == (len(response["tokens"]), 32)

@@ -466,7 +466,7 @@ def test_gauges_return_to_zero(model: LanguageModel, monkeypatch: pytest.MonkeyP
     [(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"), (ZeroDivisionError("x"), "internal error in gpt")],
     ids=["memory", "fault"],
 )  # fmt: skip
-def test_error_in_a_step_reaches_all_requests_and_the_next_works(
+def test_error_in_a_step_ends_all_requests_but_not_the_server(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     expected = model.generate("the cat", seed=0, temperature=1.0, max_tokens=16)
@@ -550,7 +550,7 @@ def test_server_survives_ten_thousand_connections(model: LanguageModel, monkeypa
     import resource
 
     file_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count = min(10_000, (file_limit - 200) // 2)  # Both ends are in this process.
+    count = min(10_000, (file_limit - 200) // 2)  # Both ends of each connection are in this process.
     monkeypatch.setattr(server, "compute_max_connections", lambda: count - 100)
     with served(model) as api:
         socks = [api.connect() for _ in range(count)]

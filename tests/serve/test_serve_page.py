@@ -643,7 +643,8 @@ def render_template(messages: list[dict[str, str]]) -> str:
 
 
 def test_special_tokens_can_be_alternatives(open_chat: Any, chat_address: str) -> None:
-    """End-of-text ends the answer; other special tokens are kept as ids. Messages contain neither."""
+    """Choosing end-of-text ends the answer. Other special tokens are kept as ids. Later messages contain no special
+    tokens."""
     page = open_chat()
     end, special = page.evaluate("model.end"), 301
     page.evaluate("(id) => model.specials.push(id)", special)
@@ -678,7 +679,7 @@ def test_special_tokens_can_be_alternatives(open_chat: Any, chat_address: str) -
     assert requests[1]["messages"] == messages("the cat", "a on", "and?")
 
 
-def test_alternatives_at_the_context_limit_and_after_an_error(open_chat: Any) -> None:
+def test_alternatives_work_at_the_context_limit_and_after_an_error(open_chat: Any) -> None:
     """An answer that fills the context ends with the alternative. Undo restores the answer after an error."""
     page = open_chat()
     send_message(page, "the cat", max_tokens=4, seed=1)
@@ -811,7 +812,7 @@ def test_answers_are_never_markup_and_are_sent_back_unchanged(open_chat: Any) ->
     requests = record_requests(page)
     send_message(page, "more")
     assert requests[0]["messages"][1]["content"].startswith(markup + "\r\n")
-    assert read_conversation(page)[-1] == ("Model", "")  # An empty answer still counts.
+    assert read_conversation(page)[-1] == ("Model", "")  # An empty answer is still a message.
     assert page.inner_text("#status") == "The model ended the answer (60.65 %)."
 
 

@@ -176,7 +176,7 @@ def process_of(launcher: int, rank: int) -> int | None:
 def kill_rank(place: Path, text: Path, number: int, expected: str, seconds: list[float]) -> str:
     """Kills a random rank of a run with two ranks, and resumes the run.
 
-    Appends the seconds from the kill to the end of the command to ``seconds``.
+    Appends to ``seconds`` how many seconds after the kill the command ended.
     """
     rng = random.Random(2000 + number)
     run = place / f"rank-{number}"
@@ -206,7 +206,7 @@ def kill_rank(place: Path, text: Path, number: int, expected: str, seconds: list
 
 
 def kill_ranks(count: int, place: Path) -> tuple[Counter[str], float]:
-    """Returns the outcomes, and the longest time in seconds from a kill to the end of the command."""
+    """Kills a rank in each of ``count`` runs. Returns the outcomes, and the maximum seconds from kill to exit."""
     text, baseline, seconds = write_text(place / "text.txt"), place / "whole", [0.0]
     _, err = start("train", str(text), "-o", str(baseline), *TINY, "--nproc", "2", cwd=place).communicate(timeout=600)
     assert folder.checkpoints(baseline), err
@@ -215,7 +215,7 @@ def kill_ranks(count: int, place: Path) -> tuple[Counter[str], float]:
 
 
 def many(numbers: range, place: Path, *kinds: Callable[..., str]) -> list[Counter[str]]:
-    """Runs ``kinds`` with all ``numbers``, two runs at a time. Returns the outcomes of each kind."""
+    """Calls each of ``kinds`` with each of ``numbers``, two calls at a time. Returns the outcomes of each kind."""
     text = write_text(place / "text.txt", 4_000)
     start_time = time.monotonic()
     baseline = start("train", str(text), "-o", str(place / "whole"), *TINY, cwd=place)
@@ -306,7 +306,8 @@ class _FailingFile:
 
 
 def failing_saves(place: Path, errors: tuple[int, ...] = ERRORS, every: int = 1) -> Counter[str]:
-    """Makes every ``every``-th write, sync and rename of a save fail in turn. Returns the outcomes."""
+    """Repeats a save for each error code and each multiple n of ``every``. The n-th disk operation fails. Returns the
+    outcomes."""
     files = small_checkpoint_files()
     run = place / "run"
     outcomes: Counter[str] = Counter()

@@ -61,7 +61,8 @@ class CommandTimeout(BaseException):
 
 @dataclass(frozen=True)
 class Subject:
-    """A file to forge, and commands for its folder ``BAD``. A pair (command, n) runs on one in n forged values."""
+    """A file to forge, and commands that read its folder, ``BAD``. The command of a pair (command, n) runs on one in n
+    forged values."""
 
     good: str  # Folder name
     file: str
@@ -173,7 +174,8 @@ class ForgedText:
 
 
 def forge(text: str, lines: bool, rng: random.Random) -> Iterator[ForgedText]:
-    """Yields ``text`` with one value replaced. With ``lines``, forges only a sample of lines."""
+    """Yields copies of ``text``, each with one JSON value replaced. If ``lines``, each line is a JSON value, and only a
+    sample of lines is forged."""
     parts = text.splitlines() if lines else [text]
     line_numbers = sorted(
         {*range(min(2, len(parts))), *rng.sample(range(len(parts)), min(10, len(parts))), len(parts) - 1}

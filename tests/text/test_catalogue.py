@@ -42,13 +42,13 @@ class Site:
     def __init__(self) -> None:
         self.url = ""
         self.files = {"/x": DATA}
-        self.cuts: list[int] = []  # Sizes at which the next responses break off
+        self.cuts: list[int] = []  # Bytes after which the next responses break off
         self.statuses: list[int] = []  # Statuses of the next responses
         self.redirects: dict[str, str] = {}
         self.ranges = self.lengths = True
         self.pause = 0.0  # Seconds between blocks
-        self.offset = 0  # Distance from the requested start, in bytes
-        self.log: list[tuple[str | None, int, int]] = []  # Range, status, bytes sent
+        self.offset = 0  # Responses start this many bytes after the requested start.
+        self.log: list[tuple[str | None, int, int]] = []  # Of each request: Range, status, bytes sent
 
     @property
     def sent(self) -> int:
@@ -360,7 +360,7 @@ def test_progress_and_disk_check_cover_all_files(
     assert progress == sorted(progress)
 
 
-def test_parquet_rows_are_lines_and_held_out_text_is_published(
+def test_parquet_rows_are_lines_and_the_published_split_is_used(
     gpt: Callable[..., Done], site: Site, toy: dict[str, Any], workdir: Path
 ) -> None:
     import pyarrow as pa

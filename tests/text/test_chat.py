@@ -156,7 +156,7 @@ def test_rendered_text_and_ids_equal_transformers(name: str, tmp_path: Path) -> 
         messages = [*QUESTION, {"role": "assistant", "content": last}]
         try:
             expected = reference.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-        except ValueError:  # The template stops before the last message.
+        except ValueError:  # The rendered text lacks the last message.
             with pytest.raises(UserError, match="cannot be continued"):
                 chat.render(tokenizer, messages, answer=False, open_end=True)
             continue
@@ -318,7 +318,7 @@ def file(workdir: Path) -> Path:
 
 
 def assert_equal_in_transformers(folder: Path) -> None:
-    """Compares ids, logits and end tokens."""
+    """Compares a folder's ids, logits and end tokens with those in Transformers."""
     tokenizer, reference = library.load(folder), AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = chat.prompt(tokenizer.tokenizer, QUESTION)

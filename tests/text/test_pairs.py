@@ -50,7 +50,7 @@ def file(workdir: Path) -> Path:
 def test_training_on_pairs_prints_counts_and_next_command(gpt: Gpt, file: Path) -> None:
     result = gpt("train", file, "--pairs", "--steps", "4", "--dtype", "float32")
     assert result.code == 0, result.err
-    assert "59 pairs to train on, 6 held out" in result.err  # A tenth of 65 is held out.
+    assert "59 pairs to train on, 6 held out" in result.err  # A tenth of the 65 pairs is held out.
     assert "gpt sample 'want her =>' --greedy -m" in result.out  # The first held-out prompt
     record = json.loads(Path("runs/pairs/run.json").read_text())
     assert record["sources"][0]["documents"] == 65
@@ -245,8 +245,9 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).run  # fmt: skip
 
 
-# With the default learning rate, adapters answer 2 to 37 pairs correctly, depending on rounding and seed; with this
-# rate, 39 or 40. Untrained adapters answer 0, and so did one seed of three with weight decay 0.25 in the base model.
+# With the default learning rate, adapters answer 2 to 37 of the 40 pairs correctly, depending on rounding and seed.
+# With this learning rate, they answer 39 or 40. Untrained adapters answer none. When the base model had a weight decay
+# of 0.25, the trained adapters of one seed of three answered none either.
 @pytest.mark.parametrize(
     ("options", "minimum"), [slow([], 38), more(["--lora-rank", "8", "--lr", "0.004", "--epochs", "40"], 36)]
 )
@@ -266,7 +267,9 @@ def test_trained_model_completes_its_pairs(
     assert sum(answer == (p["completion"], "eot") for answer, p in zip(answers, pairs, strict=True)) == int(score[1])
 
 
-def test_answers_are_checked_on_a_sample_of_both_sides(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_checked_on_samples_of_training_and_held_out_pairs(
+    gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(evaluation, "MAX_CHECKED_PAIRS", 10)
     result = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
     assert "answers" not in result.out
@@ -295,7 +298,7 @@ def test_invalid_pairs_are_one_error_line(
     assert not Path("runs").exists()
 
 
-def test_pairs_cannot_be_tokenized_text(gpt: Gpt, file: Path) -> None:
+def test_pairs_need_a_text_that_is_not_tokenized(gpt: Gpt, file: Path) -> None:
     one_line_of_what_and_what_next(gpt("train", "--pairs"), "--pairs needs a TEXT")
     assert gpt("tokenize", file, "--field", "prompt", "-o", "tokens", "--tokenizer", "bytes", "--quiet").code == 0
     one_line_of_what_and_what_next(gpt("train", "tokens", "--pairs"), "tokens is tokenized")

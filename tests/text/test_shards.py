@@ -85,7 +85,7 @@ def test_token_stream_concatenates_shards(data: st.DataObject, tmp_path_factory:
     assert [document[a:b].tolist() for document in stream.documents] == [document[a:b] for document in documents]
 
 
-def test_read_shards_are_unmapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_unmapped_after_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         write_shard(tmp_path / f"{number}.ids", [399, number] * 1000, list(range(0, 2000, 2)))
     monkeypatch.setattr(shards, "RELEASE_MAPS", 4)

@@ -47,7 +47,7 @@ def test_split_at_the_end_loses_no_text(texts: list[str], fraction: float) -> No
     assert abs(sum(len(text.encode()) for text in held_out) - fraction * size) <= 4
 
 
-def test_the_end_is_held_out() -> None:
+def test_end_of_the_text_is_held_out() -> None:
     assert split_texts(["a" * 50, "b" * 50], 0.1) == (["a" * 50, "b" * 40], ["b" * 10])
     assert split_texts(["abc"], 0) == (["abc"], [])
 

@@ -35,7 +35,7 @@ SMALL = {
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives a short text many groups, slices and items."""
+    """Makes groups, slices and items so small that a short text has many."""
     for name, value in SMALL.items():
         monkeypatch.setattr(name, value)
 

@@ -73,7 +73,7 @@ def test_vocabulary_too_large_for_the_text_is_an_error() -> None:
 def test_id_outside_the_vocabulary_is_an_error(trained: tokenizer.Tokenizer) -> None:
     with pytest.raises(UserError, match="id 400 is outside the vocabulary of 400"):
         trained.check([1, 400])
-    assert trained.decode([ord("a"), 400, 2**40]) == "a"  # Models can have more ids.
+    assert trained.decode([ord("a"), 400, 2**40]) == "a"  # A model can have more ids.
 
 
 def test_trained_tokens_have_a_maximum_length() -> None:
@@ -158,7 +158,7 @@ def test_offline_error_gives_url_and_cache_path(name: str, tmp_path: Path, monke
 
 @lru_cache
 def pattern_tokenizer(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
-    """Returns our tokenizer and the library's with the named pattern."""
+    """Returns our tokenizer and that of the tokenizers library, both with the named pattern."""
     trained = tokenizer.train_tokenizer([make_text()], 400)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: dict(trained.backend.ranks))
@@ -172,7 +172,7 @@ def pattern_tokenizer(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=50) | st.text(st.sampled_from(" \n\r\t'/sSlLtdm19.!-aBか。\u0301é\u00a0"), max_size=40))
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
-def test_parity_under_other_patterns(name: str, text: str) -> None:
+def test_other_patterns_match_the_library(name: str, text: str) -> None:
     bpe, reference = pattern_tokenizer(name)
     assert bpe.decode(bpe.encode(text).tolist()) == text
     assert reference.encode(text).ids == bpe.encode(text, specials=True).tolist()

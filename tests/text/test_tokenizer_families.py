@@ -62,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def load_both(folders: dict[str, Path]) -> LoadBoth:
-    """Returns a function that loads our tokenizer and the library's."""
+    """Returns a function that loads our tokenizer and that of the tokenizers library."""
     pairs = {
         form: (tokenizer_files.find_tokenizer(str(folder)), HFTokenizer.from_file(str(folder / "tokenizer.json")))
         for form, folder in folders.items()
@@ -286,7 +286,7 @@ def test_tokenizers_of_older_versions_load(load_both: LoadBoth, tmp_path: Path) 
     assert loaded == older
     assert [loaded.prompt(text) for text in TEXTS] == [current.prompt(text) for text in TEXTS]
     assert loaded.fingerprint != current.fingerprint
-    assert loaded.is_same_as(current)  # Equal ids allow training on its tokens.
+    assert loaded.is_same_as(current)  # The ids are equal, so training can use its tokens.
     assert not loaded.is_same_as(load_both("llama3")[0])
     assert not loaded.is_same_as(replace(current, eot=current.all_specials["<|im_start|>"], specials={}))
 
@@ -399,8 +399,8 @@ def test_modified_saved_folder_is_an_error(folders: dict[str, Path], tmp_path: P
 
 @pytest.mark.parametrize("step", [37, more(1)])
 def test_both_regex_engines_classify_characters_alike(step: int) -> None:
-    """The regex must tell letters, numbers, white space and contractions apart. Tests every character below U+0300 and
-    every ``step``-th other. Two-byte tokens show if neighboring characters share a piece."""
+    """The engines must tell letters, numbers, white space and contractions apart. Tests every character below U+0300
+    and every ``step``-th character above. If two neighbors share a piece, a two-byte token shows it."""
     characters = backends.byte_characters()
     pairs = [bytes([first, second]) for first in b"a1 !\n'" for second in range(256)]
     ranks = {token: id for id, token in enumerate([*(bytes([byte]) for byte in range(256)), *pairs])}
@@ -423,7 +423,7 @@ def test_both_regex_engines_classify_characters_alike(step: int) -> None:
 @pytest.mark.parametrize("ends", ["", "b", "e", "be"])
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer"])
 def test_start_token_equals_autotokenizer(folders: dict[str, Path], tmp_path: Path, ends: str, kind: str) -> None:
-    """Tests no flags, ``add_eos_token`` false, and ``add_bos_token`` true, false and null."""
+    """The config has no flag, or ``add_eos_token`` false, or ``add_bos_token`` true, false or null."""
     from transformers import AutoTokenizer
 
     special = lambda word: [{"SpecialToken": {"id": word, "type_id": 0}}]

@@ -20,7 +20,7 @@ from gpt.text.tokenizer import bytes_tokenizer
 
 
 def make_library_tokenizer(**parts: Any) -> LibraryTokenizer:
-    """Builds a BPE of single characters."""
+    """Builds a BPE tokenizer whose tokens are single characters."""
     vocab = {char: id for id, char in enumerate(["<unk>", "\u2581", *map(chr, range(32, 127))])}
     model = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": "<unk>", **parts.pop("model", {})}
     values = {"version": "1.0", "added_tokens": [], "pre_tokenizer": None, "decoder": {"type": "Fuse"}, "model": model}
@@ -148,7 +148,7 @@ def test_rust_panic_is_one_error(parts: dict[str, Any], capfd: pytest.CaptureFix
     assert capfd.readouterr().err == "stderr is back\n"
 
 
-def test_stderr_returns_after_the_last_silenced_thread(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stderr_is_silent_until_the_last_suppression_ends(capfd: pytest.CaptureFixture[str]) -> None:
     first, second = untrusted.suppress_panic_output(), untrusted.suppress_panic_output()
     first.__enter__()
     second.__enter__()

@@ -332,7 +332,8 @@ def test_metrics_skip_lines_while_the_disk_is_full(text: Path) -> None:
 
 @pytest.mark.parametrize("until", [6, 8])
 def test_training_continues_during_a_save(text: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> None:
-    """The save of step 4 ends after step 6, or while step 8 waits to be saved. Its files match an undelayed run."""
+    """The save of step 4 ends after step 6, or while step 8 waits to be saved. The files of the delayed save match
+    those of an undelayed run."""
     write = checkpoint.write
     step_reached = threading.Event()
 

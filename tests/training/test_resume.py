@@ -1,4 +1,4 @@
-"""Resuming: k steps plus N − k equal N steps, bit for bit, wherever the run stops."""
+"""Resuming: wherever a run stops, the resumed run equals an uninterrupted run, bit for bit."""
 
 import json
 import math
@@ -211,7 +211,7 @@ def test_environment_variables_count_as_options_on_resume(
 
 @pytest.mark.slow
 def test_resume_with_more_steps_matches_a_longer_run(text: Path) -> None:
-    """With a constant learning rate, extended and longer runs are equal."""
+    """With a constant schedule, a run that is extended to 20 steps equals a run of 20 steps."""
     settings: dict[str, Any] = {**FAST, "schedule": "constant", "warmup": 2, "decay": 6, "eval_every": 4, "keep": 9}
     planned = library.train(text, out="long", **{**settings, "steps": 20})
     library.train(text, out="short", **settings)
@@ -228,7 +228,7 @@ def test_resume_with_more_steps_matches_a_longer_run(text: Path) -> None:
 
 
 @pytest.mark.slow
-def test_more_steps_restore_the_peak_of_a_linear_schedule(text: Path) -> None:
+def test_more_steps_restore_the_peak_learning_rate(text: Path) -> None:
     library.train(text, out="x", **{**FAST, "lr": 1e-2, "decay": 6, "warmup": 0})
     run_events: list[Any] = []
     library.resume("x", run_events.append, steps=24)
@@ -339,7 +339,7 @@ def test_resumed_timed_run_keeps_its_plan(text: Path) -> None:
 
 @pytest.fixture
 def loss_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with each loss computation. The seventh to ninth return NaN."""
+    """A list that grows by one item with each loss. The seventh to ninth losses are NaN."""
     original = stepping.tied_cross_entropy
     loss_calls: list[int] = []
 
@@ -376,7 +376,7 @@ def test_rollback_does_not_count_evaluations_twice(text: Path, monkeypatch: pyte
     run = library.train(text, out="run", **settings).run
     lines = [line for line in curve(run) if line["event"] in ("eval", "rollback", "end")]
     logged = [(line["event"], line["step"]) for line in lines]
-    repeated_events = [("eval", 6), ("eval", 8), ("end", 8)]  # second and third evaluation after the best
+    repeated_events = [("eval", 6), ("eval", 8), ("end", 8)]  # Second and third evaluations after the best one
     assert logged == [("eval", 2), ("eval", 4), ("eval", 6), ("rollback", 4), *repeated_events]
 
 

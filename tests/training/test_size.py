@@ -37,7 +37,7 @@ def test_size_grows_with_time(arch: Arch) -> None:
     assert presets[0] == "pico"
     assert presets[-1] == "gpt2"
     for below, name in pairwise(SIZES):
-        # Time for the required tokens per parameter
+        # Minutes to train on the minimum tokens per parameter
         minutes = find_minimums(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60
         assert largest_preset(1.01 * minutes, 10**12, arch, fake_throughput(1e11, []))[0] == name
         chosen_before, why = largest_preset(0.99 * minutes, 10**12, arch, fake_throughput(1e11, []))
@@ -64,7 +64,7 @@ def test_size_is_limited_by_tokens_per_parameter(
     assert preset_for_minutes(config, CPU, 10**9, lambda text: None).preset == chosen
 
 
-def test_size_needs_two_bytes_per_five_parameters() -> None:
+def test_size_is_limited_by_the_bytes_of_text() -> None:
     min_bytes = parameters("mini") * 2 // 5
     for n_bytes, chosen in ((min_bytes + 1, "mini"), (min_bytes - 1, "micro"), (1000, "nano")):
         name, why = largest_preset(1e7, n_bytes, "gpt2", fake_throughput(1e14, []))
@@ -96,7 +96,7 @@ def test_throughput_is_measured_on_this_machine() -> None:
 
 
 def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU loads kernels in the first evaluation. Later, many windows take the time of one."""
+    """A GPU loads kernels in the first evaluation. In later evaluations, many windows take as long as one."""
     sizes: list[int] = []
 
     def mean_loss(strategy: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:

@@ -226,7 +226,7 @@ def test_fitting_a_time_budget_keeps_past_learning_rates(schedule: str, remainin
 
 
 @pytest.mark.slow
-def test_timed_run_can_be_repeated_by_steps(text: Path) -> None:
+def test_timed_run_can_be_repeated_with_its_steps(text: Path) -> None:
     timed, _ = train(text, minutes=0.1, optimizer="muon", dropout=0.0)
     record = json.loads((timed.run / "run.json").read_text())
     resolved = record["resolved"]
@@ -244,7 +244,7 @@ def test_timed_run_can_be_repeated_by_steps(text: Path) -> None:
 
 @pytest.mark.slow
 def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout depends on how many uncompiled steps fit, not on the initial guess or the compiled steps."""
+    """Dropout depends on how many uncompiled steps fit, not on the initial guess or on how many compiled steps fit."""
     lookups: list[GPTConfig] = []
 
     def find(key: Any, *args: object) -> Any:
@@ -265,7 +265,7 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_timed_run_compiles_by_minutes_only(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minutes_decide_if_a_timed_run_compiles(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether to compile depends on the minutes, not on the 400 steps that fit."""
     lookups: list[object] = []
     monkeypatch.setattr(programs, "find", lambda key, *args: lookups.append(key))
@@ -320,7 +320,7 @@ def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> No
         patched.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
         result = gpt.train(text, init=str(run_folder), minutes=1.0, lora_rank=2, dtype="float32", sample_every=0)
     resolved = json.loads((result.run / "run.json").read_text())["resolved"]
-    assert resolved["batch_tokens"] == 32  # The 64 sequences that fit allow one (32 tokens) in each of 100 steps.
+    assert resolved["batch_tokens"] == 32  # 64 sequences fit, so each of 100 steps gets one, of 32 tokens.
     assert result.val_tokens > 0
 
 
@@ -574,7 +574,7 @@ def test_every_preset_resolves() -> None:
     [
         ({"epochs": 1.0}, (0.0, 0.1)),
         ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # A decay of 1 would need 12 epochs.
-        ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.29)),  # A decay of 1 would need 80 · 0.43 epochs.
+        ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.29)),  # A decay of 1 would need 34 epochs.
         ({"epochs": 18.0, "n_tokens": 45_000}, (0.1, 1.0)),
         ({"epochs": 18.0, "n_tokens": 60_000}, (0.0, 1.0)),
         ({"epochs": 6.0, "dropout": 0.3}, (0.3, 0.5)),
@@ -599,7 +599,7 @@ def test_dropout_and_weight_decay_follow_from_epochs(settings: dict[str, Any], e
 def test_cpu_compilation_depends_on_length_size_and_dtype(
     settings: dict[str, Any], in_bfloat16: bool, in_float32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, a minute is just enough for four blocks."""
+    """A model of four blocks is compiled if its run takes at least 56 seconds in bfloat16, or 140 in float32."""
     for has_compiler in (True, False):
         monkeypatch.setattr(recipe, "compiles_by_default", lambda has_compiler=has_compiler: has_compiler)
         for dtype, compiles in (("bfloat16", in_bfloat16), ("float32", in_float32)):
@@ -613,7 +613,7 @@ def test_cpu_compilation_depends_on_length_size_and_dtype(
         ({"steps": 100}, True),  # 124 million parameters and 52 million tokens
         ({"steps": 50}, False),
         ({"minutes": 5.0}, True),
-        ({"minutes": 4.9}, False),  # The initial guess, 1,000 steps, would compile.
+        ({"minutes": 4.9}, False),  # A run of the initially guessed 1,000 steps would be compiled.
         ({"minutes": 4.9, "compile": "on"}, True),
         ({"preset": "nano", "minutes": 60.0}, False),
     ],

@@ -16,10 +16,10 @@ from gpt import events
 from gpt.runs import checkpoint
 from gpt.training import evaluation
 
-# Runs of one process, repeated by `SHARDED_RUNS`
+# Runs of one process. `SHARDED_RUNS` repeats them with two processes.
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**SIX_STEPS, "optimizer": "adamw", "micro_batch": 4},
-    # With one layer, every kind of matrix occurs once, so one of two processes orthogonalizes none.
+    # One layer has one matrix of each kind. For each kind, one of the two processes orthogonalizes none.
     "muon": {
         **SIX_STEPS,
         "arch": "modern",

@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 SIX_STEPS = {**SMALL, "steps": 6, "save_every": 4, "eval_every": 4, "keep": 9}
 TWELVE_STEPS = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
-# Long enough to be killed during training
+# This run takes long enough to be killed during training.
 THIRTY_STEPS = {**TWELVE_STEPS, "steps": 30, "save_every": 3, "dropout": 0.1}
 
 
@@ -57,7 +57,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "batch_tokens": 264,
     },
 }
-# The sample exceeds the context. A tensor-parallel token takes 20 ms.
+# The sample is long enough to exceed the context, but short, because a tensor-parallel token takes 20 ms.
 SAMPLE = SampleConfig(max_tokens=18)
 TEXTS = {"pairs": "pairs.jsonl"}
 RANK = int(os.environ.get("RANK", "0"))
@@ -219,7 +219,7 @@ def disagree_on_seed() -> None:
 
 
 def run_command(*words: str) -> None:
-    """Runs ``gpt train`` as a command. In a process group, it exits without interpreter shutdown."""
+    """Runs ``gpt train`` as a command. A process of a group exits without interpreter shutdown."""
     from gpt_cli.main import run
 
     sys.argv = ["gpt", "train", "book.txt", *OPTIONS, *words]

@@ -40,7 +40,7 @@ def train_all(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) 
 
 
 def event_values(run: Path, key: str, *kinds: str) -> list[Any]:
-    """Returns ``key`` of a run's events of the given kinds."""
+    """Returns the values of ``key`` in a run's events of ``kinds``."""
     return [line[key] for line in curve(run) if line["event"] in kinds]
 
 
@@ -49,8 +49,8 @@ def losses(run: Path) -> list[float]:
 
 
 def assert_trained_alike(single: Path, several: Path, norm_tolerance: float, **loss_tolerance: float) -> None:
-    """Compares losses and gradient norms. ``norm_tolerance`` is relative, ``loss_tolerance`` are arguments of
-    `pytest.approx`."""
+    """Compares losses and gradient norms. ``norm_tolerance`` is the relative tolerance of norms. ``loss_tolerance`` is
+    passed to `pytest.approx` for losses."""
     assert losses(several) == pytest.approx(losses(single), **loss_tolerance)
     held_out = [event_values(run, "val_loss", "eval", "end") for run in (single, several)]
     assert held_out[1] == pytest.approx(held_out[0], **loss_tolerance)

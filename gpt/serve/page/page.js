@@ -12,7 +12,7 @@ const CHUNK = 1000; // Maximum characters of a typed part. Short parts keep redr
 // `held` contains the bytes of an incomplete character, which the next token completes.
 // `returned` is true if the token ends with \r, which a text field shows as \n.
 // In a conversation, a question is {role, content, text: ""}.
-// An answer is {role, messages, text: ""} with the messages before it. The answer is the `run` of its tokens.
+// An answer is {role, messages, text: ""} with all previous messages. Its tokens have the answer as their `run`.
 let parts = [], past = [], future = []; // `past` and `future` contain lists of parts, for undo and redo.
 const totals = new WeakMap(); // Number of tokens of a conversation, by its last part.
 let marks = []; // Elements of the parts; they shade tokens.
@@ -24,7 +24,7 @@ let seen = -1; // Index of the part with open alternatives, or -1.
 let hovered = false; // Whether the pointer opened the alternatives.
 let editCursor = -1; // Cursor position after an edit. Moving there opens no alternatives.
 let follow = true; // Whether the view scrolls as the text grows.
-let last = { text: "", parts: [] }; // The last state that the page set, before later typing.
+let last = { text: "", parts: [] }; // Text and parts when the page last set the text. Typing does not change this.
 const thousands = (number) => number.toLocaleString("en-US");
 const textOf = (list) => list.map((part) => part.text).join("");
 
@@ -147,7 +147,7 @@ function setParts(next) {
   count();
 }
 
-// Finds the leading parts that `text` still starts with, without trailing short parts and invisible tokens.
+// Finds the leading parts that `text` still starts with. Omits short typed parts and invisible tokens at their end.
 function matchParts(list, text) {
   let end = 0, n = 0;
   while (n < list.length && text.startsWith(list[n].text, end)) end += list[n++].text.length;
