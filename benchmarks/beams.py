@@ -1,4 +1,4 @@
-"""Compares the speed of beam search with Transformers and CTranslate2, and its results with Transformers.
+"""Compares beam search in `gpt` with Transformers (speed and results) and with CTranslate2 (speed only).
 
     python -m benchmarks.beams             GPT-2 124M with random weights
     python -m benchmarks.beams --tiny      a smoke test with a tiny model, in seconds

@@ -2,8 +2,8 @@
 
     python -m benchmarks.contention [--rounds N]
 
-Takes about ten minutes on an otherwise idle machine. Figures are medians over rounds, in which settings take turns.
-A training run that reaches the time limit counts with its throughput until then.
+Takes about ten minutes on an otherwise idle machine. Figures are medians over rounds; in each round, the
+settings take turns. If a training run reaches the time limit, its throughput until then counts.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.results import SCRIPTS, Table, measured, write_section
 STEPS, NEW_TOKENS, TIMEOUT = 60, 32, 25.0  # steps to train, tokens to decode, time limit in seconds
 PROCESS_COUNTS = (0, 1, 4)
 CORES = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-SPINNING = {"GOMP_SPINCOUNT": "299999"}  # near GNU OpenMP's default; setting it disables `gpt.waiting`
+SPINNING = {"GOMP_SPINCOUNT": "299999"}  # close to GNU OpenMP's default; a set value disables `gpt.waiting`
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "default": ({}, []),
     "threads always spin": (SPINNING, ["--threads", CORES]),

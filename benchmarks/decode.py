@@ -42,13 +42,14 @@ from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 CPU = Compute(torch.device("cpu"), torch.float32)
 KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # GGUF type of each dtype
 COMPILED = ", compiled"  # suffix of a system's name
-BATCH, PROMPTS = 8, 4  # texts per batch; prompts of an unbatched command
-TIE = 1e-4  # Rounding can reverse smaller differences in nats.
+BATCH, PROMPTS = 8, 4  # texts per batch; prompts that one command reads in turn
+TIE = 1e-4  # nats; rounding can reverse smaller differences
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Token counts of prompts, and of texts generated after the short prompt."""
+    """Token counts of the short and the long prompt, and of a text generated after the short prompt: alone, or as one
+    of eight."""
 
     prompt: int = 32
     long_prompt: int = 512
@@ -148,7 +149,7 @@ class Bench:
     def commands(self, wanted: Collection[str], dtypes: Collection[str], warm: bool) -> dict[str, dict[str, Command]]:
         """Returns the commands of each part by system, without unsupported dtypes.
 
-        ``warm`` runs each command once to cache its files and compile its blocks.
+        With ``warm``, includes the compiled systems, and runs `gpt` and llama.cpp once to fill caches.
         """
         common_commands: dict[str, Command] = {}
         short = Work(1, 1)
@@ -230,7 +231,7 @@ def measure(
 
 
 def table(speeds: Speeds) -> Table:
-    """Returns a table of medians and of median ratios."""
+    """Returns a table of median speeds, and of the median ratios of `gpt`'s speed to its peer's."""
     pairs = [
         (system, f"llama.cpp {kind.upper()}", f"llama.cpp {kind}")
         for dtype, kind in KINDS.items() for system in (dtype, f"{dtype}{COMPILED}") if system in speeds
@@ -249,15 +250,17 @@ def table(speeds: Speeds) -> Table:
 
 @torch.inference_mode()
 def find_less_likely(model: GPT, prompt: Sequence[int], ids: Sequence[int]) -> list[tuple[int, float]]:
-    """Finds ids that are not the most likely, computed without packed weights or KV cache. Returns positions and gaps
-    in nats."""
+    """Finds the ids that are not the most likely ones, according to the model without packed weights or KV cache.
+
+    Returns their positions, and how many nats less likely they are.
+    """
     logits = model(torch.tensor([[*prompt, *ids[:-1]]]))[0, len(prompt) - 1 :]
     gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
     return [(at, gap) for at, gap in enumerate(gaps.tolist()) if gap]
 
 
 def check_texts(bench: Bench, part: Part, texts: dict[str, list[int]]) -> list[str]:
-    """Checks that `gpt`'s ids are the most likely, and compares them with Transformers. Returns notes."""
+    """Returns notes: whether `gpt`'s ids are the most likely ones, and whether Transformers' ids are equal."""
     ids = texts["float32"]
     gaps = find_less_likely(bench.model, bench.tokenizer.prompt(bench.prompt(part.long.prompt)), ids)
     ties = [gap for _, gap in gaps if gap < TIE]

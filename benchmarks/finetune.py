@@ -85,7 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 1024, "steps": 3, "batch_tokens": 1024},
 }
 RANK = 8
-# Fine-tuning data: (kind, pairs), and bytes of text. Larger models get less data to save time.
+# Fine-tuning data: kinds and numbers of pairs, and bytes of text. To save time, larger models get less data.
 PAIRS: dict[str, list[tuple[str, int]]] = {
     "nano": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000), ("phrases", 5000)],
     "micro": [("phrases", 20), ("phrases", 200), ("numbers", 200), ("phrases", 1000)],
@@ -96,7 +96,7 @@ TEXTS = {"nano": [20_000, 100_000, 1_000_000], "micro": [20_000, 100_000], "mini
 
 
 def base_run(name: str, folder: Path, tiny: bool) -> Path:
-    """Returns the run of a base model; the first call trains it."""
+    """Returns the run of a base model, which the first call trains."""
     run = folder / name
     if not run.exists():
         gpt.train(out=run, preset=name, sample_every=0, **({"steps": 10} if tiny else MODELS[name]))

@@ -1,4 +1,4 @@
-"""Checks a GPU against the CPU, and compares its speed with Transformers: GPT-2 124M and 355M, GPT-3 1.3B.
+"""Compares `gpt` on a GPU with the CPU, and its speed with Transformers: GPT-2 124M and 355M, GPT-3 1.3B.
 
     python -m benchmarks.gpu --out FOLDER             measures, in less than nine minutes on one H100
     python -m benchmarks.gpu --out FOLDER --tiny      a smoke test for any machine, in seconds
@@ -28,11 +28,11 @@ from typing import IO, Any, Literal
 from benchmarks.results import ROOT, Section, Table, about, write_section
 
 TITLE = "Training on a GPU"
-MINUTES = 9.0  # time limit of all cases
+MINUTES = 9.0  # time limit of all cases together
 CHECKED_STEPS = 20  # steps of the small model, trained on both devices
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}  # allowed difference of a step's loss, in nats
-TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # minimum seconds; minimum and maximum steps
-MIN_SECONDS = 5.0  # minimum time left to start a case
+TIMED_SECONDS, TIMED_STEPS = 8.0, (3, 10)  # times steps for these seconds, within a minimum and maximum count
+MIN_SECONDS = 5.0  # a case starts only if this much time is left
 LR = 3e-4
 NO_TIME = "no time left"
 
@@ -48,7 +48,7 @@ class Shape:
     block_size: int = 1024
 
 
-# Batch sizes are from table 2.1 of the GPT-3 paper; 1.3B has a quarter, so that a step takes seconds.
+# Batch sizes are from table 2.1 of the GPT-3 paper; 1.3B uses a quarter of its batch, so that a step takes seconds.
 SHAPES = {
     "124M": Shape("GPT-2 124M", "gpt2", 524_288, 16),
     "355M": Shape("GPT-2 355M", "gpt2-medium", 524_288, 16),
@@ -140,7 +140,8 @@ def floors(tiny: bool) -> dict[str, Any]:
 
 
 def checks(tiny: bool) -> dict[str, Any]:
-    """Compares a small model's losses and greedy texts with the CPU, and a resumed run with an uninterrupted run."""
+    """Trains a small model on the device and on the CPU, and compares losses and greedy texts. Also compares a resumed
+    run with an uninterrupted run."""
     import gpt
     from gpt import events
     from gpt.device import pick
@@ -191,7 +192,8 @@ def checks(tiny: bool) -> dict[str, Any]:
 
 
 def _median_seconds(work: Callable[[], object], device: Any) -> float:
-    """Returns the median seconds of ``work`` after three warm-up calls, timed for at least half a second."""
+    """Returns the median seconds of a call of ``work`` after three warm-up calls. Times 5 to 200 calls, for half a
+    second if possible."""
     for _ in range(3):
         work()
     times: list[float] = []
@@ -325,8 +327,8 @@ def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
 
 
 def make_transformers_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Returns a training step of Transformers' GPT-2 with SDPA, autocast, fused AdamW and a compiled loss, and a
-    description."""
+    """Returns a training step of Transformers' GPT-2, and a description. The step uses SDPA, autocast and fused AdamW,
+    and is compiled unless the case says otherwise."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -396,7 +398,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def measure(out: Path, tiny: bool, deadline: float) -> None:
-    """Runs cases in separate processes until ``deadline``, and updates ``out`` after each."""
+    """Runs cases in separate processes until ``deadline``, and updates ``out`` after each case."""
     out.mkdir(parents=True, exist_ok=True)
     command = "python -m benchmarks.gpu" + " --tiny" * tiny
     about_run = about(command, ["torch", "transformers", "numpy"])
@@ -422,7 +424,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def run(command: list[str], seconds: float, log: Path) -> dict[str, Any]:
-    """Runs a command and kills its process group; returns the last JSON object in stdout, or an ``error``."""
+    """Runs a command for up to ``seconds``, then kills its process group. Returns the last JSON object in stdout, or an
+    ``error``."""
     if seconds < MIN_SECONDS:
         return {"error": NO_TIME}
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:

@@ -5,9 +5,9 @@
     python -m benchmarks.h100 --tiny     a smoke test with a tiny model, in seconds
 
 Inductor generates code for an H100 from fake tensors, and `benchmarks.traffic` counts its bytes and launches. AdamW is
-not compiled: each of its operators reads its inputs and writes its outputs once. The minimum time is the maximum of
-bytes / bandwidth, FLOPs / peak (both from the datasheet) and launches × spacing. A real GPU takes longer: kernels run
-below peak, and caches, the host and other ranks cost time.
+not compiled: each of its operators reads its inputs and writes its outputs once. The minimum time is the
+largest of three: bytes / bandwidth, FLOPs / peak, and launches × the time between launches. Bandwidth and peak are
+from the datasheet. A real GPU takes longer: kernels run below peak, and caches, the host and other ranks cost time.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from gpt.training.optim import ITERATIONS, make_optimizer
 
 TITLE = "On an H100, estimated from generated code"
 BANDWIDTH = 3.35e12  # bytes per second, from the datasheet of the H100 SXM
-LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels: launched by the host, in a CUDA graph
+LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels: host launches, CUDA graph
 KIND = "h100-80gb"
 CUDA = torch.device("cuda")
 BFLOAT16 = torch.bfloat16
@@ -167,7 +167,7 @@ def _fake_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Calls the kernel that CUDA would choose: FlashAttention-2, or with a mask, memory-efficient attention."""
+    """Calls the kernel that CUDA would choose: memory-efficient attention with a mask, FlashAttention-2 without."""
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (q, k, v))
     if attn_mask is None:
@@ -275,7 +275,7 @@ def _optimizer(config: GPTConfig) -> Work:
     _, adamw = optimizer.optimizers
     adamw.step()  # This step creates the moments.
     [update] = count_compiled(optimizer.compile)
-    # An iteration on an m × n matrix, m ≤ n, computes three products: 2·m²n, 2·m³ and 2·m²n FLOPs.
+    # On an m × n matrix with m ≤ n, an iteration computes three products, of 2·m²n, 2·m³ and 2·m²n FLOPs.
     C = config.n_embd
     flops = sum(ITERATIONS * (4 * C * C * width + 2 * C**3) * matrices for width, matrices in ((C, 4), (4 * C, 2)))
     total = Work(update.bytes, update.launches) + count_uncompiled(adamw.step)
@@ -288,7 +288,7 @@ def _optimizer(config: GPTConfig) -> Work:
 def decoding_work(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Work, int, int]:
     """Returns the work of a decoding step of ``rows`` greedy texts, and the bytes of weights and KV cache.
 
-    The step is one graph from ids to ids. All ``T`` positions of the cache are filled.
+    The whole step, from the last ids to the next ids, is one graph. All ``T`` positions of the cache are filled.
     """
     compute = Compute(CUDA, BFLOAT16)
     torch.set_default_dtype(BFLOAT16)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.llama_cpp [MODEL TEXT] [--texts N] [--prompts N] [--tokens N]
 
-Without MODEL, trains a small model on TEXT, by default the Python reference. Trains more models for other vocabularies
-and layouts. Takes a few minutes and needs the extra `interop`. GPT-2's vocabulary is skipped unless it is cached.
+Without arguments, trains a small model on the Python reference. In any case, trains more models for other vocabularies
+and layouts. Takes a few minutes and needs the extra `interop`. Skips GPT-2's vocabulary if it cannot be downloaded.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from gpt.text.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LL
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
-TIE = 1e-3  # Either id can win below this difference in nats.
+TIE = 1e-3  # nats; rounding decides between two ids that differ by less
 GREEDY = 64  # tokens per continuation
 
 
@@ -116,8 +116,8 @@ class LlamaCpp:
         return float(result["logprob"])
 
     def logprobs(self, ids: Sequence[int], vocab_size: int) -> Float64Array:
-        """Returns the log-probabilities (V) after ``ids``. Forces id 65, an A: for incomplete characters llama.cpp
-        returns none."""
+        """Returns the log-probabilities (V) after ``ids``. Forces the next id to be 65, the letter A, because llama.cpp
+        returns no log-probabilities if the next id is an incomplete character."""
         values = np.full(vocab_size, np.nan)
         for candidate in self._probabilities(ids, vocab_size, [[65, 1e9]])["top_logprobs"]:
             values[candidate["id"]] = candidate["logprob"]
@@ -229,7 +229,7 @@ def random_texts(count: int, seed: int = 0) -> list[str]:
 
 
 def train_bpe(pattern: str, size: int, texts: Iterable[str]) -> Tokenizer:
-    """Trains a byte-level BPE with any pattern; `gpt` uses only GPT-2's."""
+    """Trains a byte-level BPE with ``pattern``; `gpt` itself trains only with GPT-2's pattern."""
     import rustbpe
 
     trainer = rustbpe.Tokenizer()
@@ -239,7 +239,7 @@ def train_bpe(pattern: str, size: int, texts: Iterable[str]) -> Tokenizer:
 
 
 def vocabularies(text: str) -> Iterator[tuple[str, Tokenizer]]:
-    """Yields names and tokenizers, with each pattern that llama.cpp supports."""
+    """Yields names and tokenizers, which together have every kind of pattern that `gpt export` supports."""
     yield "bytes", bytes_tokenizer()
     for size in (512, 4096):
         yield f"trained on TEXT, {size} ids", train_bpe(GPT2_PATTERN, size, [text])
@@ -292,12 +292,12 @@ class GreedyComparison:
     """A comparison of greedy continuations."""
 
     prompts: int
-    tokens: int  # equal tokens before the first mismatches
-    gaps: list[float]  # nats between our top two ids at each mismatch
+    tokens: int  # number of tokens before the first mismatch, summed over prompts
+    gaps: list[float]  # nats between our two most likely ids at each first mismatch
 
 
 def draw_prompts(model: LanguageModel, text: str, count: int) -> list[str]:
-    """Draws prompts from a text that leave enough context for a continuation."""
+    """Draws prompts from a text. They are short enough to leave context for a continuation."""
     rng, drawn_prompts = random.Random(0), list[str]()
     while len(drawn_prompts) < count:
         start = rng.randrange(len(text))
@@ -351,14 +351,14 @@ def their_loss(server: LlamaCpp, eval_windows: Sequence[Window]) -> float:
 
 
 def model_with_file_weights(path: Path, model: LanguageModel, kind: str) -> GPT:
-    """Returns our decoder in float32 with weights rounded as in a .gguf file of this type."""
+    """Returns our decoder in float32 with weights rounded as in a .gguf file of type ``kind``."""
     source = open_source(path)
     stored = run.read_back(source, run.Target(Path("model.gguf"), True, kind, None))
     return checkpoint.build(source.config, stored, model.compute.device, torch.float32)
 
 
 def our_logprobs(model: LanguageModel, eval_windows: Iterable[Window], count: int) -> Float64Array:
-    """Returns our log-probabilities (count, V) at the first positions of windows."""
+    """Returns our log-probabilities (count, V) at the first ``count`` positions of the windows."""
     logprobs: list[Float64Array] = []
     for window in eval_windows:
         with torch.inference_mode():
@@ -370,7 +370,7 @@ def our_logprobs(model: LanguageModel, eval_windows: Iterable[Window], count: in
 
 
 def their_logprobs(server: LlamaCpp, eval_windows: Iterable[Window], count: int, vocab_size: int) -> Float64Array:
-    """Returns llama.cpp's log-probabilities (count, V) at the same positions."""
+    """Returns llama.cpp's log-probabilities (count, V) at the positions of `our_logprobs`."""
     positions = ((window, i) for window in eval_windows for i in range(len(window.x)))
     return np.stack([server.logprobs(w.x[: i + 1].tolist(), vocab_size) for w, i in islice(positions, count)])
 
@@ -406,14 +406,14 @@ def greedy_table(models: dict[str, LanguageModel], text: str, count: int, place:
 
 
 def gelu_contexts(model: LanguageModel) -> list[tuple[str, Callable[[], Any]]]:
-    """Returns contexts for our activation: exact and, if it is GELU, llama.cpp's table."""
+    """Returns contexts by name: exact GELU and llama.cpp's table, or an empty context if the model has no GELU."""
     if model.model.config.mlp != "gelu":
         return [("none", nullcontext)]
     return [("exact", nullcontext), ("llama.cpp's table", use_table_gelu)]
 
 
 def loss_table(model: LanguageModel, eval_windows: list[Window], place: Path) -> Table:
-    """Compares the losses of exported folders and of .gguf files in `gpt` and llama.cpp."""
+    """Compares losses: of exported folders in `gpt`, and of .gguf files in `gpt` and in llama.cpp."""
     rows = []
     for dtype in ("float32", "int8", "int4"):
         folder = export_model(model, place / dtype, dtype=dtype)
@@ -449,8 +449,8 @@ def difference_table(models: dict[str, LanguageModel], text: str, count: int, pl
 
 
 def text_windows(model: LanguageModel, text: str) -> list[Window]:
-    """Returns `gpt eval`'s windows without their last tokens, since llama.cpp's server predicts nothing at the last
-    position."""
+    """Returns windows as in `gpt eval`, but one token shorter than the context, since llama.cpp's server predicts
+    nothing at the last position."""
     document = model.tokenizer.document(text).astype(np.int64)
     return list(windows(Encoded([document]), model.model.config.block_size - 1))
 

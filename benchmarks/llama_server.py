@@ -2,8 +2,8 @@
 
     python -m benchmarks.llama_server FILE [--exact] [--threads N] [--clients N --port N]
 
-Other benchmarks start it as a process. With --exact, KV cache and attention are float32. With --clients, each client
-has a slot with a context of 256 tokens; otherwise one client has the model's context.
+Other benchmarks start this module as a process. With --exact, KV cache and attention are float32. With --clients,
+each client has a slot with a context of 256 tokens; otherwise one client has the model's context.
 """
 
 import argparse

@@ -100,7 +100,7 @@ def run_peft(base: Path, _: Path, steps: int) -> dict[str, float]:
 
 
 def summarize_times(end_times: list[float]) -> dict[str, float]:
-    """Returns the median seconds of a step and the process's peak memory, from the end times of steps."""
+    """Returns the process's peak memory and, from the end times of its steps, the median seconds of a step."""
     unit = 1 if sys.platform == "darwin" else 1024
     seconds = statistics.median(
         b - a for a, b in zip(end_times[WARM_UP_STEPS - 1 :], end_times[WARM_UP_STEPS:], strict=False)
@@ -153,7 +153,7 @@ def compare(rounds: int, steps: int) -> tuple[list[str], list[Table]]:
 
 
 def main() -> None:
-    """Measures and writes the section; in a separate process, runs one system."""
+    """Measures and writes the section. With --side, only runs one system, in a process that `run_side` started."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)

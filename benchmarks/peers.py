@@ -18,8 +18,8 @@ THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 
 
 
 def llama_cpp(path: str, ids: list[int], new: int, texts: int, batch: int) -> list[list[int]]:
-    """Generates with llama.cpp's server on all cores, with a slot and a client thread for each text of a batch. Float16
-    cache and flash attention are its defaults."""
+    """Generates with llama.cpp's server on all cores, with a slot and a client thread for each text of a batch. The
+    server's defaults include a float16 cache and flash attention."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()

@@ -137,8 +137,8 @@ def save(benchmark: str, sections: Sequence[Section]) -> None:
 
 
 def write_section(benchmark: str, section: Section) -> None:
-    """Adds a section to the results, or replaces the section with its title. Rewrites the pages and prints the
-    section."""
+    """Adds a section to the results, or replaces the stored section that has the same title. Rewrites the pages and
+    prints the section."""
     sections = {stored.title: stored for stored in load(benchmark)} | {section.title: section}
     save(benchmark, list(sections.values()))
     write_pages()
@@ -170,7 +170,7 @@ def anchor(title: str) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the summary. ``ours`` and ``theirs`` are cells that identify exactly one row of ``section``."""
+    """A row of the summary. The cells in ``ours`` identify exactly one row of ``section``; so do ``theirs``."""
 
     work: str
     section: str

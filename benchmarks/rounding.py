@@ -20,7 +20,7 @@ from gpt.evaluate import Encoded, evaluate
 from gpt.model.quantize import Quantized, to_int4, to_int8
 
 MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-Bits = Callable[[int, str], int]  # bits by block (−1 is the embedding) and matrix
+Bits = Callable[[int, str], int]  # bits of a matrix, given its block (−1: embedding) and name
 
 
 def loss(model: api.LanguageModel, text: str) -> float:

@@ -352,7 +352,7 @@ def _replay_seconds(recorder: Recorder) -> float:
 
 
 def measure_phases() -> Content:
-    """Measures the phases of training steps, compared with their arithmetic at peak speed."""
+    """Measures the phases of training steps, and the time that their matrix products would take at peak speed."""
     keep_freed_memory()
     a = torch.randn(2048, 2048).to(COMPUTE.dtype)
     peak = 2 * 2048**3 / median_seconds(lambda: a @ a)

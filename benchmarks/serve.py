@@ -181,7 +181,7 @@ def run_transformers(run: Path, batches: bool) -> contextlib.AbstractContextMana
 
 
 def measure_speed(server: Server, clients: int, prompts: Sequence[str]) -> tuple[float, float]:
-    """Sends concurrent requests; returns chunks (tokens) per second and the median time to first token."""
+    """Sends concurrent requests; returns tokens per second (a chunk is a token) and the median time to first token."""
 
     async def send_concurrently() -> tuple[float, float]:
         request_options = {"max_tokens": TOKENS, "temperature": 0, "stream": True, **server.extra}
@@ -199,7 +199,7 @@ def measure_speed(server: Server, clients: int, prompts: Sequence[str]) -> tuple
 def compare(
     run: Path, prompts: Sequence[str], place: Path, dtypes: Sequence[str], threads: int, rounds: int
 ) -> Content:
-    """Measures the servers in turn; `transformers serve` only in float32 on one thread."""
+    """Measures the servers in turn. Includes `transformers serve` only in float32 on one thread."""
     measurements: dict[str, dict[int, list[tuple[float, float]]]] = {}
     skipped: dict[str, str] = {}
     servers: dict[str, Callable[[], contextlib.AbstractContextManager[Server]]] = {
@@ -255,8 +255,8 @@ def make_random_run(place: Path) -> Path:
 
 
 async def measure_prefill_latency(server: Server, rng: random.Random) -> tuple[float, float, float, float]:
-    """Returns four latencies in seconds: time to first token of a short prompt, of a long prompt, and of a short prompt
-    during a long prefill; longest pause of a stream during a long prefill."""
+    """Returns four latencies in seconds. Three are times to first token: of a short prompt, of a long prompt, and of a
+    short prompt during a long prefill. The fourth is the longest pause of a stream during a long prefill."""
 
     def body(length: int, tokens: int = 1) -> dict[str, Any]:
         ids = [rng.randrange(32, 120) for _ in range(length)]

@@ -1,7 +1,8 @@
 """Measures the parts of an engine step, for the part ``steps`` of `benchmarks.decode`.
 
-Records the operators of a step, then replays them in order and times each, so weights come from memory as in a real
-step. The rest of a real step's time is call overhead. A profiler would cost as much time as a short operator.
+Records the operators of a step, then replays them in order and times each. In this order, weights are read from memory
+as in a real step. The rest of a real step's time is call overhead and the engine's bookkeeping. A profiler would add as
+much time to each operator as a short operator takes.
 """
 
 import statistics

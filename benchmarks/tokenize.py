@@ -50,7 +50,8 @@ def read_texts(folder: Path | None) -> Iterator[bytes]:
 
 
 def make_corpora(place: Path, folder: Path | None) -> tuple[list[bytes], dict[str, Path]]:
-    """Writes the texts as a file, a folder, JSON lines, and repeated to a gigabyte. Returns texts and paths."""
+    """Writes the texts in four forms: a file, a folder of files, JSON lines, and a file that repeats the texts up to a
+    gigabyte. Returns the texts and the paths."""
     corpus_texts: list[bytes] = []
     size = 0
     for data in read_texts(folder):
@@ -117,7 +118,8 @@ def _encode(text: str) -> int:
 
 
 def read_chunks(text: Path) -> Iterator[str]:
-    """Yields a text in chunks of `CHUNK_CHARACTERS` characters. Ids at chunk ends can differ; the speed does not."""
+    """Yields a text in chunks of `CHUNK_CHARACTERS` characters. At chunk ends, the ids can differ from those of the
+    whole text; the speed is the same."""
     with text.open(encoding="utf-8", newline="") as file:
         while part := file.read(CHUNK_CHARACTERS):
             yield part

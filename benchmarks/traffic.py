@@ -22,7 +22,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._pytree import tree_leaves
 
-MAX_COUNTED_ELEMENTS = 10**9  # Inductor stops counting a buffer's elements here
+MAX_COUNTED_ELEMENTS = 10**9  # Inductor does not count further elements of a buffer
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def chat(
     dtype: Dtype = "auto",
     threads: Threads = None,
 ) -> None:
-    """Talk with a model. One without a chat template continues your text.
+    """Talk with a model. A model without a chat template continues your text.
 
     gpt chat
     gpt chat -m hf:Qwen/Qwen3-0.6B

@@ -119,7 +119,7 @@ def merge(
     out: Annotated[str | None, option("--out", "-o", metavar="DIR", help="New folder", show_default="required")] = None,
     json: Json = False,
 ) -> None:
-    """Merge token folders made in parts into what a single machine would have made.
+    """Merge the token folders of all parts of a corpus into one.
 
     gpt data merge part-1 part-2 -o tokens
     """

@@ -1,7 +1,7 @@
-"""Help pages: ``--help`` shows common options and examples, ``--help-all`` all panels of options.
+"""Help pages: ``--help`` shows common options, and ``--help-all`` also the other options by panel.
 
-Common options have no panel. Only docs/reference.md lists the panel `RARE`. A command's docstring contains a
-description, an empty line and examples.
+Common options have no panel. The options of the panel `RARE` are listed only in docs/reference.md. A command's
+docstring contains a description, an empty line and examples.
 """
 
 import inspect
@@ -139,7 +139,7 @@ def panels(command: Any, context: Any) -> dict[str, list[Any]]:
 
 
 def usage(command: Any, context: Any) -> str:
-    """Returns the rest of the usage line, such as ``[OPTIONS] [TEXT...]``."""
+    """Returns the usage line after the command's name, such as ``[OPTIONS] [TEXT...]``."""
     words = ["[OPTIONS]"] if panels(command, context) else []
     words += [name(argument) if argument.required else f"[{name(argument)}]" for argument in arguments(command)]
     return " ".join([*words, *(["COMMAND ..."] if hasattr(command, "commands") else [])])

@@ -78,8 +78,8 @@ def _size_error(what: str, max_bytes: int, hint: str) -> UserError:
 
 @contextlib.contextmanager
 def open_input(file: Path, what: str) -> Iterator[BinaryIO]:
-    """Opens a file, or stdin for ``-``. Prints a note after waiting for a terminal or pipe. Raises `UserError` if the
-    input cannot be read."""
+    """Opens a file, or stdin for ``-``. Prints a note if a terminal or pipe is still open after `WAIT_SECONDS`. Raises
+    `UserError` if the input cannot be read."""
     if str(file) == "-" and sys.stdin is None:
         raise UserError("there is no standard input to read", "give a file")
     try:

@@ -109,7 +109,8 @@ class Interaction:
         self._answer(more=True)
 
     def _answer(self, more: bool = False) -> None:
-        """Answers the last message or extends the answer. Drops a message that the chat template rejects."""
+        """Answers the last message or, with ``more``, extends the answer. Drops a message that the chat template
+        rejects."""
         previous = self.messages.pop()["content"] if more else ""
         try:
             prompt = self._chat_prompt() if self.is_chat else self.messages[-1]["content"]
@@ -135,8 +136,8 @@ class Interaction:
         render.context_notes(overflow, self.loaded.model.config.block_size)
 
     def _chat_prompt(self) -> list[int]:
-        """Returns the conversation's ids. Drops the oldest turns to make room for an answer of ``max_tokens``, or a
-        quarter of the context if lower."""
+        """Returns the conversation's ids. Drops the oldest turns to make room for an answer of ``max_tokens`` or of a
+        quarter of the context, whichever is shorter."""
         from gpt.text import chat
 
         size = self.loaded.model.config.block_size

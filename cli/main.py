@@ -190,7 +190,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *location: An
 
 
 def _check_current_folder(words: Sequence[str]) -> None:
-    """Raises `UserError` if the current folder was deleted, since MKL would end the process when torch loads it."""
+    """Raises `UserError` if the current folder was deleted, since MKL would end the process while torch is imported."""
     if (_command_name([*words]) == "COMMAND" and "--json" not in words) or {*help_pages.FLAGS} & {*words}:
         return
     try:
@@ -258,7 +258,8 @@ def _describe(error: BaseException, command: str) -> tuple[int, str, str]:
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:
-    """Whether the reader of stdout is gone (``gpt … | head``). Typer and rich turn this OSError into a SystemExit."""
+    """Whether an error means that the reader of stdout is gone (``gpt … | head``). Typer and rich turn the original
+    OSError into a SystemExit."""
     if isinstance(error, SystemExit):
         error = error.__context__
     error_codes = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)

@@ -17,7 +17,7 @@ from . import help_pages, inputs, render
 
 OUTPUT = "Output"
 
-# Only `gpt --help` mentions environment variables. Options without a panel are common options (see `help_pages`).
+# Help texts of single options omit the environment variable. Options without a panel are common (see `help_pages`).
 option = functools.partial(typer.Option, show_envvar=False)
 
 Json = Annotated[bool, option("--json", help="Print JSON to stdout, one object per line")]
@@ -63,7 +63,7 @@ Threads = Annotated[
 def model_and_texts(
     command: str, model: str | None, words: Sequence[str], takes_text: bool = True
 ) -> tuple[str | None, list[str]]:
-    """Returns the model and the TEXT arguments. Accepts the former position of the model, the first word, with a note.
+    """Returns the model and the TEXT arguments. The first word can still be the model, but this prints a note.
 
     With ``-m``, every word is a TEXT. Otherwise the first word is the model if the command takes no TEXT, or if the
     word names a model and another word follows."""
@@ -83,8 +83,8 @@ def model_and_texts(
 def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command an option for each field of ``config_class``, except the fields in ``without``.
 
-    The command receives an instance as ``settings`` and, if it has these parameters, ``given`` (the settings that the
-    user gave), ``words`` (the command line) and ``rest`` (extra arguments).
+    The command receives an instance of ``config_class`` as ``settings``. If it has parameters of these names, it also
+    receives ``given`` (the settings that the user gave), ``words`` (the command line) and ``rest`` (extra arguments).
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
             field_values = {name: values.pop(name) for name in names}
             for first, second, _ in getattr(config_class, "EXCLUSIVE", ()):
                 _drop_weaker(_context, field_values, (first, second))
-            if "given" in command_parameters:  # Exclude defaults.
+            if "given" in command_parameters:  # The user gave every setting whose source is not a default.
                 sources = {
                     name: _context.get_parameter_source(name) for name in field_values if field_values[name] is not None
                 }
@@ -126,12 +126,12 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
     return decorate
 
 
-_PRECEDENCE = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # DEFAULT_MAP is --config.
+_PRECEDENCE = ["COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP", "DEFAULT"]  # DEFAULT_MAP has --config's values.
 
 
 def _drop_weaker(context: typer.Context, field_values: dict[str, Any], pair: tuple[str, str]) -> None:
-    """Drops the exclusive setting of lower precedence: an option overrides an environment variable. Leaves settings
-    from the same source, which the config rejects."""
+    """Drops the setting of lower precedence from a pair of exclusive settings: for example, an option overrides an
+    environment variable. Keeps both settings if they have the same source; the config then rejects them."""
     sources = [context.get_parameter_source(name) for name in pair]
     ranks = [_PRECEDENCE.index(source.name) if source else len(_PRECEDENCE) for source in sources]
     if all(field_values[name] is not None for name in pair) and ranks[0] != ranks[1]:

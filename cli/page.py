@@ -60,8 +60,8 @@ def show(
     page: Callable[[], Data],
     picture: "Callable[[], Figure]",
 ) -> None:
-    """Writes the page ``pages/NAME.js``, a picture or JSON to ``out``, depending on its suffix. Prints JSON if
-    ``as_json``, or text without ``out``."""
+    """Writes the page ``pages/NAME.js``, a picture or JSON to ``out``, depending on its suffix. With ``as_json``, also
+    prints JSON. Prints text if neither is given."""
     if out is not None:
         suffix = out.suffix.lower()
         if suffix in plots.SUFFIXES:

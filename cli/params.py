@@ -103,7 +103,7 @@ def _count_parameters(target: str | None, overrides: dict[str, object]) -> rende
 
 
 def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[str, GPTConfig]:
-    """Returns the name and config of a preset, run or checkpoint with ``overrides``, or of the overrides only."""
+    """Returns the name and config of ``target`` with ``overrides``. Without ``target``, uses only the overrides."""
     from dataclasses import replace
 
     if target is None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SUFFIXES = (".png", ".svg", ".pdf")
 DPI, MAX_PIXELS = 150, 60_000  # Dots per inch, and maximum pixels per side; matplotlib's limit is 2**16.
 PASTELS = ("#d6e4ff", "#f0d9f6", "#d7f0db", "#fde9c8", "#cdf0f0", "#ffd7e1")
-LINE_LENGTH, FONT_SIZE = 96, 11  # Characters per line, and points.
+LINE_LENGTH, FONT_SIZE = 96, 11  # Characters per line; font size in points.
 
 
 def check() -> None:
@@ -30,7 +30,7 @@ def check() -> None:
 
 
 def _make_figure(width: float, height: float, title: str = "") -> "Figure":
-    """Returns an empty figure, with sizes in inches. Ignores matplotlibrc, and draws $ literally."""
+    """Returns an empty figure of ``width`` × ``height`` inches. Ignores matplotlibrc, and draws $ literally."""
     os.environ["MPLBACKEND"] = "agg"  # matplotlib fails if the variable names an unknown backend.
     import matplotlib
     from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ def _make_figure(width: float, height: float, title: str = "") -> "Figure":
 def as_bytes(figure: "Figure", suffix: str) -> bytes:
     """Returns a figure's file contents. Lowers the resolution of a figure that is too large for matplotlib."""
     file = io.BytesIO()
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # Draws missing glyphs as boxes.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # Missing glyphs become boxes.
         figure.savefig(file, format=suffix[1:], dpi=min(DPI, MAX_PIXELS / max(figure.get_size_inches())))
     return file.getvalue()
 

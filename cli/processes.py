@@ -14,7 +14,7 @@ from gpt.parallel import environment
 
 from . import render
 
-RANK_0_GRACE_SECONDS = 3.0  # Time for rank 0 to report an error, and for the launcher to end this rank.
+RANK_0_GRACE_SECONDS = 3.0  # How long other ranks wait for rank 0 to report an error.
 
 
 def start(words: Sequence[str], nproc: int, start_time: float) -> int:
@@ -63,8 +63,8 @@ def _exit_now(status: Sequence[int]) -> None:
 def silent_status(error: BaseException) -> int | None:
     """Returns the exit status if another process reports ``error``, or None if this process must report it.
 
-    Rank 0 reports an error that all ranks share and exits. The launcher then ends the other ranks before they report
-    the error again.
+    If all ranks fail with the same error, rank 0 reports it and exits. The other ranks wait, so that the launcher can
+    end them before they report it again.
     """
     if isinstance(error, PeerLost) and (environment.rank() or environment.is_ours()):
         return error.exit_code

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from gpt.training.context import Result
 
 
-# Characters that a terminal interprets or hides: C0 except line feed and tab, DEL, C1, text direction, and line breaks.
-# File names, JSON keys and generated text can contain them.
+# Characters that a terminal interprets or hides: control codes except line feed and tab, and Unicode's characters for
+# line breaks, text direction and annotation. File names, JSON keys and generated text can contain such characters.
 _CONTROL_CODES = (*range(9), *range(11, 32), *range(127, 160), 0x061C, *range(0x2028, 0x202F), *range(0x2066, 0x2070),
            *range(0xFFF9, 0xFFFC))  # fmt: skip
 _ESCAPES = {code: f"\\u{code:04x}" for code in _CONTROL_CODES}  # JSON uses the same escapes.
@@ -60,7 +60,7 @@ class _StderrConsole(_SafeConsole):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Silences stderr. Rich would exit."""
+        """Silences stderr. Rich's own method would exit."""
         self.quiet = True
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
@@ -80,9 +80,9 @@ def stdout() -> _SafeConsole:
 def make_output_safe() -> None:
     """Makes stdout and stderr escape characters that their encoding lacks, instead of raising.
 
-    Replaces an output that is closed at startup with the null device, so that the command still works and returns 0,
-    like Python's ``print``. The null device also takes the free file descriptor: otherwise a file opened later would
-    take it and receive the output of libraries.
+    If stdout or stderr is closed at startup, replaces it with the null device. The command then works and returns 0,
+    as a Python program with ``print`` does. The null device also takes the free file descriptor: otherwise a file
+    opened later would take the descriptor and receive the output of libraries.
     """
     try:
         os.fstat(0)
@@ -166,7 +166,7 @@ def key_value_table(rows: Mapping[str, str]) -> Table:
 
 
 def percent_of_peak(mfu: float | None) -> str:
-    """Returns an MFU as a suffix, such as `` (41.3% MFU)``, or nothing if unknown."""
+    """Returns an MFU as a suffix, such as `` (41.3% MFU)``, or an empty string if the MFU is unknown."""
     return "" if mfu is None else f" ({mfu:.1%} MFU)"
 
 

@@ -1,4 +1,4 @@
-"""Draws curves in a terminal: with braille dots, or with letters if it lacks Unicode or colours.
+"""Draws curves in a terminal: with braille dots, or with ASCII characters if the terminal lacks Unicode or colours.
 
 plotext is no alternative, because versions 5 and 6, both in use, have no function in common.
 """
@@ -38,7 +38,7 @@ class Series:
 
     @property
     def mark(self) -> str:
-        """The letter that draws the curve on a terminal without colours."""
+        """The character that draws the curve on a terminal without braille dots."""
         return PALE_MARK if self.pale else MARKS[self.colour % len(MARKS)]
 
 
@@ -93,7 +93,7 @@ def _draw_x_axis(x_axis: Axis, width: int, x_name: str, frame: str) -> str:
 def _draw_cells(
     series: Sequence[Series], x_axis: Axis, y_axis: Axis, width: int, height: int, use_braille: bool
 ) -> dict[tuple[int, int], tuple[str, str]]:
-    """Returns (character, style) by (row, column). Later curves cover earlier and pale curves."""
+    """Returns (character, style) by (row, column). Draws pale curves first; later curves cover earlier ones."""
     dots_across, dots_down = (2, 4) if use_braille else (1, 1)  # Dots per character, across and down.
     dots: dict[tuple[int, int], tuple[int, Series]] = {}
     for curve in sorted(series, key=lambda curve: not curve.pale):

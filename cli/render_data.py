@@ -127,7 +127,7 @@ def fetch_result(entry: "CatalogueEntry", seconds: float, train: str, as_json: b
 
 
 def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
-    """Prints a token folder in detail. JSON has the manifest, and whether the checksums were verified."""
+    """Prints a token folder in detail. As JSON, prints its manifest, and whether the checksums were verified."""
     if as_json:
         render.json_line({"path": str(folder.path), **folder.manifest, "verified": verified})
         return

@@ -49,7 +49,7 @@ def attention(inspection: "Inspection", tokenizer: "Tokenizer") -> None:
 
 
 def find_clearest_head(inspection: "Inspection") -> tuple[int, int]:
-    """Returns the layer and head indices with the clearest kind, ignoring the common kinds ``first`` and ``itself``."""
+    """Returns the indices of the layer and head with the clearest kind. Ignores the kinds ``first`` and ``itself``."""
 
     def clarity(place: tuple[int, int]) -> float:
         lifts = [inspection.here.lift(kind) for kind in ("previous", "same", "matching")]
@@ -60,7 +60,7 @@ def find_clearest_head(inspection: "Inspection") -> tuple[int, int]:
 
 
 def _heads_table(inspection: "Inspection") -> Table:
-    """Returns a table with a letter for each head's kind of keys."""
+    """Returns a table of heads. A letter shows the kind of keys that a head mostly attends to."""
     from gpt import inspect
 
     columns = ["layer", *(["window"] if any(inspection.windows) else []), *map(str, inspection.heads)]
@@ -79,7 +79,7 @@ def _heads_table(inspection: "Inspection") -> Table:
 
 
 def print_pattern(inspection: "Inspection", tokenizer: "Tokenizer", at: int, column: int, console: Console) -> None:
-    """Prints a head's pattern: queries down, keys across. Without colours, prints tenths as digits."""
+    """Prints a head's pattern: queries down, keys across. Without colours, prints weights as digits, in tenths."""
     from gpt.inspect import KINDS, find_dominant_kind, token_text
 
     kind = find_dominant_kind(inspection.here, inspection.probe, at, column)

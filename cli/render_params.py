@@ -43,7 +43,7 @@ class Shape:
 
 
 def breakdown(shape: Shape) -> None:
-    """Prints the GPT-3 table of a shape with a bar per matrix, then tied and other parameters."""
+    """Prints a table of a shape's matrices with a bar for each, then the tied and the other parameters."""
     parts, config, console = shape.parts, shape.config, render.stdout()
     table = render.table("Matrix", "Dimensions", ">Parameters", ">Share", "", title=shape.name, show_footer=True)
     table.columns[0].footer, table.columns[2].footer = "Total weights", f"{parts.total_weights:,}"

@@ -36,7 +36,7 @@ class Cost:
         return self.plans[-1]
 
     def data(self) -> dict[str, Any]:
-        """Returns the cost's keys of ``gpt params --json``."""
+        """Returns the keys that describe the cost in ``gpt params --json``."""
         return {
             "plan": self._plan(self.main_plan),
             "memory": self._memory(),

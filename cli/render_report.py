@@ -55,7 +55,7 @@ def reports(run_reports: "Sequence[Report]") -> None:
 def _print_chart(
     title: str, x_name: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool
 ) -> None:
-    """Prints a chart of the series with points. Curves of other programs can lack steps."""
+    """Prints a chart of the series that have points. A curve of another program can have no steps."""
     console.print(Text("\n"), end="")
     drawn = [curve for curve in series if curve.points]
     console.print(chart(title, x_name, drawn, console, height, logarithmic), no_wrap=True)

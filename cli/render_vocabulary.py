@@ -114,7 +114,7 @@ def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
 
 
 def _role(tokenizer: "Tokenizer", id: int) -> str:
-    """Describes a special token that starts or ends a text, except a single end-of-text."""
+    """Says whether a special token starts or ends a text. Says nothing if end-of-text is the only special token."""
     if id == tokenizer.bos:
         return "  starts a text"
     return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 FLAT = 1e-8  # Ranges narrower than this share of their largest number are widened.
-TINY = 1e-300  # Narrower ranges are widened, so that no tick step is subnormal.
+TINY = 1e-300  # Ranges narrower than this are widened, so that no tick step is subnormal.
 TOLERANCE = 1e-6  # Tolerance for rounding errors, in steps.
 UNITS = {6: "M", 9: "B", 12: "T"}
 
@@ -30,7 +30,8 @@ class Axis:
 def axis(low: float, high: float, max_ticks: int, extend: bool = True) -> Axis:
     """Returns a linear axis with up to ``max_ticks`` ticks: multiples of 1, 2 or 5 times a power of ten.
 
-    With ``extend``, the axis ends at ticks. Otherwise it runs from ``low``, or 0 if close, to ``high``.
+    With ``extend``, the axis ends at ticks. Otherwise it runs from ``low`` to ``high``, or from 0 if ``low`` is close
+    to 0.
     """
     low, high = _widen(0.0 if not extend and 0 < low <= high / 10 else low, high)
     first, last, step, k = _find_step(
@@ -66,9 +67,9 @@ def _widen(low: float, high: float) -> tuple[float, float]:
 
 
 def _find_step(low: float, high: float, max_ticks: int, extend: bool, k: int) -> tuple[int, int, int, int]:
-    """Finds the finest step with up to ``max_ticks`` ticks: 1, 2 or 5 times 10^``k`` or higher powers of ten.
+    """Finds the finest step of 1, 2 or 5 × 10^n, n ≥ ``k``, that gives at most ``max_ticks`` ticks.
 
-    Returns the first and last tick as multiples of the step, the step (1, 2 or 5) and its power of ten.
+    Returns the first and last tick as multiples of the step, the step's factor (1, 2 or 5) and its exponent n.
     """
     for power in count(k):
         for step in (1, 2, 5):

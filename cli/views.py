@@ -12,7 +12,7 @@ from .page import pack_array
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
 
-MAX_PAGE_BYTES = 96 * 2**20  # Maximum bytes of patterns on a page; browsers get slow well below.
+MAX_PAGE_BYTES = 96 * 2**20  # Maximum bytes of patterns on a page; browsers are slow long before that.
 MAX_NEXT_TOKENS = 100  # Number of most likely next tokens to list.
 Tree = dict[str, Any]
 
@@ -64,7 +64,7 @@ def attention_data(inspection: inspect.Inspection, tokenizer: "Tokenizer", model
 
 
 def _chance(inspection: inspect.Inspection, at: int) -> Tree:
-    """Returns the scores of uniform attention in layer ``at``."""
+    """Returns the scores that uniform attention would have in layer ``at``."""
     return {
         name: {kind: None if uniform is None else float(uniform[at]) for kind, uniform in measured.chance.items()}
         for name, measured in (("prompt", inspection.here), ("probe", inspection.probe))

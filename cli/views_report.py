@@ -94,7 +94,7 @@ def choose_loss_unit(reports: Sequence[Report]) -> str:
 
 
 def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tree], str]:
-    """Returns runs with losses in a common unit, and the unit. Limits curves to ``max_points`` points."""
+    """Returns the data of runs with losses in a common unit, and the unit. Limits curves to ``max_points`` points."""
     runs, unit = [report_data(report, max_points) for report in reports], choose_loss_unit(reports)
     names = [report.name for report in reports]
     for run in runs:
@@ -107,7 +107,7 @@ def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tr
 
 
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
-    """Returns a time unit that suits the longest run: its length in seconds, and its name."""
+    """Returns the length in seconds and the name of a time unit that suits the longest run."""
     longest = max(
         event.seconds for report in reports for event in [*report.history.steps[-1:], *report.history.evals[-1:]]
     )
@@ -132,7 +132,8 @@ def _half_window(points: int) -> int:
 
 
 def describe_smoothing(reports: Sequence[Report], max_points: int) -> tuple[str, str | None]:
-    """Describes how many steps a raw point averages, and a smoothed point, or None for short curves."""
+    """Returns two texts: how many steps a raw point averages, and how many a smoothed point averages. The second is
+    None if all curves are short."""
     counts = [len(report.history.steps) for report in reports if report.history.steps] or [0]
     steps_per_point = [max(1, -(-count // max_points)) for count in counts]
     half_windows = [_half_window(-(-count // n)) for count, n in zip(counts, steps_per_point, strict=True)]

@@ -1,10 +1,10 @@
-"""Draws docs/pictures/curves.png: held-out loss against time of two runs and of nanoGPT's CPU recipe.
+"""Draws docs/pictures/curves.png: the held-out loss of two runs and of nanoGPT's CPU recipe against time.
 
     python -m docs.curves TEXT [FOLDER] [OPTION ...]
 
-FOLDER stores the runs. OPTIONs are for `gpt train`, by default `--minutes 3`. All three train concurrently, on a thread
-each, so other load slows them equally. nanoGPT's recipe (2,000 steps) is stopped when both runs have ended. Needs the
-dev extra and Chromium.
+FOLDER stores the runs. OPTIONs are for `gpt train`, by default `--minutes 3`. The runs and the recipe train
+concurrently, on a thread each, so other load slows them equally. The recipe (2,000 steps) stops when both runs have
+ended. Needs the dev extra and Chromium.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from gpt_cli.main import main
 from playwright.sync_api import sync_playwright
 
 PICTURE = Path(__file__).resolve().parent / "pictures" / "curves.png"
-ARCHITECTURES = ("gpt2", "modern")  # run folders, and values of --arch
+ARCHITECTURES = ("gpt2", "modern")  # values of --arch, which also name the run folders
 PEER_CURVE = "nanogpt.jsonl"
 
 

@@ -2,11 +2,11 @@
 
     python docs/outputs.py FOLDER [PAGE ...]
 
-FOLDER has the files that the pages use: book.txt, chapter.txt … The default pages contain `MARKER`. The console and
-Python blocks of a page run in order in a copy of FOLDER, up to the last output. The output of a console block replaces
-the text block after it. A line `…` in the old text shortens the new text: it keeps the same number of lines before `…`,
-and each line after `…` becomes the last new line with the same first word. Lines that begin with `> ` are typed into a
-conversation.
+FOLDER has the files that the pages use: book.txt, chapter.txt … Without PAGE, updates the pages that contain
+`MARKER`. The console and Python blocks of a page run in order in a copy of FOLDER, up to the last output. The output of
+a console block replaces the text block after it. A line `…` in the old text shortens the new text: before `…`, the
+new text keeps as many lines as the old text; after `…`, the last new line with the same first word replaces each old
+line. Lines that begin with `> ` are typed into a conversation.
 """
 
 import os
@@ -71,7 +71,7 @@ def run(command: str | list[str], folder: Path, stdin: str = "") -> str:
 
 
 def shorten(printed: str, old: str) -> str:
-    """Shortens ``printed`` like ``old``, which can contain a line `…`, and strips line ends."""
+    """Shortens ``printed`` as ``old`` is shortened, if ``old`` contains a line `…`. Strips spaces from line ends."""
     lines, old_lines = [line.rstrip() for line in printed.rstrip().splitlines()], old.splitlines()
     if "…" in old_lines:
         index = old_lines.index("…")

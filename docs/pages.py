@@ -46,8 +46,8 @@ PAGE_COMMANDS: dict[str, list[str]] = {
 
 
 def train(text: str, runs: str | None) -> None:
-    """Trains or copies the tutorial's runs. Also trains a run with sinusoidal positions for a step, and a run with a
-    sliding window of four tokens in layers 1 and 3 for a minute."""
+    """Trains or copies the tutorial's runs. Also trains two more runs: one for a step, with sinusoidal positions; one
+    for a minute, with a sliding window of four tokens in layers 1 and 3."""
     shutil.copy(text, "book.txt")
     if runs is not None:
         shutil.copytree(runs, "runs")
@@ -183,7 +183,7 @@ SCREENSHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
     "loss": _clip_section("#curves", 500),
     "report": _clip_top(1000),
 }
-# Screenshots that do not show the attention page, and their pages
+# Pages of the screenshots that do not show the attention page
 PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}
 
 

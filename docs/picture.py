@@ -23,7 +23,7 @@ from gpt.training import run
 PICTURE = Path(__file__).parent / "pictures" / "run.svg"
 COLUMNS, SNAPSHOTS = 118, 32  # width of the terminal; snapshots of the live line
 REPLAY_SECONDS, FINAL_SECONDS = 10.0, 6.0
-LINE_HEIGHT, CHARACTER_WIDTH, MARGIN = 24.4, 12.2, 18  # rich's sizes; margin around the text
+LINE_HEIGHT, CHARACTER_WIDTH, MARGIN = 24.4, 12.2, 18  # sizes in rich's SVG; margin around the text
 SVG_TEMPLATE = (
     '<svg viewBox="0 0 {wide} {high}" xmlns="http://www.w3.org/2000/svg"><style>'
     "text {{ font: 20px Menlo, Consolas, DejaVu Sans Mono, monospace; white-space: pre }}\n{styles}</style>"
@@ -39,7 +39,7 @@ PIECE = re.compile(
 
 
 class Recorder(progress.TrainDisplay):
-    """Prints a run to a recording console, and records the times of lines and snapshots of the live line."""
+    """Prints a run to a recording console, and records the time of each line, and snapshots of the live line."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(quiet=False, console=console)

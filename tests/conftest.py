@@ -81,7 +81,7 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_compiled_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps tests, except `test_native`, from writing to the user's folder of compiled programs."""
+    """Keeps all tests but those in `test_native` from writing to the user's folder of compiled programs."""
     from gpt import programs
 
     def raise_no_folder() -> Path:
@@ -312,12 +312,13 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Returns `fake_cuda.disguised`, in which the CPU poses as CUDA devices. Skips the test if unavailable."""
+    """Returns `fake_cuda.disguised`, a context that simulates CUDA devices on the CPU. Skips the test if the simulation
+    is unavailable."""
     import fake_cuda
 
     if (reason := fake_cuda.why_not()) is not None:
         pytest.skip(reason)
-    cache = getattr(request.config, "cache", None)  # This folder persists between runs.
+    cache = getattr(request.config, "cache", None)  # Pytest keeps this folder between runs.
     folder = cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("fake_cuda")
     try:
         fake_cuda.build(folder)
@@ -328,7 +329,7 @@ def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(params=[pytest.param("real", marks=pytest.mark.gpu), "disguised"])
 def cuda(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Runs a test on a CPU disguised as a CUDA device, and on a real one if available."""
+    """Runs a test on a CUDA device simulated on the CPU or, with ``-m gpu``, on a real one."""
     if request.param == "real":
         request.getfixturevalue("real_cuda")
         yield None

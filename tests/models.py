@@ -82,7 +82,7 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
 
 
 def letters(*words: bytes) -> Any:
-    """Returns a stand-in with the tokenizer attributes that constraints use. Its last id is end-of-text."""
+    """Returns a stand-in for a tokenizer, with the attributes that constraints use. Its last id is end-of-text."""
     eot = len(words)
     decode_bytes = lambda ids: b"".join([*words, b"<end>"][id] for id in ids)
     return SimpleNamespace(

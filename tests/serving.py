@@ -60,7 +60,7 @@ class Served:
         return error
 
     def raw(self, data: bytes) -> bytes:
-        """Sends raw bytes. Returns the response until the server closes the connection or stays silent."""
+        """Sends raw bytes. Returns what the server sends until it closes the connection or is silent for 2 s."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=2) as sock:
             sock.sendall(data)
             return received(sock)

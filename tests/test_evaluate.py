@@ -34,7 +34,7 @@ def test_every_token_except_the_first_counts_once(lengths: list[int], block_size
     assert sorted(counted_tokens) == [(d, y) for d, length in enumerate(lengths) for y in range(1, length)]
 
 
-def test_exact_match_equals_greedy_decoding() -> None:
+def test_count_exact_agrees_with_greedy_decoding() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(20, 8, 1, 2, 16, dropout=0.5))
     torch.nn.init.normal_(model.wte.weight)  # Large embeddings keep the model from repeating an id.

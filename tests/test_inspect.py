@@ -33,7 +33,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_patterns_and_residual_equal_transformers(heads: int) -> None:
+def test_patterns_and_residual_stream_match_transformers(heads: int) -> None:
     config = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=heads, n_embd=32)
     torch.manual_seed(1)
     settings = GPT2Config.from_dict(hf.to_hf_config(config, 0, 0), attn_implementation="eager")
@@ -96,7 +96,7 @@ def test_trace_restores_the_model() -> None:
 
 
 @pytest.mark.parametrize("config", SHAPES[::3], ids=lambda c: c.norm)
-def test_last_row_of_the_lens_equals_the_output(config: GPTConfig) -> None:
+def test_last_lens_row_equals_the_models_output(config: GPTConfig) -> None:
     model = loud(config)
     trace = inspect.trace(model, list(range(12)))
     lens = inspect.lens(model, trace.residual, top=97)
@@ -104,7 +104,7 @@ def test_last_row_of_the_lens_equals_the_output(config: GPTConfig) -> None:
     output = trace.logits.softmax(-1).numpy()
     assert np.allclose(np.take_along_axis(output, lens.ids[-1], 1), lens.probabilities[-1], atol=1e-6)
     assert (np.diff(lens.probabilities, axis=-1) <= 0).all()
-    with torch.no_grad():  # Row 0 unembeds the sum of token and position embeddings.
+    with torch.no_grad():  # Row 0 is computed from the sum of token and position embeddings.
         x = model.wte(torch.arange(12))
         table = model.position_table()
         x = x if table is None else x + table[:12]
@@ -161,8 +161,8 @@ def test_chance_level_depends_on_the_window() -> None:
 
 
 def pattern_of_kind(kind: str, ids: list[int]) -> np.ndarray:
-    """Returns the pattern of a head that attends only to keys of this kind, or if there are none, to the first
-    token."""
+    """Returns the pattern of a head that attends only to keys of this kind. A query without such keys attends to the
+    first token."""
     pattern = np.zeros((1, 1, len(ids), len(ids)), np.float32)
     for query in range(len(ids)):
         keys = [key for key in keys_of(kind, ids, query) if 0 <= key <= query] or [0]
@@ -199,7 +199,7 @@ def test_probe_labels_heads_if_the_prompt_cannot() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 7, 64, 1024])
-def test_probe_repeats_once_and_fits_the_context(block_size: int) -> None:
+def test_probe_ids_repeat_once_and_fit_the_context(block_size: int) -> None:
     ids = inspect.probe_ids(bytes_tokenizer(), block_size)
     period = max(1, min(50, block_size // 2))
     assert len(ids) == min(2 * period, block_size)
@@ -209,7 +209,7 @@ def test_probe_repeats_once_and_fits_the_context(block_size: int) -> None:
     assert ids.tolist() == inspect.probe_ids(bytes_tokenizer(), block_size).tolist()
 
 
-def test_look_computes_only_selected_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspection_computes_only_selected_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loud(GPTConfig(257, 16, 2, 2, 32))
     ids = list(b"a longer prompt than fits")
     look = inspect.inspect_prompt(model, ids, bytes_tokenizer(), layer=1)
@@ -238,9 +238,9 @@ def test_look_computes_only_selected_layers_and_heads(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def words() -> tuple[GPT, Tokenizer]:
-    """Returns a model with king - man + woman = queen in its embedding, and a tokenizer of these initials.
+    """Returns a model and a tokenizer for the analogy king - man + woman = queen, with initials as words.
 
-    Words are tokens with a leading space; "bo" is also a token without.
+    These words are tokens with a leading space. "bo" is a token with and without a leading space.
     """
     base = bytes_tokenizer()
     tokens = [b" k", b" m", b" w", b" q", b"bo", b" b", b" bo"]
@@ -257,7 +257,7 @@ def words() -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-def test_neighbors_are_the_highest_cosines(words: tuple[GPT, Tokenizer]) -> None:
+def test_neighbors_have_the_highest_cosines(words: tuple[GPT, Tokenizer]) -> None:
     model, tokenizer = words
     table = inspect.Embeddings(model, tokenizer)
     word = table.find("k")
@@ -270,7 +270,7 @@ def test_neighbors_are_the_highest_cosines(words: tuple[GPT, Tokenizer]) -> None
     assert [neighbor.cosine for neighbor in neighbors] == pytest.approx(
         [float(cosine[id]) for id in expected[:20]], abs=1e-5
     )
-    assert len(table.neighbors(word, 1000)) == 262  # All rows with a token and a direction, except the word's
+    assert len(table.neighbors(word, 1000)) == 262  # Every row with a token and a direction, except the word's own.
 
 
 def test_words_are_tokenized_as_in_running_text(words: tuple[GPT, Tokenizer]) -> None:

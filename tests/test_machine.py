@@ -23,9 +23,9 @@ V2 = (("0", ""),)
 
 
 def write_machine_files(folder: Path, cgroup: str, root: str, limits: Mapping[str, str], version: int = 2) -> None:
-    """Writes /proc and cgroup files for a process in cgroup ``cgroup`` whose hierarchy is mounted at ``root``.
+    """Writes /proc and cgroup files for a process in ``cgroup``. The mount shows the hierarchy from ``root`` on.
 
-    ``limits`` maps paths below the mount to contents.
+    ``limits`` maps the paths of files below the mount to their contents.
     """
     proc, mounts = folder / "proc", []
     proc.mkdir()
@@ -75,7 +75,7 @@ def eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 @posix
-def test_memory_and_cores_follow_cgroups(
+def test_memory_and_cores_respect_cgroup_limits(
     cgroup: str, root: str, version: int, limits: dict[str, str], memory: int, cores: int, tmp_path: Path
 ) -> None:
     write_machine_files(tmp_path, cgroup, root, limits, version)

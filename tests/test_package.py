@@ -115,7 +115,7 @@ def test_workflows_are_valid_and_use_existing_make_targets() -> None:
     assert PROJECT["requires-python"] == f">={job['strategy']['matrix']['python'][0]}"
 
 
-def test_image_receives_the_build_inputs() -> None:
+def test_image_build_receives_only_its_inputs() -> None:
     allowed_paths = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert allowed_paths == {"LICENSE", "README.md", "cli", "constraints.txt", "data", "gpt", "pyproject.toml"}
     assert all((ROOT / name).exists() for name in allowed_paths)

@@ -61,7 +61,7 @@ SHADOWS = ("gpt", "gpt_cli", "gpt_data", "torch", "numpy", "jinja2", "sitecustom
 @posix
 @pytest.mark.slow
 def test_modules_in_the_current_folder_are_not_imported(workdir: Path) -> None:
-    """Runs the commands that start processes: ranks, multiprocessing's resource tracker, chat templates."""
+    """Runs commands that start processes: for ranks, multiprocessing's resource tracker and chat templates."""
     for name in {*sys.stdlib_module_names, *SHADOWS} - {"__main__"}:
         Path(f"{name}.py").write_text(f"open('IMPORTED', 'a').write({name!r} + '\\n')\nraise SystemExit(77)\n")
     Path("book.txt").write_text(make_text(), encoding="utf-8")
@@ -240,7 +240,7 @@ def test_a_file_system_without_locks_is_an_error(
     assert not Path("runs").exists()
 
 
-def test_new_files_sync_their_parent_folders(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_a_file_syncs_its_parent_folders(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(files, "sync_folder", lambda path: synced.append(path.absolute()))
     files.make_folder(Path("runs/a/b"))

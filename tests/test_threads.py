@@ -45,7 +45,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (None, None, 3_700_000, 2),
     ],
 )
-def test_thread_count_follows_option_or_work(
+def test_thread_count_depends_on_option_environment_and_model(
     option: int | None, environment: str | None, decoding: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if environment:
@@ -148,7 +148,7 @@ def run_watcher(
 ) -> tuple[list[str], list[tuple[int, set[int]]]]:
     """Runs the watcher on simulated times; returns its calls and the CPU affinities that it sets.
 
-    ``shares`` are the fractions of each period in which threads wait and in which a core is idle.
+    For each period, ``shares`` has two fractions: how long threads wait, and how long a core is idle.
     """
     calls: list[str] = []
     affinities: list[tuple[int, set[int]]] = []

@@ -95,7 +95,7 @@ def smollm2() -> tuple[Tokenizer, dict[str, Any]]:
 
 
 def gaps() -> tuple[Tokenizer, dict[str, Any]]:
-    """Returns SmolLM2's tokenizer as published, without tokens for bytes that its training text lacks."""
+    """Returns a tokenizer that, like SmolLM2's published one, has no tokens for the bytes its training text lacks."""
     tokenizer, config = smollm2()
     values = json.loads(tokenizer.to_str())
     missing_tokens = {chr(0xC0), chr(0xF5), chr(0xFF), "Ā", "ā", "Ă"}  # the bytes C0, F5, FF, 00, 01 and 02

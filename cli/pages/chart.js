@@ -5,7 +5,7 @@ const withDecimals = (value, decimals) => value.toLocaleString("en-US", { minimu
 const range = (first, last) => Array.from({ length: Math.max(0, last - first + 1) }, (_, i) => first + i);
 
 // Returns an axis with up to `maxTicks` ticks: multiples of 1, 2 or 5 times a power of ten.
-// With `extend`, the axis ends at ticks. Otherwise it runs from `low`, or 0 if close, to `high`.
+// With `extend`, the axis ends at ticks. Otherwise it runs from `low` to `high`, or from 0 if `low` is close to 0.
 function axis(low, high, maxTicks, extend = true) {
   [low, high] = widen(!extend && 0 < low && low <= high / 10 ? 0 : low, high);
   const [first, last, step, k] = findStep(low, high, maxTicks, extend, Math.floor(Math.log10((high / 2 - low / 2) / maxTicks)) - 1);

@@ -49,7 +49,7 @@ function ramp(share) {
   return ends[0].map((low, i) => Math.round(low + (ends[1][i] - low) * x));
 }
 const rgb = (parts) => `rgb(${parts.join(",")})`;
-// Returns black or white, whichever contrasts more: at least 4.5 to 1 (WCAG's relative luminance).
+// Returns black or white, whichever contrasts more with a colour, by WCAG's relative luminance: at least 4.5 to 1.
 const linear = (part) => part / 255 <= 0.03928 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4;
 const readable = (parts) => 0.2126 * linear(parts[0]) + 0.7152 * linear(parts[1]) + 0.0722 * linear(parts[2]) > 0.179 ? "#000" : "#fff";
 

@@ -1,7 +1,7 @@
 // A report on runs: overlaid curves, settings, samples and copied spans.
 const runs = data.runs, colours = runs.map((_, i) => `--c${i % 8}`), hidden = new Set();
 const formatMinutes = (seconds) => seconds === null || seconds === undefined ? "–" : seconds < 60 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(1)} min`;
-// Returns a run's steps, or its evaluations: curves of other programs can lack steps.
+// Returns a run's steps, or its evaluations if it has no steps, as in curves of other programs.
 const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
 heading(runs.length > 1 ? `${runs.length} runs` : runs[0].name, runs.map((run) => run.run).join(", "));

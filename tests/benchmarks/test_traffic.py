@@ -44,8 +44,8 @@ def test_decoding_step_moves_only_weights_and_cache(arch: str) -> None:
 
 
 @pytest.mark.slow
-def test_training_step_traffic_on_an_h100() -> None:
-    """Checks the generated code for 16 × 1,024 tokens of GPT-2 124M: block, loss with the last norm, and update.
+def test_training_step_has_the_expected_traffic_on_an_h100() -> None:
+    """Checks the generated code for 16 × 1,024 tokens of GPT-2 124M: a block, the last norm and loss, and the update.
 
     Logits are read and written five times in bfloat16. The residual stream has two bytes per element. Bias gradients do
     not reread gradients that the GELU and attention kernels write.

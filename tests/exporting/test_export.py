@@ -93,7 +93,7 @@ def test_card_describes_the_run(run_folder: Path, chapter: Path) -> None:
     assert "## Samples" not in text
 
 
-def test_card_without_a_run_states_unknown_training(run_folder: Path, workdir: Path) -> None:
+def test_card_of_a_model_without_a_run_says_training_is_unknown(run_folder: Path, workdir: Path) -> None:
     shutil.copytree(folder.find_checkpoint(str(run_folder)), "theirs")
     (workdir / "theirs" / "README.md").write_text('---\nlicense: "mit"  # of theirs\n---\n', encoding="utf-8")
     library.export("theirs", "out")
@@ -222,7 +222,7 @@ def test_cards_without_a_valid_license_are_ignored(tmp_path: Path, card_text: st
     assert provenance._find_ancestors("base", tmp_path) == [Ancestor("base")]
 
 
-def test_text_names_have_no_folder_or_host() -> None:
+def test_recorded_text_names_omit_folders_and_hosts() -> None:
     names = [
         "/home/me/secret/book.txt", "C:\\Users\\me\\notes.md", "https://me:key@host.example/a/b.csv?token=1",
         "s3://bucket/part.jsonl", "hf://datasets/OWNER/SET@main/data/x.parquet", "https://host.example", "stdin",

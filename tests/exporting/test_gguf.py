@@ -53,7 +53,7 @@ def model_of(family: str, **properties: Any) -> GPT:
 
 
 def read_tensors(path: Path, config: GPTConfig) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns a file's tensors in float32 by our names, and their types by GGUF name."""
+    """Returns a file's tensors in float32, by our names, and the types of its tensors, by GGUF name."""
     parts: dict[str, dict[int, Tensor]] = {}
     file = gguf_package.GGUFReader(path)
     for tensor in file.tensors:
@@ -105,8 +105,9 @@ def test_file_contains_the_model(tmp_path: Path, family: str, kind: str) -> None
         elif kind == "f16" or name == "wpe.weight" or ours.size(1) % 32:
             assert torch.equal(ours if name == "wpe.weight" else ours.half().float(), theirs), name
         else:
-            # The tolerance is relative to a group's largest element. The error of 8 bits is half of 254 steps, plus
-            # rounding of the float16 scale. The error of 4 bits is one of 16 steps, since one end is clipped.
+            # The tolerance is relative to a group's largest element. With 8 bits, the error is at most half a step of
+            # 1/127, plus the rounding of the float16 scale. With 4 bits, it is at most about a step of 1/8, since one
+            # end is clipped.
             tolerance = 1 / 6 if kind == "q4_0" and name.startswith("h.") else 1 / 254 + 2**-11
             ours, theirs = (each.view(len(each), -1, 32) for each in (ours, theirs))
             assert ((ours - theirs).abs() <= tolerance * ours.abs().amax(-1, keepdim=True)).all(), name

@@ -52,14 +52,14 @@ def tokenizers() -> list[Tokenizer]:
 
 
 @pytest.mark.parametrize("number", range(11))
-def test_token_ids_are_equal(number: int, tokenizers: list[Tokenizer], served: Serve) -> None:
+def test_llama_cpp_gives_the_same_token_ids(number: int, tokenizers: list[Tokenizer], served: Serve) -> None:
     if number == 10 and not GPT2_RANKS.is_dir():
         pytest.skip("GPT-2's vocabulary is not here")
     assert llama_cpp.find_different_texts(tokenizers[number], served(tokenizers[number]), TEXTS) == []
 
 
 @pytest.mark.parametrize("form", ["gpt2", "llama3", "qwen", "smollm2", "gaps"])
-def test_prompts_of_other_families_are_equal(form: str, served: Serve, tmp_path: Path) -> None:
+def test_llama_cpp_encodes_prompts_of_other_families_alike(form: str, served: Serve, tmp_path: Path) -> None:
     tokenizer = find_tokenizer(str(vocabularies.write(form, tmp_path / form)))
     server = served(tokenizer)
     texts = [unicodedata.normalize("NFC", text) for text in TEXTS] if form == "qwen" else TEXTS
@@ -114,7 +114,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["learnt", "modern", more("bytes")])
-def test_greedy_texts_are_equal(name: str, trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
+def test_llama_cpp_generates_the_same_greedy_texts(
+    name: str, trained: Callable[..., LanguageModel], tmp_path: Path
+) -> None:
     model = trained(name, **MODELS[name])
     prompts = llama_cpp.draw_prompts(model, TEXT, 8)
     with LlamaCpp(llama_cpp.export_model(model, tmp_path / "model.gguf", type="f32")) as server:
@@ -126,7 +128,7 @@ def test_greedy_texts_are_equal(name: str, trained: Callable[..., LanguageModel]
     assert name == "bytes" or sum(ids[-1] == model.tokenizer.eot for ids in theirs) > 1
 
 
-def test_losses_and_logprobs_are_equal(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
+def test_llama_cpp_computes_the_same_losses_and_logprobs(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     model = trained("learnt", **MODELS["learnt"])
     windows = llama_cpp.text_windows(model, TEXT)[:1]
     for kind, tolerance in (("f32", 2e-4), ("f16", 5e-4), ("q8_0", 5e-3), ("q4_0", 5e-3)):
@@ -143,6 +145,6 @@ def test_losses_and_logprobs_are_equal(trained: Callable[..., LanguageModel], tm
                 assert difference.mean() < 1e-4 and difference.max() < 2e-3
 
 
-def test_a_file_name_with_phi3_can_be_read(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
+def test_llama_cpp_reads_a_file_with_phi3_in_its_name(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
     with LlamaCpp(llama_cpp.export_model(trained("learnt", **MODELS["learnt"]), tmp_path / "my-Phi3.gguf")) as server:
         assert server.ids("a")

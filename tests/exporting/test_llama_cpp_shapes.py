@@ -63,7 +63,7 @@ def their_logprobs(path: Path, prompts: list[list[int]], vocab_size: int) -> Ten
 
 
 def our_logprobs(source: SourceModel, kind: str, prompts: list[list[int]]) -> Tensor:
-    """Returns our log-probabilities with the file's weights."""
+    """Returns our log-probabilities after each prompt, with weights as a file of type ``kind`` stores them."""
     model = GPT(source.config).eval()
     for name, parameter in model.state_dict().items():
         parameter.copy_(gguf.restore_parameter(source.config, name, source.weights[name](), kind))
@@ -83,7 +83,7 @@ def largest_difference(path: Path, config: GPTConfig, kind: str) -> float:
 
 @pytest.mark.parametrize("number", [0, 1, *map(more, range(2, 10))])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_equal_llama_cpp(tmp_path: Path, family: str, number: int) -> None:
+def test_logprobs_match_llama_cpp(tmp_path: Path, family: str, number: int) -> None:
     config = random_shape(family, number)
     assert config.layout == family
     for kind in ("f32", get_args(FileType)[1 + number % 3]):

@@ -71,7 +71,7 @@ def device(path: Path) -> None:
         ("theirs/model-00001-of-00001.safetensors", "sample -m theirs"),
     ],
 )
-def test_pipes_and_devices_are_refused_without_reading(
+def test_pipes_and_devices_are_refused_without_being_read(
     gpt: Gpt, run: Path, file: str, command: str, replace_file: Callable[[Path], None]
 ) -> None:
     path = Path(file) if file.startswith("theirs") else run / file
@@ -141,7 +141,7 @@ def test_message_length_is_limited() -> None:
 # run.json
 
 
-def test_run_record_roundtrip(run: Path) -> None:
+def test_run_record_is_rewritten_unchanged(run: Path) -> None:
     values = json.loads((run / "run.json").read_text()) | {"of a later version": [1, {"a": None}]}
     (run / "run.json").write_text(json.dumps(values))
     record = RunRecord.read(run)
@@ -152,7 +152,7 @@ def test_run_record_roundtrip(run: Path) -> None:
 
 
 def test_old_run_records_can_be_read(run: Path) -> None:
-    """Old records had no checksums, token counts or machine, and a null ``init`` without fine-tuning."""
+    """Old records had no checksums, token counts or machine, and their ``init`` was null without fine-tuning."""
     values = json.loads((run / "run.json").read_text())
     old = {key: values[key] for key in ("format", "started", "texts", "settings")} | {"init": None}
     (run / "run.json").write_text(json.dumps(old))
@@ -226,7 +226,7 @@ def test_report_handles_extreme_values(gpt: Gpt, run: Path, number: float) -> No
         ("state.best_loss", 1e308), ("machine.device", "cuda\u001b[31m"),
     ],
 )  # fmt: skip
-def test_resume_checks_ranges(gpt: Gpt, run: Path, place: str, value: Any) -> None:
+def test_resume_refuses_values_out_of_range(gpt: Gpt, run: Path, place: str, value: Any) -> None:
     path = run / folder.step_name(8) / "training.json"
     values = json.loads(path.read_text())
     checked(SavedState, values, "x")

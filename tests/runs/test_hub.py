@@ -23,7 +23,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Serves a folder as ``me/tiny`` at ``main``; ``me/gated`` is gated, other models do not exist."""
+    """Serves a folder as the model ``me/tiny``. The model ``me/gated`` is gated, and other models do not exist."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -102,7 +102,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 def run_with_hub(
     server: Hub, gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Done]]:
-    """Returns a function that runs the command with the test server as the Hub."""
+    """Returns a function that runs ``gpt`` with the test server as the Hub."""
 
     def run(*args: str | Path, offline: bool = False, endpoint: str = server.url) -> Done:
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"

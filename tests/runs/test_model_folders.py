@@ -221,7 +221,7 @@ def padded(make_folder: MakeFolder, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_only_texts_with_the_extra_id_are_refused(padded: Path, gpt: Gpt, tmp_path: Path) -> None:
+def test_only_texts_with_the_padding_token_are_refused(padded: Path, gpt: Gpt, tmp_path: Path) -> None:
     size = checkpoint.peek(padded)[0].vocab_size
     theirs = transformers.AutoTokenizer.from_pretrained(padded)
     model = load(padded)
@@ -246,7 +246,7 @@ def test_only_texts_with_the_extra_id_are_refused(padded: Path, gpt: Gpt, tmp_pa
     )
 
 
-def test_training_works_without_the_extra_id(padded: Path, gpt: Gpt, tmp_path: Path) -> None:
+def test_training_works_without_a_row_for_the_padding_token(padded: Path, gpt: Gpt, tmp_path: Path) -> None:
     size = checkpoint.peek(padded)[0].vocab_size
     book = tmp_path / "book.txt"
     book.write_text(make_text(2000))
@@ -261,8 +261,8 @@ def test_training_works_without_the_extra_id(padded: Path, gpt: Gpt, tmp_path: P
     assert load(padded).evaluate_files([str(tmp_path / "tokens")]).tokens > 100
 
 
-def test_chat_tokens_are_added_after_the_extra_id(make_folder: MakeFolder, tmp_path: Path) -> None:
-    """New embedding rows are the mean of the old rows."""
+def test_chat_tokens_are_added_after_the_padding_token(make_folder: MakeFolder, tmp_path: Path) -> None:
+    """Each new embedding row is the mean of the old rows."""
     path = make_folder()
     size = add_padding(path)
     values = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
@@ -282,7 +282,7 @@ def test_chat_tokens_are_added_after_the_extra_id(make_folder: MakeFolder, tmp_p
     assert torch.allclose(table[size:], mean.expand(3, -1), atol=1e-4)
 
 
-def test_end_of_text_without_a_row_is_refused(make_folder: MakeFolder, gpt: Gpt) -> None:
+def test_end_of_text_without_an_embedding_row_is_refused(make_folder: MakeFolder, gpt: Gpt) -> None:
     path = make_folder()
     change(path / "config.json", vocab_size=650)
     tensors = load_file(path / "model.safetensors")
@@ -293,7 +293,7 @@ def test_end_of_text_without_a_row_is_refused(make_folder: MakeFolder, gpt: Gpt)
     one_line_of_what_and_what_next(result, "703 ids, the model 650, without the one that starts or ends a text")
 
 
-def test_gguf_files_omit_the_extra_id(make_folder: MakeFolder, tmp_path: Path) -> None:
+def test_gguf_files_omit_a_padding_token_without_a_row(make_folder: MakeFolder, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     path = make_folder("gaps")
     size = add_padding(path)

@@ -93,7 +93,7 @@ def test_missing_mfu_and_null_losses_are_allowed(tmp_path: Path) -> None:
     assert run_report.settings["text"] == "a"
 
 
-def test_thinned_curves_are_means() -> None:
+def test_points_of_thinned_curves_are_means() -> None:
     steps = [step_event(n, math.nan if n == 3 else float(n)) for n in range(1, 8)]
     rows = report.average_rows(steps, 3)
     assert [row["step"] for row in rows] == [3, 6, 7]
@@ -133,7 +133,7 @@ def search_copies(text: list[int], training: list[int]) -> tuple[int, float | No
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_find_copies_equals_a_naive_search(data: st.DataObject) -> None:
+def test_find_copies_agrees_with_a_naive_search(data: st.DataObject) -> None:
     ids = st.integers(0, 2)
     training = data.draw(st.lists(ids, max_size=60))
     texts = data.draw(st.lists(st.lists(ids, max_size=20), min_size=1, max_size=3))
@@ -168,7 +168,7 @@ def test_huge_training_texts_are_searched_only_partly(monkeypatch: pytest.Monkey
 # The command
 
 
-def test_json_equals_the_metrics(gpt: Gpt, run_folder: Path) -> None:
+def test_json_report_contains_the_recorded_metrics(gpt: Gpt, run_folder: Path) -> None:
     values = json.loads(gpt("report", run_folder, "--json").out)
     metrics = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     steps = [event for event in metrics if event["event"] == "step"]
@@ -297,7 +297,7 @@ def test_invalid_curves_are_errors(tmp_path: Path, lines: str, message: str, mon
         report.report(tmp_path / "c.jsonl")
 
 
-def test_different_tokenizers_are_compared_in_bits_per_byte(gpt: Gpt, two_runs: list[Path]) -> None:
+def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(gpt: Gpt, two_runs: list[Path]) -> None:
     from gpt_cli.views_report import report_page
 
     Path("peer.jsonl").write_text(CURVE_LINE)
@@ -324,7 +324,7 @@ def test_different_tokenizers_are_compared_in_bits_per_byte(gpt: Gpt, two_runs: 
     assert report_page([one, replace(one, record=other_record)])["unit"] == "bits per byte"
 
 
-def test_terminal_report_compares_runs_with_curves(gpt: Gpt, two_runs: list[Path]) -> None:
+def test_terminal_report_compares_runs_with_other_programs(gpt: Gpt, two_runs: list[Path]) -> None:
     Path("peer.jsonl").write_text(CURVE_LINE)
     result = gpt("report", "one", "peer.jsonl")
     assert result.code == 0, result.err
@@ -387,7 +387,7 @@ def test_smoothing_is_a_moving_average() -> None:
 
     losses = [float(x * x % 17) for x in range(150)]
     smooth = smooth_losses(losses)
-    assert smooth[1] == pytest.approx(sum(losses[:3]) / 3)  # The window shrinks symmetrically at the ends.
+    assert smooth[1] == pytest.approx(sum(losses[:3]) / 3)  # At the start, the window shrinks on both sides.
     assert smooth[50] == pytest.approx(sum(losses[47:54]) / 7)
     assert smooth[149] == pytest.approx(sum(losses[146:]) / 4)
     assert smooth_losses(losses[:19]) == losses[:19]

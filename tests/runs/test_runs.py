@@ -344,7 +344,7 @@ def test_pruning_keeps_the_newest_and_the_best(workdir: Path) -> None:
     assert [entry.step for entry in folder.checkpoints(run)] == [2, 3]
 
 
-def test_pruned_checkpoints_are_renamed_first(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruning_renames_checkpoints_before_deleting_them(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates a kill after the rename, before the deletion."""
     run = fake_run(Path("r"), "", {1: None, 2: None, 3: None})
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
