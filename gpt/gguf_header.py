@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file: metadata, and where each tensor is. Every count, length and offset is checked first.
+"""Reads the header of a GGUF file: metadata, and the place of each tensor. Checks every count, length and offset.
 
-The format is documented at https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package gguf has a reader,
-too; it trusts the header, and needs seconds for a vocabulary of 150,000 tokens.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package gguf has a reader too, but it trusts
+the header, and needs seconds for a vocabulary of 150,000 tokens.
 """
 
 import functools
@@ -23,7 +23,7 @@ from gpt.files import open_regular, reading
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 HINT = "copy or download it again"
-MAX_HEADER = 2**28  # bytes; the header of a model with 256,000 tokens has about 2**24
+MAX_HEADER = 2**28  # Maximum bytes of a header. With 256,000 tokens, it has about 2²⁴.
 MAX_TENSORS, MAX_KEYS, MAX_NAME, MAX_DIMENSIONS, MAX_SHARDS = 2**16, 2**16, 2**12, 4, 1_000
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
@@ -32,17 +32,17 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a file: where its bytes are, and what they mean."""
+    """The type and place of a tensor."""
 
     file: Path
-    shape: tuple[int, ...]  # rows first, as in torch
-    type: int  # ggml's number of it
-    offset: int  # bytes from the start of the file
+    shape: tuple[int, ...]  # Rows first, as in torch.
+    type: int  # A number in ggml's list of types.
+    offset: int  # Bytes from the start of the file.
 
 
 @dataclass(frozen=True)
 class Header:
-    """The contents of a GGUF file, or of all its shards, without the weights."""
+    """Metadata and tensors of a GGUF file, or of all its shards."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -59,7 +59,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def header(path: Path) -> Header:
-    """The header of a file, which is kept in memory until the file changes."""
+    """Returns the header of a file. It is cached until the file changes."""
     with reading(path):
         status = path.stat()
     return _kept(path, status.st_size, status.st_mtime_ns)
@@ -71,7 +71,7 @@ def _kept(path: Path, size: int, changed: int) -> Header:
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header of a file and of the shards that belong to it. Raises `UserError` for a damaged one."""
+    """Reads the headers of a file and of its other shards. Raises `UserError` for damage."""
     first = _read_file(path)
     count = first.metadata.get("split.count", 1)
     if type(count) is not int or not 0 <= count <= MAX_SHARDS:
@@ -95,8 +95,8 @@ def read_header(path: Path) -> Header:
 
 
 def list_shards(path: Path) -> list[Path]:
-    """The files of the model that a file belongs to, by its name: ``NAME-00001-of-00003.gguf`` … Raises `UserError` if
-    one is missing."""
+    """Returns the shards of a model, named ``NAME-00001-of-00003.gguf``, by any one of them. Raises `UserError` if a
+    shard is missing."""
     name = _SHARD.fullmatch(path.name)
     if name is None or not 1 <= int(name[3]) <= MAX_SHARDS:
         return [path]
@@ -119,11 +119,11 @@ def _read_file(path: Path) -> Header:
 
 
 class _Damage(Exception):
-    """A header that contradicts itself or the size of its file."""
+    """The header contradicts itself or the size of its file."""
 
 
 class _Reader:
-    """Reads a mapped file from its start to the end of its header."""
+    """Reads the header of a memory-mapped file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.end, self.at = path, data, min(len(data), MAX_HEADER), len(MAGIC)
@@ -192,7 +192,7 @@ class _Reader:
         return np.frombuffer(self._bytes(count * dtype.itemsize), dtype)
 
     def _strings(self, count: int) -> list[str]:
-        """Reads a list of texts without a call for each: a vocabulary has hundreds of thousands."""
+        """Reads a list of strings in one loop, because a vocabulary has hundreds of thousands."""
         found, at, data, end = [], self.at, self.data, self.end - 8
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
@@ -219,5 +219,5 @@ class _Reader:
 
 def mapped(info: TensorInfo, rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:
     """Maps the bytes of a tensor, (rows, row_bytes), without reading them."""
-    # Copy-on-write: torch wants arrays that could be written, and the file is never changed.
+    # Copy-on-write, because torch warns about read-only arrays. The file never changes.
     return np.memmap(info.file, np.uint8, "c", info.offset, (rows, row_bytes))

@@ -1,4 +1,4 @@
-"""Finds models in ollama's store: ``ollama:NAME:TAG`` → a GGUF file. The store is only read."""
+"""Finds models in ollama's store: ``ollama:NAME:TAG`` → a GGUF file. Never writes to the store."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from gpt.errors import UserError, did_you_mean
 from gpt.files import in_home, read_json, read_regular, reading
 
 PREFIX = "ollama:"
-MAX_TEXT = 2**20  # bytes of a template or of parameters
+MAX_TEXT = 2**20  # Maximum bytes of a Modelfile's parameters.
 _PART = re.compile(r"[A-Za-z0-9_][\w.-]{0,79}", re.ASCII)
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _KIND = "application/vnd.ollama.image."
@@ -23,7 +23,7 @@ def is_ollama(model: str | None) -> bool:
 
 
 def stores() -> list[Path]:
-    """The folders where ollama keeps models: ``OLLAMA_MODELS``, or the user's and the system service's."""
+    """Returns ollama's model folders: ``OLLAMA_MODELS``, or those of the user and the system service."""
     chosen = os.environ.get("OLLAMA_MODELS")
     if chosen:
         return [Path(chosen)]
@@ -31,8 +31,8 @@ def stores() -> list[Path]:
 
 
 def find(model: str, note: Callable[[str], None] = lambda text: None) -> Path:
-    """The GGUF file of ``ollama:NAME``, ``ollama:NAME:TAG`` or ``ollama:USER/NAME:TAG``. ``note`` is told which
-    settings of its Modelfile have no effect. Raises `UserError` if ollama has no such model."""
+    """Returns the GGUF file of ``ollama:NAME``, ``ollama:NAME:TAG`` or ``ollama:USER/NAME:TAG``. Calls ``note`` with
+    the Modelfile settings that have no effect. Raises `UserError` if ollama does not have the model."""
     name, _, tag = model.removeprefix(PREFIX).partition(":")
     parts = [*(["library"] if "/" not in name else []), *name.split("/"), tag or "latest"]
     if not all(map(_PART.fullmatch, parts)) or len(parts) > 4:
@@ -54,12 +54,12 @@ def _hint() -> str:
 def _exists(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # another user's
+    except OSError:  # The folder belongs to another user.
         return False
 
 
 def known() -> list[str]:
-    """The models in the stores by name, those of ollama's own library without it."""
+    """Returns the names of all models in the stores."""
     found = []
     for store in stores():
         try:

@@ -1,6 +1,6 @@
-"""The tokenizer in a GGUF file's metadata, as a ``tokenizer.json``, so that it is read like any other.
+"""Converts the tokenizer in a GGUF file's metadata to a ``tokenizer.json``.
 
-The values mean what they mean to llama.cpp (src/llama-vocab.cpp).
+Names and defaults follow llama.cpp (src/llama-vocab.cpp).
 """
 
 import math
@@ -13,8 +13,8 @@ from gpt.errors import UserError
 from gpt.text.boundaries import LLAMA3_PATTERN
 
 HINT = "use the model's Transformers folder instead"
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's types of tokens
-MAX_PIECE = 512  # characters of a SentencePiece token; each place where it can be split is looked up
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # Token types of llama.cpp.
+MAX_PIECE = 512  # Maximum characters of a SentencePiece token. Every possible split of a token is tried.
 _LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _CASED = r"\p{Lm}\p{Lo}\p{M}"
 _TEKKEN_PATTERN = (
@@ -23,34 +23,35 @@ _TEKKEN_PATTERN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _GPT2, _DIGITS, _LLAMA3, _QWEN2, _TEKKEN = "gpt2", "digits", "llama3", "qwen2", "tekken"
-_PRE = {  # names of pre-tokenizers that mean the same
+_PRE = {  # Pre-tokenizers by llama.cpp's names.
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _QWEN2),
     "tekken": _TEKKEN,
 }
-_STARTS_TEXTS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # with a BOS token, unless the file says no
-_WHOLE_PIECES = (_LLAMA3, _TEKKEN)  # a word that is a token needs no merges
+# Pre-tokenizers that put a BOS token before a text unless the file says otherwise.
+_ADDS_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+_IGNORES_MERGES = (_LLAMA3, _TEKKEN)  # A word that is a token needs no merges.
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What Transformers keeps in several files."""
+    """The contents of a tokenizer's files in Transformers."""
 
-    tokenizer: dict[str, Any]  # tokenizer.json
-    config: dict[str, Any]  # tokenizer_config.json
-    ends: list[int]  # ids that end a text
+    tokenizer: dict[str, Any]  # Contents of tokenizer.json.
+    config: dict[str, Any]  # Contents of tokenizer_config.json.
+    ends: list[int]  # End-of-text ids.
     chat_template: str | None
 
 
 def has_vocabulary(metadata: Mapping[str, Any]) -> bool:
-    """Whether a file has a tokenizer at all."""
+    """Whether a file contains a tokenizer."""
     return "tokenizer.ggml.model" in metadata
 
 
 def read_vocabulary(metadata: Mapping[str, Any], where: str) -> Vocabulary:
-    """Returns the tokenizer of a GGUF file. Raises `UserError` for an unknown kind, and for a damaged one."""
+    """Returns the tokenizer of a GGUF file. Raises `UserError` if it is of an unknown kind or damaged."""
     kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
     if kind not in ("gpt2", "llama"):
         raise UserError(f"{where} has a tokenizer of type {kind!r:.40}; gpt reads gpt2 and llama", HINT)
@@ -59,7 +60,7 @@ def read_vocabulary(metadata: Mapping[str, Any], where: str) -> Vocabulary:
     types = [int(each) for each in metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
     if len(types) != len(tokens):
         raise UserError(f"{where} is damaged: it has {len(tokens):,} tokens and {len(types):,} types", HINT)
-    starts = {"gpt2": metadata.get("tokenizer.ggml.pre") in _STARTS_TEXTS, "llama": True}[kind]
+    starts = {"gpt2": metadata.get("tokenizer.ggml.pre") in _ADDS_BOS, "llama": True}[kind]
     bos = _id(metadata, "bos", tokens) if metadata.get("tokenizer.ggml.add_bos_token", starts) else None
     values = {
         "version": "1.0",
@@ -91,14 +92,14 @@ def read_vocabulary(metadata: Mapping[str, Any], where: str) -> Vocabulary:
 
 
 def _id(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
-    """Returns the id of a token with a purpose: bos, eos …; None if the file names none."""
+    """Returns the id of a special token such as bos or eos, or None."""
     key = {"unk": "unknown", "pad": "padding"}.get(name, name)
     id = metadata.get(f"tokenizer.ggml.{key}_token_id")
     return id if type(id) is int and 0 <= id < len(tokens) else None
 
 
 def _template(word: str, id: int) -> dict[str, Any]:
-    """Returns the post-processor that puts a token before a text."""
+    """Returns a post-processor that puts a token before a text."""
     return {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": word, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -123,17 +124,17 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
     }.get(pre)
     level = _LEVEL | {"use_regex": pre in (_GPT2, _DIGITS)}
     vocab = {word: id for id, word in enumerate(tokens) if types[id] != _UNUSED}
-    # Files need one merge at least; ours have this one, of tokens that don't exist, where there are none.
-    pairs = [pair for merge in merges if (pair := merge.split(" ", 1))[0] in vocab]
+    # llama.cpp needs a merge, so a file without merges has one of tokens that don't exist.
+    merges = [merge for merge in merges if merge.split(" ", 1)[0] in vocab]
     return {
-        # llama.cpp doesn't normalize; the tokenizers of Qwen, which these files are made from, do.
+        # Qwen's own tokenizers normalize text; llama.cpp does not.
         "normalizer": {"type": "NFC"} if name in ("qwen2", "deepseek-r1-qwen") else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]} if split else level,
         "decoder": _LEVEL,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
             "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
-            "ignore_merges": pre in _WHOLE_PIECES, "vocab": vocab, "merges": [" ".join(pair) for pair in pairs],
+            "ignore_merges": pre in _IGNORES_MERGES, "vocab": vocab, "merges": merges,
         },
     }  # fmt: skip
 
@@ -145,7 +146,7 @@ def _split(pattern: str) -> dict[str, Any]:
 def _sentence_pieces(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], where: str
 ) -> dict[str, Any]:
-    """Returns the parts of a ``tokenizer.json`` for a SentencePiece BPE: its scores are the order of the merges."""
+    """Returns the parts of a ``tokenizer.json`` for a SentencePiece BPE. Tokens with higher scores are merged first."""
     scores = [float(each) for each in metadata.get("tokenizer.ggml.scores", [])]
     if len(scores) != len(tokens) or not all(map(math.isfinite, scores)):
         raise UserError(f"{where} is damaged: its tokens have no scores", HINT)

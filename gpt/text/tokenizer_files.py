@@ -22,7 +22,7 @@ from gpt.files import (
     to_json,
     write_file,
 )
-from gpt.gguf_header import header, is_gguf
+from gpt.gguf_header import HINT, header, is_gguf
 from gpt.text import gguf_vocabulary
 from gpt.text.backends import CHARACTER_BYTES, ByteBPE, LibraryTokenizer, to_gpt2_spelling
 from gpt.text.boundaries import GPT2_PATTERN
@@ -186,7 +186,10 @@ def read_gguf(path: Path) -> Tokenizer | None:
     metadata = header(path).metadata
     if not gguf_vocabulary.has_vocabulary(metadata):
         return None
-    vocabulary = gguf_vocabulary.read_vocabulary(metadata, str(path))
+    try:
+        vocabulary = gguf_vocabulary.read_vocabulary(metadata, str(path))
+    except (TypeError, ValueError):
+        raise UserError(f"{path} is damaged: its tokenizer has values of the wrong type", HINT) from None
     files = {TOKENIZER_CONFIG: to_json(vocabulary.config)}
     if vocabulary.chat_template is not None:
         files[CHAT_TEMPLATE] = vocabulary.chat_template.encode("utf-8", "replace")
