@@ -95,7 +95,7 @@ def load_config(path: Path) -> GPTConfig:
     """Returns the shape of a file's model. Raises `UserError` for a model that this decoder cannot reproduce."""
     file = header(path)
     arch = file.metadata.get("general.architecture")
-    if arch not in ARCHES.values():
+    if not isinstance(arch, str) or arch not in ARCHES.values():
         supported = ", ".join(sorted({*ARCHES.values()}))
         raise UserError(f"{path} has a model of type {arch!r:.80}", f"supported: {supported}")
     values = _read_numbers(file, f"{arch}.")
