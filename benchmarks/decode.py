@@ -211,8 +211,8 @@ Speeds = dict[str, list[float]]  # tokens per second in each round, by system
 def measure(
     wanted: dict[str, Part], bench: Bench, rounds: int, dtypes: Collection[str], warm: bool
 ) -> tuple[dict[str, Speeds], dict[str, list[int]]]:
-    """Runs the systems in turn. Returns the speeds of each part, and the float32 ids of one text from `gpt` and
-    Transformers."""
+    """Runs the systems in turn. Returns the speeds of each part, and the ids that `gpt` and Transformers generate in
+    float32 for one text."""
     systems = bench.commands(wanted, dtypes, warm) if wanted else {}
     speeds = {name: {system: list[float]() for system in systems[name]} for name in wanted}
     texts: dict[str, list[int]] = {}

@@ -33,7 +33,7 @@ LORA_ROLES = ("query", "key", "value", "output", "gate", "up", "down")
 LORA_GROUPS = {"all": LORA_ROLES, "attention": LORA_ROLES[:4], "mlp": LORA_ROLES[4:]}
 MAX_VOCAB_SIZE = 2**24  # Maximum vocabulary size.
 # The default width of a gated MLP is a multiple of 256 in models of this width or wider, because that is faster on
-# GPUs. In narrower models, it is a multiple of 64.
+# GPUs. In narrower models, the default MLP width is a multiple of 64.
 WIDE_MODEL = 512
 
 

@@ -88,8 +88,8 @@ class Context:
         """Computes the next positions of some slots in one pass. Returns the residual stream (N, C).
 
         ``work`` has slots and the number of new positions of each. ``ids`` (N), on the device, are the new ids of all
-        slots, concatenated. Adjacent slots with the same number of new ids share an attention call. If this number
-        exceeds `WINDOW_SLACK`, the slots must also have the same length.
+        slots, concatenated. Adjacent slots with the same number of new ids share an attention call. Above
+        `WINDOW_SLACK` new ids, they must also have the same length.
         """
         parts: list[tuple[int, list[int], int]] = []
         for slot, count in work:

@@ -75,8 +75,8 @@ def check(tokenizer: Tokenizer) -> None:
 
 
 def describe_differences(tokenizer: Tokenizer) -> list[str]:
-    """Describes differences in llama.cpp that don't prevent an export. Published Qwen files have the same
-    differences."""
+    """Describes differences in llama.cpp that don't prevent an export. Published Qwen files differ from their
+    tokenizers in the same ways."""
     notes, bpe = [], _to_bpe(tokenizer.backend)
     if bpe is not None and bpe.nfc:
         notes.append("llama.cpp does not normalize text to NFC, as this tokenizer does: give it NFC text")

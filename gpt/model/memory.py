@@ -231,7 +231,7 @@ def _update_bytes(config: GPTConfig, setup: Setup) -> int:
     if setup.optimizer == "adamw":
         return 0
     shards, n = setup.shard_ranks * setup.tensor, counts(config, setup.tensor)["linear"]
-    if shards == 1:  # Copies in the dtype of products; data-parallel ranks share the work.
+    if shards == 1:  # Copies of the weights in the dtype of matrix products.
         workspace = n * (1.5 + 0.5 * setup.autocast + 1 / setup.data)
     else:
         largest = max(p.numel for p in parameters(config) if p.is_matrix)

@@ -183,7 +183,7 @@ def load(
 ) -> Checkpoint:
     """Loads a gpt or Transformers checkpoint. Validates it before allocating memory.
 
-    ``shape`` replaces the checkpoint's shape. It can have a different dropout, and a shorter context, which cuts
+    ``shape`` replaces the checkpoint's shape. ``shape`` can have another dropout and a shorter context, which truncates
     position tables. Weights are read directly into ``dtype``; an adapter is merged into its base model in float32.
 
     With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish``

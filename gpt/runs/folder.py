@@ -224,7 +224,7 @@ def name_base(path: Path, base: str) -> None:
     if not is_adapter(path):
         raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
     base_path = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
-    with contextlib.suppress(UserError):  # Stop if the files name no base model.
+    with contextlib.suppress(UserError):  # Files that name no base model end the search.
         while not hub.is_remote(next_base := base_of(path)) and is_adapter(Path(next_base)):
             path = Path(next_base)
     _bases[path.absolute()] = base_path

@@ -55,7 +55,8 @@ class Item:
 
 @dataclass
 class EncodedItem:
-    """An item's ids and document offsets by side. Each document starts with `Tokenizer.opening`."""
+    """An item's ids and document offsets, for the training and the held-out side. Each document starts with
+    `Tokenizer.opening`."""
 
     ids: dict[Side, Ids] = field(default_factory=dict)
     offsets: dict[Side, list[int]] = field(default_factory=lambda: {side: [] for side in SIDES})

@@ -120,7 +120,7 @@ class Recipe:
 
         Then it stays constant for ``constant``, or decays to a tenth for ``cosine``. For ``linear``, it decays towards
         0 in the last ``decay`` steps (Hägele et al. 2024, arXiv 2405.18392). If ``planned`` is set, the last ``decay``
-        steps of a cosine run through the rest of the planned cosine.
+        steps of a cosine schedule compress the rest of the planned schedule.
         """
         if step < self.warmup:
             return self.lr * step / self.warmup

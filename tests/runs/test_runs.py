@@ -22,7 +22,7 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
 from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
-from gpt.runs import checkpoint, folder, hf
+from gpt.runs import checkpoint, folder, hf, model_config
 from gpt.sample_config import SampleConfig
 from gpt.text import tokenizer, tokenizer_files
 
@@ -103,14 +103,14 @@ def test_unsupported_shapes_use_our_model_type(tmp_path: Path, properties: dict[
     for key in ("positions", "n_head"):
         (tmp_path / "c" / "config.json").write_text(json.dumps({k: v for k, v in config_json.items() if k != key}))
         with pytest.raises(UserError, match="has no "):
-            hf.load_config(tmp_path / "c")
+            model_config.load_config(tmp_path / "c")
     old_config = {key: value for key, value in config_json.items() if key in OLD_CONFIG_KEYS}
     (tmp_path / "c" / "config.json").write_text(json.dumps({**old_config, "arch": "gpt2"}))
     if config.window is None:
-        assert hf.load_config(tmp_path / "c") == config
+        assert model_config.load_config(tmp_path / "c") == config
     (tmp_path / "c" / "config.json").write_text(json.dumps({**old_config, "arch": "modern"}))
     with pytest.raises(UserError, match="uses the old --arch modern") as error:
-        hf.load_config(tmp_path / "c")
+        model_config.load_config(tmp_path / "c")
     assert error.value.hint == "train it again"
 
 

@@ -538,7 +538,7 @@ def test_long_text_stays_responsive(open_page: Any) -> None:
     assert gaps[len(gaps) // 2] < 500  # Milliseconds between frames
 
 
-def test_conversation_equals_the_api(open_chat: Any, chat_address: str) -> None:
+def test_conversation_shows_the_answers_of_the_api(open_chat: Any, chat_address: str) -> None:
     page = open_chat()
     assert page.get_attribute("#chat", "aria-pressed") == "true"
     assert page.evaluate("document.activeElement.id") == "question"

@@ -320,7 +320,8 @@ def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> No
         patched.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
         result = gpt.train(text, init=str(run_folder), minutes=1.0, lora_rank=2, dtype="float32", sample_every=0)
     resolved = json.loads((result.run / "run.json").read_text())["resolved"]
-    assert resolved["batch_tokens"] == 32  # 64 sequences fit, so each of 100 steps gets one, of 32 tokens.
+    # The text has 64 sequences for 100 steps, so each step gets one sequence of 32 tokens.
+    assert resolved["batch_tokens"] == 32
     assert result.val_tokens > 0
 
 
