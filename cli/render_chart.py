@@ -51,7 +51,7 @@ def chart(
     """
     points = [point for curve in series for point in curve.points if all(map(math.isfinite, point))]
     if not points:
-        return Text(f"{title}: nothing was recorded", "dim")
+        return Text(f"{title}: no data", "dim")
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
     width = max(8, min(100, console.width) - GUTTER - 2)
     use_braille = console.color_system is not None and (console.encoding or "").startswith("utf")

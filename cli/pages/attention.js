@@ -157,7 +157,7 @@ function point(query, key) {
 
 function showFacts() {
   if (state.layer === AVERAGE || state.head === AVERAGE) {
-    facts.replaceChildren(el("p", { class: "soft" }, "An average over heads has no scores of its own: choose a head above."));
+    facts.replaceChildren(el("p", { class: "soft" }, "An average of heads has no scores: choose a head above."));
     return;
   }
   const scores = scoreOf(state.layer, state.head);
@@ -171,8 +171,8 @@ function showFacts() {
     el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "attention to"), el("th", { class: "number" }, "here"),
       el("th", { class: "number" }, "even"), el("th", { class: "number" }, "random twice"), el("th", { class: "number" }, "even"))),
       el("tbody", {}, rows)),
-    el("p", { class: "soft" }, "Shares of a query's attention, the mean over queries that have such a key; “even” is what attention " +
-      "spread evenly would give; “random twice” is measured on random tokens that come twice."));
+    el("p", { class: "soft" }, "A query's share of attention, averaged over the queries that have such a key. “even” is the share under " +
+      "uniform attention. “random twice” is measured on a repeated sequence of random tokens."));
 }
 
 big.addEventListener("pointermove", (event) => {
@@ -189,7 +189,7 @@ big.addEventListener("keydown", (event) => {
   point(q, Math.min(q, Math.max(0, (state.key === null ? q : state.key) + step[1])));
 });
 
-heading("Attention", `${data.model}: ${T} token${T === 1 ? "" : "s"}` + (data.dropped ? `, the last of ${T + data.dropped}: more do not fit the context` : ""));
+heading("Attention", `${data.model}: ${T} token${T === 1 ? "" : "s"}` + (data.dropped ? `, the last of ${T + data.dropped}: the rest exceeds the context` : ""));
 for (let l = -1; l < L; l++) {
   if (l === AVERAGE && L * H === 1) continue;
   const row = l + 2;
@@ -197,8 +197,8 @@ for (let l = -1; l < L; l++) {
   if (l === AVERAGE || H > 1) grid.append(headButton(l, AVERAGE, row, 2, "average"));
   if (l !== AVERAGE) for (let h = 0; h < H; h++) grid.append(headButton(l, h, row, 3 + h));
 }
-const heads = section("Heads", el("p", { class: "soft" }, "Each square is a head: queries down, keys across, darker (in the dark: brighter) is more, on a " +
-  "square-root scale. Layers from top to bottom, heads from left to right, both counted from 0. Click, or arrow keys."),
+const heads = section("Heads", el("p", { class: "soft" }, "Each square is a head, with queries down and keys across. Darker (in dark mode: brighter) means more attention, on a " +
+  "square-root scale. Layers run from top to bottom, heads from left to right, both from 0. Click, or use the arrow keys."),
   el("div", { class: "scroll" }, grid));
 texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "button", tabindex: -1, "aria-label": `token ${q}: ${showSpaces(text)}`,
   onpointerenter: () => point(q, null), onfocus: () => { if (state.query !== q) point(q, null); },
@@ -211,7 +211,7 @@ texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "butt
     strip.children[to].focus();
   } }, showSpaces(text))));
 const head = section("Head", el("div", { class: "row" }, el("div", { class: "scroll" }, big), facts), readout);
-const text = section("Text", el("p", { class: "soft" }, "Point at a token, or walk with the arrow keys: what it attends to is coloured."), strip, list);
+const text = section("Text", el("p", { class: "soft" }, "Point at a token, or use the arrow keys, to color the tokens it attends to."), strip, list);
 if (H <= 6) { // More heads need the whole width.
   beside([heads], [head]);
   head.parentElement.style.flexBasis = `${108 + 4 + T * Math.max(4, Math.min(26, Math.floor(620 / T)))}px`; // Width of the map.
@@ -232,8 +232,8 @@ function drawLens() {
 }
 redraws.push(drawLens);
 drawLens();
-const lens = section("Logit lens", el("p", { class: "soft" }, "The residual stream after each block, read through the last LayerNorm and the unembedding: the " +
-  "likeliest next token after each token (columns), coloured by its probability; the last row is the model's own. Point at one for the first five."),
+const lens = section("Logit lens", el("p", { class: "soft" }, "The residual stream after each block, read through the last norm and the unembedding: the most " +
+  "likely next token after each token (columns), colored by its probability. The last row is the model's prediction. Point at a cell for the top five."),
   el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "logit lens" }, lensTable));
 
 // Next token
@@ -278,7 +278,7 @@ function drawNext() {
     el("th", { scope: "row", class: "mono" }, showSpaces(data.texts[id])),
     el("td", { class: "number" }, model[rank].toFixed(4)), el("td", { class: "number now" }, probabilities[rank].toFixed(4)),
     el("td", {}, el("span", { class: "bar" + (why[rank] ? " out" : ""), style: `width:${(100 * (why[rank] ? model[rank] : probabilities[rank])).toFixed(2)}%` })),
-    el("td", { class: "soft why" }, why[rank] ? "left out by " + why[rank] : rank === 0 ? "greedy" : "")));
+    el("td", { class: "soft why" }, why[rank] ? "excluded by " + why[rank] : rank === 0 ? "greedy" : "")));
   nextTable.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}, "next token"), el("th", { class: "number" }, "model"),
     el("th", { class: "number" }, "drawn with"), el("td", {}), el("td", {}))), el("tbody", {}, rows));
 }

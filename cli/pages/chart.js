@@ -59,7 +59,7 @@ function lineChart({ name, title, x, series, legend = [], height = 240, logarith
   const curves = [...series].sort((curve, other) => !!other.pale - !!curve.pale).filter((curve) => curve.points.some((p) => p[1] !== null));
   const caption = el("figcaption", {}, title ? el("h3", {}, title) : null,
     legend.map(([text, style]) => el("span", { class: "legend-item" }, key(style), text)));
-  if (!curves.length) return el("figure", { "data-chart": name }, caption, el("p", { class: "soft" }, "nothing was recorded"));
+  if (!curves.length) return el("figure", { "data-chart": name }, caption, el("p", { class: "soft" }, "no data"));
   const readout = el("p", { class: "soft readout", "aria-live": "polite" }, "\u00a0");
   const frame = svg("svg", { role: "img", tabindex: 0, "aria-label": `${name} by ${x}`, style: `display:block;width:100%;height:${height}px` });
   const figure = el("figure", { "data-chart": name }, caption, frame, readout);

@@ -5,7 +5,7 @@ const readout = el("p", { id: "readout", "aria-live": "polite" }, " ");
 if (data.table) {
   const [rows, columns] = data.table.shape, values = unpack(data.table.values, Float32Array);
   const maxMagnitude = values.reduce((m, v) => Math.max(m, Math.abs(v)), 1e-30);
-  const canvas = el("canvas", { id: "table", tabindex: 0, role: "img", "aria-label": "table of positions: places down, numbers across; arrow keys read it",
+  const canvas = el("canvas", { id: "table", tabindex: 0, role: "img", "aria-label": "position table: positions down, dimensions across; arrow keys move",
     style: `width:100%;height:${Math.max(300, Math.min(rows, 900))}px;image-rendering:pixelated` });
   const draw = () => {
     canvas.width = columns; canvas.height = rows;
@@ -35,11 +35,11 @@ if (data.table) {
   });
   redraws.push(draw);
   draw();
-  table = section("Table", el("p", { class: "soft" }, "Places from top to bottom, numbers of the vector from left to right; blue below zero, red above, on a square-root scale." +
-    (data.table.step.some((step) => step > 1) ? ` Every ${data.table.step[0]}th place and every ${data.table.step[1]}th number is shown.` : "")), canvas, readout);
-} else table = section("No table", el("p", {}, "These positions are no vectors that are added: queries and keys are turned by an angle that grows with the place."));
-const similar = section("Similarity by distance", el("p", { class: "soft" }, data.table ? "The mean cosine of the rows of two places so many tokens apart."
-  : "The score of two equal vectors so many tokens apart, whose pairs of numbers weigh the same."),
+  table = section("Table", el("p", { class: "soft" }, "Positions from top to bottom, dimensions from left to right; blue below zero, red above, on a square-root scale." +
+    (data.table.step.some((step) => step > 1) ? ` Shown: every ${data.table.step[0]}th position and every ${data.table.step[1]}th dimension.` : "")), canvas, readout);
+} else table = section("No table", el("p", {}, "RoPE adds no vectors: it rotates queries and keys by an angle that grows with the position."));
+const similar = section("Similarity by distance", el("p", { class: "soft" }, data.table ? "Mean cosine similarity of two rows of the table, by their distance in tokens."
+  : "Score of two equal vectors with uniform pairs, by their distance in tokens."),
   lineChart({ name: "similarity", x: "tokens apart", series: [{ name: "similarity", colour: "--c0", points: data.similarity.map((y, x) => [x, y]) }], height: 320 }));
 beside([table], [similar]);
 document.body.dataset.ready = "yes";

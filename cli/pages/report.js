@@ -45,7 +45,7 @@ function legend() {
     ...(runs.some((run) => run.evals.step.length) ? [["held-out", { colour: heldOutColour, ...heldOutStyle }]] : [])];
 }
 function draw() {
-  const charts = [["loss", `Loss, ${data.unit}`], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens a second"]];
+  const charts = [["loss", `Loss, ${data.unit}`], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens per second"]];
   if (runs.some((run) => run.steps.mfu.some((x) => x !== null))) charts.push(["mfu", "Share of the device's peak (MFU)"]);
   const [loss, ...others] = charts.map(([name, title]) => lineChart({ name, title, x: xColumn === "seconds" ? unitName : axes[xColumn], series: series(name),
     legend: name === "loss" ? legend() : [], height: name === "loss" ? 380 : 220, logarithmic: name === "loss" || name === "grad_norm" }));
@@ -73,21 +73,21 @@ function settings() {
       runs.map((run) => el("td", { class: "mono" }, run.settings[key] === null || run.settings[key] === undefined ? "–" : String(run.settings[key])))))));
 }
 settings();
-const settingsSection = section("Settings", runs.length > 1 ? el("label", { for: "only" }, onlyDiffering, " only what differs (marked)") : null, el("div", { class: "scroll" }, table));
+const settingsSection = section("Settings", runs.length > 1 ? el("label", { for: "only" }, onlyDiffering, " only differences (marked)") : null, el("div", { class: "scroll" }, table));
 
 const samples = section("Samples");
 runs.forEach((run, i) => {
   if (!run.steps.step.length) return;
   if (runs.length > 1) samples.append(el("h3", {}, run.name));
-  if (!run.samples.length) { samples.append(el("p", { class: "soft" }, "It kept none.")); return; }
+  if (!run.samples.length) { samples.append(el("p", { class: "soft" }, "This run has no samples.")); return; }
   const text = el("pre", { "data-sample": i }), copyNote = el("p", { class: "soft" }), output = el("output", {});
   const slider = el("input", { type: "range", id: `sample-${i}`, min: 0, max: run.samples.length - 1, value: run.samples.length - 1, oninput: () => show() });
   function show() {
     const sample = run.samples[+slider.value];
     output.textContent = `step ${withCommas(sample.step)}`;
     text.replaceChildren(...markSpan(sample.text, sample.longest_text));
-    copyNote.textContent = sample.share === undefined ? "" : sample.share === null ? "too short to look for copies" : `${(100 * sample.share).toFixed(1)} % of its 8-grams are in the training text; ` +
-      (sample.longest ? `the longest span that is there has ${sample.longest} tokens (marked)` : "no span of 8 tokens is");
+    copyNote.textContent = sample.share === undefined ? "" : sample.share === null ? "too short to compare" : `${(100 * sample.share).toFixed(1)} % of its 8-grams are in the training text; ` +
+      (sample.longest ? `the longest copied span has ${sample.longest} tokens (marked)` : "no span of 8 tokens is");
   }
   samples.append(el("div", { class: "controls" }, el("label", { for: `sample-${i}` }, "sampled at", slider, output)), text, copyNote);
   show();
@@ -99,14 +99,14 @@ function markSpan(text, part) {
 
 const copying = section("Copying", runs.filter((run) => run.steps.step.length).map((run) => {
   const copied = run.copying, name = runs.length > 1 ? `${run.name}: ` : "";
-  if (!copied) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured: the tokens that it was trained on are not there." : "there are no samples."));
+  if (!copied) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured, because the training tokens are missing." : "no samples."));
   const part = copied.compared === copied.trained ? "" : ` (its first ${withCommas(copied.compared)} of ${withCommas(copied.trained)} tokens)`;
   return [el("p", {}, name + (copied.share === null ? "" : `${(100 * copied.share).toFixed(1)} % of all samples' 8-grams are in the training text${part}; `) +
-    (copied.longest ? `the longest span word for word has ${copied.longest} tokens, at step ${withCommas(copied.step)}:` : "no span of 8 tokens is.")),
+    (copied.longest ? `the longest copied span has ${copied.longest} tokens, at step ${withCommas(copied.step)}:` : "no span of 8 tokens is.")),
     copied.longest ? el("pre", {}, copied.text) : null];
 }).flat());
 beside([settingsSection], [samples, copying]);
-const events = runs.flatMap((run) => [...run.rollbacks.map((rollback) => `${run.name} went back to step ${rollback.step} from ${rollback.failed_step}: ${rollback.why}`),
-  ...run.resumes.map((step) => `${run.name} went on from step ${step}`), ...(run.unread_lines ? [`${run.unread_lines} lines of ${run.name}'s metrics could not be read`] : [])]);
-if (events.length) section("Along the way", el("ul", {}, events.map((line) => el("li", {}, line))));
+const events = runs.flatMap((run) => [...run.rollbacks.map((rollback) => `${run.name} rolled back from step ${rollback.failed_step} to ${rollback.step}: ${rollback.why}`),
+  ...run.resumes.map((step) => `${run.name} resumed from step ${step}`), ...(run.unread_lines ? [`${run.unread_lines} lines of ${run.name}'s metrics could not be read`] : [])]);
+if (events.length) section("Events", el("ul", {}, events.map((line) => el("li", {}, line))));
 document.body.dataset.ready = "yes";

@@ -1,6 +1,6 @@
 // A text split into its tokens.
 heading("Tokens", `${data.model}: ${withCommas(data.tokens.length)} tokens of ${withCommas(data.bytes)} bytes, ${(data.bytes / Math.max(1, data.tokens.length)).toFixed(2)} bytes each`);
-const readout = el("p", { id: "readout", "aria-live": "polite" }, "Point at a token, or walk with the arrow keys.");
+const readout = el("p", { id: "readout", "aria-live": "polite" }, "Point at a token, or use the arrow keys.");
 const strip = el("p", { class: "tokens", id: "strip" });
 data.tokens.forEach((id, i) => { strip.append(el("span", { class: "token", role: "button", tabindex: i === 0 ? 0 : -1,
   style: `background:color-mix(in srgb, var(--c${i % 6}) 22%, transparent)`, title: `id ${id}`,

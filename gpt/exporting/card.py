@@ -188,9 +188,9 @@ def _samples(facts: Facts) -> Iterator[str]:
 
 
 _LIMITS = """\
-The model continues a text with what is likely after its last {context:,} tokens. Nothing guarantees that what it
-writes is true, safe or fit for a purpose, and no figure above measures it. It has the language, the topics and the
-biases of the text it was trained on, and may repeat parts of that text verbatim, including private ones."""
+The model predicts likely continuations of its last {context:,} tokens. Its output can be false, unsafe or unfit for a
+purpose, and no figure above measures that. It reflects the language, topics and biases of its training text, and can
+repeat parts of that text verbatim, including private information."""
 
 
 def _table(*rows: Sequence[str]) -> str:

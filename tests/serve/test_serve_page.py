@@ -29,7 +29,7 @@ NAMELESS = (  # Fields and buttons without a label for screen readers
     "[...document.querySelectorAll('input, textarea, button')]"
     ".filter((x) => !(x.labels?.length || x.getAttribute('aria-label') || x.textContent.trim())).length"
 )
-DONE = "job === null && document.getElementById('go').textContent === 'Write on'"
+DONE = "job === null && document.getElementById('go').textContent === 'Continue'"
 
 
 def test_the_page_is_self_contained() -> None:
@@ -250,7 +250,7 @@ def test_text_and_numbers_equal_the_api(open_page: Any, address: str) -> None:
             assert f"s{level}" in read_marks(page)[at]["kind"]
     assert re.match(r"40 tokens, \d+\.\d per second\.|\d+ tokens?", page.inner_text("#rate"))
     assert page.locator("h1").inner_text() == NAME
-    assert page.locator("#facts").inner_text() == "sees 32 tokens at once"
+    assert page.locator("#facts").inner_text() == "context: 32 tokens"
 
 
 def test_undo_and_redo_restore_text_and_marks(open_page: Any) -> None:
@@ -412,7 +412,7 @@ def test_errors_are_one_line_and_keep_the_text(open_page: Any) -> None:
     assert page.get_attribute("#undo", "aria-disabled") == "true"
     mock_answer(page, make_entry(b" sat"), end="")
     assert write_text(page, max_tokens=5) == "the cat sat"
-    assert error.inner_text() == "The connection was lost. The text so far stays."
+    assert error.inner_text() == "The connection was lost. The text so far is kept."
     page.unroute("**/v1/**completions")
     mock_answer(page, make_entry(b" on"), end='data: {"error": {"message": "out of <b>memory</b>"}}\n\n')
     assert write_text(page) == "the cat sat on"
@@ -454,7 +454,7 @@ def test_text_can_exceed_the_context(open_page: Any) -> None:
     assert page.inner_text("#forgotten") == ""
     page.fill("#text", "cat " * 100)
     wait_until(page, "document.getElementById('forgotten').textContent")
-    assert "longer than the 32 tokens that the model sees" in page.inner_text("#forgotten")
+    assert "longer than the model's context of 32 tokens" in page.inner_text("#forgotten")
     assert page.locator("#forgotten[role=status]").count() == 1
     assert len(write_text(page, max_tokens=5)) > 400
 
@@ -561,7 +561,7 @@ def test_conversation_shows_the_answers_of_the_api(open_chat: Any, chat_address:
     assert [text for _, text in turns] == [re.sub("\r\n?", "\n", entry) for entry in contents]
     assert [(entry["id"], entry["logprob"]) for entry in tokens] == [(m["id"], m["logprob"]) for m in read_marks(page)]
     assert page.inner_text("#length") == f"The conversation has {expected['usage']['total_tokens']} tokens."
-    assert page.inner_text("#status") == "The length is reached."
+    assert page.inner_text("#status") == "Stopped at the maximum length."
     assert page.input_value("#question") == ""
     page.keyboard.press("Alt+ArrowDown")
     for token in reversed(tokens):  # The arrow keys move from the last answer to the first.
@@ -698,7 +698,7 @@ def test_alternatives_work_at_the_context_limit_and_after_an_error(open_chat: An
     choose_alternative(page, other)
     assert requests[0]["max_tokens"] == 0
     assert [m["id"] for m in read_marks(page)][3:] == [other["id"]]
-    assert page.inner_text("#status") == "The length is reached."
+    assert page.inner_text("#status") == "Stopped at the maximum length."
 
 
 def test_regenerate_and_clear_can_be_undone(open_chat: Any) -> None:

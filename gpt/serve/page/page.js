@@ -38,7 +38,7 @@ async function ask(path, body, signal) {
   if (answer.ok) return answer;
   const failure = await answer.json().catch(() => null);
   if (answer.status === 401) {
-    $("key-says").textContent = key ? "That is not this server's key." : "This server needs its key.";
+    $("key-says").textContent = key ? "That is not this server's API key." : "This server requires an API key.";
     $("key").hidden = false;
     $("secret").focus();
     throw new Error(""); // The page already asks for the key.
@@ -53,7 +53,7 @@ async function* events(answer) {
       if (error.name === "AbortError") throw error;
       return { done: true };
     });
-    if (done) throw new Error("The connection was lost. The text so far stays.");
+    if (done) throw new Error("The connection was lost. The text so far is kept.");
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {
@@ -87,7 +87,7 @@ async function load() {
   try {
     const [served] = (await (await ask("v1/models")).json()).data;
     $("model").textContent = document.title = served.id;
-    $("facts").textContent = `sees ${thousands(served.context_length)} tokens at once`;
+    $("facts").textContent = `context: ${thousands(served.context_length)} tokens`;
     const info = await (await ask("tokenizer_info")).json();
     model = { ...served, end: info.eos_token_id, ends: info.eos_token_ids, specials: info.special_token_ids };
     $("key").hidden = true;
@@ -288,7 +288,7 @@ async function write(from = parts) {
       const choice = event.choices[0], tokens = choice?.logprobs?.content ?? [];
       if (event.usage) total = event.usage.total_tokens;
       if (choice?.finish_reason) complete = true;
-      if (choice?.finish_reason === "length") outcome = "The length is reached.";
+      if (choice?.finish_reason === "length") outcome = "Stopped at the maximum length.";
       if (choice?.finish_reason === "stop") { // Drop end-of-text, the last token.
         const end = tokens.pop();
         outcome = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
@@ -345,7 +345,7 @@ function buttons() {
   $("undo").setAttribute("aria-disabled", !past.length);
   $("redo").setAttribute("aria-disabled", !future.length);
   for (const id of ["again", "fresh"]) $(id).setAttribute("aria-disabled", !parts.length);
-  $("go").textContent = job ? "Stop" : chat ? "Send" : "Write on";
+  $("go").textContent = job ? "Stop" : chat ? "Send" : "Continue";
   turns.setAttribute("aria-busy", Boolean(job)); // Screen readers wait for the whole answer.
 }
 
@@ -418,7 +418,7 @@ function count(n = currentTokens()) {
   }
   const size = model.context_length;
   $("length").textContent = n === undefined ? "" : `The ${chat ? "conversation" : "text"} has ${thousands(n)} token${n === 1 ? "" : "s"}.`;
-  const warning = n > size ? `The text is longer than the ${thousands(size)} tokens that the model sees: it has forgotten the beginning.` : "";
+  const warning = n > size ? `The text is longer than the model's context of ${thousands(size)} tokens, so the model does not see its beginning.` : "";
   if ($("forgotten").textContent !== warning) $("forgotten").textContent = warning;
 }
 
@@ -446,7 +446,7 @@ function open(at, byPointer = false) {
     marks[at].classList.add("seen");
     seen = at;
     const rank = part.top.findIndex((alternative) => alternative.id === part.id);
-    const rankText = rank < 0 ? `not among the ${part.top.length} likeliest` : rank ? `number ${rank + 1}` : "the likeliest";
+    const rankText = rank < 0 ? `not among the ${part.top.length} most likely` : rank ? `rank ${rank + 1}` : "the most likely";
     $("chosen").textContent = `“${shown(part)}” ${percent(Math.exp(part.logprob))}, ${rankText}`;
     $("list").replaceChildren(...(rank < 0 ? [...part.top, part] : part.top).map((alternative) => choice(alternative, part)));
     for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", nearestToken(at, by) < 0);
