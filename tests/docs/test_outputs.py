@@ -34,7 +34,7 @@ def test_outputs_are_replaced_and_stay_shortened(tmp_path: Path) -> None:
     assert page.endswith(after.split("```\n", 1)[1])
 
 
-def test_shortening_keeps_the_last_line_with_the_same_first_word() -> None:
+def test_shortening_keeps_only_the_last_of_lines_with_the_same_first_word() -> None:
     assert outputs.shorten("a 1\nb 2  \nc 3\nb 4\n\n", "a 0\n…\nb 0\n") == "a 1\n…\nb 4\n"
     assert outputs.shorten("a 1\n\n", "b\nc\n") == "a 1\n"
 
