@@ -104,7 +104,7 @@ def load_config(path: Path) -> GPTConfig:
             raise UserError(f"{path}: {key} is {values[key]!r:.80}, which this decoder does not support", _OTHER_MODEL)
     embedding, layers = file.tensors.get("token_embd.weight"), values.get("block_count")
     if embedding is None or len(embedding.shape) != 2 or type(layers) is not int or layers > len(file.tensors):
-        raise UserError(f"{path} is damaged: its tensors are not those of a model", HINT)
+        raise UserError(f"{path} is damaged: it does not have a model's tensors", HINT)
     has_window = arch == "llama" and "attention.sliding_window" in values
     names = _GPT2_SHAPE if arch == "gpt2" else _SHAPE
     config = hf.from_hf_config(
@@ -189,14 +189,16 @@ def _row_bytes(info: TensorInfo, name: str) -> int:
     """Returns the bytes per row. Raises `UserError` for an unsupported type, and for a tensor that exceeds its file."""
     gguf = import_gguf()
     try:
-        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.type)]
+        kind = gguf.GGMLQuantizationType(info.type)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        if kind.name not in _DTYPES:
+            gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
     except (ValueError, KeyError):
-        raise UserError(
-            f"{info.file}: {name:.80} has the unknown type {info.type}", "update the package gguf"
-        ) from None
-    kind = _type_name(info)
-    if kind not in _DTYPES and gguf.GGMLQuantizationType(info.type) not in gguf.quants._type_traits:
-        raise UserError(f"{info.file}: {name:.80} has the type {kind}, which cannot be read", _OTHER_MODEL)
+        what = f"{info.file}: {name:.80} has the unknown type {info.type}"
+        raise UserError(what, "update the package gguf") from None
+    except NotImplementedError:
+        what = f"{info.file}: {name:.80} has the type {kind.name}, which cannot be read"
+        raise UserError(what, _OTHER_MODEL) from None
     width, rest = divmod(info.shape[-1], block)
     end = info.offset + math.prod(info.shape[:-1]) * width * size
     if rest or end > info.file.stat().st_size:

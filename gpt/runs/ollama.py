@@ -23,7 +23,7 @@ def is_ollama(model: str | None) -> bool:
 
 
 def stores() -> list[Path]:
-    """Returns ollama's model folders: ``OLLAMA_MODELS``, or those of the user and the system service."""
+    """Returns ollama's model folders: ``OLLAMA_MODELS``, or the folders of the user and the system service."""
     chosen = os.environ.get("OLLAMA_MODELS")
     if chosen:
         return [Path(chosen)]

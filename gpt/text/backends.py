@@ -117,6 +117,7 @@ def _call_native(work: Callable[[], T], size: int, is_risky: bool, component: st
         raise UserError(f"{component} fails on a text of {size:,} characters: {error}", HINT) from None
 
 
+BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 Step = tuple[str, str, str]  # (decoder type, text to replace, replacement)
 
 
@@ -351,6 +352,12 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
             except KeyError:  # The token has characters that are not byte characters.
                 continue
     return token.encode("utf-8", "replace")
+
+
+def added_token(id: int, word: str, special: bool = True) -> dict[str, Any]:
+    """Returns an added token as ``tokenizer.json`` lists it."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": id, "content": word, **flags, "special": special}
 
 
 def byte_characters() -> dict[int, str]:

@@ -49,7 +49,7 @@ _GAPS = ("", " ", "\t", "\n", "\n\n")
 
 
 class Text:
-    """Text in pieces with at most one gap between two of them, the largest that was requested."""
+    """Text in pieces. Between two pieces is one gap, the largest that was requested, or none."""
 
     longest = 2**26  # Maximum characters.
 
@@ -198,7 +198,7 @@ class Archive:
     largest = 2**28
 
     def __init__(self, file: io.BytesIO, kind: str) -> None:
-        if file.getvalue()[:8] == b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1":  # Encrypted Office files, and those of Word 97.
+        if file.getvalue()[:8] == b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1":  # Encrypted Office files and Word 97 files.
             raise Unreadable("is encrypted, or a .doc", f"save it as {kind} without a password, or use --skip-bad")
         if not zipfile.is_zipfile(file):
             raise Unreadable(f"is not {kind}, or is cut off", _RENAME)

@@ -10,29 +10,28 @@ from typing import Any
 
 from gpt.config import MAX_VOCAB_SIZE
 from gpt.errors import UserError
+from gpt.text.backends import BYTE_LEVEL, added_token
 from gpt.text.boundaries import LLAMA3_PATTERN
 
 HINT = "use the model's Transformers folder instead"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # Token types of llama.cpp.
 MAX_PIECE = 512  # Maximum characters of a SentencePiece token. Every possible split of a token is tried.
-_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _CASED = r"\p{Lm}\p{Lo}\p{M}"
 _TEKKEN_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]*[\p{{Ll}}{_CASED}]+"
     rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]+[\p{{Ll}}{_CASED}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2, _DIGITS, _LLAMA3, _QWEN2, _TEKKEN = "gpt2", "digits", "llama3", "qwen2", "tekken"
-_PRE = {  # Pre-tokenizers by llama.cpp's names.
+_GPT2, _DIGITS, _QWEN2_PATTERN = "GPT-2's pattern", "digits, then GPT-2's pattern", LLAMA3_PATTERN.replace("{1,3}", "")
+_PATTERNS = {  # How text is split into words, by llama.cpp's names.
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _QWEN2),
-    "tekken": _TEKKEN,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), LLAMA3_PATTERN),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _QWEN2_PATTERN),
+    "tekken": _TEKKEN_PATTERN,
 }
-# Pre-tokenizers that put a BOS token before a text unless the file says otherwise.
-_ADDS_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-_IGNORES_MERGES = (_LLAMA3, _TEKKEN)  # A word that is a token needs no merges.
+# Here a word that is a token needs no merges, and a BOS token begins a text unless the file says otherwise.
+_LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 
 
 @dataclass(frozen=True)
@@ -60,32 +59,26 @@ def read_vocabulary(metadata: Mapping[str, Any], where: str) -> Vocabulary:
     types = [int(each) for each in metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
     if len(types) != len(tokens):
         raise UserError(f"{where} is damaged: it has {len(tokens):,} tokens and {len(types):,} types", HINT)
-    starts = {"gpt2": metadata.get("tokenizer.ggml.pre") in _ADDS_BOS, "llama": True}[kind]
-    bos = _id(metadata, "bos", tokens) if metadata.get("tokenizer.ggml.add_bos_token", starts) else None
+    adds_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LIKE_LLAMA3
+    bos = _id(metadata, "bos", tokens) if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) else None
     values = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": id, "content": word, "single_word": False, "lstrip": False, "rstrip": False,
-                "normalized": False, "special": type_ != _USER_DEFINED,
-            }
+            added_token(id, word, type_ != _USER_DEFINED)
             for id, (word, type_) in enumerate(zip(tokens, types, strict=True))
             if type_ in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         ],
         "post_processor": None if bos is None else _template(tokens[bos], bos),
         **(_byte_level if kind == "gpt2" else _sentence_pieces)(metadata, tokens, types, where),
-    }  # fmt: skip
+    }
     ends = [id for name in ("eos", "eot", "eom") if (id := _id(metadata, name, tokens)) is not None]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **{
-            f"{name}_token": tokens[id]
-            for name, id in (("bos", bos), ("eos", ends[0] if ends else None))
-            if id is not None
-        },
+        **({} if bos is None else {"bos_token": tokens[bos]}),
+        **({"eos_token": tokens[ends[0]]} if ends else {}),
     }
     template = metadata.get("tokenizer.chat_template")
     return Vocabulary(values, config, ends, template if isinstance(template, str) else None)
@@ -93,8 +86,7 @@ def read_vocabulary(metadata: Mapping[str, Any], where: str) -> Vocabulary:
 
 def _id(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
     """Returns the id of a special token such as bos or eos, or None."""
-    key = {"unk": "unknown", "pad": "padding"}.get(name, name)
-    id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    id = metadata.get(f"tokenizer.ggml.{name}_token_id")
     return id if type(id) is int and 0 <= id < len(tokens) else None
 
 
@@ -111,36 +103,31 @@ def _template(word: str, id: int) -> dict[str, Any]:
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], where: str) -> dict[str, Any]:
     """Returns the parts of a ``tokenizer.json`` for a byte-level BPE."""
     name, merges = metadata.get("tokenizer.ggml.pre"), metadata.get("tokenizer.ggml.merges")
-    if name not in _PRE:
+    if not isinstance(name, str) or name not in _PATTERNS:
         raise UserError(f"{where} splits text into words like {name!r:.40}, which gpt does not know", HINT)
     if not isinstance(merges, list):
         raise UserError(f"{where} is damaged: its tokenizer has no merges", HINT)
-    pre = _PRE[name]
-    split = {
-        _DIGITS: {"type": "Digits", "individual_digits": True},
-        _LLAMA3: _split(LLAMA3_PATTERN),
-        _QWEN2: _split(LLAMA3_PATTERN.replace("{1,3}", "")),
-        _TEKKEN: _split(_TEKKEN_PATTERN),
-    }.get(pre)
-    level = _LEVEL | {"use_regex": pre in (_GPT2, _DIGITS)}
+    pattern = _PATTERNS[name]
+    has_own_pattern = pattern in (_GPT2, _DIGITS)
+    steps: list[dict[str, Any]] = [BYTE_LEVEL | {"use_regex": has_own_pattern}]
+    if pattern == _DIGITS:
+        steps.insert(0, {"type": "Digits", "individual_digits": True})
+    elif not has_own_pattern:
+        steps.insert(0, {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
     vocab = {word: id for id, word in enumerate(tokens) if types[id] != _UNUSED}
     # llama.cpp needs a merge, so a file without merges has one of tokens that don't exist.
     merges = [merge for merge in merges if merge.split(" ", 1)[0] in vocab]
     return {
         # Qwen's own tokenizers normalize text; llama.cpp does not.
         "normalizer": {"type": "NFC"} if name in ("qwen2", "deepseek-r1-qwen") else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]} if split else level,
-        "decoder": _LEVEL,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0],
+        "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
             "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
-            "ignore_merges": pre in _IGNORES_MERGES, "vocab": vocab, "merges": merges,
+            "ignore_merges": name in _LIKE_LLAMA3, "vocab": vocab, "merges": merges,
         },
     }  # fmt: skip
-
-
-def _split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _sentence_pieces(

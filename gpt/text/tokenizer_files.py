@@ -24,7 +24,7 @@ from gpt.files import (
 )
 from gpt.gguf_header import HINT, header, is_gguf
 from gpt.text import gguf_vocabulary
-from gpt.text.backends import CHARACTER_BYTES, ByteBPE, LibraryTokenizer, to_gpt2_spelling
+from gpt.text.backends import BYTE_LEVEL, CHARACTER_BYTES, ByteBPE, LibraryTokenizer, added_token, to_gpt2_spelling
 from gpt.text.boundaries import GPT2_PATTERN
 from gpt.text.tokenizer import (
     CHAT_TEMPLATE,
@@ -50,7 +50,6 @@ UNCHANGED_FILES = (
     "merges.txt",
 )  # Transformers files that are saved unchanged.
 RANKS = "tokenizer.tiktoken"
-_BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 NEW_PATH_HINT = "choose another path with --out"
 _DESCRIPTION_FILES = ("gpt.json", "manifest.json")
 
@@ -321,13 +320,7 @@ def add_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
 
 
 def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": id, "content": word, "single_word": False,
-            "lstrip": False, "rstrip": False, "normalized": False, "special": True,
-        }
-        for word, id in sorted(words.items(), key=lambda item: item[1])
-    ]  # fmt: skip
+    return [added_token(id, word) for word, id in sorted(words.items(), key=lambda item: item[1])]
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -372,12 +365,12 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     assert isinstance(tokenizer.backend, ByteBPE) and not tokenizer.backend.nfc
     ranks = tokenizer.backend.ranks
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
-    pre_tokenizer = _BYTE_LEVEL
+    pre_tokenizer = BYTE_LEVEL
     if tokenizer.pattern != GPT2_PATTERN:
         split = {
             "type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False,
         }  # fmt: skip
-        pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL | {"use_regex": False}]}
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
     pairs = merging_pairs(ranks)
     return {
         "version": "1.0",
@@ -386,8 +379,8 @@ def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "added_tokens": _added_tokens(tokenizer.all_specials),
         "normalizer": None,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": _BYTE_LEVEL,
-        "decoder": _BYTE_LEVEL,
+        "post_processor": BYTE_LEVEL,
+        "decoder": BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -465,7 +458,7 @@ def from_vocab_and_merges(
         raise UserError(f"{where} and merges.txt do not specify how {class_name} splits text into words", hint)
     merges = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
     values = {
-        "version": "1.0", "added_tokens": [], "pre_tokenizer": _BYTE_LEVEL, "decoder": _BYTE_LEVEL,
+        "version": "1.0", "added_tokens": [], "pre_tokenizer": BYTE_LEVEL, "decoder": BYTE_LEVEL,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }  # fmt: skip
     return from_tokenizer_json(values, where, files, settings)

@@ -173,7 +173,7 @@ def keep(name: str, value: Tensor, old: Any) -> tuple[Any, Any]:
         ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn'"),
         ({"llama.rope.dimension_count": 12}, "only part of each head"),
         ({"llama.block_count": 3}, "the tensor blk.2.attn_norm.weight and 8 more is missing"),
-        ({"llama.block_count": 10**6}, "are not those of a model"),
+        ({"llama.block_count": 10**6}, "does not have a model's tensors"),
         ({"tokenizer.ggml.pre": "chameleon"}, "'chameleon', which gpt does not know"),
         ({"tokenizer.ggml.model": "t5"}, "a tokenizer of type 't5'"),
     ],
@@ -194,6 +194,20 @@ def test_unsupported_metadata_is_named(metadata: dict[str, Any], match: str, tmp
 def test_unknown_architecture_and_tensor_are_named(old: bytes, new: bytes, match: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", model_of("llama"))
     path.write_bytes(path.read_bytes().replace(old, new))
+    with pytest.raises(UserError, match=match):
+        checkpoint.load(path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("type_", "match"), [(999, "the unknown type 999"), (26, "the type I32, which cannot be read")]
+)
+def test_unsupported_tensor_type_is_named(
+    type_: int, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "model.gguf", model_of("llama"))
+    file = header(path)
+    tensors = {name: replace(info, type=type_) for name, info in file.tensors.items()}
+    monkeypatch.setattr(gguf_model, "header", lambda path: replace(file, tensors=tensors))
     with pytest.raises(UserError, match=match):
         checkpoint.load(path, torch.device("cpu"))
 
