@@ -2,6 +2,7 @@
 
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -269,6 +270,21 @@ def test_forged_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
         bad.unlink()
     assert outcomes["refused"] > count / 4
     assert outcomes["read"] > count / 20
+
+
+def test_length_of_a_string_is_checked_before_it_is_read(tmp_path: Path) -> None:
+    """The file is sparse. Its first string in a list claims to have all the bytes that follow."""
+    data = write(tmp_path / "model.gguf", model_of("llama")).read_bytes()
+    at = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 4 + 4 + 8
+    with (tmp_path / "large.gguf").open("wb") as file:
+        file.write(data[:at] + struct.pack("<Q", 2**30) + data[at + 8 :])
+        file.truncate(2**31)
+    tracemalloc.start()
+    with pytest.raises(UserError, match="its header is cut short"):
+        header(tmp_path / "large.gguf")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
 
 
 def test_file_cut_anywhere_is_refused(tmp_path: Path, gpt: Gpt) -> None:

@@ -59,6 +59,16 @@ def test_names_stay_in_the_store(name: str, models: Path) -> None:
         ollama.find(f"ollama:{name}")
 
 
+def test_manifest_outside_the_store_is_not_read(models: Path) -> None:
+    manifest = store(models, "registry.ollama.ai/library/it/latest", model=b"GGUF")
+    outside = models.parent / "outside" / "latest"
+    outside.parent.mkdir()
+    manifest.rename(outside)
+    assert (models / "manifests" / ".." / ".." / "outside" / "latest").is_file()
+    with pytest.raises(UserError, match="is not the name of an ollama model"):
+        ollama.find("ollama:../../outside")
+
+
 @pytest.mark.parametrize(
     "manifest",
     [
