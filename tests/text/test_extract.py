@@ -6,11 +6,12 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import reading
+from reading import assert_rejected, source
 
 from gpt.config import ReadConfig
 from gpt.distribution import install_extra
@@ -19,20 +20,16 @@ from gpt.text import document_process as program
 from gpt.text import extract
 from gpt.text.documents import Reader
 from gpt.text.sources import find
-from gpt.text.unpack import Source
 
 WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
 CONTAINER = '<container><rootfiles><rootfile full-path="OEBPS/book.opf"/></rootfiles></container>'
 
 
-def source(name: str, data: bytes) -> Source:
-    return Source(name, len(data), 0, partial(io.BytesIO, data))
-
-
 def read(name: str, data: bytes, **config: Any) -> str:
-    chunks = list(Reader(ReadConfig(**config)).documents(source(name, data)))
-    assert [chunk.begins for chunk in chunks] == [True] * bool(chunks) + [False] * len(chunks[1:])
-    return "".join(chunk.text for chunk in chunks)
+    """Returns the text of a file, which is at most one document."""
+    texts = reading.read(name, data, **config)
+    assert len(texts) <= 1
+    return "".join(texts)
 
 
 def archive(members: dict[str, str | bytes]) -> bytes:
@@ -281,14 +278,8 @@ def test_bad_documents_end_in_a_line_and_can_be_skipped(case: str) -> None:
     name, data, message = BAD[case]
     if name.endswith(".pdf"):
         pytest.importorskip("pypdfium2")
-    with pytest.raises(UserError, match=message) as error:
-        read(name, data)
-    assert "\n" not in error.value.message
-    assert error.value.hint
-    assert type(error.value) is not WorkError
-    reader = Reader(ReadConfig(skip_bad=True))
-    assert list(reader.documents(source(name, data))) == []
-    assert (reader.skipped.count, reader.skipped.first) == (1, error.value.message)
+    reader, texts = assert_rejected(name, data, message)
+    assert texts == []
     assert [chunk.text for chunk in reader.documents(source("x.html", b"and the next"))] == ["and the next"]
 
 

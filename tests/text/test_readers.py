@@ -14,11 +14,11 @@ import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reading import assert_rejected, documents, read, source
 
 from gpt.config import ReadConfig
 from gpt.distribution import install_extra
@@ -41,25 +41,6 @@ HARD = [
 DOCUMENTS = [text + "\n" for text in HARD if text] + ["long é\n" * 30_000]
 
 
-def source(name: str, data: bytes) -> Source:
-    return Source(name, len(data), 0, partial(io.BytesIO, data))
-
-
-def documents(reader: Reader, source: Source, on_bytes: Callable[[int], None] = lambda n: None) -> Iterator[str]:
-    """Joins chunks to documents and checks the chunks."""
-    chunks: list[str] = []
-    for chunk in reader.documents(source, on_bytes):
-        assert chunk.text
-        if chunk.begins and chunks:
-            yield "".join(chunks)
-            chunks = []
-        assert chunk.begins or chunks
-        assert not chunks[1:] or len(chunks[0]) >= reading.MIN_FIRST_CHUNK
-        chunks.append(chunk.text)
-    if chunks:
-        yield "".join(chunks)
-
-
 @contextlib.contextmanager
 def limit_memory(mebibytes: int) -> Iterator[None]:
     """Asserts that traced memory stays below ``mebibytes``."""
@@ -69,10 +50,6 @@ def limit_memory(mebibytes: int) -> Iterator[None]:
         assert tracemalloc.get_traced_memory()[1] < mebibytes * 2**20
     finally:
         tracemalloc.stop()
-
-
-def read(name: str, data: bytes, **config: Any) -> list[str]:
-    return list(documents(Reader(ReadConfig(**config)), source(name, data)))
 
 
 def strip_marks(text: str) -> str:
@@ -296,16 +273,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_error_line_and_can_be_skipped(case: str) -> None:
-    name, data, message = BAD[case]
-    with pytest.raises(UserError, match=message) as error:
-        read(name, data)
-    assert "\n" not in error.value.message
-    assert error.value.hint
-    assert type(error.value) is not WorkError
-    reader = Reader(ReadConfig(skip_bad=True))
-    list(documents(reader, source(name, data)))
-    assert reader.skipped.count == 1
-    assert reader.skipped.first == error.value.message
+    assert_rejected(*BAD[case])
 
 
 @pytest.mark.parametrize(
