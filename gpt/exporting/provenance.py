@@ -13,6 +13,7 @@ from typing import Any
 
 from gpt.errors import UserError
 from gpt.files import read_json, read_regular
+from gpt.gguf_header import header, is_gguf
 from gpt.runs import folder, hub, model_config
 from gpt.runs.record import RunRecord, Table
 from gpt.settings import MAX_FLOAT32, Count, checked
@@ -21,6 +22,8 @@ from gpt.text import catalogue
 KEY = "provenance"  # Key in gpt.json.
 CARD = "README.md"
 _MAX_CARD_BYTES = 2**20
+_LICENSE = re.compile(r"[\w.+ -]{1,80}", re.ASCII)
+_GGUF_LICENSE = {"license": "license", "license_name": "license.name"}
 _MAX_TEXTS = 20
 _MAX_ANCESTORS = 40
 _HUB_DATASET = re.compile(r"(?:hf://datasets|https://huggingface\.co/datasets)/([\w.-]+/[\w.-]+?)(?:[@/]|$)", re.ASCII)
@@ -141,8 +144,13 @@ def _name_from_path(words: str) -> str:
 
 
 def _front_matter(path: Path) -> dict[str, str]:
-    """Returns the simple values in a model card's YAML. Returns no values for an unreadable card."""
+    """Returns the simple values in a model card's YAML, or the license in a GGUF file. Returns no values for an
+    unreadable card or file."""
     try:
+        if is_gguf(path):
+            metadata = header(path).metadata
+            values = {key: str(metadata.get(f"general.{name}", "")) for key, name in _GGUF_LICENSE.items()}
+            return {key: value for key, value in values.items() if _LICENSE.fullmatch(value)}
         text = read_regular(path / CARD, _MAX_CARD_BYTES).decode("utf-8-sig", "replace").replace("\r\n", "\n")
     except UserError:
         return {}

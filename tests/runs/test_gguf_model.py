@@ -18,6 +18,7 @@ from torch import Tensor
 from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.exporting import gguf
+from gpt.exporting.provenance import read_provenance
 from gpt.gguf_header import header
 from gpt.model.decoder import GPT
 from gpt.model.positions import rotary_rates
@@ -211,6 +212,13 @@ def test_unsupported_tensor_type_is_named(
     monkeypatch.setattr(gguf_model, "header", lambda path: replace(file, tensors=tensors))
     with pytest.raises(UserError, match=match):
         checkpoint.load(path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("license", "expected"), [("mit", "mit"), ("mit\n# Title", None)])
+def test_license_of_a_file_is_in_the_card_of_a_copy(license: str, expected: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gguf.write(path, source_of(model_of("llama")), "f32", "A model", license)
+    assert [ancestor.license for ancestor in read_provenance(path, str(path)).ancestors] == [expected]
 
 
 def test_commands_take_a_file(run_folder: Path, gpt: Gpt, tmp_path: Path) -> None:
