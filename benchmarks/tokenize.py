@@ -118,8 +118,8 @@ def _encode(text: str) -> int:
 
 
 def read_chunks(text: Path) -> Iterator[str]:
-    """Yields a text in chunks of `CHUNK_CHARACTERS` characters. At chunk ends, the ids can differ from those of the
-    whole text; the speed is the same."""
+    """Yields a text in chunks of `CHUNK_CHARACTERS` characters. At chunk ends, the ids can differ from the
+    whole text's; the speed is the same."""
     with text.open(encoding="utf-8", newline="") as file:
         while part := file.read(CHUNK_CHARACTERS):
             yield part

@@ -1,6 +1,6 @@
 """Draws curves in a terminal: with braille dots, or with ASCII characters if the terminal lacks Unicode or colours.
 
-plotext is no alternative, because versions 5 and 6, both in use, have no function in common.
+plotext would not work: versions 5 and 6 are both in use, and share no function.
 """
 
 import math

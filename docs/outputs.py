@@ -5,7 +5,7 @@
 FOLDER has the files that the pages use: book.txt, chapter.txt … Without PAGE, updates the pages that contain
 `MARKER`. The console and Python blocks of a page run in order in a copy of FOLDER, up to the last output. The output of
 a console block replaces the text block after it. A line `…` in the old text shortens the new text: before `…`, the
-new text keeps as many lines as the old text; after `…`, the last new line with the same first word replaces each old
+new text keeps the old text's number of lines; after `…`, the last new line with the same first word replaces each old
 line. Lines that begin with `> ` are typed into a conversation.
 """
 

@@ -154,8 +154,8 @@ def _open_documents(
     listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple["TokenFolder", Documents]]:
-    """Yields a token folder and its documents. ``texts`` are either a token folder, of which only one ``side`` is used,
-    or texts, which are tokenized."""
+    """Yields a token folder and its documents. ``texts`` are either a token folder (then only one ``side`` is used) or
+    texts to tokenize."""
     from gpt.text.corpus import open_corpus
     from gpt.text.token_folder import TokenFolder
     from gpt.text.tokenize import tokenize

@@ -281,7 +281,7 @@ def test_forged_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
 
 
 def test_length_of_a_string_is_checked_before_it_is_read(tmp_path: Path) -> None:
-    """The file is sparse. Its first string in a list claims to have all the bytes that follow."""
+    """The file is sparse. The first token claims a gibibyte of the zeros that follow."""
     data = write(tmp_path / "model.gguf", model_of("llama")).read_bytes()
     at = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 4 + 4 + 8
     with (tmp_path / "large.gguf").open("wb") as file:
