@@ -19,7 +19,12 @@ def export(
     rest: list[str],
     out: Annotated[
         str,
-        option("--out", "-o", metavar="PATH", help="New GGUF file, for llama.cpp and Ollama, or new folder to publish"),
+        option(
+            "--out",
+            "-o",
+            metavar="PATH",
+            help="New .gguf file for llama.cpp and Ollama, new .html page for any browser, or new folder to publish",
+        ),
     ],
     model: Model = None,
     base: Base = None,
@@ -31,9 +36,10 @@ def export(
     quiet: Quiet = False,
     device: Device = "auto",
 ) -> None:
-    """Export a model as a GGUF file, or as a folder to publish.
+    """Export a model as a GGUF file, as a web page that runs it, or as a folder to publish.
 
     gpt export -m runs/book -o book.gguf
+    gpt export -m runs/book -o book.html --title "My book"
     gpt export -m runs/book -o book --dtype int8 --license mit
     """
     model, _ = model_and_texts("export", model, rest, takes_text=False)
@@ -65,6 +71,8 @@ def _print_exported(exported: "Exported") -> None:
         render.fact("more", f"llama-cli -m {path}" + ("" if exported.chat else ' -p "Once upon"'))
         from_line = f"FROM {exported.out.absolute()}"
         render.fact("", f"ollama create NAME -f Modelfile  (a file that contains: {from_line})")
+    elif exported.format == "html":
+        render.fact("more", f"open {path}  (in any browser, also offline)")
     else:
         render.fact("more", f"gpt chat -m {path}" if exported.chat else f'gpt sample "Once upon" -m {path}')
         render.fact("", f"hf upload OWNER/NAME {path}  (read its README.md first)")

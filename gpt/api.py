@@ -329,11 +329,11 @@ def export(
     listen: "Listener" = lambda event: None,
     **settings: Any,
 ) -> "Exported":
-    """Exports a model to ``out``: a GGUF file if the name ends in .gguf, otherwise a folder for publishing. ``model``
-    and ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`: ``dtype``, ``license``, ``samples``.
-    ``eval`` names a text as in `train`; its loss is measured with the original and the exported weights. Calls
-    ``listen`` with progress events. Raises `UserError`, `WorkError`, and `Interrupted` after a signal."""
-    from gpt.exporting import gguf_tokenizer
+    """Exports a model to ``out``: a GGUF file if the name ends in .gguf, a web page if it ends in .html, otherwise a
+    folder for publishing. ``model`` and ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`:
+    ``dtype``, ``license``, ``samples``, ``title`` … ``eval`` names a text as in `train`; its loss is measured with the
+    original and the exported weights. Calls ``listen`` with progress events. Raises `UserError`, `WorkError`, and
+    `Interrupted` after a signal."""
     from gpt.exporting import run as exports
     from gpt.exporting.source import open_source
 
@@ -345,8 +345,8 @@ def export(
     if base is not None:
         folder.name_base(path, str(base))
     source = open_source(path, model_name or "")
-    exports.check(source, target)
-    for difference in gguf_tokenizer.describe_differences(source.tokenizer) if target.is_file else []:
+    target = exports.check(source, target)
+    for difference in exports.describe_differences(source, target):
         note(difference)
     compute, stored_weights = devices.pick(device, "float32"), exports.read_back(source, target)
 
@@ -361,7 +361,7 @@ def export(
         tensors, size = exports.write(source, target, comparison, texts, on_written)
     return exports.Exported(
         target.out,
-        "gguf" if target.is_file else "folder",
+        target.format,
         target.type,
         source.config.layout,
         size,

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gpt.errors import UserError, did_you_mean
+from gpt.errors import UserError, check_text, did_you_mean
 from gpt.settings import check_options, option
 
 FileType = Literal["f32", "f16", "q8_0", "q4_0"]
 FolderDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+PageDtype = Literal["float32", "bfloat16", "float16", "int8"]
 ExportDtype = Literal[FileType, FolderDtype]
+PAGE_OPTIONS = ("title", "about", "prompts")
 # The Hub's license identifiers, from its model card documentation.
 _LICENSES = """
 afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
@@ -28,19 +30,29 @@ class ExportConfig:
     """The settings of ``gpt export``. Raises `UserError` for invalid values."""
 
     dtype: ExportDtype | None = option(
-        None, "Type of the weights: f32, f16, q8_0 or q4_0 in a GGUF file, others in a folder", panel="Weights",
-        shown="f16; in a folder float32",
+        None, "Type of the weights: f32, f16, q8_0 or q4_0 in a GGUF file, others in a page or folder (int4: folder)",
+        panel="Weights", shown="f16; in a page float16, or int8 above 20M parameters; in a folder float32",
     )  # fmt: skip
     type: FileType | None = option(None, "The former name of --dtype for GGUF files", panel="Weights", hidden=True)
     license: str | None = option(
-        None, "License in the model card, such as mit, apache-2.0 or other", panel="Card", shown="unknown", metavar="ID"
-    )
+        None, "License in the model card, file or page, such as mit, apache-2.0 or other", panel="Card",
+        shown="unknown", metavar="ID",
+    )  # fmt: skip
     samples: int = option(
         0, "Samples in the model card; they may quote the training text", panel="Card", low=0, high=100
     )
 
+    title: str | None = option(None, "Title of the page", panel="Page", shown="name of the file", metavar="TEXT")
+    about: str | None = option(None, "Paragraph about the model on the page", panel="Page", metavar="TEXT")
+    prompts: int | None = option(
+        None, "Prompts to try on the page: the first words of lines of the training text, up to 3", panel="Page",
+        shown="3", low=0, high=3,
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         check_options(self)
+        for name, text in (("--title", self.title), ("--about", self.about)):
+            check_text(name, text or "")
         if self.type is not None and self.dtype not in (None, self.type):
             raise UserError(f"--dtype {self.dtype} and --type {self.type} contradict each other", "leave --type out")
         object.__setattr__(self, "dtype", self.dtype or self.type)

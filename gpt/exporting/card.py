@@ -2,16 +2,17 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpt.evaluate import Evaluation
-from gpt.exporting.provenance import HUB_NAME, Text
+from gpt.exporting.provenance import HUB_NAME, Provenance, Text
 from gpt.exporting.source import SourceModel
 from gpt.model.params import breakdown
 from gpt.runs import hf, quantized
 from gpt.words import counted
 
+Quote = Callable[[str], str]  # Formats a name.
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, **quantized.BITS}
 
 
@@ -79,16 +80,27 @@ def _loads_in_transformers(source: SourceModel, facts: Facts) -> bool:
 
 
 def _introduction(source: SourceModel, facts: Facts) -> str:
-    text = "A decoder that generates text token by token, made with the command-line program `gpt`."
-    ancestors = source.provenance.ancestors
-    if ancestors:
-        relation = "It is fine-tuned from" if source.provenance.texts is not None else "It is a copy of"
-        text += f" {relation} {', made from '.join(_code(base.name) for base in ancestors)}."
-    text += "" if facts.license else " Its authors have not stated a license."
-    for base in ancestors:
-        if base.license:
-            text += f" {_code(base.name)} is licensed under {_code(base.license)}, which covers only that model."
-    return text
+    sentences = [
+        "A decoder that generates text token by token, made with the command-line program `gpt`.",
+        *_origin(source.provenance, _code),
+        *([] if facts.license else ["Its authors have not stated a license."]),
+        *_base_licenses(source.provenance, _code),
+    ]
+    return " ".join(sentences)
+
+
+def _origin(provenance: Provenance, quote: Quote) -> list[str]:
+    relation = "It is fine-tuned from" if provenance.texts is not None else "It is a copy of"
+    names = ", made from ".join(quote(base.name) for base in provenance.ancestors)
+    return [f"{relation} {names}."] if names else []
+
+
+def _base_licenses(provenance: Provenance, quote: Quote) -> list[str]:
+    return [
+        f"{quote(base.name)} is licensed under {quote(base.license)}, which covers only that model."
+        for base in provenance.ancestors
+        if base.license
+    ]
 
 
 def _model(source: SourceModel, facts: Facts) -> Iterator[str]:
@@ -110,14 +122,11 @@ def _model(source: SourceModel, facts: Facts) -> Iterator[str]:
 
 
 def _training(source: SourceModel) -> Iterator[str]:
-    provenance, saved = source.provenance, source.saved
+    provenance = source.provenance
     if provenance.texts is None:
-        yield "How it was trained, and on which data, is not recorded."
+        yield _UNKNOWN_TRAINING
         return
-    tokens_seen = f", {saved['tokens_seen']:,} tokens in all" if saved.get("tokens_seen") else ""
-    steps = f"{counted(saved['step'], 'step')}{tokens_seen}, " if "step" in saved else ""
-    amount = f"{provenance.tokens:,} tokens of text" if provenance.tokens else "text"
-    yield f"Trained for {steps}on {amount}. The text, with the sha256 of each file:"
+    yield f"{_amount(source)}. The text, with the sha256 of each file:"
     rows = [
         (_code(text.name), f"{text.files:,}", f"{text.bytes:,}" if text.bytes else "", _code(text.sha256 or "unknown"))
         for text in provenance.texts
@@ -131,23 +140,53 @@ def _training(source: SourceModel) -> Iterator[str]:
         yield _table(("setting", "value"), *settings)
 
 
+_UNKNOWN_TRAINING = "How it was trained, and on which data, is not recorded."
+
+
+def _amount(source: SourceModel) -> str:
+    """Returns how long the model was trained, on how much text."""
+    saved, tokens = source.saved, source.provenance.tokens
+    tokens_seen = f", {saved['tokens_seen']:,} tokens in all" if saved.get("tokens_seen") else ""
+    steps = f"{counted(saved['step'], 'step')}{tokens_seen}, " if "step" in saved else ""
+    return f"Trained for {steps}on {f'{tokens:,} tokens of text' if tokens else 'text'}"
+
+
 def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
-    provenance, comparison = source.provenance, facts.comparison
-    loss = provenance.val_loss if provenance.val_loss is not None else source.saved.get("val_loss")
-    if loss is None and comparison is None:
-        return
-    yield "## Losses"
-    if loss is not None:
-        bits = f", {provenance.bits_per_byte:.4f} bits per byte" if provenance.bits_per_byte is not None else ""
-        scope = "all held-out text" if provenance.val_loss is not None else "windows of the held-out text, in training"
-        rounding = ", before its weights were quantized" if facts.dtype != "float32" or provenance.bits < 32 else ""
-        yield f"On {scope}: {loss:.4f} nats per token{bits}{rounding}."
+    comparison, held_out = facts.comparison, _held_out_loss(source, facts.dtype)
+    if held_out or comparison is not None:
+        yield "## Losses"
+    yield from held_out
     if comparison is not None:
         checksum = f" (sha256 {_code(comparison.text.sha256)})" if comparison.text.sha256 else ""
         yield f"On {comparison.before.tokens:,} tokens of {_code(comparison.text.name)}{checksum}:"
         results = (("before", comparison.before), (f"as published, in {facts.dtype}", comparison.after))
         rows = ((label, f"{result.loss:.4f}", f"{result.bits_per_byte:.4f}") for label, result in results)
         yield _table(("", "nats per token", "bits per byte"), *rows)
+
+
+def _held_out_loss(source: SourceModel, dtype: str) -> list[str]:
+    provenance = source.provenance
+    loss = provenance.val_loss if provenance.val_loss is not None else source.saved.get("val_loss")
+    if loss is None:
+        return []
+    bits = f", {provenance.bits_per_byte:.4f} bits per byte" if provenance.bits_per_byte is not None else ""
+    scope = "all held-out text" if provenance.val_loss is not None else "windows of the held-out text, in training"
+    rounding = ", before its weights were quantized" if dtype != "float32" or provenance.bits < 32 else ""
+    return [f"On {scope}: {loss:.4f} nats per token{bits}{rounding}."]
+
+
+def summary(source: SourceModel, dtype: str, license: str | None) -> list[str]:
+    """Returns what is known about the model's training, losses and licenses: paragraphs of plain text."""
+    provenance = source.provenance
+    names = ", ".join(_escape(text.name) for text in provenance.texts or [])
+    training = f"{_amount(source)}{f': {names}' if names else ''}."
+    return [
+        *_origin(provenance, _escape),
+        _UNKNOWN_TRAINING if provenance.texts is None else training,
+        *_held_out_loss(source, dtype),
+        *([f"License: {license}."] if license else []),
+        *_base_licenses(provenance, _escape),
+    ]
 
 
 def _usage(source: SourceModel, facts: Facts) -> Iterator[str]:

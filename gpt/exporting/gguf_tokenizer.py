@@ -7,12 +7,12 @@ leftmost.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gpt.errors import UserError
-from gpt.text.backends import ByteBPE, LibraryTokenizer, to_gpt2_spelling
+from gpt.exporting.byte_bpe import BPE, added_words, require_bpe, to_bpe
+from gpt.text.backends import to_gpt2_spelling
 from gpt.text.boundaries import (
     CL100K_PATTERN,
     DIGITS_PATTERN,
@@ -22,8 +22,8 @@ from gpt.text.boundaries import (
     OLD_GPT2_PATTERN,
     remove_possessive,
 )
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
-from gpt.text.tokenizer_files import byte_ranks, format_merges, listed_merges, merging_pairs
+from gpt.text.tokenizer import Tokenizer
+from gpt.text.tokenizer_files import format_merges, merging_pairs
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TokenType
@@ -57,17 +57,13 @@ _MAX_ENDS = 3  # A file has three keys for end tokens: of a text, a turn and a m
 
 def check(tokenizer: Tokenizer) -> None:
     """Raises `UserError` for a tokenizer whose ids or end-of-text tokens llama.cpp cannot reproduce."""
-    bpe = _to_bpe(tokenizer.backend)
-    if bpe is None:
-        raise UserError("a .gguf file needs a byte-level BPE, and this tokenizer.json is not a known one", HINT)
-    if max(bpe.ranks.values()) >= tokenizer.usable:
-        raise UserError("this tokenizer has ordinary tokens that the model does not have", HINT)
+    bpe = require_bpe(tokenizer, "a .gguf file", HINT)
     name = _pattern_name(bpe)
     if name is None:
         raise UserError("llama.cpp does not support this tokenizer's pattern for splitting text into words", HINT)
     if bpe.skips_merges != (name == _TIKTOKEN) and len(merging_pairs(bpe.ranks)) < sum(len(t) > 1 for t in bpe.ranks):
         raise UserError("this tokenizer has tokens that no merge produces: llama.cpp would give other ids", HINT)
-    words = sorted({*map(to_gpt2_spelling, bpe.ranks)} & {*_added_words(tokenizer)})
+    words = sorted({*map(to_gpt2_spelling, bpe.ranks)} & {*added_words(tokenizer)})
     if words:
         raise UserError(f'"{words[0]}" is also an ordinary token: llama.cpp finds special tokens by their text', HINT)
     if len(_end_ids(tokenizer)) > _MAX_ENDS:
@@ -77,13 +73,13 @@ def check(tokenizer: Tokenizer) -> None:
 def describe_differences(tokenizer: Tokenizer) -> list[str]:
     """Describes differences in llama.cpp that don't prevent an export. Published Qwen files differ from their
     tokenizers in the same ways."""
-    notes, bpe = [], _to_bpe(tokenizer.backend)
+    notes, bpe = [], to_bpe(tokenizer.backend)
     if bpe is not None and bpe.nfc:
         notes.append("llama.cpp does not normalize text to NFC, as this tokenizer does: give it NFC text")
-    missing = 0 if bpe is None else sum(bytes([byte]) not in bpe.ranks for byte in range(256))
+    missing = 0 if bpe is None else bpe.count_missing_bytes()
     if missing:
         notes.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp drops them")
-    ends = [word for word, id in _added_words(tokenizer).items() if word in _KNOWN_ENDS and id not in tokenizer.ends]
+    ends = [word for word, id in added_words(tokenizer).items() if word in _KNOWN_ENDS and id not in tokenizer.ends]
     if ends:
         notes.append(f"llama.cpp also stops at {', '.join(ends)}, regardless of the file")
     return notes
@@ -92,7 +88,7 @@ def describe_differences(tokenizer: Tokenizer) -> list[str]:
 def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     """Adds a tokenizer to a GGUF file: texts and types of ``vocab_size`` ids, merges in order, the pattern's name, and
     the ids that start and end a text. Call `check` first."""
-    bpe = _to_bpe(tokenizer.backend)
+    bpe = to_bpe(tokenizer.backend)
     assert bpe is not None
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pattern_name(bpe) or "")
@@ -113,35 +109,7 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-@dataclass(frozen=True)
-class _BPE:
-    """A byte-level BPE for a GGUF file."""
-
-    pattern: str
-    ranks: Mapping[bytes, int]  # Token bytes → id.
-    merge_list: list[str] | None  # None if the merges follow from the ranks.
-    skips_merges: bool  # Whether a piece that is a token skips the merges.
-    nfc: bool
-
-    @property
-    def merges(self) -> list[str]:
-        return format_merges(merging_pairs(self.ranks)) if self.merge_list is None else self.merge_list
-
-
-def _to_bpe(backend: ByteBPE | LibraryTokenizer) -> _BPE | None:
-    if isinstance(backend, ByteBPE):
-        return _BPE(backend.pattern, backend.ranks, None, True, backend.nfc)
-    if not backend.pattern:
-        return None
-    model, added_tokens = backend.values["model"], backend.values.get("added_tokens") or []
-    ranks = byte_ranks(model["vocab"], {END_OF_TEXT, *(token["content"] for token in added_tokens)})
-    if ranks is None:
-        return None
-    skips_merges = bool(model.get("ignore_merges"))
-    return _BPE(backend.pattern, ranks, listed_merges(model), skips_merges, bool(backend.values.get("normalizer")))
-
-
-def _pattern_name(bpe: _BPE) -> str | None:
+def _pattern_name(bpe: BPE) -> str | None:
     pattern = remove_possessive(bpe.pattern)
     # At the end of a text, Llama 3's pattern splits white space after the last newline, and cl100k's does not. Both
     # give the same ids if no token spans the split.
@@ -149,13 +117,9 @@ def _pattern_name(bpe: _BPE) -> str | None:
     return None if pattern == CL100K_PATTERN and any(spanning_tokens) else _PATTERN_NAMES.get(pattern)
 
 
-def _added_words(tokenizer: Tokenizer) -> dict[str, int]:
-    return {**tokenizer.all_specials, **tokenizer.words}
-
-
 def _end_ids(tokenizer: Tokenizer) -> list[int]:
     """Returns the end ids to write: `Tokenizer.eot`, then ids of `more_ends` that llama.cpp doesn't know by name."""
-    known_ends = {id for word, id in _added_words(tokenizer).items() if word in _KNOWN_ENDS}
+    known_ends = {id for word, id in added_words(tokenizer).items() if word in _KNOWN_ENDS}
     return [tokenizer.eot, *sorted(tokenizer.more_ends - known_ends)]
 
 
@@ -163,7 +127,7 @@ def _token_texts(tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, "
     """Yields the text and type of each id. llama.cpp requires distinct texts."""
     from gguf import TokenType
 
-    bpe = _to_bpe(tokenizer.backend)
+    bpe = to_bpe(tokenizer.backend)
     assert bpe is not None
     entries = {id: (to_gpt2_spelling(token), TokenType.NORMAL) for token, id in bpe.ranks.items()}
     entries |= {id: (word, TokenType.CONTROL) for word, id in tokenizer.all_specials.items()}

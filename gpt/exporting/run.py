@@ -1,17 +1,17 @@
-"""The ``gpt export`` command: writes a GGUF file or a folder for publishing, atomically."""
+"""The ``gpt export`` command: writes a GGUF file, a web page or a folder for publishing, atomically."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from torch import Tensor
 
 from gpt.errors import Interrupted, UserError, check_text
-from gpt.export_config import ExportConfig, FileType, FolderDtype
-from gpt.exporting import folder, gguf
+from gpt.export_config import PAGE_OPTIONS, ExportConfig, FileType, FolderDtype, PageDtype
+from gpt.exporting import folder, gguf, gguf_tokenizer, html
 from gpt.exporting.card import BITS, Comparison, Facts, card
 from gpt.exporting.provenance import KEY
 from gpt.exporting.source import SourceModel
@@ -24,6 +24,11 @@ from gpt.runs import gguf_model
 from gpt.runs.checkpoint import Parameters
 
 OnBytes = Callable[[int, int], None]  # Called with the bytes of weights read so far and the total.
+Format = Literal["gguf", "html", "folder"]
+_SUFFIXES: dict[str, Format] = {".gguf": "gguf", ".html": "html"}
+_NAMES = {"gguf": "a .gguf file", "html": "a page", "folder": "a folder"}
+_TYPES = {"gguf": get_args(FileType), "html": get_args(PageDtype), "folder": get_args(FolderDtype)}
+_DEFAULT_TYPES = {"gguf": "f16", "folder": "float32"}
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,9 @@ class Target:
     """The file or folder to write."""
 
     out: Path
-    is_file: bool
-    type: str  # Type of the matrices: a GGUF type or a dtype.
-    license: str | None
+    format: Format
+    type: str  # Type of the matrices: a GGUF type or a dtype. Empty if it depends on the model's size.
+    config: ExportConfig
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Exported:
     """The result of an export."""
 
     out: Path
-    format: str  # "gguf" or "folder".
+    format: Format
     type: str  # Type of the matrices.
     arch: str  # Name in Transformers.
     bytes: int
@@ -57,39 +62,52 @@ def find_target(out: str, config: ExportConfig) -> Target:
     """Returns the target for -o and the settings. Raises `UserError` for contradictory settings or an existing path,
     `WorkError` if the path cannot be written."""
     if not out:
-        raise UserError("-o is empty", "give the name of a new folder, or of a new .gguf file")
+        raise UserError("-o is empty", "give the name of a new folder, or of a new .gguf or .html file")
     check_text("the name of -o", out)
     path = Path(out)
-    is_file = path.suffix.lower() == ".gguf"
-    types = get_args(FileType if is_file else FolderDtype)
-    if config.dtype is not None and config.dtype not in types:
-        target = "a .gguf file" if is_file else "a folder"
-        raise UserError(f"{target} cannot have the dtype {config.dtype}", f"use {', '.join(types)}")
-    if is_file and config.samples:
-        raise UserError("--samples go into the model card, and a .gguf file has none", "leave them out")
+    format = _SUFFIXES.get(path.suffix.lower(), "folder")
+    if config.dtype is not None and config.dtype not in _TYPES[format]:
+        raise UserError(f"{_NAMES[format]} cannot have the dtype {config.dtype}", f"use {', '.join(_TYPES[format])}")
+    if format != "folder" and config.samples:
+        raise UserError(f"--samples go into the model card, and {_NAMES[format]} has none", "leave them out")
+    page_options = [f"--{name}" for name in PAGE_OPTIONS if getattr(config, name) is not None]
+    if format != "html" and page_options:
+        raise UserError(f"{page_options[0]} is only for a page, and {out} is {_NAMES[format]}", "use -o NAME.html")
     check_new(path, "choose another path with -o")
-    return Target(path, is_file, config.dtype or ("f16" if is_file else "float32"), config.license)
+    return Target(path, format, config.dtype or _DEFAULT_TYPES.get(format, ""), config)
 
 
-def check(source: SourceModel, target: Target) -> None:
-    """Raises `UserError` for a model that the format doesn't support, or for a target inside the model's folder or with
-    the name of a checkpoint in a run."""
-    if target.is_file:
+def check(source: SourceModel, target: Target) -> Target:
+    """Returns the target with its type. Raises `UserError` for a model that the format doesn't support, or for a target
+    inside the model's folder or with the name of a checkpoint in a run."""
+    if target.format == "gguf":
         gguf.check(source)
         gguf_model.import_gguf()
+    if target.format == "html":
+        target = replace(target, type=target.type or html.default_dtype(source.config))
+        html.check(source, target.type)
     out_path, home = target.out.resolve(), source.path.resolve()
     if home in out_path.parents:
         raise UserError(f"{target.out} is inside the model's own folder", "choose a path outside it with -o")
     if run_folder.is_step_name(out_path.name) and run_folder.is_run(out_path.parent):
         raise UserError(f"{target.out} would look like a checkpoint of that run", "choose another name with -o")
+    return target
+
+
+def describe_differences(source: SourceModel, target: Target) -> list[str]:
+    """Describes differences of the target from the model that don't prevent an export."""
+    if target.format == "gguf":
+        return gguf_tokenizer.describe_differences(source.tokenizer)
+    return html.describe_differences(source.tokenizer) if target.format == "html" else []
 
 
 def read_back(source: SourceModel, target: Target) -> Parameters:
     """Returns the weights after a round trip through the target."""
-    restore = gguf.restore_parameter if target.is_file else folder.restore_parameter
+    restore = {"gguf": gguf, "html": html, "folder": folder}[target.format].restore_parameter
 
     def get(name: str) -> Tensor | Quantized:
-        return restore(source.config, name, source.weights[name](), target.type)
+        value: Tensor | Quantized = restore(source.config, name, source.weights[name](), target.type)
+        return value
 
     return {name: partial(get, name) for name in source.weights}
 
@@ -128,9 +146,18 @@ def write(
         return value
 
     counted_source = replace(source, weights={name: partial(read_counted, name) for name in source.weights})
-    if target.is_file:
-        count = gguf.write(target.out, counted_source, target.type, target.out.stem, target.license)
-        return count, target.out.stat().st_size
+    if target.format == "gguf":
+        count = gguf.write(target.out, counted_source, target.type, target.out.stem, target.config.license)
+    elif target.format == "html":
+        texts = html.describe(source, target.type, target.config, target.out.stem)
+        count = html.write(target.out, counted_source, target.type, texts)
+    else:
+        count = _write_folder(counted_source, target, comparison, samples)
+    files = [target.out] if target.out.is_file() else target.out.iterdir()
+    return count, sum(file.stat().st_size for file in files)
+
+
+def _write_folder(source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[str]) -> int:
     provenance = replace(source.provenance, bits=min(BITS[target.type], source.provenance.bits))
     losses = comparison and {
         "text": asdict(comparison.text),
@@ -139,6 +166,5 @@ def write(
         "loss_after": comparison.after.loss,
     }
     meta = {**source.saved, KEY: asdict(provenance), "export": {"dtype": target.type, **(losses or {})}}
-    facts = Facts(target.out.name, target.type, target.license, comparison, samples)
-    count = folder.write(target.out, counted_source, target.type, meta, card(source, facts))
-    return count, sum(file.stat().st_size for file in target.out.iterdir())
+    facts = Facts(target.out.name, target.type, target.config.license, comparison, samples)
+    return folder.write(target.out, source, target.type, meta, card(source, facts))

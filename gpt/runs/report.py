@@ -206,7 +206,7 @@ def report(run: Path, on_progress: Callable[[int, int], None] = lambda done, tot
     if run.is_file():
         return read_curve(run)
     record, history = RunRecord.read(run), read_history(run)
-    tokens = _training_tokens(run, record)
+    tokens = training_tokens(run, record)
     return Report(run, record, history, None if tokens is None else _copying(history, tokens, on_progress))
 
 
@@ -252,7 +252,7 @@ def read_curve(path: Path) -> Report:
     return Report(path, RunRecord(), History(evals=evals, end=end), None, is_run=False)
 
 
-def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
+def training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
     """Returns the training tokens in a run's folder, or in the unchanged token folder that its record names."""
     try:
         if is_token_folder(run / "tokens"):

@@ -91,7 +91,12 @@ def is_known(pattern: str) -> bool:
     """Whether a pattern is known and means the same in tiktoken and the tokenizers library."""
     # The library interprets {1,3}+ as ({1,3})+. Its $ matches at every line end, which is harmless only after \s++.
     is_portable = not re.search(r"\d\}\+|\$", pattern.replace(r"\s++$", ""))
-    return is_portable and _rules(pattern) is not None
+    return is_portable and has_rules(pattern)
+
+
+def has_rules(pattern: str) -> bool:
+    """Whether a pattern is known, in the form of tiktoken or of the tokenizers library."""
+    return _rules(pattern) is not None
 
 
 def _last_boundary(text: str, pattern: str) -> int:
@@ -109,7 +114,7 @@ def parts(chunks: Iterable[str], pattern: str, size: int = SEARCH_BLOCK) -> Iter
     If the pattern is unknown, there is a single part. Raises `UserError` if this part exceeds `MAX_UNCUT` characters,
     or `MAX_UNCUT_LIBRARY` if ``pattern`` is empty.
     """
-    can_cut, max_length = _rules(pattern) is not None, MAX_UNCUT if pattern else MAX_UNCUT_LIBRARY
+    can_cut, max_length = has_rules(pattern), MAX_UNCUT if pattern else MAX_UNCUT_LIBRARY
     pending: list[str] = []
     length, target_length = 0, size
     for block in (
@@ -137,6 +142,6 @@ def parts(chunks: Iterable[str], pattern: str, size: int = SEARCH_BLOCK) -> Iter
 
 def cut_text(text: str, pattern: str) -> list[str]:
     """Cuts a text into parts short enough for the regex engine. Most texts stay whole."""
-    if len(text) <= MAX_PART + SEARCH_BLOCK or not _rules(pattern):
+    if len(text) <= MAX_PART + SEARCH_BLOCK or not has_rules(pattern):
         return [text]
     return [part for part, _ in parts([text], pattern)]

@@ -277,6 +277,9 @@ def test_exports_do_not_leak_paths_user_or_host(workdir: Path) -> None:
             content = file.read_bytes()
             for word in forbidden:
                 assert len(word) < 4 or word.encode() not in content, (file.name, word)
+        library.export(model, f"{dtype}.html", eval=str(data / "val.txt"))
+        content = re.sub(rb' class="weights">.*?<', b"", Path(f"{dtype}.html").read_bytes())
+        assert not [word for word in forbidden if len(word) >= 4 and word.encode() in content]
     AutoTokenizer.from_pretrained(workdir / "out-float32")
 
 
@@ -290,6 +293,12 @@ def test_exports_do_not_leak_paths_user_or_host(workdir: Path) -> None:
         (["-o", "out.gguf", "--dtype", "int8"], "a .gguf file cannot have the dtype int8"),
         (["-o", "out.gguf", "--type", "f16", "--dtype", "f32"], "--dtype f32 and --type f16 contradict each other"),
         (["-o", "out.gguf", "--samples", "1"], "--samples go into the model card"),
+        (["-o", "out.html", "--samples", "1"], "--samples go into the model card, and a page has none"),
+        (["-o", "out.html", "--dtype", "int4"], "a page cannot have the dtype int4"),
+        (["-o", "out", "--title", "x"], "--title is only for a page, and out is a folder"),
+        (["-o", "out.gguf", "--prompts", "0"], "--prompts is only for a page, and out.gguf is a .gguf file"),
+        (["-o", "out.html", "--prompts", "4"], "prompts is 4; it must be between 0 and 3"),
+        (["-o", "out.html", "--about", "\udcff"], "--about is not UTF-8"),
         (["-o", "out", "--dtype", "int3"], 'there is no dtype "int3"'),
         (["-o", "out", "--license", "mti"], 'the Hugging Face Hub has no license "mti"'),
         (["-o", "out", "--samples", "-1"], "samples is -1"),
@@ -434,6 +443,7 @@ def test_values_out_of_range_are_an_error(gpt: Gpt) -> None:
         ("scored", signal.SIGTERM, 143, "a/b/out"),
         ("written", signal.SIGINT, 130, "a/b/out"),
         ("written", signal.SIGTERM, 143, "a/b/out.gguf"),
+        ("written", signal.SIGTERM, 143, "a/b/out.html"),
     ],
 )
 def test_an_interrupted_export_leaves_nothing(
@@ -460,7 +470,7 @@ def test_a_signal_sets_the_exit_status(
     assert [path.name for path in Path().iterdir()] == ["chapter.txt"]
 
 
-@pytest.mark.parametrize("out", ["a/b/out", "a/b/out.gguf"])
+@pytest.mark.parametrize("out", ["a/b/out", "a/b/out.gguf", "a/b/out.html"])
 def test_a_full_disk_leaves_nothing(run_folder: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
     sync, syncs_left = os.fsync, 0
 
@@ -485,7 +495,7 @@ def test_a_full_disk_leaves_nothing(run_folder: Path, gpt: Gpt, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("out", ["out", "out.gguf"])
+@pytest.mark.parametrize("out", ["out", "out.gguf", "out.html"])
 def test_a_concurrent_export_is_not_overwritten(run_folder: Path, chapter: Path, workdir: Path, out: str) -> None:
     stages: list[str] = []
 

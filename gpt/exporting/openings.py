@@ -1,0 +1,52 @@
+"""The first words of lines of the training text, which a web page offers as prompts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpt.errors import UserError
+from gpt.runs import folder
+from gpt.runs.record import RunRecord
+from gpt.runs.report import training_tokens
+from gpt.text.shards import TokenStream
+from gpt.text.tokenizer import Tokenizer
+
+MAX_CHARACTERS = 60
+_WORDS = 5
+_PLACES = 4  # Places to search per opening, because some have no suitable line.
+_TOKENS = 512  # Tokens to search at a place.
+
+
+def find_openings(path: Path, count: int) -> list[str]:
+    """Returns up to ``count`` openings from places spread over the training text of the checkpoint at ``path``. Returns
+    none without the run's tokens, or if it was trained on pairs or conversations."""
+    run = path.absolute().parent
+    if not count or not folder.is_run(run):
+        return []
+    try:
+        record = RunRecord.read(run)
+        tokens = training_tokens(run, record)
+        if tokens is None or any((record.settings or {}).get(kind) for kind in ("pairs", "chat")):
+            return []
+        return _choose(tokens.stream("train"), tokens.tokenizer, count)
+    except UserError:  # The page does without.
+        return []
+
+
+def _choose(stream: TokenStream, tokenizer: Tokenizer, count: int) -> list[str]:
+    openings: list[str] = []
+    places = range(0, len(stream), max(1, len(stream) // (_PLACES * count)))
+    for index, place in enumerate(places):
+        if index >= _PLACES * len(openings):  # This part of the text has no opening yet.
+            ids = stream.take(place, min(_TOKENS, len(stream) - place)).tolist()
+            new = (each for each in _openings(tokenizer.decode(ids), tokenizer) if each not in openings)
+            openings += [opening for opening in [next(new, "")] if opening]
+    return openings[:count]
+
+
+def _openings(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields the first words of each line that starts with a letter, except the text's first line and last word, which
+    can be incomplete."""
+    for line in text.rpartition(" ")[0].replace(tokenizer.eot_token, "\n").split("\n")[1:]:
+        opening = " ".join(line.split(" ")[:_WORDS])[:MAX_CHARACTERS].rstrip()
+        if opening[:1].isalpha() and opening.isprintable() and "\ufffd" not in opening:
+            yield opening
