@@ -3,15 +3,16 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from gpt.errors import NotANumber, UserError, check_text
-from gpt.model.decoder import GPT, Attention
+from gpt.model.decoder import GPT, Attention, Block
 from gpt.model.positions import rotary_table
 from gpt.peaks import host_memory
 from gpt.text.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ from gpt.text.vocabulary import to_printable
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Masks = dict[str, npt.NDArray[np.bool_]]
+Module = TypeVar("Module", bound=nn.Module)
 
 # Kinds of keys that a head can attend to, with descriptions.
 KINDS = {
@@ -37,7 +39,7 @@ MAX_ROTATIONS = 2**17  # Maximum RoPE positions to compare.
 @dataclass(frozen=True)
 class Trace:
     """Attention patterns, residual stream and logits of T ids. A pattern has a row per query and a column per key. Rows
-    sum to 1; later keys have weight 0."""
+    sum to 1; later keys have weight 0. `trace` can omit queries and layers."""
 
     ids: Ints  # (T)
     patterns: Floats  # (layers, H, T, T)
@@ -45,36 +47,40 @@ class Trace:
     logits: Tensor  # (T, V)
 
 
-def trace(model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = None) -> Trace:
-    """Runs the model over ids (T) and returns its activations. Keeps the patterns of ``layers``, by default all.
+@torch.inference_mode()
+def trace(
+    model: GPT, ids: Sequence[int] | Ints, layers: Sequence[int] | None = None, queries: slice = slice(None)
+) -> Trace:
+    """Runs the model over ids (T) and returns its activations. Keeps the patterns of ``layers``, and the patterns and
+    logits of ``queries``, by default all. The model may be laid out for decoding.
 
     Raises ValueError for more ids than the context holds, and `NotANumber` for NaN or infinite logits.
     """
     selected_layers = list(range(model.config.n_layer)) if layers is None else list(layers)
-    idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.wte.weight.device)[None]
+    idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.ln_f.weight.device)[None]
     patterns: dict[int, Tensor] = {}
     residual: list[Tensor] = []
-
-    def record_pattern(module: Attention, args: tuple[Any, ...]) -> None:
-        x, layer, rope = args[:3]
-        if layer in selected_layers:
-            patterns[layer] = module.pattern(x, rope)[0].cpu()
-
-    def record_residual(module: Any, args: tuple[Any, ...]) -> None:
-        residual.append(args[0][0])
-
-    hooks = [block.attn.register_forward_pre_hook(record_pattern) for block in model.h]  # type: ignore[union-attr]
-    hooks += [module.register_forward_pre_hook(record_residual) for module in (*model.h, model.ln_f)]
     training = model.training
+    model.eval()
     try:
-        with torch.inference_mode():
-            logits = _check_finite("logits", model.eval()(idx)[0].float())
+        x, rope = model.embed(idx)
+        for layer, block in enumerate(model.h):
+            residual.append(x[0])
+            if layer in selected_layers:
+                patterns[layer] = _find_module(block, Attention).pattern(_find_module(block, Block).ln_1(x), rope)
+                patterns[layer] = patterns[layer][0, :, queries].cpu()
+            x = block(x, layer, rope)
+        residual.append(x[0])
+        logits = _check_finite("logits", model.unembed(model.last_norm(x[:, queries]))[0].float())
     finally:
         model.train(training)
-        for hook in hooks:
-            hook.remove()
     stacked_patterns = torch.stack([patterns[layer] for layer in selected_layers]).numpy()
-    return Trace(idx[0].cpu().numpy(), stacked_patterns, torch.stack(residual).float(), logits)
+    return Trace(idx[0].cpu().numpy(), stacked_patterns, torch.stack(residual), logits)
+
+
+def _find_module(block: nn.Module, kind: type[Module]) -> Module:
+    """Returns the block's module of a class. `gpt.decoding` can wrap a block and bypass its attributes."""
+    return next(module for module in block.modules() if isinstance(module, kind))
 
 
 def _check_finite(what: str, tensor: Tensor) -> Tensor:

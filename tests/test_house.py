@@ -125,7 +125,7 @@ def test_wheel_contains_only_our_packages(wheel: Path) -> None:
     expected = {
         *(str(p.relative_to(ROOT)) for p in (ROOT / "gpt").rglob("*.py")),
         "gpt/py.typed",
-        *(f"gpt/serve/page/{p.name}" for p in (ROOT / "gpt" / "serve" / "page").iterdir()),
+        *(f"gpt/playground/{p.name}" for p in (ROOT / "gpt" / "playground").iterdir() if p.is_file()),
         *(f"gpt_cli/{p.name}" for p in (ROOT / "cli").glob("*.py")),
         *(f"gpt_cli/pages/{p.name}" for p in (ROOT / "cli" / "pages").iterdir()),
         *(f"gpt_data/{p.name}" for p in (ROOT / "data").iterdir() if p.suffix in (".py", ".toml")),

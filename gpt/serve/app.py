@@ -1,13 +1,10 @@
 """The routes of the server: OpenAI's API, tokenizer, health, metrics and web page."""
 
 import asyncio
-import base64
-import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -17,11 +14,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gpt.errors import UserError
+from gpt.playground.page import assemble
 from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
 from gpt.serve.choices import Prompt, read_prompt
 from gpt.serve.guard import Guard, error_response
 from gpt.serve.in_flight import SMALL_BODY, InFlight, busy_error
+from gpt.serve.inspection import inspect
 from gpt.serve.protocol import (
     ApiError,
     ChatPrompt,
@@ -52,6 +51,7 @@ class Server:
         self.service, self.note = service, note
         self.stopping = False
         self.aborted = False
+        self._inspecting = asyncio.Lock()
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -62,6 +62,7 @@ class Server:
                 ("POST", "/tokenize", self._tokenize),
                 ("POST", "/detokenize", self._detokenize),
                 ("GET", "/tokenizer_info", self._tokenizer_info),
+                ("POST", "/inspect", self._inspect),
                 ("GET", "/health", self._health),
                 ("GET", "/metrics", self._metrics),
             )
@@ -150,9 +151,10 @@ class Server:
         return JSONResponse(self._model_object())
 
     def _model_object(self) -> dict[str, Any]:
+        config = self.service.worker.engine.context.model.config
         return {
             "id": self.service.name, "object": "model", "created": self.service.created, "owned_by": "gpt",
-            "context_length": self.service.block_size,
+            "context_length": self.service.block_size, "layers": config.n_layer, "heads": config.n_head,
         }  # fmt: skip
 
     def _unknown_model(self, name: str) -> ApiError:
@@ -194,10 +196,24 @@ class Server:
         return [tokenizer.bos, *ids] if adds_bos and tokenizer.bos is not None else ids
 
     async def _detokenize(self, request: Request) -> Response:
-        ids, vocab_size = (await self._json(request)).get("tokens"), self.service.tokenizer.usable
-        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocab_size for id in ids):
-            raise ApiError(400, f"tokens must be a list of ids below {vocab_size:,}", "tokens")
+        ids = self._ids(await self._json(request), "tokens")
         return JSONResponse({"prompt": await self._in_thread(request, lambda: self.service.tokenizer.decode(ids))})
+
+    def _ids(self, values: dict[str, Any], name: str) -> list[int]:
+        ids, vocab_size = values.get(name), self.service.tokenizer.usable
+        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+            raise ApiError(400, f"{name} must be a list of ids below {vocab_size:,}", name)
+        return ids
+
+    async def _inspect(self, request: Request) -> Response:
+        ids = self._ids(await self._json(request), "ids")
+        if not ids:
+            raise ApiError(400, "ids must not be empty", "ids")
+        if self.service.worker.failure is not None:
+            raise self.service.worker.failure
+        async with self._inspecting:  # Between two inspections, the worker computes a step of all requests.
+            values = await self.service.worker.run(lambda context: inspect(context, self.service.tokenizer, ids))
+        return JSONResponse(values)
 
     async def _tokenizer_info(self, request: Request) -> Response:
         tokenizer = self.service.tokenizer
@@ -357,15 +373,5 @@ async def _not_allowed(request: Request, error: Exception) -> Response:
 
 @cache
 def page() -> tuple[str, str]:
-    """Returns the web page with inline style and script, and its Content-Security-Policy."""
-    folder = files("gpt.serve") / "page"
-    text = (folder / "page.html").read_text(encoding="utf-8")
-    for name in ("page.css", "page.js"):
-        text = text.replace(f"/* {name} */", (folder / name).read_text(encoding="utf-8"))
-    policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
-    policy += "; frame-ancestors 'none'"
-    for tag in ("style", "script"):
-        content = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        policy += f"; {tag}-src 'sha256-{digest}'"
-    return text, policy
+    """Returns the web page and its Content-Security-Policy."""
+    return assemble(("server.js",))

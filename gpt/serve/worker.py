@@ -6,7 +6,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
@@ -14,6 +16,7 @@ from gpt.errors import UserError, WorkError, is_out_of_memory
 from gpt.serve.metrics import ServerMetrics
 
 CHUNK = 128  # Maximum prompt ids per step.
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -59,6 +62,21 @@ class Worker:
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Cancels requests and frees their slots in the next step. Updates in flight are still delivered."""
         self._inbox.put(lambda: self._cancel(tickets))
+
+    async def run(self, work: Callable[[Context], T]) -> T:
+        """Runs ``work`` in the thread, between two steps, unless the caller is cancelled before it starts."""
+        future = Future[T]()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work(self.engine.context))
+            except Exception as error:
+                future.set_exception(_as_user_error(error))
+
+        self._inbox.put(run)
+        return await asyncio.wrap_future(future)
 
     def _add(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:

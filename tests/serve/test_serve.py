@@ -1,5 +1,6 @@
 """Responses of `gpt serve`, compared with `gpt sample`."""
 
+import base64
 import codecs
 import contextlib
 import itertools
@@ -10,20 +11,24 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from serving import Served, load, served
 
+from gpt import api
 from gpt.api import LanguageModel
 from gpt.decoding.engine import Update, generate
 from gpt.decoding.logits import Token
 from gpt.decoding.write import Sample
 from gpt.errors import UserError
+from gpt.inspect import inspect_prompt
 from gpt.sample_config import SampleConfig
 from gpt.serve import answers, protocol
 from gpt.serve import server as servers
@@ -546,6 +551,50 @@ def test_tokenizer_routes_work_for_lm_evaluation_harness(server: Served, model: 
     assert server.refuse("/tokenize", prompt=[1])["param"] == "prompt"
     for tokens in ([400], [-1], ["a"], 5, None, [True]):
         assert server.refuse("/detokenize", tokens=tokens)["param"] == "tokens"
+
+
+@pytest.mark.parametrize("length", [1, 9, 100])
+def test_inspection_equals_gpt_inspect(server: Served, run_folder: Path, length: int) -> None:
+    loaded = api.load(run_folder, dtype="float32")  # Not laid out for decoding
+    ids = (loaded.tokenizer.prompt(PROMPT) * 40)[:length]
+    expected = inspect_prompt(loaded.model, ids, loaded.tokenizer)
+    answer = server.ask("/inspect", ids=ids)
+    assert [token["id"] for token in answer["tokens"]] == expected.ids.tolist()
+    assert b"".join(bytes(token["bytes"]) for token in answer["tokens"]) == loaded.tokenizer.decode_bytes(expected.ids)
+    attention = np.frombuffer(base64.b64decode(answer["attention"]), "<f4")
+    shape = (answer["layers"], answer["heads"], len(expected.ids))
+    assert np.allclose(attention.reshape(shape), expected.patterns[:, :, -1], atol=1e-5)
+    shares = [[token["probability"] for token in row] for row in answer["lens"]]
+    assert np.allclose(shares, expected.lens.probabilities[:, -1], atol=1e-5)
+    assert [row[0]["id"] for row in answer["lens"]] == expected.lens.ids[:, -1, 0].tolist()
+    logits = {token["id"]: token["logit"] for token in answer["next"]}
+    assert len(logits) == 200
+    assert np.allclose([expected.logits[id] for id in logits], [*logits.values()], atol=1e-4)
+    others = np.logaddexp.reduce(np.delete(expected.logits, [*logits]))
+    assert answer["rest"] == pytest.approx(others, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_inspection_predicts_what_is_generated(run_folder: Path, dtype: str) -> None:
+    loaded = api.load(run_folder, dtype=dtype, sampling=SampleConfig(compile="off"))
+    with served(loaded) as server:
+        ids = loaded.tokenizer.prompt(PROMPT)
+        fields = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 5, "token_details": True}
+        (token,) = server.ask(**fields)["choices"][0]["logprobs"]["content"]
+        best, *_ = server.ask("/inspect", ids=ids)["next"]
+        assert best["id"] == token["id"]
+        assert best["logprob"] == pytest.approx(token["logprob"], abs=0.05)
+
+
+def test_inspections_run_beside_generation_and_reject_invalid_ids(server: Served) -> None:
+    ids = [1, 2, 3]
+    with ThreadPoolExecutor(9) as pool:
+        text = pool.submit(server.ask, prompt=PROMPT, max_tokens=200, seed=1)
+        answers = list(pool.map(lambda _: server.ask("/inspect", ids=ids), range(8)))
+    assert text.result()["choices"] == server.ask(prompt=PROMPT, max_tokens=200, seed=1)["choices"]
+    assert all(answer == answers[0] for answer in answers)
+    for invalid in ([], [400], [-1], ["a"], 5, None, [True]):
+        assert server.refuse("/inspect", ids=invalid)["param"] == "ids"
 
 
 def test_health_and_metrics_work_and_unknown_routes_fail(server: Served) -> None:

@@ -44,7 +44,7 @@ def test_the_page_is_self_contained() -> None:
     for tag in ("style", "script"):
         contents = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         assert len(contents) == 1
-        assert f"/* page.{tag}" not in contents[0]
+        assert f"/* {tag} */" not in contents[0]
         digest = base64.b64encode(hashlib.sha256(contents[0].encode()).digest()).decode()
         assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
 
@@ -118,7 +118,9 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     pages = []
     addresses = [address, "data:,"]
 
-    def open_url(key: str | None = KEY, width: int = 1100, address: str = address, **settings: Any) -> Any:
+    def open_url(
+        key: str | None = KEY, width: int = 1100, address: str = address, changes: Any = None, **settings: Any
+    ) -> Any:
         addresses.append(address)
         page = browser.new_page(viewport={"width": width, "height": 800}, **settings)
         page.set_default_timeout(30_000)
@@ -128,6 +130,8 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         page.on("request", lambda request: requested_urls.append(request.url))
         if key is not None:
             page.add_init_script(f"sessionStorage.setItem('gpt-key', {json.dumps(key)})")
+        if changes is not None:
+            change_source(page, address, changes)
         page.goto(address)
         page.wait_for_selector("body[data-ready]")
         return page
@@ -138,6 +142,16 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         page.close()
     assert [text for text in console_messages if not text.startswith("Failed to load resource")] == []
     assert all(url.startswith(tuple(addresses)) for url in requested_urls)
+
+
+def change_source(page: Any, address: str, changes: dict[str, str]) -> None:
+    """Changes the text of the page."""
+    with urllib.request.urlopen(address) as answer:
+        text = answer.read().decode()
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    page.route(f"{address}/", lambda route: route.fulfill(content_type="text/html", body=text))
 
 
 def wait_until(page: Any, condition: str) -> None:
@@ -194,6 +208,18 @@ def record_requests(page: Any) -> list[dict[str, Any]]:
     bodies: list[dict[str, Any]] = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if "completions" in request.url else None)
     return bodies
+
+
+def record_messages(page: Any) -> list[list[dict[str, str]]]:
+    """Returns a list that receives the messages of all later requests for an answer."""
+    conversations: list[list[dict[str, str]]] = []
+
+    def record(request: Any) -> None:
+        if request.url.endswith("tokenize") and "messages" in request.post_data_json:
+            conversations.append(request.post_data_json["messages"])
+
+    page.on("request", record)
+    return conversations
 
 
 def read_marks(page: Any) -> list[dict[str, Any]]:
@@ -628,9 +654,9 @@ def test_alternatives_replace_tokens_in_a_conversation(open_chat: Any, chat_addr
         assert page.evaluate("document.activeElement.id") == "question"
         lengths.append(page.inner_text("#length"))
         assert lengths[-1] == f"The conversation has {after['usage']['total_tokens']} tokens."
-    requests = record_requests(page)
+    conversations = record_messages(page)
     send_message(page, "and?")
-    assert requests[0]["messages"] == messages("the cat 🐕", decode_tokens(expected_tokens), "and?", system="Be a dog.")
+    assert conversations[0] == messages("the cat 🐕", decode_tokens(expected_tokens), "and?", system="Be a dog.")
     for _ in range(2):
         page.click("#undo")
     assert len(read_conversation(page)) == 4 and page.inner_text("#length") == lengths[1]
@@ -675,8 +701,9 @@ def test_special_tokens_can_be_alternatives(open_chat: Any, chat_address: str) -
     choose_alternative(page, top[1])
     base = post(chat_address, "tokenize", messages=messages("the cat"))["tokens"]
     assert requests[0]["prompt"] == [*base, 300, special]
+    conversations = record_messages(page)
     send_message(page, "and?")
-    assert requests[1]["messages"] == messages("the cat", "a on", "and?")
+    assert conversations[0] == messages("the cat", "a on", "and?")
 
 
 def test_alternatives_work_at_the_context_limit_and_after_an_error(open_chat: Any) -> None:
@@ -685,11 +712,11 @@ def test_alternatives_work_at_the_context_limit_and_after_an_error(open_chat: An
     send_message(page, "the cat", max_tokens=4, seed=1)
     turns = read_conversation(page)
     other = open_alternatives(page, 1, 3)
-    page.route("**/tokenize", lambda route: route.abort())
+    page.route("**/v1/completions", lambda route: route.abort())
     choose_alternative(page, other)
     assert page.inner_text("#error") == "The server cannot be reached. Is it still running?"
     page.click("#undo")
-    page.unroute("**/tokenize")
+    page.unroute("**/v1/completions")
     assert read_conversation(page) == turns
     requests = record_requests(page)
     length = int(re.findall(r"\d+", page.inner_text("#length"))[0])
@@ -703,7 +730,7 @@ def test_alternatives_work_at_the_context_limit_and_after_an_error(open_chat: An
 
 def test_regenerate_and_clear_can_be_undone(open_chat: Any) -> None:
     page = open_chat()
-    requests = record_requests(page)
+    conversations = record_messages(page)
     send_message(page, "the cat", max_tokens=5)
     send_message(page, "the dog", seed=1)
     first = read_conversation(page)
@@ -714,14 +741,14 @@ def test_regenerate_and_clear_can_be_undone(open_chat: Any) -> None:
     second = read_conversation(page)
     assert second[:3] == first[:3]
     assert second[3] != first[3]
-    assert [message["content"] for message in requests[-1]["messages"]] == ["the cat", first[1][1], "the dog"]
+    assert [message["content"] for message in conversations[-1]] == ["the cat", first[1][1], "the dog"]
     assert page.input_value("#question") == "a draft"
     page.click("#fresh")
     assert read_conversation(page) == []
     assert page.get_attribute("#again", "aria-disabled") == "true"
     page.click("#again", force=True)
     send_message(page, "again")
-    assert requests[-1]["messages"] == messages("again")
+    assert conversations[-1] == messages("again")
     for expected in ([], second, first):
         page.click("#undo")
         assert read_conversation(page) == expected
@@ -745,7 +772,7 @@ def test_stop_keeps_partial_answers_and_restores_unanswered_questions(open_chat:
     send_message(page, "go on", max_tokens=2)
     assert read_conversation(page)[:2] == turns
     pending_routes: list[Any] = []
-    page.route("**/v1/chat/completions", lambda route: pending_routes.append(route))
+    page.route("**/v1/completions", lambda route: pending_routes.append(route))
     turns = read_conversation(page)
     for press in ("#again", None):  # No token has arrived yet.
         if press:
@@ -809,16 +836,16 @@ def test_answers_are_never_markup_and_are_sent_back_unchanged(open_chat: Any) ->
     page.unroute("**/v1/**completions")
     end = {"choices": [{"delta": {"content": ""}, "logprobs": {"content": [make_entry(b"")]}, "finish_reason": "stop"}]}
     mock_answer(page, end=f"data: {json.dumps(end)}\n\ndata: [DONE]\n\n")
-    requests = record_requests(page)
+    conversations = record_messages(page)
     send_message(page, "more")
-    assert requests[0]["messages"][1]["content"].startswith(markup + "\r\n")
+    assert conversations[0][1]["content"].startswith(markup + "\r\n")
     assert read_conversation(page)[-1] == ("Model", "")  # An empty answer is still a message.
     assert page.inner_text("#status") == "The model ended the answer (60.65 %)."
 
 
 def test_only_plain_enter_sends_a_message(open_chat: Any) -> None:
     page = open_chat()
-    requests = record_requests(page)
+    conversations = record_messages(page)
     mock_answer(page, make_entry(b"!"))
     page.keyboard.type("one")
     page.keyboard.press("Shift+Enter")
@@ -829,13 +856,13 @@ def test_only_plain_enter_sends_a_message(open_chat: Any) -> None:
             " [name]: name === 'keyCode' ? 229 : true }))",
             name,
         )
-    assert (requests, page.input_value("#question")) == ([], "one\ntwo")
+    assert (conversations, page.input_value("#question")) == ([], "one\ntwo")
     page.keyboard.press("Enter")
     wait_until(page, ANSWERED)
-    assert requests[0]["messages"] == messages("one\ntwo")
+    assert conversations[0] == messages("one\ntwo")
     for blank in ("", " \n"):
         send_message(page, blank)
-    assert len(requests) == 1
+    assert len(conversations) == 1
 
 
 def test_chat_and_plain_modes_keep_separate_texts(open_chat: Any, open_page: Any, chat_address: str) -> None:
@@ -878,3 +905,167 @@ def test_conversation_fits_a_phone(open_chat: Any) -> None:
         color, body = page.evaluate(colors, name)
         assert color == body, name
     assert page.evaluate(NAMELESS) == 0
+
+
+LOOKED = "!looking && !lookTimer && look !== null"
+
+
+def open_panel(page: Any) -> None:
+    page.click("#inside > summary")
+    wait_until(page, LOOKED)
+
+
+def read_texts(page: Any, selector: str) -> list[str]:
+    return [str(text) for text in page.locator(selector).all_inner_texts()]
+
+
+def test_panel_shows_what_the_api_returns(open_page: Any, address: str) -> None:
+    page = open_page()
+    assert page.get_attribute("#inside", "open") is None  # A server's time is shared.
+    page.fill("#text", "the cat sat")
+    page.fill("#temperature", "1")
+    open_panel(page)
+    ids = post(address, "tokenize", prompt="the cat sat")["tokens"]
+    inspection = post(address, "inspect", ids=ids)
+    assert page.evaluate("look.tokens.map((token) => token.id)") == ids
+    assert "".join(read_texts(page, "#strip span")) == "the·cat·sat"
+    assert page.locator("#heads .cell").count() == inspection["layers"] * inspection["heads"] == 4
+    assert page.locator("[role=switch], .if-switches").count() == 0
+    words = read_texts(page, "#lens .share")
+    assert words == [format_percent(math.log(row[0]["probability"])) for row in inspection["lens"]]
+    shares = read_texts(page, "#next .share")
+    assert shares[:10] == [format_percent(token["logprob"]) for token in inspection["next"][:10]]
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.fill("#top_k", "2")
+    first, second = (math.exp(token["logprob"]) for token in inspection["next"][:2])
+    assert read_texts(page, "#next .share")[:3] == [
+        format_percent(math.log(first / (first + second))), format_percent(math.log(second / (first + second))),
+        "excluded",
+    ]  # fmt: skip
+    page.fill("#temperature", "0")
+    assert read_texts(page, "#next .share") == ["100.00 %", *["excluded"] * 10]
+    assert requests == []
+    write_text(page, max_tokens=5, temperature=0.8)
+    wait_until(page, f"{LOOKED} && look.tokens.length === {len(ids) + 5}")
+    assert page.evaluate("look.tokens.at(-1).id") == read_marks(page)[-1]["id"]
+
+
+def test_panel_shows_probabilities_as_settings_change_them(open_page: Any, address: str) -> None:
+    """Compares all listed tokens with the distribution computed from all logits."""
+    page = open_page()
+    ids = post(address, "tokenize", prompt="the cat")["tokens"]
+    logprobs = [token["logprob"] for token in post(address, "inspect", ids=ids)["next"]]
+    for temperature, top_k, top_p in ((1, 0, 1), (0.5, 0, 1), (1, 3, 1), (1, 0, 0.3), (0.7, 20, 0.5), (1, 0, 0)):
+        for name, value in {"temperature": temperature, "top_k": top_k, "top_p": top_p}.items():
+            page.fill(f"#{name}", str(value))
+        weights = [math.exp(logprob / temperature) for logprob in logprobs[: top_k or None]]
+        total = sum(weights) if top_k else sum(weights) / sum(map(math.exp, logprobs)) if temperature == 1 else None
+        shown = page.evaluate("(logprobs) => applySettings(logprobs)", logprobs)
+        assert sum(shown["shares"]) + shown["others"] == pytest.approx(1)
+        if total is None:
+            continue
+        kept, reached = [], 0.0
+        for weight in weights:
+            if kept and reached >= top_p * total:
+                break
+            kept.append(weight)
+            reached += weight
+        total = sum(kept) if top_p < 1 else total
+        expected = [weight / total for weight in kept]
+        assert shown["shares"][: len(kept)] == pytest.approx(expected, rel=1e-4)
+        assert not any(shown["shares"][len(kept) :])
+
+
+def test_panel_works_with_the_keyboard(open_page: Any) -> None:
+    page = open_page()
+    page.fill("#text", "the cat sat")
+    page.focus("#inside > summary")
+    page.keyboard.press("Enter")
+    wait_until(page, LOOKED)
+    assert page.inner_text("#sees").startswith("All heads on average attend most to “")
+    for keys, head in (("Tab Tab", "0, head 0"), ("ArrowRight", "0, head 1"), ("ArrowDown", "1, head 1")):
+        for key in keys.split():
+            page.keyboard.press(key)
+        assert page.inner_text("#sees").startswith(f"Layer {head} attends most to “")
+        assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith(f"Layer {head}: “")
+    assert page.locator("#sight path").count() > 0
+    page.keyboard.press("Tab")
+    assert page.inner_text("#sees").startswith("All heads")
+    assert page.inner_text("#five").startswith("Before layer 0: “")
+    page.keyboard.press("ArrowDown")
+    assert page.inner_text("#five").startswith("After layer 0: “")
+    assert page.evaluate(NAMELESS) == 0
+
+
+def test_switched_off_heads_are_sent_with_every_request(open_page: Any) -> None:
+    """Changes the page so that its engine can switch heads off, and records the engine's requests."""
+    changes = {"can_switch: false": "can_switch: true", "const inside =": """
+        const offs = [], { complete, inspect: look_ } = engine;
+        engine.inspect = (ids, options) => { offs.push(options.off); return look_(ids, options); };
+        engine.complete = (request, signal) => { offs.push(request.off); return complete(request, signal); };
+        const inside ="""}  # fmt: skip
+    page = open_page(changes=changes)
+    assert page.get_attribute("#inside", "open") == ""  # The model runs in this page, so the panel is open.
+    wait_until(page, LOOKED)
+    assert page.evaluate("offs") == [{"heads": [], "layers": []}]
+    for at in (1, 2):
+        page.locator("#heads .cell").nth(at).click()
+    page.locator("#heads [role=switch]", has_text="layer 1").press("Enter")
+    wait_until(page, LOOKED)
+    expected = {"heads": [[0, 1], [1, 0]], "layers": [1]}
+    assert page.evaluate("offs.at(-1)") == expected
+    assert page.inner_text("#off span") == ("Switched off: layer 1 and 2 of 4 heads. The model works without them.")
+    assert page.locator("[aria-checked=false]").count() == 4
+    write_text(page, "the cat", max_tokens=2)
+    assert page.evaluate("offs").count(expected) >= 2
+    page.click("#off button")
+    wait_until(page, LOOKED)
+    assert page.evaluate("offs.at(-1)") == {"heads": [], "layers": []}
+    assert page.locator("#off").is_hidden()
+    assert page.locator("[aria-checked=false]").count() == 0
+
+
+def test_examples_start_a_text_and_a_conversation(open_page: Any, open_chat: Any) -> None:
+    markup = "<b>the</b> dog"
+    changes = {"prompts: []": f'prompts: ["the cat", "{markup}", "", "four"]', "about: [": 'about: ["<i>A model</i>", '}
+    page = open_page(changes=changes)
+    assert read_texts(page, "#prompts button") == ["the cat", markup, ""]
+    page.click("#about summary")
+    assert page.locator("#about p").first.inner_text() == "<i>A model</i>"
+    page.fill("#max_tokens", "4")
+    page.locator("#prompts button").nth(1).click()
+    wait_until(page, DONE)
+    assert page.input_value("#text").startswith(markup)
+    assert page.locator("#prompts").is_hidden()
+    page.fill("#text", "")
+    assert page.locator("#prompts").is_visible()
+    chat_page = open_chat(changes=changes)
+    chat_page.fill("#max_tokens", "4")
+    chat_page.locator("#prompts button").first.click()
+    wait_until(chat_page, ANSWERED)
+    assert read_conversation(chat_page)[0] == ("You", "the cat")
+    open_panel(chat_page)
+    assert "".join(read_texts(chat_page, "#strip span")).startswith("u:the·cat\\na:")
+
+
+def test_panel_fits_a_phone(open_page: Any) -> None:
+    page = open_page(width=360, color_scheme="dark")
+    write_text(page, "a" * 100 + " the cat", max_tokens=30, temperature=1.5)
+    open_panel(page)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.evaluate("sight.scrollWidth <= sight.clientWidth")
+    texts = page.evaluate(
+        "[...strip.children].map((x) => [getComputedStyle(x).backgroundColor, getComputedStyle(x).color])"
+    )
+    assert len(texts) == 32
+
+
+def test_scripts_continue_a_prompt_like_the_api(open_page: Any, address: str) -> None:
+    page = open_page()
+    result = page.evaluate("gpt.generate('the cat', { seed: 5, max_tokens: 12 })")
+    expected = request_completion(address, prompt="the cat", seed=5, max_tokens=12)
+    assert result["text"] == expected["text"]
+    assert result["ids"] == [token["id"] for token in expected["logprobs"]["content"]][: len(result["ids"])]
+    greedy = page.evaluate("gpt.generate('the cat', { temperature: 0, max_tokens: 12 })")
+    assert greedy["text"] == request_completion(address, prompt="the cat", temperature=0, max_tokens=12)["text"]

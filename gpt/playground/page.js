@@ -1,9 +1,16 @@
-"use strict";
-// The page of `gpt serve`: a text to continue, or a conversation. Text is never inserted as markup.
-const $ = (id) => document.getElementById(id);
+// The playground: a text to continue, or a conversation. `engine` runs the model. Text is never inserted as markup.
+
+function $(id) {
+  return document.getElementById(id);
+}
+
 const field = $("text"), question = $("question"), turns = $("turns");
 const shade = $("shade"), paper = $("paper"), likely = $("likely");
 const MAX_ALTERNATIVES = 10; // Alternatives per token.
+const DEFAULTS = { // The settings of `gpt sample`.
+  temperature: 0.8, top_k: 0, top_p: 1, min_p: 0, repetition_penalty: 1, presence_penalty: 0, frequency_penalty: 0,
+  no_repeat_ngram: 0, min_tokens: 0, max_tokens: 200,
+};
 const CHUNK = 1000; // Maximum characters of a typed part. Short parts keep redraws small.
 
 // The text is a list of immutable parts. Typed text is {text}.
@@ -14,7 +21,6 @@ const CHUNK = 1000; // Maximum characters of a typed part. Short parts keep redr
 // In a conversation, a question is {role, content, text: ""}.
 // An answer is {role, messages, text: ""} with all previous messages. Its tokens have the answer as their `run`.
 let parts = [], past = [], future = []; // `past` and `future` contain lists of parts, for undo and redo.
-const totals = new WeakMap(); // Number of tokens of a conversation, by its last part.
 let marks = []; // Elements of the parts; they shade tokens.
 let chat = false; // Whether the page shows a conversation.
 let other = { parts: [], past: [], future: [], marks: [] }; // Parts, history and marks of the other mode.
@@ -28,50 +34,12 @@ let last = { text: "", parts: [] }; // Text and parts when the page last set the
 const thousands = (number) => number.toLocaleString("en-US");
 const textOf = (list) => list.map((part) => part.text).join("");
 
-// Server
-
-async function ask(path, body, signal) {
-  const key = sessionStorage.getItem("gpt-key");
-  const headers = { ...(body && { "Content-Type": "application/json" }), ...(key && { Authorization: `Bearer ${key}` }) };
-  const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal })
-    .catch((error) => { throw error.name === "AbortError" ? error : new Error("The server cannot be reached. Is it still running?"); });
-  if (answer.ok) return answer;
-  const failure = await answer.json().catch(() => null);
-  if (answer.status === 401) {
-    $("key-says").textContent = key ? "That is not this server's API key." : "This server requires an API key.";
-    $("key").hidden = false;
-    $("secret").focus();
-    throw new Error(""); // The page already asks for the key.
-  }
-  throw new Error(failure?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
-}
-
-async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ;) {
-    const { done, value } = await reader.read().catch((error) => {
-      if (error.name === "AbortError") throw error;
-      return { done: true };
-    });
-    if (done) throw new Error("The connection was lost. The text so far is kept.");
-    const blocks = (rest + value).split("\n\n");
-    rest = blocks.pop();
-    for (const block of blocks) {
-      if (!block.startsWith("data: ")) continue;
-      if (block === "data: [DONE]") return;
-      const event = JSON.parse(block.slice(6));
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-  }
-}
-
-const idsOf = async (body, signal) => (await (await ask("tokenize", body, signal)).json()).tokens;
+// Model
 
 let tokenized = { text: null, ids: [] }; // The last tokenized text.
 async function tokenize(text, signal) {
   if (tokenized.text !== text) {
-    const ids = await idsOf({ prompt: text }, signal);
+    const ids = await engine.tokenize(text, signal);
     tokenized = { text, ids: ids.length ? ids : [model.end] };
   }
   return tokenized.ids;
@@ -83,16 +51,38 @@ function fail(error) {
   $("error").hidden = false;
 }
 
+function showName(name, facts) {
+  $("name").textContent = document.title = name;
+  $("facts").textContent = facts.join(" · ");
+}
+
+// Shows what is said about the model, examples and its own settings.
+function describeModel() {
+  $("about").hidden = !model.about.length;
+  $("about").lastElementChild.append(...model.about.map((text) => element("p", "", text)));
+  $("prompts").append(...model.prompts.slice(0, 3).map((prompt) => {
+    const button = element("button", "", prompt);
+    button.type = "button";
+    button.addEventListener("click", () => begin(prompt));
+    return button;
+  }));
+  for (const [name, value] of Object.entries(model.settings)) {
+    if (!$(name)) continue;
+    $(name).value = value;
+    $(name).dispatchEvent(new Event("input"));
+  }
+  setUpInside();
+  draw();
+}
+
 async function load() {
   try {
-    const [served] = (await (await ask("v1/models")).json()).data;
-    $("model").textContent = document.title = served.id;
-    $("facts").textContent = `context: ${thousands(served.context_length)} tokens`;
-    const info = await (await ask("tokenizer_info")).json();
-    model = { ...served, end: info.eos_token_id, ends: info.eos_token_ids, specials: info.special_token_ids };
-    $("key").hidden = true;
-    $("modes").hidden = !info.chat_template;
-    if (chat ? !info.chat_template : info.chat_template && !field.value && !job) await setMode(!chat);
+    const info = await engine.info(), isNew = model.end === undefined;
+    model = info;
+    showName(model.id, model.facts);
+    if (isNew) describeModel();
+    $("modes").hidden = !model.chat;
+    if (chat ? !model.chat : model.chat && !field.value && !job) await setMode(!chat);
     count();
   } catch (error) {
     fail(error);
@@ -131,6 +121,7 @@ function draw() {
     (!chat ? shade : part.role ? turns : turn).append(node);
     if (part.role) turn = node;
   }
+  $("prompts").hidden = Boolean(job || parts.length);
   if (follow && job && seen < 0) paper.scrollTop = paper.scrollHeight; // No scrolling while alternatives are open.
 }
 
@@ -186,7 +177,7 @@ function incompleteBytes(bytes) {
 
 const utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
 
-function addToken(list, entry, run, top = entry.top_logprobs) {
+function addToken(list, entry, run, top = entry.top) {
   const previous = list.at(-1);
   const bytes = new Uint8Array([...(previous?.held ?? []), ...entry.bytes]);
   const n = bytes.length - incompleteBytes(bytes);
@@ -209,14 +200,27 @@ function idsBefore(run, at) {
   return [...run.base, ...parts.slice(0, at).filter((part) => part.run === run).map((part) => part.id)];
 }
 
+// Returns the generated tokens or the answer at the end, if any.
+function lastRun() {
+  const end = parts.at(-1);
+  return end?.role === "assistant" ? end : end?.run;
+}
+
+// Returns the ids of the text or conversation if they are known.
+function knownIds() {
+  const run = lastRun();
+  return run?.base && idsBefore(run, parts.length);
+}
+
 // Generation
 
+const randomSeed = () => Math.floor(Math.random() * 2 ** 32);
+
 function settings() {
-  const seed = $("seed").value ? $("seed").valueAsNumber : Math.floor(Math.random() * 2 ** 32);
+  const seed = $("seed").value ? $("seed").valueAsNumber : randomSeed();
   $("seed").placeholder = `random, last ${seed}`;
-  const sampling = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
-  // Turn off settings that have no field, because the model's defaults can turn them on.
-  return { seed, min_p: 0, repetition_penalty: 1, ...Object.fromEntries(sampling) };
+  const fields = ["temperature", "top_k", "top_p", "max_tokens"].map((id) => [id, $(id).valueAsNumber]);
+  return { ...DEFAULTS, ...model.settings, seed, ...Object.fromEntries(fields), off: switchedOff() };
 }
 
 // Returns the text of an answer as the API returns it, without special tokens.
@@ -231,14 +235,15 @@ function messages() {
   return [...system, ...turns.map((part) => ({ role: part.role, content: part.content ?? contentOf(part) }))];
 }
 
-// Returns the path and body of a request for `run`, and the number of prompt ids if known.
+// Returns the request that continues the parts, which end with `run`.
 async function request(run, signal) {
-  const fields = { ...settings(), stream: true, stream_options: { include_usage: true } };
-  if (parts.at(-1) === run) return ["v1/chat/completions", { messages: run.messages, logprobs: true, top_logprobs: MAX_ALTERNATIVES, ...fields }];
-  run.base ??= await (chat ? idsOf({ messages: run.messages }, signal) : tokenize(field.value, signal));
-  const ids = idsBefore(run, parts.length);
-  if (chat) fields.max_tokens = Math.min(fields.max_tokens, model.context_length - ids.length); // Keeps all messages in the context.
-  return ["v1/completions", { prompt: ids.slice(-model.context_length), logprobs: MAX_ALTERNATIVES, token_details: true, ...fields }, ids.length];
+  run.base ??= await (chat ? engine.template(run.messages, signal) : tokenize(field.value, signal));
+  const size = model.context_length, ids = idsBefore(run, parts.length), fields = settings();
+  if (chat && run.base.length >= size) {
+    throw new Error(`messages have ${thousands(run.base.length)} tokens, but the model's context has ${thousands(size)}`);
+  }
+  if (chat) fields.max_tokens = Math.min(fields.max_tokens, size - ids.length); // Keeps all messages in the context.
+  return { ids, alternatives: MAX_ALTERNATIVES, ...fields };
 }
 
 // Continues the text or conversation. Returns whether anything changed.
@@ -253,8 +258,8 @@ async function write(from = parts) {
   $("status").textContent = "Writing …";
   setParts(showIncomplete(from, false));
   buttons();
-  let outcome = "Stopped.", frame = 0, length = field.value.length, tokenCount = 0, context = 0, startTime = 0, eventTime = 0, rateTime = 0, drawTime = 0;
-  let complete = false, total;
+  let outcome = "Stopped.", frame = 0, length = field.value.length, tokenCount = 0, startTime = 0, eventTime = 0, rateTime = 0, drawTime = 0;
+  let complete = false;
   const showRate = () => {
     const speed = eventTime > startTime ? `, ${(1000 * (tokenCount - 1) / (eventTime - startTime)).toFixed(1)} per second` : "";
     $("rate").textContent = tokenCount ? `${thousands(tokenCount)} token${tokenCount > 1 ? "s" : ""}${speed}.` : "";
@@ -272,7 +277,7 @@ async function write(from = parts) {
     draw();
     if (eventTime - rateTime >= 250) {
       showRate();
-      if (context) count(context + tokenCount);
+      count();
     }
     drawTime = performance.now() - start;
   };
@@ -282,14 +287,10 @@ async function write(from = parts) {
     if (chat && !run) parts.push(run = { role: "assistant", messages: messages(), text: "" });
     run ??= {};
     flush();
-    const [path, body, ids] = await request(run, controller.signal);
-    context = ids;
-    for await (const event of events(await ask(path, body, controller.signal))) {
-      const choice = event.choices[0], tokens = choice?.logprobs?.content ?? [];
-      if (event.usage) total = event.usage.total_tokens;
-      if (choice?.finish_reason) complete = true;
-      if (choice?.finish_reason === "length") outcome = "Stopped at the maximum length.";
-      if (choice?.finish_reason === "stop") { // Drop end-of-text, the last token.
+    for await (const { tokens, finish } of engine.complete(await request(run, controller.signal), controller.signal)) {
+      if (finish) complete = true;
+      if (finish === "length") outcome = "Stopped at the maximum length.";
+      if (finish === "stop") { // Drop end-of-text, the last token.
         const end = tokens.pop();
         outcome = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
       }
@@ -306,7 +307,6 @@ async function write(from = parts) {
   clearTimeout(frame);
   flush();
   parts = chat && !complete && !parts.at(-1)?.run ? before : showIncomplete(parts, true); // Removes a question without an answer.
-  if (total) totals.set(parts.at(-1), total);
   const changed = parts.length !== before.length || parts.some((part, at) => part !== before[at]);
   if (changed) future.length = 0;
   else past.pop();
@@ -316,10 +316,10 @@ async function write(from = parts) {
   }
   draw();
   showRate();
-  count();
   $("status").textContent = outcome;
   field.readOnly = false;
   job = null;
+  count();
   buttons();
   ended();
   return changed;
@@ -360,6 +360,7 @@ async function setMode(chatting) {
   document.body.classList.toggle("chat", chat);
   for (const [id, on] of [["chat", chat], ["plain", !chat]]) $(id).setAttribute("aria-pressed", on);
   for (const id of ["rate", "status"]) $(id).textContent = "";
+  draw();
   buttons();
   count();
   activeField().focus();
@@ -374,6 +375,15 @@ async function send() {
   question.value = "";
   const sent = await write([...parts, { role: "user", content, text: "" }]);
   if (!sent) question.value = [content, question.value].filter(Boolean).join("\n");
+}
+
+// Starts from an example.
+async function begin(prompt) {
+  activeField().value = prompt;
+  if (chat) return send();
+  handleEdit();
+  field.focus();
+  await write();
 }
 
 async function regenerate() {
@@ -399,15 +409,11 @@ async function startConversation() {
   question.focus();
 }
 
-function currentTokens() {
-  const run = parts.at(-1)?.run;
-  return chat ? totals.get(parts.at(-1)) : run && idsBefore(run, parts.length).length;
-}
-
 // Shows the number of tokens, and whether it exceeds the context. Tokenizes new text when typing pauses.
 let countTimer = 0;
-function count(n = currentTokens()) {
+function count(n = knownIds()?.length) {
   clearTimeout(countTimer);
+  refreshInside();
   if (n === undefined && !chat) {
     countTimer = setTimeout(async () => {
       const text = field.value;
@@ -603,12 +609,20 @@ for (const range of document.querySelectorAll("input[type=range]")) {
   range.addEventListener("input", () => { number.value = range.value; });
   number.addEventListener("input", () => { if (number.value) range.value = number.value; });
 }
-$("key").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem("gpt-key", $("secret").value);
-  $("secret").value = "";
-  load();
-});
 if (/Mac|iPhone|iPad/.test(navigator.platform)) $("mod").textContent = "⌘";
 field.focus(); // The autofocus attribute would act later and could steal the focus.
 load();
+
+// For scripts and the console: continues a prompt as `gpt sample` does.
+window.gpt = {
+  async generate(prompt = "", settings = {}) {
+    if (model.end === undefined) await load();
+    const ids = await tokenize(prompt), fresh = [];
+    const request = { ids, alternatives: 0, seed: randomSeed(), ...DEFAULTS, ...settings };
+    for await (const { tokens, finish } of engine.complete(request)) {
+      fresh.push(...tokens);
+      if (finish === "stop") fresh.pop(); // End-of-text
+    }
+    return { ids: fresh.map((token) => token.id), text: utf8.decode(new Uint8Array(fresh.flatMap((token) => token.bytes))) };
+  },
+};

@@ -1,0 +1,81 @@
+// The engine of `gpt serve`: the model runs on the server that delivered this page.
+
+const engine = (() => {
+  async function ask(path, body, signal) {
+    const key = sessionStorage.getItem("gpt-key");
+    const headers = { ...(body && { "Content-Type": "application/json" }), ...(key && { Authorization: `Bearer ${key}` }) };
+    const answer = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal })
+      .catch((error) => { throw error.name === "AbortError" ? error : new Error("The server cannot be reached. Is it still running?"); });
+    if (answer.ok) return answer;
+    const failure = await answer.json().catch(() => null);
+    if (answer.status === 401) {
+      $("key-says").textContent = key ? "That is not this server's API key." : "This server requires an API key.";
+      $("key").hidden = false;
+      $("secret").focus();
+      throw new Error(""); // The page already asks for the key.
+    }
+    throw new Error(failure?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
+  }
+
+  const get = async (path, body, signal) => (await ask(path, body, signal)).json();
+
+  async function* events(answer) {
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let rest = ""; ;) {
+      const { done, value } = await reader.read().catch((error) => {
+        if (error.name === "AbortError") throw error;
+        return { done: true };
+      });
+      if (done) throw new Error("The connection was lost. The text so far is kept.");
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        if (!block.startsWith("data: ")) continue;
+        if (block === "data: [DONE]") return;
+        const event = JSON.parse(block.slice(6));
+        if (event.error) throw new Error(event.error.message);
+        yield event;
+      }
+    }
+  }
+
+  $("key").addEventListener("submit", (event) => {
+    event.preventDefault();
+    sessionStorage.setItem("gpt-key", $("secret").value);
+    $("secret").value = "";
+    load();
+  });
+
+  return {
+    async info() {
+      const { data: [{ id, context_length, layers, heads }] } = await get("v1/models");
+      const facts = [`context: ${thousands(context_length)} tokens`];
+      showName(id, facts); // These need no API key.
+      const tokenizer = await get("tokenizer_info");
+      $("key").hidden = true;
+      return {
+        id, context_length, facts, end: tokenizer.eos_token_id, ends: tokenizer.eos_token_ids,
+        specials: tokenizer.special_token_ids, chat: Boolean(tokenizer.chat_template), prompts: [], settings: {},
+        about: [`layers: ${layers}, attention heads per layer: ${heads}, vocabulary: ${thousands(tokenizer.vocab_size)} tokens`],
+        shape: { layers, heads }, can_switch: false,
+      };
+    },
+
+    tokenize: async (text, signal) => (await get("tokenize", { prompt: text }, signal)).tokens,
+    template: async (messages, signal) => (await get("tokenize", { messages }, signal)).tokens,
+
+    async *complete({ ids, alternatives, off, ...settings }, signal) {
+      const body = { prompt: ids.slice(-model.context_length), logprobs: alternatives, token_details: true, stream: true, ...settings };
+      for await (const { choices: [choice] } of events(await ask("v1/completions", body, signal))) {
+        const tokens = choice.logprobs?.content ?? [];
+        yield { tokens: tokens.map(({ top_logprobs: top, ...token }) => ({ ...token, top })), finish: choice.finish_reason ?? null };
+      }
+    },
+
+    async inspect(ids, options, signal) {
+      const { attention, ...inspection } = await get("inspect", { ids: ids.slice(-model.context_length) }, signal);
+      const bytes = Uint8Array.from(atob(attention), (letter) => letter.charCodeAt(0));
+      return { ...inspection, attention: new Float32Array(bytes.buffer) };
+    },
+  };
+})();
