@@ -1,5 +1,5 @@
-// A GPT decoder that reads one token at a time and keeps the keys and values of the tokens before. "How a GPT works", in
-// the documentation, derives each step. The names are those of gpt/model/decoder.py.
+// A GPT decoder that reads one token at a time and keeps the keys and values of earlier tokens. docs/model.md, "How a GPT
+// works", derives each step; # names its section. Names are those of gpt/model/decoder.py.
 //
 // All numbers are in one WebAssembly memory, so that kernels.wasm can read them. An address counts bytes, and
 // `floats[address / 4]` is the float32 there. The exporter pads rows with zeros to multiples of 16 numbers.
@@ -138,7 +138,7 @@ class Decoder {
     return scale;
   }
 
-  // LayerNorm, or RMSNorm, of `size` numbers.
+  // #layernorm and #rmsnorm, of `size` numbers.
   norm({ at, bias }, x, y, size = this.C, rms = this.rms) {
     const { floats } = this, X = x / 4, Y = y / 4, weight = at / 4;
     let mean = 0, square = 0;
@@ -148,7 +148,7 @@ class Decoder {
     for (let i = 0; i < size; i++) floats[Y + i] = (floats[X + i] - mean) * scale * floats[weight + i] + (bias === null ? 0 : floats[bias / 4 + i]);
   }
 
-  // RoPE: rotates the pairs (i, i + D/2) of a head.
+  // #rotary-positions-rope: rotates the pairs (i, i + D/2) of a head.
   rotate(head, position) {
     const { floats, rates } = this, half = this.D / 2;
     for (let i = head / 4; i < head / 4 + half; i++) {
@@ -159,13 +159,13 @@ class Decoder {
     }
   }
 
-  // Adds a row of an embedding table to the residual stream.
+  // #embedding and #positions: adds a row of a table to the residual stream.
   embed(table, row) {
     const { floats, C } = this, { cols, scales } = table, weights = this.reader(table), scale = scales === null ? 1 : floats[scales / 4 + row];
     for (let i = 0; i < C; i++) floats[this.x / 4 + i] += weights(row * cols + i) * scale;
   }
 
-  // Reads an id. Then computes the logits of the next one, unless `wanted` is false.
+  // #the-residual-stream: reads an id. Then computes the logits of the next one, unless `wanted` is false.
   step(id, wanted = true) {
     const { floats: before, C, L, x, output } = this, position = this.length;
     before.fill(0, x / 4, x / 4 + C);
@@ -196,13 +196,13 @@ class Decoder {
     if (wanted) this.unembed(x);
   }
 
-  // Computes logits from a residual stream.
+  // #unembedding: computes logits from a residual stream.
   unembed(x) {
     this.norm(this.ln_f, x, this.normalized);
     this.linear(this.lm_head, this.normalized, this.logits);
   }
 
-  // GELU, or SwiGLU, whose gate is the first half.
+  // #mlp and #swiglu: GELU, or SwiGLU, whose gate is the first half.
   activate() {
     const { floats, I, Ip } = this, from = this.hidden / 4;
     if (this.gated) for (let i = from; i < from + I; i++) floats[i] = floats[i] / (1 + Math.exp(-floats[i])) * floats[Ip + i];
@@ -212,7 +212,8 @@ class Decoder {
     }
   }
 
-  // softmax(q kᵀ / √D) v in each head. With RoPE, a position beyond the context replaces the oldest one.
+  // #queries-keys-values to #heads-and-the-output-matrix: softmax(q kᵀ / √D) v in each head, within the layer's window
+  // (#windows). With RoPE, a position beyond the context replaces the oldest one.
   attend(l, position) {
     const { floats, D, Dp, H, K, T, room } = this, { keys, values, q_norm, k_norm, window } = this.blocks[l];
     const column = position % T, count = Math.min(position + 1, T), padded = roundUp(count, 8);
