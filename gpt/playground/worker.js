@@ -1,0 +1,187 @@
+// The model in a worker, so that the page never freezes. local.js sends requests; this answers them.
+
+const YIELD_MILLISECONDS = 12; // How long the model computes before it looks for messages.
+const LENS = 5, NEXT = 200; // Tokens per layer, and of the next token's distribution, in an inspection.
+
+let header = null, tokenizer = null, decoder = null;
+const sums = { a: 0, b: 0, rest: [] }; // The checksum of the weights so far.
+
+// What the decoder has read: `ids` from `start` on, with these heads and layers switched off.
+const context = { ids: [], start: 0, off: "" };
+
+// Makes the decoder read `ids`. It reads again only what differs from what it has read. Beyond the context, learned and sine
+// positions start again with the second half of the ids; with RoPE, the oldest token is forgotten.
+function read(ids, off = {}) {
+  const { T } = decoder, key = JSON.stringify(off);
+  let same = 0;
+  while (same < Math.min(context.ids.length, ids.length) && context.ids[same] === ids[same]) same++;
+  const isRewindable = context.start === 0 && decoder.length <= T && ids.length <= T;
+  if (key !== context.off || !(isRewindable || (same === context.ids.length && same < ids.length))) {
+    decoder.off = new Set((off.heads ?? []).map(([layer, head]) => layer * decoder.H + head));
+    decoder.skipped = new Set(off.layers ?? []);
+    Object.assign(context, { start: Math.max(0, ids.length - T), off: key });
+    decoder.length = 0;
+  } else if (isRewindable) decoder.length = Math.min(same, ids.length - 1);
+  for (let at = context.start + decoder.length; at < ids.length; at++) {
+    if (decoder.length >= T && decoder.positions !== "rotary") {
+      at = context.start = ids.length - Math.max(1, T >> 1);
+      decoder.length = 0;
+    }
+    decoder.step(ids[at], at === ids.length - 1);
+  }
+  context.ids = [...ids];
+}
+
+const bytesOf = (id) => [...(tokenizer.bytes[id] ?? [])];
+
+// Returns the most likely ids, the most likely first, and the logarithm of the sum of all exponentials.
+function rank(logits, count) {
+  const best = [];
+  let largest = -Infinity, sum = 0;
+  for (let i = 0; i < logits.length; i++) {
+    if (best.length === count && !(logits[i] > logits[best[count - 1]])) continue;
+    let at = best.length;
+    while (at && logits[best[at - 1]] < logits[i]) at--;
+    best.splice(at, 0, i);
+    if (best.length > count) best.pop();
+  }
+  for (const logit of logits) if (logit > largest) largest = logit;
+  for (const logit of logits) sum += Math.exp(logit - largest);
+  return { best, total: largest + Math.log(sum) };
+}
+
+// Returns a copy of the decoder's logits, without ids that have no token.
+function copyLogits() {
+  const at = decoder.logits / 4;
+  return decoder.floats.slice(at, at + Math.min(decoder.V, tokenizer.tokens.length));
+}
+
+const methods = {
+  tokenize: (text) => tokenizer.prompt(text),
+
+  // Returns the ids of a conversation, up to the start of an answer.
+  template(messages) {
+    const { chat } = header;
+    let text = chat.bos + (messages[0]?.role === "system" ? "" : chat.no_system);
+    for (const { role, content } of messages) text += chat[role][0] + (chat.trims ? content.trim() : content) + chat[role][1];
+    return tokenizer.encode(text + chat.answer, true);
+  },
+
+  // Sends events with newly generated tokens. The last event has the reason for the end.
+  async complete({ ids: prompt, alternatives, max_tokens, seed, off, ...settings }, send, signal) {
+    const ids = [...prompt], key = sampleKey(seed, prompt), ends = tokenizer.ends;
+    let tokens = [], restTime = performance.now();
+    for (let count = 0, finish = max_tokens ? null : "length"; ; count++) {
+      if (!finish) {
+        read(ids, off);
+        const logits = copyLogits(), { best, total } = rank(logits, alternatives);
+        if (!Number.isFinite(total)) throw new Error("The model produced NaN or infinite logits, so no token can be chosen.");
+        const entry = (id) => ({ id, bytes: bytesOf(id), logprob: logits[id] - total });
+        const top = best.map(entry), adjusted = logits.slice();
+        adjust(adjusted, ids, count, ends, settings);
+        let id = rank(adjusted, 1).best[0];
+        if (settings.temperature > 0) {
+          filter(adjusted, settings);
+          id = drawId(adjusted, decoder.uniform(stepKey(key, count), adjusted.length));
+        }
+        tokens.push({ ...entry(id), top });
+        if (ends.includes(id)) finish = "stop";
+        else ids.push(id);
+        if (!finish && count + 1 >= max_tokens) finish = "length";
+      }
+      if (finish) return send({ tokens, finish, total: ids.length });
+      if (performance.now() - restTime < YIELD_MILLISECONDS) continue;
+      send({ tokens, finish });
+      tokens = [];
+      await rest();
+      if (signal.aborted) return send({ tokens, finish: null, total: ids.length });
+      restTime = performance.now();
+    }
+  },
+
+  // Returns what the newest token attends to, the most likely next tokens after each layer, and the model's distribution.
+  inspect(ids, { off } = {}) {
+    read(ids, off);
+    const { L, H } = decoder, attention = decoder.attention(), seen = ids.slice(-attention.length / (L * H));
+    const ranked = (count) => {
+      const logits = copyLogits(), { best, total } = rank(logits, count);
+      return best.map((id) => ({ id, bytes: bytesOf(id), logit: logits[id], logprob: logits[id] - total }));
+    };
+    const lens = Array.from({ length: L + 1 }, (_, l) => {
+      decoder.unembed(decoder.streams + 4 * l * decoder.Cp);
+      return ranked(LENS).map(({ id, bytes, logprob }) => ({ id, bytes, probability: Math.exp(logprob) }));
+    });
+    return { tokens: seen.map((id) => ({ id, bytes: bytesOf(id) })), attention, layers: L, heads: H, lens, next: ranked(NEXT) };
+  },
+};
+
+// Lets messages in. A timer would wait for 4 ms.
+const rest = () => new Promise((resolve) => {
+  const channel = new MessageChannel();
+  channel.port1.onmessage = resolve;
+  channel.port2.postMessage(null);
+});
+
+// Adds a part of the weights to the checksum of gpt/exporting/html.py.
+function addToSums(part) {
+  const bytes = sums.rest.length ? Uint8Array.from([...sums.rest, ...part]) : part, whole = bytes.length & ~3;
+  const words = new DataView(bytes.buffer, bytes.byteOffset, whole);
+  let { a, b } = sums;
+  for (let at = 0; at < whole; at += 4) {
+    a = a + words.getUint32(at, true) | 0;
+    b = b + a | 0;
+  }
+  Object.assign(sums, { a, b, rest: [...bytes.subarray(whole)] });
+}
+
+function start(values, kernels) {
+  header = values;
+  tokenizer = new Tokenizer(header.tokenizer);
+  decoder = new Decoder(header, kernels);
+}
+
+function receive(part) {
+  if (decoder.received + part.length > header.bytes) throw new Error("damaged");
+  decoder.load(part);
+  addToSums(part);
+}
+
+function finish() {
+  const hex = (number) => (number >>> 0).toString(16).padStart(8, "0");
+  if (decoder.received !== header.bytes || hex(sums.a) + hex(sums.b) !== header.sum) throw new Error("damaged");
+  return { memory: decoder.memory.buffer.byteLength, simd: Boolean(decoder.kernels) };
+}
+
+const setup = { start, receive, finish }, running = new Map(); // Abort signals of running requests, by number.
+let last = Promise.resolve(); // The last completion. Others wait for it.
+
+async function answer({ number, method, values }) {
+  const reply = (kind, value) => postMessage({ number, [kind]: value });
+  const signal = { aborted: false };
+  running.set(number, signal);
+  const before = last;
+  let done = () => {};
+  try {
+    if (method === "complete") {
+      last = new Promise((resolve) => { done = resolve; });
+      await before;
+      if (!signal.aborted) await methods.complete(...values, (event) => reply("event", event), signal);
+      reply("result");
+    } else {
+      // An inspection of a prefix can interrupt a completion, which then reads the few dropped tokens again.
+      if (method === "inspect" && !(context.start === 0 && decoder.length <= decoder.T && values[0].length <= decoder.T)) await before;
+      reply("result", (setup[method] ?? methods[method])(...values));
+    }
+  } catch (error) {
+    reply("error", error.message);
+  }
+  running.delete(number);
+  done();
+}
+
+onmessage = ({ data }) => {
+  if (data.abort) {
+    const signal = running.get(data.number);
+    if (signal) signal.aborted = true;
+  } else answer(data);
+};
