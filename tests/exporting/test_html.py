@@ -267,7 +267,7 @@ def test_patterns_without_case_have_all_letters() -> None:
         "'(?:[sS\u017fdDmMtT]|[lL][lL])|\\p{White_Space}+$|[^\\p{White_Space}]|(?!\\P{White_Space})"
     )
     for pattern in PATTERNS:
-        assert not re.search(r"\(\?i|\\s|\\S|[+*?}]\+", page_tokenizer.to_javascript(pattern))
+        assert not re.search(r"\(\?i|\\s|\\S|[+*?]\+", page_tokenizer.to_javascript(pattern))
 
 
 @pytest.mark.slow
@@ -379,7 +379,7 @@ def test_page_describes_the_run(run_folder: Path, gpt: Gpt) -> None:
         assert part in rest, part
     text = Path("a/book.html").read_text(encoding="utf-8")
     assert "alert(" in text and "<script>alert" not in text and "<b>Mine" not in text
-    assert str(run_folder) not in text and run_folder.name not in text
+    assert str(run_folder) not in text
 
 
 def test_prompts_quote_the_training_text(run_folder: Path, text: Path, gpt: Gpt) -> None:
