@@ -19,12 +19,7 @@ def export(
     rest: list[str],
     out: Annotated[
         str,
-        option(
-            "--out",
-            "-o",
-            metavar="PATH",
-            help="New .gguf file for llama.cpp and Ollama, new .html page for any browser, or new folder to publish",
-        ),
+        option("--out", "-o", metavar="PATH", help="New .gguf file, .html page for any browser, or folder to publish"),
     ],
     model: Model = None,
     base: Base = None,

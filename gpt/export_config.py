@@ -30,7 +30,7 @@ class ExportConfig:
     """The settings of ``gpt export``. Raises `UserError` for invalid values."""
 
     dtype: ExportDtype | None = option(
-        None, "Type of the weights: f32, f16, q8_0 or q4_0 in a GGUF file, others in a page or folder (int4: folder)",
+        None, "Type of the weights: f32, f16, q8_0 or q4_0 in a GGUF file, others in a page or folder",
         panel="Weights", shown="f16; in a page float16, or int8 above 20M parameters; in a folder float32",
     )  # fmt: skip
     type: FileType | None = option(None, "The former name of --dtype for GGUF files", panel="Weights", hidden=True)
@@ -42,11 +42,15 @@ class ExportConfig:
         0, "Samples in the model card; they may quote the training text", panel="Card", low=0, high=100
     )
 
-    title: str | None = option(None, "Title of the page", panel="Page", shown="name of the file", metavar="TEXT")
-    about: str | None = option(None, "Paragraph about the model on the page", panel="Page", metavar="TEXT")
+    title: str | None = option(
+        None, "Title of the page", panel="Page", shown="name of the file", metavar="TEXT", level="basic"
+    )
+    about: str | None = option(
+        None, "Paragraph about the model on the page", panel="Page", metavar="TEXT", level="basic"
+    )
     prompts: int | None = option(
-        None, "Prompts to try on the page: the first words of lines of the training text, up to 3", panel="Page",
-        shown="3", low=0, high=3,
+        None, "Prompts to try on the page, quoted from the training text: first words of lines", panel="Page",
+        shown="3", level="basic", low=0, high=3,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
