@@ -86,7 +86,7 @@ function drawAttention() {
     path.setAttribute("opacity", Math.min(1, 0.25 + shares[t]));
     arcs.push(path);
   }
-  svg.setAttribute("height", sight.scrollHeight);
+  svg.setAttribute("height", strip.offsetHeight);
   svg.replaceChildren(...arcs);
   const most = strongest(shares, 4).map((t) => quoted(look.tokens[t], shares[t])).join(", ");
   $("sees").textContent = `${pointedHead < 0 ? "All heads on average attend" : `${nameOf(pointedHead)} attends`} most to ${most}`;
@@ -175,8 +175,8 @@ function drawNext() {
 
 function drawInside() {
   strip.replaceChildren(...look.tokens.map((token) => element("span", "", label(token))));
-  sight.scrollTop = sight.scrollHeight;
   drawAttention();
+  sight.scrollTop = sight.scrollHeight;
   drawHeads();
   drawLens();
   drawNext();
