@@ -6,12 +6,12 @@ const SHOWN = 10; // Tokens in the list of next tokens.
 const BUCKETS = 12; // Parts of the text in a head's cell.
 const MAX_ARCS = 16;
 const PAUSE = 250; // Milliseconds between inspections.
-const MAX_PAUSE = 100; // While the model writes, only inspections that take no longer than this are repeated.
+const MAX_TIME = 100; // Milliseconds of an inspection. One that takes longer waits until the model has stopped writing.
 
 const off = { heads: new Set(), layers: new Set() }; // Heads are layer · heads per layer + head.
 let look = null; // The last inspection.
 let lookedAt = ""; // Its ids and what was switched off.
-let lookTimer = 0, lookSeconds = 0, looking = false, isStale = false;
+let lookTimer = 0, lookTime = 0, looking = false, isStale = false;
 let pointedHead = -1; // The head under the pointer or with the focus, or -1 for the average.
 let pointedLayer = -1; // The layer last pointed at, or -1 for the last layer.
 
@@ -26,7 +26,7 @@ const quoted = (token, share) => `“${label(token)}” ${percent(share)}`;
 
 // Inspects the text soon. Several changes cause one inspection.
 function refreshInside() {
-  if (!inside.open || inside.hidden || (job && lookSeconds > MAX_PAUSE / 1000)) return;
+  if (!inside.open || inside.hidden || (job && lookTime > MAX_TIME)) return;
   if (!job) clearTimeout(lookTimer);
   if (!job || !lookTimer) lookTimer = setTimeout(inspect, PAUSE);
 }
@@ -41,12 +41,14 @@ async function inspect() {
     if (ids && key !== lookedAt) {
       const start = performance.now();
       look = await engine.inspect(ids, { off: switchedOff() });
-      lookSeconds = (performance.now() - start) / 1000;
+      lookTime = performance.now() - start;
       lookedAt = key;
+      $("insight").hidden = false;
       drawInside();
     }
-    const part = look && look.tokens.length < ids?.length ? `This is how the model reads the last ${thousands(look.tokens.length)} tokens.` : "";
-    $("inside-note").textContent = look ? part : "Send a message to see how the model reads it.";
+    const isPart = ids && look.tokens.length < ids.length;
+    $("insight").hidden = !ids;
+    $("inside-note").textContent = isPart ? `This is how the model reads the last ${thousands(look.tokens.length)} tokens.` : ids ? "" : "Send a message to see how the model reads it.";
   } catch (error) {
     $("inside-note").textContent = error.message;
   }
@@ -84,7 +86,7 @@ function drawAttention() {
     path.setAttribute("opacity", Math.min(1, 0.25 + shares[t]));
     arcs.push(path);
   }
-  svg.setAttribute("height", sight.scrollHeight);
+  svg.setAttribute("height", strip.offsetHeight);
   svg.replaceChildren(...arcs);
   const most = strongest(shares, 4).map((t) => quoted(look.tokens[t], shares[t])).join(", ");
   $("sees").textContent = `${pointedHead < 0 ? "All heads on average attend" : `${nameOf(pointedHead)} attends`} most to ${most}`;
@@ -97,7 +99,7 @@ function drawHeads() {
     shares.forEach((share, t) => { sums[Math.floor(t * count / n)] += share; });
     const stops = [...sums].map((sum, i) => `color-mix(in srgb, var(--mark) ${Math.round(100 * Math.sqrt(sum))}%, transparent) ${100 * i / count}% ${100 * (i + 1) / count}%`);
     button.style.backgroundImage = `linear-gradient(90deg, ${stops.join(", ")})`;
-    const [most] = strongest(shares, 1);
+    const most = shares.indexOf(Math.max(...shares));
     button.setAttribute("aria-label", `${nameOf(at)}: ${quoted(look.tokens[most], shares[most])}`);
   }
 }
@@ -173,8 +175,8 @@ function drawNext() {
 
 function drawInside() {
   strip.replaceChildren(...look.tokens.map((token) => element("span", "", label(token))));
-  sight.scrollTop = sight.scrollHeight;
   drawAttention();
+  sight.scrollTop = sight.scrollHeight;
   drawHeads();
   drawLens();
   drawNext();
@@ -245,7 +247,7 @@ for (const name of ["pointerover", "focusin"]) lens.addEventListener(name, ({ ta
   pointedLayer = [...lens.children].indexOf(target.closest("li"));
   drawLens();
 });
-inside.addEventListener("toggle", refreshInside);
+inside.addEventListener("toggle", () => { refreshInside(); drawAttention(); });
 $("settings").addEventListener("input", drawNext);
 $("off").lastElementChild.addEventListener("click", () => {
   off.heads.clear();
