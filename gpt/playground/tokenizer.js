@@ -45,8 +45,8 @@ class Tokenizer {
 
   // Returns the ids of a prompt: with the token that starts a text, if the model has one. They are never empty.
   prompt(text) {
-    const ids = this.encode(text, this.special_prompt);
-    return [...(this.bos === null ? [] : [this.bos]), ...(ids.length ? ids : [this.eot])];
+    const ids = [...(this.bos === null ? [] : [this.bos]), ...this.encode(text, this.special_prompt)];
+    return ids.length ? ids : [this.eot];
   }
 
   encodeOrdinary(text, ids) {

@@ -63,6 +63,7 @@ const methods = {
   template(messages) {
     const { chat } = header;
     let text = chat.bos + (messages[0]?.role === "system" ? "" : chat.no_system);
+    if (messages[0]?.role === "system" && !chat.system) throw new Error("This model takes no system message.");
     for (const { role, content } of messages) text += chat[role][0] + (chat.trims ? content.trim() : content) + chat[role][1];
     return tokenizer.encode(text + chat.answer, true);
   },

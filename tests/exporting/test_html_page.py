@@ -1,0 +1,310 @@
+"""Exported pages in a browser, opened from disk without a network: they compute what `gpt` computes."""
+
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vocabularies
+from conftest import make_text
+from models import CPU, FAMILIES, engine_of, loud, source_of
+
+from gpt import api
+from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.decoding.context import Context
+from gpt.decoding.engine import Request
+from gpt.exporting import html
+from gpt.inspect import inspect_prompt
+from gpt.model.decoder import GPT
+from gpt.sample_config import SampleConfig
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, train_tokenizer_up_to
+from gpt.text.tokenizer_files import find_tokenizer
+
+pytestmark = pytest.mark.slow
+MODERN, GPT2 = ARCHITECTURES["modern"], ARCHITECTURES["gpt2"]
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2, untied": GPT2 | {"tied": False},
+    "sine positions": GPT2 | {"positions": "sinusoidal"},
+    "qwen3, windows": MODERN | {"window": 8},
+    "llama, scaled, odd sizes": FAMILIES["llama"]
+    | {"n_kv_head": 2, "head_dim": 10, "n_inner": 44, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16)},
+    "mistral, untied": FAMILIES["mistral"] | {"n_kv_head": 1, "tied": False, "window": 6, "window_layers": (0, 1)},
+    "qwen2": FAMILIES["qwen2"] | {"n_kv_head": 2},
+}
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {},
+    {"top_k": 5},
+    {"top_p": 0.7},
+    {"min_p": 0.1, "temperature": 1.3},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.3},
+    {"no_repeat_ngram": 3, "min_tokens": 20, "temperature": 0.5},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+]
+Open = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not (program := shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("there is no Chromium")
+    with playwright.sync_playwright() as browsers:
+        started = browsers.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Opens a file and waits for the model. Any request for something else, and any error in the console, fails the
+    test."""
+    context = browser.new_context(offline=True)
+    requests: list[str] = []
+    problems: list[str] = []
+
+    def open_file(path: Path) -> Any:
+        page = context.new_page()
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.goto(path.as_uri())
+        page.wait_for_selector("body[data-ready=yes]", timeout=60_000)
+        return page
+
+    yield open_file
+    context.close()
+    assert [url for url in requests if not url.startswith(("file:", "blob:", "data:"))] == []
+    assert problems == []
+
+
+def export(path: Path, model: GPT, tokenizer: Tokenizer | None = None, dtype: str = "float32") -> Path:
+    texts = {"name": "it", "facts": [], "about": [], "prompts": [], "chat": None}
+    html.write(path, source_of(model, tokenizer), dtype, texts)
+    return path
+
+
+def complete(page: Any, ids: Sequence[int], **settings: Any) -> list[dict[str, Any]]:
+    """The tokens that the page's engine generates after `ids`."""
+    script = """async ([ids, settings]) => {
+        const tokens = [];
+        for await (const event of engine.complete({ ids, alternatives: 3, ...settings })) tokens.push(...event.tokens);
+        return tokens;
+    }"""
+    defaults = vars(SampleConfig())
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    names += ("no_repeat_ngram", "min_tokens", "max_tokens")
+    known = {name: defaults[name] for name in names}
+    return page.evaluate(script, [list(ids), {**known, "seed": 0, **settings}])  # type: ignore[no-any-return]
+
+
+def expected(model: GPT, ids: Sequence[int], seed: int = 0, **settings: Any) -> list[Any]:
+    tokens: list[Any] = []
+    engine = engine_of(Context(model, CPU, 1), [Request(tuple(ids))], SampleConfig(**settings), seed, eot=256)
+    for event in engine.run():
+        tokens += event.tokens
+    return tokens
+
+
+def ids_of(tokens: Sequence[Any]) -> list[int]:
+    return [token["id"] if isinstance(token, dict) else token.id for token in tokens]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ids_are_those_of_gpt_sample(shape: str, open_page: Open, tmp_path: Path) -> None:
+    """Greedily and with seeds, past the context, with every filter."""
+    model = loud(GPTConfig(257, 40, 2, 4, 64, **SHAPES[shape]), spread=0.08)
+    page, generator = open_page(export(tmp_path / "model.html", model)), random.Random(0)
+    for index in range(16):
+        ids = [generator.randrange(256) for _ in range((1, 3, 12, 39, 40, 41, 60)[index % 7])]
+        settings = {**SETTINGS[index % len(SETTINGS)], "max_tokens": (10, 60)[index % 2]}
+        seed = index * 1_000_003
+        tokens, reference = complete(page, ids, seed=seed, **settings), expected(model, ids, seed, **settings)
+        assert ids_of(tokens) == ids_of(reference), (index, settings)
+        assert [token["logprob"] for token in tokens] == pytest.approx([t.logprob for t in reference], abs=1e-4)
+
+
+def test_javascript_without_simd_gives_the_same_ids(open_page: Open, tmp_path: Path) -> None:
+    model = loud(GPTConfig(257, 40, 2, 4, 64, **SHAPES["llama, scaled, odd sizes"]), spread=0.08)
+    for dtype in ("float32", "bfloat16", "int8"):
+        file = export(tmp_path / f"{dtype}.html", model, dtype=dtype)
+        text = file.read_text()
+        plain = tmp_path / f"{dtype}-plain.html"
+        plain.write_text(re.sub('(id="kernels">)[^<]*', r"\1", text))
+        assert len(plain.read_text()) < len(text)
+        settings = {"max_tokens": 30, "seed": 5}
+        fast, slow = (complete(open_page(path), [1, 2, 3], **settings) for path in (file, plain))
+        assert ids_of(fast) == ids_of(slow), dtype
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_rounded_weights_are_those_of_a_folder(dtype: str, open_page: Open, tmp_path: Path) -> None:
+    """A float32 model with the weights of the exported folder gives the page's ids."""
+    model = loud(GPTConfig(257, 40, 2, 4, 64, **MODERN), spread=0.08)
+    page = open_page(export(tmp_path / "model.html", model, dtype=dtype))
+    restored = GPT(model.config).eval()
+    source = source_of(model)
+    weights = {name: html.restore_parameter(model.config, name, get(), dtype) for name, get in source.weights.items()}
+    restored.load_state_dict({name: html.to_tensor(value) for name, value in weights.items()})
+    for seed in range(6):
+        ids = [seed, 2 * seed, 3]
+        tokens, reference = (
+            complete(page, ids, seed=seed, max_tokens=30), expected(restored, ids, seed, max_tokens=30)
+        )  # fmt: skip
+        assert ids_of(tokens) == ids_of(reference)
+        tolerance = 5e-3 if dtype == "int8" else 1e-4  # With int8, activations have 16 bits.
+        assert [token["logprob"] for token in tokens] == pytest.approx([t.logprob for t in reference], abs=tolerance)
+
+
+def inspect(page: Any, ids: Sequence[int], off: dict[str, Any] | None = None) -> dict[str, Any]:
+    script = """async ([ids, off]) => {
+        const { attention, ...rest } = await engine.inspect(ids, { off });
+        return { attention: [...attention], ...rest };
+    }"""
+    return page.evaluate(script, [list(ids), off or {}])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "qwen3, windows", "llama, scaled, odd sizes"])
+def test_attention_and_lens_are_those_of_gpt_inspect(shape: str, open_page: Open, tmp_path: Path) -> None:
+    model = loud(GPTConfig(257, 40, 2, 4, 64, **SHAPES[shape]), spread=0.08)
+    page, ids = open_page(export(tmp_path / "model.html", model)), random.Random(1).choices(range(256), k=20)
+    for length in (1, 13, 20):
+        look, reference = inspect(page, ids[:length]), inspect_prompt(model, ids[:length], bytes_tokenizer())
+        assert [token["id"] for token in look["tokens"]] == ids[:length]
+        attention = torch.tensor(look["attention"], dtype=torch.float32).view(2, 4, length)
+        assert torch.allclose(attention, torch.tensor(reference.patterns[:, :, -1]), atol=1e-5)
+        for row, top, shares in zip(look["lens"], reference.lens.ids, reference.lens.probabilities, strict=True):
+            assert [entry["id"] for entry in row] == top[-1].tolist()
+            assert [entry["probability"] for entry in row] == pytest.approx(shares[-1].tolist(), abs=1e-4)
+        logits = torch.tensor(reference.logits)
+        assert [entry["id"] for entry in look["next"]] == logits.topk(200).indices.tolist()
+        assert [entry["logit"] for entry in look["next"]] == pytest.approx(logits.topk(200).values.tolist(), abs=1e-3)
+
+
+def test_switched_off_head_and_layer_are_zeroed(open_page: Open, tmp_path: Path) -> None:
+    config = GPTConfig(257, 40, 3, 4, 64, **MODERN)
+    model, zeroed = loud(config, spread=0.08), loud(config, spread=0.08)
+    with torch.no_grad():
+        zeroed.h[0].attn.c_proj.weight[:, 2 * 16 : 3 * 16] = 0  # type: ignore[union-attr, index]
+        zeroed.h[1].attn.c_proj.weight[:] = 0  # type: ignore[union-attr, index]
+        zeroed.h[1].mlp.c_proj.weight[:] = 0  # type: ignore[union-attr, index]
+    page, off = open_page(export(tmp_path / "model.html", model)), {"heads": [[0, 2]], "layers": [1]}
+    whole = complete(page, [1, 2, 3], max_tokens=40)
+    assert ids_of(complete(page, [1, 2, 3], max_tokens=40, off=off)) == ids_of(
+        expected(zeroed, [1, 2, 3], max_tokens=40)
+    )
+    assert (
+        ids_of(whole)
+        == ids_of(expected(model, [1, 2, 3], max_tokens=40))
+        == ids_of(complete(page, [1, 2, 3], max_tokens=40))
+    )
+    logits = inspect_prompt(zeroed, [5, 6, 7], bytes_tokenizer()).logits
+    assert inspect(page, [5, 6, 7], off)["next"][0]["id"] == int(logits.argmax())
+
+
+def test_inspection_while_generating_changes_no_token(open_page: Open, tmp_path: Path) -> None:
+    model = loud(GPTConfig(257, 400, 2, 4, 64, **MODERN), spread=0.08)
+    page = open_page(export(tmp_path / "model.html", model))
+    script = """async () => {
+        const ids = [1, 2, 3], settings = { alternatives: 0, max_tokens: 300, temperature: 0.8, top_k: 0, top_p: 0, min_p: 0,
+            repetition_penalty: 0, presence_penalty: 0, frequency_penalty: 0, no_repeat_ngram: 0, min_tokens: 300, seed: 3 };
+        const write = async (look) => {
+            const tokens = [];
+            for await (const event of engine.complete({ ids, ...settings })) {
+                tokens.push(...event.tokens.map((token) => token.id));
+                if (look) await engine.inspect([...ids, ...tokens], {});
+            }
+            return tokens;
+        };
+        return [await write(false), await write(true)];
+    }"""
+    plain, inspected = page.evaluate(script)
+    assert plain == inspected
+    assert len(plain) == 300
+
+
+SCRIPTS = [
+    "The river's WE'LL it\u017f\u2019s",
+    "größere Żółć",
+    "Ёжик пьёт",
+    "河在这里很宽。",
+    "नदी यहाँ",
+    "النهر واسع",
+    "e\u0301 ﬁ 12345 ①",
+]
+SPACES = [" ", "  ", "\n", "\r\n", "\t", "\u0085", "\u00a0", "\u2003", "\ufeff", "", "!", "--", "<|endoftext|>", "🐕‍🦺"]
+
+
+@pytest.mark.parametrize("form", ["trained", "bytes", "gpt2", "llama3", "qwen", "smollm2", "gaps"])
+def test_ids_of_texts(form: str, open_page: Open, tmp_path: Path) -> None:
+    """2,000 texts of six scripts and odd spaces, and words that take many merges."""
+    if form in ("trained", "bytes"):
+        tokenizer = (
+            bytes_tokenizer() if form == "bytes" else train_tokenizer_up_to([make_text() + "".join(SCRIPTS)], 700)
+        )
+    else:
+        tokenizer = find_tokenizer(str(vocabularies.write(form, tmp_path / form)))
+    model, generator = loud(GPTConfig(tokenizer.usable, 16, 1, 1, 16)), random.Random(0)
+    words = [word for text in (*SCRIPTS, make_text()[:2000]) for word in text.split()]
+    texts = [
+        "".join(generator.choice(words) + generator.choice(SPACES) for _ in range(generator.randrange(12)))
+        for _ in range(2_000)
+    ]
+    texts += ["a" * 5000, "the" * 2000, "\n" * 3000]
+    page = open_page(export(tmp_path / "model.html", model, tokenizer))
+    ids = page.evaluate(
+        "async (texts) => { const all = []; for (const text of texts) all.push(await engine.tokenize(text)); return all; }",
+        texts,
+    )
+    assert ids == [tokenizer.prompt(text) for text in texts]
+
+
+def test_generate_is_gpt_sample(run_folder: Path, open_page: Open, tmp_path: Path) -> None:
+    """From an exported run, through `window.gpt`."""
+    api.export(run_folder, tmp_path / "run.html", dtype="float32")
+    page, ours = open_page(tmp_path / "run.html"), api.load(run_folder, dtype="float32")
+    for prompt in ("", "the ", make_text()[:300]):
+        settings = {"temperature": 0, "max_tokens": 40}
+        assert (
+            page.evaluate("(values) => gpt.generate(...values)", [prompt, settings])["text"]
+            == ours.generate(prompt, **settings)[0]
+        )
+        assert (
+            page.evaluate("(values) => gpt.generate(...values)", [prompt, {"seed": 7}])["text"]
+            == ours.generate(prompt, seed=7)[0]
+        )
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "weights", "no header"])
+def test_damaged_file_says_so(damage: str, browser: Any, tmp_path: Path) -> None:
+    file = export(tmp_path / "model.html", loud(GPTConfig(257, 40, 2, 4, 64)))
+    text = file.read_text()
+    at = text.index('class="weights">') + 2000
+    changes = {
+        "cut": text[: at + 1000],
+        "header": text.replace('"format":1,"bytes"', '"format":1, "bytes"'),
+        "weights": text[:at] + ("B" if text[at] == "A" else "A") + text[at + 1 :],
+        "no header": text.replace('id="model-header"', 'id="other"'),
+    }
+    assert changes[damage] != text
+    file.write_text(changes[damage])
+    page = browser.new_page()
+    page.goto(file.as_uri())
+    page.wait_for_selector("#error:not([hidden])")
+    assert page.text_content("#error").startswith("This file is damaged")
+    page.close()
+
+
+def test_text_of_a_model_is_never_markup(open_page: Open, tmp_path: Path) -> None:
+    name = "</script><img src=x onerror='window.taken = 1'>"
+    texts = {"name": name, "facts": [name], "about": [name], "prompts": [name], "chat": None}
+    html.write(tmp_path / "model.html", source_of(loud(GPTConfig(257, 40, 2, 4, 64))), "float32", texts)
+    page = open_page(tmp_path / "model.html")
+    assert page.text_content("h1") == name
+    assert not page.evaluate("window.taken")
+    assert page.locator("img").count() == 0
