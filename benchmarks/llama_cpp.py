@@ -34,6 +34,7 @@ from gpt.api import LanguageModel
 from gpt.config import GPTConfig
 from gpt.errors import WorkError
 from gpt.evaluate import Encoded, Window, total_loss, windows
+from gpt.export_config import ExportConfig
 from gpt.exporting import gguf, gguf_tokenizer, run
 from gpt.exporting.source import SourceModel, open_source
 from gpt.model import decoder
@@ -353,7 +354,7 @@ def their_loss(server: LlamaCpp, eval_windows: Sequence[Window]) -> float:
 def model_with_file_weights(path: Path, model: LanguageModel, kind: str) -> GPT:
     """Returns our decoder in float32 with weights rounded as in a .gguf file of type ``kind``."""
     source = open_source(path)
-    stored = run.read_back(source, run.Target(Path("model.gguf"), True, kind, None))
+    stored = run.read_back(source, run.Target(Path("model.gguf"), "gguf", kind, ExportConfig()))
     return checkpoint.build(source.config, stored, model.compute.device, torch.float32)
 
 

@@ -171,8 +171,9 @@ def _held_out_loss(source: SourceModel, dtype: str) -> list[str]:
         return []
     bits = f", {provenance.bits_per_byte:.4f} bits per byte" if provenance.bits_per_byte is not None else ""
     scope = "all held-out text" if provenance.val_loss is not None else "windows of the held-out text, in training"
-    rounding = ", before its weights were quantized" if dtype != "float32" or provenance.bits < 32 else ""
-    return [f"On {scope}: {loss:.4f} nats per token{bits}{rounding}."]
+    rounding = {32: "", 16: ", before its weights were rounded to 16 bits"}
+    change = rounding.get(min(BITS[dtype], provenance.bits), ", before its weights were quantized")
+    return [f"On {scope}: {loss:.4f} nats per token{bits}{change}."]
 
 
 def summary(source: SourceModel, dtype: str, license: str | None) -> list[str]:

@@ -61,8 +61,10 @@ def _to_messages(turns: Sequence[str], system: str | None) -> list[Message]:
 
 def _render(tokenizer: Tokenizer, messages: Sequence[Message]) -> str | None:
     try:
-        return chat.render(tokenizer, messages)
-    except UserError:
+        text = chat.render(tokenizer, messages)
+        text.encode()  # Fails for lone surrogates, which a page cannot contain.
+        return text
+    except (UserError, UnicodeEncodeError):
         return None
 
 

@@ -1,6 +1,7 @@
 """The first words of lines of the training text, which a web page offers as prompts."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from gpt.errors import UserError
@@ -18,17 +19,14 @@ _TOKENS = 512  # Tokens to search at a place.
 
 def find_openings(path: Path, count: int) -> list[str]:
     """Returns up to ``count`` openings from places spread over the training text of the checkpoint at ``path``. Returns
-    none without the run's tokens, or if it was trained on pairs or conversations."""
+    none if the run's tokens are gone or were not kept, as with pairs and conversations."""
     run = path.absolute().parent
     if not count or not folder.is_run(run):
         return []
     try:
-        record = RunRecord.read(run)
-        tokens = training_tokens(run, record)
-        if tokens is None or any((record.settings or {}).get(kind) for kind in ("pairs", "chat")):
-            return []
-        return _choose(tokens.stream("train"), tokens.tokenizer, count)
-    except UserError:  # The page does without.
+        tokens = training_tokens(run, RunRecord.read(run))
+        return [] if tokens is None else _choose(tokens.stream("train"), tokens.tokenizer, count)
+    except UserError:  # The page works without prompts.
         return []
 
 
@@ -39,7 +37,7 @@ def _choose(stream: TokenStream, tokenizer: Tokenizer, count: int) -> list[str]:
         if index >= _PLACES * len(openings):  # This part of the text has no opening yet.
             ids = stream.take(place, min(_TOKENS, len(stream) - place)).tolist()
             new = (each for each in _openings(tokenizer.decode(ids), tokenizer) if each not in openings)
-            openings += [opening for opening in [next(new, "")] if opening]
+            openings += islice(new, 1)
     return openings[:count]
 
 

@@ -350,7 +350,10 @@ def test_pieces_give_the_text_of_the_template(template: str, trims: bool, has_sy
         assert text + pieces["answer"] == chat.render(tokenizer, messages)
 
 
-@pytest.mark.parametrize("template", [THOUGHTS, "{{ messages | length }}", "{{ raise_exception('no') }}", "{% for %}"])
+@pytest.mark.parametrize(
+    "template",
+    [THOUGHTS, "{{ messages | length }}", "{{ raise_exception('no') }}", "{% for %}", "{{ '\\ud800' }}" + chat.CHATML],
+)
 def test_templates_that_are_programs_have_no_pieces(template: str) -> None:
     tokenizer = with_template(template)
     assert chat_pieces.find_pieces(tokenizer) is None
@@ -373,7 +376,8 @@ def test_page_describes_the_run(run_folder: Path, gpt: Gpt) -> None:
     rest = "\n".join(header["about"][1:])
     for part in (
         f"Trained for 30 steps, 7,680 tokens in all, on {record['tokens']['train']:,} tokens of text: text.txt.",
-        f"{record['result']['val_loss']:.4f} nats per token, {record['result']['bits_per_byte']:.4f} bits per byte",
+        f"{record['result']['val_loss']:.4f} nats per token, {record['result']['bits_per_byte']:.4f} bits per byte, "
+        "before its weights were rounded to 16 bits.",
         "License: mit.",
     ):
         assert part in rest, part
