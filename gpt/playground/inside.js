@@ -105,15 +105,14 @@ function drawHeads() {
 }
 
 function drawSwitches() {
-  const { heads: count } = model.shape, isOff = off.heads.size + off.layers.size > 0;
   for (const button of heads.querySelectorAll("[role=switch]")) {
-    const at = Number(button.dataset.at), layer = Number(button.dataset.layer);
-    button.setAttribute("aria-checked", !(off.layers.has(layer) || off.heads.has(at)));
+    const { layer, at } = button.dataset;
+    button.setAttribute("aria-checked", !off.layers.has(Number(layer)) && !off.heads.has(Number(at)));
   }
-  const layers = off.layers.size ? `layer ${[...off.layers].sort((a, b) => a - b).join(", ")}` : "";
-  const single = off.heads.size ? `${off.heads.size} of ${model.shape.layers * count} heads` : "";
-  $("off").hidden = !isOff;
-  $("off").firstElementChild.textContent = isOff ? `Switched off: ${[layers, single].filter(Boolean).join(" and ")}. The model works without them.` : "";
+  const what = off.layers.size ? [`layer ${[...off.layers].sort((a, b) => a - b).join(", ")}`] : [];
+  if (off.heads.size) what.push(`${off.heads.size} of ${model.shape.layers * model.shape.heads} heads`);
+  $("off").hidden = !what.length;
+  $("off").firstElementChild.textContent = what.length ? `Switched off: ${what.join(" and ")}. The model works without them.` : "";
 }
 
 function toggle(set, at) {
@@ -152,14 +151,14 @@ function applySettings(logprobs) {
   if (p < 1) {
     const limit = Math.max(p, 1e-9) * total;
     shares.forEach((share, rank) => { if (sum >= limit) shares[rank] = 0; sum += share; });
-    if (sum >= limit) others = 0;
+    others = Math.max(0, Math.min(others, limit - sum));
     total = shares.reduce((sum, share) => sum + share, others);
   }
   return { shares: shares.map((share) => share / total), others: others / total };
 }
 
 function drawNext() {
-  if (!look || !$("temperature").checkValidity() || !$("top_k").checkValidity() || !$("top_p").checkValidity()) return;
+  if (!look || !$("settings").checkValidity()) return;
   const { shares, others } = applySettings(look.next.map((token) => token.logprob));
   const rest = shares.slice(SHOWN).reduce((sum, share) => sum + share, others);
   [...next.children].forEach((item, rank) => {
@@ -198,6 +197,7 @@ function setUpInside() {
     node.addEventListener("click", () => { node.focus(); if (model.can_switch) act(); });
     return node;
   };
+  heads.closest("section").classList.toggle("wide", count > 8);
   heads.style.gridTemplateColumns = `max-content repeat(${count}, minmax(18px, 1fr))`;
   for (let layer = 0; layer < layers; layer++) {
     const name = `layer ${layer}`;

@@ -87,6 +87,7 @@ async function load() {
   } catch (error) {
     fail(error);
   }
+  if (!job) $("status").textContent = "";
   document.body.dataset.ready = "yes";
 }
 

@@ -18,6 +18,8 @@ import pytest
 from colours import contrast, luminance
 from conftest import FAST, make_text, more, spawn
 
+from gpt.playground import page as playground
+
 KEY = "the key"
 NAME = "<img src=x onerror='window.taken = 1'>"
 # The template rejects messages with a leading exclamation mark.
@@ -47,6 +49,17 @@ def test_the_page_is_self_contained() -> None:
         assert f"/* {tag} */" not in contents[0]
         digest = base64.b64encode(hashlib.sha256(contents[0].encode()).digest()).decode()
         assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+
+
+def test_an_exported_page_may_run_a_worker_and_connects_to_nothing() -> None:
+    text, policy = playground.assemble(("server.js",), worker=("page.js",))
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert (rules["connect-src"], rules["worker-src"], "frame-ancestors" in rules) == ("'none'", "blob:", False)
+    assert re.fullmatch(r"'sha256-\S+' 'wasm-unsafe-eval'", rules["script-src"])
+    worker, kernels, rest = text.partition('id="worker">')[2].split("</script>", 2)
+    assert worker == '"use strict";\n' + (playground.FOLDER / "page.js").read_text(encoding="utf-8")
+    assert kernels.endswith(' id="kernels">')
+    assert rest.strip().startswith(playground.MODEL)
 
 
 @pytest.fixture(scope="module")
