@@ -104,11 +104,23 @@ def as_blocks(kind: str, value: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize("family", ["llama", *map(more, ("gpt2", "mistral", "qwen2", "qwen3"))])
-def test_quantized_weights_are_those_of_the_package(family: str, kind: str, tmp_path: Path) -> None:
-    wide = {"head_dim": 64} if family not in ("gpt2", "qwen2") else {}
-    config = {**FAMILIES[family], "n_inner": 512, **wide}
-    model = loud(GPTConfig(320, 48, 2, 4, 256, **config), spread=0.1)
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("llama", 1), *(more(family, 10) for family in ("gpt2", "llama", "mistral", "qwen2", "qwen3"))],
+)
+def test_quantized_weights_are_those_of_the_package(family: str, count: int, kind: str, tmp_path: Path) -> None:
+    """Random shapes whose rows are multiples of 256."""
+    generator = random.Random(f"{family} {kind}")
+    for index in range(count):
+        heads, layers = generator.choice([2, 4, 8]), generator.randint(1, 3)
+        config = {**FAMILIES[family], "n_inner": 256 * generator.randint(1, 3), "head_dim": None}
+        if family != "gpt2":
+            config["n_kv_head"] = generator.choice([n for n in (1, 2, 4, 8) if heads % n == 0])
+        model = loud(GPTConfig(generator.randint(257, 400), 48, layers, heads, 256, **config), index, spread=0.1)
+        check_weights(model, kind, tmp_path)
+
+
+def check_weights(model: GPT, kind: str, tmp_path: Path) -> None:
     type_ = package.GGMLQuantizationType[kind]
 
     def change(name: str, value: Tensor, old: Any) -> tuple[Any, Any]:
@@ -124,6 +136,8 @@ def test_quantized_weights_are_those_of_the_package(family: str, kind: str, tmp_
     assert {info.type for info in header(path).tensors.values()} == {0, int(type_)}
     assert torch.allclose(logits(read), logits(reference), rtol=0, atol=1e-5)
     assert not torch.allclose(logits(read), logits(model), rtol=0, atol=1e-5)
+    for file in tmp_path.iterdir():
+        file.unlink()
 
 
 def test_q4_0_is_int4_without_rounding_again(tmp_path: Path) -> None:

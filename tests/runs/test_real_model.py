@@ -107,8 +107,8 @@ def test_loss_on_held_out_text_is_that_of_transformers(ours: api.LanguageModel, 
 
 def test_int8_and_int4_lose_little(ours: api.LanguageModel, file: Path) -> None:
     exact = ours.loss(HELD_OUT)
-    # Its activations have outliers, which int8 rounds coarsely: by 0.02 nats with AVX VNNI, by 0.14 without.
-    for dtype, allowed in (("int8", 0.2), ("int4", 0.3)):
+    # Its activations have outliers, which 8 bits round coarsely.
+    for dtype, allowed in (("int8", 0.06), ("int4", 0.3)):
         rounded = api.load(file, dtype=dtype, sampling=SampleConfig())
         assert abs(rounded.loss(HELD_OUT) - exact) < allowed
 
