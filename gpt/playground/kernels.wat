@@ -1,5 +1,5 @@
-;; The loops of decoder.js that take the time, with SIMD: products of matrices and a vector, and random bits.
-;; kernels.wasm is made of this file by `python tests/exporting/assemble.py`; a test compares them.
+;; The loops that take most of decoder.js's time, with SIMD: matrix-vector products, and random bits. After a change, write
+;; kernels.wasm with `python -m tests.exporting.test_kernels`.
 (module
   (memory (import "page" "memory") 1)
 
