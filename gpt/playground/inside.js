@@ -38,7 +38,8 @@ async function inspect() {
   looking = true;
   try {
     const ids = knownIds() ?? (chat ? null : await tokenize(field.value)), key = JSON.stringify([ids, switchedOff()]);
-    if (ids && key !== lookedAt) {
+    const mustWait = job && model.can_switch && ids?.length > model.context_length; // The worker would read it all again.
+    if (ids && key !== lookedAt && !mustWait) {
       const start = performance.now();
       look = await engine.inspect(ids, { off: switchedOff() });
       lookTime = performance.now() - start;
@@ -46,8 +47,8 @@ async function inspect() {
       $("insight").hidden = false;
       drawInside();
     }
-    const isPart = ids && look.tokens.length < ids.length;
-    $("insight").hidden = !ids;
+    const isPart = ids && look && look.tokens.length < ids.length;
+    $("insight").hidden = !ids || !look;
     $("inside-note").textContent = isPart ? `This is how the model reads the last ${thousands(look.tokens.length)} tokens.` : ids ? "" : "Send a message to see how the model reads it.";
   } catch (error) {
     $("inside-note").textContent = error.message;
