@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gpt.runs.report import Report, find_differing_settings, finite
@@ -24,6 +25,9 @@ def report_data(report: Report, max_points: int | None = None) -> Tree:
         "steps": steps,
         "evals": evals,
         "bits_per_nat": report.bits_per_nat,
+        "yardsticks": report.yardsticks and asdict(report.yardsticks),
+        "trend": report.history.trend,
+        "verdict": report.verdict,
         "best": None if history.best is None else {"step": history.best.step, "val_loss": history.best.val_loss},
         "samples": _samples(report),
         "copying": _copying(report),
@@ -69,6 +73,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
     runs, unit = comparable_runs(reports, POINTS)
     for run in runs:
         run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
+        run["levels"] = _yardstick_levels(run, unit) if len(runs) == 1 else {}
     raw, smooth = describe_smoothing(reports, POINTS)
     return {
         "runs": runs,
@@ -78,6 +83,14 @@ def report_page(reports: Sequence[Report]) -> Tree:
         "smoothing": smooth,
         "differing": [k for k in find_differing_settings([report.settings for report in reports]) if k != "started"],
     }
+
+
+def _yardstick_levels(run: Tree, unit: str) -> Tree:
+    """Returns the yardsticks in the unit of the loss chart."""
+    values = run["yardsticks"] or {}
+    scale = 1 / run["bits_per_nat"] if run["bits_per_nat"] else None
+    levels = {key: values.get(key) for key in ("xz", "unigram", "uniform")}
+    return {key: level * scale for key, level in levels.items() if level is not None and scale}
 
 
 NATS, BITS = "nats per token", "bits per byte"
