@@ -49,7 +49,7 @@ class Evaluation:
     stride: int
     block_size: int
     yardsticks: Yardsticks | None = None
-    trend: Trend | None = None  # of the run that made the model
+    trend: Trend | None = None  # of the run, if the text is its held-out text
 
     @property
     def verdict(self) -> str:

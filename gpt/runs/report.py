@@ -283,19 +283,19 @@ def stored_yardsticks(record: RunRecord) -> Yardsticks | None:
 def find_yardsticks(
     run: Path, text: TokenFolder, side: Side, tokens_per_byte: float
 ) -> tuple[Yardsticks | None, Trend | None]:
-    """Returns the yardsticks of one ``side`` of ``text``, and the trend of the run. Those of the run's held-out text
-    are stored. Without a run or its training tokens, xz compresses the text alone."""
-    train = trend = None
+    """Returns the yardsticks of one ``side`` of ``text``. Those of the run's held-out text are stored, and returned
+    with its trend. Without a run or its training tokens, xz compresses the text alone."""
+    train = None
     with contextlib.suppress(UserError, OSError):
         record = RunRecord.read(run)
-        trend = next((known for known in get_args(Trend) if known == (record.result or {}).get("trend")), None)
         tokens = _training_tokens(run, record)
         is_own = tokens is not None and tokens.path.samefile(text.path)
         if is_own and side == "val" and (stored := stored_yardsticks(record)):
-            return stored, trend
+            trend = (record.result or {}).get("trend")
+            return stored, next((known for known in get_args(Trend) if known == trend), None)
         if tokens is not None and not (is_own and side == "train"):
             train = tokens.stream("train")
-    return measure(text.tokenizer, text.stream(side), train, tokens_per_byte), trend
+    return measure(text.tokenizer, text.stream(side), train, tokens_per_byte), None
 
 
 def _training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
