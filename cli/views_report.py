@@ -89,7 +89,7 @@ def _yardstick_levels(run: Tree, unit: str) -> Tree:
     """Returns the yardsticks in the unit of the loss chart."""
     values = run["yardsticks"] or {}
     scale = 1 / run["bits_per_nat"] if run["bits_per_nat"] else None
-    levels = {key: values.get(key) for key in ("xz", "unigram", "uniform")}
+    levels = {key: values.get(key) for key in ("ppmd", "xz", "unigram", "uniform")}
     return {key: level * scale for key, level in levels.items() if level is not None and scale}
 
 
