@@ -73,7 +73,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
     runs, unit = comparable_runs(reports, POINTS)
     for run in runs:
         run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
-        run["levels"] = _yardstick_levels(run, unit) if len(runs) == 1 else {}
+        run["levels"] = _yardstick_levels(run) if len(runs) == 1 else {}
     raw, smooth = describe_smoothing(reports, POINTS)
     return {
         "runs": runs,
@@ -85,12 +85,11 @@ def report_page(reports: Sequence[Report]) -> Tree:
     }
 
 
-def _yardstick_levels(run: Tree, unit: str) -> Tree:
-    """Returns the yardsticks in the unit of the loss chart."""
-    values = run["yardsticks"] or {}
-    scale = 1 / run["bits_per_nat"] if run["bits_per_nat"] else None
-    levels = {key: values.get(key) for key in ("ppmd", "xz", "unigram", "uniform")}
-    return {key: level * scale for key, level in levels.items() if level is not None and scale}
+def _yardstick_levels(run: Tree) -> Tree:
+    """Returns the yardsticks in nats per token."""
+    values, bits_per_nat = run["yardsticks"] or {}, run["bits_per_nat"]
+    names = [name for name in ("ppmd", "xz", "unigram", "uniform") if bits_per_nat and values.get(name) is not None]
+    return {name: values[name] / bits_per_nat for name in names}
 
 
 NATS, BITS = "nats per token", "bits per byte"
