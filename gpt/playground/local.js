@@ -48,7 +48,10 @@ const engine = (() => {
   }
 
   async function start() {
+    const parts = document.getElementsByClassName("weights"), count = () => Number(parts[0]?.dataset.of);
+    const arriving = setInterval(() => showLoading((parts.length - 1) / count() / 2 || 0), 200);
     if (document.readyState === "loading") await new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve));
+    clearInterval(arriving);
     const node = document.getElementById("model-header");
     if (!node || checksum(node.textContent) !== node.dataset.sum) throw new Error(DAMAGED);
     header = JSON.parse(node.textContent);
@@ -57,7 +60,10 @@ const engine = (() => {
     worker.onmessage = handle;
     worker.onerror = (event) => failAll(event.message || "The browser could not start the model.");
     await call("start", [header, fromBase64(document.getElementById("kernels").textContent)]);
-    for (const part of document.querySelectorAll("script.weights")) {
+    const of = count();
+    while (parts.length) {
+      const [part] = parts;
+      showLoading(1 - parts.length / of / 2);
       let bytes;
       try {
         bytes = fromBase64(part.textContent);
