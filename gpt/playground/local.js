@@ -52,6 +52,7 @@ const engine = (() => {
     const arriving = setInterval(() => showLoading((parts.length - 1) / count() / 2 || 0), 200);
     if (document.readyState === "loading") await new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve));
     clearInterval(arriving);
+    const total = count();
     const node = document.getElementById("model-header");
     if (!node || checksum(node.textContent) !== node.dataset.sum) throw new Error(DAMAGED);
     header = JSON.parse(node.textContent);
@@ -60,10 +61,8 @@ const engine = (() => {
     worker.onmessage = handle;
     worker.onerror = (event) => failAll(event.message || "The browser could not start the model.");
     await call("start", [header, fromBase64(document.getElementById("kernels").textContent)]);
-    const of = count();
-    while (parts.length) {
-      const [part] = parts;
-      showLoading(1 - parts.length / of / 2);
+    for (const part of document.querySelectorAll("script.weights")) {
+      showLoading(1 - parts.length / total / 2);
       let bytes;
       try {
         bytes = fromBase64(part.textContent);
