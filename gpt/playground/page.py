@@ -16,7 +16,7 @@ def assemble(engine: Sequence[str], model: str = MODEL, worker: Sequence[str] = 
     worker; a page with a worker may not connect to anything. ``model`` replaces the marker `MODEL`, after all scripts.
     """
     style = _read("page.css")
-    script = '"use strict";\n' + "".join(map(_read, (*engine, "page.js", "inside.js")))
+    script = '"use strict";\n' + "".join(map(_read, (*engine, "page.js", "inside.js", "origins.js")))
     policy = {
         "default-src": "'none'", "connect-src": "'none'" if worker else "'self'", "img-src": "data:",
         "style-src": _hash(style), "script-src": _hash(script), "base-uri": "'none'", "form-action": "'none'",
