@@ -101,9 +101,7 @@ def describe_differences(source: SourceModel, target: Target) -> list[str]:
     Raises `UserError` if that is not there."""
     if target.format == "gguf":
         return gguf_tokenizer.describe_differences(source.tokenizer)
-    if target.format == "folder":
-        return []
-    lines = html.describe_differences(source.tokenizer)
+    lines = html.describe_differences(source.tokenizer) if target.format == "html" else []
     if target.config.with_text:
         lines.append(html.describe_text(find_training_tokens(source.path, source.tokenizer)))
     return lines

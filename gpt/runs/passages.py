@@ -1,5 +1,6 @@
 """Where a text comes from: the longest passages of the training text that it repeats, with their places."""
 
+import codecs
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -84,7 +85,9 @@ class TrainingText:
         for index, (start, length) in sorted(enumerate(copied.maximal), key=lambda each: each[1][1]):
             spans[start : start + length] = index
         cuts = pairwise([*np.flatnonzero(np.diff(spans, prepend=-2)).tolist(), len(ids)])
-        return [
-            {"text": self.tokenizer.decode(ids[a:b])} | (self.trace(ids, a, len(ids)) if spans[a] >= 0 else {})
+        decode, to_bytes = codecs.getincrementaldecoder("utf-8")("replace").decode, self.tokenizer.decode_bytes
+        return [  # A cut can be inside a character.
+            {"text": decode(to_bytes(ids[a:b]), b == len(ids))}
+            | (self.trace(ids, a, len(ids)) if spans[a] >= 0 else {})
             for a, b in cuts
         ]
