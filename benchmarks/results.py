@@ -28,7 +28,7 @@ _NUMERIC = re.compile(r"[-+−]?\d[\d.,e+-]*( ?[%A-Za-z/]{1,8})?")  # a number w
 PAGES = {
     "RESULTS.md": (
         "run", "curves", "gpu", "decode", "beams", "serve", "tokenize", "finetune", "lora", "llama_cpp", "rounding",
-        "contention", "faults", "pages", "h100",
+        "contention", "faults", "pages", "browser", "h100",
     ),
     "archive.md": ("archive",),
 }  # fmt: skip

@@ -64,8 +64,8 @@ def evaluate(
         display(events.Progress("scored", scored, total, "tokens"))
 
     with progress.TrainDisplay(quiet) as display:
-        result = loaded.evaluate_files(text, settings, split, stride, display, on_window, block_size)
+        result = loaded.evaluate_files(text, settings, split, stride, display, on_window, block_size, not per_token)
     if json:
         render.json_line(render.evaluation_json(result))
     elif not per_token:
-        render.evaluation(result)
+        render.evaluation(result, quiet)

@@ -176,11 +176,12 @@ def result_json(result: "Result") -> dict[str, Any]:
     for key in ("sample", "prompt", "mfu", "answers", "held_out_answers", "chat"):
         del values[key]
     rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "seconds": round(result.seconds, 2)}
-    return values | {"run": str(result.run), "checkpoint": str(result.checkpoint)} | rounded
+    paths = {"run": str(result.run), "checkpoint": str(result.checkpoint)}
+    return values | paths | rounded | {"verdict": result.verdict}
 
 
-def result(result: "Result", console: Console | None = None) -> None:
-    """Prints the result of ``gpt train``."""
+def result(result: "Result", quiet: bool = False, console: Console | None = None) -> None:
+    """Prints the result of ``gpt train``; if ``quiet``, without yardsticks."""
     throughput = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
     summary = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {throughput}"
     fact("saved", f"{result.checkpoint}  ({summary})", console)
@@ -188,6 +189,10 @@ def result(result: "Result", console: Console | None = None) -> None:
         loss = f"{result.val_loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte, on "
         loss += f"{result.val_tokens:,} tokens of held-out text" if result.val_tokens else "held-out text"
         fact("loss", loss, console)
+    if result.yardsticks is not None and not quiet:
+        fact("xz", str(result.yardsticks), console)
+    if result.verdict and not quiet:
+        fact("model", result.verdict, console)
     if result.answers is not None:
         held_out = "" if result.held_out_answers is None else f" trained on, {result.held_out_answers} held out"
         fact("pairs", f"answered exactly (greedy): {result.answers}{held_out}", console)
@@ -277,11 +282,13 @@ EVALUATION_KEYS = (
 
 def evaluation_json(result: "Evaluation") -> dict[str, Any]:
     """Returns the object of ``gpt eval --json``."""
-    return {key: getattr(result, key) for key in EVALUATION_KEYS}
+    yardsticks = None if result.yardsticks is None else asdict(result.yardsticks)
+    comparison = {"yardsticks": yardsticks, "trend": result.trend, "verdict": result.verdict}
+    return {key: getattr(result, key) for key in EVALUATION_KEYS} | comparison
 
 
-def evaluation(result: "Evaluation") -> None:
-    """Prints the result of ``gpt eval``."""
+def evaluation(result: "Evaluation", quiet: bool = False) -> None:
+    """Prints the result of ``gpt eval``; if ``quiet``, without yardsticks."""
     rows = table()
     rows.add_row("loss", f"{result.loss:.4f}", "nats per token")
     rows.add_row("perplexity", f"{result.perplexity:,.2f}", "per token: e to the loss")
@@ -289,6 +296,10 @@ def evaluation(result: "Evaluation") -> None:
     rows.add_row("word perplexity", f"{result.word_perplexity:,.2f}", "per word, split at white space")
     rows.add_row("text", f"{result.tokens:,}", f"tokens predicted; {result.bytes:,} bytes, {result.words:,} words")
     rows.add_row("windows", f"{result.block_size:,}", f"tokens each, one every {result.stride:,}")
+    if result.yardsticks is not None and not quiet:
+        rows.add_row("xz", *str(result.yardsticks).split(" ", 1))
+    if result.verdict and not quiet:
+        rows.add_row("model", "", result.verdict)
     stdout().print(rows)
 
 

@@ -33,6 +33,12 @@ def reports(run_reports: "Sequence[Report]") -> None:
     console = render.stdout()
     runs, unit = comparable_runs(run_reports, POINTS)
     console.print(_results_table(runs))
+    for run_report in run_reports:
+        name = f"{run_report.name}: " if len(runs) > 1 else ""
+        if run_report.yardsticks is not None:
+            console.print(Text(f"{name}xz {run_report.yardsticks}", "dim"))
+        if run_report.verdict:
+            console.print(Text(name + run_report.verdict))
     _print_losses(runs, unit, *describe_smoothing(run_reports, POINTS), console)
     if len(runs) > 1:
         _print_held_out(runs, unit, *time_unit(run_reports), console)

@@ -73,4 +73,4 @@ def train(
     if json:
         render.json_line(render.result_json(result))
     else:
-        render.result(result)
+        render.result(result, quiet)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gpt.runs.report import Report, find_differing_settings, finite
@@ -24,6 +25,9 @@ def report_data(report: Report, max_points: int | None = None) -> Tree:
         "steps": steps,
         "evals": evals,
         "bits_per_nat": report.bits_per_nat,
+        "yardsticks": report.yardsticks and asdict(report.yardsticks),
+        "trend": report.history.trend,
+        "verdict": report.verdict,
         "best": None if history.best is None else {"step": history.best.step, "val_loss": history.best.val_loss},
         "samples": _samples(report),
         "copying": _copying(report),
@@ -69,6 +73,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
     runs, unit = comparable_runs(reports, POINTS)
     for run, report in zip(runs, reports, strict=True):
         run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
+        run["levels"] = _yardstick_levels(run) if len(runs) == 1 else {}
         for sample, pieces in zip(run["samples"], report.copying.pieces if report.copying else (), strict=False):
             sample["pieces"] = pieces
     raw, smooth = describe_smoothing(reports, POINTS)
@@ -80,6 +85,13 @@ def report_page(reports: Sequence[Report]) -> Tree:
         "smoothing": smooth,
         "differing": [k for k in find_differing_settings([report.settings for report in reports]) if k != "started"],
     }
+
+
+def _yardstick_levels(run: Tree) -> Tree:
+    """Returns the yardsticks in nats per token."""
+    values, bits_per_nat = run["yardsticks"] or {}, run["bits_per_nat"]
+    names = [name for name in ("ppmd", "xz", "unigram", "uniform") if bits_per_nat and values.get(name) is not None]
+    return {name: values[name] / bits_per_nat for name in names}
 
 
 NATS, BITS = "nats per token", "bits per byte"

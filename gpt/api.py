@@ -135,14 +135,24 @@ class LanguageModel:
         listen: "Listener" = lambda event: None,
         on_window: OnWindow | None = None,
         block_size: int | None = None,
+        compare: bool = False,
     ) -> Evaluation:
         """Measures the loss over files, folders or named corpora of any size. In a token folder, which must have this
-        model's tokenizer, measures the loss over one ``side``."""
+        model's tokenizer, measures the loss over one ``side``. With ``compare``, also measures the text's
+        yardsticks."""
         config = config or ReadConfig()
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
-        with _open_documents(texts, self.tokenizer, config, side, listen, self.note) as (_, documents):
-            return evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
+        with _open_documents(texts, self.tokenizer, config, side, listen, self.note) as (tokens, documents):
+            result = evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
+            if compare:
+                from gpt.runs.report import find_yardsticks
+
+                side = side if tokens.path in map(Path, texts) else "train"  # Untokenized texts are one side.
+                tokens_per_byte = result.tokens / max(1, result.bytes)
+                yardsticks, trend = find_yardsticks(self.path.parent, tokens, side, tokens_per_byte)
+                result = replace(result, yardsticks=yardsticks, trend=trend)
+            return result
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from gpt.device import Compute, Download, upload
 from gpt.errors import NotANumber, UserError
 from gpt.model import loss as losses
 from gpt.model.decoder import GPT
+from gpt.runs.yardsticks import Trend, Yardsticks, describe
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -47,6 +48,13 @@ class Evaluation:
     words: int
     stride: int
     block_size: int
+    yardsticks: Yardsticks | None = None
+    trend: Trend | None = None  # of the run, if the text is its held-out text
+
+    @property
+    def verdict(self) -> str:
+        """A sentence that compares the model with xz and says whether more training helps, as far as both are known."""
+        return describe(self.bits_per_byte, self.yardsticks, self.trend)
 
     @property
     def perplexity(self) -> float:

@@ -53,7 +53,7 @@ const key = ({ colour = "--soft", dash = "", pale = false, dots = false }) => sv
   svg("path", { class: pale ? "curve pale" : "curve", style: `stroke:var(${colour});stroke-dasharray:${dash}`, d: "M1 5H25" }),
   dots ? svg("circle", { cx: 13, cy: 5, r: 3, style: `fill:var(${colour})` }) : []);
 
-// Draws curves of points [x, y] over pale curves. A null y is a gap.
+// Draws curves of points [x, y] over pale curves. A null y is a gap. A curve that is a level has its name on it.
 // Redraws when the width changes. The pointer and arrow keys select the values to read out.
 function lineChart({ name, title, x, series, legend = [], height = 240, logarithmic = false }) {
   const curves = [...series].sort((curve, other) => !!other.pale - !!curve.pale).filter((curve) => curve.points.some((p) => p[1] !== null));
@@ -64,7 +64,7 @@ function lineChart({ name, title, x, series, legend = [], height = 240, logarith
   const frame = svg("svg", { role: "img", tabindex: 0, "aria-label": `${name} by ${x}`, style: `display:block;width:100%;height:${height}px` });
   const figure = el("figure", { "data-chart": name }, caption, frame, readout);
 
-  const readoutCurves = curves.filter((curve) => !curve.pale).map((curve) => ({ ...curve, points: curve.points.filter((p) => p[1] !== null) }));
+  const readoutCurves = curves.filter((curve) => !curve.pale && !curve.level).map((curve) => ({ ...curve, points: curve.points.filter((p) => p[1] !== null) }));
   const span = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
   const xs = span(curves.flatMap((curve) => curve.points.map((p) => p[0])));
   const ys = span(curves.flatMap((curve) => curve.points.filter((p) => p[1] !== null).map((p) => p[1])));
@@ -89,6 +89,7 @@ function lineChart({ name, title, x, series, legend = [], height = 240, logarith
       ...curves.map((curve) => svg("path", { class: curve.pale ? "curve pale" : "curve", style: `stroke:var(${curve.colour});stroke-dasharray:${curve.dash || ""}`, d: path(curve.points) })),
       ...curves.filter((curve) => curve.dots && curve.points.length <= width / 12).flatMap((curve) => curve.points.filter((p) => p[1] !== null)
         .map((p) => svg("circle", { cx: sx(p[0]), cy: sy(p[1]), r: 2.6, style: `fill:var(${curve.colour})` }))),
+      ...curves.filter((curve) => curve.level).map((curve) => svg("text", { class: "level", x: width - right, y: sy(curve.points[0][1]) - 4, "text-anchor": "end" }, curve.name)),
       cursor);
     if (at !== null) showReadout();
   }

@@ -16,7 +16,8 @@ section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
       end.bits_per_byte ? end.bits_per_byte.toFixed(4) : "–", last(run.steps.tokens_per_second) === null ? "–" : withCommas(last(run.steps.tokens_per_second))];
     return el("tr", {}, el("th", { scope: "row" }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name),
       cells.map((cell) => el("td", { class: "number" }, cell)), el("td", {}, end.reason || "none yet"));
-  })))));
+  })))),
+  runs.filter((run) => run.verdict).map((run) => el("p", { class: "verdict" }, (runs.length > 1 ? `${run.name}: ` : "The model is ") + run.verdict + ".")));
 
 const axes = { step: "steps", tokens: "tokens", seconds: "time" };
 let xColumn = "step";
@@ -35,6 +36,8 @@ function series(name) {
     curves.push(makeCurve(run.steps, "smooth", label));
     if (run.evals.step.length) curves.push(makeCurve(run.evals, "val_loss", runs.length > 1 ? `${run.name} held-out` : "held-out",
       { ...heldOutStyle, ...(runs.length === 1 ? { colour: "--c1" } : {}) }));
+    const xs = curves.flatMap((curve) => curve.points.map((p) => p[0])), span = [Math.min(...xs), Math.max(...xs)];
+    for (const [name, level] of Object.entries(run.levels)) curves.push({ name, colour: "--soft", dash: "1 5", level: true, points: span.map((x) => [x, level]) });
     return curves;
   });
 }

@@ -129,7 +129,10 @@ class Decoder {
   quantize(x, cols) {
     const { floats, shorts } = this, X = x / 4, to = this.narrow / 2;
     let largest = 0;
-    for (let i = 0; i < cols; i++) largest = Math.max(largest, Math.abs(floats[X + i]));
+    for (let i = 0; i < cols; i++) {
+      const size = Math.abs(floats[X + i]);
+      if (size > largest) largest = size;
+    }
     const top = Math.min(32767, Math.floor((2 ** 31 - 1) / (127 * cols))), scale = Math.fround(largest / top) || 1, inverse = 1 / scale;
     for (let i = 0; i < cols; i++) {
       const value = floats[X + i] * inverse;
@@ -206,9 +209,9 @@ class Decoder {
   activate() {
     const { floats, I, Ip } = this, from = this.hidden / 4;
     if (this.gated) for (let i = from; i < from + I; i++) floats[i] = floats[i] / (1 + Math.exp(-floats[i])) * floats[Ip + i];
-    else for (let i = from; i < from + I; i++) {
+    else for (let i = from; i < from + I; i++) { // u / (1 + exp(-2z)) is u (1 + tanh(z)) / 2, and exp is faster.
       const u = floats[i];
-      floats[i] = 0.5 * u * (1 + Math.tanh(0.7978845608028654 * (u + 0.044715 * u * u * u)));
+      floats[i] = u / (1 + Math.exp(-1.5957691216057308 * (u + 0.044715 * u * u * u)));
     }
   }
 
@@ -216,7 +219,7 @@ class Decoder {
   // (#windows). With RoPE, a position beyond the context replaces the oldest one.
   attend(l, position) {
     const { floats, D, Dp, H, K, T, room } = this, { keys, values, q_norm, k_norm, window } = this.blocks[l];
-    const column = position % T, count = Math.min(position + 1, T), padded = roundUp(count, 8);
+    const column = position % T, count = Math.min(position + 1, T), padded = roundUp(count, 8), scale = 1 / Math.sqrt(D);
     for (let i = 0; i < H + K; i++) {
       const head = this.qkv + 4 * i * Dp;
       if (q_norm) this.norm(i < H ? q_norm : k_norm, head, head, D, true);
@@ -235,8 +238,8 @@ class Decoder {
         if (age >= window) floats[start + c] = -Infinity;
       }
       let largest = -Infinity, sum = 0;
-      for (let i = start; i < end; i++) largest = Math.max(largest, floats[i]);
-      for (let i = start; i < end; i++) sum += floats[i] = Math.exp((floats[i] - largest) / Math.sqrt(D));
+      for (let i = start; i < end; i++) if (floats[i] > largest) largest = floats[i];
+      for (let i = start; i < end; i++) sum += floats[i] = Math.exp((floats[i] - largest) * scale);
       for (let i = start; i < end; i++) floats[i] /= sum;
       floats.fill(0, end, start + padded);
       const output = this.heads + 4 * head * Dp;

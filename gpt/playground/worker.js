@@ -7,17 +7,17 @@ let header = null, tokenizer = null, decoder = null;
 let training = null; // The training text, if the page has one.
 const sums = { a: 0, b: 0, rest: [] }; // The checksum of the weights so far.
 
-// What the decoder has read: `ids` from `start` on, with these heads and layers switched off.
-const context = { ids: [], start: 0, off: "" };
+// What the decoder has read: the first `count` of `ids`, from `start` on, with these heads and layers switched off.
+const context = { ids: [], count: 0, start: 0, off: "" };
 
 // Makes the decoder read `ids`. It reads again only what differs from what it has read. Beyond the context, learned and sine
 // positions start again with the second half of the ids; with RoPE, the oldest token is forgotten.
 function read(ids, off = {}) {
-  const { T } = decoder, key = JSON.stringify(off);
-  let same = 0;
-  while (same < Math.min(context.ids.length, ids.length) && context.ids[same] === ids[same]) same++;
+  const { T } = decoder, key = JSON.stringify(off), known = Math.min(context.count, ids.length);
+  let same = ids === context.ids ? known : 0; // A completion only appends to its ids.
+  while (same < known && context.ids[same] === ids[same]) same++;
   const isRewindable = context.start === 0 && decoder.length <= T && ids.length <= T;
-  if (key !== context.off || !(isRewindable || (same === context.ids.length && same < ids.length))) {
+  if (key !== context.off || !(isRewindable || (same === context.count && same < ids.length))) {
     decoder.off = new Set((off.heads ?? []).map(([layer, head]) => layer * decoder.H + head));
     decoder.skipped = new Set(off.layers ?? []);
     Object.assign(context, { start: Math.max(0, ids.length - T), off: key });
@@ -30,7 +30,7 @@ function read(ids, off = {}) {
     }
     decoder.step(ids[at], at === ids.length - 1);
   }
-  context.ids = [...ids];
+  Object.assign(context, { ids, count: ids.length });
 }
 
 const bytesOf = (id) => [...(tokenizer.bytes[id] ?? [])];
@@ -40,14 +40,14 @@ function rank(logits, count) {
   const best = [];
   let largest = -Infinity, sum = 0;
   for (let i = 0; i < logits.length; i++) {
+    if (logits[i] > largest) largest = logits[i];
     if (best.length === count && !(logits[i] > logits[best[count - 1]])) continue;
     let at = best.length;
     while (at && logits[best[at - 1]] < logits[i]) at--;
     best.splice(at, 0, i);
     if (best.length > count) best.pop();
   }
-  for (const logit of logits) if (logit > largest) largest = logit;
-  for (const logit of logits) sum += Math.exp(logit - largest);
+  for (let i = 0; i < logits.length; i++) sum += Math.exp(logits[i] - largest);
   return { best, total: largest + Math.log(sum) };
 }
 
@@ -120,10 +120,10 @@ const methods = {
 };
 
 // Lets messages in. A timer would wait for 4 ms.
+const pause = new MessageChannel();
 const rest = () => new Promise((resolve) => {
-  const channel = new MessageChannel();
-  channel.port1.onmessage = resolve;
-  channel.port2.postMessage(null);
+  pause.port1.onmessage = resolve;
+  pause.port2.postMessage(null);
 });
 
 // Adds a part to a checksum of gpt/exporting/html.py.

@@ -1,12 +1,13 @@
 """The report of a run: its curves, settings and samples, and what the samples copy from the training text. Another
 program's curve is a report with only evaluations."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gpt import events
 from gpt.errors import UserError
@@ -14,8 +15,10 @@ from gpt.files import LINES_LIMIT, file_sha256, open_regular, read_lines, readin
 from gpt.runs import folder
 from gpt.runs.copying import MAX_IDS, Copied, find_copies
 from gpt.runs.passages import TrainingText
-from gpt.runs.record import RunRecord
+from gpt.runs.record import RECORD, RunRecord
+from gpt.runs.yardsticks import Trend, Yardsticks, describe, find_trend, measure
 from gpt.settings import Amount, Count, checked
+from gpt.text.shards import Side
 from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
 from gpt.text.tokenizer import Tokenizer
 
@@ -70,6 +73,13 @@ class History:
         """The evaluation with the lowest held-out loss."""
         measured = [each for each in self.evals if math.isfinite(each.val_loss)]
         return min(measured, key=lambda each: each.val_loss, default=None)
+
+    @property
+    def trend(self) -> Trend | None:
+        """Whether the held-out loss still falls."""
+        return find_trend(
+            [(each.step, each.loss) for each in self.steps], [(each.step, each.val_loss) for each in self.evals]
+        )
 
 
 def _remove_after(events: list[Any], step: int) -> None:
@@ -126,6 +136,17 @@ class Report:
         """The factor from a held-out loss in nats per token to bits per byte, from the final evaluation."""
         end = self.history.end
         return finite(end.bits_per_byte / end.val_loss) if end and end.bits_per_byte and end.val_loss else None
+
+    @property
+    def yardsticks(self) -> Yardsticks | None:
+        """The yardsticks of the held-out text, in bits per byte. None before the end of the run, and for old runs."""
+        return stored_yardsticks(self.record)
+
+    @property
+    def verdict(self) -> str:
+        """A sentence that compares the model with xz and says whether more training helps, as far as both are known."""
+        end = self.history.end
+        return describe(end.bits_per_byte if end else None, self.yardsticks, self.history.trend)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -253,6 +274,31 @@ def read_curve(path: Path) -> Report:
     bits = best.bits_per_byte or (ratio and finite(best.val_loss * ratio))
     end = events.EndEvent(last.step, 0, last.seconds, "another program", None, best.val_loss, bits)
     return Report(path, RunRecord(), History(evals=evals, end=end), None, is_run=False)
+
+
+def stored_yardsticks(record: RunRecord) -> Yardsticks | None:
+    """Returns the yardsticks in a run's record, or None if an older version wrote it or it is damaged."""
+    with contextlib.suppress(UserError):
+        return checked(Yardsticks, (record.result or {}).get("yardsticks"), RECORD)
+    return None
+
+
+def find_yardsticks(
+    run: Path, text: TokenFolder, side: Side, tokens_per_byte: float
+) -> tuple[Yardsticks | None, Trend | None]:
+    """Returns the yardsticks of one ``side`` of ``text``. Those of the run's held-out text are stored, and returned
+    with its trend. Without a run or its training tokens, xz compresses the text alone."""
+    train = None
+    with contextlib.suppress(UserError, OSError):
+        record = RunRecord.read(run)
+        tokens = training_tokens(run, record)
+        is_own = tokens is not None and tokens.path.samefile(text.path)
+        if is_own and side == "val" and (stored := stored_yardsticks(record)):
+            trend = (record.result or {}).get("trend")
+            return stored, next((known for known in get_args(Trend) if known == trend), None)
+        if tokens is not None and not (is_own and side == "train"):
+            train = tokens.stream("train")
+    return measure(text.tokenizer, text.stream(side), train, tokens_per_byte), None
 
 
 def training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:

@@ -14,6 +14,7 @@ from gpt.evaluate import Window
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
+from gpt.runs.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
 from gpt.settings import checked
 from gpt.training.context import Session
 from gpt.training.data import BatchSource, Dataset
@@ -29,6 +30,7 @@ from gpt.training.strategy import Single, Strategy, make_strategy
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
 PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
 SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
+XZ_BYTES_PER_SECOND = 1e6  # assumed speed of compressing the text, which takes two threads
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
 # A preset beats the next smaller one from this many training tokens and bytes of text per parameter, measured without
@@ -189,6 +191,7 @@ class Planner:
             default_windows=len(held_out),
             all_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
             pairs=MAX_CHECKED_PAIRS if data.pairs else 0,
+            yardsticks=min(data.bytes, MAX_TRAIN_BYTES + MAX_TEXT_BYTES) / XZ_BYTES_PER_SECOND,
         )
         evals, start = recipe.steps / recipe.eval_every, self.session.start_time
         values = world.broadcast_object(

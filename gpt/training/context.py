@@ -19,6 +19,7 @@ from gpt.interrupt import StopSignal
 from gpt.parallel.world import World
 from gpt.runs import folder
 from gpt.runs.record import Machine, RunRecord, TokenCounts, TokenizerRecord
+from gpt.runs.yardsticks import Trend, Yardsticks, describe
 from gpt.settings import checked
 from gpt.training.data import Dataset
 from gpt.training.finetune import InitCheckpoint
@@ -119,6 +120,13 @@ class Result:
     answers: Answers | None = None  # accuracy on training pairs; None for other data
     held_out_answers: Answers | None = None
     chat: bool = False
+    yardsticks: Yardsticks | None = None  # of the held-out text; None for pairs and conversations
+    trend: Trend | None = None  # of the held-out loss; None if there were too few evaluations
+
+    @property
+    def verdict(self) -> str:
+        """A sentence that compares the model with xz and says whether more training helps, as far as both are known."""
+        return describe(self.bits_per_byte, self.yardsticks, self.trend)
 
     def record(self) -> dict[str, Any]:
         """Returns the entry in ``run.json``, without paths, because the folder can be moved."""

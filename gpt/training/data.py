@@ -13,6 +13,7 @@ from gpt.errors import UserError
 from gpt.evaluate import Window, spread_windows, windows
 from gpt.files import file_sha256, reading
 from gpt.parallel import environment
+from gpt.runs.yardsticks import Yardsticks, measure
 from gpt.text import chat, repeats
 from gpt.text.batches import Batches
 from gpt.text.corpus import Corpus, Listener, TextSample
@@ -49,6 +50,7 @@ class Dataset:
     rows: int = 0  # rows of training examples; 0 for text
     pairs: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out pairs
     chat: bool = False  # whether the examples are conversations
+    measure_yardsticks: Callable[[], Yardsticks | None] = lambda: None  # of the held-out text; None for examples
 
 
 def find_token_folder(texts: Sequence[str]) -> Path | None:
@@ -106,6 +108,8 @@ def make_tokens(
 def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
     """Opens the training and held-out data of a token folder. ``found`` means that it existed before the run."""
     train, held_out = folder.stream("train"), folder.stream("val")
+    # The first token of a document is not a target.
+    targets, held_out_bytes = int(np.maximum(held_out.documents.lengths - 1, 0).sum()), folder.count_text_bytes("val")
     keys = ("name", "size", "documents", "bytes", "sha256")
     sources = [{key: getattr(source, key) for key in keys} for source in folder.sources()]
     if found:
@@ -116,13 +120,14 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         folder.bytes,
         len(train),
         len(held_out),
-        folder.count_text_bytes("val"),
-        int(np.maximum(held_out.documents.lengths - 1, 0).sum()),  # The first token of a document is not a target.
+        held_out_bytes,
+        targets,
         sources,
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
         windows=lambda block_size: windows(held_out.documents, block_size),
         sample_windows=lambda block_size, count: spread_windows(held_out.documents, block_size, count),
         prompt_ids=folder.tokenizer.prompt(""),
+        measure_yardsticks=lambda: measure(folder.tokenizer, held_out, train, targets / max(1, held_out_bytes)),
     )
 
 

@@ -1,10 +1,12 @@
 """Held-out loss and samples during training, and the final evaluation of the best checkpoint."""
 
+import contextlib
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,13 +14,13 @@ from gpt import device, evaluate
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
 from gpt.device import Compute
-from gpt.errors import NotANumber
+from gpt.errors import NotANumber, UserError
 from gpt.evaluate import Window
 from gpt.interrupt import Stopped, StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte
 from gpt.model.params import breakdown
-from gpt.runs import folder
+from gpt.runs import folder, report
 from gpt.sample_config import SampleConfig
 from gpt.training.context import Answers, Result, RunContext
 from gpt.training.data import Dataset
@@ -83,8 +85,17 @@ def evaluate_best(
         answers=answers[0],
         held_out_answers=answers[1],
         chat=data.chat,
+        **(_compare(run) if data.held_out_tokens and run.world.is_main else {}),
     )
     return result, model
+
+
+def _compare(run: RunContext) -> dict[str, Any]:
+    """Returns the yardsticks of the held-out text and the trend of the held-out loss."""
+    trend = None
+    with contextlib.suppress(UserError):  # The metrics are incomplete if the disk was full.
+        trend = report.read_history(run.path).trend
+    return {"yardsticks": run.data.measure_yardsticks(), "trend": trend}
 
 
 def _check_answers(

@@ -43,12 +43,13 @@ class TimeBudget:
         # Assumes that a window takes 1.5 times as long in the final evaluation, which can be in float32.
         last_windows = min(costs.all_windows, int(spare / 4 / (1.5 * costs.window)))
         answers = min(costs.pairs, last_windows // 2)  # pairs per split
+        last_evaluation = 1.5 * costs.window * (last_windows + 2 * answers)
         sample_seconds = (4 if samples else 1) * costs.sample
         return cls(
             deadline=start_time + 60 * minutes,
             step=costs.step,
             evaluations=pauses * (windows * costs.window + costs.save) + sample_seconds - costs.sample,
-            end=1.5 * costs.window * (last_windows + 2 * answers) + costs.save + costs.sample + END_SECONDS,
+            end=last_evaluation + costs.save + costs.sample + costs.yardsticks + END_SECONDS,
             pauses=math.ceil(pauses),
             samples=samples,
             windows=max(1, windows),
@@ -89,3 +90,4 @@ class Costs:
     default_windows: int
     all_windows: int
     pairs: int  # default pairs to check per split
+    yardsticks: float = 0.0  # measuring the yardsticks of the held-out text

@@ -105,7 +105,7 @@ def test_train_json_keys(gpt: Gpt, book: Path) -> None:
     values = json.loads(result.out)
     assert list(values) == [
         "run", "checkpoint", "steps", "tokens_seen", "val_loss", "val_tokens", "bits_per_byte", "tokens_per_second",
-        "seconds", "parameters", "device", "dtype",
+        "seconds", "parameters", "device", "dtype", "yardsticks", "trend", "verdict",
     ]  # fmt: skip
     assert (values["steps"], values["tokens_seen"], values["device"], values["dtype"]) == (4, 256, "cpu", "float32")
     assert Path(values["checkpoint"]).parent == Path(values["run"])
@@ -394,6 +394,7 @@ def test_eval_json_keys(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     values = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json").out)
     assert list(values) == [
         "loss", "perplexity", "bits_per_byte", "word_perplexity", "tokens", "bytes", "words", "stride", "block_size",
+        "yardsticks", "trend", "verdict",
     ]  # fmt: skip
     assert (values["bytes"], values["words"], values["stride"], values["block_size"]) == (9 * 23, 45, 32, 32)
     shorter_stride = json.loads(gpt("eval", tmp_path / "t.txt", "-m", run_folder, "--json", "--stride", "4").out)

@@ -289,6 +289,19 @@ def test_report_page_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, two_
     assert origins.is_hidden()
 
 
+def test_report_of_a_run_has_yardsticks(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+    assert gpt("report", "one", "-o", "r.html").code == 0
+    page = open_page(Path("r.html"))
+    levels = page.locator("figure[data-chart='loss'] text.level")
+    assert levels.all_text_contents() == ["xz", "unigram", "uniform"]
+    heights = levels.evaluate_all("all => all.map((level) => +level.getAttribute('y'))")
+    assert heights == sorted(heights, reverse=True)
+    assert page.locator(".verdict").inner_text().startswith("The model is worse than xz by ")
+    for axis in ("tokens", "seconds"):
+        page.select_option("#axis", axis)
+        assert levels.count() == 3
+
+
 def test_report_compares_runs_with_other_programs(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
     points = ({"step": n, "seconds": n, "val_loss": 4 - n, "bits_per_byte": 6 - 1.5 * n} for n in (1, 2))
     Path("peer.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
