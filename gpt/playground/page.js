@@ -90,6 +90,7 @@ async function load() {
     showName(model.id, model.facts);
     if (isNew) describeModel();
     $("modes").hidden = !model.chat;
+    $("trace").hidden = !model.can_trace;
     if (chat ? !model.chat : model.chat && isNew && !job) {
       if (!chat) { // Typed while the model was loading.
         question.value = field.value;
@@ -495,6 +496,7 @@ function open(at, byPointer = false) {
     $("chosen").textContent = `${quoted(part)} ${percent(Math.exp(part.logprob))}, ${rankText}`;
     $("list").replaceChildren(...(rank < 0 ? [...part.top, part] : part.top).map((alternative) => choice(alternative, part)));
     for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", nearestToken(at, by) < 0);
+    refreshOrigin();
   }
   likely.hidden = false;
   place();
@@ -530,6 +532,7 @@ function close() {
   likely.hidden = true;
   $("opened").textContent = "";
   seen = -1;
+  refreshOrigin();
 }
 
 // Replaces a token, drops the text after it, and continues. In a conversation, end-of-text ends the answer.
@@ -549,6 +552,7 @@ function partAtCursor() {
 }
 
 function walk(by) {
+  if (!origins.hidden) return origins.focus();
   const buttons = [...$("list").querySelectorAll("button")], at = buttons.indexOf(document.activeElement);
   const to = at < 0 ? buttons.findIndex((button) => button.tabIndex === 0) : at + by;
   buttons[Math.max(0, Math.min(buttons.length - 1, to))].focus();
@@ -631,7 +635,7 @@ function actionFor({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCo
   };
   if (likely.contains(focused)) {
     const actions = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
-    if (actions[key]) return () => actions[key][0](actions[key][1]);
+    if (actions[key] && !(focused === origins && actions[key][0] === walk)) return () => actions[key][0](actions[key][1]);
   }
   const inputs = ["INPUT", "TEXTAREA"]; // Elements in which the browser handles undo.
   const editing = focused === field ? !job && field.value !== last.text : inputs.includes(focused.tagName);

@@ -20,7 +20,7 @@ def assemble(
     ``title`` is plain text; the page shows it until the model is ready.
     """
     style = _read("page.css")
-    script = '"use strict";\n' + "".join(map(_read, (*engine, "page.js", "inside.js")))
+    script = '"use strict";\n' + "".join(map(_read, (*engine, "page.js", "inside.js", "origins.js")))
     policy = {
         "default-src": "'none'", "connect-src": "'none'" if worker else "'self'", "img-src": "data:",
         "style-src": _hash(style), "script-src": _hash(script), "base-uri": "'none'", "form-action": "'none'",

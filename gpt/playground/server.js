@@ -48,7 +48,7 @@ const engine = (() => {
 
   return {
     async info() {
-      const { data: [{ id, context_length, layers, heads }] } = await get("v1/models");
+      const { data: [{ id, context_length, layers, heads, can_trace }] } = await get("v1/models");
       const facts = [`context: ${thousands(context_length)} tokens`];
       showName(id, facts); // These need no API key.
       const tokenizer = await get("tokenizer_info");
@@ -57,7 +57,7 @@ const engine = (() => {
         id, context_length, facts, end: tokenizer.eos_token_id, ends: tokenizer.eos_token_ids,
         specials: tokenizer.special_token_ids, chat: Boolean(tokenizer.chat_template), prompts: [], settings: {},
         about: [`layers: ${layers}, attention heads per layer: ${heads}, vocabulary: ${thousands(tokenizer.vocab_size)} tokens`],
-        shape: { layers, heads }, can_switch: false,
+        shape: { layers, heads }, can_switch: false, can_trace,
       };
     },
 
@@ -71,6 +71,8 @@ const engine = (() => {
         yield { tokens: tokens.map(({ top_logprobs: top, ...token }) => ({ ...token, top })), finish: choice.finish_reason ?? null };
       }
     },
+
+    trace: (ids, at, first, signal) => get("trace", { ids, at, first }, signal),
 
     async inspect(ids, options, signal) {
       const { attention, ...inspection } = await get("inspect", { ids: ids.slice(-model.context_length) }, signal);

@@ -298,6 +298,7 @@ def test_exports_do_not_leak_paths_user_or_host(workdir: Path) -> None:
         (["-o", "out.html", "--samples", "1"], "--samples go into the model card, and a page has none"),
         (["-o", "out.html", "--dtype", "int4"], "a page cannot have the dtype int4"),
         (["-o", "out", "--title", "x"], "--title is only for a page, and out is a folder"),
+        (["-o", "out.gguf", "--with-text"], "--with-text is only for a page, and out.gguf is a .gguf file"),
         (["-o", "out.gguf", "--prompts", "0"], "--prompts is only for a page, and out.gguf is a .gguf file"),
         (["-o", "out.html", "--prompts", "4"], "prompts is 4; it must be between 0 and 3"),
         (["-o", "out.html", "--about", "\udcff"], "--about is not UTF-8"),

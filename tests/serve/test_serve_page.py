@@ -87,11 +87,11 @@ def chat_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serve_model(model: Path) -> Iterator[str]:
+def serve_model(model: Path, *options: str) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPT_SERVE_API_KEY", KEY)
         patch.setenv("GPT_THREADS", "1")
-        process = spawn("serve", "-m", model, "--port", "0", "--compile", "off", "--name", NAME)
+        process = spawn("serve", "-m", model, "--port", "0", "--compile", "off", "--name", NAME, *options)
     try:
         log = ""
         while not (match := re.search(r"at (http://\S+)", log)):
@@ -1204,3 +1204,64 @@ def test_scripts_continue_a_prompt_like_the_api(open_page: Any, address: str) ->
     assert result["ids"] == [token["id"] for token in expected["logprobs"]["content"]][: len(result["ids"])]
     greedy = page.evaluate("gpt.generate('the cat', { temperature: 0, max_tokens: 12 })")
     assert greedy["text"] == request_completion(address, prompt="the cat", temperature=0, max_tokens=12)["text"]
+
+
+def test_panel_shows_where_a_token_comes_from(open_page: Callable[..., Any], run_folder: Path) -> None:
+    with serve_model(run_folder, "--with-text") as tracing:
+        page = open_page(address=tracing)
+        text = make_text()[2000:2200]
+        write_text(page, text, max_tokens=20, temperature=0)
+        page.focus("#text")
+        page.keyboard.press("Alt+ArrowDown")
+        page.click("#trace")
+        page.wait_for_selector("#origins li")
+        marks, prompt = read_marks(page), post(tracing, "tokenize", prompt=text)["tokens"]
+        ids = [*prompt, *(token["id"] for token in marks)]
+        found = post(tracing, "trace", ids=ids, at=len(ids) - 1, first=len(prompt))
+        assert page.locator("#origins mark").all_text_contents() == [each["text"] for each in found["passages"]]
+        place = f"document 1, line {found['passages'][0]['line']:,}"
+        assert page.locator("#origins li span").first.text_content() == place
+        assert f"has {found['length']} token" in page.text_content("#origins")
+        page.click("#before")
+        page.wait_for_timeout(300)
+        found = post(tracing, "trace", ids=ids, at=len(ids) - 2, first=len(prompt))
+        assert page.locator("#origins mark").all_text_contents() == [each["text"] for each in found["passages"]]
+        assert page.evaluate(NAMELESS) == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_passages_fit_a_phone_and_can_be_read(open_page: Callable[..., Any], scheme: str) -> None:
+    """A server without training text has no button. Markup in passages stays text."""
+    page = open_page(width=360, color_scheme=scheme)
+    write_text(page, "the cat", max_tokens=12)
+    page.focus("#text")
+    page.keyboard.press("Alt+ArrowDown")
+    assert page.locator("#trace").is_hidden()
+    page.evaluate(
+        """() => {
+            const passage = { length: 2, before: "<b>a</b> ".repeat(6), text: "<img src=x onerror='window.taken = 1'>\\nb" };
+            const passages = Array.from({ length: 5 }, () => ({ ...passage, after: "c".repeat(60), document: 1234, line: 56789 }));
+            const rest = { share: 0.25, span: 8, compared: 10, trained: 20 };
+            engine.trace = async (ids, at) => ({ start: at, length: 9, count: 1200, passages, ...rest });
+            $("trace").hidden = false;
+        }"""
+    )
+    page.click("#trace")
+    page.wait_for_selector("#origins li")
+    shown = page.inner_text("#origins")
+    for part in (
+        "has 9 tokens. It is in 1,200 places.",
+        "first 10 tokens",
+        "<img src=x",
+        "line 56,789: 2 tokens",
+        "25.0 %",
+    ):
+        assert part in shown, part
+    box = page.locator("#likely").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 360 and box["y"] + box["height"] <= 800
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    style = "(node) => [getComputedStyle(node).color, getComputedStyle(node).backgroundColor]"
+    panel = page.locator("#likely").evaluate(style)[1]
+    colour, background = page.locator("#origins mark").first.evaluate(style)
+    soft = page.locator("#origins li .soft").first.evaluate(style)[0]
+    assert min(contrast(colour, background), contrast(soft, panel)) >= 4.5
