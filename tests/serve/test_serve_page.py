@@ -857,7 +857,7 @@ def test_stop_keeps_partial_answers_and_restores_unanswered_questions(open_chat:
     assert page.inner_text("#status") == "Stopped."
     assert page.input_value("#question") == "a draft"
     turns = read_conversation(page)
-    assert len(turns) == 2 and 8 <= page.locator(".token").count() < 900
+    assert len(turns) == 2 and page.locator("#turns .token").count() > 8
     send_message(page, "go on", max_tokens=2)
     assert read_conversation(page)[:2] == turns
     pending_routes: list[Any] = []
