@@ -113,13 +113,16 @@ def write(
     `UserError` for values that ``dtype`` cannot represent."""
     layout, checksum = _Layout.of(source.config, dtype), Checksum()
     training, training_data = (None, b"") if tokens is None else _pack_text(tokens)
-    before, _, after = _assemble_page().partition(MODEL)
+    before, _, after = _assemble_page(description["name"]).partition(MODEL)
+    tag = (
+        f'<script type="application/octet-stream" data-of="{-(-layout.size // _PIECE_BYTES)}" class="weights">'.encode()
+    )
 
     def pieces() -> Iterator[bytes]:
         yield before.encode()
         for piece in _cut(_stream(source, layout)):
             checksum.add(piece)
-            yield b'<script type="application/octet-stream" class="weights">'
+            yield tag
             yield base64.b64encode(piece)
             yield b"</script>\n"
         if training is not None:
@@ -158,9 +161,9 @@ def restore_parameter(config: GPTConfig, name: str, value: Tensor | Quantized, d
     return to_tensor(value).to(DTYPES[_DTYPES[kind]]).float()
 
 
-def _assemble_page() -> str:
+def _assemble_page(title: str) -> str:
     """Returns the playground with its Content-Security-Policy, and the marker `MODEL` for the model."""
-    text, policy = assemble(_ENGINE, worker=_WORKER)
+    text, policy = assemble(_ENGINE, worker=_WORKER, title=title)
     return text.replace(_CHARSET, f'{_CHARSET}\n<meta http-equiv="Content-Security-Policy" content="{policy}">', 1)
 
 

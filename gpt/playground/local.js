@@ -48,7 +48,11 @@ const engine = (() => {
   }
 
   async function start() {
+    const parts = document.getElementsByClassName("weights"), count = () => Number(parts[0]?.dataset.of);
+    const arriving = setInterval(() => showLoading((parts.length - 1) / count() / 2 || 0), 200);
     if (document.readyState === "loading") await new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve));
+    clearInterval(arriving);
+    const total = count();
     const node = document.getElementById("model-header");
     if (!node || checksum(node.textContent) !== node.dataset.sum) throw new Error(DAMAGED);
     header = JSON.parse(node.textContent);
@@ -58,6 +62,7 @@ const engine = (() => {
     worker.onerror = (event) => failAll(event.message || "The browser could not start the model.");
     await call("start", [header, fromBase64(document.getElementById("kernels").textContent)]);
     for (const part of document.querySelectorAll("script.weights, script.text")) {
+      showLoading(1 - parts.length / total / 2);
       let bytes;
       try {
         bytes = fromBase64(part.textContent);

@@ -29,7 +29,7 @@ async function refreshOrigin() {
     if (signal.aborted) return;
     origins.replaceChildren(element("p", "warn", error.message));
   }
-  origins.scrollTop = 0;
+  likely.scrollTop = 0;
   place();
 }
 

@@ -176,7 +176,8 @@ def test_card_shows_losses_before_and_after_quantization() -> None:
         Facts("it", "int4", None, Comparison(Text("b", 1, 20, "1" * 64), *evaluations)),
     )
     assert (
-        "On all held-out text: 1.2500 nats per token, 0.5000 bits per byte, before its weights were quantized." in text
+        "Loss on text that it was not trained on: 1.2500 nats per token, 0.5000 bits per byte, before its weights were quantized."
+        in text
     )
     assert "| before | 1.5000 | 1.0820 |" in text
     assert "| as published, in int4 | 1.7500 | 1.2624 |" in text

@@ -51,7 +51,7 @@ def read_page(path: Path) -> tuple[dict[str, Any], bytes]:
     """Returns a page's header and its stream of weights, after checking both checksums."""
     text = path.read_bytes().decode()
     (head,) = re.findall(r'<script type="application/json" id="model-header" data-sum="(\w+)">(.*?)</script>', text)
-    parts = re.findall(r'<script type="application/octet-stream" class="weights">(.*?)</script>', text)
+    parts = re.findall(r'<script type="application/octet-stream" data-of="\d+" class="weights">(.*?)</script>', text)
     stream = b"".join(map(base64.b64decode, parts))
     header = json.loads(head[1])
     assert head[0] == checksum(head[1].encode())

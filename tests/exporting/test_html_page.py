@@ -428,3 +428,26 @@ def test_text_of_a_model_is_never_markup(open_page: Open, tmp_path: Path) -> Non
     assert page.text_content("h1") == name
     assert not page.evaluate("window.taken")
     assert page.locator("img").count() == 0
+
+
+def test_page_has_its_title_at_once_and_shows_how_much_is_loaded(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(html, "_PIECE_BYTES", 12 * 2**10)
+    file = export(tmp_path / "model.html", loud(GPTConfig(257, 40, 2, 4, 64)))
+    page = browser.new_page()
+    page.add_init_script(
+        "window.states = []; new MutationObserver(() => states.push([document.title, document.getElementById('status')?.textContent]))"
+        ".observe(document, { childList: true, subtree: true })"
+    )
+    page.goto(file.as_uri())
+    page.wait_for_selector("body[data-ready=yes]")
+    states = page.evaluate("states.filter(([, status]) => status)")
+    assert {title for title, _ in states} == {"it"}
+    percents = [
+        int(match[1]) for _, status in states if (match := re.fullmatch("Loading the model … ([0-9]+) %", status))
+    ]
+    assert percents == sorted(percents)
+    assert len(set(percents)) > 5
+    assert page.inner_text("#status") == ""
+    page.close()
