@@ -33,7 +33,7 @@ from gpt.model.params import Parameter, breakdown, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import Quantized, to_tensor
 from gpt.playground.page import MODEL, assemble
-from gpt.runs.copying import MAX_IDS
+from gpt.runs.copying import IDS_PER_PASS, MAX_IDS
 from gpt.runs.quantized import quantize_parameter
 from gpt.text.shards import id_type
 from gpt.text.token_folder import TokenFolder
@@ -45,7 +45,6 @@ FORMAT = 1
 MAX_MEMORY = 2**31
 MAX_FLOAT16_PARAMETERS = 20_000_000  # Larger models are in int8 by default; float16 would take more than 53 MB.
 _PIECE_BYTES = 12 * 2**20  # Bytes of weights per script: a multiple of 3 for base64, and of 4 for the checksum.
-_TAKE_IDS = 2**20  # Ids of the training text read together.
 _ALIGNMENT = 16
 _KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "i8"}
 _DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
@@ -177,8 +176,8 @@ def _to_script(values: Mapping[str, Any]) -> bytes:
 def _pack_text(tokens: TokenFolder) -> tuple[dict[str, Any], bytes]:
     """Returns the header of a training text and its bytes: ids, zeros up to 4 bytes, starts of documents, the end."""
     stream, dtype = tokens.stream("train"), id_type(tokens.tokenizer.vocab_size)
-    steps = range(0, len(stream), _TAKE_IDS)
-    data = b"".join(stream.take(at, min(_TAKE_IDS, len(stream) - at)).astype(dtype).tobytes() for at in steps)
+    parts = ((at, min(IDS_PER_PASS, len(stream) - at)) for at in range(0, len(stream), IDS_PER_PASS))
+    data = b"".join(stream.take(*part).astype(dtype).tobytes() for part in parts)
     data += bytes(-len(data) % 4) + stream.offsets.astype("<u4").tobytes()
     values = {"ids": len(stream), "width": dtype.itemsize, "opening": len(tokens.tokenizer.opening)}
     return {**values, "sum": str(Checksum.of(data))}, data

@@ -26,9 +26,10 @@ class TrainingText {
       if (found.length === MAX_PASSAGES && length <= found.at(-1).length) continue;
       found = [...found, { start: at - before, length, position: hit - before, document }].sort((a, b) => b.length - a.length).slice(0, MAX_PASSAGES);
     }
-    const { start = at, length = 0 } = found[0] ?? {}, size = train.length;
+    const { start = at, length = 0 } = found[0] ?? {}, size = train.length, written = ids.slice(first), key = written.join();
     const passages = found.filter((passage) => passage.length >= Math.min(SPAN, length)).map((passage) => this.describe(passage));
-    return { start, length, count, passages, share: this.share(ids.slice(first)), span: SPAN, compared: size, trained: size };
+    if (this.key !== key) Object.assign(this, { key, lastShare: this.share(written) });
+    return { start, length, count, passages, share: this.lastShare, span: SPAN, compared: size, trained: size };
   }
 
   describe({ length, position, document }) {

@@ -62,6 +62,7 @@ const engine = (() => {
     },
 
     tokenize: async (text, signal) => (await get("tokenize", { prompt: text }, signal)).tokens,
+    trace: (ids, at, first, signal) => get("trace", { ids, at, first }, signal),
     template: async (messages, signal) => (await get("tokenize", { messages }, signal)).tokens,
 
     async *complete({ ids, alternatives, off, ...settings }, signal) {
@@ -71,8 +72,6 @@ const engine = (() => {
         yield { tokens: tokens.map(({ top_logprobs: top, ...token }) => ({ ...token, top })), finish: choice.finish_reason ?? null };
       }
     },
-
-    trace: (ids, at, first, signal) => get("trace", { ids, at, first }, signal),
 
     async inspect(ids, options, signal) {
       const { attention, ...inspection } = await get("inspect", { ids: ids.slice(-model.context_length) }, signal);

@@ -59,6 +59,7 @@ function copyLogits() {
 
 const methods = {
   tokenize: (text) => tokenizer.prompt(text),
+  trace: (...values) => training.trace(...values),
 
   // Returns the ids of a conversation, up to the start of an answer.
   template(messages) {
@@ -100,8 +101,6 @@ const methods = {
       restTime = performance.now();
     }
   },
-
-  trace: (...values) => training.trace(...values),
 
   // Returns what the newest token attends to, the most likely next tokens after each layer, and the model's distribution.
   inspect(ids, { off } = {}) {
@@ -160,7 +159,7 @@ function receiveText(bytes) {
 }
 
 function finish() {
-  if (decoder.received !== header.bytes || toHex(sums) !== header.sum) throw new Error("damaged");
+  if (decoder.received !== header.bytes || toHex(sums) !== header.sum || (header.text && !training)) throw new Error("damaged");
   return { memory: decoder.memory.buffer.byteLength, simd: Boolean(decoder.kernels) };
 }
 

@@ -102,10 +102,11 @@ def compute_share(ids: Int64s, training: npt.NDArray[np.signedinteger[Any]]) -> 
     hashes, firsts, inverse = np.unique(_hashes(ids), return_index=True, return_inverse=True)
     is_copied = np.zeros(len(hashes), np.bool_)
     for start in range(0, len(training) - N + 1, IDS_PER_PASS):
-        windows = np.lib.stride_tricks.sliding_window_view(training[start : start + IDS_PER_PASS + N - 1], N)
-        window_hashes = _hashes(training[start : start + IDS_PER_PASS + N - 1])
-        places = np.minimum(np.searchsorted(hashes, window_hashes), len(hashes) - 1)
-        matches = np.flatnonzero(hashes[places] == window_hashes)
-        spans = ids[firsts[places[matches], None] + np.arange(N)]
-        is_copied[places[matches[(windows[matches] == spans).all(axis=1)]]] = True  # Hashes can collide.
+        piece = training[start : start + IDS_PER_PASS + N - 1]
+        piece_hashes = _hashes(piece)
+        places = np.minimum(np.searchsorted(hashes, piece_hashes), len(hashes) - 1)
+        matches = np.flatnonzero(hashes[places] == piece_hashes)
+        spans, starts = piece[matches[:, None] + np.arange(N)], firsts[places[matches], None]
+        is_equal = (spans == ids[starts + np.arange(N)]).all(axis=1)  # Hashes can collide.
+        is_copied[places[matches[is_equal]]] = True
     return float(is_copied[inverse].mean())

@@ -36,10 +36,9 @@ class TrainingText:
         self._share = lru_cache(8)(lambda ids: compute_share(np.array(ids, np.int64), self._ids))
 
     def trace(self, ids: Sequence[int], at: int, first: int) -> dict[str, Any]:
-        """Returns the longest passages around the id ``at`` of a text: the span with most ids, the number of its
-        places, and up to `MAX_PASSAGES` places with spans of at least `N` ids, the longest first. If no span has `N`
-        ids, all are of the longest. Also returns the share of `N`-token spans from ``first`` on that are in the
-        training text."""
+        """Returns the longest span around the id ``at`` of a text, the number of its places in the training text, and
+        the first places of it and of shorter spans with at least `N` ids. Also returns the share of `N`-token spans
+        from ``first`` on that are in the training text."""
         text, hits = np.array([_END, *ids, _END]), np.flatnonzero(self._ids == ids[at])
         before, after = (self._count_equal(hits, text, at + 1, step) for step in (-1, 1))
         lengths = before + 1 + after

@@ -320,10 +320,8 @@ def find_training_tokens(checkpoint: Path, tokenizer: Tokenizer) -> TokenFolder:
     run = checkpoint.absolute().parent
     tokens = training_tokens(run, RunRecord.read(run)) if folder.is_run(run) else None
     if tokens is None or not tokens.adopt_tokenizer(tokenizer) or not tokens.stream("train"):
-        raise UserError(
-            f"the training tokens of {checkpoint} are not there",
-            "leave out --with-text, or use a run with its tokens; pairs and conversations leave none",
-        )
+        hint = "leave out --with-text, or give a run with its tokens; pairs and conversations leave none"
+        raise UserError(f"the training tokens of {checkpoint} are not there", hint)
     return tokens
 
 

@@ -221,12 +221,11 @@ class Server:
         values, training = await self._json(request), self.service.training
         if training is None:
             raise ApiError(403, "this server does not show passages of its training text")
-        ids, at, first = self._ids(values, "ids"), values.get("at"), values.get("first", 0)
-        if type(at) is not int or not 0 <= at < len(ids):
-            raise ApiError(400, "at must be the index of one of the ids", "at")
-        if type(first) is not int or not 0 <= first <= len(ids):
-            raise ApiError(400, "first must be the index of the first generated id", "first")
-        return JSONResponse(await self._in_thread(request, lambda: training.trace(ids, at, first), "large text"))
+        ids, indexes = self._ids(values, "ids"), [values.get("at"), values.get("first", 0)]
+        for name, index, end in zip(("at", "first"), indexes, (len(ids), len(ids) + 1), strict=True):
+            if type(index) is not int or not 0 <= index < end:
+                raise ApiError(400, f"{name} must be an index of ids", name)
+        return JSONResponse(await self._in_thread(request, lambda: training.trace(ids, *indexes), "large text"))
 
     async def _tokenizer_info(self, request: Request) -> Response:
         tokenizer = self.service.tokenizer

@@ -148,8 +148,7 @@ def serve(
 ) -> None:
     """Serves a model that was loaded for sampling, until a signal arrives.
 
-    Calls ``ready`` with the address once it accepts requests. Reads sampling defaults from the checkpoint at ``path``,
-    and training text from its run.
+    Calls ``ready`` with the address once it accepts requests. Reads sampling defaults and training text for ``path``.
     Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the end.
     """
     context = make_context(model, compute, config, tokenizer.vocab_size)

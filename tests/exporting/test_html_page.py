@@ -375,7 +375,7 @@ def test_page_without_text_has_no_button(open_page: Open, tmp_path: Path) -> Non
     assert page.evaluate("document.getElementById('trace').hidden")
 
 
-@pytest.mark.parametrize("damage", ["shorter", "changed"])
+@pytest.mark.parametrize("damage", ["shorter", "changed", "missing"])
 def test_damaged_training_text_says_so(damage: str, tokens: TokenFolder, browser: Any) -> None:
     path = Path("it.html").absolute()
     html.write(
@@ -390,6 +390,7 @@ def test_damaged_training_text_says_so(damage: str, tokens: TokenFolder, browser
     changed = {
         "shorter": text[:at] + text[at + 4 :],
         "changed": text[:at] + ("B" if text[at] == "A" else "A") + text[at + 1 :],
+        "missing": text.replace('class="text"', 'class="other"'),
     }
     path.write_text(changed[damage], encoding="utf-8")
     page = browser.new_page()
