@@ -78,6 +78,7 @@ def draw(pictures: Path) -> None:
         page.goto(Path("exported.html").absolute().as_uri())
         page.wait_for_selector("body[data-ready]")
         page.screenshot(path=pictures / "exported.png", full_page=True, clip=_look_inside(page))
+        page.set_viewport_size({"width": 960, "height": 900})
         for name, run, clip_page in (("serve", BOOK, _generate), ("chat", CHAT, _chat)):
             with serving(run) as address:
                 page.goto(address)
@@ -119,7 +120,8 @@ def _look_inside(page: Page) -> dict[str, float]:
     page.wait_for_selector("#status:text('.')")
     page.wait_for_timeout(1000)
     page.evaluate("document.activeElement.blur()")
-    return _clip_until(page, "#inside")
+    page.set_viewport_size({"width": 660, "height": 600})  # A single column.
+    return {**_clip_until(page, "#heads"), "width": 660}
 
 
 def _chat(page: Page) -> dict[str, float]:
