@@ -18,6 +18,7 @@ from typing import Any
 
 from gpt_cli.main import main
 from outputs import BLOCK
+from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
@@ -78,6 +79,7 @@ def draw(pictures: Path) -> None:
         page.goto(Path("exported.html").absolute().as_uri())
         page.wait_for_selector("body[data-ready]")
         page.screenshot(path=pictures / "exported.png", full_page=True, clip=_look_inside(page))
+        Image.open(pictures / "exported.png").quantize(128).save(pictures / "exported.png", optimize=True)
         page.set_viewport_size({"width": 960, "height": 900})
         for name, run, clip_page in (("serve", BOOK, _generate), ("chat", CHAT, _chat)):
             with serving(run) as address:
