@@ -26,6 +26,7 @@ from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single, Strategy, make_strategy
+from gpt.training.teachers import Teachers
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
 PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
@@ -120,12 +121,15 @@ class Planner:
     data: Dataset
     init: InitCheckpoint | None
     session: Session
+    teachers: Teachers
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
         """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` without enough memory or time."""
         config, world, note = self.config, self.session.world, self.session.note
         recipe = self.resolve(config, note)
-        world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size))
+        world.raise_on_all(
+            partial(check_model, recipe, self.compute, world.data_size, world.local_size, self.teachers.shapes)
+        )
         if config.minutes is None:
             return recipe, None
         note("measuring training speed on this machine")
@@ -160,7 +164,7 @@ class Planner:
             world,
             lambda: resolve(
                 config, self.compute, data.bytes, data.tokens, data.tokenizer.vocab_size, data.held_out_tokens > 0,
-                note, shape, data.rows, world.data_size, max_tokens,
+                note, shape, data.rows, world.data_size, max_tokens, self.teachers.shapes,
             ),
         )  # fmt: skip
 
@@ -170,7 +174,7 @@ class Planner:
         world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.compute, world, self.init)
-        stepper = Stepper(strategy, recipe, lambda micro_batch: None)
+        stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=self.teachers)
         if recipe.compile:
             stepper.compile(self.session.note)  # The run itself reports compilation errors.
         seconds = time_steps(

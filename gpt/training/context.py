@@ -3,7 +3,7 @@
 import dataclasses
 import platform
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from gpt.training.data import Dataset
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.recipe import Recipe
 from gpt.training.state import SavedState
+from gpt.training.teachers import Teachers
 
 Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
 
@@ -62,6 +63,7 @@ class RunContext:
     data: Dataset
     compute: Compute
     init: InitCheckpoint | None
+    teachers: Teachers
     recipe: Recipe
     changes: Mapping[str, Any]  # settings that this resume changes
     log: str
@@ -142,14 +144,17 @@ class Result:
         return checked(cls, {**record, "run": run, "checkpoint": run / name}, where)
 
 
-def data_record(record: RunRecord, data: Dataset, init: InitCheckpoint | None) -> RunRecord:
-    """Returns ``record`` with entries for the tokenized data."""
+def data_record(
+    record: RunRecord, data: Dataset, init: InitCheckpoint | None, teachers: Sequence[InitCheckpoint]
+) -> RunRecord:
+    """Returns ``record`` with entries for the tokenized data and the models that the run starts with."""
     return dataclasses.replace(
         record,
         tokenizer=TokenizerRecord(data.tokenizer.name, data.tokenizer.fingerprint),
         tokens=TokenCounts(data.tokens, data.held_out_tokens),
         sources=data.sources,
         init=init.record() if init else None,
+        teachers=[teacher.record() for teacher in teachers] or None,
     )
 
 

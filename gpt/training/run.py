@@ -36,9 +36,11 @@ from gpt.training.resuming import (
     refuse_fixed_options,
     restore_compute,
     restore_init,
+    restore_teachers,
 )
 from gpt.training.state import seed_all
 from gpt.training.strategy import make_strategy
+from gpt.training.teachers import Teachers, check_tokenizers
 
 
 def train(
@@ -120,23 +122,26 @@ def open_run(
     compute = world.place(world.raise_on_all(lambda: restore_compute(started, changes, world.size, note)))
     world.raise_on_all(lambda: world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor))))
     init = world.raise_on_all(lambda: prepared.init if prepared else restore_init(started, world))
+    found = world.raise_on_all(lambda: prepared.teachers if prepared else restore_teachers(started, world))
+    teachers = Teachers(found, compute)
     data = prepared.data if prepared else None
     if world.is_main and data is None:  # Rank 0 goes first because it might have to tokenize the text.
-        data = open_data(started, compute, init, session)
+        data = open_data(started, compute, init, found, session)
     world.broadcast_object(lambda: True)
-    data = world.raise_on_all(lambda: data or open_data(started, compute, init, session))
+    data = world.raise_on_all(lambda: data or open_data(started, compute, init, found, session))
+    world.raise_on_all(lambda: check_tokenizers(found, data.tokenizer))
     world.assert_same({"text": data.sources})
     environment.write_message(environment.RUN, started.run)
     changes = {**started.requested_steps, **changes}
     recipe, budget = started.recipe, None
     if recipe is None:
-        recipe, budget = Planner(started.config, compute, data, init, session).plan()
+        recipe, budget = Planner(started.config, compute, data, init, session, teachers).plan()
     step = started.saved.state.step if started.saved else 0
     recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.data_size))
     start = session.start_time - (started.saved.state.seconds if started.saved else 0.0)
     if started.saved is not None and started.saved.pace is not None and "steps" not in changes:
         budget = replace(started.saved.pace, deadline=started.saved.pace.deadline + start)
-    record = started.record if started.saved else data_record(started.record, data, init)
+    record = started.record if started.saved else data_record(started.record, data, init, found)
     log = str(changes.get("log", started.config.log))
     context = RunContext(
         session,
@@ -145,6 +150,7 @@ def open_run(
         data,
         compute,
         init,
+        teachers,
         recipe,
         changes,
         log,
