@@ -48,8 +48,8 @@ Throughput = Callable[[str], float]
 def preset_for_minutes(
     config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None], processes: int = 1
 ) -> TrainConfig:
-    """Chooses the preset for ``config.minutes``, unless the user chose a model. Passes the reason to ``note``. Assumes
-    that speed is proportional to ``processes``."""
+    """Chooses the preset for ``config.minutes``, or half of them with ``teachers``, unless the user chose a model.
+    Passes the reason to ``note``. Assumes that speed is proportional to ``processes``."""
     shape = (config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
@@ -57,7 +57,9 @@ def preset_for_minutes(
     def measure(name: str) -> float:
         return processes * measure_throughput(name, config, compute)
 
-    name, reason = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", measure)
+    name, reason = largest_preset(
+        config.minutes / (2 if config.teachers else 1), n_bytes, config.arch or "gpt2", measure
+    )
     note(f"size {name}: {reason}")
     return replace(config, preset=name)
 
@@ -135,7 +137,8 @@ class Planner:
         note("measuring training speed on this machine")
         # Later, ``steps`` replaces the minutes in this config. Keep the choice to compile, which depends on the
         # minutes.
-        steps_config, token_limit = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
+        steps_config = replace(config, minutes=None, teachers=0, compile="on" if recipe.compile else "off")
+        token_limit = math.inf
         if self.init is not None and config.batch_tokens is None:  # A step of the default batch can take minutes.
             smallest = replace(self.resolve(config, max_tokens=1), compile=False)
             token_limit = self.measure(smallest, 0.0)[1] * smallest.batch_tokens

@@ -195,6 +195,8 @@ def resolve(
         preset = finetune.shrink_batch(preset, default_epochs * n_tokens, finetune.STEPS) if pairs else preset
     batch = _plan_batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes, teachers)
     steps = _total_steps(config, n_tokens, batch, default_epochs)
+    if config.teachers:
+        steps = max(1, steps // 2)
     passes = 0.0 if start is not None or teachers else batch.tokens_read(steps) / n_tokens
     dropout, weight_decay = auto_regularization(passes, n_tokens / breakdown(model).trainable)
     model = model if config.dropout is not None else replace(model, dropout=dropout)
@@ -255,8 +257,8 @@ def _ineffective_settings(config: TrainConfig, model: GPTConfig, steps: int, war
         lines.append(f"warmup is {warmup:,} steps, the run {steps:,}: the learning rate reaches {share} of its peak")
     if config.window is not None and config.window >= model.block_size:
         lines.append(f"a window of {config.window:,} has no effect in a context of {model.block_size:,} tokens")
-    if config.teacher_weight != TrainConfig.teacher_weight and not config.teacher:
-        lines.append("--teacher-weight has no effect without --teacher")
+    if config.teacher_weight != TrainConfig.teacher_weight and not (config.teacher or config.teachers):
+        lines.append("--teacher-weight has no effect without --teacher or --teachers")
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--decay has no effect with --schedule {config.schedule}")
     return lines
@@ -283,7 +285,8 @@ def check_heads(model: GPTConfig, tensor: int) -> None:
 
 def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: Sequence[GPTConfig]) -> None:
     """Raises `UserError` for a teacher with a shorter context than the model's."""
-    for name, teacher in zip(config.teacher, teachers, strict=False):
+    own = [f"{number}" for number in range(1, config.teachers + 1)]
+    for name, teacher in zip([*own, *config.teacher], teachers, strict=False):
         if teacher.block_size < model.block_size:
             raise UserError(
                 f"the teacher {name} has a context of {teacher.block_size:,}, shorter than the run's, "

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,13 +22,13 @@ from gpt.settings import checked, from_dict
 from gpt.text.corpus import open_corpus
 from gpt.text.token_folder import MANIFEST, TokenFolder
 from gpt.training import logs
-from gpt.training.context import Result, Session, versions
+from gpt.training.context import Result, Session, now, versions
 from gpt.training.data import Dataset, find_token_folder, load_tokens, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
 from gpt.training.recipe import Recipe, check_even_split, check_heads, parse_micro_batch
 from gpt.training.state import SavedState, read_saved_state
-from gpt.training.teachers import choose_tokenizer, find_teacher
+from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
 from gpt.words import counted
 
 Model = TypeVar("Model", InitCheckpoint, InitCheckpoint | None)
@@ -179,6 +179,25 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
     if checkpoint.peek(path)[0] != read_saved_state(path).recipe.saved_model:
         raise UserError(f"{path} is damaged: its training state is for a model of another shape", folder.HINT)
     return path.name
+
+
+def prepare_teacher(
+    started: StartedRun, number: int, steps: int | None, note: Callable[[str], None]
+) -> tuple[str, str | None]:
+    """Creates or repairs the folder of a run's own teacher. Returns the folder, and the checkpoint's name to resume
+    from, if any. ``steps`` is the length of a new teacher; None with ``--minutes``."""
+    run, config = started.run, started.config
+    path = run / TEACHERS / str(number)
+    with disk_errors(run):
+        if not folder.is_run(path):
+            path.mkdir(parents=True, exist_ok=True)
+            minutes = None if config.minutes is None else config.minutes / (2 * config.teachers)
+            own = replace(config, seed=config.seed + number, steps=steps, epochs=None, minutes=minutes, out=str(path))
+            own = replace(own, teachers=0, teacher=(), sample_every=0, merge_lora=False, log="none")
+            RunRecord(FORMAT, now(), started.texts, asdict(own), started.record.size).write(path)
+        files.recover(path)
+        folder.write_index(path)
+    return str(path), None if RunRecord.read(path).result else find_checkpoint(path, note)
 
 
 def restore_compute(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
 from gpt.text.tokenizer import Tokenizer
 from gpt.training.finetune import InitCheckpoint
+
+TEACHERS = "teachers"  # subfolder of the run folder, for the runs of its own teachers
 
 
 class Teachers:
@@ -42,6 +45,16 @@ def find_teacher(name: str) -> InitCheckpoint:
     """Returns the teacher that ``name`` names. Raises `UserError` if there is none."""
     path = folder.find_checkpoint(name)
     return InitCheckpoint(name, path, *checkpoint.peek(path), folder.weight_checksums(path))
+
+
+def own_teachers(run: Path, config: TrainConfig) -> list[InitCheckpoint]:
+    """Returns the teachers that the run trained itself. Raises `UserError` if one is missing or damaged."""
+    return [find_teacher(str(run / TEACHERS / str(number))) for number in range(1, config.teachers + 1)]
+
+
+def whole_run(path: Path) -> Path:
+    """Returns the run that the run at ``path`` is a part of: for a run's own teacher, that run."""
+    return path.parent.parent if path.parent.name == TEACHERS and folder.is_run(path.parent.parent) else path
 
 
 def choose_tokenizer(

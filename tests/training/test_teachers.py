@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Gpt, assert_same, curve, losses, one_line_of_what_and_what_next, resolved, train, weights
+from conftest import (
+    FAST,
+    Gpt,
+    assert_same,
+    curve,
+    losses,
+    one_line_of_what_and_what_next,
+    resolved,
+    send,
+    train,
+    weights,
+)
 from models import CPU, loud, tiny_model
 
 import gpt as library
-from gpt import programs
+from gpt import events, programs
 from gpt.config import Arch, GPTConfig, TrainConfig
 from gpt.device import Compute
-from gpt.errors import UserError
+from gpt.errors import Interrupted, UserError
 from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.model.memory import Setup, count_step_memory
 from gpt.runs import checkpoint
@@ -215,3 +228,52 @@ def test_memory_of_teachers_is_planned() -> None:
     huge, compute = GPTConfig(50_257, 1024, 2**14, 64, 2**13), Compute(torch.device("cpu"), torch.float32)
     with pytest.raises(UserError, match=r"\(weights, gradients, optimizer state, teachers\), but only"):
         recipe.check_model(resolved(), compute, 1, teachers=[huge])
+
+
+OWN: dict[str, Any] = {"steps": 12, "eval_every": 2, "save_every": 2, "dropout": 0.1, "teachers": 2, "arch": "modern"}
+
+
+def interrupt_after(steps: int, work: Any) -> None:
+    """Sends SIGINT at the event of this many steps, counted over all phases."""
+    left = [steps]
+
+    def on_event(event: Any) -> None:
+        left[0] -= isinstance(event, events.StepEvent)
+        if isinstance(event, events.StepEvent) and left[0] == 0:
+            send(signal.SIGINT)
+
+    with pytest.raises(Interrupted, match=r"resume with: gpt train --resume parts$"):
+        work(listen=on_event)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
+def test_own_teachers_and_resume_in_each_phase(text: Path) -> None:
+    """Two teachers take 3 of 12 steps each, and the pupil takes 6."""
+    whole, run_events = train(text, out="whole", **OWN)
+    plans = [(event.phase, event.steps) for event in run_events if isinstance(event, events.Plan)]
+    assert plans == [("teacher 1 of 2", 3), ("teacher 2 of 2", 3), ("pupil", 6)]
+    assert whole.steps == 6
+    teachers = [Path("whole/teachers/1"), Path("whole/teachers/2")]
+    assert not list(Path("whole/teachers").rglob("training.*"))
+    assert [len(list(path.glob("step-*"))) for path in teachers] == [1, 1]
+    assert not torch.equal(*(weights(path)["model.embed_tokens.weight"] for path in teachers))
+    interrupt_after(2, partial(train_quietly, text, out="parts", **OWN))
+    for steps in (2, 1, 2):
+        interrupt_after(steps, partial(library.resume, "parts"))
+    result = library.resume("parts")
+    assert_same(Path("parts"), Path("whole"))
+    assert (result.val_loss, result.sample) == (whole.val_loss, whole.sample)
+    for path in teachers:
+        assert curve(Path("parts") / path.relative_to("whole")) == curve(path)
+
+
+def train_quietly(text: Path, listen: Any, **settings: Any) -> None:
+    library.train(text, listen=listen, **{**FAST, **settings})
+
+
+def test_command_with_own_and_given_teachers_prints_one_result(text: Path, gpt: Gpt, run_folder: Path) -> None:
+    small = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-tokens", "64"]
+    done = gpt("train", text, "-o", "x", "--teachers", "2", "--teacher", run_folder, "--steps", "8", "--json", *small)
+    assert done.code == 0, done.err
+    assert Path(json.loads(done.out)["run"]) == Path("x")
+    assert f"teachers: x/teachers/1, x/teachers/2, {run_folder}, with" in done.err.replace("\\", "/")
