@@ -71,9 +71,11 @@ def _copying(report: Report) -> Tree | None:
 def report_page(reports: Sequence[Report]) -> Tree:
     """Returns the data of ``pages/report.js``."""
     runs, unit = comparable_runs(reports, POINTS)
-    for run in runs:
+    for run, report in zip(runs, reports, strict=True):
         run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
         run["levels"] = _yardstick_levels(run) if len(runs) == 1 else {}
+        for sample, pieces in zip(run["samples"], report.copying.pieces if report.copying else (), strict=False):
+            sample["pieces"] = pieces
     raw, smooth = describe_smoothing(reports, POINTS)
     return {
         "runs": runs,

@@ -42,6 +42,7 @@ PAGE_COMMANDS: dict[str, list[str]] = {
     "params": ["params", BOOK],
     "shares": ["params", BOOK, "gpt2", "gpt3-175b"],
     "report": ["report", BOOK],
+    "exported": ["export", "-m", BOOK, "--title", "A little Shakespeare"],
 }
 
 
@@ -74,6 +75,9 @@ def draw(pictures: Path) -> None:
             page.goto(Path(f"{PAGE_OF.get(name, 'attention')}.html").absolute().as_uri())
             page.wait_for_selector("body[data-ready]")
             page.screenshot(path=pictures / f"{name}.png", full_page=True, clip=clip_page(page))
+        page.goto(Path("exported.html").absolute().as_uri())
+        page.wait_for_selector("body[data-ready]")
+        page.screenshot(path=pictures / "exported.png", full_page=True, clip=_look_inside(page))
         for name, run, clip_page in (("serve", BOOK, _generate), ("chat", CHAT, _chat)):
             with serving(run) as address:
                 page.goto(address)
@@ -105,6 +109,17 @@ def _generate(page: Page) -> dict[str, float]:
     )
     page.evaluate("document.activeElement.blur()")
     return _clip_until(page, "#keys")
+
+
+def _look_inside(page: Page) -> dict[str, float]:
+    """Generates a text and waits for the panel "Inside the model"."""
+    for name, value in {"text": PROMPT, "max_tokens": "30", "seed": "4"}.items():
+        page.fill(f"#{name}", value)
+    page.click("#go")
+    page.wait_for_selector("#status:text('.')")
+    page.wait_for_timeout(1000)
+    page.evaluate("document.activeElement.blur()")
+    return _clip_until(page, "#inside")
 
 
 def _chat(page: Page) -> dict[str, float]:

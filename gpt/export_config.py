@@ -10,7 +10,7 @@ FileType = Literal["f32", "f16", "q8_0", "q4_0"]
 FolderDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 PageDtype = Literal["float32", "bfloat16", "float16", "int8"]
 ExportDtype = Literal[FileType, FolderDtype]
-PAGE_OPTIONS = ("title", "about", "prompts")
+PAGE_OPTIONS = ("title", "about", "prompts", "with_text")
 # The Hub's license identifiers, from its model card documentation.
 _LICENSES = """
 afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
@@ -51,6 +51,10 @@ class ExportConfig:
     prompts: int | None = option(
         None, "Prompts to try on the page, quoted from the training text: first words of lines", panel="Page",
         shown="3", level="basic", low=0, high=3,
+    )  # fmt: skip
+    with_text: bool = option(
+        False, "Put the whole training text into the page, which then shows where its text comes from", panel="Page",
+        level="basic",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

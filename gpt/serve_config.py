@@ -53,6 +53,9 @@ class ServeConfig:
         "model", "Default sampling settings: the model's generation_config.json, or OpenAI's",
         panel="Sampling",
     )  # fmt: skip
+    with_text: bool = option(
+        False, "Let clients see passages of the training text that a text repeats", panel="Page", level="basic"
+    )
     access_log: bool = option(False, "Log each request to stderr: id, path, status, tokens and seconds", panel="Output")
 
     def __post_init__(self) -> None:

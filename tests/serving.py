@@ -15,6 +15,8 @@ import httpx
 from gpt import api
 from gpt.api import LanguageModel
 from gpt.decoding.context import Context
+from gpt.runs.passages import TrainingText
+from gpt.runs.report import find_training_tokens
 from gpt.sample_config import SampleConfig
 from gpt.serve import server as servers
 from gpt.serve.answers import Service
@@ -106,7 +108,8 @@ def served(
     context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
     worker = Worker(context, model.tokenizer.ends, metrics, chunk)
     size = model.model.config.block_size
-    service = Service("tiny", model.tokenizer, size, worker, config, metrics, 1, sampling or {})
+    training = TrainingText(find_training_tokens(model.path, model.tokenizer)) if config.with_text else None
+    service = Service("tiny", model.tokenizer, size, worker, config, metrics, 1, sampling or {}, training)
     server, sock, ready = Server(service, notes.append), servers.listen(config), threading.Event()
     http = servers.http_server(server, ready.set)
 

@@ -194,7 +194,7 @@ for (let l = -1; l < L; l++) {
   if (l === AVERAGE && L * H === 1) continue;
   const row = l + 2;
   grid.append(el("span", { class: "label", style: `grid-row:${row};grid-column:1` }, l === AVERAGE ? "all" : layerName(l)));
-  if (l === AVERAGE || H > 1) grid.append(headButton(l, AVERAGE, row, 2, "average"));
+  if (l === AVERAGE || H > 1) grid.append(headButton(l, AVERAGE, row, 2));
   if (l !== AVERAGE) for (let h = 0; h < H; h++) grid.append(headButton(l, h, row, 3 + h));
 }
 const heads = section("Heads", el("p", { class: "soft" }, "Each square is a head, with queries down and keys across. Darker (in dark mode: brighter) means more attention, on a " +

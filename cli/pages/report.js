@@ -83,21 +83,30 @@ runs.forEach((run, i) => {
   if (!run.steps.step.length) return;
   if (runs.length > 1) samples.append(el("h3", {}, run.name));
   if (!run.samples.length) { samples.append(el("p", { class: "soft" }, "This run has no samples.")); return; }
-  const text = el("pre", { "data-sample": i }), copyNote = el("p", { class: "soft" }), output = el("output", {});
+  const text = el("pre", { "data-sample": i }), copyNote = el("p", { class: "soft" }), origins = el("div", { class: "panel origins", "aria-live": "polite" }), output = el("output", {});
   const slider = el("input", { type: "range", id: `sample-${i}`, min: 0, max: run.samples.length - 1, value: run.samples.length - 1, oninput: () => show() });
   function show() {
     const sample = run.samples[+slider.value];
     output.textContent = `step ${withCommas(sample.step)}`;
-    text.replaceChildren(...markSpan(sample.text, sample.longest_text));
+    text.replaceChildren(...(sample.pieces ?? [sample]).map((piece) => piece.passages ? copiedSpan(piece, origins) : piece.text));
+    origins.hidden = true;
     copyNote.textContent = sample.share === undefined ? "" : sample.share === null ? "too short to compare" : `${(100 * sample.share).toFixed(1)} % of its 8-grams are in the training text; ` +
-      (sample.longest ? `the longest copied span has ${sample.longest} tokens (marked)` : "no span of 8 tokens is");
+      (sample.longest ? `the longest copied span has ${sample.longest} tokens. Choose a marked span to see where it is there.` : "no span of 8 tokens is");
   }
-  samples.append(el("div", { class: "controls" }, el("label", { for: `sample-${i}` }, "sampled at", slider, output)), text, copyNote);
+  samples.append(el("div", { class: "controls" }, el("label", { for: `sample-${i}` }, "sampled at", slider, output)), text, copyNote, origins);
   show();
 });
-function markSpan(text, part) {
-  const at = part ? text.indexOf(part) : -1;
-  return at < 0 ? [text] : [text.slice(0, at), el("mark", {}, part), text.slice(at + part.length)];
+// Returns a copied span of a sample, which shows its passages of the training text when it is chosen.
+function copiedSpan({ text, length, count, passages }, origins) {
+  const show = ({ currentTarget }) => {
+    for (const mark of currentTarget.parentNode.querySelectorAll("mark")) mark.setAttribute("aria-pressed", mark === currentTarget);
+    origins.replaceChildren(el("p", {}, `This passage of ${length} tokens is in ${count === 1 ? "one place" : `${withCommas(count)} places`} of the training text.`),
+      el("ol", {}, passages.map((passage) => el("li", {}, el("q", {}, passage.before && `…${passage.before}`, el("mark", {}, passage.text), passage.after && `${passage.after}…`),
+        el("span", { class: "soft" }, `document ${withCommas(passage.document)}, line ${withCommas(passage.line)}${passage.length < length ? `: ${passage.length} tokens` : ""}`)))));
+    origins.hidden = false;
+  };
+  const press = (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); show(event); } };
+  return el("mark", { role: "button", tabindex: 0, "aria-pressed": "false", onclick: show, onkeydown: press }, text);
 }
 
 const copying = section("Copying", runs.filter((run) => run.steps.step.length).map((run) => {

@@ -39,7 +39,9 @@ class Constraint:
 
     def copy(self) -> "Constraint":
         """Returns an independent copy."""
-        return Constraint(self._matcher.deep_copy(), self._clear_cache)
+        copy = Constraint(self._matcher.deep_copy(), self._clear_cache)
+        copy.ended = self.ended
+        return copy
 
     def compute_mask(self, V: int) -> npt.NDArray[np.bool_]:
         """Returns a mask (V) of the allowed next ids. If the text can end, this includes end-of-text."""

@@ -89,8 +89,8 @@ def _introduction(source: SourceModel, facts: Facts) -> str:
     return " ".join(sentences)
 
 
-def _origin(provenance: Provenance, quote: Quote) -> list[str]:
-    relation = "It is fine-tuned from" if provenance.texts is not None else "It is a copy of"
+def _origin(provenance: Provenance, quote: Quote, copied: str = "It is a copy of") -> list[str]:
+    relation = "It is fine-tuned from" if provenance.texts is not None else copied
     names = ", made from ".join(quote(base.name) for base in provenance.ancestors)
     return [f"{relation} {names}."] if names else []
 
@@ -170,10 +170,10 @@ def _held_out_loss(source: SourceModel, dtype: str) -> list[str]:
     if loss is None:
         return []
     bits = f", {provenance.bits_per_byte:.4f} bits per byte" if provenance.bits_per_byte is not None else ""
-    scope = "all held-out text" if provenance.val_loss is not None else "windows of the held-out text, in training"
+    scope = "" if provenance.val_loss is not None else " (parts of it, measured in training)"
     rounding = {32: "", 16: ", before its weights were rounded to 16 bits"}
     change = rounding.get(min(BITS[dtype], provenance.bits), ", before its weights were quantized")
-    return [f"On {scope}: {loss:.4f} nats per token{bits}{change}."]
+    return [f"Loss on text that it was not trained on{scope}: {loss:.4f} nats per token{bits}{change}."]
 
 
 def summary(source: SourceModel, dtype: str, license: str | None) -> list[str]:
@@ -182,7 +182,7 @@ def summary(source: SourceModel, dtype: str, license: str | None) -> list[str]:
     names = ", ".join(_escape(text.name) for text in provenance.texts or [])
     training = f"{_amount(source)}{f': {names}' if names else ''}."
     return [
-        *_origin(provenance, _escape),
+        *_origin(provenance, _escape, f"Converted to {dtype} from"),
         _UNKNOWN_TRAINING if provenance.texts is None else training,
         *_held_out_loss(source, dtype),
         *([f"License: {license}."] if license else []),

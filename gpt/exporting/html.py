@@ -33,7 +33,10 @@ from gpt.model.params import Parameter, breakdown, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import Quantized, to_tensor
 from gpt.playground.page import MODEL, assemble
+from gpt.runs.copying import IDS_PER_PASS, MAX_IDS
 from gpt.runs.quantized import quantize_parameter
+from gpt.text.shards import id_type
+from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import Tokenizer
 from gpt.words import counted
 
@@ -48,7 +51,7 @@ _DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
 _POSITIONS = {"learned": "learned", "sinusoidal": "sine", "rotary": "rotary"}
 _ENGINE = ("local.js",)
-_WORKER = ("sampler.js", "tokenizer.js", "decoder.js", "worker.js", "kernels.wasm")
+_WORKER = ("sampler.js", "tokenizer.js", "decoder.js", "passages.js", "worker.js", "kernels.wasm")
 _CHARSET = '<meta charset="utf-8">'
 Array = np.ndarray[Any, Any]
 Entry = tuple[str, int, int, int, int | None]  # Type, rows, columns, offset, offset of the scales.
@@ -78,6 +81,14 @@ def describe_differences(tokenizer: Tokenizer) -> list[str]:
     return ["the page has no chat: this chat template does more than put text around messages"]
 
 
+def describe_text(tokens: TokenFolder) -> str:
+    """Describes the training text in a page. Raises `UserError` if it is too long."""
+    ids, width = len(tokens.stream("train")), id_type(tokens.tokenizer.vocab_size).itemsize
+    if ids > MAX_IDS:
+        raise UserError(f"the training text has {ids:,} tokens; a page can have {MAX_IDS:,}", "leave out --with-text")
+    return f"the page contains the whole training text: {counted(ids, 'token')}, {ids * width * 4 / 3e6:,.2f} MB"
+
+
 def describe(source: SourceModel, dtype: str, config: ExportConfig, name: str) -> dict[str, Any]:
     """Returns the texts of the header. ``name`` is the title if ``config`` has none."""
     count = 3 if config.prompts is None else config.prompts
@@ -89,24 +100,34 @@ def describe(source: SourceModel, dtype: str, config: ExportConfig, name: str) -
             dtype,
         ],
         "about": [*([config.about] if config.about else []), *summary(source, dtype, config.license)],
-        "prompts": find_openings(source.path, count),
+        "prompts": find_openings(source.path, source.tokenizer, count),
         "chat": find_pieces(source.tokenizer),
     }
 
 
-def write(path: Path, source: SourceModel, dtype: str, description: Mapping[str, Any]) -> int:
-    """Writes a page atomically, with matrices in ``dtype``. Returns the number of tensors. ``description`` is the
-    result of `describe`. Raises OSError, for example if ``path`` exists, and `UserError` for values that ``dtype``
-    cannot represent."""
+def write(
+    path: Path, source: SourceModel, dtype: str, description: Mapping[str, Any], tokens: TokenFolder | None = None
+) -> int:
+    """Writes a page atomically, with matrices in ``dtype``, and with the training text in ``tokens``. Returns the
+    number of tensors. ``description`` is the result of `describe`. Raises OSError, for example if ``path`` exists, and
+    `UserError` for values that ``dtype`` cannot represent."""
     layout, checksum = _Layout.of(source.config, dtype), Checksum()
-    before, _, after = _assemble_page().partition(MODEL)
+    training, training_data = (None, b"") if tokens is None else _pack_text(tokens)
+    before, _, after = _assemble_page(description["name"]).partition(MODEL)
+    tag = (
+        f'<script type="application/octet-stream" data-of="{-(-layout.size // _PIECE_BYTES)}" class="weights">'.encode()
+    )
 
     def pieces() -> Iterator[bytes]:
         yield before.encode()
         for piece in _cut(_stream(source, layout)):
             checksum.add(piece)
-            yield b'<script type="application/octet-stream" class="weights">'
+            yield tag
             yield base64.b64encode(piece)
+            yield b"</script>\n"
+        if training is not None:
+            yield b'<script type="application/octet-stream" class="text">'
+            yield base64.b64encode(training_data)
             yield b"</script>\n"
         header = {
             "format": FORMAT,
@@ -118,6 +139,7 @@ def write(path: Path, source: SourceModel, dtype: str, description: Mapping[str,
             "tensors": layout.tensors,
             "tokenizer": page_tokenizer.describe(source.tokenizer),
             "settings": {},
+            "text": training,
             **description,
         }
         text = _to_script(header)
@@ -139,9 +161,9 @@ def restore_parameter(config: GPTConfig, name: str, value: Tensor | Quantized, d
     return to_tensor(value).to(DTYPES[_DTYPES[kind]]).float()
 
 
-def _assemble_page() -> str:
+def _assemble_page(title: str) -> str:
     """Returns the playground with its Content-Security-Policy, and the marker `MODEL` for the model."""
-    text, policy = assemble(_ENGINE, worker=_WORKER)
+    text, policy = assemble(_ENGINE, worker=_WORKER, title=title)
     return text.replace(_CHARSET, f'{_CHARSET}\n<meta http-equiv="Content-Security-Policy" content="{policy}">', 1)
 
 
@@ -149,6 +171,16 @@ def _to_script(values: Mapping[str, Any]) -> bytes:
     """Returns JSON for an HTML script, where ``<`` could end the script."""
     text = json.dumps(values, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").encode()
+
+
+def _pack_text(tokens: TokenFolder) -> tuple[dict[str, Any], bytes]:
+    """Returns the header of a training text and its bytes: ids, zeros up to 4 bytes, starts of documents, the end."""
+    stream, dtype = tokens.stream("train"), id_type(tokens.tokenizer.vocab_size)
+    parts = ((at, min(IDS_PER_PASS, len(stream) - at)) for at in range(0, len(stream), IDS_PER_PASS))
+    data = b"".join(stream.take(*part).astype(dtype).tobytes() for part in parts)
+    data += bytes(-len(data) % 4) + stream.offsets.astype("<u4").tobytes()
+    values = {"ids": len(stream), "width": dtype.itemsize, "opening": len(tokens.tokenizer.opening)}
+    return {**values, "sum": str(Checksum.of(data))}, data
 
 
 def _shape(config: GPTConfig) -> dict[str, Any]:

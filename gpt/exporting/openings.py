@@ -5,9 +5,7 @@ from itertools import islice
 from pathlib import Path
 
 from gpt.errors import UserError
-from gpt.runs import folder
-from gpt.runs.record import RunRecord
-from gpt.runs.report import training_tokens
+from gpt.runs.report import find_training_tokens
 from gpt.text.shards import TokenStream
 from gpt.text.tokenizer import Tokenizer
 
@@ -17,15 +15,11 @@ _PLACES = 4  # Places to search per opening, because some have no suitable line.
 _TOKENS = 512  # Tokens to search at a place.
 
 
-def find_openings(path: Path, count: int) -> list[str]:
+def find_openings(path: Path, tokenizer: Tokenizer, count: int) -> list[str]:
     """Returns up to ``count`` openings from places spread over the training text of the checkpoint at ``path``. Returns
     none if the run's tokens are gone or were not kept, as with pairs and conversations."""
-    run = path.absolute().parent
-    if not count or not folder.is_run(run):
-        return []
     try:
-        tokens = training_tokens(run, RunRecord.read(run))
-        return [] if tokens is None else _choose(tokens.stream("train"), tokens.tokenizer, count)
+        return _choose(find_training_tokens(path, tokenizer).stream("train"), tokenizer, count) if count else []
     except UserError:  # The page works without prompts.
         return []
 

@@ -22,6 +22,7 @@ from gpt.model.quantize import Quantized
 from gpt.runs import folder as run_folder
 from gpt.runs import gguf_model
 from gpt.runs.checkpoint import Parameters
+from gpt.runs.report import find_training_tokens
 
 OnBytes = Callable[[int, int], None]  # Called with the bytes of weights read so far and the total.
 Format = Literal["gguf", "html", "folder"]
@@ -70,9 +71,10 @@ def find_target(out: str, config: ExportConfig) -> Target:
         raise UserError(f"{_NAMES[format]} cannot have the dtype {config.dtype}", f"use {', '.join(_TYPES[format])}")
     if format != "folder" and config.samples:
         raise UserError(f"--samples go into the model card, and {_NAMES[format]} has none", "leave them out")
-    page_options = [f"--{name}" for name in PAGE_OPTIONS if getattr(config, name) is not None]
-    if format != "html" and page_options:
-        raise UserError(f"{page_options[0]} is only for a page, and {out} is {_NAMES[format]}", "use -o NAME.html")
+    given = [name for name in PAGE_OPTIONS if getattr(config, name) is not None and getattr(config, name) is not False]
+    if format != "html" and given:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise UserError(f"{flag} is only for a page, and {out} is {_NAMES[format]}", "use -o NAME.html")
     check_new(path, "choose another path with -o")
     return Target(path, format, config.dtype or _DEFAULT_TYPES.get(format, ""), config)
 
@@ -95,10 +97,14 @@ def check(source: SourceModel, target: Target) -> Target:
 
 
 def describe_differences(source: SourceModel, target: Target) -> list[str]:
-    """Describes differences of the target from the model that don't prevent an export."""
+    """Describes differences of the target from the model that don't prevent an export, and the training text in it.
+    Raises `UserError` if that is not there."""
     if target.format == "gguf":
         return gguf_tokenizer.describe_differences(source.tokenizer)
-    return html.describe_differences(source.tokenizer) if target.format == "html" else []
+    lines = html.describe_differences(source.tokenizer) if target.format == "html" else []
+    if target.config.with_text:
+        lines.append(html.describe_text(find_training_tokens(source.path, source.tokenizer)))
+    return lines
 
 
 def read_back(source: SourceModel, target: Target) -> Parameters:
@@ -150,7 +156,8 @@ def write(
         count = gguf.write(target.out, counted_source, target.type, target.out.stem, target.config.license)
     elif target.format == "html":
         texts = html.describe(source, target.type, target.config, target.out.stem)
-        count = html.write(target.out, counted_source, target.type, texts)
+        tokens = find_training_tokens(source.path, source.tokenizer) if target.config.with_text else None
+        count = html.write(target.out, counted_source, target.type, texts, tokens)
     else:
         count = _write_folder(counted_source, target, comparison, samples)
     files = [target.out] if target.out.is_file() else target.out.iterdir()

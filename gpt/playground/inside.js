@@ -13,14 +13,13 @@ let look = null; // The last inspection.
 let lookedAt = ""; // Its ids and what was switched off.
 let lookTimer = 0, lookTime = 0, looking = false, isStale = false;
 let pointedHead = -1; // The head under the pointer or with the focus, or -1 for the average.
+let tappedHead = -1; // The head last tapped on a touch screen.
 let pointedLayer = -1; // The layer last pointed at, or -1 for the last layer.
 
 function switchedOff() {
-  return { heads: [...off.heads].map((at) => [Math.floor(at / model.shape.heads), at % model.shape.heads]), layers: [...off.layers] };
+  return { heads: [...off.heads].map((at) => [layerOf(at), at % model.shape.heads]), layers: [...off.layers] };
 }
 
-const label = (token) => (model.ends.includes(token.id) ? "(end of text)" : shown(token) || `(token ${token.id})`);
-const quoted = (token, share) => `“${label(token)}” ${percent(share)}`;
 
 // Inspection
 
@@ -43,6 +42,7 @@ async function inspect() {
       const start = performance.now();
       look = await engine.inspect(ids, { off: switchedOff() });
       lookTime = performance.now() - start;
+      look.start = ids.length - look.tokens.length;
       lookedAt = key;
       $("insight").hidden = false;
       drawInside();
@@ -59,23 +59,23 @@ async function inspect() {
 
 // Attention
 
-// Returns the newest token's attention in one head, or in all heads on average.
+const layerOf = (head) => Math.floor(head / model.shape.heads);
+const isOff = (head) => off.heads.has(head) || off.layers.has(layerOf(head));
+
+// Returns the newest token's attention in one head, or on average in all heads that are on. Returns null if none is.
 function attentionOf(at) {
-  const n = look.tokens.length, count = look.layers * look.heads;
-  if (at >= 0) return look.attention.subarray(at * n, (at + 1) * n);
-  return Float32Array.from({ length: n }, (_, t) => {
-    let sum = 0;
-    for (let i = 0; i < count; i++) sum += look.attention[i * n + t];
-    return sum / count;
-  });
+  const n = look.tokens.length;
+  if (at >= 0) return isOff(at) ? null : look.attention.subarray(at * n, (at + 1) * n);
+  const on = [...Array(look.layers * look.heads).keys()].filter((head) => !isOff(head));
+  return on.length ? Float32Array.from({ length: n }, (_, t) => on.reduce((sum, head) => sum + look.attention[head * n + t], 0) / on.length) : null;
 }
 
 const strongest = (shares, count) => [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, count);
-const nameOf = (at) => `Layer ${Math.floor(at / model.shape.heads)}, head ${at % model.shape.heads}`;
+const nameOf = (at) => `Layer ${layerOf(at)}, head ${at % model.shape.heads}`;
 
 function drawAttention() {
   if (!look) return;
-  const shares = attentionOf(pointedHead), last = strip.lastChild, arcs = [];
+  const isOn = attentionOf(pointedHead), shares = isOn ?? new Float32Array(look.tokens.length), last = strip.lastChild, arcs = [];
   shares.forEach((share, t) => strip.children[t].style.setProperty("--share", `${60 * Math.sqrt(share)}%`));
   const top = (node) => [node.offsetLeft + node.offsetWidth / 2, node.offsetTop + 2];
   const [x, y] = top(last), svg = sight.firstElementChild;
@@ -89,19 +89,26 @@ function drawAttention() {
   }
   svg.setAttribute("height", strip.offsetHeight);
   svg.replaceChildren(...arcs);
-  const most = strongest(shares, 4).map((t) => quoted(look.tokens[t], shares[t])).join(", ");
-  $("sees").textContent = `${pointedHead < 0 ? "All heads on average attend" : `${nameOf(pointedHead)} attends`} most to ${most}`;
+  const name = pointedHead < 0 ? "All heads" : nameOf(pointedHead);
+  const most = strongest(shares, 4).map((t) => `${quoted(look.tokens[t])} (token ${thousands(look.start + t + 1)}) ${percent(shares[t])}`).join(", ");
+  $("sees").textContent = isOn ? `${name} ${pointedHead < 0 ? "on average attend" : "attends"} most to ${most}`
+    : `${name} ${pointedHead < 0 ? "are" : "is"} switched off.`;
 }
 
 function drawHeads() {
   for (const button of heads.querySelectorAll(".cell")) {
-    const at = Number(button.dataset.at), shares = attentionOf(at), n = shares.length, count = Math.min(BUCKETS, n);
+    const at = Number(button.dataset.at), shares = attentionOf(at);
+    if (!shares) {
+      button.setAttribute("aria-label", nameOf(at));
+      continue;
+    }
+    const n = shares.length, count = Math.min(BUCKETS, n);
     const sums = new Float32Array(count);
     shares.forEach((share, t) => { sums[Math.floor(t * count / n)] += share; });
     const stops = [...sums].map((sum, i) => `color-mix(in srgb, var(--mark) ${Math.round(100 * Math.sqrt(sum))}%, transparent) ${100 * i / count}% ${100 * (i + 1) / count}%`);
     button.style.backgroundImage = `linear-gradient(90deg, ${stops.join(", ")})`;
     const most = shares.indexOf(Math.max(...shares));
-    button.setAttribute("aria-label", `${nameOf(at)}: ${quoted(look.tokens[most], shares[most])}`);
+    button.setAttribute("aria-label", `${nameOf(at)}: ${quoted(look.tokens[most])} ${percent(shares[most])}`);
   }
 }
 
@@ -110,10 +117,23 @@ function drawSwitches() {
     const { layer, at } = button.dataset;
     button.setAttribute("aria-checked", !off.layers.has(Number(layer)) && !off.heads.has(Number(at)));
   }
-  const what = off.layers.size ? [`layer ${[...off.layers].sort((a, b) => a - b).join(", ")}`] : [];
-  if (off.heads.size) what.push(`${off.heads.size} of ${model.shape.layers * model.shape.heads} heads`);
+  const { layers, heads: perLayer } = model.shape, all = [...Array(layers).keys()], names = [];
+  for (const layer of all.filter((layer) => off.layers.has(layer) && !off.layers.has(layer - 1))) { // Where a range starts.
+    const end = all.find((at) => at >= layer && !off.layers.has(at + 1));
+    names.push(end > layer ? `${layer}–${end}` : layer);
+  }
+  const count = [...off.heads].filter((head) => !off.layers.has(layerOf(head))).length, are = count > 1 ? "are" : "is";
+  const what = names.length ? [`Layer${off.layers.size > 1 ? "s" : ""} ${names.join(", ")} ${off.layers.size > 1 ? "are" : "is"} switched off.`] : [];
+  if (count) what.push(`${count} of ${layers * perLayer} heads ${are} switched off, and the predictions below are made without ${count > 1 ? "them" : "it"}.`);
   $("off").hidden = !what.length;
-  $("off").firstElementChild.textContent = what.length ? `Switched off: ${what.join(" and ")}. The model works without them.` : "";
+  $("off").firstElementChild.textContent = what.join(" ");
+  drawAttention();
+}
+
+// Switches a head. On a touch screen, the first tap only shows it.
+function switchHead(at) {
+  if (tappedHead !== at && matchMedia("(hover: none)").matches) tappedHead = at;
+  else if (!off.layers.has(layerOf(at))) toggle(off.heads, at);
 }
 
 function toggle(set, at) {
@@ -128,12 +148,12 @@ function drawLens() {
   if (!look) return;
   look.lens.forEach(([token], at) => {
     const [word, share] = lens.children[at].lastElementChild.children;
-    word.textContent = label(token);
+    word.textContent = shown(token);
     share.textContent = percent(token.probability);
     lens.children[at].style.setProperty("--share", `${100 * token.probability}%`);
   });
   const at = pointedLayer < 0 ? look.lens.length - 1 : pointedLayer;
-  $("five").textContent = `${layerName(at)}: ${look.lens[at].map((token) => quoted(token, token.probability)).join(", ")}`;
+  $("five").textContent = `${layerName(at)}: ${look.lens[at].map((token) => `${quoted(token)} ${percent(token.probability)}`).join(", ")}`;
 }
 
 const layerName = (at) => (at ? `After layer ${at - 1}` : "Before layer 0");
@@ -158,15 +178,25 @@ function applySettings(logprobs) {
   return { shares: shares.map((share) => share / total), others: others / total };
 }
 
+// Returns what is wrong with a setting.
+function problemOf({ labels: [{ textContent: name }], validity, min, max }) {
+  const must = validity.rangeUnderflow ? `${min} or more` : validity.rangeOverflow ? `${thousands(Number(max))} or less`
+    : validity.stepMismatch ? "a whole number" : "a number";
+  return `${name[0].toUpperCase()}${name.slice(1)} must be ${must}.`;
+}
+
 function drawNext() {
-  if (!look || !$("settings").checkValidity()) return;
+  const wrong = ["temperature", "top_k", "top_p"].map($).find((node) => !node.validity.valid);
+  $("wrong").textContent = wrong ? problemOf(wrong) : "";
+  next.hidden = Boolean(wrong);
+  if (!look || wrong) return;
   const { shares, others } = applySettings(look.next.map((token) => token.logprob));
   const rest = shares.slice(SHOWN).reduce((sum, share) => sum + share, others);
   [...next.children].forEach((item, rank) => {
     const token = look.next[rank], share = rank < SHOWN ? shares[rank] : rest;
     item.hidden = rank < SHOWN ? !token : look.next.length <= SHOWN;
     if (item.hidden) return;
-    item.firstElementChild.textContent = rank < SHOWN ? label(token) : "all others";
+    item.firstElementChild.textContent = rank < SHOWN ? shown(token) : "all others";
     item.lastElementChild.textContent = share ? percent(share) : "excluded";
     item.classList.toggle("soft", !share);
     item.style.setProperty("--share", `${100 * share}%`);
@@ -174,7 +204,7 @@ function drawNext() {
 }
 
 function drawInside() {
-  strip.replaceChildren(...look.tokens.map((token) => element("span", "", label(token))));
+  strip.replaceChildren(...look.tokens.map((token) => element("span", "", shown(token))));
   drawAttention();
   sight.scrollTop = sight.scrollHeight;
   drawHeads();
@@ -198,13 +228,14 @@ function setUpInside() {
     node.addEventListener("click", () => { node.focus(); if (model.can_switch) act(); });
     return node;
   };
-  heads.closest("section").classList.toggle("wide", count > 8);
+  heads.closest("section").style.flexBasis = `${Math.max(235, Math.min(420, 70 + 21 * count))}px`;
   heads.style.gridTemplateColumns = `max-content repeat(${count}, minmax(18px, 1fr))`;
+  heads.append(...["head", ...Array(count).keys()].map((name) => element("span", "number", name)));
   for (let layer = 0; layer < layers; layer++) {
     const name = `layer ${layer}`;
     heads.append(model.can_switch ? button("", name, { layer }, () => toggle(off.layers, layer)) : element("span", "", name));
     for (let at = layer * count; at < (layer + 1) * count; at++) {
-      const cell = button("cell", "", { layer, at }, () => toggle(off.heads, at));
+      const cell = button("cell", "", { layer, at }, () => switchHead(at));
       cell.setAttribute("aria-label", nameOf(at));
       heads.append(cell);
     }
@@ -253,6 +284,7 @@ $("settings").addEventListener("input", drawNext);
 $("off").lastElementChild.addEventListener("click", () => {
   off.heads.clear();
   off.layers.clear();
+  (inside.open ? heads.querySelector("[tabindex='0']") : activeField()).focus({ preventScroll: true });
   drawSwitches();
   refreshInside();
 });

@@ -1,5 +1,5 @@
 ;; The loops that take most of decoder.js's time, with SIMD: matrix-vector products, and random bits. After a change, write
-;; kernels.wasm with `python -m tests.exporting.test_kernels`.
+;; kernels.wasm with `python -m tests.exporting.test_page_kernels`.
 (module
   (memory (import "page" "memory") 1)
 

@@ -48,7 +48,11 @@ const engine = (() => {
   }
 
   async function start() {
+    const parts = document.getElementsByClassName("weights"), count = () => Number(parts[0]?.dataset.of);
+    const arriving = setInterval(() => showLoading((parts.length - 1) / count() / 2 || 0), 200);
     if (document.readyState === "loading") await new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve));
+    clearInterval(arriving);
+    const total = count();
     const node = document.getElementById("model-header");
     if (!node || checksum(node.textContent) !== node.dataset.sum) throw new Error(DAMAGED);
     header = JSON.parse(node.textContent);
@@ -57,7 +61,8 @@ const engine = (() => {
     worker.onmessage = handle;
     worker.onerror = (event) => failAll(event.message || "The browser could not start the model.");
     await call("start", [header, fromBase64(document.getElementById("kernels").textContent)]);
-    for (const part of document.querySelectorAll("script.weights")) {
+    for (const part of document.querySelectorAll("script.weights, script.text")) {
+      showLoading(1 - parts.length / total / 2);
       let bytes;
       try {
         bytes = fromBase64(part.textContent);
@@ -65,13 +70,14 @@ const engine = (() => {
         throw new Error(DAMAGED);
       }
       part.remove(); // Frees its memory.
-      await call("receive", [bytes], { transfer: [bytes.buffer] });
+      await call(part.className === "text" ? "receiveText" : "receive", [bytes], { transfer: [bytes.buffer] });
     }
     await call("finish", []);
-    const { tokenizer, shape, chat, name, facts, about, prompts, settings } = header;
+    const { tokenizer, shape, text, chat, name, facts, about, prompts, settings } = header;
     return {
       id: name, context_length: shape.T, end: tokenizer.eot, ends: tokenizer.ends, specials: tokenizer.specials,
       chat: Boolean(chat), facts, about, prompts, settings, shape: { layers: shape.L, heads: shape.H }, can_switch: true,
+      can_trace: Boolean(text),
     };
   }
 
@@ -82,6 +88,7 @@ const engine = (() => {
     tokenize: async (text, signal) => { await ready(); return call("tokenize", [text], { signal }); },
     template: async (messages, signal) => { await ready(); return call("template", [messages], { signal }); },
     inspect: async (ids, options, signal) => { await ready(); return call("inspect", [ids, options], { signal }); },
+    trace: async (ids, at, first, signal) => { await ready(); return call("trace", [ids, at, first], { signal }); },
     async *complete(request, signal) {
       await ready();
       const events = [];

@@ -25,12 +25,15 @@ let marks = []; // Elements of the parts; they shade tokens.
 let chat = false; // Whether the page shows a conversation.
 let other = { parts: [], past: [], future: [], marks: [] }; // Parts, history and marks of the other mode.
 let model = { id: "gpt", context_length: Infinity };
+let loading = true; // Until the first attempt to load the model has ended.
 let job = null; // The running generation: {controller, ended}.
+let endTime = -Infinity; // When the last generation ended.
 let seen = -1; // Index of the part with open alternatives, or -1.
 let hovered = false; // Whether the pointer opened the alternatives.
 let editCursor = -1; // Cursor position after an edit. Moving there opens no alternatives.
 let follow = true; // Whether the view scrolls as the text grows.
 let last = { text: "", parts: [] }; // Text and parts when the page last set the text. Typing does not change this.
+let typed = false; // Whether the text differs from `last`, which is then the newest of `past`.
 const thousands = (number) => number.toLocaleString("en-US");
 const textOf = (list) => list.map((part) => part.text).join("");
 
@@ -54,6 +57,11 @@ function fail(error) {
 function showName(name, facts) {
   $("name").textContent = document.title = name;
   $("facts").textContent = facts.join(" · ");
+}
+
+function showLoading(share) {
+  const text = `Loading the model … ${Math.floor(100 * share)} %`;
+  if (loading && !job && $("status").textContent !== text) $("status").textContent = text;
 }
 
 // Shows what is said about the model, examples and its own settings.
@@ -82,11 +90,21 @@ async function load() {
     showName(model.id, model.facts);
     if (isNew) describeModel();
     $("modes").hidden = !model.chat;
-    if (chat ? !model.chat : model.chat && !field.value && !job) await setMode(!chat);
+    $("trace").hidden = !model.can_trace;
+    if (chat ? !model.chat : model.chat && isNew && !job) {
+      if (!chat) { // Typed while the model was loading.
+        question.value = field.value;
+        field.value = "";
+        handleEdit();
+      }
+      await setMode(!chat);
+    }
     count();
   } catch (error) {
     fail(error);
   }
+  loading = false;
+  buttons();
   if (!job) $("status").textContent = "";
   document.body.dataset.ready = "yes";
 }
@@ -131,12 +149,17 @@ function setParts(next) {
   if (!chat) {
     field.value = textOf(parts);
     field.setSelectionRange(field.value.length, field.value.length);
-    last = { text: field.value, parts: parts.slice() };
+    setLast();
   }
   close();
   draw();
   paper.scrollTop = paper.scrollHeight;
   count();
+}
+
+function setLast() {
+  last = { text: field.value, parts: parts.slice() };
+  typed = false;
 }
 
 // Finds the leading parts that `text` still starts with. Omits short typed parts and invisible tokens at their end.
@@ -147,7 +170,8 @@ function matchParts(list, text) {
   return { list, n, end };
 }
 
-// Splits edited text into parts. Text after an edit loses its probabilities until the edit is reverted.
+// Splits edited text into parts. Text after an edit loses its probabilities until the edit is reverted. Undo restores the
+// text before all edits since the page last set it.
 function handleEdit() {
   editCursor = field.selectionStart;
   const text = field.value, [previous, current] = [last.parts, parts].map((list) => matchParts(list, text));
@@ -159,8 +183,13 @@ function handleEdit() {
     parts.push({ text: text.slice(at, stop) });
     at = stop;
   }
+  if (typed !== (text !== last.text)) typed ? past.pop() : past.push(last.parts);
+  typed = text !== last.text;
+  future.length = 0;
+  if (!loading) $("rate").textContent = $("status").textContent = "";
   close();
   draw();
+  buttons();
   count();
 }
 
@@ -176,6 +205,7 @@ function incompleteBytes(bytes) {
   return 0;
 }
 
+const isNarrow = matchMedia("(max-width: 760px)");
 const utf8 = new TextDecoder("utf-8", { ignoreBOM: true });
 
 function addToken(list, entry, run, top = entry.top) {
@@ -241,7 +271,7 @@ async function request(run, signal) {
   run.base ??= await (chat ? engine.template(run.messages, signal) : tokenize(field.value, signal));
   const size = model.context_length, ids = idsBefore(run, parts.length), fields = settings();
   if (chat && run.base.length >= size) {
-    throw new Error(`messages have ${thousands(run.base.length)} tokens, but the model's context has ${thousands(size)}`);
+    throw new Error(`The conversation has ${thousands(run.base.length)} tokens, but the model reads at most ${thousands(size)}. Shorten it or start a new one.`);
   }
   if (chat) fields.max_tokens = Math.min(fields.max_tokens, size - ids.length); // Keeps all messages in the context.
   return { ids, alternatives: MAX_ALTERNATIVES, ...fields };
@@ -249,7 +279,7 @@ async function request(run, signal) {
 
 // Continues the text or conversation. Returns whether anything changed.
 async function write(from = parts) {
-  if (job || !$("settings").reportValidity()) return false;
+  if (job || loading || !$("settings").reportValidity()) return false;
   const controller = new AbortController(), before = parts.slice();
   let ended;
   job = { controller, ended: new Promise((done) => { ended = done; }) };
@@ -293,7 +323,7 @@ async function write(from = parts) {
       if (finish === "length") outcome = "Stopped at the maximum length.";
       if (finish === "stop") { // Drop end-of-text, the last token.
         const end = tokens.pop();
-        outcome = `The model ended the ${chat ? "answer" : "text"}${end ? ` (${percent(Math.exp(end.logprob))})` : ""}.`;
+        outcome = `The model ended ${chat ? "its answer" : "the text"}${end ? ` (probability ${percent(Math.exp(end.logprob))})` : ""}.`;
       }
       for (const token of tokens) addToken(parts, token, run);
       eventTime = performance.now();
@@ -313,13 +343,14 @@ async function write(from = parts) {
   else past.pop();
   if (!chat) {
     if (textOf(parts) !== field.value) setParts(parts);
-    last = { text: field.value, parts: parts.slice() };
+    setLast();
   }
   draw();
   showRate();
   $("status").textContent = outcome;
   field.readOnly = false;
   job = null;
+  endTime = performance.now();
   count();
   buttons();
   ended();
@@ -346,6 +377,8 @@ function buttons() {
   $("undo").setAttribute("aria-disabled", !past.length);
   $("redo").setAttribute("aria-disabled", !future.length);
   for (const id of ["again", "fresh"]) $(id).setAttribute("aria-disabled", !parts.length);
+  $("fresh").textContent = chat ? "New conversation" : "Clear";
+  $("go").setAttribute("aria-disabled", loading);
   $("go").textContent = job ? "Stop" : chat ? "Send" : "Continue";
   turns.setAttribute("aria-busy", Boolean(job)); // Screen readers wait for the whole answer.
 }
@@ -364,7 +397,7 @@ async function setMode(chatting) {
   draw();
   buttons();
   count();
-  activeField().focus();
+  if (!$("settings").contains(document.activeElement)) activeField().focus();
 }
 
 const activeField = () => (chat ? question : field);
@@ -403,11 +436,11 @@ function change(next, why) {
   buttons();
 }
 
-async function startConversation() {
+async function clear() {
   await stop();
   if (!parts.length) return;
   change([], "");
-  question.focus();
+  activeField().focus();
 }
 
 // Shows the number of tokens, and whether it exceeds the context. Tokenizes new text when typing pauses.
@@ -433,10 +466,12 @@ function count(n = knownIds()?.length) {
 
 const percent = (probability) => probability && probability < 0.00005 ? "< 0.01 %" : `${(100 * probability).toFixed(2)} %`;
 
-// Returns a token's text with escaped spaces, control characters and invalid bytes.
-function shown({ bytes }) {
+// Returns a token's text with escaped spaces, control characters and invalid bytes, or the name of a special token.
+function shown({ id, bytes }) {
+  if (!bytes.length) return `‹token ${id}›`;
   try {
     const text = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(new Uint8Array(bytes));
+    if (model.specials.includes(id)) return `‹${text}›`;
     const names = { " ": "·", "\n": "\\n", "\r": "\\r", "\t": "\\t" };
     return text.replace(/[ \n\r\t]/g, (c) => names[c]).replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
   } catch {
@@ -444,22 +479,29 @@ function shown({ bytes }) {
   }
 }
 
+const quoted = (token) => (model.specials.includes(token.id) ? shown(token) : `“${shown(token)}”`);
+
 function open(at, byPointer = false) {
   const part = parts[at];
   if (!part?.run || !marks[at]) return;
   hovered = byPointer;
+  likely.classList.toggle("glance", byPointer);
+  if (!byPointer && !$("opened").textContent) $("opened").textContent = "Alternatives to this token are shown. Alt+Down moves to them.";
   if (at !== seen) {
     marks[seen]?.classList.remove("seen");
     marks[at].classList.add("seen");
     seen = at;
     const rank = part.top.findIndex((alternative) => alternative.id === part.id);
     const rankText = rank < 0 ? `not among the ${part.top.length} most likely` : rank ? `rank ${rank + 1}` : "the most likely";
-    $("chosen").textContent = `“${shown(part)}” ${percent(Math.exp(part.logprob))}, ${rankText}`;
+    $("chosen").textContent = `${quoted(part)} ${percent(Math.exp(part.logprob))}, ${rankText}`;
     $("list").replaceChildren(...(rank < 0 ? [...part.top, part] : part.top).map((alternative) => choice(alternative, part)));
     for (const [id, by] of [["before", -1], ["after", 1]]) $(id).setAttribute("aria-disabled", nearestToken(at, by) < 0);
+    refreshOrigin();
   }
   likely.hidden = false;
   place();
+  const hidden = marks[seen]?.getBoundingClientRect().bottom - likely.offsetTop; // Below a sheet on a narrow screen.
+  if (isNarrow.matches && !byPointer && hidden > 0) scrollBy(0, hidden + 8);
 }
 
 function choice(alternative, part) {
@@ -488,7 +530,9 @@ function close() {
   if (likely.contains(document.activeElement)) activeField().focus();
   marks[seen]?.classList.remove("seen");
   likely.hidden = true;
+  $("opened").textContent = "";
   seen = -1;
+  refreshOrigin();
 }
 
 // Replaces a token, drops the text after it, and continues. In a conversation, end-of-text ends the answer.
@@ -508,6 +552,7 @@ function partAtCursor() {
 }
 
 function walk(by) {
+  if (!origins.hidden) return origins.focus();
   const buttons = [...$("list").querySelectorAll("button")], at = buttons.indexOf(document.activeElement);
   const to = at < 0 ? buttons.findIndex((button) => button.tabIndex === 0) : at + by;
   buttons[Math.max(0, Math.min(buttons.length - 1, to))].focus();
@@ -539,26 +584,35 @@ document.addEventListener("selectionchange", () => {
   else if (!hovered) close();
 });
 
+// Returns the index of the generated token at a point, or -1.
+const tokenAt = (x, y) => marks.indexOf(document.elementsFromPoint(x, y).find((node) => node.shows?.run));
+
 let hoverTimer = 0; // Delays alternatives until the pointer rests.
-const closeIfLeft = () => { if (hovered && !likely.matches(":hover") && !likely.contains(document.activeElement)) close(); };
-for (const node of [field, turns]) node.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
-  clearTimeout(hoverTimer);
-  if (pointerType !== "mouse") return;
-  hoverTimer = setTimeout(() => {
-    const at = marks.indexOf(document.elementsFromPoint(clientX, clientY).find((node) => node.shows?.run));
-    if (at < 0) closeIfLeft();
-    else if (at !== seen) open(at, true);
-  }, 120);
-});
-for (const node of [field, turns, likely]) node.addEventListener("pointerleave", () => {
-  clearTimeout(hoverTimer);
-  hoverTimer = setTimeout(closeIfLeft, 300);
-});
+const closeIfLeft = () => { if (hovered) close(); };
+for (const node of [field, turns]) {
+  node.addEventListener("pointermove", ({ pointerType, clientX, clientY }) => {
+    clearTimeout(hoverTimer);
+    if (pointerType !== "mouse" || (seen >= 0 && !hovered)) return;
+    hoverTimer = setTimeout(() => {
+      const at = tokenAt(clientX, clientY);
+      if (at < 0) closeIfLeft();
+      else if (at !== seen) open(at, true);
+    }, 120);
+  });
+  node.addEventListener("pointerleave", () => {
+    clearTimeout(hoverTimer);
+    hoverTimer = setTimeout(closeIfLeft, 300);
+  });
+  node.addEventListener("click", ({ clientX, clientY }) => {
+    clearTimeout(hoverTimer);
+    if (node === field ? field.selectionStart === field.selectionEnd : getSelection().isCollapsed) open(tokenAt(clientX, clientY));
+  });
+}
 document.addEventListener("pointerdown", ({ target }) => { if (!likely.contains(target) && target !== field) close(); });
 likely.addEventListener("focusout", ({ relatedTarget }) => {
   if (relatedTarget && relatedTarget !== field && !likely.contains(relatedTarget)) close();
 });
-turns.addEventListener("click", ({ target }) => { if (getSelection().isCollapsed) open(marks.indexOf(target)); });
+$("close").addEventListener("click", close);
 $("before").addEventListener("click", () => stepToken(-1));
 $("after").addEventListener("click", () => stepToken(1));
 paper.addEventListener("scroll", () => {
@@ -570,6 +624,7 @@ for (const name of ["scroll", "resize"]) addEventListener(name, () => seen >= 0 
 function actionFor({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCode }) {
   const mod = ctrlKey || metaKey, focused = document.activeElement;
   if (isComposing || keyCode === 229) return null; // The key belongs to an input method.
+  if (loading && key === "Enter" && focused === field) return () => {};
   if (mod && key === "Enter") return () => (chat ? send() : write());
   if (key === "Enter" && !shiftKey && focused === question) return send;
   if (key === "Escape") return () => { close(); stop(); };
@@ -580,7 +635,7 @@ function actionFor({ key, ctrlKey, metaKey, altKey, shiftKey, isComposing, keyCo
   };
   if (likely.contains(focused)) {
     const actions = { ArrowDown: [walk, 1], ArrowUp: [walk, -1], ArrowLeft: [stepToken, -1], ArrowRight: [stepToken, 1] };
-    if (actions[key]) return () => actions[key][0](actions[key][1]);
+    if (actions[key] && !(focused === origins && actions[key][0] === walk)) return () => actions[key][0](actions[key][1]);
   }
   const inputs = ["INPUT", "TEXTAREA"]; // Elements in which the browser handles undo.
   const editing = focused === field ? !job && field.value !== last.text : inputs.includes(focused.tagName);
@@ -596,9 +651,12 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   action();
 });
-$("go").addEventListener("click", () => (job ? stop() : chat ? send() : write()));
+$("go").addEventListener("click", () => {
+  if (job) stop();
+  else if (performance.now() - endTime > 500) (chat ? send : write)(); // A late click was meant for "Stop".
+});
 $("again").addEventListener("click", regenerate);
-$("fresh").addEventListener("click", startConversation);
+$("fresh").addEventListener("click", clear);
 $("chat").addEventListener("click", () => setMode(true));
 $("plain").addEventListener("click", () => setMode(false));
 $("undo").addEventListener("click", () => moveHistory(past, future));
@@ -607,9 +665,18 @@ $("redo").addEventListener("click", () => moveHistory(future, past));
 for (const range of document.querySelectorAll("input[type=range]")) {
   const number = range.previousElementSibling;
   range.value = number.value;
+  range.ariaLabel = `${number.labels[0].textContent}, slider`;
   range.addEventListener("input", () => { number.value = range.value; });
   number.addEventListener("input", () => { if (number.value) range.value = number.value; });
 }
+for (const label of document.querySelectorAll("#settings label")) {
+  let node = label;
+  while ((node = node.nextElementSibling).tagName !== "P") node.setAttribute("aria-describedby", `${label.htmlFor}-hint`);
+  node.id = `${label.htmlFor}-hint`;
+}
+$("settings").addEventListener("input", () => {
+  for (const node of $("settings").querySelectorAll("input")) node.setAttribute("aria-invalid", !node.validity.valid);
+});
 if (/Mac|iPhone|iPad/.test(navigator.platform)) $("mod").textContent = "⌘";
 field.focus(); // The autofocus attribute would act later and could steal the focus.
 load();

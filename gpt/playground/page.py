@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 from collections.abc import Sequence
 from importlib.resources import files
 
@@ -9,14 +10,17 @@ FOLDER = files("gpt.playground")
 MODEL = "<!-- model -->"  # The place of the model in an exported page.
 
 
-def assemble(engine: Sequence[str], model: str = MODEL, worker: Sequence[str] = ()) -> tuple[str, str]:
+def assemble(
+    engine: Sequence[str], model: str = MODEL, worker: Sequence[str] = (), title: str = "gpt"
+) -> tuple[str, str]:
     """Returns the page with inline style and scripts, and its Content-Security-Policy.
 
     ``engine`` lists the scripts that connect the page to its model. ``worker`` lists scripts and WebAssembly of a web
     worker; a page with a worker may not connect to anything. ``model`` replaces the marker `MODEL`, after all scripts.
+    ``title`` is plain text; the page shows it until the model is ready.
     """
     style = _read("page.css")
-    script = '"use strict";\n' + "".join(map(_read, (*engine, "page.js", "inside.js")))
+    script = '"use strict";\n' + "".join(map(_read, (*engine, "page.js", "inside.js", "origins.js")))
     policy = {
         "default-src": "'none'", "connect-src": "'none'" if worker else "'self'", "img-src": "data:",
         "style-src": _hash(style), "script-src": _hash(script), "base-uri": "'none'", "form-action": "'none'",
@@ -31,8 +35,8 @@ def assemble(engine: Sequence[str], model: str = MODEL, worker: Sequence[str] = 
         )
     else:
         policy |= {"frame-ancestors": "'none'"}  # Has no effect in a file.
-    page = _read("page.html")
-    for place, content in (("/* style */", style), ("/* script */", script), (MODEL, model)):
+    page = _read("page.html").replace("<!-- title -->", html.escape(title))
+    for place, content in ((">/* style */<", f">{style}<"), (">/* script */<", f">{script}<"), (MODEL, model)):
         page = page.replace(place, content)
     return page, "; ".join(f"{name} {value}" for name, value in policy.items())
 

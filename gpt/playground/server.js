@@ -48,7 +48,7 @@ const engine = (() => {
 
   return {
     async info() {
-      const { data: [{ id, context_length, layers, heads }] } = await get("v1/models");
+      const { data: [{ id, context_length, layers, heads, can_trace }] } = await get("v1/models");
       const facts = [`context: ${thousands(context_length)} tokens`];
       showName(id, facts); // These need no API key.
       const tokenizer = await get("tokenizer_info");
@@ -57,11 +57,12 @@ const engine = (() => {
         id, context_length, facts, end: tokenizer.eos_token_id, ends: tokenizer.eos_token_ids,
         specials: tokenizer.special_token_ids, chat: Boolean(tokenizer.chat_template), prompts: [], settings: {},
         about: [`layers: ${layers}, attention heads per layer: ${heads}, vocabulary: ${thousands(tokenizer.vocab_size)} tokens`],
-        shape: { layers, heads }, can_switch: false,
+        shape: { layers, heads }, can_switch: false, can_trace,
       };
     },
 
     tokenize: async (text, signal) => (await get("tokenize", { prompt: text }, signal)).tokens,
+    trace: (ids, at, first, signal) => get("trace", { ids, at, first }, signal),
     template: async (messages, signal) => (await get("tokenize", { messages }, signal)).tokens,
 
     async *complete({ ids, alternatives, off, ...settings }, signal) {

@@ -4,6 +4,7 @@ const YIELD_MILLISECONDS = 12; // How long the model computes before it looks fo
 const LENS = 5, NEXT = 200; // Tokens per layer, and of the next token's distribution, in an inspection.
 
 let header = null, tokenizer = null, decoder = null;
+let training = null; // The training text, if the page has one.
 const sums = { a: 0, b: 0, rest: [] }; // The checksum of the weights so far.
 
 // What the decoder has read: the first `count` of `ids`, from `start` on, with these heads and layers switched off.
@@ -58,6 +59,7 @@ function copyLogits() {
 
 const methods = {
   tokenize: (text) => tokenizer.prompt(text),
+  trace: (...values) => training.trace(...values),
 
   // Returns the ids of a conversation, up to the start of an answer.
   template(messages) {
@@ -123,8 +125,8 @@ const rest = () => new Promise((resolve) => {
   pause.port2.postMessage(null);
 });
 
-// Adds a part of the weights to the checksum of gpt/exporting/html.py.
-function addToSums(part) {
+// Adds a part to a checksum of gpt/exporting/html.py.
+function addToSums(part, sums) {
   const bytes = sums.rest.length ? Uint8Array.from([...sums.rest, ...part]) : part, whole = bytes.length & ~3;
   const words = new DataView(bytes.buffer, bytes.byteOffset, whole);
   let { a, b } = sums;
@@ -135,6 +137,8 @@ function addToSums(part) {
   Object.assign(sums, { a, b, rest: [...bytes.subarray(whole)] });
 }
 
+const toHex = ({ a, b }) => [a, b].map((number) => (number >>> 0).toString(16).padStart(8, "0")).join("");
+
 function start(values, kernels) {
   header = values;
   tokenizer = new Tokenizer(header.tokenizer);
@@ -144,16 +148,22 @@ function start(values, kernels) {
 function receive(part) {
   if (decoder.received + part.length > header.bytes) throw new Error("damaged");
   decoder.load(part);
-  addToSums(part);
+  addToSums(part, sums);
+}
+
+function receiveText(bytes) {
+  const sums = { a: 0, b: 0, rest: [] };
+  addToSums(bytes, sums);
+  if (toHex(sums) !== header.text.sum) throw new Error("damaged");
+  training = new TrainingText(header.text, bytes, tokenizer);
 }
 
 function finish() {
-  const hex = (number) => (number >>> 0).toString(16).padStart(8, "0");
-  if (decoder.received !== header.bytes || hex(sums.a) + hex(sums.b) !== header.sum) throw new Error("damaged");
+  if (decoder.received !== header.bytes || toHex(sums) !== header.sum || (header.text && !training)) throw new Error("damaged");
   return { memory: decoder.memory.buffer.byteLength, simd: Boolean(decoder.kernels) };
 }
 
-const setup = { start, receive, finish }, running = new Map(); // Abort signals of running requests, by number.
+const setup = { start, receive, receiveText, finish }, running = new Map(); // Abort signals of running requests, by number.
 let last = Promise.resolve(); // The last completion. Others wait for it.
 
 async function answer({ number, method, values }) {

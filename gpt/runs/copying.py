@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ class Copied:
     start: int  # start of that span in the text, in tokens
     spans: int  # number of `N`-token spans in the text
     share: float | None  # share of ``spans`` in the training text; None without spans
+    maximal: tuple[tuple[int, int], ...] = ()  # start and length of each span that is not inside another one
 
 
 def find_copies(
@@ -88,4 +90,23 @@ def _summarize(longest: Int64s, is_copied: npt.NDArray[np.bool_]) -> Copied:
     if spans < 1:
         return Copied(0, 0, 0, None)
     start = int(longest.argmax())
-    return Copied(int(longest[start]), start, spans, float(is_copied[:spans].mean()))
+    starts = np.flatnonzero((longest >= N) & (longest >= np.append(0, longest[:-1])))
+    maximal = tuple(zip(starts.tolist(), longest[starts].tolist(), strict=True))
+    return Copied(int(longest[start]), start, spans, float(is_copied[:spans].mean()), maximal)
+
+
+def compute_share(ids: Int64s, training: npt.NDArray[np.signedinteger[Any]]) -> float | None:
+    """Returns `Copied.share` of one text. Memory and time don't depend on how often its spans occur."""
+    if len(ids) < N:
+        return None
+    hashes, firsts, inverse = np.unique(_hashes(ids), return_index=True, return_inverse=True)
+    is_copied = np.zeros(len(hashes), np.bool_)
+    for start in range(0, len(training) - N + 1, IDS_PER_PASS):
+        piece = training[start : start + IDS_PER_PASS + N - 1]
+        piece_hashes = _hashes(piece)
+        places = np.minimum(np.searchsorted(hashes, piece_hashes), len(hashes) - 1)
+        matches = np.flatnonzero(hashes[places] == piece_hashes)
+        spans, starts = piece[matches[:, None] + np.arange(N)], firsts[places[matches], None]
+        is_equal = (spans == ids[starts + np.arange(N)]).all(axis=1)  # Hashes can collide.
+        is_copied[places[matches[is_equal]]] = True
+    return float(is_copied[inverse].mean())

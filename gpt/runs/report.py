@@ -14,11 +14,13 @@ from gpt.errors import UserError
 from gpt.files import LINES_LIMIT, file_sha256, open_regular, read_lines, reading
 from gpt.runs import folder
 from gpt.runs.copying import MAX_IDS, Copied, find_copies
+from gpt.runs.passages import TrainingText
 from gpt.runs.record import RECORD, RunRecord
 from gpt.runs.yardsticks import Trend, Yardsticks, describe, find_trend, measure
 from gpt.settings import Amount, Count, checked
 from gpt.text.shards import Side
 from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
+from gpt.text.tokenizer import Tokenizer
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")
@@ -109,6 +111,7 @@ class Copying:
 
     samples: list[Copied]
     texts: list[str]  # the longest span of each sample
+    pieces: list[list[dict[str, Any]]]  # each sample in pieces; copied ones have their passages
     compared: int  # training tokens compared
     trained: int  # training tokens in total
 
@@ -312,6 +315,16 @@ def training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
         return None
 
 
+def find_training_tokens(checkpoint: Path, tokenizer: Tokenizer) -> TokenFolder:
+    """Returns the training tokens of the run that contains a checkpoint. Raises `UserError` if there are none."""
+    run = checkpoint.absolute().parent
+    tokens = training_tokens(run, RunRecord.read(run)) if folder.is_run(run) else None
+    if tokens is None or not tokens.adopt_tokenizer(tokenizer) or not tokens.stream("train"):
+        hint = "leave out --with-text, or give a run with its tokens; pairs and conversations leave none"
+        raise UserError(f"the training tokens of {checkpoint} are not there", hint)
+    return tokens
+
+
 def _copying(history: History, tokens: TokenFolder, on_progress: Callable[[int, int], None]) -> Copying:
     tokenizer, stream = tokens.tokenizer, tokens.stream("train")
     ids = [tokenizer.encode(sample.text).tolist() for sample in history.samples]
@@ -320,4 +333,6 @@ def _copying(history: History, tokens: TokenFolder, on_progress: Callable[[int, 
         tokenizer.decode(sample_ids[copy.start : copy.start + copy.longest])
         for sample_ids, copy in zip(ids, copies, strict=True)
     ]
-    return Copying(copies, texts, min(len(stream), MAX_IDS), len(stream))
+    training = TrainingText(tokens)
+    pieces = [training.split(sample_ids, copy) for sample_ids, copy in zip(ids, copies, strict=True)]
+    return Copying(copies, texts, pieces, min(len(stream), MAX_IDS), len(stream))

@@ -16,6 +16,7 @@ from gpt.decoding.constraint import Constraint, ConstraintCache
 from gpt.decoding.engine import Request as EngineRequest
 from gpt.decoding.engine import Update
 from gpt.errors import UserError
+from gpt.runs.passages import TrainingText
 from gpt.serve.choices import Choice, Delta, Prompt, chat_logprobs, completion_logprobs
 from gpt.serve.metrics import ServerMetrics
 from gpt.serve.protocol import ApiError, Generation
@@ -38,6 +39,7 @@ class Service:
     metrics: ServerMetrics
     created: int  # Server start, as Unix time.
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Defaults of request fields.
+    training: TrainingText | None = None  # Clients can see passages of it.
     pending: "set[Answer]" = field(default_factory=set)
 
     @cached_property

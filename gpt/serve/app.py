@@ -63,6 +63,7 @@ class Server:
                 ("POST", "/detokenize", self._detokenize),
                 ("GET", "/tokenizer_info", self._tokenizer_info),
                 ("POST", "/inspect", self._inspect),
+                ("POST", "/trace", self._trace),
                 ("GET", "/health", self._health),
                 ("GET", "/metrics", self._metrics),
             )
@@ -155,6 +156,7 @@ class Server:
         return {
             "id": self.service.name, "object": "model", "created": self.service.created, "owned_by": "gpt",
             "context_length": self.service.block_size, "layers": config.n_layer, "heads": config.n_head,
+            "can_trace": self.service.training is not None,
         }  # fmt: skip
 
     def _unknown_model(self, name: str) -> ApiError:
@@ -214,6 +216,16 @@ class Server:
         async with self._inspecting:  # Between two inspections, the worker computes a step of all requests.
             values = await self.service.worker.run(lambda context: inspect(context, self.service.tokenizer, ids))
         return JSONResponse(values)
+
+    async def _trace(self, request: Request) -> Response:
+        values, training = await self._json(request), self.service.training
+        if training is None:
+            raise ApiError(403, "this server does not show passages of its training text")
+        ids, indexes = self._ids(values, "ids"), [values.get("at"), values.get("first", 0)]
+        for name, index, end in zip(("at", "first"), indexes, (len(ids), len(ids) + 1), strict=True):
+            if type(index) is not int or not 0 <= index < end:
+                raise ApiError(400, f"{name} must be an index of ids", name)
+        return JSONResponse(await self._in_thread(request, lambda: training.trace(ids, *indexes), "large text"))
 
     async def _tokenizer_info(self, request: Request) -> Response:
         tokenizer = self.service.tokenizer

@@ -26,6 +26,8 @@ from gpt.files import read_json
 from gpt.interrupt import handled_signals
 from gpt.model.decoder import GPT
 from gpt.runs import folder
+from gpt.runs.passages import TrainingText
+from gpt.runs.report import find_training_tokens
 from gpt.sample_config import SampleConfig
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
@@ -146,14 +148,15 @@ def serve(
 ) -> None:
     """Serves a model that was loaded for sampling, until a signal arrives.
 
-    Calls ``ready`` with the address once it accepts requests. Reads sampling defaults from the checkpoint at ``path``.
+    Calls ``ready`` with the address once it accepts requests. Reads sampling defaults and training text for ``path``.
     Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the end.
     """
     context = make_context(model, compute, config, tokenizer.vocab_size)
     metrics = ServerMetrics()
     worker = Worker(context, tokenizer.ends, metrics)
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
-    service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()), defaults)
+    training = TrainingText(find_training_tokens(path, tokenizer)) if path and config.with_text else None
+    service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()), defaults, training)
     gc.collect()
     gc.freeze()  # Later garbage collections, which stop all threads, skip existing objects.
     with contextlib.closing(listen(config)) as listener:

@@ -274,13 +274,14 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
 
 
 def check_heads(model: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless ``tensor`` divides the number of key/value heads, and therefore of query heads."""
-    heads = model.kv_heads
-    if heads % tensor:
-        raise UserError(
-            f"the model's {heads} heads cannot be split evenly over {tensor} processes (--tensor {tensor})",
-            "use one of " + ", ".join(map(str, divisors(heads))),
-        )
+    """Raises `UserError` unless ``tensor`` divides the number of key/value heads, and therefore of query heads, and the
+    MLP's width."""
+    for what, size in (("heads", model.kv_heads), ("MLP units", model.mlp_width)):
+        if size % tensor:
+            raise UserError(
+                f"the model's {size:,} {what} cannot be split evenly over {tensor} processes (--tensor {tensor})",
+                "use one of " + ", ".join(map(str, divisors(math.gcd(model.kv_heads, model.mlp_width)))),
+            )
 
 
 def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: Sequence[GPTConfig]) -> None:

@@ -130,11 +130,15 @@ def read_saved_state(path: Path) -> SavedState:
     saved = checked(SavedState, values, str(file))
     step, recipe = saved.state.step, saved.recipe
     if step > recipe.steps or not saved.state.windows or recipe.rows % recipe.micro_batch:
-        raise UserError(f"{file} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows")
+        raise UserError(
+            f"{file} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows", folder.HINT
+        )
     ramp = recipe.ramp  # If a ramp shrinks or has too many sizes, listing its sizes would not end.
     is_even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
     if ramp and not (ramp.first <= ramp.rows == recipe.rows and is_even and ramp.sizes <= MAX_BATCH_SIZES):
-        raise UserError(f"{file} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows")
+        raise UserError(
+            f"{file} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows", folder.HINT
+        )
     return saved
 
 
@@ -162,7 +166,7 @@ def read_snapshot(path: Path, saved: SavedState, strategy: Strategy) -> Snapshot
     loaded = {name: strategy.part(name, tensor.mapped()) for name, tensor in entries.items()}
     is_complete = set(moment_shapes) <= set(loaded) or not any(name.startswith(MOMENT) for name in loaded)
     if not is_complete or RANDOM + "torch" not in loaded:
-        raise UserError(f"{path / TENSORS} is damaged: the training state is incomplete")
+        raise UserError(f"{path / TENSORS} is damaged: the training state is incomplete", folder.HINT)
     if folder.is_adapter(path):
         adapters, _ = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
         if {name: tuple(tensor.shape) for name, tensor in adapters.items()} != strategy.shapes:

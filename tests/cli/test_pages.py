@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from colours import contrast
-from conftest import Gpt
+from conftest import Gpt, make_text
 from gpt_cli import page as pages
 from gpt_cli import ticks, views
 
@@ -271,9 +271,22 @@ def test_report_page_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, two_
     assert page.locator("#settings tbody td").all_inner_texts() == [str(run["settings"]["lr"]) for run in values]
     longest = values[1]["samples"][-1]["longest_text"].rstrip("\r\n")
     assert page.locator("[data-sample='1'] mark").inner_text() == longest
+    mark, origins = page.locator("[data-sample='1'] mark"), page.locator(".origins").last
+    assert origins.is_hidden()
+    mark.focus()
+    page.keyboard.press("Enter")
+    assert mark.get_attribute("aria-pressed") == "true"
+    assert "This passage of 60 tokens is in one place" in origins.inner_text()
+    assert origins.locator("mark").text_content() == values[1]["samples"][-1]["longest_text"]
+    trained = make_text()
+    before = trained[: trained.index(longest)]
+    assert origins.locator("q").text_content().startswith(f"…{before[-60:]}")
+    assert origins.locator("li span").inner_text() == f"document 1, line {1 + before.count(chr(10))}"
+    assert "pieces" not in values[1]["samples"][-1]
     page.locator("#sample-1").focus()
     page.keyboard.press("ArrowLeft")
     assert page.locator("[data-sample='1']").inner_text() == "</script><b>Zürich</b>"
+    assert origins.is_hidden()
 
 
 def test_report_of_a_run_has_yardsticks(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:

@@ -176,7 +176,8 @@ def test_card_shows_losses_before_and_after_quantization() -> None:
         Facts("it", "int4", None, Comparison(Text("b", 1, 20, "1" * 64), *evaluations)),
     )
     assert (
-        "On all held-out text: 1.2500 nats per token, 0.5000 bits per byte, before its weights were quantized." in text
+        "Loss on text that it was not trained on: 1.2500 nats per token, 0.5000 bits per byte, before its weights were quantized."
+        in text
     )
     assert "| before | 1.5000 | 1.0820 |" in text
     assert "| as published, in int4 | 1.7500 | 1.2624 |" in text
@@ -297,6 +298,7 @@ def test_exports_do_not_leak_paths_user_or_host(workdir: Path) -> None:
         (["-o", "out.html", "--samples", "1"], "--samples go into the model card, and a page has none"),
         (["-o", "out.html", "--dtype", "int4"], "a page cannot have the dtype int4"),
         (["-o", "out", "--title", "x"], "--title is only for a page, and out is a folder"),
+        (["-o", "out.gguf", "--with-text"], "--with-text is only for a page, and out.gguf is a .gguf file"),
         (["-o", "out.gguf", "--prompts", "0"], "--prompts is only for a page, and out.gguf is a .gguf file"),
         (["-o", "out.html", "--prompts", "4"], "prompts is 4; it must be between 0 and 3"),
         (["-o", "out.html", "--about", "\udcff"], "--about is not UTF-8"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import vocabularies
-from conftest import Gpt, make_text
+from conftest import Gpt, make_text, one_line_of_what_and_what_next
 from models import loud, source_of
 from tokenizers import Regex, pre_tokenizers
 
@@ -28,6 +28,7 @@ from gpt.model.quantize import Quantized, to_tensor
 from gpt.runs import checkpoint, folder
 from gpt.text import boundaries, chat
 from gpt.text.backends import ByteBPE, added_token, to_gpt2_spelling
+from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer, train_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
@@ -50,7 +51,7 @@ def read_page(path: Path) -> tuple[dict[str, Any], bytes]:
     """Returns a page's header and its stream of weights, after checking both checksums."""
     text = path.read_bytes().decode()
     (head,) = re.findall(r'<script type="application/json" id="model-header" data-sum="(\w+)">(.*?)</script>', text)
-    parts = re.findall(r'<script type="application/octet-stream" class="weights">(.*?)</script>', text)
+    parts = re.findall(r'<script type="application/octet-stream" data-of="\d+" class="weights">(.*?)</script>', text)
     stream = b"".join(map(base64.b64decode, parts))
     header = json.loads(head[1])
     assert head[0] == checksum(head[1].encode())
@@ -412,6 +413,58 @@ def test_prompts_are_spread_over_the_text() -> None:
         "y" * 60,
         "last",
     ]
+
+
+# The training text
+
+
+def read_text(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Returns the header's part on the training text, and its stream, after checking its checksum."""
+    header, _ = read_page(path)
+    (data,) = re.findall(
+        r'<script type="application/octet-stream" class="text">(.*?)</script>', path.read_text("utf-8")
+    )
+    stream = base64.b64decode(data)
+    assert header["text"]["sum"] == checksum(stream)
+    return header["text"], stream
+
+
+def test_page_contains_the_training_text_only_if_asked(run_folder: Path, gpt: Gpt) -> None:
+    with_text = gpt("export", "-m", run_folder, "-o", "with.html", "--with-text", "--prompts", "0")
+    without = gpt("export", "-m", run_folder, "-o", "without.html", "--prompts", "0")
+    assert (with_text.code, without.code) == (0, 0)
+    tokens = TokenFolder(run_folder / "tokens").stream("train")
+    values, stream = read_text(Path("with.html"))
+    assert f"contains the whole training text: {len(tokens):,} tokens, {len(tokens) * 8 / 3e6:.2f} MB" in with_text.err
+    assert (values["ids"], values["width"], values["opening"]) == (len(tokens), 2, 1)
+    assert np.frombuffer(stream, "<u2", len(tokens)).tolist() == tokens.take(0, len(tokens)).tolist()
+    assert np.frombuffer(stream[-8:], "<u4").tolist() == [0, len(tokens)]
+    assert "training text" not in without.err
+    header, weights = read_page(Path("without.html"))
+    page = Path("without.html").read_text(encoding="utf-8")
+    assert header["text"] is None
+    assert 'class="text"' not in page
+    quoted = base64.b64encode(stream[3000:3300]).decode()
+    assert quoted in Path("with.html").read_text(encoding="utf-8") and quoted not in page
+    assert stream[3000:3060] not in weights
+    words = make_text()[: values["ids"]].split()
+    assert not any(" ".join(words[at : at + 4]) in page for at in range(len(words) - 4))
+
+
+def test_page_with_text_needs_the_tokens_of_its_run(
+    run_folder: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder.find_checkpoint(str(run_folder)), "alone")
+    message = "the training tokens of alone are not there"
+    one_line_of_what_and_what_next(gpt("export", "-m", "alone", "-o", "it.html", "--with-text"), message)
+    shutil.copytree(run_folder, "run")
+    shutil.rmtree("run/tokens")
+    message = "are not there"
+    one_line_of_what_and_what_next(gpt("export", "-m", "run", "-o", "it.html", "--with-text"), message)
+    monkeypatch.setattr(html, "MAX_IDS", 100)
+    message = "tokens; a page can have 100"
+    one_line_of_what_and_what_next(gpt("export", "-m", run_folder, "-o", "it.html", "--with-text"), message)
+    assert not Path("it.html").exists()
 
 
 def test_losses_are_those_of_the_rounded_weights(run_folder: Path, workdir: Path) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vocabularies
-from conftest import make_text
+from conftest import Gpt, make_text
 from models import CPU, FAMILIES, engine_of, loud, source_of
 
 from gpt import api
@@ -20,7 +21,9 @@ from gpt.decoding.engine import Request
 from gpt.exporting import html
 from gpt.inspect import inspect_prompt
 from gpt.model.decoder import GPT
+from gpt.runs.passages import TrainingText
 from gpt.sample_config import SampleConfig
+from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, train_tokenizer_up_to
 from gpt.text.tokenizer_files import find_tokenizer
 
@@ -83,9 +86,11 @@ def open_page(browser: Any) -> Iterator[Open]:
     assert problems == []
 
 
+NO_TEXTS: dict[str, Any] = {"name": "it", "facts": [], "about": [], "prompts": [], "chat": None}
+
+
 def export(path: Path, model: GPT, tokenizer: Tokenizer | None = None, dtype: str = "float32") -> Path:
-    texts = {"name": "it", "facts": [], "about": [], "prompts": [], "chat": None}
-    html.write(path, source_of(model, tokenizer), dtype, texts)
+    html.write(path, source_of(model, tokenizer), dtype, NO_TEXTS)
     return path
 
 
@@ -280,6 +285,121 @@ def test_generate_is_gpt_sample(run_folder: Path, open_page: Open, tmp_path: Pat
         )
 
 
+@pytest.fixture
+def tokens(gpt: Gpt, workdir: Path) -> TokenFolder:
+    """Documents with passages in common, and an empty one."""
+    generator, text = random.Random(0), make_text(600)
+    Path("texts").mkdir()
+    for index in range(12):
+        starts = [generator.randrange(len(text)) for _ in range(index)]
+        parts = [text[start : start + generator.randrange(300)] for start in starts]
+        Path(f"texts/{index}.txt").write_bytes("\n".join(parts).encode())
+    result = gpt("tokenize", "texts", "-o", "tokens", "--vocab-size", "400", "--val-fraction", "0")
+    assert result.code == 0, result.err
+    return TokenFolder("tokens")
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_passages_of_the_training_text_are_those_of_python(
+    width: int, tokens: TokenFolder, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(html, "id_type", lambda vocab_size: np.dtype(f"<u{width}"))
+    tokenizer, generator, path = tokens.tokenizer, random.Random(1), Path("it.html").absolute()
+    model = loud(GPTConfig(tokenizer.usable, 16, 1, 1, 16))
+    html.write(path, source_of(model, tokenizer), "float32", NO_TEXTS, tokens)
+    page, training, stream = open_page(path), TrainingText(tokens), tokens.stream("train")
+    assert page.evaluate("model.can_trace")
+    queries: list[tuple[list[int], int, int]] = []
+    for index in range(100):
+        ids: list[int] = []
+        for _ in range(6):
+            start = generator.randrange(len(stream))
+            ids += stream.take(start, generator.randrange(min(30, len(stream) - start))).tolist()
+            ids += generator.choices(range(tokenizer.usable), k=generator.randrange(3))
+        if index % 2:  # Otherwise passages around document borders.
+            ids = [id for id in ids if id != tokenizer.eot]
+        queries.append((ids, generator.randrange(len(ids)), generator.randrange(len(ids)) if index % 2 else len(ids)))
+    script = "async (all) => { const found = []; for (const each of all) found.push(await engine.trace(...each)); return found; }"
+    found, expected = page.evaluate(script, queries), [training.trace(*query) for query in queries]
+    for ours, theirs in zip(expected, found, strict=True):
+        assert theirs == ours | {"share": None if ours["share"] is None else pytest.approx(ours["share"])}
+    assert max(each["length"] for each in expected) > 20 and max(len(each["passages"]) for each in expected) == 5
+    assert {passage["document"] for each in expected for passage in each["passages"]} >= {2, 5, 10}
+
+
+def test_panel_shows_the_passages_around_a_token(run_folder: Path, open_page: Open, tmp_path: Path) -> None:
+    api.export(run_folder, tmp_path / "run.html", dtype="float32", with_text=True)
+    page = open_page(tmp_path / "run.html")
+    page.fill("#text", "the cat ")
+    page.fill("#max_tokens", "30")
+    page.focus("#text")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#status:has-text('Stopped')")
+    page.keyboard.press("Alt+ArrowDown")
+    assert page.locator("#origins").is_hidden()
+    page.keyboard.press("Shift+Tab")  # From the alternatives.
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#origins li")
+    assert page.get_attribute("#trace", "aria-expanded") == "true"
+    trace = "const own = parts.filter((part) => part.run), { base } = own[0].run;"
+    trace += "return engine.trace([...base, ...own.map((part) => part.id)], base.length + own.indexOf(parts[seen]), base.length);"
+    for key in ("ArrowLeft", "ArrowLeft", "ArrowRight"):
+        page.keyboard.press(key)
+        page.wait_for_timeout(200)
+        found = page.evaluate(f"(() => {{ {trace} }})()")
+        assert [*map(str.strip, page.locator("#origins mark").all_text_contents())] == [
+            passage["text"].strip() for passage in found["passages"]
+        ]
+        first = found["passages"][0]
+        assert (
+            page.locator("#origins li span").first.inner_text() == f"document {first['document']}, line {first['line']}"
+        )
+        assert page.text_content("#origins li q").startswith(f"…{first['before']}"[: 1 + len(first["before"])])
+        assert page.locator(".token.copied").count() == page.evaluate(
+            "([start, length]) => Math.min(length, start + length - parts.find((part) => part.run).run.base.length)",
+            [found["start"], found["length"]],
+        )
+        assert f"{100 * found['share']:.1f} %" in page.inner_text("#origins")
+    page.keyboard.press("Escape")
+    assert page.locator("#likely").is_hidden()
+    assert page.locator(".token.copied").count() == 0
+    page.keyboard.press("Alt+ArrowDown")  # The panel shows passages until the alternatives are chosen.
+    assert page.evaluate("document.activeElement.id") == "origins"
+    page.click("#trace")
+    assert page.locator("#list button").first.is_visible() and page.locator("#origins").is_hidden()
+
+
+def test_page_without_text_has_no_button(open_page: Open, tmp_path: Path) -> None:
+    page = open_page(export(tmp_path / "model.html", loud(GPTConfig(257, 40, 2, 4, 64))))
+    assert not page.evaluate("model.can_trace")
+    assert page.evaluate("document.getElementById('trace').hidden")
+
+
+@pytest.mark.parametrize("damage", ["shorter", "changed", "missing"])
+def test_damaged_training_text_says_so(damage: str, tokens: TokenFolder, browser: Any) -> None:
+    path = Path("it.html").absolute()
+    html.write(
+        path,
+        source_of(loud(GPTConfig(tokens.tokenizer.usable, 16, 1, 1, 16)), tokens.tokenizer),
+        "float32",
+        NO_TEXTS,
+        tokens,
+    )
+    text = path.read_text(encoding="utf-8")
+    at = text.index('class="text">') + 100
+    changed = {
+        "shorter": text[:at] + text[at + 4 :],
+        "changed": text[:at] + ("B" if text[at] == "A" else "A") + text[at + 1 :],
+        "missing": text.replace('class="text"', 'class="other"'),
+    }
+    path.write_text(changed[damage], encoding="utf-8")
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector("#error:not([hidden])")
+    assert page.text_content("#error").startswith("This file is damaged")
+    page.close()
+
+
 @pytest.mark.parametrize("damage", ["cut", "header", "weights", "no header"])
 def test_damaged_file_says_so(damage: str, browser: Any, tmp_path: Path) -> None:
     file = export(tmp_path / "model.html", loud(GPTConfig(257, 40, 2, 4, 64)))
@@ -308,3 +428,26 @@ def test_text_of_a_model_is_never_markup(open_page: Open, tmp_path: Path) -> Non
     assert page.text_content("h1") == name
     assert not page.evaluate("window.taken")
     assert page.locator("img").count() == 0
+
+
+def test_page_has_its_title_at_once_and_shows_how_much_is_loaded(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(html, "_PIECE_BYTES", 12 * 2**10)
+    file = export(tmp_path / "model.html", loud(GPTConfig(257, 40, 2, 4, 64)))
+    page = browser.new_page()
+    page.add_init_script(
+        "window.states = []; new MutationObserver(() => states.push([document.title, document.getElementById('status')?.textContent]))"
+        ".observe(document, { childList: true, subtree: true })"
+    )
+    page.goto(file.as_uri())
+    page.wait_for_selector("body[data-ready=yes]")
+    states = page.evaluate("states.filter(([, status]) => status)")
+    assert {title for title, _ in states} == {"it"}
+    percents = [
+        int(match[1]) for _, status in states if (match := re.fullmatch("Loading the model … ([0-9]+) %", status))
+    ]
+    assert percents == sorted(percents)
+    assert len(set(percents)) > 5
+    assert page.inner_text("#status") == ""
+    page.close()

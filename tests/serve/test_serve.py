@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Gpt, make_text, one_line_of_what_and_what_next
 from serving import Served, load, served
 
 from gpt import api
@@ -29,6 +30,9 @@ from gpt.decoding.logits import Token
 from gpt.decoding.write import Sample
 from gpt.errors import UserError
 from gpt.inspect import inspect_prompt
+from gpt.runs import folder
+from gpt.runs.passages import TrainingText
+from gpt.runs.report import find_training_tokens
 from gpt.sample_config import SampleConfig
 from gpt.serve import answers, protocol
 from gpt.serve import server as servers
@@ -595,6 +599,28 @@ def test_inspections_run_beside_generation_and_reject_invalid_ids(server: Served
     assert all(answer == answers[0] for answer in answers)
     for invalid in ([], [400], [-1], ["a"], 5, None, [True]):
         assert server.refuse("/inspect", ids=invalid)["param"] == "ids"
+
+
+def test_trace_shows_training_text_only_if_allowed(server: Served, model: LanguageModel) -> None:
+    training = TrainingText(find_training_tokens(model.path, model.tokenizer))
+    ids = model.tokenizer.encode(make_text()[500:800]).tolist()
+    error = server.refuse("/trace", status=403, ids=ids, at=3)
+    assert error["message"] == "this server does not show passages of its training text"
+    assert server.client.get("/v1/models").json()["data"][0]["can_trace"] is False
+    with served(model, with_text=True) as tracing:
+        assert tracing.client.get("/v1/models").json()["data"][0]["can_trace"] is True
+        for at, first in ((0, 0), (10, 5), (len(ids) - 1, len(ids))):
+            assert tracing.ask("/trace", ids=ids, at=at, first=first) == training.trace(ids, at, first)
+        assert tracing.ask("/trace", ids=ids, at=3) == training.trace(ids, 3, 0)
+        for field, value in (("ids", []), ("ids", [400]), ("at", -1), ("at", len(ids)), ("at", True), ("first", 999)):
+            param = tracing.refuse("/trace", **{"ids": ids, "at": 0, field: value})["param"]
+            assert param == ("at" if value == [] else field)
+
+
+def test_with_text_needs_the_tokens_of_a_run(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+    shutil.copytree(folder.find_checkpoint(str(run_folder)), "alone")
+    result = gpt("serve", "-m", "alone", "--with-text", "--port", "0")
+    one_line_of_what_and_what_next(result, "the training tokens of alone are not there")
 
 
 def test_health_and_metrics_work_and_unknown_routes_fail(server: Served) -> None:

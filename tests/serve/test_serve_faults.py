@@ -382,7 +382,7 @@ def test_api_key_is_required(model: LanguageModel) -> None:
             assert api.client.get(route, headers=valid_headers).status_code == 200
         for route in ("/health", "/v1/health", "/v1/models", "/models/tiny", "/"):
             assert api.client.get(route).status_code == 200
-        for route in ("/tokenize", "/detokenize", "/inspect", "/v1/chat/completions"):
+        for route in ("/tokenize", "/detokenize", "/inspect", "/trace", "/v1/chat/completions"):
             assert api.post(route).status_code == 401
 
 

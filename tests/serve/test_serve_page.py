@@ -87,11 +87,11 @@ def chat_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serve_model(model: Path) -> Iterator[str]:
+def serve_model(model: Path, *options: str) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPT_SERVE_API_KEY", KEY)
         patch.setenv("GPT_THREADS", "1")
-        process = spawn("serve", "-m", model, "--port", "0", "--compile", "off", "--name", NAME)
+        process = spawn("serve", "-m", model, "--port", "0", "--compile", "off", "--name", NAME, *options)
     try:
         log = ""
         while not (match := re.search(r"at (http://\S+)", log)):
@@ -132,8 +132,9 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     addresses = [address, "data:,"]
 
     def open_url(
-        key: str | None = KEY, width: int = 1100, address: str = address, changes: Any = None, **settings: Any
-    ) -> Any:
+        key: str | None = KEY, width: int = 1100, address: str = address, changes: Any = None, ready: bool = True,
+        **settings: Any,
+    ) -> Any:  # fmt: skip
         addresses.append(address)
         page = browser.new_page(viewport={"width": width, "height": 800}, **settings)
         page.set_default_timeout(30_000)
@@ -146,7 +147,7 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         if changes is not None:
             change_source(page, address, changes)
         page.goto(address)
-        page.wait_for_selector("body[data-ready]")
+        page.wait_for_selector("body[data-ready]" if ready else "body")
         return page
 
     yield open_url
@@ -302,17 +303,73 @@ def test_undo_and_redo_restore_text_and_marks(open_page: Any) -> None:
     page.click("#undo")
     page.keyboard.press("Control+z")
     assert page.input_value("#text") == texts[0]
+    page.keyboard.press("Control+z")
+    assert page.input_value("#text") == ""
     assert page.get_attribute("#undo", "aria-disabled") == "true"
-    for text in texts[1:]:
+    for text in texts:
         page.keyboard.press("Control+Shift+Z")
         assert page.input_value("#text") == text
     assert read_marks(page) == shades
+
+
+def test_undo_restores_the_text_before_typing(open_page: Any) -> None:
+    page = open_page()
+    text = write_text(page, "the cat", max_tokens=5)
+    shades = read_marks(page)
     page.focus("#text")
     page.keyboard.type(" dog")
+    assert page.inner_text("#status") == page.inner_text("#rate") == ""
     page.click("#undo")
-    assert page.input_value("#text") == texts[2]
+    assert (page.input_value("#text"), read_marks(page)) == (text, shades)
     page.click("#redo")
-    assert page.input_value("#text") == texts[3] + " dog"
+    assert page.input_value("#text") == text + " dog"
+    page.click("#undo")
+    page.focus("#text")
+    page.keyboard.press("Backspace")
+    assert page.get_attribute("#redo", "aria-disabled") == "true"
+    page.keyboard.press("Control+z")  # The browser's own undo
+    assert page.input_value("#text") == text
+    page.keyboard.press("Control+z")  # Nothing is typed any more, so this undoes the generation.
+    assert page.input_value("#text") == "the cat"
+    page.keyboard.type(" sat")
+    write_text(page)
+    for expected in ("the cat sat", "the cat", ""):
+        page.click("#undo")
+        assert page.input_value("#text") == expected
+    page.click("#redo")
+    page.click("#fresh")
+    assert page.input_value("#text") == ""
+    page.click("#undo")
+    assert page.input_value("#text") == "the cat"
+
+
+def test_text_typed_while_the_model_loads_becomes_a_message(open_chat: Any) -> None:
+    page = open_chat(
+        changes={"async info() {": "async info() { await new Promise((done) => { window.go_on = done; });"}, ready=False
+    )
+    status = page.locator("#status[role=status]")
+    assert status.inner_text() == "Loading the model …"
+    assert page.get_attribute("#go", "aria-disabled") == "true"
+    page.keyboard.type("the cat")
+    for key in ("Enter", "Control+Enter"):
+        page.keyboard.press(key)
+    page.click("#go", force=True)
+    page.evaluate("showLoading(0.405)")
+    assert (page.input_value("#text"), status.inner_text()) == ("the cat", "Loading the model … 40 %")
+    page.evaluate("go_on()")
+    page.wait_for_selector("body[data-ready]")
+    assert page.evaluate("[chat, question.value, field.value, document.activeElement.id, past.length, other.past.length]") == [
+        True, "the cat", "", "question", 0, 0,
+    ]  # fmt: skip
+    assert (status.inner_text(), page.get_attribute("#go", "aria-disabled")) == ("", "false")
+    page.keyboard.press("Enter")
+    wait_until(page, ANSWERED)
+    assert read_conversation(page)[0] == ("You", "the cat")
+    wait_until(page, "performance.now() - endTime > 500")
+    page.fill("#question", "and?")
+    page.evaluate("endTime = performance.now()")
+    page.click("#go")  # Meant for "Stop"
+    assert page.input_value("#question") == "and?"
 
 
 def test_alternatives_can_be_chosen_with_the_keyboard(open_page: Any, address: str) -> None:
@@ -355,6 +412,18 @@ def test_alternatives_can_be_chosen_with_the_mouse(open_page: Any) -> None:
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.wait_for_selector("#likely", state="visible")
     wait_until(page, "marks.filter((m) => m.shows.run).indexOf(marks[seen]) === 3")
+    assert page.evaluate("getComputedStyle(likely).pointerEvents") == "none"
+    assert page.locator("#likely p:visible, #close:visible").count() == 1
+    assert page.inner_text("#opened") == ""
+    page.mouse.down()
+    page.mouse.up()
+    page.mouse.move(box["x"] + 40, box["y"] + 40)  # Other tokens on the way to the list don't replace it.
+    page.wait_for_timeout(200)
+    assert page.evaluate("marks.filter((m) => m.shows.run).indexOf(marks[seen])") == 3
+    assert page.inner_text("#opened").startswith("Alternatives")
+    page.click("#close")
+    assert page.locator("#likely").is_hidden()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     word = page.evaluate("parts[seen].top[2]")
     page.locator("#list button").nth(2).click()
     wait_until(page, DONE)
@@ -448,7 +517,7 @@ def test_errors_are_one_line_and_keep_the_text(open_page: Any) -> None:
     assert write_text(page, "the cat") == "the cat"
     assert error.inner_text() == refusal["error"]["message"]
     page.unroute("**/v1/**completions")
-    assert page.get_attribute("#undo", "aria-disabled") == "true"
+    assert page.evaluate("past.length") == 1  # The text before typing
     mock_answer(page, make_entry(b" sat"), end="")
     assert write_text(page, max_tokens=5) == "the cat sat"
     assert error.inner_text() == "The connection was lost. The text so far is kept."
@@ -536,6 +605,12 @@ def test_sliders_set_request_fields(open_page: Any) -> None:
     assert page.input_value("#temperature + input") == "0.3"
     write_text(page, top_p=0.5, top_k=7, max_tokens=9, seed=11)
     assert [requests[-1][name] for name in (*names, "seed")] == [0.3, 7, 0.5, 9, 11]
+    labels = page.evaluate(
+        "[...document.querySelectorAll('#settings input')].map((x) => x.ariaLabel ?? x.labels[0].textContent)"
+    )
+    assert len(set(labels)) == len(labels) == 9
+    for field in page.locator("#settings :is(input, textarea)").all():
+        assert page.locator(f"#{field.get_attribute('aria-describedby')}").count() == 1
 
 
 @pytest.mark.more
@@ -703,6 +778,7 @@ def test_special_tokens_can_be_alternatives(open_chat: Any, chat_address: str) -
     requests = record_requests(page)
     for token, text in ((2, "a\ufffd"), (0, "")):
         page.evaluate("(at) => open(at)", 2 + token)
+        assert [name for name, _ in read_alternatives(page)][:2] == ["‹<|endoftext|>›", "‹<|tool|>›"]
         choose_alternative(page, top[0])
         assert (read_conversation(page)[1], page.inner_text("#status")) == (("Model", text), "The answer ends here.")
         assert page.evaluate("document.activeElement.id") == "question"
@@ -781,7 +857,7 @@ def test_stop_keeps_partial_answers_and_restores_unanswered_questions(open_chat:
     assert page.inner_text("#status") == "Stopped."
     assert page.input_value("#question") == "a draft"
     turns = read_conversation(page)
-    assert len(turns) == 2 and 8 <= page.locator(".token").count() < 900
+    assert len(turns) == 2 and page.locator("#turns .token").count() > 8
     send_message(page, "go on", max_tokens=2)
     assert read_conversation(page)[:2] == turns
     pending_routes: list[Any] = []
@@ -810,7 +886,7 @@ def test_errors_keep_the_conversation(open_chat: Any) -> None:
     send_message(page, "the cat", system="!")
     assert "no bangs" in error.inner_text()
     send_message(page, "the cat " * 1000, system="")
-    assert error.inner_text().startswith("messages have")
+    assert error.inner_text().startswith("The conversation has 2,006 tokens, but the model reads at most 1,024.")
     assert page.input_value("#question") == "the cat " * 1000
     send_message(page, "the cat")
     assert error.is_hidden()
@@ -853,7 +929,7 @@ def test_answers_are_never_markup_and_are_sent_back_unchanged(open_chat: Any) ->
     send_message(page, "more")
     assert conversations[0][1]["content"].startswith(markup + "\r\n")
     assert read_conversation(page)[-1] == ("Model", "")  # An empty answer is still a message.
-    assert page.inner_text("#status") == "The model ended the answer (60.65 %)."
+    assert page.inner_text("#status") == "The model ended its answer (probability 60.65 %)."
 
 
 def test_only_plain_enter_sends_a_message(open_chat: Any) -> None:
@@ -907,8 +983,10 @@ def test_conversation_fits_a_phone(open_chat: Any) -> None:
     page = open_chat(width=390, color_scheme="dark", has_touch=True)
     send_message(page, "a" * 300 + " the cat", max_tokens=60, temperature=1.5, seed=1)
     page.locator(".token").nth(20).tap()
-    assert page.locator("#likely").is_visible()
+    page.wait_for_selector("#close")
     box = page.locator("#likely").bounding_box()
+    assert (box["y"] + box["height"], box["height"] < 400) == (800, True)  # A sheet at the bottom
+    assert page.locator(".token").nth(20).bounding_box()["y"] < box["y"]
     assert 0 <= box["x"] <= box["x"] + box["width"] <= 390
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert page.evaluate("paper.scrollWidth <= paper.clientWidth")
@@ -958,6 +1036,18 @@ def test_panel_shows_what_the_api_returns(open_page: Any, address: str) -> None:
     ]  # fmt: skip
     page.fill("#temperature", "0")
     assert read_texts(page, "#next .share") == ["100.00 %", *["excluded"] * 10]
+    for name, value, problem in (
+        ("temperature", "-1", "Temperature must be 0 or more."),
+        ("top_k", "2.5", "Top-k must be a whole number."),
+        ("top_p", "1.7", "Top-p must be 1 or less."),
+        ("top_p", "", "Top-p must be a number."),
+    ):
+        valid = page.input_value(f"#{name}")
+        page.fill(f"#{name}", value)
+        assert (page.inner_text("#wrong"), page.get_attribute(f"#{name}", "aria-invalid")) == (problem, "true")
+        assert page.locator("#next").is_hidden()
+        page.fill(f"#{name}", valid or "1")
+    assert page.locator("#next").is_visible()
     assert requests == []
     write_text(page, max_tokens=5, temperature=0.8)
     wait_until(page, f"{LOOKED} && look.tokens.length === {len(ids) + 5}")
@@ -1028,15 +1118,47 @@ def test_switched_off_heads_are_sent_with_every_request(open_page: Any) -> None:
     wait_until(page, LOOKED)
     expected = {"heads": [[0, 1], [1, 0]], "layers": [1]}
     assert page.evaluate("offs.at(-1)") == expected
-    assert page.inner_text("#off span") == ("Switched off: layer 1 and 2 of 4 heads. The model works without them.")
+    assert page.inner_text("#off span") == (
+        "Layer 1 is switched off. 1 of 4 heads is switched off, and the predictions below are made without it."
+    )
     assert page.locator("[aria-checked=false]").count() == 4
+    page.locator("#heads .cell").nth(3).click()  # The whole layer is off.
+    assert page.evaluate("[...off.heads]") == [1, 2]
+    assert page.inner_text("#sees") == "Layer 1, head 1 is switched off."
+    page.hover("h1")
+    page.evaluate("document.activeElement.blur()")
+    average = page.evaluate("[attentionOf(-1), attentionOf(0)].map((shares) => [...shares])")
+    assert average[0] == average[1]  # The other heads are off.
+    page.locator("#heads .cell").nth(0).click()
+    page.hover("h1")
+    page.evaluate("document.activeElement.blur()")
+    assert page.inner_text("#sees") == "All heads are switched off."
+    assert page.locator("#sight path").count() == 0
+    page.locator("#heads .cell").nth(0).click()
     write_text(page, "the cat", max_tokens=2)
     assert page.evaluate("offs").count(expected) >= 2
+    page.locator("#heads [role=switch]", has_text="layer 0").click()
+    assert page.inner_text("#off span") == "Layers 0–1 are switched off."
     page.click("#off button")
+    assert page.evaluate("heads.contains(document.activeElement)")
     wait_until(page, LOOKED)
     assert page.evaluate("offs.at(-1)") == {"heads": [], "layers": []}
     assert page.locator("#off").is_hidden()
     assert page.locator("[aria-checked=false]").count() == 0
+
+
+def test_first_tap_on_a_head_shows_it(open_page: Any) -> None:
+    page = open_page(changes={"can_switch: false": "can_switch: true"}, width=390, is_mobile=True, has_touch=True)
+    open_panel(page)
+    assert page.locator("#keys:visible").count() == 0
+    assert page.locator(".touch:visible").count() == 1
+    cell = page.locator("#heads .cell").nth(2)
+    cell.tap()
+    assert page.inner_text("#sees").startswith("Layer 1, head 0 attends most to ")
+    cell.tap()
+    assert page.inner_text("#sees") == "Layer 1, head 0 is switched off."
+    sizes = page.evaluate("[...document.querySelectorAll('button, summary, input')].map((x) => x.offsetHeight)")
+    assert min(size for size in sizes if size) >= 32
 
 
 def test_examples_start_a_text_and_a_conversation(open_page: Any, open_chat: Any) -> None:
@@ -1082,3 +1204,64 @@ def test_scripts_continue_a_prompt_like_the_api(open_page: Any, address: str) ->
     assert result["ids"] == [token["id"] for token in expected["logprobs"]["content"]][: len(result["ids"])]
     greedy = page.evaluate("gpt.generate('the cat', { temperature: 0, max_tokens: 12 })")
     assert greedy["text"] == request_completion(address, prompt="the cat", temperature=0, max_tokens=12)["text"]
+
+
+def test_panel_shows_where_a_token_comes_from(open_page: Callable[..., Any], run_folder: Path) -> None:
+    with serve_model(run_folder, "--with-text") as tracing:
+        page = open_page(address=tracing)
+        text = make_text()[2000:2200]
+        write_text(page, text, max_tokens=20, temperature=0)
+        page.focus("#text")
+        page.keyboard.press("Alt+ArrowDown")
+        page.click("#trace")
+        page.wait_for_selector("#origins li")
+        marks, prompt = read_marks(page), post(tracing, "tokenize", prompt=text)["tokens"]
+        ids = [*prompt, *(token["id"] for token in marks)]
+        found = post(tracing, "trace", ids=ids, at=len(ids) - 1, first=len(prompt))
+        assert page.locator("#origins mark").all_text_contents() == [each["text"] for each in found["passages"]]
+        place = f"document 1, line {found['passages'][0]['line']:,}"
+        assert page.locator("#origins li span").first.text_content() == place
+        assert f"has {found['length']} token" in page.text_content("#origins")
+        page.click("#before")
+        page.wait_for_timeout(300)
+        found = post(tracing, "trace", ids=ids, at=len(ids) - 2, first=len(prompt))
+        assert page.locator("#origins mark").all_text_contents() == [each["text"] for each in found["passages"]]
+        assert page.evaluate(NAMELESS) == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_passages_fit_a_phone_and_can_be_read(open_page: Callable[..., Any], scheme: str) -> None:
+    """A server without training text has no button. Markup in passages stays text."""
+    page = open_page(width=360, color_scheme=scheme)
+    write_text(page, "the cat", max_tokens=12)
+    page.focus("#text")
+    page.keyboard.press("Alt+ArrowDown")
+    assert page.locator("#trace").is_hidden()
+    page.evaluate(
+        """() => {
+            const passage = { length: 2, before: "<b>a</b> ".repeat(6), text: "<img src=x onerror='window.taken = 1'>\\nb" };
+            const passages = Array.from({ length: 5 }, () => ({ ...passage, after: "c".repeat(60), document: 1234, line: 56789 }));
+            const rest = { share: 0.25, span: 8, compared: 10, trained: 20 };
+            engine.trace = async (ids, at) => ({ start: at, length: 9, count: 1200, passages, ...rest });
+            $("trace").hidden = false;
+        }"""
+    )
+    page.click("#trace")
+    page.wait_for_selector("#origins li")
+    shown = page.inner_text("#origins")
+    for part in (
+        "has 9 tokens. It is in 1,200 places.",
+        "first 10 tokens",
+        "<img src=x",
+        "line 56,789: 2 tokens",
+        "25.0 %",
+    ):
+        assert part in shown, part
+    box = page.locator("#likely").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 360 and box["y"] + box["height"] <= 800
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    style = "(node) => [getComputedStyle(node).color, getComputedStyle(node).backgroundColor]"
+    panel = page.locator("#likely").evaluate(style)[1]
+    colour, background = page.locator("#origins mark").first.evaluate(style)
+    soft = page.locator("#origins li .soft").first.evaluate(style)[0]
+    assert min(contrast(colour, background), contrast(soft, panel)) >= 4.5

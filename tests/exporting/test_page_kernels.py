@@ -1,6 +1,6 @@
 """The WebAssembly of exported pages: the bytes in the package are those of its source.
 
-python -m tests.exporting.test_kernels    writes the bytes
+python -m tests.exporting.test_page_kernels    writes the bytes
 """
 
 from collections.abc import Iterator
