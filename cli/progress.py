@@ -165,8 +165,9 @@ class TrainDisplay:
     def _describe_step(self, event: events.StepEvent) -> str:
         seconds = event.tokens / event.tokens_per_second
         seconds_left = (self.plan.steps - event.step) * seconds / event.step
+        phase = f"{self.plan.phase}  " if self.plan.phase else ""
         return (
-            f"step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}{self.held_out}  "
+            f"{phase}step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}{self.held_out}  "
             f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}  {format_seconds(seconds_left)} left"
         )
 

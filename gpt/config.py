@@ -431,7 +431,7 @@ class TrainConfig(TextConfig):
     n_embd: int | None = _model(None, "Embedding width; a multiple of --n-head", shown="from the preset", low=1)
     block_size: int | None = _model(None, "Context length in tokens", shown="from the preset", low=1)
     dropout: float | None = _model(
-        None, "Dropout rate", shown="set by the number of passes over the text; 0 with --init", low=0
+        None, "Dropout rate", shown="set by the number of passes over the text; 0 with --init or teachers", low=0
     )
     init: str | None = _tune(
         None,
@@ -440,6 +440,16 @@ class TrainConfig(TextConfig):
         level="basic",
     )
     seed: int = _run(1337, "Random seed; on a CPU, the same seed gives bit-identical weights", low=0)
+    teacher: tuple[str, ...] = _tune(
+        (), "Also learn from this model's probabilities; repeatable. It needs the same tokenizer", metavar="MODEL"
+    )
+    teachers: int = _tune(
+        0,
+        "First train N models with other seeds, in half of the time, as further teachers",
+        low=0,
+        high=100,
+    )
+    teacher_weight: float = _tune(0.7, "Weight of the teachers in the loss; the rest is the text", low=0, high=1)
     pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
     chat: bool = _tune(False, 'TEXT has {"messages": […]} records; train only on assistant turns')
     lora_rank: int | None = _tune(
@@ -485,7 +495,7 @@ class TrainConfig(TextConfig):
     decay: int | None = _optim(None, "Steps of linear decay", shown="half of the steps", low=0)
     weight_decay: float | None = _optim(
         None, "Weight decay of matrices; doubled for embeddings with Muon if above 0.1",
-        shown="set by the number of passes over the text; 0.1 with --init", low=0,
+        shown="set by the number of passes over the text; 0.1 with --init or teachers", low=0,
     )  # fmt: skip
     clip: float = _optim(1.0, "Clip gradients to this norm; 0: off", low=0)
     eval_every: int | None = _log(None, "Steps between evaluations on held-out text", shown="5% of the steps", low=1)

@@ -124,6 +124,7 @@ class Plan:
 
     steps: int
     batch_tokens: int
+    phase: str = ""  # the part of the run that this plan is for, if there are several
 
 
 _LOSSES = ("loss", "grad_norm", "val_loss")  # null in JSON if not finite

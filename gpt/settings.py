@@ -63,7 +63,8 @@ def check_options(config: Any) -> None:
 
 
 def _check_strings(name: str, value: Any) -> tuple[str, ...]:
-    words = (value,) if isinstance(value, str) else tuple(value)
+    values = (value,) if isinstance(value, (str, PurePath)) else value
+    words = tuple(str(word) if isinstance(word, PurePath) else word for word in values)
     if not all(isinstance(word, str) and word for word in words):
         raise UserError(f"{name} is {'empty' if '' in words else repr(value)}; it must be one or more strings")
     for word in words:

@@ -105,6 +105,8 @@ def _from_run(record: RunRecord, path: Path, depth: int) -> Provenance:
     settings = {key: resolved.get(key) for key in (*_SETTINGS, *(_LORA_SETTINGS if resolved.get("lora_rank") else ()))}
     settings |= {"dtype": record.compute.dtype} if record.compute else {}
     settings |= {kind: True for kind in ("pairs", "chat") if record.settings and record.settings.get(kind)}
+    if record.teachers:
+        settings["teachers"] = ", ".join(last_part(teacher.model) for teacher in record.teachers)
     if record.init is not None:
         settings.pop("preset")  # A fine-tuned run only records the preset closest in size.
     is_best = result.get("checkpoint") == path.name

@@ -1,6 +1,7 @@
 """Cross-entropy loss, in nats and in bits per byte."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,17 +15,25 @@ IGNORED = -100  # Target that the loss ignores.
 FLOAT16_SCALE = 2**-4  # Keeps sums of float16 logit gradients over all positions from overflowing.
 
 
-def tied_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+def tied_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0, teacher_weight: float = 0.0, *teachers: Tensor
+) -> Tensor:
     """Returns the sum of -log p(target), in nats, over targets (B, T) that are not `IGNORED`. The logits are x Wᵀ for
     the residual stream x, (B, T, C), and the unembedding W, (V, C).
 
     Computes logits for ``chunk`` positions at a time; 0 chooses automatically. On a GPU, pads the vocabulary to a
     multiple of 64 with columns that the softmax leaves out.
+
+    ``teachers`` are a residual stream and an unembedding for each teacher. They change only the gradient, to that of
+    (1 − a) · cross-entropy + a · cross-entropy with the mean of the teachers' probabilities, where a is
+    ``teacher_weight`` (Hinton et al. 2015, arXiv 1503.02531).
     """
     device_type = x.device.type
     columns = columns_of_logits(len(weight), device_type)
     chunk = positions_at_once(targets.numel(), len(weight), chunk, device_type, not weight.requires_grad)
-    loss: Tensor = _CrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), columns, chunk)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(
+        x.flatten(0, 1), weight, targets.flatten(), columns, chunk, teacher_weight, *teachers
+    )  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -34,7 +43,16 @@ class _CrossEntropy(torch.autograd.Function):
     2410.10989). Logits are computed once, in chunks, and overwritten by their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, columns: int, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        columns: int,
+        chunk: int,
+        teacher_weight: float,
+        *teachers: Tensor,
+    ) -> Tensor:
         device_type, vocab_size = x.device.type, len(weight)
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
         wide_dtype = torch.promote_types(dtype, torch.float32)
@@ -45,17 +63,24 @@ class _CrossEntropy(torch.autograd.Function):
         if not kernels.is_compiling():
             logits_buffer = narrow_x.new_empty(chunk, columns)
             scratch = narrow_x.new_empty(chunk, vocab_size, dtype=wide_dtype)
+        ctx.n_teacher_tensors, tables = len(teachers), [each[:vocab_size].to(dtype) for each in teachers[1::2]]
+        streams = [torch.split(each.flatten(0, 1).to(dtype), chunk) for each in teachers[::2]]
         total, grad_chunks, grad_table = x.new_zeros((), dtype=wide_dtype), [], None
-        for x_chunk, target_chunk in zip(torch.split(narrow_x, chunk), torch.split(targets, chunk), strict=True):
+        chunks = zip(torch.split(narrow_x, chunk), torch.split(targets, chunk), strict=True)
+        for index, (x_chunk, target_chunk) in enumerate(chunks):
             is_counted, target_chunk = (target_chunk != IGNORED)[:, None], target_chunk.clamp(min=0)[:, None]
+            pull = None
+            if teachers:
+                states = [stream[index] for stream in streams]
+                pull = _pull_of_teachers(states, tables, target_chunk, teacher_weight, vocab_size)
             if kernels.is_compiling():
                 logits, target_log_p = _compute_gradient(
-                    x_chunk @ table.t(), target_chunk, is_counted * ctx.grad_scale, vocab_size
+                    x_chunk @ table.t(), target_chunk, is_counted * ctx.grad_scale, vocab_size, pull
                 )
             else:
                 logits = torch.mm(x_chunk, table.t(), out=logits_buffer[: len(x_chunk)])
                 target_log_p = _overwrite_with_gradient(
-                    logits, scratch[: len(x_chunk)], target_chunk, is_counted * ctx.grad_scale
+                    logits, scratch[: len(x_chunk)], target_chunk, is_counted * ctx.grad_scale, pull
                 )
             total = total - target_log_p.masked_fill(~is_counted, 0).sum()
             grad_chunks.append(logits @ table)
@@ -67,24 +92,44 @@ class _CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale, (grad_x, grad_table) = grads[0] / ctx.grad_scale, ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         grad_weight = None if grad_table is None else grad_table.to(weight_dtype) * scale
-        return grad_x.to(x_dtype) * scale, grad_weight, None, None, None
+        return grad_x.to(x_dtype) * scale, grad_weight, *[None] * (4 + ctx.n_teacher_tensors)
 
 
-def _overwrite_with_gradient(logits: Tensor, scratch: Tensor, targets: Tensor, factors: Tensor) -> Tensor:
+def _pull_of_teachers(
+    states: Sequence[Tensor], tables: Sequence[Tensor], targets: Tensor, weight: float, vocab_size: int
+) -> Tensor:
+    """Returns weight · (one-hot − q), (n, V), which teachers add to the gradient of the logits. q is the mean of their
+    probabilities. ``states`` are (n, C) and ``tables`` are (at most V, C), one of each per teacher."""
+    q = torch.zeros((), device=targets.device)
+    for state, table in zip(states, tables, strict=True):
+        logits = state @ table.t()
+        p = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+        q = q + (p if len(table) == vocab_size else F.pad(p, (0, vocab_size - len(table))))
+    pull = q * (-weight / len(states))
+    return torch.where(torch.arange(vocab_size, device=q.device) == targets, pull + weight, pull)
+
+
+def _overwrite_with_gradient(
+    logits: Tensor, scratch: Tensor, targets: Tensor, factors: Tensor, pull: Tensor | None
+) -> Tensor:
     """Overwrites logits (n, columns) with their gradient times ``factors`` and returns log p(target), (n, 1). Leaves
-    padding columns at 0. ``scratch`` is (n, V)."""
+    padding columns at 0. ``scratch`` and the teachers' ``pull`` are (n, V)."""
     log_p = torch.log_softmax(scratch.copy_(logits[:, : scratch.size(1)]), -1, out=scratch)
     target_log_p = log_p.gather(1, targets)
     log_p.exp_().scatter_(1, targets, target_log_p.expm1())  # p, or p − 1 for the target
+    if pull is not None:
+        log_p.add_(pull)
     logits[:, : scratch.size(1)].copy_(log_p.mul_(factors))
     return target_log_p
 
 
-def _compute_gradient(logits: Tensor, targets: Tensor, factors: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+def _compute_gradient(
+    logits: Tensor, targets: Tensor, factors: Tensor, vocab_size: int, pull: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Computes the same gradient and log p(target) as `_overwrite_with_gradient`, with operations that a compiler can
     fuse."""
     column = torch.arange(logits.size(1), device=logits.device)
@@ -92,6 +137,8 @@ def _compute_gradient(logits: Tensor, targets: Tensor, factors: Tensor, vocab_si
     log_p = wide_logits.masked_fill(column >= vocab_size, -math.inf).log_softmax(-1)
     target_log_p = log_p.gather(1, targets)
     grad = torch.where(column == targets, target_log_p.expm1(), log_p.exp())
+    if pull is not None:
+        grad = grad + F.pad(pull, (0, logits.size(1) - vocab_size))
     return (grad * factors).to(logits.dtype), target_log_p
 
 

@@ -45,6 +45,7 @@ class Setup:
     shard: bool = False  # whether data-parallel ranks shard parameters, gradients and optimizer state
     tensor: int = 1  # tensor-parallel ranks
     device: Literal["cuda", "cpu"] = "cuda"
+    teachers: tuple[GPTConfig, ...] = ()  # shapes of the models to learn from
 
     @property
     def width(self) -> int:
@@ -79,6 +80,7 @@ class StepMemory:
     copies: int  # narrower copies of weights, or weights gathered from other ranks
     snapshot: int  # parameters and optimizer state for a checkpoint, in host memory
     moments: Mapping[str, int]
+    teachers: int = 0  # weights of the teachers
 
     @property
     def peak(self) -> int:
@@ -98,7 +100,8 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
         loss_bytes(config, setup),
         weight_copies(config, setup),
     )
-    permanent = parameters + state + fixed + snapshot * (setup.device == "cpu")
+    teachers = sum(teacher_weights(teacher, setup) for teacher in setup.teachers)
+    permanent = parameters + state + fixed + teachers + snapshot * (setup.device == "cpu")
     copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
     # Gradients of earlier micro-batches, or the gradient buckets of torch's DDP.
     accumulated = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard and setup.tensor == 1))
@@ -114,7 +117,15 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
         "backward": permanent + gradients + max(block_backward + positions * block(config, setup), tables * table),
         "update": permanent - fixed + gradients + _update_bytes(config, setup),
     }
-    return StepMemory(parameters, gradients, state, activations, loss, fixed + blocks, snapshot, moments)
+    if setup.teachers:  # Teachers run before the model does. Their blocks keep nothing for a backward pass.
+        working = positions * max(block(teacher, setup) for teacher in setup.teachers)
+        moments["teachers"] = permanent + accumulated + working
+    return StepMemory(parameters, gradients, state, activations, loss, fixed + blocks, snapshot, moments, teachers)
+
+
+def teacher_weights(teacher: GPTConfig, setup: Setup) -> int:
+    """Bytes of a teacher's weights, which are in bfloat16 if the run computes in it."""
+    return (2 if setup.dtype == "bfloat16" else FLOAT) * sum(counts(teacher).values())
 
 
 def optimizer_state(rank_counts: Mapping[Kind, int], optimizer: str) -> int:
@@ -195,14 +206,17 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
 
 
 def loss_bytes(config: GPTConfig, setup: Setup) -> int:
-    """Bytes of the loss: the trunk's output and its gradient, logits, float32 softmax, the unembedding in the dtype of
-    products, and its gradient (two float32 tensors if there are several chunks)."""
+    """Bytes of the loss: the teachers' residual streams and probabilities, the trunk's output and its gradient,
+    logits, float32 softmax, the unembedding in the dtype of products, and its gradient (two float32 tensors if there
+    are several chunks)."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
     columns = columns_of_logits(V, setup.device)
     copy, gradient = s * (setup.autocast or columns != V), 2 * FLOAT if n < positions else s
     x = positions * C * (FLOAT + s * setup.autocast + 2 * s)
-    return x + n * (s + FLOAT) * columns + (copy + gradient) * V * C
+    teachers = positions * setup.stream * sum(teacher.n_embd for teacher in setup.teachers)
+    teachers += n * (s + 2 * FLOAT) * V * bool(setup.teachers)  # their logits, probabilities and mean
+    return x + n * (s + FLOAT) * columns + (copy + gradient) * V * C + teachers
 
 
 def logits_at_once(config: GPTConfig, setup: Setup) -> int:

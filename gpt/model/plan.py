@@ -133,7 +133,7 @@ def usable_bytes(config: GPTConfig, setup: Setup, memory: int) -> int:
     if setup.device == "cuda":
         return int(USABLE * memory)
     step = count_step_memory(config, setup)
-    permanent = step.parameters + step.gradients + step.optimizer + step.snapshot
+    permanent = step.parameters + step.gradients + step.optimizer + step.teachers + step.snapshot
     return permanent + int(CPU_SHARE * max(0, memory - permanent))
 
 

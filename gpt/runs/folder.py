@@ -192,6 +192,17 @@ def prune(run: Path, keep: int, newest: int | None = None) -> None:
             _remove(run / entry.name)
 
 
+def keep_only_best(run: Path) -> None:
+    """Deletes a finished run's checkpoints, except the weights of the best."""
+    entries = checkpoints(run)
+    for entry in entries:
+        if entry != best(entries):
+            _remove(run / entry.name)
+    for name in TRAINING:
+        (run / best(entries).name / name).unlink(missing_ok=True)
+    write_index(run)
+
+
 def _remove(checkpoint: Path) -> None:
     # Rename first, so that a folder called step-N is never incomplete.
     temporary = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")

@@ -52,7 +52,8 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The model that a run was fine-tuned from: the user's name for it, its folder, and its weight files' checksums."""
+    """The model that a run was fine-tuned from, or a teacher: the user's name for it, its folder, and its weight files'
+    checksums."""
 
     model: str
     path: str
@@ -75,7 +76,7 @@ class RunRecord:
     format: int | None = None
     started: str = ""  # UTC time, in a format that sorts
     texts: list[str] | None = None
-    settings: Table | None = None  # a `TrainConfig`
+    settings: dict[str, Scalar | list[str]] | None = None  # a `TrainConfig`
     size: str | None = None  # the preset, if it was chosen for ``--minutes``
     resolved: dict[str, Scalar | Table] | None = None  # a `Recipe`; None before the first step
     compute: Machine | None = None
@@ -84,6 +85,7 @@ class RunRecord:
     tokens: TokenCounts | None = None
     sources: list[Table] | None = None  # input files with checksums
     init: StartRecord | None = None
+    teachers: list[StartRecord] | None = None
     resumed: list[Resumed] = field(default_factory=list)
     ended: str | None = None  # reason for the end
     result: dict[str, Scalar | Table] | None = None  # a `Result`

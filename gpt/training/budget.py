@@ -26,6 +26,7 @@ from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single, Strategy, make_strategy
+from gpt.training.teachers import Teachers
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
 PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
@@ -47,8 +48,8 @@ Throughput = Callable[[str], float]
 def preset_for_minutes(
     config: TrainConfig, compute: Compute, n_bytes: int, note: Callable[[str], None], processes: int = 1
 ) -> TrainConfig:
-    """Chooses the preset for ``config.minutes``, unless the user chose a model. Passes the reason to ``note``. Assumes
-    that speed is proportional to ``processes``."""
+    """Chooses the preset for ``config.minutes``, or half of them with ``teachers``, unless the user chose a model.
+    Passes the reason to ``note``. Assumes that speed is proportional to ``processes``."""
     shape = (config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.block_size)
     if config.minutes is None or config.preset != "auto" or config.init is not None or any(shape):
         return config
@@ -56,7 +57,9 @@ def preset_for_minutes(
     def measure(name: str) -> float:
         return processes * measure_throughput(name, config, compute)
 
-    name, reason = largest_preset(config.minutes, n_bytes, config.arch or "gpt2", measure)
+    name, reason = largest_preset(
+        config.minutes / (2 if config.teachers else 1), n_bytes, config.arch or "gpt2", measure
+    )
     note(f"size {name}: {reason}")
     return replace(config, preset=name)
 
@@ -120,18 +123,22 @@ class Planner:
     data: Dataset
     init: InitCheckpoint | None
     session: Session
+    teachers: Teachers
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
         """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` without enough memory or time."""
         config, world, note = self.config, self.session.world, self.session.note
         recipe = self.resolve(config, note)
-        world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size))
+        world.raise_on_all(
+            partial(check_model, recipe, self.compute, world.data_size, world.local_size, self.teachers.shapes)
+        )
         if config.minutes is None:
             return recipe, None
         note("measuring training speed on this machine")
         # Later, ``steps`` replaces the minutes in this config. Keep the choice to compile, which depends on the
         # minutes.
-        steps_config, token_limit = replace(config, minutes=None, compile="on" if recipe.compile else "off"), math.inf
+        steps_config = replace(config, minutes=None, teachers=0, compile="on" if recipe.compile else "off")
+        token_limit = math.inf
         if self.init is not None and config.batch_tokens is None:  # A step of the default batch can take minutes.
             smallest = replace(self.resolve(config, max_tokens=1), compile=False)
             token_limit = self.measure(smallest, 0.0)[1] * smallest.batch_tokens
@@ -160,7 +167,7 @@ class Planner:
             world,
             lambda: resolve(
                 config, self.compute, data.bytes, data.tokens, data.tokenizer.vocab_size, data.held_out_tokens > 0,
-                note, shape, data.rows, world.data_size, max_tokens,
+                note, shape, data.rows, world.data_size, max_tokens, self.teachers.shapes,
             ),
         )  # fmt: skip
 
@@ -170,7 +177,7 @@ class Planner:
         world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.compute, world, self.init)
-        stepper = Stepper(strategy, recipe, lambda micro_batch: None)
+        stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=self.teachers)
         if recipe.compile:
             stepper.compile(self.session.note)  # The run itself reports compilation errors.
         seconds = time_steps(

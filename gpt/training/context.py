@@ -3,7 +3,7 @@
 import dataclasses
 import platform
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from gpt.training.data import Dataset
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.recipe import Recipe
 from gpt.training.state import SavedState
+from gpt.training.teachers import Teachers, whole_run
 
 Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
 
@@ -42,6 +43,14 @@ class Session:
         """Sends an event to the listener."""
         if self.world.is_main:
             self.listener(event)
+
+    def phase(self, name: str, start_time: float) -> "Session":
+        """Returns the session for a phase of the run, whose plans carry ``name``."""
+
+        def listener(event: events.Event | events.Note | events.Plan | events.Progress) -> None:
+            self.listener(dataclasses.replace(event, phase=name) if isinstance(event, events.Plan) else event)
+
+        return dataclasses.replace(self, listener=listener, start_time=start_time)
 
     def note(self, text: str, warning: bool = False) -> None:
         """Sends a line of text."""
@@ -62,6 +71,7 @@ class RunContext:
     data: Dataset
     compute: Compute
     init: InitCheckpoint | None
+    teachers: Teachers
     recipe: Recipe
     changes: Mapping[str, Any]  # settings that this resume changes
     log: str
@@ -77,7 +87,7 @@ class RunContext:
     @property
     def resume_command(self) -> str:
         """The command that resumes the run."""
-        return f"gpt train --resume {shlex.quote(str(self.path))}"
+        return f"gpt train --resume {shlex.quote(str(whole_run(self.path)))}"
 
     def machine(self) -> Machine:
         """Returns the properties of the machine that affect rounding."""
@@ -142,14 +152,17 @@ class Result:
         return checked(cls, {**record, "run": run, "checkpoint": run / name}, where)
 
 
-def data_record(record: RunRecord, data: Dataset, init: InitCheckpoint | None) -> RunRecord:
-    """Returns ``record`` with entries for the tokenized data."""
+def data_record(
+    record: RunRecord, data: Dataset, init: InitCheckpoint | None, teachers: Sequence[InitCheckpoint]
+) -> RunRecord:
+    """Returns ``record`` with entries for the tokenized data and the models that the run starts with."""
     return dataclasses.replace(
         record,
         tokenizer=TokenizerRecord(data.tokenizer.name, data.tokenizer.fingerprint),
         tokens=TokenCounts(data.tokens, data.held_out_tokens),
         sources=data.sources,
         init=init.record() if init else None,
+        teachers=[teacher.record() for teacher in teachers] or None,
     )
 
 

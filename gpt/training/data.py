@@ -80,9 +80,10 @@ def open_tokens(
     if folder.manifest.get("part"):
         raise UserError(f"{path} is a part of a corpus", "join the parts: gpt data merge PART... -o DIR")
     if tokenizer is not None and not folder.adopt_tokenizer(tokenizer):
+        model = config.init or config.teacher[0]
         raise UserError(
-            f"{path} was made with another tokenizer ({folder.tokenizer.name}), not that of {config.init}",
-            f"tokenize the text with the model's own: gpt tokenize … --tokenizer {config.init}",
+            f"{path} was made with another tokenizer ({folder.tokenizer.name}), not that of {model}",
+            f"tokenize the text with the model's own: gpt tokenize … --tokenizer {model}",
         )
     return _open_folder(folder, note)
 

@@ -36,9 +36,9 @@ STEPS, PAIR_STEPS = 100, 400  # minimum steps of default runs on text and on pai
 
 @dataclass(frozen=True)
 class InitCheckpoint:
-    """The base model of fine-tuning. ``sha256`` maps the names of its weight files to checksums."""
+    """The base model of fine-tuning, or a teacher. ``sha256`` maps the names of its weight files to checksums."""
 
-    name: str  # the value of ``--init``
+    name: str  # the value of ``--init`` or ``--teacher``
     path: Path
     model: GPTConfig
     tokenizer: Tokenizer
@@ -80,7 +80,7 @@ class InitCheckpoint:
         return rows
 
     def record(self) -> StartRecord:
-        """Returns the entry of the base model in ``run.json``."""
+        """Returns the model's entry in ``run.json``."""
         return StartRecord(self.name, str(self.path.absolute()), self.sha256)
 
     def adapter(self, rank: int, alpha: float) -> Adapter:

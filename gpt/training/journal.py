@@ -78,6 +78,11 @@ class Journal:
             f"{counted(shape.n_head, 'head')}, {shape.n_embd} wide, context {shape.block_size}, "
             f"dropout {shape.dropout:g})"
         )
+        if teachers := ", ".join(teacher.name for teacher in run.teachers.found):
+            self.note(
+                f"teachers: {teachers}, with a weight of {recipe.teacher_weight:g} in the loss. The losses "
+                "shown are the cross-entropy with the text"
+            )
         if recipe.lora_rank:
             self.note(f"adapters on the linear layers of the blocks: training {adapters:,} parameters")
         self.note(

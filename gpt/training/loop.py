@@ -53,7 +53,7 @@ class Trainer:
         of a run with a time limit."""
         self.run, self.strategy, self.budget, self.recipe = run, strategy, budget, run.recipe
         self.session, self.world, self.data, self.model = run.session, run.world, run.data, strategy.model
-        self.stepper = Stepper(strategy, self.recipe, self.on_halved, self.on_uncompiled)
+        self.stepper = Stepper(strategy, self.recipe, self.on_halved, self.on_uncompiled, run.teachers)
         self.state = TrainState(windows=windows_to_evaluate(self.recipe))
         if budget is not None and budget.windows:
             self.state.windows = min(self.state.windows, budget.windows)

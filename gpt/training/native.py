@@ -6,7 +6,7 @@ which stay calls to torch.
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,15 @@ SCORES_PER_CALL = 2**20  # attention scores that fit into the CPU's cache
 class GradientProgram:
     """A compiled program for the loss and gradients of an objective, on inputs of one shape, (rows, T)."""
 
-    def __init__(self, objective: nn.Module, model: GPT, compute: Compute, rows: int, note: programs.Note) -> None:
+    def __init__(
+        self,
+        objective: nn.Module,
+        model: GPT,
+        compute: Compute,
+        rows: int,
+        note: programs.Note,
+        teachers: Sequence[Tensor] = (),
+    ) -> None:
         self.shape = (rows, model.config.block_size)
         self.params = list(objective.parameters())
         self.inputs = [*(p.detach() for p in self.params), *objective.buffers()]
@@ -43,16 +51,18 @@ class GradientProgram:
             __name__,
         }
         code = [Path(sys.modules[name].__file__ or "").read_bytes() for name in sorted(traced_modules)]
-        key = (code, model.config, self.shape, compute.dtype_name)
-        trace = functools.partial(_trace_graph, objective, model, compute, self.shape)
+        key: tuple[object, ...] = (code, model.config, self.shape, compute.dtype_name)
+        if teachers:
+            key = (*key, objective.teacher_weight, [(tuple(t.shape), t.dtype) for t in teachers])
+        trace = functools.partial(_trace_graph, objective, model, compute, self.shape, teachers)
         self.run = programs.find(key, trace, note, "the step")
 
-    def __call__(self, x: Tensor, y: Tensor, n_targets: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, y: Tensor, n_targets: Tensor, teachers: Sequence[Tensor] = ()) -> Tensor:
         """Returns the summed loss on inputs x and targets y, (rows, T), divided by ``n_targets``. Adds the gradients of
-        the result to those of the parameters."""
+        the result to those of the parameters. ``teachers`` have the shapes that the program was made for."""
         x, y = x.contiguous(), y.contiguous()  # x and y are views of one array.
         dropout_mask = kernels.dropout_mask(sum(self.dropout_sizes), self.dropout, self.masks[0].dtype)
-        inputs = [*self.inputs, x, y, n_targets, *self.masks, *torch.split(dropout_mask, self.dropout_sizes)]
+        inputs = [*self.inputs, x, y, n_targets, *self.masks, *teachers, *torch.split(dropout_mask, self.dropout_sizes)]
         loss, lookup_grad, *grads = self.run(inputs)
         table = grads[self.embedding_index]
         table += torch.ops.aten.embedding_dense_backward(lookup_grad, x, len(table), -1, False)
@@ -64,13 +74,15 @@ class GradientProgram:
         return loss
 
 
-def _trace_graph(objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int, int]) -> programs.Graph:
+def _trace_graph(
+    objective: nn.Module, model: GPT, compute: Compute, shape: tuple[int, int], teachers: Sequence[Tensor] = ()
+) -> programs.Graph:
     """Traces the forward and backward pass into one graph of torch operators.
 
-    Inputs: parameters, buffers, ids, targets, the number of targets, `_masks`, dropout masks. Outputs: mean loss,
-    gradient of the embedding lookup's output, gradients of all parameters. The gradient of the embedding matrix lacks
-    the lookup's part, which `GradientProgram` adds: compiled code would add rows from several threads in random order,
-    and each run would round differently.
+    Inputs: parameters, buffers, ids, targets, the number of targets, `_masks`, the tensors of ``teachers``, dropout
+    masks. Outputs: mean loss, gradient of the embedding lookup's output, gradients of all parameters. The gradient of
+    the embedding matrix lacks the lookup's part, which `GradientProgram` adds: compiled code would add rows from
+    several threads in random order, and each run would round differently.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -81,6 +93,7 @@ def _trace_graph(objective: nn.Module, model: GPT, compute: Compute, shape: tupl
         embeddings: list[Tensor] = []
         params, items = tensors[: len(names)], iter(tensors[len(names) :])
         tables, (x, y, n_targets, causal, windowed) = [next(items) for _ in buffers], [next(items) for _ in range(5)]
+        lesson = [next(items) for _ in teachers]
 
         def look_up(module: nn.Module, args: object, out: Tensor) -> Tensor:
             embeddings.append(out.detach().requires_grad_())
@@ -89,14 +102,15 @@ def _trace_graph(objective: nn.Module, model: GPT, compute: Compute, shape: tupl
         tensors_by_name = dict(zip([*names, *buffers], [*params, *tables], strict=True))
         traced_inputs = kernels.TracedInputs(items, causal, windowed, _rows_per_call(config))
         with kernels.tracing(traced_inputs), compute.autocast(), model.wte.register_forward_hook(look_up):
-            mean_loss: Tensor = torch.func.functional_call(objective, tensors_by_name, (x, y)) / n_targets
+            mean_loss: Tensor = torch.func.functional_call(objective, tensors_by_name, (x, y, *lesson)) / n_targets
         return [mean_loss.detach(), *torch.autograd.grad(mean_loss, [*embeddings, *params], materialize_grads=True)]
 
     params = [p.detach().clone().requires_grad_() for p in objective.parameters()]
     x, y = (torch.zeros(shape, dtype=torch.long) for _ in range(2))  # One shared tensor would be traced as one input.
     dropout = [torch.ones(n, dtype=compute.dtype) for n in _dropout_sizes(config, rows)]
     inputs = (
-        *params, *objective.buffers(), x, y, torch.ones((), dtype=torch.long), *_masks(config, compute.dtype), *dropout,
+        *params, *objective.buffers(), x, y, torch.ones((), dtype=torch.long), *_masks(config, compute.dtype),
+        *teachers, *dropout,
     )  # fmt: skip
     graph = make_fx(gradients, _DECOMPOSED, tracing_mode="fake")(*inputs)
     return graph, tuple(tensor.detach() for tensor in inputs)

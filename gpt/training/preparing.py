@@ -20,6 +20,7 @@ from gpt.training.budget import preset_for_minutes
 from gpt.training.context import Session, data_record, now
 from gpt.training.data import Dataset, find_token_folder, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import InitCheckpoint, find_init
+from gpt.training.teachers import choose_tokenizer, find_teacher
 
 TOKENS = "tokens"  # subfolder of the run folder
 
@@ -31,6 +32,7 @@ class Prepared:
     run: Path
     data: Dataset
     init: InitCheckpoint | None
+    teachers: list[InitCheckpoint]
 
 
 def prepare(
@@ -52,7 +54,8 @@ def prepare(
         kind = "conversations" if config.chat else "pairs"
         raise UserError(f"{kind} cannot be read from stdin by several processes", "put them in a file")
     init = find_init(config)
-    tokenizer = init.tokenizer if init else None
+    teachers = [find_teacher(name) for name in config.teacher]
+    tokenizer = choose_tokenizer(config, init, teachers)
     data: Dataset | None = None
     corpus = None
     if config.has_examples:
@@ -74,8 +77,8 @@ def prepare(
         assert corpus is not None
         data = make_tokens(corpus, config, run / TOKENS, compute.device.type, listen, note, tokenizer)
     with disk_errors(run):
-        data_record(record, data, init).write(run)
-    return Prepared(run, data, init)
+        data_record(record, data, init, teachers).write(run)
+    return Prepared(run, data, init, teachers)
 
 
 def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:

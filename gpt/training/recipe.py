@@ -1,7 +1,7 @@
 """Resolves training settings into a recipe: text size and device decide every ``None`` and ``auto``."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -87,6 +87,7 @@ class Recipe:
     recompute: bool = False  # whether the backward pass recomputes activations
     # The value of ``steps`` before the final ``decay`` was fitted to the remaining time; 0 if it was not fitted.
     planned: Count = 0
+    teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
 
     @property
     def saved_model(self) -> GPTConfig:
@@ -168,12 +169,14 @@ def resolve(
     pairs: int = 0,
     processes: int = 1,
     token_budget: float = math.inf,
+    teachers: Sequence[GPTConfig] = (),
 ) -> Recipe:
     """Resolves the recipe for ``n_tokens`` of training text, ``n_bytes`` long.
 
     In fine-tuning, ``start`` is the base model's shape, and ``token_budget`` is the number of tokens that there is time
-    for. ``pairs`` is the number of example rows, or 0 for text. ``processes`` is the number of data ranks. Calls
-    ``note`` about changed settings. Raises `UserError` for settings that contradict each other or the text.
+    for. ``pairs`` is the number of example rows, or 0 for text. ``processes`` is the number of data ranks. ``teachers``
+    are the teachers' shapes. Calls ``note`` about changed settings. Raises `UserError` for settings that contradict
+    each other or the text.
     """
     context = start.block_size if start is not None and start.positions == "rotary" else 0
     start = start and finetune.training_shape(config, start, note)
@@ -182,6 +185,7 @@ def resolve(
     model = _model_shape(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
     optimizer = auto_optimizer(config, model)
     check_heads(model, config.tensor)
+    _check_contexts(model, config, teachers)
     if start is not None:
         default_epochs = finetune.choose_epochs(n_tokens, pairs > 0, model, compute.device.type)
         tokens = min(default_epochs * n_tokens, token_budget)
@@ -189,9 +193,11 @@ def resolve(
     else:
         default_epochs = auto_epochs(n_tokens, model, compute.device.type)
         preset = finetune.shrink_batch(preset, default_epochs * n_tokens, finetune.STEPS) if pairs else preset
-    batch = _plan_batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes)
+    batch = _plan_batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes, teachers)
     steps = _total_steps(config, n_tokens, batch, default_epochs)
-    passes = 0.0 if start is not None else batch.tokens_read(steps) / n_tokens
+    if config.teachers:
+        steps = max(1, steps // 2)
+    passes = 0.0 if start is not None or teachers else batch.tokens_read(steps) / n_tokens
     dropout, weight_decay = auto_regularization(passes, n_tokens / breakdown(model).trainable)
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup_steps(config, steps, batch)
@@ -222,6 +228,7 @@ def resolve(
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
         context=context,
+        teacher_weight=config.teacher_weight if teachers else 0.0,
         **copied_settings,
     )
     return replace(recipe, compile=_should_compile(config, recipe, compute, processes))
@@ -250,6 +257,8 @@ def _ineffective_settings(config: TrainConfig, model: GPTConfig, steps: int, war
         lines.append(f"warmup is {warmup:,} steps, the run {steps:,}: the learning rate reaches {share} of its peak")
     if config.window is not None and config.window >= model.block_size:
         lines.append(f"a window of {config.window:,} has no effect in a context of {model.block_size:,} tokens")
+    if config.teacher_weight != TrainConfig.teacher_weight and not (config.teacher or config.teachers):
+        lines.append("--teacher-weight has no effect without --teacher or --teachers")
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--decay has no effect with --schedule {config.schedule}")
     return lines
@@ -272,6 +281,18 @@ def check_heads(model: GPTConfig, tensor: int) -> None:
             raise UserError(
                 f"the model's {size:,} {what} cannot be split evenly over {tensor} processes (--tensor {tensor})",
                 "use one of " + ", ".join(map(str, divisors(math.gcd(model.kv_heads, model.mlp_width)))),
+            )
+
+
+def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: Sequence[GPTConfig]) -> None:
+    """Raises `UserError` for a teacher with a shorter context than the model's."""
+    own = [f"{number}" for number in range(1, config.teachers + 1)]
+    for name, teacher in zip([*own, *config.teacher], teachers, strict=False):
+        if teacher.block_size < model.block_size:
+            raise UserError(
+                f"the teacher {name} has a context of {teacher.block_size:,}, shorter than the run's, "
+                f"{model.block_size:,}",
+                f"shorten the run's: --block-size {teacher.block_size}",
             )
 
 
@@ -321,7 +342,13 @@ class _Batch:
 
 
 def _plan_batch(
-    config: TrainConfig, preset: Preset, model: GPTConfig, compute: Compute, pair_tokens: float | None, processes: int
+    config: TrainConfig,
+    preset: Preset,
+    model: GPTConfig,
+    compute: Compute,
+    pair_tokens: float | None,
+    processes: int,
+    teachers: Sequence[GPTConfig],
 ) -> _Batch:
     """Plans the batch. If ``pair_tokens`` is set, rows are examples with this average length.
 
@@ -335,7 +362,7 @@ def _plan_batch(
         rows += -rows % processes
     check_even_split(rows, processes, T if pair_tokens is None else None)
     _check_batch(rows // processes, rows * row_tokens)
-    setup = _plan_micro_batch(config, model, compute, rows // processes, processes)
+    setup = _plan_micro_batch(config, model, compute, rows // processes, processes, teachers)
     if config.batch_ramp is not None:
         first = max(1, min(RAMP_START[0] // T, round(rows * RAMP_START[1])))
         first += -first % processes
@@ -356,13 +383,15 @@ def _check_batch(rows: int, tokens: float) -> None:
         )
 
 
-def _plan_micro_batch(config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int) -> Setup:
+def _plan_micro_batch(
+    config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int, teachers: Sequence[GPTConfig]
+) -> Setup:
     """Plans the micro-batch of a process with ``rows`` sequences per step. If dropout is not yet decided, counts its
     memory."""
-    if config.dropout is None and config.init is None:
+    if config.dropout is None and config.init is None and not teachers:
         model = replace(model, dropout=DROPOUT)
     setup = replace(
-        _memory_setup(config, auto_optimizer(config, model), compute, processes), recompute=config.recompute
+        _memory_setup(config, auto_optimizer(config, model), compute, processes, teachers), recompute=config.recompute
     )
     if config.micro_batch == "auto":
         return with_largest_micro_batch(model, setup, rows, compute.memory())
@@ -371,7 +400,13 @@ def _plan_micro_batch(config: TrainConfig, model: GPTConfig, compute: Compute, r
     )
 
 
-def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, compute: Compute, processes: int) -> Setup:
+def _memory_setup(
+    settings: TrainConfig | Recipe,
+    optimizer: Optimizer,
+    compute: Compute,
+    processes: int,
+    teachers: Sequence[GPTConfig],
+) -> Setup:
     return Setup(
         dtype=compute.dtype_name,
         optimizer=optimizer,
@@ -379,10 +414,13 @@ def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, compute:
         shard=settings.shard == "full",
         tensor=settings.tensor,
         device="cuda" if compute.device.type == "cuda" else "cpu",
+        teachers=tuple(teachers),
     )
 
 
-def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1) -> None:
+def check_model(
+    recipe: Recipe, compute: Compute, processes: int, here: int = 1, teachers: Sequence[GPTConfig] = ()
+) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
     memory. Otherwise, the system would kill the process.
 
@@ -392,13 +430,19 @@ def check_model(recipe: Recipe, compute: Compute, processes: int, here: int = 1)
     model, memory = recipe.model, compute.memory()
     if recipe.lora_rank:
         return
-    setup = _memory_setup(recipe, recipe.optimizer, compute, processes)
+    setup = _memory_setup(recipe, recipe.optimizer, compute, processes, teachers)
     step = count_step_memory(model, setup)
-    n_bytes = step.parameters + step.gradients + step.optimizer + (step.snapshot if setup.device == "cpu" else 0)
+    n_bytes = (
+        step.parameters
+        + step.gradients
+        + step.optimizer
+        + step.teachers
+        + (step.snapshot if setup.device == "cpu" else 0)
+    )
     if n_bytes > memory:
         raise UserError(
             f"{breakdown(model).trainable:,} parameters take {n_bytes / 1e9:,.1f} GB in training (weights, gradients, "
-            f"optimizer state), but only {memory / 1e9:,.1f} GB are available",
+            f"optimizer state{', teachers' * bool(teachers)}), but only {memory / 1e9:,.1f} GB are available",
             "use a smaller --preset; gpt params PRESET --devices 1 shows what each needs",
         )
     copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1), host_memory()

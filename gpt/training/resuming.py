@@ -3,9 +3,9 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,18 +17,21 @@ from gpt.files import disk_errors
 from gpt.model.memory import divisors
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder, hub
-from gpt.runs.record import FORMAT, RunRecord
+from gpt.runs.record import FORMAT, RunRecord, StartRecord
 from gpt.settings import checked, from_dict
 from gpt.text.corpus import open_corpus
 from gpt.text.token_folder import MANIFEST, TokenFolder
 from gpt.training import logs
-from gpt.training.context import Result, Session, versions
+from gpt.training.context import Result, Session, now, versions
 from gpt.training.data import Dataset, find_token_folder, load_tokens, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
 from gpt.training.recipe import Recipe, check_even_split, check_heads, parse_micro_batch
 from gpt.training.state import SavedState, read_saved_state
+from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
 from gpt.words import counted
+
+Model = TypeVar("Model", InitCheckpoint, InitCheckpoint | None)
 
 CHANGEABLE_OPTIONS = (
     "steps",
@@ -122,8 +125,10 @@ def count_processes(name: str | None, changes: Mapping[str, Any]) -> int:
     started = read_started(find_run(name))
     if started.final_result(changes):
         return 1
-    resume_options = [options.given for options in started.record.resumed]
-    counts = [options.get("nproc") for options in (started.record.settings or {}, *resume_options, changes)]
+    resume_options: list[Mapping[str, Any]] = [options.given for options in started.record.resumed]
+    counts: list[object] = [
+        options.get("nproc") for options in (started.record.settings or {}, *resume_options, changes)
+    ]
     return next((n for n in reversed(counts) if type(n) is int and 1 <= n <= 1024), 1)
 
 
@@ -176,6 +181,25 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
     return path.name
 
 
+def prepare_teacher(
+    started: StartedRun, number: int, steps: int | None, note: Callable[[str], None]
+) -> tuple[str, str | None]:
+    """Creates or repairs the folder of a run's own teacher. Returns the folder, and the checkpoint's name to resume
+    from, if any. ``steps`` is the length of a new teacher; None with ``--minutes``."""
+    run, config = started.run, started.config
+    path = run / TEACHERS / str(number)
+    with disk_errors(run):
+        if not folder.is_run(path):
+            path.mkdir(parents=True, exist_ok=True)
+            minutes = None if config.minutes is None else config.minutes / (2 * config.teachers)
+            own = replace(config, seed=config.seed + number, steps=steps, epochs=None, minutes=minutes, out=str(path))
+            own = replace(own, teachers=0, teacher=(), sample_every=0, merge_lora=False, log="none")
+            RunRecord(FORMAT, now(), started.texts, asdict(own), started.record.size).write(path)
+        files.recover(path)
+        folder.write_index(path)
+    return str(path), None if RunRecord.read(path).result else find_checkpoint(path, note)
+
+
 def restore_compute(
     started: StartedRun, changes: Mapping[str, Any], processes: int, note: Callable[[str], None]
 ) -> Compute:
@@ -220,27 +244,50 @@ def restore_compute(
 def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
     """Opens the base model if the run still needs it: at step 0, or for adapters. Raises `UserError` if the base model
     is missing or its weights have changed."""
-    init, name = started.record.init, started.config.init
-    if name is None or (started.saved is not None and not started.saved.recipe.lora_rank):
+    config, recorded = started.config, started.record.init
+    if config.init is None or (started.saved is not None and not started.saved.recipe.lora_rank):
         return None
-    if init is not None:
-        if not world.is_main:
-            return open_init(started.config, init.model, Path(init.path), init.sha256)
-        name = init.path
-        if hub.is_remote(started.config.init or ""):
-            name = f"{str(started.config.init).partition('@')[0]}@{Path(name).name}"
-    current = find_init(replace(started.config, init=name))
-    if current is not None and init is not None and current.sha256 != init.sha256:
-        raise UserError(f"{started.run} was started from {name}, whose weights have changed", "restore them")
+    if recorded is None:
+        return find_init(config)
+    if not world.is_main:
+        return open_init(config, recorded.model, Path(recorded.path), recorded.sha256)
+    return _check_unchanged(started, recorded, find_init(replace(config, init=_place_of(recorded))))
+
+
+def restore_teachers(started: StartedRun, world: World) -> list[InitCheckpoint]:
+    """Opens the teachers. Raises `UserError` if one is missing or its weights have changed."""
+    config, recorded = replace(started.config, chat=False), started.record.teachers
+    if recorded is None:
+        return [find_teacher(name) for name in config.teacher]
+    if not world.is_main:
+        return [open_init(config, each.model, Path(each.path), each.sha256) for each in recorded]
+    return [_check_unchanged(started, each, find_teacher(_place_of(each))) for each in recorded]
+
+
+def _place_of(recorded: StartRecord) -> str:
+    """Returns the name of a recorded model, as `gpt.runs.folder.find_checkpoint` takes it."""
+    path = Path(recorded.path)
+    return f"{recorded.model.partition('@')[0]}@{path.name}" if hub.is_remote(recorded.model) else str(path)
+
+
+def _check_unchanged(started: StartedRun, recorded: StartRecord, current: Model) -> Model:
+    if current is not None and current.sha256 != recorded.sha256:
+        raise UserError(f"{started.run} was started from {current.name}, whose weights have changed", "restore them")
     return current
 
 
-def open_data(started: StartedRun, compute: Compute, init: InitCheckpoint | None, session: Session) -> Dataset:
+def open_data(
+    started: StartedRun,
+    compute: Compute,
+    init: InitCheckpoint | None,
+    teachers: Sequence[InitCheckpoint],
+    session: Session,
+) -> Dataset:
     """Opens a run's stored tokens or its texts. Rank 0 verifies the tokens' checksums. Raises `UserError` if the text
     has changed."""
     run, config, record, texts = started.run, started.config, started.record, started.texts
     saved_tokenizer = checkpoint.peek(started.checkpoint)[1] if started.checkpoint else None
-    tokenizer = init.tokenizer if init else saved_tokenizer
+    tokenizer = saved_tokenizer if saved_tokenizer and not init else choose_tokenizer(config, init, teachers)
     tokens, kind, note = run / TOKENS, compute.device.type, session.note
     data: Dataset
     if (tokens / MANIFEST).exists():

@@ -6,7 +6,7 @@ folder (`open_run`) and train (`Trainer`), so a new run resumes at step 0.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -15,10 +15,12 @@ from typing import Any
 
 from gpt import device, events
 from gpt.config import TrainConfig
+from gpt.device import Compute
 from gpt.distribution import VERSION
 from gpt.interrupt import StopSignal
 from gpt.parallel import environment
 from gpt.parallel.world import join_world
+from gpt.runs import folder
 from gpt.settings import from_dict
 from gpt.training import logs
 from gpt.training.budget import Planner
@@ -32,13 +34,16 @@ from gpt.training.resuming import (
     find_and_lock,
     finished_result,
     open_data,
+    prepare_teacher,
     read_started,
     refuse_fixed_options,
     restore_compute,
     restore_init,
+    restore_teachers,
 )
 from gpt.training.state import seed_all
 from gpt.training.strategy import make_strategy
+from gpt.training.teachers import Teachers, check_tokenizers, own_teachers, whole_run
 
 
 def train(
@@ -62,7 +67,7 @@ def train(
                 prepared = prepare(texts, config, compute, session, until_ended, until_first_step)
             run = world.broadcast_object(lambda: str(prepared.run if prepared else ""))
             started = world.raise_on_all(lambda: read_started(Path(run)))
-            trainer = open_run(started, {}, session, prepared)
+            trainer = open_phases(started, {}, session, prepared, until_first_step.close)
             until_first_step.close()
             return trainer.train()
 
@@ -96,7 +101,7 @@ def resume(
         if result := started.final_result(changes):
             session.note(f"{started.run} is finished")
             return result
-        return open_run(started, changes, session).train()
+        return open_phases(started, changes, session).train()
 
 
 @contextlib.contextmanager
@@ -112,31 +117,81 @@ def _code_versions() -> dict[str, str]:
     return {"the version of gpt": VERSION, "the version of torch": version("torch")}
 
 
-def open_run(
-    started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Prepared | None = None
+def open_phases(
+    started: StartedRun,
+    changes: Mapping[str, Any],
+    session: Session,
+    prepared: Prepared | None = None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> Trainer:
-    """Opens a run's data, device, recipe and model on all ranks. ``prepared`` is rank 0's new run."""
+    """Trains the run's own teachers, if any are unfinished, then opens the run. ``on_start`` is called before the first
+    step."""
+    config, world = started.config, session.world
+    if not config.teachers or started.saved is not None:
+        return open_run(started, changes, session, prepared)
+    compute, inputs = open_inputs(started, changes, session, prepared)
+    own_inputs = replace(inputs, teachers=[], data=replace(inputs.data, measure_yardsticks=lambda: None))
+    steps = None
+    if config.minutes is None:  # The teachers share the other half of the steps.
+        planner = Planner(config, compute, inputs.data, inputs.init, session, Teachers([], compute))
+        steps = max(1, planner.resolve(config).steps // config.teachers)
+    changes_of_teachers = {name: value for name, value in changes.items() if name not in ("steps", "log")}
+    seconds = 0.0  # spent on the teachers in earlier commands
+    for number in range(1, config.teachers + 1):
+        path, checkpoint = world.broadcast_object(partial(prepare_teacher, started, number, steps, session.note))
+        teacher = world.raise_on_all(partial(read_started, Path(path), checkpoint))
+        start, result = time.perf_counter(), teacher.result
+        if result is None:
+            phase = session.phase(f"teacher {number} of {config.teachers}", start)
+            trainer = open_run(teacher, changes_of_teachers, phase, own_inputs)
+            on_start()
+            result = trainer.train()
+            seconds -= time.perf_counter() - start
+        seconds += result.seconds
+        if world.is_main:
+            folder.keep_only_best(teacher.run)
+    return open_run(started, changes, session.phase("pupil", session.start_time - seconds), inputs)
+
+
+def open_inputs(
+    started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Prepared | None
+) -> tuple[Compute, Prepared]:
+    """Opens a run's device, data, base model and teachers on all ranks. ``prepared`` is what a rank already has."""
     world, note = session.world, session.note
     compute = world.place(world.raise_on_all(lambda: restore_compute(started, changes, world.size, note)))
     world.raise_on_all(lambda: world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor))))
     init = world.raise_on_all(lambda: prepared.init if prepared else restore_init(started, world))
+    found = world.raise_on_all(lambda: prepared.teachers if prepared else restore_teachers(started, world))
     data = prepared.data if prepared else None
     if world.is_main and data is None:  # Rank 0 goes first because it might have to tokenize the text.
-        data = open_data(started, compute, init, session)
+        data = open_data(started, compute, init, found, session)
     world.broadcast_object(lambda: True)
-    data = world.raise_on_all(lambda: data or open_data(started, compute, init, session))
+    data = world.raise_on_all(lambda: data or open_data(started, compute, init, found, session))
+    world.raise_on_all(lambda: check_tokenizers(found, data.tokenizer))
     world.assert_same({"text": data.sources})
-    environment.write_message(environment.RUN, started.run)
+    return compute, Prepared(started.run, data, init, found)
+
+
+def open_run(
+    started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Prepared | None = None
+) -> Trainer:
+    """Opens a run's data, device, recipe and model on all ranks. ``prepared`` is what a rank already has."""
+    world, note = session.world, session.note
+    compute, inputs = open_inputs(started, changes, session, prepared)
+    data, init = inputs.data, inputs.init
+    own = world.raise_on_all(lambda: own_teachers(started.run, started.config))
+    teachers = Teachers([*own, *inputs.teachers], compute)
+    environment.write_message(environment.RUN, whole_run(started.run))
     changes = {**started.requested_steps, **changes}
     recipe, budget = started.recipe, None
     if recipe is None:
-        recipe, budget = Planner(started.config, compute, data, init, session).plan()
+        recipe, budget = Planner(started.config, compute, data, init, session, teachers).plan()
     step = started.saved.state.step if started.saved else 0
     recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.data_size))
     start = session.start_time - (started.saved.state.seconds if started.saved else 0.0)
     if started.saved is not None and started.saved.pace is not None and "steps" not in changes:
         budget = replace(started.saved.pace, deadline=started.saved.pace.deadline + start)
-    record = started.record if started.saved else data_record(started.record, data, init)
+    record = started.record if started.saved else data_record(started.record, data, init, inputs.teachers)
     log = str(changes.get("log", started.config.log))
     context = RunContext(
         session,
@@ -145,6 +200,7 @@ def open_run(
         data,
         compute,
         init,
+        teachers,
         recipe,
         changes,
         log,

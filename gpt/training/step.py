@@ -25,6 +25,7 @@ from gpt.training.compiling import StepGraph, compile_halves, uncompile_halves
 from gpt.training.native import GradientProgram
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import Strategy
+from gpt.training.teachers import Teachers
 
 EAGER_STEPS = 2  # eager steps with a batch shape before its graph is captured; they allocate memory and load kernels
 
@@ -32,14 +33,15 @@ EAGER_STEPS = 2  # eager steps with a batch shape before its graph is captured; 
 class Objective(nn.Module):
     """The summed loss of a micro-batch, in nats, as a module for `DistributedDataParallel`."""
 
-    def __init__(self, model: GPT, chunk: int) -> None:
+    def __init__(self, model: GPT, chunk: int, teacher_weight: float = 0.0) -> None:
         super().__init__()
-        self.model, self.chunk = model, chunk
-        self.loss: Callable[[Tensor, Tensor, Tensor, int], Tensor] = tied_cross_entropy
+        self.model, self.chunk, self.teacher_weight = model, chunk, teacher_weight
+        self.loss: Callable[..., Tensor] = tied_cross_entropy
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Computes the loss on inputs x and targets y, (rows, T)."""
-        return self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk)
+    def forward(self, x: Tensor, y: Tensor, *teachers: Tensor) -> Tensor:
+        """Computes the loss on inputs x and targets y, (rows, T). ``teachers`` are the tensors of `Teachers`."""
+        lesson = (self.teacher_weight, *teachers) if teachers else ()
+        return self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk, *lesson)
 
 
 class PeerFailure(PeerLost):
@@ -48,7 +50,8 @@ class PeerFailure(PeerLost):
 
 class Stepper:
     """Takes optimizer steps. ``on_halved`` is called with the new micro-batch after running out of memory (OOM).
-    ``on_uncompiled`` is called with the error when a compiled program fails and is dropped."""
+    ``on_uncompiled`` is called with the error when a compiled program fails and is dropped. With ``teachers``, the loss
+    is still the cross-entropy with the text; only its gradient changes."""
 
     def __init__(
         self,
@@ -56,13 +59,15 @@ class Stepper:
         recipe: Recipe,
         on_halved: Callable[[int], None],
         on_uncompiled: Callable[[str], None] = lambda why: None,
+        teachers: Teachers | None = None,
     ) -> None:
         self.strategy, self.world = strategy, strategy.world
+        self.teachers = teachers or Teachers([], strategy.compute)
         self.on_halved, self.on_uncompiled = on_halved, on_uncompiled
         self.model, self.optimizer, self.compute = strategy.model, strategy.optimizer, strategy.compute
         self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
         self.scaler = strategy.scaler()
-        self.objective = Objective(self.model, recipe.loss_chunk)
+        self.objective = Objective(self.model, recipe.loss_chunk, recipe.teacher_weight)
         self.wrapped = strategy.wrap(self.objective)
         if self.compute.device.type == "cpu":
             keep_freed_memory()
@@ -109,8 +114,9 @@ class Stepper:
         idx = torch.zeros(shape, dtype=torch.long, device=self.compute.device)
         try:
             if self.compiles_whole_step:
-                program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note)
-                program(idx, idx, torch.tensor(idx.numel()))
+                lesson = self.teachers(idx)
+                program = GradientProgram(self.objective, self.model, self.compute, self.micro_batch, note, lesson)
+                program(idx, idx, torch.tensor(idx.numel()), lesson)
                 self.program = program
             else:
                 self.compiled = True
@@ -251,10 +257,11 @@ class Stepper:
 
     def _backward(self, x: Tensor, y: Tensor, n_targets: Tensor | float) -> Tensor:
         """Adds the gradients of a micro-batch. Returns the micro-batch's summed loss, divided by ``n_targets``."""
+        lesson = self.teachers(x)
         if self.program is not None and x.shape == self.program.shape:
-            return self.program(x, y, torch.as_tensor(n_targets))
+            return self.program(x, y, torch.as_tensor(n_targets), lesson)
         with self.compute.autocast():
-            loss: Tensor = self.wrapped(x, y) / n_targets
+            loss: Tensor = self.wrapped(x, y, *lesson) / n_targets
         self.scaler.scale(self.strategy.backward_loss(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "pairs": {**SIX_STEPS, "pairs": True, "vocab_size": 270, "block_size": 32, "batch_tokens": 264},
     "narrow": {**SIX_STEPS, "dtype": "bfloat16"},
+    "taught": {**SIX_STEPS, "vocab_size": None, "teacher": "one/adamw"},
 }
 SHARDED, TENSOR = {"shard": "full"}, {"tensor": 2}
 SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,6 +41,8 @@ SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "narrow-sharded": ("narrow", {**SHARDED, "recompute": True}),
     "adamw-together": ("adamw", {**TENSOR, "recompute": True}),
     "muon-together": ("muon", TENSOR),
+    "taught-sharded": ("taught", SHARDED),
+    "taught-together": ("taught", TENSOR),
 }
 SHARDED_AND_TENSOR = {**TWELVE_STEPS, "steps": 3, "shard": "full", "tensor": 2, "arch": "modern"}
 

@@ -56,6 +56,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "block_size": 32,
         "batch_tokens": 264,
     },
+    "phases": {**SIX_STEPS, "steps": 12, "teachers": 2},  # Six steps are the teachers'.
+    "taught": {**SIX_STEPS, "vocab_size": None, "teacher": "one/adamw", "micro_batch": 2},
 }
 # The sample is long enough to exceed the context, but short, because a tensor-parallel token takes 20 ms.
 SAMPLE = SampleConfig(max_tokens=18)

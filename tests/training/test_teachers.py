@@ -1,0 +1,279 @@
+"""Learning from teachers: the gradient is that of the mixed loss, and the loss shown is still that of the text."""
+
+import json
+import shutil
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    FAST,
+    Gpt,
+    assert_same,
+    curve,
+    losses,
+    one_line_of_what_and_what_next,
+    resolved,
+    send,
+    train,
+    weights,
+)
+from models import CPU, loud, tiny_model
+
+import gpt as library
+from gpt import events, programs
+from gpt.config import Arch, GPTConfig, TrainConfig
+from gpt.device import Compute
+from gpt.errors import Interrupted, UserError
+from gpt.model.loss import IGNORED, tied_cross_entropy
+from gpt.model.memory import Setup, count_step_memory
+from gpt.runs import checkpoint
+from gpt.text.tokenizer import bytes_tokenizer
+from gpt.training import recipe
+from gpt.training.optim import make_optimizer
+from gpt.training.step import Stepper
+from gpt.training.strategy import Single
+from gpt.training.teachers import Teachers, find_teacher
+
+PUPIL: dict[str, Any] = {"steps": 8, "save_every": 3, "eval_every": 4, "seed": 5}
+
+
+def mixed_loss(
+    logits: torch.Tensor, teacher_logits: list[torch.Tensor], targets: torch.Tensor, weight: float
+) -> torch.Tensor:
+    """The definition, in plain torch: summed over targets (N), for logits (N, V)."""
+    log_p, counted = logits.log_softmax(-1), targets != IGNORED
+    q = torch.zeros_like(log_p)
+    for each in teacher_logits:
+        n = min(each.size(-1), q.size(-1))
+        q[:, :n] += each[:, :n].softmax(-1) / len(teacher_logits)
+    text = F.nll_loss(log_p, targets, ignore_index=IGNORED, reduction="sum")
+    return (1 - weight) * text - weight * (q * log_p).sum(-1)[counted].sum()
+
+
+@pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
+@pytest.mark.parametrize("weight", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("chunk", "compiled", "padded"), [(0, False, False), (4, False, True), (4, True, True)])
+def test_gradients_match_autograd(
+    weight: float, chunk: int, compiled: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teachers have other widths and vocabularies than the pupil, whose ids are the first of each teacher's."""
+    torch.manual_seed(3)
+    random = partial(torch.randn, dtype=torch.float64)
+    leaves = [random(2, 5, 4).requires_grad_(), random(11, 4).requires_grad_()]
+    teachers = [random(2, 5, 3), random(11, 3), random(2, 5, 6), random(13, 6), random(2, 5, 3), random(9, 3)]
+    targets = torch.randint(9, (2, 5))
+    targets[1, 2] = IGNORED
+    monkeypatch.setattr("gpt.model.memory.ALIGNED_ON", ("cpu",) if padded else ())
+    torch._dynamo.reset()
+    loss = torch.compile(tied_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else tied_cross_entropy
+    total = loss(*leaves, targets, chunk, weight, *teachers)
+    plain = tied_cross_entropy(*leaves, targets, chunk)
+    torch.testing.assert_close(total, plain)
+    logits = (leaves[0] @ leaves[1].t()).flatten(0, 1)
+    teacher_logits = [(h @ w.t()).flatten(0, 1) for h, w in zip(teachers[::2], teachers[1::2], strict=True)]
+    expected = torch.autograd.grad(mixed_loss(logits, teacher_logits, targets.flatten(), weight) / 7, leaves)
+    actual = torch.autograd.grad(total / 7, leaves)
+    for pair in zip(actual, expected, strict=True):
+        torch.testing.assert_close(*pair, atol=1e-14, rtol=1e-12)
+    if weight == 0 and not compiled:
+        assert all(map(torch.equal, actual, torch.autograd.grad(plain / 7, leaves)))
+
+
+def save_model(name: str, config: GPTConfig, seed: int) -> Path:
+    checkpoint.save(Path(name), loud(config, seed), checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
+    return Path(name)
+
+
+def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
+    """Returns the traced graph, uncompiled."""
+    graph, _ = trace()
+    return lambda tensors: list(graph(*tensors))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_steps_have_the_gradients_of_the_definition(
+    arch: Arch, traced: bool, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two teachers with dropout and a longer context, of both architectures; micro-batches; the traced program."""
+    monkeypatch.setattr(programs, "find", trace_without_compiling)
+    paths = [
+        save_model(f"teacher-{other}", GPTConfig.of(other, 257, 24, 1, 2, 12 + 4 * seed, dropout=0.5), seed)
+        for seed, other in enumerate(("gpt2", "modern"))
+    ]
+    teachers = Teachers([find_teacher(str(path)) for path in paths], CPU)
+    model = loud(GPTConfig.of(arch, 257, 16, 2, 2, 16), 7).train()
+    strategy = Single(model, make_optimizer(model, "muon", 0.1), CPU)
+    settings = {"batch_tokens": 64, "micro_batch": "2", "block_size": 16, "teacher": ("a", "b"), "teacher_weight": 0.6}
+    plan = resolved_with(teachers, **settings)
+    assert plan.teacher_weight == 0.6
+    stepper = Stepper(strategy, plan, lambda micro_batch: None, teachers=teachers)
+    if traced:
+        assert stepper.compile() is None
+        assert stepper.program is not None
+    x, y = torch.randint(257, (2, 4, 16))
+    loss = stepper.gradients(x, y)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    logits = model(x).flatten(0, 1)
+    with torch.no_grad():
+        teacher_logits = [library.load(path).model(x).flatten(0, 1) for path in paths]
+    (mixed_loss(logits, teacher_logits, y.flatten(), 0.6) / y.numel()).backward()
+    assert loss.item() == pytest.approx(F.cross_entropy(logits, y.flatten()).item(), rel=1e-5)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def resolved_with(teachers: Teachers, **settings: Any) -> recipe.Recipe:
+    config = TrainConfig(**settings)
+    return recipe.resolve(config, CPU, 400_000, 140_000, 257, True, lambda note: None, teachers=teachers.shapes)
+
+
+def test_weight_0_equals_training_without_teachers(text: Path, run_folder: Path) -> None:
+    plain, plain_events = train(text, out="plain", tokenizer=str(run_folder), vocab_size=None, **PUPIL)
+    taught, taught_events = train(
+        text, out="taught", vocab_size=None, teacher=(run_folder, run_folder), teacher_weight=0.0, **PUPIL
+    )
+    assert losses(taught_events) == losses(plain_events)
+    assert all(torch.equal(tensor, weights(plain.run)[name]) for name, tensor in weights(taught.run).items())
+    assert curve(taught.run) == curve(plain.run)
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_a_copy_of_the_teacher_has_nothing_to_learn(arch: Arch, text: Path) -> None:
+    base = save_model("base", GPTConfig.of(arch, 257, 32, 2, 2, 32), 1)
+    for weight, is_zero in ((1.0, True), (0.9, False)):
+        result, _ = train(
+            text, vocab_size=None, n_layer=None, n_head=None, n_embd=None, init=base, teacher=base, steps=1,
+            teacher_weight=weight,
+        )  # fmt: skip
+        (norm,) = [line["grad_norm"] for line in curve(result.run) if line["event"] == "step"]
+        assert (norm < 1e-5) == is_zero, norm
+
+
+def test_pupil_takes_the_teachers_tokenizer_and_resumes_bit_exactly(text: Path, run_folder: Path) -> None:
+    settings = {**PUPIL, "vocab_size": None, "teacher": run_folder, "arch": "modern", "dropout": 0.1}
+    whole, run_events = train(text, out="whole", **settings)
+    teacher = library.load(run_folder)
+    assert library.load(whole.run).tokenizer.fingerprint == teacher.tokenizer.fingerprint
+    notes = [getattr(event, "text", "") for event in run_events]
+    assert any(note.startswith(f"teachers: {run_folder}, with a weight of 0.7 in the loss") for note in notes)
+    record = json.loads(Path("whole/run.json").read_text())
+    assert [each["path"] for each in record["teachers"]] == [str(teacher.path)]
+    assert record["resolved"]["weight_decay"] == 0.1
+    shutil.copytree("whole", "parts")
+    make_killed_after(Path("parts"), 3)
+    library.resume("parts")
+    assert_same(Path("parts"), Path("whole"))
+    assert curve(Path("parts")) == curve(Path("whole"))
+
+
+def make_killed_after(run: Path, step: int) -> None:
+    for path in run.glob("step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k not in ("ended", "result")}))
+
+
+def test_pairs_learn_from_a_teacher(workdir: Path, run_folder: Path) -> None:
+    lines = [json.dumps({"prompt": f"{n} =>", "completion": f" {n * n}"}) for n in range(40)]
+    Path("pairs.jsonl").write_text("\n".join(lines))
+    result, run_events = train(Path("pairs.jsonl"), vocab_size=None, pairs=True, teacher=run_folder, steps=4)
+    assert result.answers is not None
+    assert len(losses(run_events)) == 4
+
+
+def test_changed_or_missing_teacher_is_refused_on_resume(text: Path, gpt: Gpt, run_folder: Path) -> None:
+    teacher = shutil.copytree(library.load(run_folder).path, "teacher")
+    train(text, out="pupil", vocab_size=None, teacher=teacher, **PUPIL)
+    make_killed_after(Path("pupil"), 3)
+    save_model("teacher", GPTConfig(257, 32, 1, 2, 16), 0)
+    one_line_of_what_and_what_next(gpt("train", "--resume", "pupil"), "whose weights have changed")
+    shutil.rmtree("teacher")
+    one_line_of_what_and_what_next(gpt("train", "--resume", "pupil"), "there is no run or checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokenizer", "bytes"], "has another tokenizer (bpe, 400 ids) than the run (bytes, 257 ids)"),
+        (["--block-size", "48", "--batch-tokens", "480"], "has a context of 32, shorter than the run's, 48"),
+        (["--teacher", "nowhere"], "there is no run or checkpoint nowhere"),
+        (["--teacher-weight", "1.5"], "teacher-weight is 1.5; it must be between 0 and 1"),
+    ],
+)
+def test_unsuitable_teachers_are_refused(
+    gpt: Gpt, text: Path, run_folder: Path, options: list[str], message: str
+) -> None:
+    one_line_of_what_and_what_next(gpt("train", text, "--teacher", run_folder, *options), message)
+    assert not Path("runs").exists()
+
+
+def test_memory_of_teachers_is_planned() -> None:
+    config, teacher = tiny_model().config, GPTConfig(1000, 64, 4, 4, 64)
+    alone, taught = (
+        count_step_memory(config, Setup(8, dtype="bfloat16", teachers=teachers)) for teachers in ((), (teacher,) * 2)
+    )
+    parameters = sum(p.numel() for p in library.GPT(teacher).parameters())
+    assert taught.teachers == 2 * 2 * parameters
+    assert taught.peak >= alone.peak + taught.teachers
+    huge, compute = GPTConfig(50_257, 1024, 2**14, 64, 2**13), Compute(torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match=r"\(weights, gradients, optimizer state, teachers\), but only"):
+        recipe.check_model(resolved(), compute, 1, teachers=[huge])
+
+
+OWN: dict[str, Any] = {"steps": 12, "eval_every": 2, "save_every": 2, "dropout": 0.1, "teachers": 2, "arch": "modern"}
+
+
+def interrupt_after(steps: int, work: Any) -> None:
+    """Sends SIGINT at the event of this many steps, counted over all phases."""
+    left = [steps]
+
+    def on_event(event: Any) -> None:
+        left[0] -= isinstance(event, events.StepEvent)
+        if isinstance(event, events.StepEvent) and left[0] == 0:
+            send(signal.SIGINT)
+
+    with pytest.raises(Interrupted, match=r"resume with: gpt train --resume parts$"):
+        work(listen=on_event)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
+def test_own_teachers_and_resume_in_each_phase(text: Path) -> None:
+    """Two teachers take 3 of 12 steps each, and the pupil takes 6."""
+    whole, run_events = train(text, out="whole", **OWN)
+    plans = [(event.phase, event.steps) for event in run_events if isinstance(event, events.Plan)]
+    assert plans == [("teacher 1 of 2", 3), ("teacher 2 of 2", 3), ("pupil", 6)]
+    assert whole.steps == 6
+    teachers = [Path("whole/teachers/1"), Path("whole/teachers/2")]
+    assert not list(Path("whole/teachers").rglob("training.*"))
+    assert [len(list(path.glob("step-*"))) for path in teachers] == [1, 1]
+    assert not torch.equal(*(weights(path)["model.embed_tokens.weight"] for path in teachers))
+    interrupt_after(2, partial(train_quietly, text, out="parts", **OWN))
+    for steps in (2, 1, 2):
+        interrupt_after(steps, partial(library.resume, "parts"))
+    result = library.resume("parts")
+    assert_same(Path("parts"), Path("whole"))
+    assert (result.val_loss, result.sample) == (whole.val_loss, whole.sample)
+    for path in teachers:
+        assert curve(Path("parts") / path.relative_to("whole")) == curve(path)
+
+
+def train_quietly(text: Path, listen: Any, **settings: Any) -> None:
+    library.train(text, listen=listen, **{**FAST, **settings})
+
+
+def test_command_with_own_and_given_teachers_prints_one_result(text: Path, gpt: Gpt, run_folder: Path) -> None:
+    small = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-tokens", "64"]
+    done = gpt("train", text, "-o", "x", "--teachers", "2", "--teacher", run_folder, "--steps", "8", "--json", *small)
+    assert done.code == 0, done.err
+    assert Path(json.loads(done.out)["run"]) == Path("x")
+    assert f"teachers: x/teachers/1, x/teachers/2, {run_folder}, with" in done.err.replace("\\", "/")
