@@ -16,7 +16,7 @@ function adjust(logits, ids, count, ends, settings) {
   if (count < settings.min_tokens) excluded.push(...ends);
   const values = excluded.map((id) => logits[id]);
   for (const id of excluded) logits[id] = EXCLUDED;
-  if (excluded.length && logits.every((logit) => logit === EXCLUDED)) excluded.forEach((id, i) => { logits[id] = values[i]; });
+  if (excluded.length && !logits.some((logit) => logit > EXCLUDED)) excluded.forEach((id, i) => { logits[id] = values[i]; });
 }
 
 // Returns the next ids that would repeat an n-gram.

@@ -51,6 +51,12 @@ function rank(logits, count) {
   return { best, total: largest + Math.log(sum) };
 }
 
+function argmax(logits) {
+  let best = 0;
+  for (let i = 1; i < logits.length; i++) if (logits[i] > logits[best]) best = i;
+  return best;
+}
+
 // Returns a copy of the decoder's logits, without ids that have no token.
 function copyLogits() {
   const at = decoder.logits / 4;
@@ -82,11 +88,8 @@ const methods = {
         const entry = (id) => ({ id, bytes: bytesOf(id), logprob: logits[id] - total });
         const top = best.map(entry), adjusted = logits.slice();
         adjust(adjusted, ids, count, ends, settings);
-        let id = rank(adjusted, 1).best[0];
-        if (settings.temperature > 0) {
-          filter(adjusted, settings);
-          id = drawId(adjusted, decoder.uniform(stepKey(key, count), adjusted.length));
-        }
+        if (settings.temperature > 0) filter(adjusted, settings);
+        const id = settings.temperature > 0 ? drawId(adjusted, decoder.uniform(stepKey(key, count), adjusted.length)) : argmax(adjusted);
         tokens.push({ ...entry(id), top });
         if (ends.includes(id)) finish = "stop";
         else ids.push(id);
