@@ -40,7 +40,6 @@ def describe(tokenizer: Tokenizer) -> dict[str, Any]:
         "merges": _merge_ids(bpe),
         "skips_merges": bpe.skips_merges,
         "nfc": bpe.nfc,
-        "missing": bpe.count_missing_bytes() > 0,
         "pattern": to_javascript(bpe.pattern),
         "added": usable,
         "specials": sorted({id for word, id in usable.items() if word in tokenizer.all_specials}),

@@ -71,7 +71,7 @@ class Decoder {
     if (missing > 0 || !this.floats) { // Growing the memory detaches its views.
       const buffer = this.memory.buffer;
       [this.floats, this.shorts, this.words] = [new Float32Array(buffer), new Int16Array(buffer), new Uint16Array(buffer)];
-      [this.bytes, this.int32s] = [new Int8Array(buffer), new Int32Array(buffer)];
+      this.bytes = new Int8Array(buffer);
     }
     return at;
   }
