@@ -134,6 +134,19 @@ def test_ids_are_those_of_gpt_sample(shape: str, open_page: Open, tmp_path: Path
         assert [token["logprob"] for token in tokens] == pytest.approx([t.logprob for t in reference], abs=1e-4)
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 0}, {"top_p": 0.05}, {"top_k": 3}])
+def test_lower_ids_win_ties(settings: dict[str, Any], open_page: Open, tmp_path: Path) -> None:
+    """Each two ids have the same logit."""
+    model = loud(GPTConfig(257, 40, 2, 4, 64, **SHAPES["gpt2, untied"]), spread=0.08)
+    with torch.no_grad():
+        model.unembedding[1::2] = model.unembedding[:-1:2]
+    page = open_page(export(tmp_path / "model.html", model))
+    for seed in range(8):
+        settings = {**settings, "max_tokens": 30}
+        tokens, reference = complete(page, [seed], seed=seed, **settings), expected(model, [seed], seed, **settings)
+        assert ids_of(tokens) == ids_of(reference)
+
+
 def test_javascript_without_simd_gives_the_same_ids(open_page: Open, tmp_path: Path) -> None:
     model = loud(GPTConfig(257, 40, 2, 4, 64, **SHAPES["llama, scaled, odd sizes"]), spread=0.08)
     for dtype in ("float32", "bfloat16", "int8"):
