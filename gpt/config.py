@@ -443,13 +443,14 @@ class TrainConfig(TextConfig):
     teacher: tuple[str, ...] = _tune(
         (), "Also learn from this model's probabilities; repeatable. It needs the same tokenizer", metavar="MODEL"
     )
-    teachers: int = _tune(
-        0,
+    teachers: int | None = _tune(
+        None,
         "First train N models with other seeds, in half of the time, as further teachers",
+        shown="set by the number of passes over the text",
         low=0,
         high=100,
     )
-    teacher_weight: float = _tune(0.7, "Weight of the teachers in the loss; the rest is the text", low=0, high=1)
+    teacher_weight: float = _tune(0.8, "Weight of the teachers in the loss; the rest is the text", low=0, high=1)
     pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
     chat: bool = _tune(False, 'TEXT has {"messages": […]} records; train only on assistant turns')
     lora_rank: int | None = _tune(
@@ -495,7 +496,7 @@ class TrainConfig(TextConfig):
     decay: int | None = _optim(None, "Steps of linear decay", shown="half of the steps", low=0)
     weight_decay: float | None = _optim(
         None, "Weight decay of matrices; doubled for embeddings with Muon if above 0.1",
-        shown="set by the number of passes over the text; 0.1 with --init or teachers", low=0,
+        shown="set by the number of passes over the text; 0.1 with --init, 0.3 with teachers", low=0,
     )  # fmt: skip
     clip: float = _optim(1.0, "Clip gradients to this norm; 0: off", low=0)
     eval_every: int | None = _log(None, "Steps between evaluations on held-out text", shown="5% of the steps", low=1)

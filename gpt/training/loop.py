@@ -65,7 +65,7 @@ class Trainer:
             vars(self.state).update(vars(snapshot.restore(strategy, self.stepper.scaler)))
             if self.recipe.steps > run.saved.recipe.steps:
                 self.state.evals_since_best = 0  # Reset patience.
-        self.batches = self.data.batches(self.recipe)
+        self.batches = run.teachers.teach(self.data.batches(self.recipe))
         self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model)
         self.pending: PendingStep | None = None
         self.signum = 0  # signal received by any rank
@@ -114,8 +114,8 @@ class Trainer:
         start = time.perf_counter()
         lr = state.rate_factor * recipe.lr_at(state.step + 1)
         world.seed(recipe.seed, state.step)
-        x, y = self.batches.global_batch(state.step, world.data_rank, world.data_size)
-        pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr))
+        x, y, *lesson = self.batches.global_batch(state.step, world.data_rank, world.data_size)
+        pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr, *lesson))
         state.step_seconds += time.perf_counter() - start
         self.report_pending()
         state.step, self.pending = pending.step, pending
