@@ -207,9 +207,8 @@ class Planner:
         seconds = time_steps(stepper, batches, share * 60 * minutes, max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
-        with stepper.run_eagerly():
-            window = measure_window_seconds(strategy, held_out, max_seconds)
-            sample = estimate_sample_seconds(strategy, data)
+        window = stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds))
+        sample = stepper.run_eagerly(lambda: estimate_sample_seconds(strategy, data))
         targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
         costs = Costs(
             step=sum(step_seconds) / len(step_seconds),

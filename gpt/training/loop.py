@@ -160,8 +160,9 @@ class Trainer:
         is_best = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
         is_last = at_end or self.is_out_of_patience()
         if self.is_due(recipe.sample_every) and state.step and not is_last:
-            with self.stepper.run_eagerly():
-                text = sample_lines(self.run, self.strategy, self.model, self.run.compute, recipe.seed)
+            text = self.stepper.run_eagerly(
+                lambda: sample_lines(self.run, self.strategy, self.model, self.run.compute, recipe.seed)
+            )
             self.journal.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
         if is_last:
@@ -189,8 +190,9 @@ class Trainer:
     def evaluate(self) -> None:
         """Measures the held-out loss, always on the same windows. Raises `Diverged` if it is not finite."""
         state = self.state
-        with self.stepper.run_eagerly():
-            loss = mean_loss(self.strategy, self.model, self.held_out, self.run.compute, self.session.stop)
+        loss = self.stepper.run_eagerly(
+            lambda: mean_loss(self.strategy, self.model, self.held_out, self.run.compute, self.session.stop)
+        )
         if not math.isfinite(loss):
             raise Diverged(f"the held-out loss became {loss}", state.step, self.recipe.lr)
         is_best = state.best_loss is None or loss < state.best_loss

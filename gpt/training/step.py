@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -26,6 +26,8 @@ from gpt.training.native import GradientProgram
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import Strategy
 from gpt.training.teachers import Teachers
+
+T = TypeVar("T")
 
 EAGER_STEPS = 2  # eager steps with a batch shape before its graph is captured; they allocate memory and load kernels
 
@@ -142,9 +144,20 @@ class Stepper:
         self.model.zero_grad()
         self.optimizer.zero_grad()
 
-    def run_eagerly(self) -> contextlib.AbstractContextManager[object]:
-        """A context of eager execution for inputs of varying lengths, which would cause recompilations."""
-        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+    def run_eagerly(self, work: Callable[[], T]) -> T:
+        """Runs an evaluation or a sample eagerly, because its varying lengths would cause recompilations. After an OOM,
+        permanently drops the CUDA graph, which reserves memory, and repeats ``work``."""
+        with torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext():
+            try:
+                return work()
+            except Exception as error:
+                if self.graph is None or not is_out_of_memory(error):
+                    raise
+            # Free memory outside the handler, because the error keeps activations alive.
+            self.uses_cuda_graph = False
+            self.drop_graph()
+            torch.cuda.empty_cache()
+            return work()
 
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float, *lesson: npt.NDArray[Any]) -> Download:
         """Takes a step on inputs x and targets y, (rows, T). ``lesson`` is what `TaughtBatches` adds to them. A
