@@ -45,7 +45,7 @@ TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture
 
 # A run has a teacher for this many passes over the text, and for this many passes · parameters / tokens
 # (benchmarks/defaults.md).
-TEACHER_PASSES, TEACHER_RATIO = 8.0, 40.0
+TEACHER_PASSES, TEACHER_RATIO = 6.0, 40.0
 MIN_TEACHERS, MAX_TEACHERS = 4, 8
 COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps on a CPU, relative to uncompiled ones
 

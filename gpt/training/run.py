@@ -140,14 +140,18 @@ def open_phases(
     if not config.teachers:
         return open_run(started, changes, session, inputs)
     own_inputs = replace(inputs, teachers=[], data=replace(inputs.data, measure_yardsticks=lambda: None))
-    steps = None
-    if config.minutes is None:  # The teachers share the other half of the steps.
-        planner = Planner(config, compute, inputs.data, inputs.init, session, Teachers([], compute))
-        steps = max(1, planner.resolve(config).steps // config.teachers)
+    recipe = Planner(config, compute, inputs.data, inputs.init, session, Teachers([], compute)).resolve(config)
+    # The teachers share the other half of the steps, and one compiled program.
+    plan: dict[str, Any] = {
+        "compile": "on" if recipe.compile else "off",
+        "steps": max(1, recipe.steps // config.teachers),
+    }
+    if config.minutes is not None:
+        plan |= {"steps": None, "minutes": config.minutes / (2 * config.teachers)}
     changes_of_teachers = {name: value for name, value in changes.items() if name not in ("steps", "log")}
     seconds = 0.0  # spent on the teachers in earlier commands
     for number in range(1, config.teachers + 1):
-        path, checkpoint = world.broadcast_object(partial(prepare_teacher, started, number, steps, session.note))
+        path, checkpoint = world.broadcast_object(partial(prepare_teacher, started, number, plan, session.note))
         teacher = world.raise_on_all(partial(read_started, Path(path), checkpoint))
         start, result = time.perf_counter(), teacher.result
         if result is None:
