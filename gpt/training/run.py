@@ -170,6 +170,11 @@ def choose_teachers(started: StartedRun, compute: Compute, inputs: Prepared, ses
     """Decides how many teachers the run trains first, and records it in ``run.json``."""
     planner = Planner(started.config, compute, inputs.data, inputs.init, session, Teachers(inputs.teachers, compute))
     count = planner.count_teachers()
+    if count:
+        session.note(
+            f"{count} teachers train first, in half of the time: a single run would read the text too often to learn "
+            "more from it (--teachers 0 turns this off)"
+        )
     record = replace(started.record, own_teachers=count)
     if session.world.is_main:
         with disk_errors(started.run):
