@@ -92,6 +92,11 @@ class RunRecord:
     result: dict[str, Scalar | Table] | None = None  # a `Result`
     others: dict[str, Any] = field(default_factory=dict)  # members unknown to this version
 
+    @property
+    def is_taught(self) -> bool:
+        """Whether the run learns from teachers."""
+        return bool(self.teachers or self.own_teachers or (self.settings or {}).get("teachers"))
+
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str) -> "RunRecord":
         """Builds the record from a ``run.json`` object. Raises `UserError` naming ``where``."""

@@ -181,6 +181,11 @@ class Planner:
         count = int(min(MAX_TEACHERS, passes / TEACHER_PASSES, ratio / TEACHER_RATIO))
         return count if count >= MIN_TEACHERS else 0
 
+    def measure_steps(self, recipe: Recipe) -> int:
+        """The number of steps that fit into the minutes."""
+        self.session.note("measuring training speed on this machine")
+        return self.measure(recipe, PROBE_SHARE)[1]
+
     def resolve(
         self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, max_tokens: float = math.inf
     ) -> Recipe:

@@ -193,7 +193,7 @@ def prepare_teacher(
     with disk_errors(run):
         if not folder.is_run(path):
             path.mkdir(parents=True, exist_ok=True)
-            own = replace(config, **plan, seed=config.seed + number, epochs=None, out=str(path))
+            own = replace(config, **plan, seed=config.seed + number, out=str(path))
             own = replace(own, teachers=0, teacher=(), sample_every=0, merge_lora=False, log="none")
             RunRecord(FORMAT, now(), started.texts, asdict(own), started.record.size).write(path)
         files.recover(path)

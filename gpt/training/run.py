@@ -5,6 +5,7 @@ folder (`open_run`) and train (`Trainer`), so a new run resumes at step 0.
 """
 
 import contextlib
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +48,9 @@ from gpt.training.resuming import (
 )
 from gpt.training.state import seed_all
 from gpt.training.strategy import make_strategy
-from gpt.training.teachers import Teachers, check_tokenizers, own_teachers, whole_run
+from gpt.training.teachers import TEACHERS, Teachers, check_tokenizers, own_teachers, whole_run
+
+TEACHER_EVALUATIONS = 5  # of a run's own teacher
 
 
 def train(
@@ -140,14 +143,7 @@ def open_phases(
     if not config.teachers:
         return open_run(started, changes, session, inputs)
     own_inputs = replace(inputs, teachers=[], data=replace(inputs.data, measure_yardsticks=lambda: None))
-    recipe = Planner(config, compute, inputs.data, inputs.init, session, Teachers([], compute)).resolve(config)
-    # The teachers share the other half of the steps, and one compiled program.
-    plan: dict[str, Any] = {
-        "compile": "on" if recipe.compile else "off",
-        "steps": max(1, recipe.steps // config.teachers),
-    }
-    if config.minutes is not None:
-        plan |= {"steps": None, "minutes": config.minutes / (2 * config.teachers)}
+    plan = plan_teachers(started, compute, inputs, session)
     changes_of_teachers = {name: value for name, value in changes.items() if name not in ("steps", "log")}
     seconds = 0.0  # spent on the teachers in earlier commands
     for number in range(1, config.teachers + 1):
@@ -180,6 +176,27 @@ def choose_teachers(started: StartedRun, compute: Compute, inputs: Prepared, ses
         with disk_errors(started.run):
             record.write(started.run)
     return replace(started, record=record, config=replace(started.config, teachers=count))
+
+
+def plan_teachers(started: StartedRun, compute: Compute, inputs: Prepared, session: Session) -> dict[str, Any]:
+    """Returns the settings of the run's own teachers that differ from its own. All of them have the same steps, and
+    share half of the run's steps or minutes."""
+    config, first = started.config, started.run / TEACHERS / "1"
+    count = config.teachers or 1
+    halved = replace(config, teachers=0, minutes=config.minutes and config.minutes / 2)
+    planner = Planner(halved, compute, inputs.data, inputs.init, session, Teachers([], compute))
+    recipe = planner.resolve(config)
+    if session.world.broadcast_object(lambda: folder.is_run(first)):
+        steps = read_started(first).config.steps or 1
+    else:
+        steps = max(1, (recipe.steps if config.minutes is None else planner.measure_steps(recipe)) // count)
+    return {
+        "steps": steps,
+        "epochs": None,
+        "minutes": None,
+        "eval_every": config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS),
+        "compile": "on" if recipe.compile else "off",
+    }
 
 
 def open_inputs(
