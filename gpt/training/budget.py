@@ -43,10 +43,10 @@ MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
 MAX_TIMED_TOKENS = 65_536  # maximum tokens per step while throughput is measured
 TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), and timed steps
 
-# A run has a teacher for this many passes over the text, and for this many passes · parameters / tokens
-# (benchmarks/defaults.md).
-TEACHER_PASSES, TEACHER_RATIO = 6.0, 40.0
-MIN_TEACHERS, MAX_TEACHERS = 4, 8
+# A run trains teachers from so many passes over its text, and from so many passes times tokens per parameter; then one
+# for every `TEACHER_PASSES` (benchmarks/defaults.md).
+MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
+TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
 COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps on a CPU, relative to uncompiled ones
 
 Throughput = Callable[[str], float]
@@ -177,9 +177,9 @@ class Planner:
             _, steps = self.measure(replace(recipe, compile=False), 0.0)
             steps = round(steps * (COMPILED_SPEEDUP if recipe.compile else 1))
         passes = recipe.tokens(steps) / data.tokens
-        ratio = passes * breakdown(recipe.model).trainable / data.tokens
-        count = int(min(MAX_TEACHERS, passes / TEACHER_PASSES, ratio / TEACHER_RATIO))
-        return count if count >= MIN_TEACHERS else 0
+        if passes < MIN_TAUGHT_PASSES or passes < MIN_TAUGHT_RATIO * data.tokens / breakdown(recipe.model).trainable:
+            return 0
+        return min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
 
     def measure_steps(self, recipe: Recipe) -> int:
         """The number of steps that fit into the minutes."""
