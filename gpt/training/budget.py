@@ -43,8 +43,8 @@ MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
 MAX_TIMED_TOKENS = 65_536  # maximum tokens per step while throughput is measured
 TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), and timed steps
 
-# A run trains teachers from so many passes over its text, and from so many passes times tokens per parameter; then one
-# for every `TEACHER_PASSES` (benchmarks/defaults.md).
+# A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
+# parameter. It has one for every `TEACHER_PASSES` (benchmarks/defaults.md).
 MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
 TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
 COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps on a CPU, relative to uncompiled ones
