@@ -26,7 +26,7 @@ def report_data(report: Report, max_points: int | None = None) -> Tree:
         "evals": evals,
         "bits_per_nat": report.bits_per_nat,
         "yardsticks": report.yardsticks and asdict(report.yardsticks),
-        "trend": report.history.trend,
+        "trend": report.trend,
         "verdict": report.verdict,
         "best": None if history.best is None else {"step": history.best.step, "val_loss": history.best.val_loss},
         "samples": _samples(report),

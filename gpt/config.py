@@ -239,8 +239,8 @@ _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128;
 # et al. 2020, table 2.1; GPT-2 uses the batch and learning rate of the nearest GPT-3 model.
 PRESETS: dict[str, Preset] = {
     "pico": _gpt2(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
-    "nano": _gpt2(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
-    "tiny": _gpt2(4, 6, 192, 64, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
+    "nano": _gpt2(4, 4, 128, 128, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
+    "tiny": _gpt2(4, 6, 192, 128, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
     "micro": _gpt2(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
     "mini": _gpt2(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
     "small": _gpt2(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
@@ -443,13 +443,14 @@ class TrainConfig(TextConfig):
     teacher: tuple[str, ...] = _tune(
         (), "Also learn from this model's probabilities; repeatable. It needs the same tokenizer", metavar="MODEL"
     )
-    teachers: int = _tune(
-        0,
+    teachers: int | None = _tune(
+        None,
         "First train N models with other seeds, in half of the time, as further teachers",
+        shown="set by the number of passes over the text",
         low=0,
         high=100,
     )
-    teacher_weight: float = _tune(0.7, "Weight of the teachers in the loss; the rest is the text", low=0, high=1)
+    teacher_weight: float = _tune(0.8, "Weight of the teachers in the loss; the rest is the text", low=0, high=1)
     pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
     chat: bool = _tune(False, 'TEXT has {"messages": […]} records; train only on assistant turns')
     lora_rank: int | None = _tune(
@@ -495,7 +496,7 @@ class TrainConfig(TextConfig):
     decay: int | None = _optim(None, "Steps of linear decay", shown="half of the steps", low=0)
     weight_decay: float | None = _optim(
         None, "Weight decay of matrices; doubled for embeddings with Muon if above 0.1",
-        shown="set by the number of passes over the text; 0.1 with --init or teachers", low=0,
+        shown="set by the number of passes over the text; 0.1 with --init, 0.3 with teachers", low=0,
     )  # fmt: skip
     clip: float = _optim(1.0, "Clip gradients to this norm; 0: off", low=0)
     eval_every: int | None = _log(None, "Steps between evaluations on held-out text", shown="5% of the steps", low=1)

@@ -24,9 +24,9 @@ def tied_cross_entropy(
     Computes logits for ``chunk`` positions at a time; 0 chooses automatically. On a GPU, pads the vocabulary to a
     multiple of 64 with columns that the softmax leaves out.
 
-    ``teachers`` are a residual stream and an unembedding for each teacher. They change only the gradient, to that of
-    (1 − a) · cross-entropy + a · cross-entropy with the mean of the teachers' probabilities, where a is
-    ``teacher_weight`` (Hinton et al. 2015, arXiv 1503.02531).
+    ``teachers`` are a residual stream and an unembedding for each teacher, or the one tensor of `encode_probabilities`.
+    They change only the gradient, to that of (1 − a) · cross-entropy + a · cross-entropy with the mean of the teachers'
+    probabilities, where a is ``teacher_weight`` (Hinton et al. 2015, arXiv 1503.02531).
     """
     device_type = x.device.type
     columns = columns_of_logits(len(weight), device_type)
@@ -64,7 +64,7 @@ class _CrossEntropy(torch.autograd.Function):
             logits_buffer = narrow_x.new_empty(chunk, columns)
             scratch = narrow_x.new_empty(chunk, vocab_size, dtype=wide_dtype)
         ctx.n_teacher_tensors, tables = len(teachers), [each[:vocab_size].to(dtype) for each in teachers[1::2]]
-        streams = [torch.split(each.flatten(0, 1).to(dtype), chunk) for each in teachers[::2]]
+        streams = [torch.split(each.flatten(0, 1).to(dtype if tables else each.dtype), chunk) for each in teachers[::2]]
         total, grad_chunks, grad_table = x.new_zeros((), dtype=wide_dtype), [], None
         chunks = zip(torch.split(narrow_x, chunk), torch.split(targets, chunk), strict=True)
         for index, (x_chunk, target_chunk) in enumerate(chunks):
@@ -103,14 +103,32 @@ def _pull_of_teachers(
     states: Sequence[Tensor], tables: Sequence[Tensor], targets: Tensor, weight: float, vocab_size: int
 ) -> Tensor:
     """Returns weight · (one-hot − q), (n, V), which teachers add to the gradient of the logits. q is the mean of their
-    probabilities. ``states`` are (n, C) and ``tables`` are (at most V, C), one of each per teacher."""
-    q = torch.zeros((), device=targets.device)
+    probabilities. ``states`` are (n, C) and ``tables`` are (at most V, C), one of each per teacher. Without tables, the
+    one state has the codes of q."""
+    q = mean_probabilities(states, tables, vocab_size) if tables else decode_probabilities(states[0])
+    pull = q * -weight
+    return torch.where(torch.arange(vocab_size, device=q.device) == targets, pull + weight, pull)
+
+
+def mean_probabilities(states: Sequence[Tensor], tables: Sequence[Tensor], vocab_size: int) -> Tensor:
+    """Returns the mean of the teachers' probabilities, (n, V), for the arguments of `_pull_of_teachers`."""
+    q = torch.zeros((), device=states[0].device)
     for state, table in zip(states, tables, strict=True):
         logits = state @ table.t()
         p = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
         q = q + (p if len(table) == vocab_size else F.pad(p, (0, vocab_size - len(table))))
-    pull = q * (-weight / len(states))
-    return torch.where(torch.arange(vocab_size, device=q.device) == targets, pull + weight, pull)
+    return q / len(states)
+
+
+def encode_probabilities(q: Tensor) -> Tensor:
+    """Encodes probabilities in a byte each: their square roots, in steps of 1/255."""
+    return (q.sqrt() * 255).round().to(torch.uint8)
+
+
+def decode_probabilities(codes: Tensor) -> Tensor:
+    """Decodes `encode_probabilities`, (n, V), so that each row sums to 1."""
+    q = codes.float().square()
+    return q / q.sum(-1, keepdim=True)
 
 
 def _overwrite_with_gradient(

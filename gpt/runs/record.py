@@ -86,10 +86,16 @@ class RunRecord:
     sources: list[Table] | None = None  # input files with checksums
     init: StartRecord | None = None
     teachers: list[StartRecord] | None = None
+    own_teachers: int | None = None  # how many teachers the run trains itself, if auto chose
     resumed: list[Resumed] = field(default_factory=list)
     ended: str | None = None  # reason for the end
     result: dict[str, Scalar | Table] | None = None  # a `Result`
     others: dict[str, Any] = field(default_factory=dict)  # members unknown to this version
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether the run learns from teachers."""
+        return bool(self.teachers or self.own_teachers or (self.settings or {}).get("teachers"))
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: str) -> "RunRecord":

@@ -146,7 +146,12 @@ class Report:
     def verdict(self) -> str:
         """A sentence that compares the model with xz and says whether more training helps, as far as both are known."""
         end = self.history.end
-        return describe(end.bits_per_byte if end else None, self.yardsticks, self.history.trend)
+        return describe(end.bits_per_byte if end else None, self.yardsticks, self.trend)
+
+    @property
+    def trend(self) -> Trend | None:
+        """Whether the held-out loss still falls. Unknown with teachers, whose runs have other curves."""
+        return None if self.record.is_taught else self.history.trend
 
     @property
     def settings(self) -> dict[str, Any]:

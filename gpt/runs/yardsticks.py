@@ -23,7 +23,7 @@ MIN_FALL, MAX_GAP_GROWTH = 0.01, 0.12
 Trend = Literal["improving", "saturated"]
 ADVICE = {
     "improving": "still improving: more minutes help",
-    "saturated": "saturated: more text helps, more minutes don't",
+    "saturated": "saturated: more text helps, more steps don't",
 }
 Curve = Sequence[tuple[float, float]]
 

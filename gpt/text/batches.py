@@ -95,15 +95,20 @@ class Batches:
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
         """Returns this rank's inputs and targets, int64 (rows / ranks, T). Targets are the inputs shifted by one id.
         Steps count from 0. Together, the ranks get the rows that a single process would get."""
+        return self.windows_at(self.starts(step, rank, ranks))
+
+    def windows_at(self, starts: Int64s) -> tuple[Int64s, Int64s]:
+        """Returns the inputs and targets of the windows at these ring offsets."""
+        windows = np.stack([self.ids.take(start, self.block_size + 1) for start in starts.tolist()])
+        return windows[:, :-1], windows[:, 1:]
+
+    def starts(self, step: int, rank: int = 0, ranks: int = 1) -> Int64s:
+        """Returns the ring offsets of this rank's windows."""
         first_row = self.ramp.count_rows_before(step) if self.ramp else step * self.rows
         rows = self.ramp.count_rows_before(step + 1) - first_row if self.ramp else self.rows
         assert rows % ranks == 0, "rows are divided evenly before this"
         rank_rows = rows // ranks
-        starts = self._starts(
-            np.arange(first_row + rank * rank_rows, first_row + (rank + 1) * rank_rows, dtype=np.int64)
-        )
-        windows = np.stack([self.ids.take(start, self.block_size + 1) for start in starts.tolist()])
-        return windows[:, :-1], windows[:, 1:]
+        return self._starts(np.arange(first_row + rank * rank_rows, first_row + (rank + 1) * rank_rows, dtype=np.int64))
 
     def _starts(self, positions: Int64s) -> Int64s:
         """Returns the ring offsets of the windows at ``positions``, which are numbered across epochs."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single, Strategy, make_strategy
-from gpt.training.teachers import Teachers
+from gpt.training.teachers import MAX_LESSON_BYTES, TaughtBatches, Teachers
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
 PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
@@ -41,6 +42,12 @@ MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
 MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
 MAX_TIMED_TOKENS = 65_536  # maximum tokens per step while throughput is measured
 TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), and timed steps
+
+# A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
+# parameter. It has one for every `TEACHER_PASSES` (benchmarks/defaults.md).
+MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
+TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
+COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps on a CPU, relative to uncompiled ones
 
 Throughput = Callable[[str], float]
 
@@ -158,6 +165,27 @@ class Planner:
         note(budget.describe(recipe.batch_tokens))
         return recipe, budget
 
+    def count_teachers(self) -> int:
+        """The number of teachers that a run should train first. Their share of the time is better spent on the model
+        itself, until it has read the text so often that it learns little more from it (benchmarks/defaults.md)."""
+        config, data = self.config, self.data
+        recipe = self.resolve(replace(config, teachers=0))
+        if self.init or data.rows or config.teacher or data.tokens * recipe.model.vocab_size > MAX_LESSON_BYTES:
+            return 0
+        steps = recipe.steps
+        if config.minutes is not None:
+            _, steps = self.measure(replace(recipe, compile=False), 0.0)
+            steps = round(steps * (COMPILED_SPEEDUP if recipe.compile else 1))
+        passes = recipe.tokens(steps) / data.tokens
+        if passes < MIN_TAUGHT_PASSES or passes < MIN_TAUGHT_RATIO * data.tokens / breakdown(recipe.model).trainable:
+            return 0
+        return min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
+
+    def measure_steps(self, recipe: Recipe) -> int:
+        """The number of steps that fit into the minutes."""
+        self.session.note("measuring training speed on this machine")
+        return self.measure(recipe, PROBE_SHARE)[1]
+
     def resolve(
         self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, max_tokens: float = math.inf
     ) -> Recipe:
@@ -180,14 +208,12 @@ class Planner:
         stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=self.teachers)
         if recipe.compile:
             stepper.compile(self.session.note)  # The run itself reports compilation errors.
-        seconds = time_steps(
-            stepper, data.batches(recipe), share * 60 * minutes, max_seconds := PROBE_SHARE * 60 * minutes
-        )
+        batches, max_seconds = self.teachers.teach(data.batches(recipe)), PROBE_SHARE * 60 * minutes
+        seconds = time_steps(stepper, batches, share * 60 * minutes, max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
-        with stepper.run_eagerly():
-            window = measure_window_seconds(strategy, held_out, max_seconds)
-            sample = estimate_sample_seconds(strategy, data)
+        window = stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds))
+        sample = stepper.run_eagerly(lambda: estimate_sample_seconds(strategy, data))
         targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
         costs = Costs(
             step=sum(step_seconds) / len(step_seconds),
@@ -208,10 +234,12 @@ class Planner:
         return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter()))
 
 
-def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_seconds: float) -> list[float]:
+def time_steps(
+    stepper: Stepper, batches: BatchSource | TaughtBatches, target: float, max_seconds: float
+) -> list[float]:
     """Times training steps for ``target`` seconds. If too few steps fit (see `PROBE_STEPS`), continues for up to
     ``max_seconds``."""
-    world, seconds = stepper.world, list[float]()
+    world, seconds, lesson = stepper.world, list[float](), list[Any]()
     target = min(target, PROBE_SECONDS)
 
     def needs_more() -> bool:
@@ -220,7 +248,8 @@ def time_steps(stepper: Stepper, batches: BatchSource, target: float, max_second
 
     while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(needs_more):
         start = time.perf_counter()
-        stepper.step(*batches.global_batch(len(seconds), world.data_rank, world.data_size), 0.0).read(world.synchronize)
+        x, y, *lesson = batches.global_batch(len(seconds), world.data_rank, world.data_size)
+        stepper.step(x, y, 0.0, *lesson).read(world.synchronize)
         seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -3,7 +3,7 @@
 A single process on a CPU compiles the whole step instead (`gpt.training.native`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,21 +43,22 @@ class StepGraph:
     to a fixed address. The addresses of weights must not change."""
 
     def __init__(
-        self, step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], x: Tensor, y: Tensor, reads: Iterable[Tensor]
+        self, step: Callable[..., tuple[Tensor, Tensor]], batch: Sequence[Tensor], reads: Iterable[Tensor]
     ) -> None:
-        """Captures ``step(x, y)`` without running it. Keeps the tensors in ``reads`` alive, because a model can replace
-        its RoPE table with a longer one. Raises `RuntimeError` if an operation cannot be captured."""
-        self.x, self.y, self.reads, self.graph = x, y, tuple(reads), torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream(x.device)  # type: ignore[no-untyped-call]
+        """Captures ``step(*batch)`` without running it. Keeps the tensors in ``reads`` alive, because a model can
+        replace its RoPE table with a longer one. Raises `RuntimeError` if an operation cannot be captured."""
+        self.batch, self.reads, self.graph = batch, tuple(reads), torch.cuda.CUDAGraph()
+        device = batch[0].device
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # "thread_local" lets the checkpoint thread use the device. The outer context restores the stream after an
         # error, which torch.cuda.graph does not.
         capture = torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local")
-        with torch.cuda.stream(torch.cuda.current_stream(x.device)), capture:
-            self.outcome = step(x, y)
+        with torch.cuda.stream(torch.cuda.current_stream(device)), capture:
+            self.outcome = step(*batch)
 
-    def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
         """Runs a step. The next step overwrites the returned tensors."""
-        self.x.copy_(x)
-        self.y.copy_(y)
+        for tensor, values in zip(self.batch, batch, strict=True):
+            tensor.copy_(values)
         self.graph.replay()
         return self.outcome

@@ -91,10 +91,11 @@ def evaluate_best(
 
 
 def _compare(run: RunContext) -> dict[str, Any]:
-    """Returns the yardsticks of the held-out text and the trend of the held-out loss."""
+    """Returns the yardsticks of the held-out text and the trend of the held-out loss, which is unknown with
+    teachers."""
     trend = None
     with contextlib.suppress(UserError):  # The metrics are incomplete if the disk was full.
-        trend = report.read_history(run.path).trend
+        trend = None if run.teachers.found else report.read_history(run.path).trend
     return {"yardsticks": run.data.measure_yardsticks(), "trend": trend}
 
 

@@ -65,7 +65,7 @@ class Trainer:
             vars(self.state).update(vars(snapshot.restore(strategy, self.stepper.scaler)))
             if self.recipe.steps > run.saved.recipe.steps:
                 self.state.evals_since_best = 0  # Reset patience.
-        self.batches = self.data.batches(self.recipe)
+        self.batches = run.teachers.teach(self.data.batches(self.recipe))
         self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model)
         self.pending: PendingStep | None = None
         self.signum = 0  # signal received by any rank
@@ -114,8 +114,8 @@ class Trainer:
         start = time.perf_counter()
         lr = state.rate_factor * recipe.lr_at(state.step + 1)
         world.seed(recipe.seed, state.step)
-        x, y = self.batches.global_batch(state.step, world.data_rank, world.data_size)
-        pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr))
+        x, y, *lesson = self.batches.global_batch(state.step, world.data_rank, world.data_size)
+        pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr, *lesson))
         state.step_seconds += time.perf_counter() - start
         self.report_pending()
         state.step, self.pending = pending.step, pending
@@ -160,8 +160,9 @@ class Trainer:
         is_best = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
         is_last = at_end or self.is_out_of_patience()
         if self.is_due(recipe.sample_every) and state.step and not is_last:
-            with self.stepper.run_eagerly():
-                text = sample_lines(self.run, self.strategy, self.model, self.run.compute, recipe.seed)
+            text = self.stepper.run_eagerly(
+                lambda: sample_lines(self.run, self.strategy, self.model, self.run.compute, recipe.seed)
+            )
             self.journal.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
         if is_last:
@@ -189,8 +190,9 @@ class Trainer:
     def evaluate(self) -> None:
         """Measures the held-out loss, always on the same windows. Raises `Diverged` if it is not finite."""
         state = self.state
-        with self.stepper.run_eagerly():
-            loss = mean_loss(self.strategy, self.model, self.held_out, self.run.compute, self.session.stop)
+        loss = self.stepper.run_eagerly(
+            lambda: mean_loss(self.strategy, self.model, self.held_out, self.run.compute, self.session.stop)
+        )
         if not math.isfinite(loss):
             raise Diverged(f"the held-out loss became {loss}", state.step, self.recipe.lr)
         is_best = state.best_loss is None or loss < state.best_loss

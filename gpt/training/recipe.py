@@ -27,6 +27,7 @@ DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule dec
 # Weight decay grows with the passes over a text. With r tokens per parameter, it reaches 1 at max(12, 80 r) passes.
 # From 300 r passes, dropout is added if weight decay has reached 1 (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
+TAUGHT_DECAY = 0.3  # weight decay with teachers
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
 RAMP_START = (32_768, 1 / 16)  # maximum first batch of a ramp: 32,768 tokens as in GPT-3, and 1/16 of the full batch
 # On a GPU, ``auto`` compiles a run from this many FLOPs (two minutes at a third of an H100's peak), or with
@@ -197,8 +198,10 @@ def resolve(
     steps = _total_steps(config, n_tokens, batch, default_epochs)
     if config.teachers:
         steps = max(1, steps // 2)
-    passes = 0.0 if start is not None or teachers else batch.tokens_read(steps) / n_tokens
+    passes = 0.0 if start is not None else batch.tokens_read(steps) / n_tokens
     dropout, weight_decay = auto_regularization(passes, n_tokens / breakdown(model).trainable)
+    if teachers and start is None:
+        dropout, weight_decay = 0.0, TAUGHT_DECAY
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup_steps(config, steps, batch)
     for line in _ineffective_settings(config, model, steps, warmup, held_out):
@@ -286,7 +289,7 @@ def check_heads(model: GPTConfig, tensor: int) -> None:
 
 def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: Sequence[GPTConfig]) -> None:
     """Raises `UserError` for a teacher with a shorter context than the model's."""
-    own = [f"{number}" for number in range(1, config.teachers + 1)]
+    own = [f"{number}" for number in range(1, (config.teachers or 0) + 1)]
     for name, teacher in zip([*own, *config.teacher], teachers, strict=False):
         if teacher.block_size < model.block_size:
             raise UserError(

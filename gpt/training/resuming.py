@@ -158,9 +158,11 @@ def read_started(run: Path, name: str | None = None) -> StartedRun:
     if record.texts is None or record.settings is None:
         raise UserError(f"{path} is damaged: it does not contain the settings of the run", "train again")
     config = from_dict(TrainConfig, record.settings, path)
-    config = replace(config, preset=record.size or config.preset)
     result = Result.of(run, record.result) if record.ended and record.result is not None else None
     saved = None if name is None else read_saved_state(run / name)
+    config = replace(config, preset=record.size or config.preset)
+    if config.teachers is None and (record.own_teachers is not None or saved is not None):
+        config = replace(config, teachers=record.own_teachers or 0)
     return StartedRun(run, record, record.texts, config, None if name is None else run / name, saved, result)
 
 
@@ -182,17 +184,16 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
 
 
 def prepare_teacher(
-    started: StartedRun, number: int, steps: int | None, note: Callable[[str], None]
+    started: StartedRun, number: int, plan: Mapping[str, Any], note: Callable[[str], None]
 ) -> tuple[str, str | None]:
     """Creates or repairs the folder of a run's own teacher. Returns the folder, and the checkpoint's name to resume
-    from, if any. ``steps`` is the length of a new teacher; None with ``--minutes``."""
+    from, if any. ``plan`` are settings of a new teacher that differ from the run's."""
     run, config = started.run, started.config
     path = run / TEACHERS / str(number)
     with disk_errors(run):
         if not folder.is_run(path):
             path.mkdir(parents=True, exist_ok=True)
-            minutes = None if config.minutes is None else config.minutes / (2 * config.teachers)
-            own = replace(config, seed=config.seed + number, steps=steps, epochs=None, minutes=minutes, out=str(path))
+            own = replace(config, **plan, seed=config.seed + number, out=str(path))
             own = replace(own, teachers=0, teacher=(), sample_every=0, merge_lora=False, log="none")
             RunRecord(FORMAT, now(), started.texts, asdict(own), started.record.size).write(path)
         files.recover(path)

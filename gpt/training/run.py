@@ -5,6 +5,8 @@ folder (`open_run`) and train (`Trainer`), so a new run resumes at step 0.
 """
 
 import contextlib
+import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,6 +19,8 @@ from gpt import device, events
 from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.distribution import VERSION
+from gpt.errors import Interrupted
+from gpt.files import disk_errors
 from gpt.interrupt import StopSignal
 from gpt.parallel import environment
 from gpt.parallel.world import join_world
@@ -25,9 +29,10 @@ from gpt.settings import from_dict
 from gpt.training import logs
 from gpt.training.budget import Planner
 from gpt.training.context import Listener, Result, RunContext, Session, data_record
+from gpt.training.data import Dataset
 from gpt.training.loop import Trainer
 from gpt.training.preparing import Prepared, prepare
-from gpt.training.recipe import broadcast
+from gpt.training.recipe import Recipe, broadcast
 from gpt.training.resuming import (
     StartedRun,
     apply_changes,
@@ -43,7 +48,9 @@ from gpt.training.resuming import (
 )
 from gpt.training.state import seed_all
 from gpt.training.strategy import make_strategy
-from gpt.training.teachers import Teachers, check_tokenizers, own_teachers, whole_run
+from gpt.training.teachers import TEACHERS, Teachers, check_tokenizers, own_teachers, whole_run
+
+TEACHER_EVALUATIONS = 5  # of a run's own teacher
 
 
 def train(
@@ -126,19 +133,21 @@ def open_phases(
 ) -> Trainer:
     """Trains the run's own teachers, if any are unfinished, then opens the run. ``on_start`` is called before the first
     step."""
-    config, world = started.config, session.world
-    if not config.teachers or started.saved is not None:
+    world = session.world
+    if started.config.teachers == 0 or started.saved is not None:
         return open_run(started, changes, session, prepared)
     compute, inputs = open_inputs(started, changes, session, prepared)
+    if started.config.teachers is None:
+        started = choose_teachers(started, compute, inputs, session)
+    config = started.config
+    if not config.teachers:
+        return open_run(started, changes, session, inputs)
     own_inputs = replace(inputs, teachers=[], data=replace(inputs.data, measure_yardsticks=lambda: None))
-    steps = None
-    if config.minutes is None:  # The teachers share the other half of the steps.
-        planner = Planner(config, compute, inputs.data, inputs.init, session, Teachers([], compute))
-        steps = max(1, planner.resolve(config).steps // config.teachers)
+    plan = plan_teachers(started, compute, inputs, session)
     changes_of_teachers = {name: value for name, value in changes.items() if name not in ("steps", "log")}
     seconds = 0.0  # spent on the teachers in earlier commands
     for number in range(1, config.teachers + 1):
-        path, checkpoint = world.broadcast_object(partial(prepare_teacher, started, number, steps, session.note))
+        path, checkpoint = world.broadcast_object(partial(prepare_teacher, started, number, plan, session.note))
         teacher = world.raise_on_all(partial(read_started, Path(path), checkpoint))
         start, result = time.perf_counter(), teacher.result
         if result is None:
@@ -151,6 +160,43 @@ def open_phases(
         if world.is_main:
             folder.keep_only_best(teacher.run)
     return open_run(started, changes, session.phase("pupil", session.start_time - seconds), inputs)
+
+
+def choose_teachers(started: StartedRun, compute: Compute, inputs: Prepared, session: Session) -> StartedRun:
+    """Decides how many teachers the run trains first, and records it in ``run.json``."""
+    planner = Planner(started.config, compute, inputs.data, inputs.init, session, Teachers(inputs.teachers, compute))
+    count = planner.count_teachers()
+    if count:
+        session.note(
+            f"{count} teachers train first, in half of the time: a single run would read the text too often to learn "
+            "more from it (--teachers 0 turns this off)"
+        )
+    record = replace(started.record, own_teachers=count)
+    if session.world.is_main:
+        with disk_errors(started.run):
+            record.write(started.run)
+    return replace(started, record=record, config=replace(started.config, teachers=count))
+
+
+def plan_teachers(started: StartedRun, compute: Compute, inputs: Prepared, session: Session) -> dict[str, Any]:
+    """Returns the settings of the run's own teachers that differ from its own. All of them have the same steps, and
+    share half of the run's steps or minutes."""
+    config, first = started.config, started.run / TEACHERS / "1"
+    count = config.teachers or 1
+    halved = replace(config, teachers=0, minutes=config.minutes and config.minutes / 2)
+    planner = Planner(halved, compute, inputs.data, inputs.init, session, Teachers([], compute))
+    recipe = planner.resolve(config)
+    if session.world.broadcast_object(lambda: folder.is_run(first)):
+        steps = read_started(first).config.steps or 1
+    else:
+        steps = max(1, (recipe.steps if config.minutes is None else planner.measure_steps(recipe)) // count)
+    return {
+        "steps": steps,
+        "epochs": None,
+        "minutes": None,
+        "eval_every": config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS),
+        "compile": "on" if recipe.compile else "off",
+    }
 
 
 def open_inputs(
@@ -183,9 +229,11 @@ def open_run(
     teachers = Teachers([*own, *inputs.teachers], compute)
     environment.write_message(environment.RUN, whole_run(started.run))
     changes = {**started.requested_steps, **changes}
-    recipe, budget = started.recipe, None
+    planner, recipe, budget = Planner(started.config, compute, data, init, session, teachers), started.recipe, None
+    if teachers.found:
+        read_text(teachers, data, recipe or planner.resolve(started.config), started.run, session)
     if recipe is None:
-        recipe, budget = Planner(started.config, compute, data, init, session, teachers).plan()
+        recipe, budget = planner.plan()
     step = started.saved.state.step if started.saved else 0
     recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.data_size))
     start = session.start_time - (started.saved.state.seconds if started.saved else 0.0)
@@ -210,3 +258,17 @@ def open_run(
     )
     seed_all(recipe.seed)
     return Trainer(context, make_strategy(recipe, compute, world, init, started.checkpoint), budget)
+
+
+def read_text(teachers: Teachers, data: Dataset, recipe: Recipe, run: Path, session: Session) -> None:
+    """Lets the teachers read the text. A signal ends this at once."""
+    session.stop.at_once = True
+    try:
+        teachers.read(
+            data.batches(recipe),
+            recipe.model.vocab_size,
+            lambda done, total: session.listen(events.Progress("read by the teachers", done, total, "tokens")),
+        )
+    except Interrupted as error:
+        hint = f"gpt train --resume {shlex.quote(str(whole_run(run)))}"
+        raise Interrupted(error.signum, f"interrupted before the first step; resume with: {hint}") from None

@@ -7,9 +7,9 @@ device itself skips a step with non-finite gradients.
 import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -26,6 +26,8 @@ from gpt.training.native import GradientProgram
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import Strategy
 from gpt.training.teachers import Teachers
+
+T = TypeVar("T")
 
 EAGER_STEPS = 2  # eager steps with a batch shape before its graph is captured; they allocate memory and load kernels
 
@@ -142,15 +144,26 @@ class Stepper:
         self.model.zero_grad()
         self.optimizer.zero_grad()
 
-    def run_eagerly(self) -> contextlib.AbstractContextManager[object]:
-        """A context of eager execution for inputs of varying lengths, which would cause recompilations."""
-        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+    def run_eagerly(self, work: Callable[[], T]) -> T:
+        """Runs an evaluation or a sample eagerly, because its varying lengths would cause recompilations. After an OOM,
+        permanently drops the CUDA graph, which reserves memory, and repeats ``work``."""
+        with torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext():
+            try:
+                return work()
+            except Exception as error:
+                if self.graph is None or not is_out_of_memory(error):
+                    raise
+            # Free memory outside the handler, because the error keeps activations alive.
+            self.uses_cuda_graph = False
+            self.drop_graph()
+            torch.cuda.empty_cache()
+            return work()
 
-    def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float) -> Download:
-        """Takes a step on inputs x and targets y, (rows, T). A non-finite loss or gradient leaves weights and moments
-        unchanged."""
+    def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float, *lesson: npt.NDArray[Any]) -> Download:
+        """Takes a step on inputs x and targets y, (rows, T). ``lesson`` is what `TaughtBatches` adds to them. A
+        non-finite loss or gradient leaves weights and moments unchanged."""
         self.optimizer.set_lr(lr)
-        batch = upload(x, self.compute.device), upload(y, self.compute.device)
+        batch = [upload(array, self.compute.device) for array in (x, y, *lesson)]
         return Download(*(self._replay_graph(*batch) or self._update(self.gradients(*batch))))
 
     def _update(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +175,7 @@ class Stepper:
         self.optimizer.zero_grad()
         return loss, norm
 
-    def _replay_graph(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _replay_graph(self, x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor] | None:
         """Takes the step by replaying its CUDA graph. Returns None if there is no graph: for the first two batches of a
         shape, or if capturing fails."""
         if not self.uses_cuda_graph:
@@ -174,18 +187,20 @@ class Stepper:
             return None
         if self.graph is None:
             try:
-                self.graph = StepGraph(lambda x, y: self._update(self._accumulate(x, y)), x, y, self.model.buffers())
+                self.graph = StepGraph(
+                    lambda *batch: self._update(self._accumulate(*batch)), (x, *others), self.model.buffers()
+                )
             except RuntimeError:
                 self.uses_cuda_graph = False
                 self._zero_grad()
                 return None
-        return self.graph(x, y)
+        return self.graph(x, *others)
 
     def drop_graph(self) -> None:
         """Drops the CUDA graph, at the end of training or after weights and moments were replaced."""
         self.shape_count, self.graph = 0, None
 
-    def gradients(self, x: Tensor, y: Tensor) -> Tensor:
+    def gradients(self, x: Tensor, y: Tensor, *lesson: Tensor) -> Tensor:
         """Computes the gradients of the mean loss over all counted targets. Returns the mean loss.
 
         Inputs x and targets y, (rows, T), are this data rank's share of the batch. In float16, the gradients are
@@ -199,9 +214,9 @@ class Stepper:
             known_to_fit = min(self.micro_batch, x.size(0)) * x.size(1) <= self.max_tokens_run
             try:
                 if self.strategy.needs_trial and not known_to_fit:
-                    self._try_micro_batch(x[: self.micro_batch], y[: self.micro_batch])
+                    self._try_micro_batch(*(tensor[: self.micro_batch] for tensor in (x, y, *lesson)))
                     known_to_fit = True
-                return self._accumulate(x, y)
+                return self._accumulate(x, y, *lesson)
             except Exception as error:
                 smaller = [d for d in divisors(x.size(0)) if d < self.micro_batch]
                 reason = first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
@@ -221,7 +236,7 @@ class Stepper:
             self.micro_batch = max((d for d in smaller if 2 * d <= self.micro_batch), default=1)
             self.on_halved(self.micro_batch)
 
-    def _try_micro_batch(self, x: Tensor, y: Tensor) -> None:
+    def _try_micro_batch(self, x: Tensor, y: Tensor, *lesson: Tensor) -> None:
         """Computes a micro-batch's gradients and frees them. If any rank fails, all ranks raise an error. If every
         failure was an OOM, this is `MemoryError`. Otherwise, each rank raises its own error, or `PeerFailure` if it had
         none."""
@@ -230,7 +245,7 @@ class Stepper:
         self.model.train()
         try:
             with self.strategy.no_sync():
-                self._backward(x, y, 1.0)
+                self._backward(x, y, 1.0, lesson)
         except Exception as error:
             failure = error.with_traceback(None)  # The traceback keeps activations alive.
         self._zero_grad()
@@ -242,7 +257,7 @@ class Stepper:
                 raise failure or PeerFailure
         self.max_tokens_run = x.numel()
 
-    def _accumulate(self, x: Tensor, y: Tensor) -> Tensor:
+    def _accumulate(self, x: Tensor, y: Tensor, *lesson: Tensor) -> Tensor:
         """Accumulates gradients over micro-batches. Returns the batch's mean loss."""
         if not self.model.training:
             self.model.train()
@@ -252,12 +267,12 @@ class Stepper:
             part = slice(row, row + self.micro_batch)
             is_last = row + self.micro_batch >= x.size(0)
             with contextlib.nullcontext() if is_last else self.strategy.no_sync():
-                total += self._backward(x[part], y[part], n_targets)
+                total += self._backward(x[part], y[part], n_targets, [tensor[part] for tensor in lesson])
         return self.world.all_reduce(total)
 
-    def _backward(self, x: Tensor, y: Tensor, n_targets: Tensor | float) -> Tensor:
+    def _backward(self, x: Tensor, y: Tensor, n_targets: Tensor | float, lesson: Sequence[Tensor] = ()) -> Tensor:
         """Adds the gradients of a micro-batch. Returns the micro-batch's summed loss, divided by ``n_targets``."""
-        lesson = self.teachers(x)
+        lesson = lesson or self.teachers(x)
         if self.program is not None and x.shape == self.program.shape:
             return self.program(x, y, torch.as_tensor(n_targets), lesson)
         with self.compute.autocast():

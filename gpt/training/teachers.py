@@ -1,9 +1,12 @@
 """Teachers: other models whose probabilities a run learns from (Hinton et al. 2015, arXiv 1503.02531)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -11,19 +14,45 @@ from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
+from gpt.model.loss import encode_probabilities, mean_probabilities
 from gpt.runs import checkpoint, folder
+from gpt.text.batches import Batches, Int64s
 from gpt.text.tokenizer import Tokenizer
+from gpt.training.data import BatchSource
 from gpt.training.finetune import InitCheckpoint
 
 TEACHERS = "teachers"  # subfolder of the run folder, for the runs of its own teachers
+MAX_LESSON_BYTES = 2**30  # maximum memory for the probabilities of a text
+READ_TOKENS = 8192  # positions of a text that teachers read at once
+
+Uint8s = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class TaughtBatches:
+    """Batches of a text, with the teachers' probabilities of every target."""
+
+    batches: Batches
+    codes: Uint8s  # (N, V): `encode_probabilities` of the id after each id of the ring
+
+    def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s, Uint8s]:
+        """Returns this rank's inputs and targets, (rows / ranks, T), and codes, (rows / ranks, T, V)."""
+        starts = self.batches.starts(step, rank, ranks)
+        positions = (starts[:, None] + np.arange(self.batches.block_size)) % len(self.codes)
+        return *self.batches.windows_at(starts), self.codes[positions]
 
 
 class Teachers:
-    """Teachers on a device, without gradients or dropout. ``found`` are their checkpoints."""
+    """Teachers on a device, without gradients or dropout. ``found`` are their checkpoints.
+
+    They `read` a text once, before the run, if their probabilities fit into memory: it is read again and again. Else
+    they compute the probabilities of each batch.
+    """
 
     def __init__(self, found: Sequence[InitCheckpoint], compute: Compute) -> None:
         self.found, self.compute = found, compute
         self.shapes = [teacher.model for teacher in found]
+        self.codes: Uint8s | None = None
 
     @cached_property
     def models(self) -> list[GPT]:
@@ -32,10 +61,41 @@ class Teachers:
         models = [checkpoint.load(each.path, self.compute.device, dtype=dtype).model.to(dtype) for each in self.found]
         return [model.eval().requires_grad_(False) for model in models]
 
+    def read(self, batches: BatchSource, vocab_size: int, report: Callable[[int, int], None]) -> None:
+        """Computes the mean of the teachers' probabilities after each id of a text, if there are teachers and the
+        probabilities fit into `MAX_LESSON_BYTES`. Calls ``report`` with the ids done and their total.
+
+        Windows of T ids overlap by half, so that each prediction has at least T / 2 ids of context.
+        """
+        if not self.found or not isinstance(batches, Batches) or len(batches.ids) * vocab_size > MAX_LESSON_BYTES:
+            return
+        n, T = len(batches.ids), batches.block_size
+        stride = -(-T // 2)
+        codes, starts = np.empty((n, vocab_size), np.uint8), np.arange(0, n, stride)
+        for windows in np.split(starts, range(0, len(starts), max(1, READ_TOKENS // T))[1:]):
+            report(int(windows[0]), n)
+            x, _ = batches.windows_at(windows)
+            tensors = self(torch.from_numpy(x.copy()).to(self.compute.device))
+            states = [stream[:, T - stride :].flatten(0, 1) for stream in tensors[::2]]
+            with torch.no_grad(), self.compute.autocast():
+                q = mean_probabilities(states, tensors[1::2], vocab_size)
+            codes[(windows[:, None] + np.arange(T - stride, T)).ravel() % n] = encode_probabilities(q).cpu().numpy()
+        self.codes = codes
+        del self.models  # They are not needed any more.
+
+    def teach(self, batches: BatchSource) -> BatchSource | TaughtBatches:
+        """Adds the probabilities to the batches of a text that the teachers have read."""
+        if self.codes is None or not isinstance(batches, Batches):
+            return batches
+        return TaughtBatches(batches, self.codes)
+
     @torch.no_grad()
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Computes each teacher's residual stream for ids x, (rows, T). Returns the streams, (rows, T, C), each with
-        its teacher's unembedding, (V, C). The loss turns them into probabilities, a chunk at a time."""
+        its teacher's unembedding, (V, C). The loss turns them into probabilities, a chunk at a time. After `read`,
+        returns probabilities of the right shape, for compilers."""
+        if self.codes is not None:
+            return [torch.ones(*x.shape, self.codes.shape[1], dtype=torch.uint8, device=x.device)]
         with self.compute.autocast():
             pairs = [(model.trunk(x).contiguous(), model.unembedding.detach()) for model in self.models]
         return [tensor for pair in pairs for tensor in pair]
@@ -49,7 +109,7 @@ def find_teacher(name: str) -> InitCheckpoint:
 
 def own_teachers(run: Path, config: TrainConfig) -> list[InitCheckpoint]:
     """Returns the teachers that the run trained itself. Raises `UserError` if one is missing or damaged."""
-    return [find_teacher(str(run / TEACHERS / str(number))) for number in range(1, config.teachers + 1)]
+    return [find_teacher(str(run / TEACHERS / str(number))) for number in range(1, (config.teachers or 0) + 1)]
 
 
 def whole_run(path: Path) -> Path:

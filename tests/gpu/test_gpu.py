@@ -96,6 +96,7 @@ class StepRunner:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("real_cuda")
+@pytest.mark.filterwarnings("default")  # torch hides its warnings while it recompiles for the larger batch.
 @pytest.mark.parametrize(
     "settings",
     [

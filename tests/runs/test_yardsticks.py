@@ -145,7 +145,7 @@ def test_slope_is_the_fall_per_doubling(fall: float) -> None:
     ("bits", "xz", "trend", "sentence"),
     [
         (2.2, 2.5, "improving", "better than xz by 12%; still improving: more minutes help"),
-        (3.0, 2.5, "saturated", "worse than xz by 20%; saturated: more text helps, more minutes don't"),
+        (3.0, 2.5, "saturated", "worse than xz by 20%; saturated: more text helps, more steps don't"),
         (2.505, 2.5, None, "as good as xz"),
         (None, 2.5, "improving", "still improving: more minutes help"),
         (2.0, None, None, ""),

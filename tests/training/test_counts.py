@@ -158,9 +158,9 @@ def test_number_of_graphs_in_training() -> None:
         stepper.compile()
         for _ in range(3):
             stepper.step(IDS, IDS, 0.01).read()
-        with stepper.run_eagerly():
-            for length in (5, 16):
-                total_loss(stepper.model, [Window(0, 0, IDS[0][:length], IDS[0][:length], 0)], stepper.compute)
+        for length in (5, 16):
+            windows = [Window(0, 0, IDS[0][:length], IDS[0][:length], 0)]
+            stepper.run_eagerly(functools.partial(total_loss, stepper.model, windows, stepper.compute))
         stepper.step(IDS, IDS, 0.01).read()
         counts["forms"] = 4
     assert counts == {"graphs": GRAPHS["graphs_in_training"]} | {

@@ -15,6 +15,7 @@ from gpt.device import Compute
 from gpt.parallel.world import World
 from gpt.training import budget
 from gpt.training.budget import SIZES, find_minimums, largest_preset, measure_throughput, parameters, preset_for_minutes
+from gpt.training.teachers import Teachers
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -27,6 +28,35 @@ def fake_throughput(flops: float, measured_names: list[str]) -> Callable[[str], 
         return flops / (6 * parameters(name))
 
     return tokens_per_second
+
+
+def count_teachers(tokens: int, passes: float, preset: str = "tiny", rows: int = 0, **settings: Any) -> int:
+    """Returns the default number of teachers of a run with so many passes over a text."""
+    config = TrainConfig(preset=preset, epochs=passes, **settings)
+    data: Any = SimpleNamespace(
+        tokens=tokens, bytes=3 * tokens, held_out_tokens=9, rows=rows, tokenizer=SimpleNamespace(vocab_size=1024)
+    )
+    session: Any = SimpleNamespace(world=World())
+    return budget.Planner(config, CPU, data, None, session, Teachers([], CPU)).count_teachers()
+
+
+def test_teachers_are_chosen_for_texts_that_a_run_reads_too_often() -> None:
+    """The cases of benchmarks/defaults.md, in tokens and passes."""
+    assert count_teachers(411_270, 38.6) == 4  # tinyshakespeare, ten minutes
+    assert count_teachers(542_461, 29.2) == 0  # Python code
+    assert count_teachers(143_668, 180, "nano") == 8  # pydocs
+    assert count_teachers(411_270, 10) == count_teachers(411_270, 20) == 0
+    counts = [count_teachers(411_270, passes) for passes in range(5, 200, 5)]
+    assert counts == sorted(counts)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "settings"), [(1_100_000, {}), (400_000, {"teacher": ("a",)}), (400_000, {"rows": 100, "pairs": True})]
+)
+def test_teachers_are_never_chosen_for_large_texts_examples_or_given_teachers(
+    tokens: int, settings: dict[str, Any]
+) -> None:
+    assert count_teachers(tokens, 150, **settings) == 0
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
@@ -91,7 +121,7 @@ def test_throughput_is_measured_on_this_machine() -> None:
     notes: list[str] = []
     config = preset_for_minutes(TrainConfig(minutes=10**6), CPU, 800_000, notes.append)
     assert config.preset == "nano"
-    assert notes == ["size nano: tiny has 2,185,344 parameters, more than 2.5 per byte of text"]
+    assert notes == ["size nano: tiny has 2,197,632 parameters, more than 2.5 per byte of text"]
     assert 100 < measure_throughput("nano", TrainConfig(), CPU) < 1e7
 
 

@@ -1,9 +1,10 @@
 """Training steps: skipped steps, late losses, compiled code, growing batches."""
 
 import copy
+import itertools
 import json
 import math
-from itertools import pairwise
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import Mock
@@ -90,6 +91,42 @@ def test_late_downloads_do_not_change_events_or_weights(text: Path, monkeypatch:
     assert immediate_kinds == late_kinds
     assert losses(immediate_events) == losses(late_events)
     assert all(torch.equal(tensor, weights(late.run)[name]) for name, tensor in weights(immediate.run).items())
+
+
+@pytest.mark.parametrize("intervals", [{"eval_every": 4}, {"sample_every": 4}], ids=str)
+def test_out_of_memory_during_evaluation_drops_the_cuda_graph(
+    text: Path, monkeypatch: pytest.MonkeyPatch, intervals: dict[str, int]
+) -> None:
+    """Evaluations and samples fail until the stand-in for the graph and the activations of the failure are freed."""
+    settings = {"steps": 10, "eval_every": 10} | intervals
+    uncaptured, uncaptured_events = train(text, **settings)
+    memory, captures = weakref.WeakSet[Any](), itertools.count()
+
+    class Graph:
+        def __init__(self, step: Any, *_: Any) -> None:
+            self.replay = step
+            memory.add(self)
+            next(captures)
+
+        def __call__(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return self.replay(x, y)
+
+    stack = GPT.stack
+
+    def limited(self: GPT, *inputs: Any) -> torch.Tensor:
+        if not self.training and memory:
+            activations = torch.empty(0)
+            memory.add(activations)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return stack(self, *inputs)
+
+    monkeypatch.setattr(stepping, "StepGraph", Graph)
+    monkeypatch.setattr(recipe.Recipe, "uses_cuda_graph", lambda *_: True)
+    monkeypatch.setattr(GPT, "stack", limited)
+    captured, captured_events = train(text, **settings)
+    assert next(captures) == 1  # The seventh step does not capture another graph.
+    assert losses(captured_events) == pytest.approx(losses(uncaptured_events), rel=1e-5)
+    assert (captured.val_loss, captured.sample) == (pytest.approx(uncaptured.val_loss, rel=1e-5), uncaptured.sample)
 
 
 def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
@@ -217,7 +254,7 @@ def test_gpt3_batch_ramp_and_warmup(text: Path) -> None:
     assert plan.tokens(plan.warmup) == pytest.approx(375e6, rel=1e-2)
     result, run_events = train(text, epochs=2, batch_ramp=1500, warmup_tokens=500)
     steps = [event for event in run_events if isinstance(event, events.StepEvent)]
-    batch_sizes = [b.tokens - a.tokens for a, b in pairwise(steps)]
+    batch_sizes = [b.tokens - a.tokens for a, b in itertools.pairwise(steps)]
     assert steps[0].tokens < 256  # 256 tokens are the full batch.
     assert batch_sizes[-1] == 256
     assert batch_sizes == sorted(batch_sizes)

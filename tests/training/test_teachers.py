@@ -4,10 +4,12 @@ import json
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,11 +32,13 @@ from gpt import events, programs
 from gpt.config import Arch, GPTConfig, TrainConfig
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
-from gpt.model.loss import IGNORED, tied_cross_entropy
+from gpt.model.loss import IGNORED, decode_probabilities, encode_probabilities, tied_cross_entropy
 from gpt.model.memory import Setup, count_step_memory
 from gpt.runs import checkpoint
+from gpt.text.batches import Batches
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training import recipe
+from gpt.training import teachers as teachers_module
 from gpt.training.optim import make_optimizer
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
@@ -131,23 +135,86 @@ def test_steps_have_the_gradients_of_the_definition(
         torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
+class Ids(list[int]):
+    """A ring of ids in memory."""
+
+    def take(self, start: int, length: int) -> Any:
+        return np.array([self[(start + i) % len(self)] for i in range(length)])
+
+
+@pytest.mark.parametrize("T", [7, 8])
+def test_teachers_read_each_id_with_half_a_window_of_context(T: int, workdir: Path) -> None:
+    paths = [save_model(f"teacher-{seed}", GPTConfig.of("modern", 257, 8, 1, 2, 16), seed) for seed in (1, 2)]
+    ids = np.random.default_rng(0).integers(257, size=45)
+    batches = Batches(Ids(ids), T, 3, seed=4)
+    teachers, reports = Teachers([find_teacher(str(path)) for path in paths], CPU), list[tuple[int, int]]()
+    teachers.read(batches, 257, lambda *report: reports.append(report))
+    assert reports[0] == (0, 45)
+    assert teachers.codes is not None
+    probabilities = decode_probabilities(torch.from_numpy(teachers.codes))
+    models, stride = [library.load(path).model for path in paths], -(-T // 2)
+    for position in range(45):
+        start = max(s for s in range(0, 45, stride) if T - stride <= (position - s) % 45 < T)
+        window = torch.tensor([[ids[(start + i) % 45] for i in range((position - start) % 45 + 1)]])
+        with torch.no_grad():
+            expected = sum(model(window)[0, -1].softmax(-1) for model in models) / 2
+        torch.testing.assert_close(probabilities[position], expected, atol=5e-3, rtol=0)
+    x, y, codes = teachers.teach(batches).global_batch(1)  # type: ignore[misc]
+    plain_x, plain_y = batches.global_batch(1)
+    assert np.array_equal(x, plain_x)
+    assert np.array_equal(y, plain_y)
+    for start, row in zip(batches.starts(1), codes, strict=True):
+        assert np.array_equal(row, teachers.codes[(start + np.arange(T)) % 45])
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("traced", [False, True])
+def test_steps_learn_from_read_probabilities(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "find", trace_without_compiling)
+    model = loud(GPTConfig.of("gpt2", 257, 16, 2, 2, 16), 7).train()
+    strategy = Single(model, make_optimizer(model, "muon", 0.1), CPU)
+    teachers = Teachers([], CPU)
+    teachers.codes = encode_probabilities(torch.randn(100, 257).mul(2).softmax(-1)).numpy()
+    plan = replace(
+        resolved_with(teachers, batch_tokens=64, micro_batch="2", block_size=16), teacher_weight=0.6, weight_decay=0.1
+    )
+    stepper = Stepper(strategy, plan, lambda micro_batch: None, teachers=teachers)
+    if traced:
+        assert stepper.compile() is None
+    batches = teachers.teach(Batches(Ids(np.random.default_rng(0).integers(257, size=100)), 16, 4, seed=4))
+    x, y, codes = map(torch.from_numpy, batches.global_batch(0))
+    stepper.gradients(x, y, codes)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    log_p, q = model(x).log_softmax(-1), decode_probabilities(codes)
+    (F.nll_loss(log_p.flatten(0, 1), y.flatten()) * 0.4 - 0.6 * (q * log_p).sum(-1).mean()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def test_codes_keep_probabilities_to_the_third_digit() -> None:
+    q = torch.randn(50, 1000).mul(3).softmax(-1)
+    torch.testing.assert_close(decode_probabilities(encode_probabilities(q)), q, atol=4e-3, rtol=0)
+
+
 def resolved_with(teachers: Teachers, **settings: Any) -> recipe.Recipe:
     config = TrainConfig(**settings)
     return recipe.resolve(config, CPU, 400_000, 140_000, 257, True, lambda note: None, teachers=teachers.shapes)
 
 
 def test_weight_0_equals_training_without_teachers(text: Path, run_folder: Path) -> None:
-    plain, plain_events = train(text, out="plain", tokenizer=str(run_folder), vocab_size=None, **PUPIL)
-    taught, taught_events = train(
-        text, out="taught", vocab_size=None, teacher=(run_folder, run_folder), teacher_weight=0.0, **PUPIL
-    )
+    settings = PUPIL | {"vocab_size": None, "weight_decay": 0.1}
+    plain, plain_events = train(text, out="plain", tokenizer=str(run_folder), **settings)
+    taught, taught_events = train(text, out="taught", teacher=(run_folder, run_folder), teacher_weight=0.0, **settings)
     assert losses(taught_events) == losses(plain_events)
     assert all(torch.equal(tensor, weights(plain.run)[name]) for name, tensor in weights(taught.run).items())
     assert curve(taught.run) == curve(plain.run)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_a_copy_of_the_teacher_has_nothing_to_learn(arch: Arch, text: Path) -> None:
+def test_a_copy_of_the_teacher_has_nothing_to_learn(arch: Arch, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher does not read the text beforehand, so it has the pupil's context."""
+    monkeypatch.setattr(teachers_module, "MAX_LESSON_BYTES", 0)
     base = save_model("base", GPTConfig.of(arch, 257, 32, 2, 2, 32), 1)
     for weight, is_zero in ((1.0, True), (0.9, False)):
         result, _ = train(
@@ -164,10 +231,10 @@ def test_pupil_takes_the_teachers_tokenizer_and_resumes_bit_exactly(text: Path, 
     teacher = library.load(run_folder)
     assert library.load(whole.run).tokenizer.fingerprint == teacher.tokenizer.fingerprint
     notes = [getattr(event, "text", "") for event in run_events]
-    assert any(note.startswith(f"teachers: {run_folder}, with a weight of 0.7 in the loss") for note in notes)
+    assert any(note.startswith(f"teachers: {run_folder}, with a weight of 0.8 in the loss") for note in notes)
     record = json.loads(Path("whole/run.json").read_text())
     assert [each["path"] for each in record["teachers"]] == [str(teacher.path)]
-    assert record["resolved"]["weight_decay"] == 0.1
+    assert record["resolved"]["weight_decay"] == 0.3
     shutil.copytree("whole", "parts")
     make_killed_after(Path("parts"), 3)
     library.resume("parts")
