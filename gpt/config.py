@@ -496,7 +496,7 @@ class TrainConfig(TextConfig):
     decay: int | None = _optim(None, "Steps of linear decay", shown="half of the steps", low=0)
     weight_decay: float | None = _optim(
         None, "Weight decay of matrices; doubled for embeddings with Muon if above 0.1",
-        shown="set by the number of passes over the text; 0.1 with --init, 0.3 with teachers", low=0,
+        shown="set by the number of passes over the text; 0.1 with --init, else 0.3 with teachers", low=0,
     )  # fmt: skip
     clip: float = _optim(1.0, "Clip gradients to this norm; 0: off", low=0)
     eval_every: int | None = _log(None, "Steps between evaluations on held-out text", shown="5% of the steps", low=1)

@@ -128,7 +128,7 @@ def encode_probabilities(q: Tensor) -> Tensor:
 def decode_probabilities(codes: Tensor) -> Tensor:
     """Decodes `encode_probabilities`, (n, V), so that each row sums to 1."""
     q = codes.float().square()
-    return q / q.sum(-1, keepdim=True)
+    return q / q.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _overwrite_with_gradient(

@@ -86,7 +86,7 @@ class RunRecord:
     sources: list[Table] | None = None  # input files with checksums
     init: StartRecord | None = None
     teachers: list[StartRecord] | None = None
-    own_teachers: int | None = None  # how many teachers the run trains itself, if auto chose
+    own_teachers: int | None = None  # how many teachers the run trains itself, if gpt chose the number
     resumed: list[Resumed] = field(default_factory=list)
     ended: str | None = None  # reason for the end
     result: dict[str, Scalar | Table] | None = None  # a `Result`

@@ -150,7 +150,7 @@ class Report:
 
     @property
     def trend(self) -> Trend | None:
-        """Whether the held-out loss still falls. Unknown with teachers, whose runs have other curves."""
+        """Whether the held-out loss still falls. None with teachers, because they change the shape of the curve."""
         return None if self.record.is_taught else self.history.trend
 
     @property

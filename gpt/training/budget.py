@@ -11,6 +11,7 @@ import numpy as np
 
 from gpt.config import Arch, TrainConfig, find_preset
 from gpt.device import Compute
+from gpt.errors import UserError
 from gpt.evaluate import Window
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
@@ -27,7 +28,7 @@ from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single, Strategy, make_strategy
-from gpt.training.teachers import MAX_LESSON_BYTES, TaughtBatches, Teachers
+from gpt.training.teachers import TaughtBatches, Teachers, can_read
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
 PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
@@ -44,9 +45,10 @@ MAX_TIMED_TOKENS = 65_536  # maximum tokens per step while throughput is measure
 TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), and timed steps
 
 # A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
-# parameter. It has one for every `TEACHER_PASSES` (benchmarks/defaults.md).
+# parameter. It trains one teacher per `TEACHER_PASSES` passes (benchmarks/defaults.md).
 MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
 TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
+MIN_TEACHER_STEPS = 100
 COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps on a CPU, relative to uncompiled ones
 
 Throughput = Callable[[str], float]
@@ -134,11 +136,9 @@ class Planner:
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
         """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` without enough memory or time."""
-        config, world, note = self.config, self.session.world, self.session.note
+        config, note = self.config, self.session.note
         recipe = self.resolve(config, note)
-        world.raise_on_all(
-            partial(check_model, recipe, self.compute, world.data_size, world.local_size, self.teachers.shapes)
-        )
+        self.check(recipe)
         if config.minutes is None:
             return recipe, None
         note("measuring training speed on this machine")
@@ -166,11 +166,11 @@ class Planner:
         return recipe, budget
 
     def count_teachers(self) -> int:
-        """The number of teachers that a run should train first. Their share of the time is better spent on the model
-        itself, until it has read the text so often that it learns little more from it (benchmarks/defaults.md)."""
+        """The number of teachers that a run should train first. They pay off only if the model would read the text so
+        often that it learns little more from it (benchmarks/defaults.md)."""
         config, data = self.config, self.data
         recipe = self.resolve(replace(config, teachers=0))
-        if self.init or data.rows or config.teacher or data.tokens * recipe.model.vocab_size > MAX_LESSON_BYTES:
+        if self.init or data.rows or config.teacher or not can_read(data.tokens, recipe):
             return 0
         steps = recipe.steps
         if config.minutes is not None:
@@ -179,12 +179,24 @@ class Planner:
         passes = recipe.tokens(steps) / data.tokens
         if passes < MIN_TAUGHT_PASSES or passes < MIN_TAUGHT_RATIO * data.tokens / breakdown(recipe.model).trainable:
             return 0
-        return min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
+        count = min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
+        return count if steps >= 2 * count * MIN_TEACHER_STEPS else 0
 
     def measure_steps(self, recipe: Recipe) -> int:
         """The number of steps that fit into the minutes."""
         self.session.note("measuring training speed on this machine")
-        return self.measure(recipe, PROBE_SHARE)[1]
+        self.check(recipe)
+        try:
+            return self.measure(recipe, PROBE_SHARE)[1]
+        except UserError as error:
+            raise UserError(error.message, "use more --minutes, or --teachers 0") from None
+
+    def check(self, recipe: Recipe) -> None:
+        """Raises `UserError` on all ranks if the run does not fit into memory."""
+        world = self.session.world
+        world.raise_on_all(
+            partial(check_model, recipe, self.compute, world.data_size, world.local_size, self.teachers.shapes)
+        )
 
     def resolve(
         self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, max_tokens: float = math.inf
@@ -203,6 +215,7 @@ class Planner:
         """Times steps for a ``share`` of the minutes, and then evaluations and samples. Returns the budget and how many
         steps fit."""
         world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
+        self.check(recipe)
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.compute, world, self.init)
         stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=self.teachers)

@@ -51,6 +51,7 @@ from gpt.training.strategy import make_strategy
 from gpt.training.teachers import TEACHERS, Teachers, check_tokenizers, own_teachers, whole_run
 
 TEACHER_EVALUATIONS = 5  # of a run's own teacher
+MIN_PUPIL_SHARE = 0.25  # minimum share of the minutes that is left after the teachers
 
 
 def train(
@@ -131,8 +132,8 @@ def open_phases(
     prepared: Prepared | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> Trainer:
-    """Trains the run's own teachers, if any are unfinished, then opens the run. ``on_start`` is called before the first
-    step."""
+    """Decides how many teachers a new run trains, trains those that are unfinished, then opens the run. ``on_start`` is
+    called before the first step."""
     world = session.world
     if started.config.teachers == 0 or started.saved is not None:
         return open_run(started, changes, session, prepared)
@@ -159,7 +160,10 @@ def open_phases(
         seconds += result.seconds
         if world.is_main:
             folder.keep_only_best(teacher.run)
-    return open_run(started, changes, session.phase("pupil", session.start_time - seconds), inputs)
+    start = session.start_time - seconds
+    if config.minutes is not None:  # If the machine has become slower, the run takes longer.
+        start = max(start, time.perf_counter() - 60 * config.minutes * (1 - MIN_PUPIL_SHARE))
+    return open_run(started, changes, session.phase("pupil", start), inputs)
 
 
 def choose_teachers(started: StartedRun, compute: Compute, inputs: Prepared, session: Session) -> StartedRun:
@@ -168,8 +172,8 @@ def choose_teachers(started: StartedRun, compute: Compute, inputs: Prepared, ses
     count = planner.count_teachers()
     if count:
         session.note(
-            f"{count} teachers train first, in half of the time: a single run would read the text too often to learn "
-            "more from it (--teachers 0 turns this off)"
+            f"{count} teachers train first, in half of the {'steps' if started.config.minutes is None else 'time'}: a "
+            "single run would read the text too often to learn more from it (--teachers 0 turns this off)"
         )
     record = replace(started.record, own_teachers=count)
     if session.world.is_main:
@@ -186,14 +190,14 @@ def plan_teachers(started: StartedRun, compute: Compute, inputs: Prepared, sessi
     halved = replace(config, teachers=0, minutes=config.minutes and config.minutes / 2)
     planner = Planner(halved, compute, inputs.data, inputs.init, session, Teachers([], compute))
     recipe = planner.resolve(config)
-    if session.world.broadcast_object(lambda: folder.is_run(first)):
-        steps = read_started(first).config.steps or 1
-    else:
+    world = session.world
+    steps = world.broadcast_object(lambda: read_started(first).config.steps if folder.is_run(first) else None)
+    if steps is None:
         steps = max(1, (recipe.steps if config.minutes is None else planner.measure_steps(recipe)) // count)
+    in_the_run = ("epochs", "minutes", "warmup", "warmup_tokens", "decay", "batch_ramp", "save_every")
     return {
+        **dict.fromkeys(in_the_run),
         "steps": steps,
-        "epochs": None,
-        "minutes": None,
         "eval_every": config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS),
         "compile": "on" if recipe.compile else "off",
     }
@@ -231,7 +235,9 @@ def open_run(
     changes = {**started.requested_steps, **changes}
     planner, recipe, budget = Planner(started.config, compute, data, init, session, teachers), started.recipe, None
     if teachers.found:
-        read_text(teachers, data, recipe or planner.resolve(started.config), started.run, session)
+        planned = recipe or planner.resolve(started.config)
+        planner.check(planned)
+        read_text(teachers, data, planned, started.run, session)
     if recipe is None:
         recipe, budget = planner.plan()
     step = started.saved.state.step if started.saved else 0
@@ -262,13 +268,18 @@ def open_run(
 
 def read_text(teachers: Teachers, data: Dataset, recipe: Recipe, run: Path, session: Session) -> None:
     """Lets the teachers read the text. A signal ends this at once."""
-    session.stop.at_once = True
+    stop, at_once = session.stop, session.stop.at_once
+    stop.at_once = True
     try:
+        if stop.signum is not None:
+            raise Interrupted(stop.signum)
         teachers.read(
             data.batches(recipe),
-            recipe.model.vocab_size,
+            recipe,
             lambda done, total: session.listen(events.Progress("read by the teachers", done, total, "tokens")),
         )
     except Interrupted as error:
         hint = f"gpt train --resume {shlex.quote(str(whole_run(run)))}"
-        raise Interrupted(error.signum, f"interrupted before the first step; resume with: {hint}") from None
+        raise Interrupted(error.signum, f"interrupted while the teachers read the text; resume with: {hint}") from None
+    finally:
+        stop.at_once = at_once

@@ -20,9 +20,12 @@ from gpt.text.batches import Batches, Int64s
 from gpt.text.tokenizer import Tokenizer
 from gpt.training.data import BatchSource
 from gpt.training.finetune import InitCheckpoint
+from gpt.training.recipe import Recipe
 
 TEACHERS = "teachers"  # subfolder of the run folder, for the runs of its own teachers
-MAX_LESSON_BYTES = 2**30  # maximum memory for the probabilities of a text
+# Teachers read a text beforehand if its probabilities and those of a step take at most so many bytes, and if the
+# vocabulary is at most so large: a byte for a probability is too coarse for the tail of a large one.
+MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 READ_TOKENS = 8192  # positions of a text that teachers read at once
 
 Uint8s = npt.NDArray[np.uint8]
@@ -45,8 +48,8 @@ class TaughtBatches:
 class Teachers:
     """Teachers on a device, without gradients or dropout. ``found`` are their checkpoints.
 
-    They `read` a text once, before the run, if their probabilities fit into memory: it is read again and again. Else
-    they compute the probabilities of each batch.
+    They `read` a text once, before the run, because a pupil sees it many times. If the probabilities don't fit into
+    memory, they compute them for every batch.
     """
 
     def __init__(self, found: Sequence[InitCheckpoint], compute: Compute) -> None:
@@ -61,15 +64,15 @@ class Teachers:
         models = [checkpoint.load(each.path, self.compute.device, dtype=dtype).model.to(dtype) for each in self.found]
         return [model.eval().requires_grad_(False) for model in models]
 
-    def read(self, batches: BatchSource, vocab_size: int, report: Callable[[int, int], None]) -> None:
-        """Computes the mean of the teachers' probabilities after each id of a text, if there are teachers and the
-        probabilities fit into `MAX_LESSON_BYTES`. Calls ``report`` with the ids done and their total.
+    def read(self, batches: BatchSource, recipe: Recipe, report: Callable[[int, int], None]) -> None:
+        """Computes the mean of the teachers' probabilities after each id of a text, if there are teachers and they
+        `can_read` it. Calls ``report`` with the ids done and their total.
 
         Windows of T ids overlap by half, so that each prediction has at least T / 2 ids of context.
         """
-        if not self.found or not isinstance(batches, Batches) or len(batches.ids) * vocab_size > MAX_LESSON_BYTES:
+        if not self.found or not isinstance(batches, Batches) or not can_read(len(batches.ids), recipe):
             return
-        n, T = len(batches.ids), batches.block_size
+        n, T, vocab_size = len(batches.ids), batches.block_size, recipe.model.vocab_size
         stride = -(-T // 2)
         codes, starts = np.empty((n, vocab_size), np.uint8), np.arange(0, n, stride)
         for windows in np.split(starts, range(0, len(starts), max(1, READ_TOKENS // T))[1:]):
@@ -78,8 +81,9 @@ class Teachers:
             tensors = self(torch.from_numpy(x.copy()).to(self.compute.device))
             states = [stream[:, T - stride :].flatten(0, 1) for stream in tensors[::2]]
             with torch.no_grad(), self.compute.autocast():
-                q = mean_probabilities(states, tensors[1::2], vocab_size)
+                q = mean_probabilities(states, [table[:vocab_size] for table in tensors[1::2]], vocab_size)
             codes[(windows[:, None] + np.arange(T - stride, T)).ravel() % n] = encode_probabilities(q).cpu().numpy()
+        report(n, n)
         self.codes = codes
         del self.models  # They are not needed any more.
 
@@ -93,12 +97,18 @@ class Teachers:
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Computes each teacher's residual stream for ids x, (rows, T). Returns the streams, (rows, T, C), each with
         its teacher's unembedding, (V, C). The loss turns them into probabilities, a chunk at a time. After `read`,
-        returns probabilities of the right shape, for compilers."""
+        returns dummy codes of the right shape, for compilation."""
         if self.codes is not None:
             return [torch.ones(*x.shape, self.codes.shape[1], dtype=torch.uint8, device=x.device)]
         with self.compute.autocast():
             pairs = [(model.trunk(x).contiguous(), model.unembedding.detach()) for model in self.models]
         return [tensor for pair in pairs for tensor in pair]
+
+
+def can_read(tokens: int, recipe: Recipe) -> bool:
+    """Whether teachers read a text of so many tokens before the run."""
+    V = recipe.model.vocab_size
+    return tokens * V <= MAX_LESSON_BYTES and recipe.batch_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
 
 
 def find_teacher(name: str) -> InitCheckpoint:
