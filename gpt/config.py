@@ -430,7 +430,7 @@ class TrainConfig(TextConfig):
     )
     n_embd: int | None = _model(None, "Embedding width; a multiple of --n-head", shown="from the preset", low=1)
     block_size: int | None = _model(
-        None, "Context length in tokens", shown="from the preset; at least 128 with RoPE or --teachers", low=1
+        None, "Context length in tokens", shown="from the preset; at least 128 with RoPE", low=1
     )
     dropout: float | None = _model(
         None, "Dropout rate", shown="set by the number of passes over the text; 0 with --init or teachers", low=0

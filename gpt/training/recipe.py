@@ -28,7 +28,7 @@ DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule dec
 # From 300 r passes, dropout is added if weight decay has reached 1 (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 TAUGHT_DECAY = 0.3  # weight decay with teachers
-LONG_CONTEXT = 128  # minimum default context of RoPE models and of runs with their own teachers
+MIN_ROPE_CONTEXT = 128  # minimum default context of RoPE models
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
 RAMP_START = (32_768, 1 / 16)  # maximum first batch of a ramp: 32,768 tokens as in GPT-3, and 1/16 of the full batch
 # On a GPU, ``auto`` compiles a run from this many FLOPs (two minutes at a third of an H100's peak), or with
@@ -161,11 +161,11 @@ def example_context(config: TrainConfig, n_bytes: int, device: str, start: GPTCo
 
 def choose_context(config: TrainConfig, shape: GPTConfig) -> int:
     """The context of a model with the preset's ``shape``, unless the user set it. A table of learned positions is
-    learned slowly, so only RoPE models and long runs, which have teachers, get at least `LONG_CONTEXT`."""
+    learned slowly, so only RoPE models get at least `MIN_ROPE_CONTEXT`."""
     if config.block_size is not None or config.init is not None:
         return config.block_size or shape.block_size
     is_rotary = config.new_model(shape, shape.vocab_size, shape.block_size).positions == "rotary"
-    return max(shape.block_size, LONG_CONTEXT if is_rotary or config.teachers else 0)
+    return max(shape.block_size, MIN_ROPE_CONTEXT if is_rotary else 0)
 
 
 def resolve(

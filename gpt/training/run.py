@@ -198,7 +198,6 @@ def plan_teachers(started: StartedRun, compute: Compute, inputs: Prepared, sessi
     return {
         **dict.fromkeys(in_the_run),
         "steps": steps,
-        "block_size": recipe.model.block_size,
         "eval_every": config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS),
         "compile": "on" if recipe.compile else "off",
     }

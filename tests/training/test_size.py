@@ -63,12 +63,12 @@ def test_teachers_are_never_chosen_for_large_texts_examples_or_given_teachers(
 @pytest.mark.parametrize(
     ("settings", "context"),
     [
-        ({}, 64), ({"arch": "modern"}, 128), ({"positions": "rotary"}, 128), ({"teachers": 4}, 128),
+        ({}, 64), ({"arch": "modern"}, 128), ({"positions": "rotary"}, 128),
         ({"arch": "modern", "block_size": 32}, 32), ({"preset": "small", "arch": "modern"}, 512),
     ],
     ids=str,
 )  # fmt: skip
-def test_default_context_depends_on_positions_and_teachers(settings: dict[str, Any], context: int) -> None:
+def test_default_context_depends_on_positions(settings: dict[str, Any], context: int) -> None:
     assert resolved(**settings).model.block_size == context
 
 
