@@ -239,8 +239,8 @@ _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128;
 # et al. 2020, table 2.1; GPT-2 uses the batch and learning rate of the nearest GPT-3 model.
 PRESETS: dict[str, Preset] = {
     "pico": _gpt2(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
-    "nano": _gpt2(4, 4, 128, 128, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
-    "tiny": _gpt2(4, 6, 192, 128, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
+    "nano": _gpt2(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
+    "tiny": _gpt2(4, 6, 192, 64, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
     "micro": _gpt2(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
     "mini": _gpt2(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
     "small": _gpt2(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
@@ -429,7 +429,9 @@ class TrainConfig(TextConfig):
         None, "Sliding window, in tokens, of layers 1, 3, 5 …, like GPT-3's banded attention", low=1
     )
     n_embd: int | None = _model(None, "Embedding width; a multiple of --n-head", shown="from the preset", low=1)
-    block_size: int | None = _model(None, "Context length in tokens", shown="from the preset", low=1)
+    block_size: int | None = _model(
+        None, "Context length in tokens", shown="from the preset; at least 128 with RoPE", low=1
+    )
     dropout: float | None = _model(
         None, "Dropout rate", shown="set by the number of passes over the text; 0 with --init or teachers", low=0
     )

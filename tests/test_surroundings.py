@@ -134,7 +134,8 @@ def test_closing_the_terminal_saves_the_run(text: Path) -> None:
     import pty
 
     leader, terminal = pty.openpty()
-    words = ["train", text, *SETTINGS, "--vocab-size", "300", "--steps", "1000000", "--compile", "off", "-o", "run"]
+    options = ["--vocab-size", "300", "--steps", "1000000", "--teachers", "0", "--compile", "off", "-o", "run"]
+    words = ["train", text, *SETTINGS, *options]
     process = spawn(*words, start_new_session=True, preexec_fn=lambda: _take_terminal(terminal), stderr=terminal)
     os.close(terminal)
     end = time.monotonic() + 100

@@ -114,7 +114,7 @@ def measure_throughput(name: str, config: TrainConfig, compute: Compute) -> floa
     model = GPT(recipe.model).to(compute.device)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
     stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
-    ids = np.random.default_rng(0).integers(V, size=(recipe.rows, T))
+    ids = np.random.default_rng(0).integers(V, size=(recipe.rows, recipe.model.block_size))
     for _ in range(TIMING_STEPS[0]):
         stepper.step(ids, ids, 0.0).read()
     start = time.perf_counter()

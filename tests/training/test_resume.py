@@ -323,7 +323,7 @@ def test_changed_base_model_is_refused(run_folder: Path, text: Path) -> None:
 @pytest.mark.slow
 def test_resumed_timed_run_keeps_its_plan(text: Path) -> None:
     """The planned steps and the time spent carry over."""
-    settings = {**FAST, "steps": None, "minutes": 0.15}
+    settings = {**FAST, "steps": None, "minutes": 0.15, "teachers": 0}
     run_events = interrupt_at(40, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     planned = next(event.steps for event in run_events if isinstance(event, events.Plan))
     record = json.loads(Path("parts/run.json").read_text())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, resolved
 
 from gpt.config import Arch, TrainConfig
 from gpt.device import Compute
@@ -58,6 +58,18 @@ def test_teachers_are_never_chosen_for_large_texts_examples_or_given_teachers(
     tokens: int, settings: dict[str, Any]
 ) -> None:
     assert count_teachers(tokens, 150, **settings) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "context"),
+    [
+        ({}, 64), ({"arch": "modern"}, 128), ({"positions": "rotary"}, 128),
+        ({"arch": "modern", "block_size": 32}, 32), ({"preset": "small", "arch": "modern"}, 512),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_default_context_depends_on_positions(settings: dict[str, Any], context: int) -> None:
+    assert resolved(**settings).model.block_size == context
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "modern"])
@@ -122,7 +134,7 @@ def test_throughput_is_measured_on_this_machine() -> None:
     notes: list[str] = []
     config = preset_for_minutes(TrainConfig(minutes=10**6), CPU, 800_000, notes.append)
     assert config.preset == "nano"
-    assert notes == ["size nano: tiny has 2,197,632 parameters, more than 2.5 per byte of text"]
+    assert notes == ["size nano: tiny has 2,185,344 parameters, more than 2.5 per byte of text"]
     assert 100 < measure_throughput("nano", TrainConfig(), CPU) < 1e7
 
 

@@ -256,7 +256,7 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: next(steps_that_fit))
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     text.write_text(make_text(1000), encoding="utf-8")
-    timed, _ = train(text, minutes=1.0, compile="on")
+    timed, _ = train(text, minutes=1.0, compile="on", teachers=0)
     record = json.loads((timed.run / "run.json").read_text())
     for length in ({"minutes": 1.0}, {"steps": 400}):
         assert resolved(n_tokens=record["tokens"]["train"], **TINY, **length).model.dropout > 0
