@@ -23,8 +23,8 @@ from gpt.training.finetune import InitCheckpoint
 from gpt.training.recipe import Recipe
 
 TEACHERS = "teachers"  # subfolder of the run folder, for the runs of its own teachers
-# Teachers read a text beforehand if its probabilities and those of a step take at most so many bytes, and if the
-# vocabulary is at most so large: a byte for a probability is too coarse for the tail of a large one.
+# Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
+# beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
 MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 READ_TOKENS = 8192  # positions of a text that teachers read at once
 
@@ -85,7 +85,7 @@ class Teachers:
             codes[(windows[:, None] + np.arange(T - stride, T)).ravel() % n] = encode_probabilities(q).cpu().numpy()
         report(n, n)
         self.codes = codes
-        del self.models  # They are not needed any more.
+        del self.models  # frees their memory
 
     def teach(self, batches: BatchSource) -> BatchSource | TaughtBatches:
         """Adds the probabilities to the batches of a text that the teachers have read."""
