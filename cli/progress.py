@@ -117,7 +117,7 @@ class TrainDisplay:
     def __init__(self, quiet: bool, console: Console | None = None) -> None:
         self.console = console or stderr()
         self.quiet = quiet
-        self.plan = events.Plan(0, 0)
+        self.plan, self.plan_time = events.Plan(0, 0), 0.0
         self.losses = Sparkline()
         self.held_out = ""  # The latest evaluation.
         self.bar: Bar | None = None
@@ -146,7 +146,7 @@ class TrainDisplay:
                 self._task_bar(what, unit).reach(done, total)
             case events.Plan():
                 self.__exit__()
-                self.plan = event
+                self.plan, self.plan_time = event, time.monotonic()
             case events.StepEvent():
                 self.losses.add(event.loss)
                 self._task_bar("", "steps").show(self.status(event), self._describe_step(event))
@@ -164,13 +164,18 @@ class TrainDisplay:
 
     def _describe_step(self, event: events.StepEvent) -> str:
         seconds = event.tokens / event.tokens_per_second
-        seconds_left = (self.plan.steps - event.step) * seconds / event.step
+        seconds_left, total = (self.plan.steps - event.step) * seconds / event.step, f"/{self.plan.steps:,}"
+        if self.plan.seconds:
+            seconds_left, total = max(0.0, self.plan_time + self.plan.seconds - time.monotonic()), ""
         phase = f"{self.plan.phase}  " if self.plan.phase else ""
         return (
-            f"{phase}step {event.step:,}/{self.plan.steps:,}  loss {event.loss:.3f}{self.held_out}  "
+            f"{phase}step {event.step:,}{total}  loss {event.loss:.3f}{self.held_out}  "
             f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}  {format_seconds(seconds_left)} left"
         )
 
     def status(self, event: events.StepEvent) -> Text:
         """Returns the live line: progress, loss, throughput, time left and a sparkline of the loss."""
-        return draw_line(event.step / max(1, self.plan.steps), self._describe_step(event), str(self.losses))
+        fraction = event.step / max(1, self.plan.steps)
+        if self.plan.seconds:
+            fraction = (time.monotonic() - self.plan_time) / self.plan.seconds
+        return draw_line(fraction, self._describe_step(event), str(self.losses))

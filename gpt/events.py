@@ -125,6 +125,7 @@ class Plan:
     steps: int
     batch_tokens: int
     phase: str = ""  # the part of the run that this plan is for, if there are several
+    seconds: float = 0.0  # training time left in a timed run, whose steps are an estimate; 0 for other runs
 
 
 _LOSSES = ("loss", "grad_norm", "val_loss")  # null in JSON if not finite

@@ -1,7 +1,9 @@
 """Handles signals that ask a command to stop: finishes cleanly after the first, stops immediately after the second."""
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Self, TypeVar
@@ -36,6 +38,7 @@ class StopSignal:
     def __init__(self, at_once: bool = False) -> None:
         self.signum: int | None = None
         self.at_once = at_once
+        self.deadline = math.inf  # of `until_signal`, in `time.perf_counter` seconds
         self._previous_handlers: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
@@ -49,11 +52,19 @@ class StopSignal:
             signal.signal(signum, handler)
 
     def until_signal(self, items: Iterable[T]) -> Iterator[T]:
-        """Yields the items until a signal arrives, then raises `Stopped`."""
+        """Yields the items until a signal arrives, then raises `Stopped`. Ends at the deadline, but not before the
+        first item."""
         for item in items:
             if self.signum is not None:
                 raise Stopped
             yield item
+            if self.is_late:
+                return
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.perf_counter() > self.deadline
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         previous, self.signum = self.signum, signum

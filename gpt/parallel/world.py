@@ -101,6 +101,10 @@ class World:
         """Returns the maximum over all ranks."""
         return value
 
+    def poll(self, signum: int, share: float) -> tuple[int, float]:
+        """Returns a signal that any rank has received, or 0, and rank 0's ``share``."""
+        return signum, share
+
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         """Returns sums over data ranks, in double precision."""
         return values
@@ -195,11 +199,16 @@ class Ranks(World):
         return torch.device("cuda", self.local_rank)
 
     def all_reduce_max(self, value: int) -> int:
-        if self.launcher_pid not in (None, os.getppid()):  # A killed launcher forwards no signals.
-            value = value or signal.SIGTERM
         maximum = torch.tensor(value)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.message_group)
         return int(maximum)
+
+    def poll(self, signum: int, share: float) -> tuple[int, float]:
+        if self.launcher_pid not in (None, os.getppid()):  # A killed launcher forwards no signals.
+            signum = signum or signal.SIGTERM
+        maximum = torch.tensor([signum, share if self.is_main else 0.0], dtype=torch.float64)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.message_group)
+        return int(maximum[0]), float(maximum[1])
 
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         sums = torch.tensor(values, dtype=torch.float64)

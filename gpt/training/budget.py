@@ -23,12 +23,12 @@ from gpt.training.data import BatchSource, Dataset
 from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.optim import make_optimizer
-from gpt.training.pace import Costs, TimeBudget
 from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single, Strategy, make_strategy
 from gpt.training.teachers import TaughtBatches, Teachers, can_read
+from gpt.training.time_budget import Costs, TimeBudget
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
 PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
@@ -49,7 +49,9 @@ TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture
 MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
 TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
 MIN_TEACHER_STEPS = 100
-COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps on a CPU, relative to uncompiled ones
+COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps, relative to uncompiled ones
+EVALUATIONS = 20  # default number of evaluations
+INTERVALS = ("eval_every", "save_every", "sample_every")
 
 Throughput = Callable[[str], float]
 
@@ -123,9 +125,10 @@ def measure_throughput(name: str, config: TrainConfig, compute: Compute) -> floa
     return TIMING_STEPS[1] * batch / (time.perf_counter() - start)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planner:
-    """Chooses a new run's recipe on rank 0, for all ranks."""
+    """Chooses a new run's recipe on rank 0, for all ranks. Measures the speed of this machine once, if ``minutes`` are
+    set."""
 
     config: TrainConfig
     compute: Compute
@@ -133,37 +136,29 @@ class Planner:
     init: InitCheckpoint | None
     session: Session
     teachers: Teachers
+    costs: Costs | None = None  # set by the measurement
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
         """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` without enough memory or time."""
         config, note = self.config, self.session.note
-        recipe = self.resolve(config, note)
-        self.check(recipe)
         if config.minutes is None:
+            recipe = self.resolve(config, note)
+            self.check(recipe)
             return recipe, None
-        note("measuring training speed on this machine")
-        # Later, ``steps`` replaces the minutes in this config. Keep the choice to compile, which depends on the
-        # minutes.
-        steps_config = replace(config, minutes=None, teachers=0, compile="on" if recipe.compile else "off")
-        token_limit = math.inf
-        if self.init is not None and config.batch_tokens is None:  # A step of the default batch can take minutes.
-            smallest = replace(self.resolve(config, max_tokens=1), compile=False)
-            token_limit = self.measure(smallest, 0.0)[1] * smallest.batch_tokens
-            recipe = self.resolve(config, max_tokens=token_limit)
-        if recipe.compile:
-            # A compiled program has a fixed dropout and micro-batch. Choose both from the number of uncompiled steps
-            # that fit.
-            _, steps = self.measure(replace(recipe, compile=False), 0.0)
-            recipe = self.resolve(replace(steps_config, steps=steps), max_tokens=token_limit)
-            steps_config = replace(steps_config, dropout=recipe.model.dropout, micro_batch=str(recipe.micro_batch))
-        budget, steps = self.measure(recipe, PROBE_SHARE)
+        # The default batch of fine-tuning depends on the tokens that there is time for, and can take minutes.
+        has_default_batch = self.init is not None and config.batch_tokens is None
+        budget, tokens = self.fit(self.resolve(config, max_tokens=1 if has_default_batch else math.inf), config.minutes)
+        draft = self.resolve(config, max_tokens=tokens)
+        steps = max(1, round(tokens / draft.batch_tokens))
         eval_every = config.eval_every or math.ceil(steps / budget.pauses)
         samples = config.sample_every if config.sample_every is not None or budget.samples else 0
-        recipe = self.resolve(
-            replace(steps_config, steps=steps, eval_every=eval_every, sample_every=samples), max_tokens=token_limit
-        )
-        note(budget.describe(recipe.batch_tokens))
-        return recipe, budget
+        planned = replace(config, minutes=None, teachers=0, steps=steps, eval_every=eval_every, sample_every=samples)
+        recipe = self.resolve(replace(planned, compile="on" if draft.compile else "off"), note, tokens)
+        self.check(recipe)
+        by_clock = ["steps", *(name for name in INTERVALS if getattr(config, name) is None)]
+        if config.eval_every is not None and "save_every" in by_clock:
+            by_clock.remove("save_every")
+        return replace(recipe, warmup=min(recipe.warmup, steps), by_clock=" ".join(by_clock)), budget
 
     def count_teachers(self) -> int:
         """The number of teachers that a run should train first. They pay off only if the model would read the text so
@@ -172,24 +167,41 @@ class Planner:
         recipe = self.resolve(replace(config, teachers=0))
         if self.init or data.rows or config.teacher or not can_read(data.tokens, recipe):
             return 0
-        steps = recipe.steps
+        tokens: float = recipe.tokens(recipe.steps)
         if config.minutes is not None:
-            _, steps = self.measure(replace(recipe, compile=False), 0.0)
-            steps = round(steps * (COMPILED_SPEEDUP if recipe.compile else 1))
-        passes = recipe.tokens(steps) / data.tokens
+            tokens = self.fit(recipe, config.minutes)[1]
+        steps, passes = round(tokens / recipe.batch_tokens), tokens / data.tokens
         if passes < MIN_TAUGHT_PASSES or passes < MIN_TAUGHT_RATIO * data.tokens / breakdown(recipe.model).trainable:
             return 0
         count = min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
         return count if steps >= 2 * count * MIN_TEACHER_STEPS else 0
 
-    def measure_steps(self, recipe: Recipe) -> int:
-        """The number of steps that fit into the minutes."""
-        self.session.note("measuring training speed on this machine")
-        self.check(recipe)
-        try:
-            return self.measure(recipe, PROBE_SHARE)[1]
-        except UserError as error:
-            raise UserError(error.message, "use more --minutes, or --teachers 0") from None
+    def count_teacher_steps(self, recipe: Recipe) -> int:
+        """The number of steps of each of the run's own teachers, which share half of its steps or minutes."""
+        count, minutes, steps = self.config.teachers or 1, self.config.minutes, recipe.steps
+        if minutes is not None:
+            try:
+                steps = round(self.fit(recipe, minutes / 2)[1] / recipe.batch_tokens)
+            except UserError as error:
+                raise UserError(error.message, "use more --minutes, or --teachers 0") from None
+        return max(1, steps // count)
+
+    def fit(self, recipe: Recipe, minutes: float) -> tuple[TimeBudget, float]:
+        """Divides the minutes of a run. Returns the budget and the number of training tokens that fit. Raises
+        `UserError` without enough memory or time."""
+        world = self.session.world
+        if self.costs is None:
+            self.check(recipe)
+            self.session.note("measuring training speed on this machine")
+            costs = self.measure(replace(recipe, compile=False))
+            self.costs = checked(Costs, world.broadcast_object(lambda: asdict(costs)), "the speed of process 0")
+            self.session.note(f"{1 / self.costs.token:,.0f} tokens/s")
+        token_seconds = self.costs.token / (COMPILED_SPEEDUP if recipe.compile else 1)
+        step_seconds = token_seconds * recipe.batch_tokens
+        evals = 60 * minutes / step_seconds / recipe.eval_every if self.config.eval_every else EVALUATIONS
+        elapsed = world.broadcast_object(lambda: time.perf_counter() - self.session.start_time)
+        budget = TimeBudget.fitting(minutes, elapsed, self.costs, evals)
+        return budget, budget.tokens(elapsed, token_seconds, recipe.batch_tokens)
 
     def check(self, recipe: Recipe) -> None:
         """Raises `UserError` on all ranks if the run does not fit into memory."""
@@ -211,27 +223,21 @@ class Planner:
             ),
         )  # fmt: skip
 
-    def measure(self, recipe: Recipe, share: float) -> tuple[TimeBudget, int]:
-        """Times steps for a ``share`` of the minutes, and then evaluations and samples. Returns the budget and how many
-        steps fit."""
-        world, data, minutes = self.session.world, self.data, self.config.minutes or 0.0
-        self.check(recipe)
+    def measure(self, recipe: Recipe) -> Costs:
+        """Times training steps, and then evaluations and a sample."""
+        world, data = self.session.world, self.data
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.compute, world, self.init)
         stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=self.teachers)
-        if recipe.compile:
-            stepper.compile(self.session.note)  # The run itself reports compilation errors.
-        batches, max_seconds = self.teachers.teach(data.batches(recipe)), PROBE_SHARE * 60 * minutes
-        seconds = time_steps(stepper, batches, share * 60 * minutes, max_seconds)
+        batches, max_seconds = self.teachers.teach(data.batches(recipe)), PROBE_SHARE * 60 * (self.config.minutes or 0)
+        seconds = time_steps(stepper, batches, max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
-        window = stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds))
-        sample = stepper.run_eagerly(lambda: estimate_sample_seconds(strategy, data))
         targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
-        costs = Costs(
-            step=sum(step_seconds) / len(step_seconds),
-            window=window,
-            sample=sample,
+        return Costs(
+            token=sum(step_seconds) / len(step_seconds) / recipe.batch_tokens,
+            window=stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds)),
+            sample=stepper.run_eagerly(lambda: estimate_sample_seconds(strategy, data)),
             # Weights and two moments in float32.
             save=3 * 4 * sum(map(math.prod, strategy.shapes.values())) / SAVE_BYTES_PER_SECOND,
             default_windows=len(held_out),
@@ -239,21 +245,13 @@ class Planner:
             pairs=MAX_CHECKED_PAIRS if data.pairs else 0,
             yardsticks=min(data.bytes, MAX_TRAIN_BYTES + MAX_TEXT_BYTES) / XZ_BYTES_PER_SECOND,
         )
-        evals, start = recipe.steps / recipe.eval_every, self.session.start_time
-        values = world.broadcast_object(
-            lambda: asdict(TimeBudget.fitting(minutes, start, time.perf_counter(), costs, evals))
-        )
-        budget = checked(TimeBudget, values, "the budget of process 0")
-        return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter()))
 
 
-def time_steps(
-    stepper: Stepper, batches: BatchSource | TaughtBatches, target: float, max_seconds: float
-) -> list[float]:
-    """Times training steps for ``target`` seconds. If too few steps fit (see `PROBE_STEPS`), continues for up to
-    ``max_seconds``."""
+def time_steps(stepper: Stepper, batches: BatchSource | TaughtBatches, max_seconds: float) -> list[float]:
+    """Times training steps for ``max_seconds``, but at most `PROBE_SECONDS`. If too few steps fit (see `PROBE_STEPS`),
+    continues for up to ``max_seconds``."""
     world, seconds, lesson = stepper.world, list[float](), list[Any]()
-    target = min(target, PROBE_SECONDS)
+    target = min(max_seconds, PROBE_SECONDS)
 
     def needs_more() -> bool:
         elapsed = sum(seconds)

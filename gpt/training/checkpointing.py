@@ -5,7 +5,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.checkpoint import Files
 from gpt.training.context import RunContext
 from gpt.training.journal import Journal
-from gpt.training.pace import TimeBudget
 from gpt.training.recipe import Recipe
 from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
 from gpt.training.strategy import WEIGHT, Strategy
+from gpt.training.time_budget import TimeBudget
 
 SPARE_BYTES = 2**20  # disk space to leave free
 DISK_WAIT_SECONDS, DISK_RETRY_SECONDS = (
@@ -96,8 +95,6 @@ class Checkpointer:
         weights = {name.removeprefix(WEIGHT): tensor for name, tensor in full.items() if name.startswith(WEIGHT)}
         weights = weights if "adapter" in meta else {**self.position_tables, **weights}
         state_tensors = {name: tensor for name, tensor in full.items() if not name.startswith(WEIGHT)}
-        if budget is not None:
-            budget = replace(budget, deadline=budget.deadline - run.start_time)
         training_json = snapshot.to_training_json(recipe, run.machine(), budget)
 
         def build_files() -> Files:

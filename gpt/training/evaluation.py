@@ -4,9 +4,9 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,16 +26,18 @@ from gpt.training.context import Answers, Result, RunContext
 from gpt.training.data import Dataset
 from gpt.training.example_rows import ExampleRows
 from gpt.training.logs import Speed
-from gpt.training.pace import TimeBudget
 from gpt.training.recipe import Recipe
 from gpt.training.state import TrainState
 from gpt.training.strategy import Strategy
+from gpt.training.time_budget import TimeBudget
 
+T = TypeVar("T")
 Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
 
 SAMPLE = SampleConfig(max_tokens=80)
 # Tokens in a periodic evaluation: this share of the training tokens, but within these limits.
 EVAL_SHARE, EVAL_TOKENS = 0.005, (4096, 32_768)
+GOLDEN_RATIO = 0.6180339887498949
 MAX_CHECKED_PAIRS = 500  # maximum pairs per split to check for exact answers
 
 
@@ -59,7 +61,7 @@ def evaluate_best(
     count = 0.0
     if data.held_out_tokens:
         size, max_windows = recipe.model.block_size, budget.last_windows if budget else 0
-        windows = data.sample_windows(size, max_windows) if max_windows else data.windows(size)
+        windows = interleave(data.sample_windows(size, max_windows)) if max_windows else data.windows(size)
         total, count = _sum_over_ranks(evaluate.total_loss, strategy, model, windows, compute, stop)
         loss = total / count if count else math.nan
         bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
@@ -104,8 +106,14 @@ def _check_answers(
 ) -> Answers | None:
     if not pairs:
         return None
-    exact, count = _sum_over_ranks(evaluate.count_exact, strategy, model, pairs.spread(max_pairs), compute, stop)
+    rows = interleave(pairs.spread(max_pairs))
+    exact, count = _sum_over_ranks(evaluate.count_exact, strategy, model, rows, compute, stop)
     return Answers(int(exact), int(count), len(pairs))
+
+
+def interleave(items: Sequence[T]) -> list[T]:
+    """Reorders the items so that any number of the first are spread evenly over all (Weyl 1916)."""
+    return [items[index] for index in sorted(range(len(items)), key=lambda index: index * GOLDEN_RATIO % 1)]
 
 
 def mean_loss(strategy: Strategy, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
@@ -118,7 +126,8 @@ def mean_loss(strategy: Strategy, model: GPT, windows: Iterable[Window], compute
 def _sum_over_ranks(
     measure: Measure, strategy: Strategy, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal
 ) -> tuple[float, float]:
-    """Sums ``measure`` over all ranks' windows. After a signal to any rank, all raise `Stopped`."""
+    """Sums ``measure`` over all ranks' windows, as far as they get until the deadline of ``stop``. After a signal to
+    any rank, all raise `Stopped`."""
     total, count, stopped = 0.0, 0, False
     try:
         total, count = measure(model, strategy.until_stopped(stop, strategy.windows(windows)), compute)

@@ -69,6 +69,7 @@ class Journal:
         """Notes the model, the length of the run, the device and the sharding."""
         run, recipe, shape, world = self.run, self.run.recipe, self.run.recipe.model, self.run.world
         step, epochs = self.state.step, recipe.tokens(recipe.steps) / run.data.tokens
+        steps = "about " * recipe.is_timed + counted(recipe.steps, "step")
         processes = f"{world.size} processes, each on " if world.size > 1 else ""
         sharding = [f"{recipe.tensor} processes share each sequence"] if recipe.tensor > 1 else []
         sharding += ["weights, gradients and optimizer state are sharded"] if recipe.shard == "full" else []
@@ -86,7 +87,7 @@ class Journal:
         if recipe.lora_rank:
             self.note(f"adapters on the linear layers of the blocks: training {adapters:,} parameters")
         self.note(
-            f"{counted(recipe.steps, 'step')} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text, "
+            f"{steps} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text, "
             f"on {processes}{run.compute.describe()}; run {run.path}" + (f"; from step {step:,}" if step else "")
         )
         if sharding:

@@ -16,11 +16,12 @@ from gpt.training.context import Result, RunContext
 from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
 from gpt.training.logs import Speed
-from gpt.training.pace import TimeBudget
 from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy
+from gpt.training.time_budget import END_SECONDS, Clock, TimeBudget
 
+INTERVALS = ("eval_every", "save_every", "sample_every")
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
 # A run has learnt once its loss is this far below that of a uniform guess, in nats per token. After that, a loss this
@@ -49,8 +50,8 @@ class Trainer:
     """The training loop: steps, evaluation, checkpoints, rollback."""
 
     def __init__(self, run: RunContext, strategy: Strategy, budget: TimeBudget | None = None) -> None:
-        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan. ``budget`` sets the deadline
-        of a run with a time limit."""
+        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan. ``budget`` is that of a timed
+        run."""
         self.run, self.strategy, self.budget, self.recipe = run, strategy, budget, run.recipe
         self.session, self.world, self.data, self.model = run.session, run.world, run.data, strategy.model
         self.stepper = Stepper(strategy, self.recipe, self.on_halved, self.on_uncompiled, run.teachers)
@@ -76,11 +77,29 @@ class Trainer:
             check_disk_space(run.path, self.checkpointer.size)
             self.journal.open(asdict(self.recipe))
         self.journal.describe(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
-        self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
+        self.clock: Clock | None = None
+        if budget is not None:
+            seconds = self.state.training_seconds
+            seconds = seconds or budget.training_seconds(time.perf_counter() - run.start_time)
+            self.state.training_seconds = seconds
+            self.clock = Clock(seconds, self.state.share)
+        self.earlier_position = self.position  # before the last step
+        seconds_left = self.state.training_seconds * (1 - self.state.share)
+        self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens, seconds=seconds_left))
+
+    @property
+    def position(self) -> float:
+        """How far the learning rate schedule is, in steps. In a timed run, the clock decides."""
+        return self.state.share * self.recipe.steps if self.clock is not None else self.state.step
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all steps are done, or the time has passed."""
+        return self.state.share == 1 if self.clock is not None else self.state.step == self.recipe.steps
 
     def train(self) -> Result:
         """Trains until the last step, early stopping, or a signal."""
-        self.session.stop.at_once = False
+        self.session.stop.at_once, self.session.stop.deadline = False, math.inf
         try:
             with self.world.watch_peers():
                 if self.state.step == 0:
@@ -93,7 +112,6 @@ class Trainer:
                 while not is_over:
                     try:
                         self.step()
-                        self.fit_to_budget()
                         is_over = self.run_due_actions()
                     except Diverged as diverged:
                         self.roll_back(diverged)
@@ -111,8 +129,8 @@ class Trainer:
     def step(self) -> None:
         """Takes one optimizer step. Reports the previous step while a GPU computes this one."""
         recipe, state, world = self.recipe, self.state, self.world
-        start = time.perf_counter()
-        lr = state.rate_factor * recipe.lr_at(state.step + 1)
+        start, self.earlier_position = time.perf_counter(), self.position
+        lr = state.rate_factor * recipe.lr_at(self.position + 1)
         world.seed(recipe.seed, state.step)
         x, y, *lesson = self.batches.global_batch(state.step, world.data_rank, world.data_size)
         pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr, *lesson))
@@ -144,22 +162,21 @@ class Trainer:
         """Evaluates, samples and saves if due after this step. Returns True when training is over."""
         state, recipe = self.state, self.recipe
         self.checkpointer.writer.poll()
-        intervals = (recipe.steps, recipe.eval_every, recipe.save_every, recipe.sample_every)
-        if not self.is_stop_requested() and not any(n and state.step % n == 0 for n in intervals):
+        self.poll()
+        if not self.signum and not any(map(self.is_due, INTERVALS)):
             return False
         self.report_pending()
-        if self.is_stop_requested():
+        if self.signum:
             raise Stopped
-        at_end = state.step == recipe.steps
         if state.settled_step == state.step:  # These actions ran before the resume.
-            return at_end or self.is_out_of_patience()
-        if state.bad_steps and not at_end:
+            return self.is_at_end or self.is_out_of_patience()
+        if state.bad_steps and not self.is_at_end:
             return False
-        if self.is_due(recipe.eval_every) and self.held_out and state.measured_step != state.step:
+        if self.is_due("eval_every") and self.held_out and state.measured_step != state.step:
             self.evaluate()
         is_best = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
-        is_last = at_end or self.is_out_of_patience()
-        if self.is_due(recipe.sample_every) and state.step and not is_last:
+        is_last = self.is_at_end or self.is_out_of_patience()
+        if self.is_due("sample_every") and state.step and not is_last:
             text = self.stepper.run_eagerly(
                 lambda: sample_lines(self.run, self.strategy, self.model, self.run.compute, recipe.seed)
             )
@@ -167,21 +184,23 @@ class Trainer:
         state.settled_step = state.step
         if is_last:
             self.checkpointer.save(recipe, self.budget, lambda: self.session.stop.signum is not None)
-        elif is_best or (state.step and state.step % recipe.save_every == 0):
+        elif is_best or (state.step and self.is_due("save_every")):
             self.checkpointer.save(recipe, self.budget)
         return is_last
 
-    def is_stop_requested(self) -> bool:
-        """Whether any rank has received a signal."""
-        self.signum = self.world.all_reduce_max(self.session.stop.signum or 0)
-        return self.signum > 0
+    def poll(self) -> None:
+        """Updates the signal and the share of the time, on all ranks."""
+        share = self.state.share if self.clock is None else self.clock.share()
+        self.signum, self.state.share = self.world.poll(self.session.stop.signum or 0, share)
 
-    def is_due(self, interval: int) -> bool:
-        """Whether a periodic action is due: after every ``interval`` steps, at the last step, and before the first step
-        of fine-tuning."""
-        step = self.state.step
-        is_eligible = step > 0 or self.run.init is not None
-        return step == self.recipe.steps or (interval > 0 and step % interval == 0 and is_eligible)
+    def is_due(self, name: str) -> bool:
+        """Whether a periodic action is due: after every interval ``name``, at the end, and before the first step of
+        fine-tuning."""
+        step, interval = self.state.step, getattr(self.recipe, name)
+        if self.is_at_end or not interval or not step:
+            return self.is_at_end or (interval > 0 and self.run.init is not None)
+        earlier, now = (self.earlier_position, self.position) if name in self.recipe.by_clock.split() else (step - 1, step)
+        return bool(now // interval > earlier // interval)
 
     def is_out_of_patience(self) -> bool:
         """Whether the last ``patience`` evaluations brought no improvement."""
@@ -215,17 +234,6 @@ class Trainer:
         outcome = f"back to step {self.state.step:,}, with {ROLLBACK_FACTOR:g} times the learning rate"
         self.session.note(f"{why} at step {step:,}: {outcome}")
 
-    def fit_to_budget(self) -> None:
-        """When learning rate decay starts, fits the number of decay steps to the remaining time."""
-        budget, state, recipe = self.budget, self.state, self.recipe
-        if budget is None or state.step != recipe.steps - recipe.decay:
-            return
-        now = time.perf_counter()
-        seconds_per_step = (now - self.run.start_time - state.first_step) / state.step
-        steps = self.world.broadcast_object(lambda: budget.steps_left(now, seconds_per_step))
-        self.update_recipe(steps=state.step + steps, decay=steps, planned=recipe.planned or recipe.steps)
-        self.session.listen(events.Plan(self.recipe.steps, recipe.batch_tokens))
-
     def compile(self) -> None:
         """Compiles the step. If that fails, the run continues uncompiled."""
         start = time.perf_counter()
@@ -255,18 +263,22 @@ class Trainer:
     def finish(self) -> Result:
         """Evaluates the best checkpoint and returns the result of the run."""
         self.stepper.drop_graph()
+        if self.clock is not None and self.budget is not None:
+            self.update_recipe(steps=self.state.step)
+            self.session.stop.deadline = self.clock.end + self.budget.end - END_SECONDS
+            self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
         result, model = evaluate_best(self.run, self.strategy, self.recipe, self.state, self.budget, self.journal.speed)
         if self.recipe.merge_lora and self.world.is_main:
             merged = self.run.path / "merged"
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
             self.session.note(f"merged: {merged}")
-        self.journal.end(result, "patience" if self.state.step < self.recipe.steps else "steps")
+        self.journal.end(result, "steps" if self.is_at_end else "patience")
         return result
 
     def end_by_signal(self) -> NoReturn:
         """Saves the run and raises `Interrupted`, or `WorkError` if saving fails."""
         state, writer = self.state, self.checkpointer.writer
-        self.is_stop_requested()
+        self.poll()
         if state.step and self.world.broadcast_object(lambda: writer.step != state.step):
             self.checkpointer.save(self.recipe, self.budget)
         self.world.wait_for_main()
@@ -280,7 +292,7 @@ class Trainer:
         saved = f", saved in {self.run.path / folder.step_name(state.step)}" if state.step else ""
         raise Interrupted(
             self.signum,
-            f"interrupted at step {state.step:,} of {self.recipe.steps:,}{saved}; "
+            f"interrupted at step {state.step:,} of {'about ' * self.recipe.is_timed}{self.recipe.steps:,}{saved}; "
             f"resume with: {self.run.resume_command}",
         )
 

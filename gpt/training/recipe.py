@@ -1,7 +1,7 @@
 """Resolves training settings into a recipe: text size and device decide every ``None`` and ``auto``."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -87,9 +87,14 @@ class Recipe:
     tensor: Annotated[int, Within(1, 1024)] = 1  # number of tensor-parallel processes
     context: Count = 0  # original context of a RoPE base model; 0 for other runs
     recompute: bool = False  # whether the backward pass recomputes activations
-    # The value of ``steps`` before the final ``decay`` was fitted to the remaining time; 0 if it was not fitted.
-    planned: Count = 0
+    # Those of "steps eval_every save_every sample_every" that follow the clock. Their values are estimates.
+    by_clock: str = ""
     teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
+
+    @staticmethod
+    def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Drops the planned steps of a timed run that older versions wrote."""
+        return {key: value for key, value in values.items() if key != "planned"}
 
     @property
     def saved_model(self) -> GPTConfig:
@@ -118,12 +123,17 @@ class Recipe:
         """The tokens in the first ``steps`` steps."""
         return self.ramp.count_rows_before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the run ends by the clock."""
+        return "steps" in self.by_clock.split()
+
     def lr_at(self, step: float) -> float:
         """The learning rate at ``step``, from 1 to ``steps``. It rises linearly to ``lr`` over ``warmup`` steps.
 
         Then it stays constant for ``constant``, or decays to a tenth for ``cosine``. For ``linear``, it decays towards
-        0 in the last ``decay`` steps (Hägele et al. 2024, arXiv 2405.18392). If ``planned`` is set, the last ``decay``
-        steps of a cosine schedule compress the rest of the planned schedule.
+        0 in the last ``decay`` steps (Hägele et al. 2024, arXiv 2405.18392). In a timed run, ``step`` is a position:
+        the share of the time that has passed, times ``steps``.
         """
         if step < self.warmup:
             return self.lr * step / self.warmup
@@ -131,10 +141,7 @@ class Recipe:
             return self.lr
         if self.schedule == "linear":
             return self.lr * min(1.0, (self.steps + 1 - step) / max(1, self.decay))
-        steps, steps_left = self.planned or self.steps, self.steps - step
-        if self.planned and steps_left < self.decay:
-            step = steps - steps_left * (steps - (self.steps - self.decay)) / self.decay
-        progress = (step - self.warmup) / max(1, steps - self.warmup)
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 
@@ -499,7 +506,7 @@ def _total_steps(config: TrainConfig, n_tokens: int, batch: _Batch, default_epoc
     if config.steps is not None:
         return config.steps
     if config.minutes is not None:
-        return 1000  # A guess until `gpt.training.budget` measures the throughput.
+        return 1000  # A guess until `gpt.training.budget` measures the speed.
     epochs = default_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")

@@ -343,10 +343,15 @@ def apply_changes(
     if micro_batch not in (None, "auto"):
         recipe = replace(recipe, micro_batch=parse_micro_batch(micro_batch, share))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal up to rounding")
+    if steps is not None and recipe.is_timed:
+        raise UserError(
+            "--steps cannot extend a run with --minutes, because the clock sets its learning rate",
+            "gpt train TEXT --init RUN starts another run from its weights",
+        )
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give at least that many")
     if steps is not None and steps > recipe.steps:
-        new_recipe = replace(recipe, steps=steps, planned=0)
+        new_recipe = replace(recipe, steps=steps)
         current, new_lr = (schedule.lr_at(step + 1) for schedule in (recipe, new_recipe))
         note(
             f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,}, the {recipe.schedule} schedule is "

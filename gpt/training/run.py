@@ -49,9 +49,9 @@ from gpt.training.resuming import (
 from gpt.training.state import seed_all
 from gpt.training.strategy import make_strategy
 from gpt.training.teachers import TEACHERS, Teachers, check_tokenizers, own_teachers, whole_run
+from gpt.training.time_budget import MIN_TRAINING, Costs, TimeBudget
 
 TEACHER_EVALUATIONS = 5  # of a run's own teacher
-MIN_PUPIL_SHARE = 0.25  # minimum share of the minutes that is left after the teachers
 
 
 def train(
@@ -138,38 +138,41 @@ def open_phases(
     if started.config.teachers == 0 or started.saved is not None:
         return open_run(started, changes, session, prepared)
     compute, inputs = open_inputs(started, changes, session, prepared)
+    given_teachers = Teachers(inputs.teachers, compute)
+    planner = Planner(started.config, compute, inputs.data, inputs.init, session, given_teachers)
     if started.config.teachers is None:
-        started = choose_teachers(started, compute, inputs, session)
-    config = started.config
+        started = choose_teachers(started, planner)
+    config = planner.config = started.config
     if not config.teachers:
-        return open_run(started, changes, session, inputs)
+        return open_run(started, changes, session, inputs, costs=planner.costs)
     own_inputs = replace(inputs, teachers=[], data=replace(inputs.data, measure_yardsticks=lambda: None))
-    plan = plan_teachers(started, compute, inputs, session)
+    plan = plan_teachers(started, planner)
     changes_of_teachers = {name: value for name, value in changes.items() if name not in ("steps", "log")}
-    seconds = 0.0  # spent on the teachers in earlier commands
+    start = session.start_time  # of the run: earlier by the time that earlier commands spent on teachers
     for number in range(1, config.teachers + 1):
         path, checkpoint = world.broadcast_object(partial(prepare_teacher, started, number, plan, session.note))
         teacher = world.raise_on_all(partial(read_started, Path(path), checkpoint))
-        start, result = time.perf_counter(), teacher.result
-        if result is None:
-            phase = session.phase(f"teacher {number} of {config.teachers}", start)
-            trainer = open_run(teacher, changes_of_teachers, phase, own_inputs)
+        if teacher.result is None:
+            now, budget = time.perf_counter(), None
+            if config.minutes is not None and planner.costs is not None:  # An equal share of the rest of the first half
+                minutes = (config.minutes / 2 - (now - start) / 60) / (config.teachers - number + 1)
+                minutes = max(minutes, MIN_TRAINING * config.minutes / config.teachers)
+                budget = TimeBudget.fitting(minutes, 0.0, planner.costs, TEACHER_EVALUATIONS)
+            phase = session.phase(f"teacher {number} of {config.teachers}", now)
+            trainer = open_run(teacher, changes_of_teachers, phase, own_inputs, budget)
             on_start()
             result = trainer.train()
-            seconds -= time.perf_counter() - start
-        seconds += result.seconds
+            start += time.perf_counter() - now - result.seconds
+        else:
+            start -= teacher.result.seconds
         if world.is_main:
             folder.keep_only_best(teacher.run)
-    start = session.start_time - seconds
-    if config.minutes is not None:  # If the machine has become slower, the run takes longer.
-        start = max(start, time.perf_counter() - 60 * config.minutes * (1 - MIN_PUPIL_SHARE))
-    return open_run(started, changes, session.phase("pupil", start), inputs)
+    return open_run(started, changes, session.phase("pupil", start), inputs, costs=planner.costs)
 
 
-def choose_teachers(started: StartedRun, compute: Compute, inputs: Prepared, session: Session) -> StartedRun:
+def choose_teachers(started: StartedRun, planner: Planner) -> StartedRun:
     """Decides how many teachers the run trains first, and records it in ``run.json``."""
-    planner = Planner(started.config, compute, inputs.data, inputs.init, session, Teachers(inputs.teachers, compute))
-    count = planner.count_teachers()
+    count, session = planner.count_teachers(), planner.session
     if count:
         session.note(
             f"{count} teachers train first, in half of the {'steps' if started.config.minutes is None else 'time'}: a "
@@ -182,18 +185,13 @@ def choose_teachers(started: StartedRun, compute: Compute, inputs: Prepared, ses
     return replace(started, record=record, config=replace(started.config, teachers=count))
 
 
-def plan_teachers(started: StartedRun, compute: Compute, inputs: Prepared, session: Session) -> dict[str, Any]:
+def plan_teachers(started: StartedRun, planner: Planner) -> dict[str, Any]:
     """Returns the settings of the run's own teachers that differ from its own. All of them have the same steps, and
     share half of the run's steps or minutes."""
-    config, first = started.config, started.run / TEACHERS / "1"
-    count = config.teachers or 1
-    halved = replace(config, teachers=0, minutes=config.minutes and config.minutes / 2)
-    planner = Planner(halved, compute, inputs.data, inputs.init, session, Teachers([], compute))
+    config, first, world = started.config, started.run / TEACHERS / "1", planner.session.world
     recipe = planner.resolve(config)
-    world = session.world
-    steps = world.broadcast_object(lambda: read_started(first).config.steps if folder.is_run(first) else None)
-    if steps is None:
-        steps = max(1, (recipe.steps if config.minutes is None else planner.measure_steps(recipe)) // count)
+    steps = planner.count_teacher_steps(recipe)
+    steps = world.broadcast_object(lambda: read_started(first).config.steps if folder.is_run(first) else steps) or steps
     in_the_run = ("epochs", "minutes", "warmup", "warmup_tokens", "decay", "batch_ramp", "save_every")
     return {
         **dict.fromkeys(in_the_run),
@@ -223,9 +221,15 @@ def open_inputs(
 
 
 def open_run(
-    started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Prepared | None = None
+    started: StartedRun,
+    changes: Mapping[str, Any],
+    session: Session,
+    prepared: Prepared | None = None,
+    budget: TimeBudget | None = None,
+    costs: Costs | None = None,
 ) -> Trainer:
-    """Opens a run's data, device, recipe and model on all ranks. ``prepared`` is what a rank already has."""
+    """Opens a run's data, device, recipe and model on all ranks. ``prepared`` is what a rank already has. ``budget`` is
+    the time of a run's own teacher, and ``costs`` is what was measured before."""
     world, note = session.world, session.note
     compute, inputs = open_inputs(started, changes, session, prepared)
     data, init = inputs.data, inputs.init
@@ -233,18 +237,21 @@ def open_run(
     teachers = Teachers([*own, *inputs.teachers], compute)
     environment.write_message(environment.RUN, whole_run(started.run))
     changes = {**started.requested_steps, **changes}
-    planner, recipe, budget = Planner(started.config, compute, data, init, session, teachers), started.recipe, None
+    planner, recipe = Planner(started.config, compute, data, init, session, teachers, costs), started.recipe
     if teachers.found:
-        planned = recipe or planner.resolve(started.config)
-        planner.check(planned)
-        read_text(teachers, data, planned, started.run, session)
+        draft = recipe or planner.resolve(started.config)
+        planner.check(draft)
+        read_text(teachers, data, draft, started.run, session)
     if recipe is None:
-        recipe, budget = planner.plan()
+        recipe, own_budget = planner.plan()
+        if budget is not None:
+            recipe = replace(recipe, by_clock="steps eval_every save_every")
+        budget = budget or own_budget
+    elif started.saved is not None:
+        budget = started.saved.budget
     step = started.saved.state.step if started.saved else 0
     recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.data_size))
     start = session.start_time - (started.saved.state.seconds if started.saved else 0.0)
-    if started.saved is not None and started.saved.pace is not None and "steps" not in changes:
-        budget = replace(started.saved.pace, deadline=started.saved.pace.deadline + start)
     record = started.record if started.saved else data_record(started.record, data, init, inputs.teachers)
     log = str(changes.get("log", started.config.log))
     context = RunContext(

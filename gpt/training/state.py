@@ -16,9 +16,9 @@ from gpt.runs import adapter, folder, tensors
 from gpt.runs.record import Machine
 from gpt.settings import MAX_FLOAT32, Amount, Count, Positive, Within, checked
 from gpt.text.batches import MAX_BATCH_SIZES
-from gpt.training.pace import TimeBudget
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import MOMENT, WEIGHT, Strategy
+from gpt.training.time_budget import TimeBudget
 
 FORMAT = 1
 STATE, TENSORS = folder.TRAINING
@@ -43,6 +43,8 @@ class TrainState:
     step_seconds: Amount = 0.0  # time in training steps, without evaluation, sampling and saving
     seconds: Amount = 0.0  # total time of all commands so far
     first_step: Amount = 0.0  # value of ``seconds`` at the first step
+    training_seconds: Amount = 0.0  # time for training in a timed run
+    share: Annotated[float, Within(0, 1)] = 0.0  # share of ``training_seconds`` that has passed
     metrics_bytes: Count = 0  # bytes of metrics.jsonl so far
 
 
@@ -59,19 +61,19 @@ class Scaling:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The content of ``training.json``. ``pace`` is the time budget, with a deadline relative to the run's start."""
+    """The content of ``training.json``. ``budget`` is that of a timed run."""
 
     format: int
     state: TrainState
     recipe: Recipe
     machine: Machine
     scaling: Scaling | None
-    pace: TimeBudget | None
+    budget: TimeBudget | None = None
 
     @staticmethod
     def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Drops the unused random states of Python and numpy that older versions wrote."""
-        return {key: value for key, value in values.items() if key != "draws"}
+        """Drops what older versions wrote: random states of Python and numpy, and the plan of a timed run."""
+        return {key: value for key, value in values.items() if key not in ("draws", "pace")}
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Snapshot:
                 "recipe": asdict(recipe),
                 "machine": asdict(machine),
                 "scaling": self.scaling or None,
-                "pace": None if budget is None else asdict(budget),
+                "budget": None if budget is None else asdict(budget),
             }
         )
 
@@ -129,7 +131,7 @@ def read_saved_state(path: Path) -> SavedState:
         raise UserError(f"{file} has format {values.get('format')!r}; this program reads format {FORMAT}", "update gpt")
     saved = checked(SavedState, values, str(file))
     step, recipe = saved.state.step, saved.recipe
-    if step > recipe.steps or not saved.state.windows:
+    if (step > recipe.steps and not recipe.is_timed) or not saved.state.windows:
         raise UserError(f"{file} is damaged: step {step} of {recipe.steps}", folder.HINT)
     ramp = recipe.ramp  # If a ramp shrinks or has too many sizes, listing its sizes would not end.
     is_even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))

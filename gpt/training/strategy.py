@@ -85,7 +85,7 @@ class Strategy:
         return items
 
     def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
-        """Yields the items. Raises `Stopped` after a signal to this process."""
+        """Yields the items until the deadline. Raises `Stopped` after a signal to this process."""
         return stop.until_signal(items)
 
     def compute_on_all(self, work: Callable[[], T]) -> T:
@@ -219,11 +219,15 @@ class Sharded(Strategy):
             yield window if rank < len(group) else dataclasses.replace(window, skipped=len(window.y))
 
     def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
-        """Yields the items. After a signal to any rank, all raise `Stopped`, so that no rank waits for another."""
+        """Yields the items until rank 0's deadline. After a signal to any rank, all raise `Stopped`. So no rank waits
+        for another."""
         for item in items:
-            if self.world.all_reduce_max(stop.signum or 0):
+            signum, is_late = self.world.poll(stop.signum or 0, float(stop.is_late))
+            if signum:
                 raise Stopped
             yield item
+            if is_late:
+                return
 
     def compute_on_all(self, work: Callable[[], T]) -> T:
         return work()

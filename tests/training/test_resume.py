@@ -20,6 +20,7 @@ from gpt.errors import Interrupted, UserError, WorkError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
 from gpt.training import step as stepping
+from gpt.training.time_budget import Clock
 from gpt.words import counted
 
 STEPS = 12
@@ -355,21 +356,26 @@ def test_changed_base_model_is_refused(run_folder: Path, text: Path) -> None:
         library.resume("x")
 
 
-@pytest.mark.slow
-def test_resumed_timed_run_keeps_its_plan(text: Path) -> None:
-    """The planned steps and the time spent carry over."""
-    settings = {**FAST, "steps": None, "minutes": 0.15, "teachers": 0}
-    run_events = interrupt_at(40, lambda listen: library.train(text, out="parts", listen=listen, **settings))
-    planned = next(event.steps for event in run_events if isinstance(event, events.Plan))
-    record = json.loads(Path("parts/run.json").read_text())
-    assert record["resolved"]["steps"] == planned
-    training_state = json.loads(Path("parts/step-000040/training.json").read_text())
-    assert 0 < training_state["pace"]["deadline"] <= 9.0
+def test_resumed_timed_run_has_the_time_that_was_left(text: Path) -> None:
+    settings = {**FAST, "steps": None, "minutes": 1.0, "teachers": 0}
+    run_events = interrupt_at(20, lambda listen: library.train(text, out="parts", listen=listen, **settings))
+    plan = next(event for event in run_events if isinstance(event, events.Plan))
+    state = json.loads(Path("parts/step-000020/training.json").read_text())["state"]
+    assert state["training_seconds"] == plan.seconds > 6
+    assert 0 < state["share"] < 1
+    with pytest.raises(UserError, match="--steps cannot extend a run with --minutes"):
+        library.resume("parts", steps=10**6)
     resumed_events: list[Any] = []
-    result = library.resume("parts", resumed_events.append)
-    assert next(event.steps for event in resumed_events if isinstance(event, events.Plan)) == planned
-    assert 3 < result.seconds < 30
-    assert result.steps > 40
+    with pytest.MonkeyPatch.context() as patched:
+        shares = iter([state["share"], 1.0])
+        patched.setattr(Clock, "share", lambda clock: next(shares))
+        result = library.resume("parts", resumed_events.append)
+    resumed_plan = next(event for event in resumed_events if isinstance(event, events.Plan))
+    assert resumed_plan.seconds == pytest.approx(plan.seconds * (1 - state["share"]))
+    assert resumed_plan.steps == plan.steps
+    assert result.steps == 21
+    first = next(event for event in resumed_events if isinstance(event, events.StepEvent))
+    assert first.step == 21
 
 
 @pytest.fixture

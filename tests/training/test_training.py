@@ -25,17 +25,18 @@ from gpt.runs import folder
 from gpt.settings import from_dict, to_toml
 from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
-from gpt.training import recipe
+from gpt.interrupt import StopSignal
+from gpt.training import evaluation, recipe
 from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer
-from gpt.training.pace import Costs, TimeBudget
 from gpt.training.recipe import Recipe
+from gpt.training.time_budget import Clock, Costs, TimeBudget
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 def lr_at(step: int, **recipe: Any) -> float:
-    return Recipe.lr_at(SimpleNamespace(**{"planned": 0} | recipe), step)  # type: ignore[arg-type]
+    return Recipe.lr_at(SimpleNamespace(**recipe), step)  # type: ignore[arg-type]
 
 
 def test_loss_decreases(text: Path) -> None:
@@ -212,39 +213,62 @@ def test_cosine_and_constant_schedules() -> None:
     assert lr_at(1, lr=2.0, warmup=0, steps=1, decay=0, schedule="cosine") == pytest.approx(0.2)
 
 
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A list of the shares of the time that have passed before the first step and after each step. It replaces the
+    clock of timed runs, which otherwise depends on the speed of this machine."""
+    shares = [0.0]
+    remaining = iter(shares)
+    monkeypatch.setattr(Clock, "share", lambda clock: next(remaining))
+    monkeypatch.setattr(TimeBudget, "tokens", lambda budget, elapsed, token_seconds, step_tokens: 100.0 * step_tokens)
+    return shares
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
-@pytest.mark.parametrize("remaining_steps", [20, 50, 130])
-def test_fitting_a_time_budget_keeps_past_learning_rates(schedule: str, remaining_steps: int) -> None:
-    plan = resolved(steps=100, warmup=10, decay=50, lr=1.0, schedule=schedule, **TINY)
-    fitted = dataclasses.replace(plan, steps=50 + remaining_steps, decay=remaining_steps, planned=100)
-    assert [fitted.lr_at(step) for step in range(51)] == [plan.lr_at(step) for step in range(51)]
-    learning_rates = [fitted.lr_at(step) for step in range(50, 51 + remaining_steps)]
-    assert learning_rates[-1] == pytest.approx(plan.lr_at(100), abs=1 / 20)
-    # A cosine's steepest slope is 0.9 · π / 2 times the mean slope.
-    max_slope = 1.5 if schedule == "cosine" else 1
-    assert all(0 <= a - b <= max_slope / remaining_steps + 1e-9 for a, b in itertools.pairwise(learning_rates))
+def test_learning_rate_of_a_timed_run_follows_the_clock(text: Path, schedule: str, shares: list[float]) -> None:
+    """The machine becomes four times slower halfway, so 100 planned steps end after 62."""
+    shares += [step / 100 for step in range(1, 51)] + [(50 + 4 * step) / 100 for step in range(1, 13)] + [1.0]
+    result, run_events = train(text, minutes=1.0, schedule=schedule, teachers=0)
+    resolved = json.loads((result.run / "run.json").read_text())["resolved"]
+    assert result.steps == resolved["steps"] == 63
+    plan = {**resolved, "steps": 100}
+    learning_rates = [event.lr for event in run_events if isinstance(event, events.StepEvent)]
+    assert learning_rates == pytest.approx([lr_at(100 * share + 1, **plan) for share in shares[:-1]])  # type: ignore[arg-type]
+    assert learning_rates[-1] < {"linear": 0.05, "cosine": 0.11, "constant": 1.1}[schedule] * resolved["lr"]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "evaluated"),
+    [({}, [*range(5, 51, 5), 52, 53, 54, 55, 57, 58, 59, 60, 62]), ({"eval_every": 25}, [25, 50, 62])],
+    ids=["by the clock", "by steps"],
+)
+def test_evaluations_of_a_timed_run_follow_the_clock(
+    text: Path, shares: list[float], intervals: dict[str, int], evaluated: list[int]
+) -> None:
+    shares += [step / 100 for step in range(1, 51)] + [(50 + 4 * step) / 100 for step in range(1, 12)] + [1.0]
+    _, run_events = train(text, minutes=1.0, **intervals, teachers=0)
+    steps = [event.step for event in run_events if isinstance(event, events.EvalEvent)]
+    assert steps == evaluated
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"decay": 0}, {"decay": 0}), ({"decay": 1000, "warmup": 1000}, {"decay": 100, "warmup": 100})],
+    ids=["none", "longer than the run"],
+)
+def test_warmup_and_decay_of_a_timed_run_are_shares_of_it(
+    text: Path, shares: list[float], settings: dict[str, int], expected: dict[str, int]
+) -> None:
+    shares += [0.5, 1.0]
+    result, _ = train(text, minutes=1.0, **settings, teachers=0)
+    record = json.loads((result.run / "run.json").read_text())
+    assert result.steps == 2
+    assert {name: record["resolved"][name] for name in expected} == expected
 
 
 @pytest.mark.slow
-def test_timed_run_can_be_repeated_with_its_steps(text: Path) -> None:
-    timed, _ = train(text, minutes=0.1, optimizer="muon", dropout=0.0)
-    record = json.loads((timed.run / "run.json").read_text())
-    resolved = record["resolved"]
-    assert timed.steps == resolved["steps"]
-    assert record["settings"]["minutes"] == 0.1
-    repeated, _ = train(
-        text, steps=timed.steps, warmup=resolved["warmup"], decay=resolved["decay"], dropout=0.0,
-        weight_decay=resolved["weight_decay"],
-        eval_every=resolved["eval_every"], save_every=resolved["save_every"],
-    )  # fmt: skip
-    assert repeated.val_loss == timed.val_loss
-    timed_weights, repeated_weights = weights(timed.run), weights(repeated.run)
-    assert all(torch.equal(timed_weights[name], repeated_weights[name]) for name in timed_weights)
-
-
-@pytest.mark.slow
-def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout depends on how many uncompiled steps fit, not on the initial guess or on how many compiled steps fit."""
+def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float]) -> None:
+    """The speed is measured without compiling."""
     lookups: list[GPTConfig] = []
 
     def find(key: Any, *args: object) -> Any:
@@ -252,75 +276,76 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError("there is no compiler")
 
     monkeypatch.setattr(programs, "find", find)
-    steps_that_fit = iter([30, 400])
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: next(steps_that_fit))
-    monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
-    text.write_text(make_text(1000), encoding="utf-8")
-    timed, _ = train(text, minutes=1.0, compile="on", teachers=0)
-    record = json.loads((timed.run / "run.json").read_text())
-    for length in ({"minutes": 1.0}, {"steps": 400}):
-        assert resolved(n_tokens=record["tokens"]["train"], **TINY, **length).model.dropout > 0
-    assert record["resolved"]["model"]["dropout"] == 0
-    assert [model.dropout for model in lookups] == [0, 0]  # The measurement and the run each look up one program.
+    shares += [1.0]
+    train(text, minutes=1.0, compile="on", teachers=0)
+    assert len(lookups) == 1
 
 
 @pytest.mark.slow
-def test_minutes_decide_if_a_timed_run_compiles(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether to compile depends on the minutes, not on the 400 steps that fit."""
+def test_minutes_decide_if_a_timed_run_compiles(
+    text: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float]
+) -> None:
+    """Whether to compile depends on the minutes, not on the 100 steps that fit."""
     lookups: list[object] = []
     monkeypatch.setattr(programs, "find", lambda key, *args: lookups.append(key))
     monkeypatch.setattr(recipe, "compiles_by_default", lambda: True)
     monkeypatch.setitem(recipe.CPU_FLOPS_PER_WIDTH, "float32", 1e-9)
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 400)
-    monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
-    assert resolved(n_tokens=10**6, **TINY, steps=400, dtype="float32").compile
-    timed, _ = train(text, minutes=1.0, dtype="float32")
+    assert resolved(n_tokens=10**6, **TINY, steps=100, dtype="float32").compile
+    shares += [1.0]
+    timed, _ = train(text, minutes=1.0, dtype="float32", teachers=0)
     assert not json.loads((timed.run / "run.json").read_text())["resolved"]["compile"]
     assert not lookups
 
 
-def test_time_budget_determines_the_steps() -> None:
-    pace = TimeBudget(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
-    assert pace.steps(now=10.0) == 750  # 90 s minus 5 s at the end and 10 s of evaluations
-    assert pace.steps_left(now=50.0, step=0.15) == 300
-    assert pace.steps_left(now=99.0, step=0.15) == 1
-    with pytest.raises(gpt.UserError, match="no time to train") as error:
-        pace.steps(now=84.8)
-    assert "--minutes 0.3" in error.value.hint
+def test_final_evaluation_ends_at_the_deadline(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are spread over the held-out text, however many are measured. At least one batch is."""
+    stop = StopSignal()
+    assert [*stop.until_signal("abc")] == ["a", "b", "c"]
+    stop.deadline = 0.0
+    assert [*stop.until_signal("abc")] == ["a"]
+    for count in (10, 30, 99):
+        first = sorted(evaluation.interleave(range(100))[:count])
+        assert max(b - a for a, b in itertools.pairwise([0, *first, 100])) <= 3 * 100 / count
 
 
-SLOW = Costs(step=1.2, window=2.0, sample=4.0, save=1.0, default_windows=32, all_windows=110, pairs=500)
+def test_time_budget_determines_the_tokens() -> None:
+    budget = TimeBudget(total=100.0, evaluations=10.0, end=5.0)
+    assert budget.tokens(10.0, 0.01, 10) == pytest.approx(7500)  # 90 s minus 5 s at the end and 10 s of evaluations
+    assert budget.training_seconds(10.0) == 85
+    assert budget.training_seconds(99.0) == 10  # Getting ready took too long.
+    for elapsed, step_tokens in ((100.5, 10), (84.8, 1000)):
+        with pytest.raises(gpt.UserError, match="no time to train") as error:
+            budget.tokens(elapsed, 0.01, step_tokens)
+        minutes = float(error.value.hint.split()[4].rstrip(","))
+        assert minutes > 100 / 60
+        dataclasses.replace(budget, total=60 * minutes).tokens(elapsed, 0.01, step_tokens)
+
+
+SLOW = Costs(token=0.0012, window=2.0, sample=4.0, save=1.0, default_windows=32, all_windows=110, pairs=500)
 
 
 def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     """A large model on a slow machine gets fewer evaluations and no samples."""
-    budget = TimeBudget.fitting(5, start_time=0.0, now=30.0, costs=SLOW, evals=20)
+    budget = TimeBudget.fitting(5, elapsed=30.0, costs=SLOW, evals=20)
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
-    assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
+    assert budget.tokens(30.0, SLOW.token, 1000) >= 0.8 * 300 / 0.0012
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
     # More than a fifth of the time is already spent.
-    late = TimeBudget.fitting(5, start_time=0.0, now=90.0, costs=SLOW, evals=20)
+    late = TimeBudget.fitting(5, elapsed=90.0, costs=SLOW, evals=20)
     assert late.evaluations + late.end <= 0.2 * 300 / 2
     assert late.windows == late.last_windows == 1
-    fast = dataclasses.replace(SLOW, step=0.01, window=0.001, sample=0.1, save=0.05, all_windows=1000)
-    uncut = TimeBudget.fitting(1, start_time=0.0, now=3.0, costs=fast, evals=20)
+    fast = dataclasses.replace(SLOW, token=1e-5, window=0.001, sample=0.1, save=0.05, all_windows=1000)
+    uncut = TimeBudget.fitting(1, elapsed=3.0, costs=fast, evals=20)
     assert (uncut.pauses, uncut.windows, uncut.last_windows, uncut.samples) == (20, 32, 1000, True)
 
 
 @pytest.mark.slow
-def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> None:
-    steps: list[int] = []
-
-    def steps_that_fit(budget: TimeBudget, now: float) -> int:
-        steps.append(5 if steps else 64)  # 64 steps of one sequence fit, or 5 steps of the resulting batch.
-        return steps[-1]
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TimeBudget, "steps", steps_that_fit)
-        patched.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
-        result = gpt.train(text, init=str(run_folder), minutes=1.0, lora_rank=2, dtype="float32", sample_every=0)
+def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is time for 3,200 tokens, so each of 100 steps gets one sequence of 32 tokens."""
+    monkeypatch.setattr(TimeBudget, "tokens", lambda *args: 3200.0)
+    monkeypatch.setattr(Clock, "share", lambda clock: 1.0)
+    result = gpt.train(text, init=str(run_folder), minutes=1.0, lora_rank=2, dtype="float32", sample_every=0)
     resolved = json.loads((result.run / "run.json").read_text())["resolved"]
-    # The text has 64 sequences for 100 steps, so each step gets one sequence of 32 tokens.
     assert resolved["batch_tokens"] == 32
     assert result.val_tokens > 0
 

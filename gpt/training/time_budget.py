@@ -1,0 +1,109 @@
+"""Runs with ``--minutes``: how they divide their time, and the clock that training follows."""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+from gpt.errors import UserError
+from gpt.settings import Count, Within
+
+OVERHEAD = 0.2  # share of the time for everything except training steps
+END_SECONDS = 2.0  # time to read back the last checkpoint and exit
+MIN_TRAINING = 0.1  # minimum share of the time for training, however long it took to get ready
+MIN_STEPS = 4
+
+Seconds = Annotated[float, Within(-1e12, 1e12)]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The measured seconds of a run's parts, and the numbers of windows and pairs to evaluate."""
+
+    token: float  # a token in a training step
+    window: float  # a held-out window
+    sample: float  # a sample of default length
+    save: float  # writing a checkpoint
+    default_windows: int
+    all_windows: int
+    pairs: int  # default pairs to check per split
+    yardsticks: float = 0.0  # measuring the yardsticks of the held-out text
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """How a run divides its time, and which evaluations and samples fit."""
+
+    total: Seconds  # from the start of the run
+    evaluations: Seconds = 0.0  # time for all periodic evaluations, with samples and checkpoints
+    end: Seconds = 0.0  # time for everything after the last step
+    pauses: Count = 20  # number of periodic evaluations, each with a checkpoint
+    samples: bool = True  # whether evaluations include a sample
+    windows: Count = 0  # held-out windows per evaluation; 0 for the default
+    last_windows: Count = 0  # held-out windows for the best checkpoint; 0 for all
+    answers: Count = 0  # pairs per split to check for exact answers; 0 for the default
+
+    @classmethod
+    def fitting(cls, minutes: float, elapsed: float, costs: Costs, evals: float) -> "TimeBudget":
+        """Plans a run of ``minutes``, with about ``evals`` evaluations if they fit, after ``elapsed`` seconds.
+
+        `OVERHEAD` is the share of the total for everything except steps. The time spent so far is subtracted from this
+        share, but at least a quarter of the share is left for evaluations, samples, checkpoints and the final
+        evaluation.
+        """
+        overhead = OVERHEAD * 60 * minutes
+        spare = max(overhead - elapsed, overhead / 4)
+        pauses = max(1.0, min(evals, spare / 4 / (costs.window + costs.save)))
+        windows = min(costs.default_windows, int(spare / 4 / (pauses * costs.window)))
+        samples = 4 * costs.sample <= spare / 4
+        # Assumes that a window takes 1.5 times as long in the final evaluation, which can be in float32.
+        last_windows = min(costs.all_windows, int(spare / 4 / (1.5 * costs.window)))
+        answers = min(costs.pairs, last_windows // 2)  # pairs per split
+        last_evaluation = 1.5 * costs.window * (last_windows + 2 * answers)
+        sample_seconds = (4 if samples else 1) * costs.sample
+        return cls(
+            total=60 * minutes,
+            evaluations=pauses * (windows * costs.window + costs.save) + sample_seconds - costs.sample,
+            end=last_evaluation + costs.save + costs.sample + costs.yardsticks + END_SECONDS,
+            pauses=math.ceil(pauses),
+            samples=samples,
+            windows=max(1, windows),
+            last_windows=max(1, last_windows),
+            answers=max(1, answers),
+        )
+
+    def training_seconds(self, elapsed: float) -> float:
+        """The time from the first step to the last, evaluations included, if the first step is after ``elapsed``
+        seconds."""
+        return max(self.total - self.end - elapsed, MIN_TRAINING * self.total)
+
+    def tokens(self, elapsed: float, token_seconds: float, step_tokens: int) -> float:
+        """Estimates the training tokens. Raises `UserError` if the time has passed already, or if fewer than `MIN_STEPS`
+        steps of ``step_tokens`` fit."""
+        step, others = token_seconds * step_tokens, self.end + self.evaluations
+        spare = max(self.total - others - elapsed, MIN_TRAINING * self.total)
+        if elapsed > self.total or spare < MIN_STEPS * step:
+            minutes = (elapsed + others + MIN_STEPS * step) / 60
+            raise UserError(
+                f"there is no time to train: a step takes {step:.2g} s, and {elapsed:.0f} of {self.total:.0f} s have "
+                "passed",
+                f"use at least --minutes {math.ceil(12 * minutes) / 10:g}, or a smaller --batch-tokens, --block-size "
+                "or model",
+            )
+        return spare / token_seconds
+
+
+class Clock:
+    """Follows the share of the training time that has passed. A resumed run continues at its ``share``."""
+
+    def __init__(self, seconds: float, share: float = 0.0) -> None:
+        self.seconds, self.start = seconds, time.perf_counter() - share * seconds
+
+    @property
+    def end(self) -> float:
+        """When training ends, in `time.perf_counter` seconds."""
+        return self.start + self.seconds
+
+    def share(self) -> float:
+        """Returns the share of the training time that has passed, from 0 to 1."""
+        return min(1.0, (time.perf_counter() - self.start) / self.seconds)
