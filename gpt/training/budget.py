@@ -137,7 +137,7 @@ class Planner:
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
         """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` without enough memory or time."""
         config, note = self.config, self.session.note
-        recipe = self.resolve(config, note)
+        recipe = self.resolve(config) if config.minutes else self.resolve(config, note)
         self.check(recipe)
         if config.minutes is None:
             return recipe, None
@@ -160,7 +160,7 @@ class Planner:
         eval_every = config.eval_every or math.ceil(steps / budget.pauses)
         samples = config.sample_every if config.sample_every is not None or budget.samples else 0
         recipe = self.resolve(
-            replace(steps_config, steps=steps, eval_every=eval_every, sample_every=samples), max_tokens=token_limit
+            replace(steps_config, steps=steps, eval_every=eval_every, sample_every=samples), note, token_limit
         )
         note(budget.describe(recipe.batch_tokens))
         return recipe, budget

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, TINY, Gpt, losses, make_text, one_line_of_what_and_what_next, resolved, train, weights
+from conftest import FAST, TINY, Gpt, losses, make_text, one_line_of_what_and_what_next, resolved, slow, train, weights
 
 import gpt
 from gpt import events, programs
@@ -31,6 +31,7 @@ from gpt.training.optim import Muon, make_optimizer
 from gpt.training.pace import Costs, TimeBudget
 from gpt.training.recipe import Recipe
 
+TINY_WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
@@ -201,6 +202,13 @@ def test_linear_schedule_warms_up_and_decays() -> None:
     assert learning_rates[60:] == pytest.approx([(40 - i) / 40 for i in range(40)])
 
 
+def test_decay_longer_than_the_run_starts_at_the_peak(text: Path, gpt: Gpt) -> None:
+    options = ["--steps", "4", "--decay", "9", "--warmup", "0", "--lr", "1", *TINY_WORDS]
+    assert gpt("train", text, "-o", "run", *options).code == 0
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in lines if line["event"] == "step"] == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
 def test_cosine_and_constant_schedules() -> None:
     learning_rates = [lr_at(step, lr=1.0, warmup=10, steps=100, decay=0, schedule="cosine") for step in range(1, 101)]
     assert learning_rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
@@ -223,6 +231,35 @@ def test_fitting_a_time_budget_keeps_past_learning_rates(schedule: str, remainin
     # A cosine's steepest slope is 0.9 · π / 2 times the mean slope.
     max_slope = 1.5 if schedule == "cosine" else 1
     assert all(0 <= a - b <= max_slope / remaining_steps + 1e-9 for a, b in itertools.pairwise(learning_rates))
+
+
+@pytest.mark.parametrize(
+    ("options", "decay"),
+    [
+        (["--decay", "0"], 0),
+        (["--decay", "4"], 3),
+        (["--decay", "10000"], 14),
+        slow([], 7),
+        slow(["--decay", "20"], 14),
+        slow(["--decay", "0", "--schedule", "cosine"], 7),
+    ],
+)
+def test_timed_run_is_fitted_whatever_its_decay(
+    text: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, options: list[str], decay: int
+) -> None:
+    """The run plans 20 steps; after 10, there is time for 7 more."""
+    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 20)
+    monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 7)
+    done = gpt("train", text, "-o", "run", "--minutes", "0.1", "--lr", "0.01", "--warmup", "0", *TINY_WORDS, *options)
+    assert done.code == 0
+    assert ("decay is 10,000 steps, the run 20" in done.err) == ("10000" in options)
+    resolved = json.loads(Path("run/run.json").read_text())["resolved"]
+    assert (resolved["steps"], resolved["decay"], resolved["planned"]) == (17, decay, 20)
+    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    shares = [line["lr"] / 0.01 for line in steps if line["event"] == "step"]
+    assert len(shares) == 17
+    assert shares[0] == pytest.approx(1, abs=0.01)
+    assert all(-1e-6 <= a - b <= 1 / 3 + 1e-6 for a, b in itertools.pairwise(shares))
 
 
 @pytest.mark.slow
@@ -551,6 +588,7 @@ def test_exploding_loss_rolls_back_with_a_lower_learning_rate(text: Path, monkey
         ({"steps": 10, "warmup": 40}, ["warmup is 40 steps, the run 10: the learning rate reaches 0.25 of its peak"]),
         ({"steps": 10, "warmup_tokens": 40_960}, ["warmup is 40 steps, the run 10: the learning rate reaches 0.25"]),
         ({"steps": 10, "warmup": 10, "decay": 3}, []),
+        ({"steps": 10, "decay": 40}, ["decay is 40 steps, the run 10: the learning rate decays in all of them"]),
         ({"steps": 10, "schedule": "cosine", "decay": 3}, ["--decay has no effect with --schedule cosine"]),
     ],
 )
