@@ -199,7 +199,9 @@ class Trainer:
         step, interval = self.state.step, getattr(self.recipe, name)
         if self.is_at_end or not interval or not step:
             return self.is_at_end or (interval > 0 and self.run.init is not None)
-        earlier, now = (self.earlier_position, self.position) if name in self.recipe.by_clock.split() else (step - 1, step)
+        earlier, now = (
+            (self.earlier_position, self.position) if name in self.recipe.by_clock.split() else (step - 1, step)
+        )
         return bool(now // interval > earlier // interval)
 
     def is_out_of_patience(self) -> bool:

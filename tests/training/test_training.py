@@ -19,19 +19,20 @@ from gpt import events, programs
 from gpt.config import PRESETS, GPTConfig, TrainConfig
 from gpt.device import Compute, pick
 from gpt.errors import UserError, WorkError
+from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.runs import folder
 from gpt.settings import from_dict, to_toml
 from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
-from gpt.interrupt import StopSignal
 from gpt.training import evaluation, recipe
 from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer
 from gpt.training.recipe import Recipe
 from gpt.training.time_budget import Clock, Costs, TimeBudget
 
+TINY_WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
@@ -200,6 +201,13 @@ def test_linear_schedule_warms_up_and_decays() -> None:
     assert learning_rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert set(learning_rates[9:61]) == {1.0}
     assert learning_rates[60:] == pytest.approx([(40 - i) / 40 for i in range(40)])
+
+
+def test_decay_longer_than_the_run_starts_at_the_peak(text: Path, gpt: Gpt) -> None:
+    options = ["--steps", "4", "--decay", "9", "--warmup", "0", "--lr", "1", *TINY_WORDS]
+    assert gpt("train", text, "-o", "run", *options).code == 0
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in lines if line["event"] == "step"] == pytest.approx([1, 0.75, 0.5, 0.25])
 
 
 def test_cosine_and_constant_schedules() -> None:
@@ -576,6 +584,7 @@ def test_exploding_loss_rolls_back_with_a_lower_learning_rate(text: Path, monkey
         ({"steps": 10, "warmup": 40}, ["warmup is 40 steps, the run 10: the learning rate reaches 0.25 of its peak"]),
         ({"steps": 10, "warmup_tokens": 40_960}, ["warmup is 40 steps, the run 10: the learning rate reaches 0.25"]),
         ({"steps": 10, "warmup": 10, "decay": 3}, []),
+        ({"steps": 10, "decay": 40}, ["decay is 40 steps, the run 10: the learning rate decays in all of them"]),
         ({"steps": 10, "schedule": "cosine", "decay": 3}, ["--decay has no effect with --schedule cosine"]),
     ],
 )
