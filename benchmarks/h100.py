@@ -47,7 +47,7 @@ from gpt.model.plan import with_largest_micro_batch
 from gpt.model.positions import rotary_table
 from gpt.peaks import find_kind
 from gpt.sample_config import SampleConfig
-from gpt.training.compiling import RECOMPUTE_OPTIONS
+from gpt.training.gpu_step import RECOMPUTE_OPTIONS
 from gpt.training.optim import ITERATIONS, make_optimizer
 
 TITLE = "On an H100, estimated from generated code"

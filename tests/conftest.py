@@ -81,13 +81,13 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_compiled_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps all tests but those in `test_native` from writing to the user's folder of compiled programs."""
+    """Keeps all tests but those in `test_cpu_step` from writing to the user's folder of compiled programs."""
     from gpt import programs
 
     def raise_no_folder() -> Path:
         raise OSError("none in tests")
 
-    if request.node.path.stem != "test_native":
+    if request.node.path.stem != "test_cpu_step":
         monkeypatch.setattr(programs, "own_folder", raise_no_folder)
 
 

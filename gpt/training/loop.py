@@ -196,13 +196,12 @@ class Trainer:
     def is_due(self, name: str) -> bool:
         """Whether a periodic action is due: after every interval ``name``, at the end, and before the first step of
         fine-tuning."""
-        step, interval = self.state.step, getattr(self.recipe, name)
+        step, interval = self.state.step, int(getattr(self.recipe, name))
         if self.is_at_end or not interval or not step:
             return self.is_at_end or (interval > 0 and self.run.init is not None)
-        earlier, now = (
-            (self.earlier_position, self.position) if name in self.recipe.by_clock.split() else (step - 1, step)
-        )
-        return bool(now // interval > earlier // interval)
+        if name in self.recipe.by_clock.split():
+            return self.position // interval > self.earlier_position // interval
+        return step % interval == 0
 
     def is_out_of_patience(self) -> bool:
         """Whether the last ``patience`` evaluations brought no improvement."""

@@ -21,8 +21,8 @@ from gpt.interrupt import interruption
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.model.memory import divisors
-from gpt.training.compiling import StepGraph, compile_halves, uncompile_halves
-from gpt.training.native import GradientProgram
+from gpt.training.cpu_step import GradientProgram
+from gpt.training.gpu_step import StepGraph, compile_halves, uncompile_halves
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import Strategy
 from gpt.training.teachers import Teachers

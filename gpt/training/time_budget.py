@@ -78,8 +78,8 @@ class TimeBudget:
         return max(self.total - self.end - elapsed, MIN_TRAINING * self.total)
 
     def tokens(self, elapsed: float, token_seconds: float, step_tokens: int) -> float:
-        """Estimates the training tokens. Raises `UserError` if the time has passed already, or if fewer than `MIN_STEPS`
-        steps of ``step_tokens`` fit."""
+        """Estimates the training tokens. Raises `UserError` if the time has already passed, or is too short for
+        `MIN_STEPS` steps of ``step_tokens``."""
         step, others = token_seconds * step_tokens, self.end + self.evaluations
         spare = max(self.total - others - elapsed, MIN_TRAINING * self.total)
         if elapsed > self.total or spare < MIN_STEPS * step:

@@ -10,7 +10,7 @@ from gpt.config import ARCHITECTURES, GPTConfig
 from gpt.model import decoder, kernels
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
-from gpt.training.compiling import compile_halves, uncompile_halves
+from gpt.training.gpu_step import compile_halves, uncompile_halves
 
 
 def test_rms_norm_matches_torch() -> None:

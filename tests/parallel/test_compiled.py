@@ -12,7 +12,7 @@ from gpt.config import Arch, GPTConfig
 from gpt.model.decoder import GPT
 from gpt.parallel.shard import Grid, ShardedModel, initialize_parameters
 from gpt.parallel.world import World
-from gpt.training.compiling import compile_halves
+from gpt.training.gpu_step import compile_halves
 from gpt.training.step import Objective
 
 

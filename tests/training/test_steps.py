@@ -21,7 +21,7 @@ from gpt.errors import Interrupted, UserError
 from gpt.model.decoder import GPT
 from gpt.training import recipe
 from gpt.training import step as stepping
-from gpt.training.native import GradientProgram
+from gpt.training.cpu_step import GradientProgram
 from gpt.training.optim import make_optimizer
 from gpt.training.state import Snapshot, TrainState
 from gpt.training.strategy import Single

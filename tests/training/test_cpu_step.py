@@ -24,7 +24,7 @@ from gpt.model.cache import KVCache, Placement
 from gpt.model.decoder import GPT
 from gpt.model.quantize import quantize_model
 from gpt.sample_config import SampleConfig
-from gpt.training.native import GradientProgram
+from gpt.training.cpu_step import GradientProgram
 from gpt.training.step import Objective
 
 CONFIG = SampleConfig(greedy=True, max_tokens=40, ignore_eot=True)

@@ -1,6 +1,6 @@
 """Faster training steps: compiled halves of blocks, and a CUDA graph of the whole step.
 
-A single process on a CPU compiles the whole step instead (`gpt.training.native`).
+A single process on a CPU compiles the whole step instead (`gpt.training.cpu_step`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
