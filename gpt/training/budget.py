@@ -15,6 +15,7 @@ from gpt.errors import UserError
 from gpt.evaluate import Window
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
+from gpt.model.loss import IGNORED
 from gpt.model.params import breakdown
 from gpt.runs.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
 from gpt.settings import checked
@@ -227,7 +228,7 @@ class Planner:
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         window = stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds))
         sample = stepper.run_eagerly(lambda: estimate_sample_seconds(strategy, data))
-        targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
+        targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
         costs = Costs(
             step=sum(step_seconds) / len(step_seconds),
             window=window,
