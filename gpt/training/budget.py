@@ -245,7 +245,7 @@ class Planner:
             lambda: asdict(TimeBudget.fitting(minutes, start, time.perf_counter(), costs, evals))
         )
         budget = checked(TimeBudget, values, "the budget of process 0")
-        return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter()))
+        return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter(), minutes))
 
 
 def time_steps(

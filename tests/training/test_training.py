@@ -248,7 +248,7 @@ def test_timed_run_is_fitted_whatever_its_decay(
     text: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, options: list[str], decay: int
 ) -> None:
     """The run plans 20 steps; after 10, there is time for 7 more."""
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 20)
+    monkeypatch.setattr(TimeBudget, "steps", lambda *_: 20)
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 7)
     done = gpt("train", text, "-o", "run", "--minutes", "0.1", "--lr", "0.01", "--warmup", "0", *TINY_WORDS, *options)
     assert done.code == 0
@@ -290,7 +290,7 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(programs, "find", find)
     steps_that_fit = iter([30, 400])
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: next(steps_that_fit))
+    monkeypatch.setattr(TimeBudget, "steps", lambda *_: next(steps_that_fit))
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     text.write_text(make_text(1000), encoding="utf-8")
     timed, _ = train(text, minutes=1.0, compile="on", teachers=0)
@@ -308,7 +308,7 @@ def test_minutes_decide_if_a_timed_run_compiles(text: Path, monkeypatch: pytest.
     monkeypatch.setattr(programs, "find", lambda key, *args: lookups.append(key))
     monkeypatch.setattr(recipe, "compiles_by_default", lambda: True)
     monkeypatch.setitem(recipe.CPU_FLOPS_PER_WIDTH, "float32", 1e-9)
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 400)
+    monkeypatch.setattr(TimeBudget, "steps", lambda *_: 400)
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     assert resolved(n_tokens=10**6, **TINY, steps=400, dtype="float32").compile
     timed, _ = train(text, minutes=1.0, dtype="float32")
@@ -318,12 +318,26 @@ def test_minutes_decide_if_a_timed_run_compiles(text: Path, monkeypatch: pytest.
 
 def test_time_budget_determines_the_steps() -> None:
     pace = TimeBudget(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
-    assert pace.steps(now=10.0) == 750  # 90 s minus 5 s at the end and 10 s of evaluations
+    assert pace.steps(now=10.0, minutes=1.6) == 750  # 90 s minus 5 s at the end and 10 s of evaluations
     assert pace.steps_left(now=50.0, step=0.15) == 300
     assert pace.steps_left(now=99.0, step=0.15) == 1
     with pytest.raises(gpt.UserError, match="no time to train") as error:
-        pace.steps(now=84.8)
-    assert "--minutes 0.3" in error.value.hint
+        pace.steps(now=84.8, minutes=1.6)
+    assert "--minutes 2.5" in error.value.hint
+
+
+def test_minutes_of_the_hint_are_enough(text: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressing the text is slow, so 0.25 minutes are too short."""
+    monkeypatch.setattr("gpt.training.budget.XZ_BYTES_PER_SECOND", 1500)
+    monkeypatch.setattr("gpt.training.budget.PROBE_SECONDS", 0.1)
+    count_steps = TimeBudget.steps
+    monkeypatch.setattr(TimeBudget, "steps", lambda *values: min(3, count_steps(*values)))
+    monkeypatch.setattr(TimeBudget, "steps_left", lambda *_: 1)
+    done = gpt("train", text, "--teachers", "0", "--minutes", "0.25", *TINY_WORDS)
+    one_line_of_what_and_what_next(done, "there is no time to train")
+    minutes = done.err.partition("hint: use at least --minutes ")[2].partition(",")[0]
+    assert float(minutes) > 0.25
+    assert gpt("train", text, "--teachers", "0", "--minutes", minutes, *TINY_WORDS).code == 0
 
 
 SLOW = Costs(step=1.2, window=2.0, sample=4.0, save=1.0, default_windows=32, all_windows=110, pairs=500)
@@ -333,7 +347,7 @@ def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     """A large model on a slow machine gets fewer evaluations and no samples."""
     budget = TimeBudget.fitting(5, start_time=0.0, now=30.0, costs=SLOW, evals=20)
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
-    assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
+    assert budget.steps(now=30.0, minutes=5) >= 0.8 * 300 / 1.2
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
     # More than a fifth of the time is already spent.
     late = TimeBudget.fitting(5, start_time=0.0, now=90.0, costs=SLOW, evals=20)
@@ -346,7 +360,7 @@ def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
 
 def test_short_examples_are_all_evaluated(workdir: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are much shorter than the context, and only some of their tokens are targets."""
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 2)
+    monkeypatch.setattr(TimeBudget, "steps", lambda *_: 2)
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     monkeypatch.setattr("gpt.training.budget.PROBE_SECONDS", 0.1)
     pairs = [{"prompt": f"{number} is", "completion": f" n{number}"} for number in range(400)]
@@ -367,7 +381,7 @@ def test_short_examples_are_all_evaluated(workdir: Path, gpt: Gpt, monkeypatch: 
 def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> None:
     steps: list[int] = []
 
-    def steps_that_fit(budget: TimeBudget, now: float) -> int:
+    def steps_that_fit(*_: object) -> int:
         steps.append(5 if steps else 64)  # 64 steps of one sequence fit, or 5 steps of the resulting batch.
         return steps[-1]
 
