@@ -327,16 +327,17 @@ def test_time_budget_determines_the_steps() -> None:
 
 
 def test_minutes_of_the_hint_are_enough(text: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compressing the text is slow, so 0.25 minutes are too short."""
-    monkeypatch.setattr("gpt.training.budget.XZ_BYTES_PER_SECOND", 1500)
+    """Reading the text has taken a minute."""
+    fitting = TimeBudget.fitting
+    monkeypatch.setattr(TimeBudget, "fitting", lambda minutes, start, *rest: fitting(minutes, start - 60, *rest))
     monkeypatch.setattr("gpt.training.budget.PROBE_SECONDS", 0.1)
     count_steps = TimeBudget.steps
     monkeypatch.setattr(TimeBudget, "steps", lambda *values: min(3, count_steps(*values)))
     monkeypatch.setattr(TimeBudget, "steps_left", lambda *_: 1)
-    done = gpt("train", text, "--teachers", "0", "--minutes", "0.25", *TINY_WORDS)
+    done = gpt("train", text, "--teachers", "0", "--minutes", "1", *TINY_WORDS)
     one_line_of_what_and_what_next(done, "there is no time to train")
     minutes = done.err.partition("hint: use at least --minutes ")[2].partition(",")[0]
-    assert float(minutes) > 0.25
+    assert float(minutes) > 1
     assert gpt("train", text, "--teachers", "0", "--minutes", minutes, *TINY_WORDS).code == 0
 
 
