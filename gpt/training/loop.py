@@ -174,7 +174,7 @@ class Trainer:
 
     def is_stop_requested(self) -> bool:
         """Whether any rank has received a signal."""
-        self.signum = self.world.all_reduce_max(self.session.stop.signum or 0)
+        self.signum = self.world.all_reduce_signal(self.session.stop.signum)
         return self.signum > 0
 
     def is_due(self, interval: int) -> bool:

@@ -220,7 +220,7 @@ class Sharded(Strategy):
     def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
         """Yields the items. After a signal to any rank, all raise `Stopped`, so that no rank waits for another."""
         for item in items:
-            if self.world.all_reduce_max(stop.signum or 0):
+            if self.world.all_reduce_signal(stop.signum):
                 raise Stopped
             yield item
 
