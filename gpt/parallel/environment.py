@@ -8,10 +8,11 @@ import contextlib
 import os
 from pathlib import Path
 
+from gpt import interrupt
 from gpt.errors import UserError
 
 LAUNCHER, START_TIME = "GPT_LAUNCHER", "GPT_BEGAN"
-RUN, STATUS = "run", "status"
+RUN, STATUS, CTRL_C = "run", "status", "ctrl-c"
 
 
 def read_integer(name: str, default: int | None = None) -> int:
@@ -60,3 +61,9 @@ def read_message(folder: str, name: str) -> str | None:
     with contextlib.suppress(OSError):
         return Path(folder, name).read_text(encoding="utf-8")
     return None
+
+
+def is_ctrl_c(signum: int) -> bool:
+    """Whether a signal is a person's Ctrl-C. Our launcher forwards a second one as SIGTERM, after a message."""
+    forwarded = is_ours() and read_message(os.environ[LAUNCHER], CTRL_C) is not None
+    return forwarded or interrupt.is_ctrl_c(signum)

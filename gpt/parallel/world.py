@@ -101,9 +101,9 @@ class World:
         """Returns the maximum over all ranks."""
         return value
 
-    def poll(self, signum: int, share: float) -> tuple[int, float]:
+    def poll(self, signum: int | None, share: float) -> tuple[int, float]:
         """Returns a signal that any rank has received, or 0, and rank 0's ``share``."""
-        return signum, share
+        return signum or 0, share
 
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         """Returns sums over data ranks, in double precision."""
@@ -203,10 +203,10 @@ class Ranks(World):
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.message_group)
         return int(maximum)
 
-    def poll(self, signum: int, share: float) -> tuple[int, float]:
+    def poll(self, signum: int | None, share: float) -> tuple[int, float]:
         if self.launcher_pid not in (None, os.getppid()):  # A killed launcher forwards no signals.
             signum = signum or signal.SIGTERM
-        maximum = torch.tensor([signum, share if self.is_main else 0.0], dtype=torch.float64)
+        maximum = torch.tensor([signum or 0, share if self.is_main else 0.0], dtype=torch.float64)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.message_group)
         return int(maximum[0]), float(maximum[1])
 

@@ -15,6 +15,7 @@ from gpt.errors import UserError
 from gpt.evaluate import Window
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
+from gpt.model.loss import IGNORED
 from gpt.model.params import breakdown
 from gpt.runs.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
 from gpt.settings import checked
@@ -233,7 +234,7 @@ class Planner:
         seconds = time_steps(stepper, batches, max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
-        targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
+        targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
         return Costs(
             token=sum(step_seconds) / len(step_seconds) / recipe.batch_tokens,
             window=stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds)),

@@ -191,7 +191,7 @@ class Trainer:
     def poll(self) -> None:
         """Updates the signal and the share of the time, on all ranks."""
         share = self.state.share if self.clock is None else self.clock.share()
-        self.signum, self.state.share = self.world.poll(self.session.stop.signum or 0, share)
+        self.signum, self.state.share = self.world.poll(self.session.stop.signum, share)
 
     def is_due(self, name: str) -> bool:
         """Whether a periodic action is due: after every interval ``name``, at the end, and before the first step of

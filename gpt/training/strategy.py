@@ -221,7 +221,7 @@ class Sharded(Strategy):
         """Yields the items until rank 0's deadline. After a signal to any rank, all raise `Stopped`. So no rank waits
         for another."""
         for item in items:
-            signum, is_late = self.world.poll(stop.signum or 0, float(stop.is_late))
+            signum, is_late = self.world.poll(stop.signum, float(stop.is_late))
             if signum:
                 raise Stopped
             yield item

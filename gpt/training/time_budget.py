@@ -9,6 +9,7 @@ from gpt.errors import UserError
 from gpt.settings import Count, Within
 
 OVERHEAD = 0.2  # share of the time for everything except training steps
+GROWTH = 1.5  # A longer run spends a fifth more on evaluations, and measures its speed for longer.
 END_SECONDS = 2.0  # time to read back the last checkpoint and exit
 MIN_TRAINING = 0.1  # minimum share of the time for training, however long it took to get ready
 MIN_STEPS = 4
@@ -83,11 +84,11 @@ class TimeBudget:
         step, others = token_seconds * step_tokens, self.end + self.evaluations
         spare = max(self.total - others - elapsed, MIN_TRAINING * self.total)
         if elapsed > self.total or spare < MIN_STEPS * step:
-            minutes = (elapsed + others + MIN_STEPS * step) / 60
+            minutes = GROWTH * (elapsed + others + MIN_STEPS * step) / 60
             raise UserError(
                 f"there is no time to train: a step takes {step:.2g} s, and {elapsed:.0f} of {self.total:.0f} s have "
                 "passed",
-                f"use at least --minutes {math.ceil(12 * minutes) / 10:g}, or a smaller --batch-tokens, --block-size "
+                f"use at least --minutes {math.ceil(10 * minutes) / 10:g}, or a smaller --batch-tokens, --block-size "
                 "or model",
             )
         return spare / token_seconds

@@ -21,7 +21,6 @@ import gpt as library
 from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.interrupt import SIGNALS
 from gpt.parallel import environment
 from gpt.parallel import launch as launching
 from gpt.parallel.launch import LaunchResult, _find_first_failure, launch
@@ -296,19 +295,16 @@ os.kill(os.getpid(), signal.SIGTERM) if os.environ["RANK"] == "0" else os._exit(
     assert launch([sys.executable, "-c", code], 2) == LaunchResult(143)
 
 
-def test_launcher_restores_signals_logging_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's launcher installs signal handlers and writes a log."""
+def test_launcher_restores_logging_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's launcher writes a log."""
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # An existing value is not overwritten.
 
     def process_state() -> tuple[object, ...]:
-        handlers = [signal.getsignal(signum) for signum in SIGNALS]
-        return *handlers, logging.root.manager.disable, dict(os.environ)
+        return logging.root.manager.disable, dict(os.environ)
 
     before = process_state()
     with launching._environment(str(tmp_path), 1.5):
         assert environment.read_start_time() == 1.5
-        for signum in SIGNALS:
-            signal.signal(signum, signal.SIG_IGN)
     assert process_state() == before
 
 

@@ -121,8 +121,11 @@ def test_families_train_alike_in_one_process_and_in_shards(name: str, workdir: P
     for sharding in FAMILY_SHARDINGS:
         run = Path("-".join(map(str, sharding)))
         assert losses(run) == pytest.approx(losses(Path("one")), abs=1e-4)
-        for key, tensor in weights(Path("one")).items():
-            torch.testing.assert_close(weights(run)[key], tensor, atol=1e-4, rtol=0, msg=f"{run} {key}")
+        actual, expected = weights(run), weights(Path("one"))
+        for key in expected:
+            if key.endswith("c_attn.bias"):  # Without RoPE, a bias of keys has no effect, so its gradient is noise.
+                actual[key].chunk(3)[1].zero_(), expected[key].chunk(3)[1].zero_()
+            torch.testing.assert_close(actual[key], expected[key], atol=1e-4, rtol=0, msg=f"{run} {key}")
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,26 @@ def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     assert (uncut.pauses, uncut.windows, uncut.last_windows, uncut.samples) == (20, 32, 1000, True)
 
 
+def test_short_examples_are_all_evaluated(
+    workdir: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, shares: list[float]
+) -> None:
+    """Rows are much shorter than the context, and only some of their tokens are targets."""
+    shares += [1.0]
+    monkeypatch.setattr("gpt.training.budget.PROBE_SECONDS", 0.1)
+    pairs = [{"prompt": f"{number} is", "completion": f" n{number}"} for number in range(400)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    words = ["--pairs", "--block-size", "512", "--vocab-size", "270", "--batch-tokens", "512", "--json"]
+    words += ["--n-layer", "1", "--n-head", "1", "--n-embd", "16"]
+    val_tokens = []
+    for length in (["--steps", "2"], ["--minutes", "5"]):
+        done = gpt("train", "pairs.jsonl", *length, *words, "-o", length[1])
+        assert ": 362 pairs to train on, 38 held out" in done.err
+        states = [json.loads(path.read_text())["state"] for path in Path(length[1]).glob("step-*/training.json")]
+        assert all(state["windows"] >= 38 for state in states)
+        val_tokens.append(json.loads(done.out)["val_tokens"])
+    assert val_tokens[0] == val_tokens[1]
+
+
 @pytest.mark.slow
 def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is time for 3,200 tokens, so each of 100 steps gets one sequence of 32 tokens."""
