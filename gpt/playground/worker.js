@@ -63,13 +63,23 @@ function copyLogits() {
   return decoder.floats.slice(at, at + Math.min(decoder.V, tokenizer.tokens.length));
 }
 
+// Replaces formats of today's date in the pieces of a chat template, as gpt/exporting/chat_pieces.py does.
+function fillInDates(text, now = new Date()) {
+  const name = (options) => now.toLocaleString("en-US", options), two = (number) => String(number % 100).padStart(2, "0");
+  const codes = {
+    A: name({ weekday: "long" }), a: name({ weekday: "short" }), B: name({ month: "long" }), b: name({ month: "short" }),
+    d: two(now.getDate()), m: two(now.getMonth() + 1), y: two(now.getFullYear()), Y: now.getFullYear(),
+  };
+  return text.replace(/\ue000(.*?)\ue001/g, (_, format) => format.replace(/%(.)/g, (_, code) => codes[code]));
+}
+
 const methods = {
   tokenize: (text) => tokenizer.prompt(text),
   trace: (...values) => training.trace(...values),
 
   // Returns the ids of a conversation, up to the start of an answer.
   template(messages) {
-    const { chat } = header;
+    const chat = JSON.parse(fillInDates(JSON.stringify(header.chat)));
     let text = chat.bos + (messages[0]?.role === "system" ? "" : chat.no_system);
     if (messages[0]?.role === "system" && !chat.system) throw new Error("This model takes no system message.");
     for (const { role, content } of messages) text += chat[role][0] + (chat.trims ? content.trim() : content) + chat[role][1];

@@ -4,6 +4,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from gpt import api
 from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
-from gpt.exporting import html
+from gpt.exporting import chat_pieces, html
 from gpt.inspect import inspect_prompt
 from gpt.model.decoder import GPT
 from gpt.runs.passages import TrainingText
 from gpt.sample_config import SampleConfig
+from gpt.text import chat
 from gpt.text.token_folder import TokenFolder
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, train_tokenizer_up_to
+from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer, train_tokenizer_up_to
 from gpt.text.tokenizer_files import find_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -298,6 +300,17 @@ def test_generate_is_gpt_sample(run_folder: Path, open_page: Open, tmp_path: Pat
             page.evaluate("(values) => gpt.generate(...values)", [prompt, {"seed": 7}])["text"]
             == ours.generate(prompt, seed=7)[0]
         )
+
+
+def test_chat_has_the_date_of_today(open_page: Open, tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}{{ strftime_now('%A %a, %d %m %B %b %Y %y: ') + message.content }}{% endfor %}"
+    )
+    tokenizer = replace(bytes_tokenizer(), files={CHAT_TEMPLATE: template.encode()})
+    texts, messages = NO_TEXTS | {"chat": chat_pieces.find_pieces(tokenizer)}, [{"role": "user", "content": "Hi"}]
+    html.write(tmp_path / "it.html", source_of(loud(GPTConfig(257, 40, 1, 1, 16)), tokenizer), "float32", texts)
+    ids = open_page(tmp_path / "it.html").evaluate("(messages) => engine.template(messages)", messages)
+    assert ids == chat.prompt(tokenizer, messages)
 
 
 @pytest.fixture
