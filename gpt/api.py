@@ -367,7 +367,7 @@ def export(
     with exports.write_atomically(target):
         comparison = None if eval is None else _compare(eval, source, stored_weights, build_model, listen)
         texts = _generate_samples(build_model(stored_weights), config.samples, listen) if config.samples else []
-        on_written = lambda done, total: listen(events.Progress("written", done, total))
+        on_written = lambda done, total: listen(events.Progress("written", done, total, "parameters"))
         tensors, size = exports.write(source, target, comparison, texts, on_written)
     return exports.Exported(
         target.out,

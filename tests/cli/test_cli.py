@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -525,10 +526,13 @@ def test_fetching_a_python_corpus_downloads_nothing(gpt: Gpt) -> None:
 def test_throughput_excludes_earlier_downloads(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", -1e9)
     with progress.Bar("fetched", "bytes", quiet=False) as bar:
-        bar.reach(900, 1000)
-        bar.reach(950, 1000)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "fetched 900/1,000 bytes  0 bytes/s"  # Bytes of earlier downloads don't count.
-    assert re.fullmatch(r"fetched 950/1,000 bytes  [\d,]+ bytes/s  0 s left", second)
+        for now, done in ((10, 900), (10.5, 901), (35, 950)):
+            monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+            bar.reach(done, 1000)
+    assert capsys.readouterr().err.splitlines() == [
+        "fetched 900/1,000 bytes",  # Bytes of earlier downloads don't count.
+        "fetched 901/1,000 bytes",  # The first second says little about the others.
+        "fetched 950/1,000 bytes  2 bytes/s  25 s left",
+    ]
