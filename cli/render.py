@@ -17,6 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from gpt.errors import shorten
 from gpt.events import format_seconds
 from gpt.words import as_json, counted
 
@@ -120,9 +121,9 @@ def json_line(values: Mapping[str, Any]) -> None:
 def error(message: str, hint: str) -> None:
     """Prints an error message and its hint."""
     console = stderr()
-    console.print(Text.assemble(("error: ", "bold red"), " ".join(console.escape(message).split())))
-    if hint:
-        console.print(Text.assemble(("hint: ", "bold"), " ".join(console.escape(hint).split())))
+    for label, style, text in (("error: ", "bold red", message), ("hint: ", "bold", hint)):
+        if text:
+            console.print(Text.assemble((label, style), " ".join(console.escape(shorten(text)).split())))
 
 
 def trace(error: BaseException) -> None:
@@ -133,7 +134,7 @@ def trace(error: BaseException) -> None:
 def note(text: str) -> None:
     """Prints a dim line on stderr."""
     console = stderr()
-    console.print(Text(console.escape(text), "dim"))
+    console.print(Text(console.escape(shorten(text)), "dim"))
 
 
 def excerpt(text: str, lines: int = 5) -> str:

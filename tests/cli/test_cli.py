@@ -523,6 +523,27 @@ def test_fetching_a_python_corpus_downloads_nothing(gpt: Gpt) -> None:
     assert json.loads(gpt("data", "fetch", "stdlib", "--json").out)["folder"] is None
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["train", "text.txt", "--config", "config.toml"],
+        ["train", "pairs.jsonl", "--pairs"],
+        ["train", "table.csv", "--pairs"],
+        ["train", "text.txt", f"--{'k' * 100_000}"],
+        ["train", "text.txt", "--preset", "k" * 100_000],
+        ["k" * 100_000],
+    ],
+)
+def test_long_names_are_shortened(gpt: Gpt, workdir: Path, args: list[str]) -> None:
+    Path("text.txt").write_text("the cat " * 20)
+    Path("config.toml").write_text(f"{'k' * 100_000} = 1\n")
+    Path("pairs.jsonl").write_text(json.dumps({"k" * 100_000: 1}) + "\n")
+    Path("table.csv").write_text(f"{'k' * 100_000},b\n1,2\n")
+    result = gpt(*args)
+    one_line_of_what_and_what_next(result, f"{'k' * 40} … {'k' * 40}")
+    assert len(result.err) < 1000
+
+
 def test_throughput_excludes_earlier_downloads(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
