@@ -201,6 +201,8 @@ class Interaction:
         key, name = name.replace("-", "_"), name.replace("_", "-")
         if key in UNUSED:
             raise UserError(f"{name} has no effect in a conversation", "/set lists the settings")
+        if (key, value) == ("json_schema", "-"):
+            raise UserError("a conversation cannot read its schema from stdin", "name a file")
         if name:
             chosen = self.chosen.changed(name, value.strip())
             self.chosen = resolve_constraint(chosen, {}) if key == "json_schema" else chosen
@@ -211,7 +213,9 @@ class Interaction:
             setting = getattr(self.settings, field.name)
             if field.name == "max_tokens" and self._max_tokens > setting:
                 setting = "as many as fit into the context"
-            elif type(setting) in (bool, str, tuple) or field.metadata["shown"] == "off":
+            elif isinstance(setting, tuple):
+                setting = ", ".join(setting) or "off"
+            elif type(setting) in (bool, str) or field.metadata["shown"] == "off":
                 setting = "on" if setting is True else setting or "off"
             line = " ".join(f"{field.name.replace('_', '-')} {setting}".split())[:80]
             if field.name == key:

@@ -55,7 +55,7 @@ class SampleConfig:
         high=MAX_BIAS,
     )  # fmt: skip
     no_repeat_ngram: int = _filter(
-        0, "Never repeat a sequence of N tokens, including those of the prompt", shown="off", low=0
+        0, "Never repeat a sequence of N tokens, including those of the prompt", shown="off", low=0, high=1024
     )
     bias: tuple[str, ...] = _filter((), "Add X to the logit of a token; repeatable", metavar="TOKEN=X")
     greedy: bool = _filter(False, "Always pick the most likely token")

@@ -70,7 +70,7 @@ def read_defaults(path: Path, note: Callable[[str], None] = lambda text: None) -
             try:
                 settings |= _convert(name, stored.get(name), settings)
             except UserError as error:
-                note(f"ignored in {source}: {error.message}")
+                note(f"ignored in {source}: {error.message:.160}")
         if settings:
             return SamplingDefaults(settings, source)
     return NO_DEFAULTS
