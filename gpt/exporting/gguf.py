@@ -141,7 +141,7 @@ def _build_header(
         if name != "no_repeat_ngram":
             getattr(writer, f"add_sampling_{keys.get(name, name)}")(value)
         if name == "repetition_penalty":
-            writer.add_sampling_penalty_last_n(-1)  # The whole context, as in `gpt`.
+            writer.add_sampling_penalty_last_n(config.block_size)  # llama.cpp's default is 64 tokens.
     gguf_tokenizer.add(writer, source.tokenizer, config.vocab_size)
     for tensor, own_kind in tensors:
         tensor_type = gguf.GGMLQuantizationType[own_kind.upper()]

@@ -78,12 +78,14 @@ def read_defaults(path: Path, note: Callable[[str], None] = lambda text: None) -
 
 def _read_gguf(path: Path) -> dict[str, Any]:
     """Returns the settings in a GGUF file. In llama.cpp, temperature 0 is greedy."""
-    stored: dict[str, Any] = {}
-    for key, value in header(path).metadata.items():
+    stored, metadata = dict[str, Any](), header(path).metadata
+    for key, value in metadata.items():
         name = key.removeprefix("general.sampling.")
         if name != key:  # Seven digits restore 0.6 from the float32 0.60000002.
             value = float(f"{value:.7g}") if isinstance(value, float) else value
             stored[NAMES.get(name, name)] = value if isinstance(value, str | float | int) else repr(value)
+    if stored.get("penalty_last_n") == metadata.get(f"{metadata.get('general.architecture')}.context_length"):
+        stored.pop("penalty_last_n", None)  # The penalty applies to the whole text, as in `gpt`.
     return stored
 
 

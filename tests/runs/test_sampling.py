@@ -98,7 +98,7 @@ def test_exported_formats_have_the_keys_of_their_programs(models: dict[str, Path
     prefix = "general.sampling."
     stored = {name.removeprefix(prefix): fields[name].contents() for name in fields if name.startswith(prefix)}
     names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-    assert stored.pop("penalty_last_n") == -1
+    assert stored.pop("penalty_last_n") == fields["gpt2.context_length"].contents()
     assert {names.get(name, name): pytest.approx(value) for name, value in stored.items()} == IN_GGUF
     header = (
         (base.parent / "page.html").read_text().split('id="model-header"')[1].split(">", 1)[1].split("</script>")[0]
@@ -154,3 +154,28 @@ def test_unusable_values_are_ignored_by_name(name: str, value: Any, tmp_path: Pa
         if values and wrong == "temperature":  # Transformers' default with do_sample.
             rest["temperature"] = 0.6 if name == "do_sample" else 1.0
         assert found == rest
+
+
+@pytest.mark.parametrize(
+    ("entries", "settings", "ignored"),
+    [
+        ({"temp": 0.7, "top_k": -1, "penalty_last_n": 32, "mirostat": 0}, {"temperature": 0.7, "top_k": 0}, 1),
+        ({"temp": 0.0, "top_p": 0.9}, {"temperature": 0, "top_p": 0.9}, 0),
+        ({"temp": math.nan, "top_k": [1, 2], "top_p": "x", "min_p": ["a"], "penalty_repeat": math.inf}, {}, 5),
+        ({"mirostat": 2, "sequence": "temperature;top_k", "xtc_probability": 0.5, "min_p": 0.05}, {"min_p": 0.05}, 3),
+    ],
+)  # fmt: skip
+def test_gguf_settings_of_other_programs_are_read(
+    entries: dict[str, Any], settings: dict[str, Any], ignored: int, tmp_path: Path
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    for name, value in entries.items():
+        add = {float: writer.add_float32, int: writer.add_int32, str: writer.add_string, list: writer.add_array}
+        add[type(value)](f"general.sampling.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    notes = list[str]()
+    defaults = read_defaults(tmp_path / "x.gguf", notes.append)
+    assert (defaults.settings, len(notes)) == (settings, ignored)
+    assert all(note.startswith("ignored in x.gguf: ") for note in notes)
