@@ -48,10 +48,11 @@ class SamplingDefaults:
 
     def transformers_values(self) -> dict[str, Any]:
         """Returns the entries of ``generation_config.json``."""
-        names, temperature = {name: key for key, name in NAMES.items() if key.endswith("size")}, "temperature"
-        values = {} if temperature not in self.settings else {"do_sample": self.settings[temperature] > 0}
-        is_greedy = values.get("do_sample") is False
-        return values | {names.get(k, k): v for k, v in self.settings.items() if not (is_greedy and k in _DRAWN)}
+        values = dict(self.settings)
+        if "temperature" in values:
+            draws = values["temperature"] > 0
+            values = {"do_sample": draws, **{name: v for name, v in values.items() if draws or name not in _DRAWN}}
+        return {"no_repeat_ngram_size" if name == "no_repeat_ngram" else name: v for name, v in values.items()}
 
 
 NO_DEFAULTS = SamplingDefaults()
