@@ -182,9 +182,3 @@ def positions_page(position_info: inspect.Positions, model: str) -> Tree:
         "similarity": _round(position_info.similarity[:4096], 5),
         "table": table,
     }
-
-
-def tokens_data(ids: list[int], tokenizer: "Tokenizer", model: str, text: str) -> Tree:
-    """Returns the object of ``gpt tokenizer encode --show --json``."""
-    pieces = [inspect.token_text(tokenizer, id) for id in ids]
-    return {"model": model, "tokens": ids, "pieces": pieces, "bytes": len(text.encode())}

@@ -31,6 +31,7 @@ from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import quantize_model
 from gpt.runs import checkpoint, folder, model_config, quantized
+from gpt.runs.sampling import SamplingDefaults, read_defaults
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.shards import SIDES, Side
@@ -72,6 +73,11 @@ class LanguageModel:
     note: Callable[[str], None] = lambda text: None
 
     @functools.cached_property
+    def sampling(self) -> SamplingDefaults:
+        """The sampling settings that the model recommends."""
+        return read_defaults(self.path, self.note)
+
+    @functools.cached_property
     def contexts(self) -> ContextPool:
         """The KV caches, reused across calls."""
         return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
@@ -85,7 +91,7 @@ class LanguageModel:
     ) -> Writing:
         """Generates a sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
         result depends only on the arguments."""
-        config = replace(config or SampleConfig(), n_best=1)
+        config = replace(config or self.sampling.apply(SampleConfig(), ()), n_best=1)
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [index]))
 
@@ -99,14 +105,15 @@ class LanguageModel:
     ) -> Iterator[Piece]:
         """Yields the text pieces of ``num`` samples or beams per prompt, one sample after another. Batching does not
         change the samples. Skips the (prompt, index) pairs in ``done``. Raises `UserError` for unsupported settings."""
-        config = config or SampleConfig()
+        config = config or self.sampling.apply(SampleConfig(), ())
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
         """Returns ``num`` continuations of ``prompt``, or the ``n_best`` beams. ``settings`` are fields of
-        `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for unknown settings."""
-        config = from_dict(SampleConfig, settings, "generate")
+        `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … The defaults are the model's. Raises `UserError`
+        for unknown settings."""
+        config = self.sampling.apply(from_dict(SampleConfig, settings, "generate"), settings)
         pieces = self.write_all([prompt], config, seed, num)
         return [piece.sample.text for piece in pieces if piece.sample is not None]
 
@@ -354,7 +361,7 @@ def export(
     path = folder.find_checkpoint(model_name, note)
     if base is not None:
         folder.name_base(path, str(base))
-    source = open_source(path, model_name or "")
+    source = open_source(path, model_name or "", note)
     target = exports.check(source, target)
     for difference in exports.describe_differences(source, target):
         note(difference)

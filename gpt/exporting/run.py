@@ -100,7 +100,8 @@ def describe_differences(source: SourceModel, target: Target) -> list[str]:
     """Describes differences of the target from the model that don't prevent an export, and the training text in it.
     Raises `UserError` if that is not there."""
     if target.format == "gguf":
-        return gguf_tokenizer.describe_differences(source.tokenizer)
+        lost = ["a GGUF file has no key for no-repeat-ngram"] * ("no_repeat_ngram" in source.sampling.settings)
+        return gguf_tokenizer.describe_differences(source.tokenizer) + lost
     lines = html.describe_differences(source.tokenizer) if target.format == "html" else []
     if target.config.with_text:
         lines.append(html.describe_text(find_training_tokens(source.path, source.tokenizer)))

@@ -156,7 +156,7 @@ class Server:
         return {
             "id": self.service.name, "object": "model", "created": self.service.created, "owned_by": "gpt",
             "context_length": self.service.block_size, "layers": config.n_layer, "heads": config.n_head,
-            "can_trace": self.service.training is not None,
+            "can_trace": self.service.training is not None, "sampling": self.service.defaults,
         }  # fmt: skip
 
     def _unknown_model(self, name: str) -> ApiError:

@@ -5,7 +5,7 @@ import math
 import re
 import reprlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -336,23 +336,6 @@ def _read_bias(value: Any) -> tuple[tuple[int, float], ...]:
         if bias:
             biases.append((int(id), float(bias)))
     return tuple(biases)
-
-
-def sampling_defaults(config: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the request defaults from a model's ``generation_config.json``. Reports invalid values to ``note``."""
-    defaults: dict[str, Any] = {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample"):
-        fields = _Fields({name: config.get(name)})
-        try:
-            fields.flag("do_sample")
-            _read_generation(fields, 1, 1, chat=True)
-        except ApiError as error:
-            note(f"ignored in generation_config.json: {error.message}")
-        else:
-            defaults |= fields.values
-    if not defaults.pop("do_sample", True):
-        defaults["temperature"] = 0
-    return defaults
 
 
 def read_completion(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Completion:

@@ -161,18 +161,9 @@ def test_cached_tokens_are_counted(server: Served) -> None:
 
 
 def test_sampling_defaults_apply_to_missing_fields(model: LanguageModel) -> None:
-    warnings = list[str]()
-    config = {
-        "temperature": 0.5, "top_k": "many", "top_p": 0.9, "min_p": math.nan, "repetition_penalty": 1.5,
-        "do_sample": True, "max_new_tokens": 3, "eos_token_id": 0,
-    }  # fmt: skip
-    defaults = protocol.sampling_defaults(config, warnings.append)
-    assert defaults == {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.5}
-    assert [line.split()[3] for line in warnings] == ["top_k", "min_p"]
-    assert protocol.sampling_defaults({**defaults, "do_sample": False}, pytest.fail)["temperature"] == 0
-    assert not protocol.sampling_defaults({"do_sample": 1}, warnings.append)
-    assert "do_sample is 1; it must be true or false" in warnings[-1]
+    defaults = {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.5}
     with served(model, sampling=defaults) as server:
+        assert server.client.get("/v1/models").json()["data"][0]["sampling"] == defaults  # The page starts with them.
         for fields, settings in (
             ({}, {}), ({"temperature": None, "top_p": 1}, {"top_p": 0.0}), ({"temperature": 0}, {"greedy": True}),
             ({"repeat_penalty": 1}, {"repetition_penalty": 0.0}),

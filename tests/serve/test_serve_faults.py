@@ -605,7 +605,7 @@ def test_sampling_defaults_are_printed_at_startup(
         with pytest.raises(UserError, match="before it listens"):
             server.serve(model.model, model.tokenizer, model.compute, "tiny", config, note=notes.append, path=tmp_path)
         expected = (
-            "sampling defaults from generation_config.json: temperature 0.6, top_k 20; --defaults openai turns them off"
+            "sampling defaults from generation_config.json: temperature 0.6, top-k 20; --defaults openai turns them off"
         )
         assert notes == [expected] * (defaults == "model")
     (tmp_path / "generation_config.json").write_text("{")

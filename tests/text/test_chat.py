@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gpt as library
 from gpt import events
+from gpt.api import LanguageModel
 from gpt.config import TextConfig
+from gpt.decoding.write import Sample
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.text import chat
@@ -439,6 +442,68 @@ def test_chat_session_equals_the_library(gpt: Gpt, file: Path) -> None:
     model = library.load(run)
     ids = chat.prompt(model.tokenizer, [{"role": "user", "content": "Spell 1."}])
     assert result.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))
+
+
+class Pieces:
+    """Text pieces, or exceptions to raise, and a sample as of `LanguageModel.write`."""
+
+    def __init__(self, pieces: Sequence[str | BaseException], reason: str) -> None:
+        self.pieces, self.sample = pieces, Sample("", [], 0.0, reason)
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self.pieces:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes a chat write endless text, and collects its prompts. "fail" is an error, "stop" is an early Ctrl-C."""
+    texts: list[str] = []
+
+    def write(model: LanguageModel, prompt: list[int], config: SampleConfig, seed: int, index: int) -> Pieces:
+        texts.append(model.tokenizer.decode(prompt))
+        question = texts[-1].rsplit("<|im_start|>user\n", 1)[1].split("<|im_end|>")[0]
+        if question == "late failure":
+            return Pieces(["some", UserError("it failed")], "")
+        if question in ("fail", "stop"):
+            return Pieces(["", UserError("it failed") if question == "fail" else KeyboardInterrupt()], "")
+        return Pieces(["x" * config.max_tokens], "eot" if question == "short" else "length")
+
+    monkeypatch.setattr(LanguageModel, "write", write)
+    return texts
+
+
+def test_failed_messages_leave_the_conversation_as_it_was(gpt: Gpt, file: Path, prompts: list[str]) -> None:
+    run = library.train(file, steps=1, **SETTINGS).run
+    lines = ["short", "fail", "stop", "late failure", "/more", "/retry", "/clear", "fail", "/retry", "/more", "hi"]
+    result = gpt("chat", "-m", run, "-n", "2", stdin="\n".join(lines).encode())
+    questions = [re.findall("user\n(.*?)<", prompt) for prompt in prompts]
+    failed = ["fail", "stop", "late failure"]
+    assert questions == [["short"], *(["short", name] for name in failed), ["short"], ["fail"], ["hi"]]
+    assert all("assistant\nxx<" in prompt for prompt in prompts[1:4])
+    assert result.err.count("it failed") == 3
+    assert result.err.count("the text is complete") == 1
+    assert result.err.count("there is no prompt yet") == result.err.count("there is no text yet") == 1
+
+
+def test_an_answer_can_use_the_rest_of_the_context(gpt: Gpt, file: Path, prompts: list[str]) -> None:
+    run = library.train(file, steps=1, **SETTINGS).run
+    result = gpt(
+        "chat", "-m", run, stdin=b"a\n/more\nbc\n/more\n/set max-tokens 9\n/clear\nd\n/more\n" + b"qzjxkv" * 40
+    )
+    sizes = [len(library.load(run).tokenizer.encode(prompt, specials=True)) for prompt in prompts]
+    texts = [line for line in result.out.splitlines() if line]
+    assert [len(text) + size for text, size in zip(texts[:2], (sizes[0], sizes[1]), strict=True)] == [128, 128]
+    assert [len(text) for text in texts[2:]] == [9, 9]
+    assert prompts[3].endswith("x" * 9)
+    full = "the context of 128 tokens is full: /more drops the oldest messages, /clear all of them"
+    errors = "\n".join(line for line in result.err.splitlines())
+    assert errors.count(full) == 2
+    assert "the first 2 messages were dropped" in errors
+    assert errors.count("stopped at 9 tokens: /more continues") == 2
+    assert errors.count("fill the context of 128") == 3  # Two times /more, and a message that is too long
 
 
 def test_conversation_formats_of_other_tools_are_read(workdir: Path) -> None:
