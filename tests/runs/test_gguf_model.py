@@ -3,7 +3,6 @@
 import random
 import struct
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Gpt, more, one_line_of_what_and_what_next
-from models import loud, source_of
+from models import loud, rewritten, source_of
 from torch import Tensor
 
 from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
@@ -66,29 +65,6 @@ def test_exported_model_is_read_back(family: str, tmp_path: Path) -> None:
     assert list(read.tokenizer.encode("A text")) == list(b"A text")
 
 
-def rewritten(path: Path, change: Callable[[str, Tensor, Any], tuple[Any, Any]], metadata: dict[str, Any]) -> Path:
-    """Copies a file with the package gguf: tensors as `change` returns them with their types, metadata over the old."""
-    reader, target = package.GGUFReader(path), path.with_name("rewritten.gguf")
-    writer = package.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")) and name not in metadata:
-            kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), kind, inner)
-    for name, value in metadata.items():
-        kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
-        writer.add_key_value(name, value, package.GGUFValueType[kinds[type(value)]])
-    for tensor in reader.tensors:
-        exact = torch.from_numpy(package.dequantize(tensor.data, tensor.tensor_type).copy())
-        data, type_ = change(tensor.name, exact, tensor.tensor_type)
-        if data is not None:
-            writer.add_tensor(tensor.name, data, raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
 def as_blocks(kind: str, value: Tensor) -> Any:
     """A matrix in a type: quantized if the package can, or else random blocks with scales of about a tenth."""
     type_ = package.GGMLQuantizationType[kind]
@@ -128,10 +104,10 @@ def check_weights(model: GPT, kind: str, tmp_path: Path) -> None:
             return value.numpy(), old
         return as_blocks(kind, value), type_
 
-    path = rewritten(write(tmp_path / "model.gguf", model), change, {})
-    exact = rewritten(path, lambda name, value, old: (value.numpy(), package.GGMLQuantizationType.F32), {})
+    path = rewritten(write(tmp_path / "model.gguf", model), {}, change)
+    exact = rewritten(path, {}, lambda name, value, old: (value.numpy(), package.GGMLQuantizationType.F32))
     exact = exact.rename(tmp_path / "exact.gguf")
-    path = rewritten(write(tmp_path / "again.gguf", model), change, {})
+    path = rewritten(write(tmp_path / "again.gguf", model), {}, change)
     read, reference = (checkpoint.load(each, torch.device("cpu")).model for each in (path, exact))
     assert {info.type for info in header(path).tensors.values()} == {0, int(type_)}
     assert torch.allclose(logits(read), logits(reference), rtol=0, atol=1e-5)
@@ -150,15 +126,26 @@ def test_q4_0_is_int4_without_rounding_again(tmp_path: Path) -> None:
         assert torch.equal(to_tensor(stored), restored)
 
 
-def test_linear_rope_scaling(tmp_path: Path) -> None:
+ROPE = "llama.rope.scaling."
+
+
+@pytest.mark.parametrize(
+    ("metadata", "factor"),
+    [
+        ({f"{ROPE}type": "linear", f"{ROPE}factor": 4.0}, 4),
+        ({f"{ROPE}factor": 4.0}, 4),
+        ({"llama.rope.scale_linear": 4.0}, 4),
+        ({f"{ROPE}factor": 2.0, "llama.rope.scale_linear": 4.0}, 2),
+        ({f"{ROPE}type": "none", f"{ROPE}factor": 4.0}, 1),
+        ({f"{ROPE}factor": 0.0, "llama.rope.scale_linear": 4.0}, 1),
+        ({f"{ROPE}factor": 1.0}, 1),
+    ],
+)
+def test_linear_rope_scaling_is_that_of_llama_cpp(metadata: dict[str, Any], factor: int, tmp_path: Path) -> None:
+    """test_llama_cpp_shapes.py compares the same files in llama.cpp."""
     model = model_of("llama")
-    path = rewritten(
-        write(tmp_path / "model.gguf", model),
-        lambda name, value, old: (value.numpy(), old),
-        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
-    )
-    config = gguf_model.load_config(path)
-    assert torch.allclose(rotary_rates(config) * 4, rotary_rates(model.config))
+    config = gguf_model.load_config(rewritten(write(tmp_path / "model.gguf", model), metadata))
+    assert torch.allclose(rotary_rates(config) * factor, rotary_rates(model.config))
 
 
 def test_shards_are_one_model(tmp_path: Path) -> None:
@@ -167,9 +154,8 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     names = list(header(path).tensors)
     for number, part in enumerate((names[:5], names[5:9], names[9:])):
         keep = lambda name, value, old, part=part: (value.numpy(), old) if name in part else (None, None)
-        rewritten(path, keep, {"split.no": number, "split.count": 3, "split.tensors.count": len(names)}).rename(
-            tmp_path / f"it-{number + 1:05}-of-00003.gguf"
-        )
+        split = {"split.no": number, "split.count": 3, "split.tensors.count": len(names)}
+        rewritten(path, split, keep).rename(tmp_path / f"it-{number + 1:05}-of-00003.gguf")
     read = checkpoint.load(tmp_path / "it-00002-of-00003.gguf", torch.device("cpu")).model
     assert torch.equal(logits(read), logits(model))
     assert len(folder.weight_checksums(tmp_path / "it-00001-of-00003.gguf")) == 3
@@ -178,15 +164,14 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "it-00001-of-00003.gguf", torch.device("cpu"))
 
 
-def keep(name: str, value: Tensor, old: Any) -> tuple[Any, Any]:
-    return value.numpy(), old
-
-
 @pytest.mark.parametrize(
     ("metadata", "match"),
     [
         ({"llama.expert_count": 8}, "expert_count is 8"),
         ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn'"),
+        ({"llama.rope.scaling.factor": 0.5}, "RoPE scaling 'linear' by 0.5"),
+        ({"llama.rope.scaling.factor": float("nan")}, "RoPE scaling 'linear' by nan"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor is 1.5"),
         ({"llama.rope.dimension_count": 12}, "only part of each head"),
         ({"llama.block_count": 3}, "the tensor blk.2.attn_norm.weight and 8 more is missing"),
         ({"llama.block_count": 10**6}, "does not have a model's tensors"),
@@ -195,7 +180,7 @@ def keep(name: str, value: Tensor, old: Any) -> tuple[Any, Any]:
     ],
 )
 def test_unsupported_metadata_is_named(metadata: dict[str, Any], match: str, tmp_path: Path) -> None:
-    path = rewritten(write(tmp_path / "model.gguf", model_of("llama")), keep, metadata)
+    path = rewritten(write(tmp_path / "model.gguf", model_of("llama")), metadata)
     with pytest.raises(UserError, match=match):
         checkpoint.load(path, torch.device("cpu"))
 
