@@ -101,6 +101,19 @@ def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
     )
 
 
+_ROPE = "llama.rope.scaling."
+# Metadata of a llama GGUF file, and the factor by which llama.cpp divides the RoPE frequencies.
+ROPE_METADATA: list[tuple[dict[str, Any], float]] = [
+    ({f"{_ROPE}type": "linear", f"{_ROPE}factor": 4.0}, 4),
+    ({f"{_ROPE}factor": 4.0}, 4),
+    ({"llama.rope.scale_linear": 4.0}, 4),
+    ({f"{_ROPE}factor": 2.0, "llama.rope.scale_linear": 4.0}, 2),
+    ({f"{_ROPE}type": "none", f"{_ROPE}factor": 4.0}, 1),
+    ({f"{_ROPE}factor": 0.0, "llama.rope.scale_linear": 4.0}, 1),
+    ({f"{_ROPE}factor": 1.0}, 1),
+]
+
+
 def keep_tensor(name: str, value: torch.Tensor, type_: Any) -> tuple[Any, Any]:
     return value.numpy(), type_
 

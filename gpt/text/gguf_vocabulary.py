@@ -143,11 +143,11 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
     elif not has_own_pattern:
         steps.insert(0, {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
     vocab = {word: id for id, word in enumerate(tokens) if types[id] != _UNUSED}
-    # llama.cpp needs a merge, so a file without merges has one of tokens that don't exist.
-    merges = [merge for merge in merges if merge.split(" ", 1)[0] in vocab]
+    if len(merges) == 1 and merges[0].split(" ")[0] not in vocab:  # The placeholder that llama.cpp needs.
+        merges = []
     for merge in merges:
         left, _, right = merge.partition(" ")
-        if right not in vocab or left + right not in vocab:
+        if left not in vocab or right not in vocab or left + right not in vocab:
             raise UserError(f"{where} is damaged: no token results from the merge {merge!r:.60}", gguf_header.HINT)
     return {
         # Qwen's own tokenizers normalize text; llama.cpp does not.
