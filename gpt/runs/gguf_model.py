@@ -146,7 +146,7 @@ def _read_rope_scaling(file: Header, values: Mapping[str, Any], config: GPTConfi
     (src/llama-model.cpp), a factor without a type is linear, a factor of 0 is 1, and there is an older key."""
     kind = values.get("rope.scaling.type", "linear")
     factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 0))
-    is_linear = kind == "linear" and factor not in (0, 1)
+    is_linear = kind == "linear" and factor not in (0, 1) and config.positions == "rotary"
     is_invalid = type(factor) not in (int, float) or not 1 <= factor <= 1e4 or ROPE_FREQS in file.tensors
     if kind not in ("none", "linear", "llama3") or (is_linear and is_invalid):
         raise UserError(f"{file.path}: its RoPE scaling {kind!r:.40} by {factor!r:.40} is not supported", _OTHER_MODEL)

@@ -17,8 +17,7 @@ from gpt.text.boundaries import LLAMA3_PATTERN
 
 HINT = "use the model's Transformers folder instead"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # Token types of llama.cpp.
-# Maximum characters of all splits of all SentencePiece tokens, which are all tried. Gemma's have about 2²⁴.
-MAX_SPLITS = 2**26
+MAX_SPLITS = 2**25  # Maximum characters of the splits of all SentencePiece tokens. Gemma's have about 2²⁴.
 _CASED = r"\p{Lm}\p{Lo}\p{M}"
 _TEKKEN_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]*[\p{{Ll}}{_CASED}]+"
@@ -69,17 +68,14 @@ def read_vocabulary(metadata: Mapping[str, Any], where: str) -> tuple[dict[str, 
         raise UserError(f"{where} has a tokenizer of type {kind!r:.40}; gpt reads gpt2 and llama", HINT)
     words = {word: id for id, word in enumerate(tokens)}
     if not 0 < len(words) == len(tokens) <= MAX_VOCAB_SIZE:
-        damage = f"it has {len(tokens):,} tokens, {len(words):,} of them different"
-        raise UserError(f"{where} is damaged: {damage}", gguf_header.HINT)
+        raise UserError(f"{where} is damaged: {len(words):,} of {len(tokens):,} tokens differ", gguf_header.HINT)
     template = read_value(metadata, "tokenizer.chat_template", "", where)
     check_text(f"a token or the chat template of {where}", "".join((*tokens, template)), HINT)
     types = _numbers(metadata, "token_type", np.full(len(tokens), _NORMAL), where)
     given = {"bos": 1, "eos": 2} if kind == "llama" and len(tokens) > 2 else {}  # llama.cpp's defaults.
-    ids = {
-        name: read_value(metadata, f"tokenizer.ggml.{name}_token_id", -1, where)
-        for name in ("bos", *END_KEYS, *_FIM_WORDS)
-    }
-    given |= {name: id for name, id in ids.items() if 0 <= id < len(tokens)}
+    for name in ("bos", *END_KEYS, *_FIM_WORDS):
+        id = read_value(metadata, f"tokenizer.ggml.{name}_token_id", -1, where)
+        given |= {name: id} if 0 <= id < len(tokens) else {}
     ends = end_ids(words, given)
     if not ends:
         raise UserError(f"{where} has no token that ends a text", HINT)
@@ -171,8 +167,9 @@ def _sentence_pieces(
     pieces = {word: id for word, id in vocab.items() if types[id] == _NORMAL}
     characters = sum(len(word) ** 2 for word in pieces)
     if characters > MAX_SPLITS:
-        what = f"the splits of its {len(pieces):,} tokens have {characters:,} characters"
-        raise UserError(f"{where}: {what}, and the limit is {MAX_SPLITS:,}", HINT)
+        raise UserError(
+            f"{where}: splits of its tokens have {characters:,} characters; {MAX_SPLITS:,} is the limit", HINT
+        )
     merges = [
         f"{word[:at]} {word[at:]}"
         for word in sorted(pieces, key=lambda word: (-scores[pieces[word]], pieces[word]))
