@@ -227,8 +227,7 @@ def load(
     ``dtype`` of "int8" or "int4" quantizes the weights, unless the checkpoint already has that dtype.
     """
     model_path = folder.find_checkpoint(None if path is None else str(path), note)
-    if base is not None:
-        folder.name_base(model_path, str(base))
+    folder.name_base(model_path, base)
     stored_bits = None if folder.is_adapter(model_path) else model_config.load_bits(model_path)
     if sampling is not None and dtype == "auto":
         dtype = next((name for name, width in quantized.BITS.items() if width == stored_bits), dtype)
@@ -359,8 +358,7 @@ def export(
     target = exports.find_target(str(out), config)
     model_name = None if model is None else str(model)
     path = folder.find_checkpoint(model_name, note)
-    if base is not None:
-        folder.name_base(path, str(base))
+    folder.name_base(path, base)
     source = open_source(path, model_name or "", note)
     target = exports.check(source, target)
     for difference in exports.describe_differences(source, target):
@@ -436,6 +434,7 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
     from gpt.training import run as runs
 
     config = from_dict(TrainConfig, settings, "train")
+    folder.name_base(Path(), None)
     return runs.train([str(text) for text in texts], config, listen)
 
 
@@ -445,4 +444,5 @@ def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: 
     ``tensor`` and ``recompute``. Raises the same errors as `train`."""
     from gpt.training import run as runs
 
+    folder.name_base(Path(), None)
     return runs.resume(None if run is None else str(run), settings, (), listen)

@@ -211,7 +211,7 @@ def _render_parts(
             "train it with gpt train --chat, put a chat_template.jinja into its folder, or use it without chat: "
             "gpt sample PROMPT, /v1/completions",
         )
-    renderer = _get_renderer(tokenizer.chat_template, tuple(sorted(_special_words(tokenizer).items())))
+    renderer = _get_renderer(tokenizer.chat_template, tuple(sorted(special_words(tokenizer).items())))
     # "developer" is OpenAI's name for the system role. Most models never saw it in training.
     role_names = {} if "developer" in tokenizer.chat_template else {"developer": "system"}
     renamed_messages = [{**message, "role": role_names.get(message["role"], message["role"])} for message in messages]
@@ -220,7 +220,7 @@ def _render_parts(
     return reply["texts"], [(start, end) for start, end in reply["spans"]]
 
 
-def _special_words(tokenizer: Tokenizer) -> dict[str, str]:
+def special_words(tokenizer: Tokenizer) -> dict[str, str]:
     """Returns the special tokens by their names in templates, such as ``bos_token``."""
     by_id = {id: word for word, id in tokenizer.all_specials.items()}
     words = {"eos_token": tokenizer.eot_token}
