@@ -1,8 +1,9 @@
-"""Handles signals that ask a command to stop: finishes cleanly after the first, stops immediately after the second."""
+"""Handles signals that ask a command to stop: finishes cleanly after the first, stops at once after a second Ctrl-C."""
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Self, TypeVar
 
@@ -15,6 +16,8 @@ SIGNALS: tuple[int, ...] = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
+SECOND_CTRL_C_SECONDS = 0.3  # Programs repeat a signal within milliseconds. A person takes longer.
+
 
 def handled_signals() -> tuple[int, ...]:
     """Returns the signals that this process does not ignore. nohup makes it ignore SIGHUP, and a script's ``&`` makes
@@ -26,16 +29,31 @@ class Stopped(Exception):
     """Raised when a signal stops optional work."""
 
 
+def end_at_once(signum: int) -> None:
+    """Raises `Interrupted`, wherever the code is; files on disk stay intact."""
+    raise Interrupted(signum, "interrupted twice: stopped at once; earlier checkpoints are intact")
+
+
 class StopSignal:
-    """Records the first signal of `handled_signals` in ``signum``. Raises `Interrupted` at the second, wherever the
-    code is; files on disk stay intact. While ``at_once`` is set, raises it at the first signal.
+    """Records the first signal of `handled_signals` in ``signum`` and calls ``on_first``. Calls ``on_second`` at a
+    later Ctrl-C. While ``at_once`` is set, raises `Interrupted` at both.
+
+    Ignores all other repeated signals. A shell and the kernel both send SIGHUP when a terminal closes, and process
+    managers signal a process and its group.
 
     Does nothing outside the main thread, because Python handles signals only there.
     """
 
-    def __init__(self, at_once: bool = False) -> None:
+    def __init__(
+        self,
+        at_once: bool = False,
+        on_first: Callable[[int], object] = lambda signum: None,
+        on_second: Callable[[int], object] = end_at_once,
+        is_ctrl_c: Callable[[int], bool] = lambda signum: signum == signal.SIGINT,
+    ) -> None:
         self.signum: int | None = None
-        self.at_once = at_once
+        self.at_once, self.on_first, self.on_second, self.is_ctrl_c = at_once, on_first, on_second, is_ctrl_c
+        self._first_time = 0.0
         self._previous_handlers: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Self:
@@ -56,11 +74,14 @@ class StopSignal:
             yield item
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        previous, self.signum = self.signum, signum
+        now, is_first = time.monotonic(), self.signum is None
+        if is_first:
+            self.signum, self._first_time = signum, now
+        elif now - self._first_time < SECOND_CTRL_C_SECONDS or not self.is_ctrl_c(signum):
+            return
         if self.at_once:
             raise Interrupted(signum)
-        if previous is not None:
-            raise Interrupted(signum, "interrupted twice: stopped at once; earlier checkpoints are intact")
+        (self.on_first if is_first else self.on_second)(signum)
 
 
 def interruption(error: BaseException | None) -> Interrupted | None:

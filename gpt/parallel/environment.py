@@ -6,12 +6,13 @@ torchrun and our launcher set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 from gpt.errors import UserError
 
 LAUNCHER, START_TIME = "GPT_LAUNCHER", "GPT_BEGAN"
-RUN, STATUS = "run", "status"
+RUN, STATUS, CTRL_C = "run", "status", "ctrl-c"
 
 
 def read_integer(name: str, default: int | None = None) -> int:
@@ -60,3 +61,8 @@ def read_message(folder: str, name: str) -> str | None:
     with contextlib.suppress(OSError):
         return Path(folder, name).read_text(encoding="utf-8")
     return None
+
+
+def is_ctrl_c(signum: int) -> bool:
+    """Whether a signal is a person's Ctrl-C. Our launcher forwards a second one as SIGTERM, after a message."""
+    return signum == signal.SIGINT or (is_ours() and read_message(os.environ[LAUNCHER], CTRL_C) is not None)

@@ -17,13 +17,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gpt.errors import PeerLost, UserError
-from gpt.interrupt import handled_signals
-from gpt.parallel.environment import LAUNCHER, RUN, START_TIME, STATUS, read_message
+from gpt.interrupt import StopSignal
+from gpt.parallel.environment import CTRL_C, LAUNCHER, RUN, START_TIME, STATUS, read_message
 from gpt.peaks import host_memory
 
 PROCESS_BYTES = 2**28  # memory of an idle process with Python and torch
 CONNECT_SECONDS = 10
-MAX_SAVE_SECONDS = 24 * 3600  # time to save a run after a signal; a second signal ends the run immediately
+MAX_SAVE_SECONDS = 24 * 3600  # time to save a run after a signal; a second Ctrl-C ends the run at once
 
 # Exit codes of a process that may have ended because another failed. Later codes in this list are surer signs of this.
 CONSEQUENCE_CODES = (128 + signal.SIGTERM, -signal.SIGTERM, PeerLost.exit_code)
@@ -67,15 +67,24 @@ def launch(command: Sequence[str], nproc: int, start_time: float | None = None) 
         "rdzv_backend": "c10d",
         "rdzv_endpoint": f"127.0.0.1:{_port()}",
         "local_addr": "127.0.0.1",
-        "signals_to_handle": ",".join(signal.Signals(signum).name for signum in handled_signals()),
+        "signals_to_handle": "",
     }
-    with tempfile.TemporaryDirectory(prefix="gpt-") as folder, _environment(folder, start_time):
+
+    def close(signum: int) -> None:
+        raise SignalException("", signal.Signals(signum))  # Torch's launcher forwards the signal.
+
+    def end_at_once(signum: int) -> None:
+        Path(folder, CTRL_C).touch()
+        close(signum)  # While it waits for the processes, it forwards any signal as SIGTERM.
+
+    stop = StopSignal(on_first=close, on_second=end_at_once)
+    with tempfile.TemporaryDirectory(prefix="gpt-") as folder, _environment(folder, start_time), stop:
         try:
             elastic_launch(LaunchConfig(**config, logs_specs=DefaultLogsSpecs(log_dir=folder)), command[0])(
                 *command[1:]
             )
         except SignalException as signal_error:
-            status = int(read_message(folder, STATUS) or 128)  # The launcher forwards any second signal as SIGTERM.
+            status = int(read_message(folder, STATUS) or 128)
             return LaunchResult(status if status < 128 else 128 + signal_error.sigval)
         except ChildFailedError as child_error:
             codes = {rank: failure.exitcode for rank, failure in child_error.failures.items()}
@@ -115,9 +124,7 @@ def _port() -> int:
 
 @contextlib.contextmanager
 def _environment(folder: str, start_time: float | None) -> Iterator[None]:
-    """Sets the processes' environment and silences the launcher. Afterwards, restores the environment, logging and
-    signal handlers."""
-    handlers = {signum: signal.getsignal(signum) for signum in handled_signals()}
+    """Sets the processes' environment and silences the launcher. Afterwards, restores the environment and logging."""
     log_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     # In torch 2.11, only an environment variable can set the shutdown timeout. The default is 30 s.
@@ -130,5 +137,3 @@ def _environment(folder: str, start_time: float | None) -> Iterator[None]:
         for name in (*variables, START_TIME):
             os.environ.pop(name, None)
         logging.disable(log_level)
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)

@@ -101,6 +101,10 @@ class World:
         """Returns the maximum over all ranks."""
         return value
 
+    def all_reduce_signal(self, signum: int | None) -> int:
+        """Returns a signal that any rank has received, or 0."""
+        return self.all_reduce_max(signum or 0)
+
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         """Returns sums over data ranks, in double precision."""
         return values
@@ -194,9 +198,12 @@ class Ranks(World):
             raise UserError("this build of torch has no NCCL, needed to train on several GPUs", "use --device cpu")
         return torch.device("cuda", self.local_rank)
 
-    def all_reduce_max(self, value: int) -> int:
+    def all_reduce_signal(self, signum: int | None) -> int:
         if self.launcher_pid not in (None, os.getppid()):  # A killed launcher forwards no signals.
-            value = value or signal.SIGTERM
+            signum = signum or signal.SIGTERM
+        return super().all_reduce_signal(signum)
+
+    def all_reduce_max(self, value: int) -> int:
         maximum = torch.tensor(value)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.message_group)
         return int(maximum)

@@ -22,7 +22,7 @@ from gpt.decoding.engine import generate
 from gpt.decoding.write import MAX_BATCH
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
-from gpt.interrupt import handled_signals
+from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.runs.passages import TrainingText
 from gpt.runs.report import find_training_tokens
@@ -194,30 +194,25 @@ async def _serve(
 ) -> int:
     worker, loop = server.service.worker, asyncio.get_running_loop()
     http = http_server(server, ready)
-    signals: list[int] = []
     tasks: list[asyncio.Task[None]] = []
 
-    def handle_signal() -> None:
-        """Starts a graceful shutdown at the first signal. Stops immediately at the second."""
-        if len(signals) > 1:
-            server.abort()
-            http.should_exit = http.force_exit = True
-            return
+    def finish() -> None:
         tasks.append(asyncio.create_task(_finish(server, http, note)))
 
-    def on_signal(signum: int, *_: object) -> None:
-        signals.append(signum)
-        loop.call_soon_threadsafe(handle_signal)
+    def end_at_once() -> None:
+        server.abort()
+        http.should_exit = http.force_exit = True
 
-    previous_handlers = {number: signal.signal(number, on_signal) for number in handled_signals()}
-    worker.start(loop)
-    try:
-        await http.serve(sockets=[listener])
-    finally:
-        worker.stop()
-        for signum, handler in previous_handlers.items():
-            signal.signal(signum, handler)
-    return signals[0] if signals else signal.SIGTERM
+    with StopSignal(
+        on_first=lambda signum: loop.call_soon_threadsafe(finish),
+        on_second=lambda signum: loop.call_soon_threadsafe(end_at_once),
+    ) as stop:
+        worker.start(loop)
+        try:
+            await http.serve(sockets=[listener])
+        finally:
+            worker.stop()
+    return stop.signum or signal.SIGTERM
 
 
 async def _finish(server: Server, http: uvicorn.Server, note: Callable[[str], None]) -> None:

@@ -15,6 +15,7 @@ from gpt.errors import UserError
 from gpt.evaluate import Window
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
+from gpt.model.loss import IGNORED
 from gpt.model.params import breakdown
 from gpt.runs.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
 from gpt.settings import checked
@@ -137,7 +138,7 @@ class Planner:
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
         """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` without enough memory or time."""
         config, note = self.config, self.session.note
-        recipe = self.resolve(config, note)
+        recipe = self.resolve(config) if config.minutes else self.resolve(config, note)
         self.check(recipe)
         if config.minutes is None:
             return recipe, None
@@ -160,7 +161,7 @@ class Planner:
         eval_every = config.eval_every or math.ceil(steps / budget.pauses)
         samples = config.sample_every if config.sample_every is not None or budget.samples else 0
         recipe = self.resolve(
-            replace(steps_config, steps=steps, eval_every=eval_every, sample_every=samples), max_tokens=token_limit
+            replace(steps_config, steps=steps, eval_every=eval_every, sample_every=samples), note, token_limit
         )
         note(budget.describe(recipe.batch_tokens))
         return recipe, budget
@@ -227,7 +228,7 @@ class Planner:
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         window = stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds))
         sample = stepper.run_eagerly(lambda: estimate_sample_seconds(strategy, data))
-        targets = sum(len(w.y) - w.skipped for w in held_out) / max(1, len(held_out))
+        targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
         costs = Costs(
             step=sum(step_seconds) / len(step_seconds),
             window=window,
@@ -244,7 +245,7 @@ class Planner:
             lambda: asdict(TimeBudget.fitting(minutes, start, time.perf_counter(), costs, evals))
         )
         budget = checked(TimeBudget, values, "the budget of process 0")
-        return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter()))
+        return budget, world.broadcast_object(lambda: budget.steps(time.perf_counter(), minutes))
 
 
 def time_steps(

@@ -42,7 +42,7 @@ MAX_CHECKED_PAIRS = 500  # maximum pairs per split to check for exact answers
 def windows_to_evaluate(recipe: Recipe) -> int:
     """Returns the number of held-out windows in a periodic evaluation."""
     tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
-    return max(1, tokens // recipe.model.block_size)
+    return max(1, tokens * recipe.rows // recipe.batch_tokens)
 
 
 def evaluate_best(

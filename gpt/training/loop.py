@@ -18,6 +18,7 @@ from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, wind
 from gpt.training.journal import Journal
 from gpt.training.logs import Speed
 from gpt.training.pace import TimeBudget
+from gpt.training.recipe import DECAY_SHARE
 from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy
@@ -176,7 +177,7 @@ class Trainer:
 
     def is_stop_requested(self) -> bool:
         """Whether any rank has received a signal."""
-        self.signum = self.world.all_reduce_max(self.session.stop.signum or 0)
+        self.signum = self.world.all_reduce_signal(self.session.stop.signum)
         return self.signum > 0
 
     def is_due(self, interval: int) -> bool:
@@ -219,14 +220,16 @@ class Trainer:
         self.session.note(f"{why} at step {step:,}: {outcome}")
 
     def fit_to_budget(self) -> None:
-        """When learning rate decay starts, fits the number of decay steps to the remaining time."""
+        """At half of the steps, fits the other half and the learning rate decay to the remaining time."""
         budget, state, recipe = self.budget, self.state, self.recipe
-        if budget is None or state.step != recipe.steps - recipe.decay:
+        half = round(DECAY_SHARE * recipe.steps)
+        if budget is None or recipe.planned or not half or state.step != recipe.steps - half:
             return
         now = time.perf_counter()
         seconds_per_step = (now - self.run.start_time - state.first_step) / state.step
         steps = self.world.broadcast_object(lambda: budget.steps_left(now, seconds_per_step))
-        self.update_recipe(steps=state.step + steps, decay=steps, planned=recipe.planned or recipe.steps)
+        decay = steps if recipe.schedule == "cosine" else round(recipe.decay * steps / half)
+        self.update_recipe(steps=state.step + steps, decay=decay, planned=recipe.steps)
         self.session.listen(events.Plan(self.recipe.steps, recipe.batch_tokens))
 
     def compile(self) -> None:

@@ -102,7 +102,7 @@ class Muon(Optimizer):
         for p, update, group in updates:
             for matrix, part in zip(unfuse(p, group["fused"]), unfuse(update, group["fused"]), strict=True):
                 wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-                step_size = group["lr"] * UPDATE_RMS * math.sqrt(max(matrix.shape))
+                step_size = group["lr"] * update_scale(matrix)
                 stacks[wide.shape[0], wide.shape[1]].append((wide, part if wide is matrix else part.T, step_size))
         for stack in stacks.values():
             directions = self._orthogonalize([part.to(self.dtype) for _, part, _ in stack])
@@ -126,6 +126,11 @@ class Muon(Optimizer):
         return momentum
 
 
+def update_scale(matrix: Tensor) -> float:
+    """Returns the factor that gives a matrix's orthogonalized update the RMS `UPDATE_RMS`."""
+    return UPDATE_RMS * math.sqrt(max(matrix.shape))
+
+
 def orthogonalize(x: Tensor) -> Tensor:
     """Approximates the semi-orthogonal matrices nearest to x, (n, rows, columns), with rows ≤ columns."""
     a, b, c = NEWTON_SCHULZ
@@ -144,15 +149,15 @@ def unfuse(x: Tensor, fused: tuple[int, ...]) -> Sequence[Tensor]:
     return torch.split(x, list(fused)) if fused else [x]
 
 
-def orthogonalize_each(updates: Sequence[Tensor]) -> list[Tensor]:
-    """Orthogonalizes matrices of any shapes, batched by shape."""
+def scaled_directions(updates: Sequence[Tensor]) -> list[Tensor]:
+    """Orthogonalizes and scales matrices of any shapes, batched by shape."""
     results, indices_by_shape = list(updates), defaultdict(list)
     for index, update in enumerate(updates):
         indices_by_shape[update.shape].append(index)
     for shape, indices in indices_by_shape.items():
         stack = torch.stack([updates[index] for index in indices])
         directions = orthogonalize(stack) if shape[0] <= shape[1] else orthogonalize(stack.mT).mT
-        for index, direction in zip(indices, directions, strict=True):
+        for index, direction in zip(indices, directions * update_scale(directions[0]), strict=True):
             results[index] = direction
     return results
 

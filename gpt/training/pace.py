@@ -8,6 +8,7 @@ from gpt.errors import UserError
 from gpt.settings import Count, Within
 
 OVERHEAD = 0.2  # share of the time for everything except training steps
+OVERHEAD_GROWTH = 1.5  # A longer run spends a fifth more on evaluations, and measures its speed for longer.
 END_SECONDS = 2.0  # time to read back the last checkpoint and exit
 
 Seconds = Annotated[float, Within(-1e12, 1e12)]
@@ -57,14 +58,14 @@ class TimeBudget:
             answers=max(1, answers),
         )
 
-    def steps(self, now: float) -> int:
-        """Estimates the steps of the run before it starts. Raises `UserError` if no step fits."""
+    def steps(self, now: float, minutes: float) -> int:
+        """Estimates the steps of a run of ``minutes`` before it starts. Raises `UserError` if no step fits."""
         spare = self.deadline - self.end - self.evaluations - now
         if spare < 4 * self.step:
-            minutes = (4 * self.step - spare + self.deadline - now) / 60
+            enough = OVERHEAD_GROWTH * (minutes + (4 * self.step - spare) / 60)
             raise UserError(
                 f"there is no time to train: a step takes {self.step:.2g} s, but only {max(0.0, spare):.0f} s are left",
-                f"use at least --minutes {math.ceil(10 * minutes) / 10:g}, or a smaller --batch-tokens, --block-size "
+                f"use at least --minutes {math.ceil(10 * enough) / 10:g}, or a smaller --batch-tokens, --block-size "
                 "or model",
             )
         return int(spare / self.step)

@@ -87,7 +87,7 @@ class Recipe:
     tensor: Annotated[int, Within(1, 1024)] = 1  # number of tensor-parallel processes
     context: Count = 0  # original context of a RoPE base model; 0 for other runs
     recompute: bool = False  # whether the backward pass recomputes activations
-    # The value of ``steps`` before the final ``decay`` was fitted to the remaining time; 0 if it was not fitted.
+    # The value of ``steps`` before it was fitted to the remaining time; 0 if it was not fitted.
     planned: Count = 0
     teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
 
@@ -214,7 +214,7 @@ def resolve(
         dropout, weight_decay = 0.0, TAUGHT_DECAY
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup_steps(config, steps, batch)
-    for line in _ineffective_settings(config, model, steps, warmup, held_out):
+    for line in _ineffective_settings(config, model, steps, warmup, held_out, len(teachers) > 0):
         note(line)
     if model.layout == "gpt":
         note("no Transformers class supports this architecture, so only gpt can load the checkpoints")
@@ -229,7 +229,7 @@ def resolve(
         micro_batch=batch.setup.micro_batch,
         lr=_learning_rate(config, preset, optimizer),
         warmup=warmup,
-        decay=round(DECAY_SHARE * steps) if config.decay is None else config.decay,
+        decay=round(DECAY_SHARE * steps) if config.decay is None else min(config.decay, steps),
         optimizer=optimizer,
         weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
         eval_every=eval_every,
@@ -260,20 +260,24 @@ def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
     return config.optimizer or ("adamw" if is_large else "muon")
 
 
-def _ineffective_settings(config: TrainConfig, model: GPTConfig, steps: int, warmup: int, held_out: bool) -> list[str]:
+def _ineffective_settings(
+    config: TrainConfig, model: GPTConfig, steps: int, warmup: int, held_out: bool, taught: bool
+) -> list[str]:
     """Notes about settings that have no effect, or less effect than intended."""
     lines = []
     if config.patience and not held_out:
         lines.append("--patience has no effect: nothing is held out")
-    if warmup > steps and config.minutes is None:
+    if warmup > steps:
         share = f"{steps / warmup:.2g}"
         lines.append(f"warmup is {warmup:,} steps, the run {steps:,}: the learning rate reaches {share} of its peak")
     if config.window is not None and config.window >= model.block_size:
         lines.append(f"a window of {config.window:,} has no effect in a context of {model.block_size:,} tokens")
-    if config.teacher_weight != TrainConfig.teacher_weight and not (config.teacher or config.teachers):
+    if config.teacher_weight != TrainConfig.teacher_weight and not taught:
         lines.append("--teacher-weight has no effect without --teacher or --teachers")
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--decay has no effect with --schedule {config.schedule}")
+    elif config.decay is not None and config.decay > steps:
+        lines.append(f"decay is {config.decay:,} steps, the run {steps:,}: the learning rate decays in all of them")
     return lines
 
 

@@ -116,7 +116,7 @@ def resume(
 def _session(nproc: int, listen: Listener, start_time: float | None) -> Iterator[Session]:
     """Handles signals and joins the other processes."""
     start_time = time.perf_counter() if start_time is None else start_time
-    with StopSignal(at_once=True) as stop, join_world(nproc) as world:
+    with StopSignal(at_once=True, is_ctrl_c=environment.is_ctrl_c) as stop, join_world(nproc) as world:
         yield Session(world, stop, listen, start_time)
 
 

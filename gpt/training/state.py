@@ -129,10 +129,8 @@ def read_saved_state(path: Path) -> SavedState:
         raise UserError(f"{file} has format {values.get('format')!r}; this program reads format {FORMAT}", "update gpt")
     saved = checked(SavedState, values, str(file))
     step, recipe = saved.state.step, saved.recipe
-    if step > recipe.steps or not saved.state.windows or recipe.rows % recipe.micro_batch:
-        raise UserError(
-            f"{file} is damaged: step {step} of {recipe.steps}, {recipe.micro_batch} of {recipe.rows} rows", folder.HINT
-        )
+    if step > recipe.steps or not saved.state.windows:
+        raise UserError(f"{file} is damaged: step {step} of {recipe.steps}", folder.HINT)
     ramp = recipe.ramp  # If a ramp shrinks or has too many sizes, listing its sizes would not end.
     is_even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
     if ramp and not (ramp.first <= ramp.rows == recipe.rows and is_even and ramp.sizes <= MAX_BATCH_SIZES):
@@ -179,7 +177,7 @@ def read_snapshot(path: Path, saved: SavedState, strategy: Strategy) -> Snapshot
 def _copy_to_host(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    return buffer.copy_(tensor, non_blocking=True)
+    return buffer.copy_(tensor, non_blocking=tensor.device.type == "cuda")  # `take` waits only for CUDA.
 
 
 def seed_all(seed: int) -> None:

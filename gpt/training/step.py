@@ -68,6 +68,7 @@ class Stepper:
         self.on_halved, self.on_uncompiled = on_halved, on_uncompiled
         self.model, self.optimizer, self.compute = strategy.model, strategy.optimizer, strategy.compute
         self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
+        self.full_rows = recipe.rows // self.world.data_size  # rows of a full batch; a ramp starts with fewer
         self.scaler = strategy.scaler()
         self.objective = Objective(self.model, recipe.loss_chunk, recipe.teacher_weight)
         self.wrapped = strategy.wrap(self.objective)
@@ -210,18 +211,17 @@ class Stepper:
         collective. A compiled program does not report why it failed, so the step is repeated without the program.
         """
         while True:
-            state = random_states(self.compute.device)
-            known_to_fit = min(self.micro_batch, x.size(0)) * x.size(1) <= self.max_tokens_run
+            state, rows = random_states(self.compute.device), min(self.micro_batch, x.size(0))
+            known_to_fit = rows * x.size(1) <= self.max_tokens_run
             try:
                 if self.strategy.needs_trial and not known_to_fit:
                     self._try_micro_batch(*(tensor[: self.micro_batch] for tensor in (x, y, *lesson)))
                     known_to_fit = True
                 return self._accumulate(x, y, *lesson)
             except Exception as error:
-                smaller = [d for d in divisors(x.size(0)) if d < self.micro_batch]
                 reason = first_line(error) if self.program is not None and isinstance(error, RuntimeError) else None
                 if reason is None and not (
-                    self.strategy.can_retry and is_out_of_memory(error) and smaller and not known_to_fit
+                    self.strategy.can_retry and is_out_of_memory(error) and rows > 1 and not known_to_fit
                 ):
                     raise
             # Free memory outside the handler, because the error keeps activations alive.
@@ -233,7 +233,7 @@ class Stepper:
                 self.program = None
                 self.on_uncompiled(reason)
                 continue
-            self.micro_batch = max((d for d in smaller if 2 * d <= self.micro_batch), default=1)
+            self.micro_batch = max(d for d in divisors(self.full_rows) if 2 * d <= rows)
             self.on_halved(self.micro_batch)
 
     def _try_micro_batch(self, x: Tensor, y: Tensor, *lesson: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from gpt.parallel.world import COLLECTIVE_TIMEOUT, World
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Array, Deferred
 from gpt.training.finetune import InitCheckpoint
-from gpt.training.optim import BETAS, UPDATE_RMS, Muon, Optimizers, make_optimizer, orthogonalize_each, unfuse
+from gpt.training.optim import BETAS, Muon, Optimizers, make_optimizer, scaled_directions, unfuse
 from gpt.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ class Sharded(Strategy):
     def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
         """Yields the items. After a signal to any rank, all raise `Stopped`, so that no rank waits for another."""
         for item in items:
-            if self.world.all_reduce_max(stop.signum or 0):
+            if self.world.all_reduce_signal(stop.signum):
                 raise Stopped
             yield item
 
@@ -273,15 +272,13 @@ class ShardedMuon(Muon):
             group = named_updates[0][2]
 
             def directions(full_updates: list[Tensor], fused: tuple[int, ...] = group["fused"]) -> list[Tensor]:
-                orthogonal = orthogonalize_each([matrix for full in full_updates for matrix in unfuse(full, fused)])
-                count = len(orthogonal) // len(full_updates)
-                return [torch.cat(orthogonal[i : i + count]) for i in range(0, len(orthogonal), count)]
+                scaled = scaled_directions([matrix for full in full_updates for matrix in unfuse(full, fused)])
+                count = len(scaled) // len(full_updates)
+                return [torch.cat(scaled[i : i + count]) for i in range(0, len(scaled), count)]
 
-            rows, columns = exchange.shape
-            step_size = group["lr"] * UPDATE_RMS * math.sqrt(max(columns, *(group["fused"] or (rows,))))
             own_directions = exchange([update.to(self.dtype) for _, update, _ in named_updates], directions)
             for (p, _, _), direction in zip(named_updates, own_directions, strict=True):
-                p.sub_(direction * scale, alpha=step_size)
+                p.sub_(direction * scale, alpha=group["lr"])
 
 
 def make_strategy(

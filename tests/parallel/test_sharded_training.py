@@ -8,18 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Gpt, assert_same, curve, more, one_line_of_what_and_what_next
-from parts import MODELS, SHARDED_AND_TENSOR, SHARDED_RUNS, four
+from conftest import Gpt, assert_same, curve, more, one_line_of_what_and_what_next, weights
+from models import FAMILIES, loud
+from parts import FAMILY_SHARDINGS, FAMILY_STEPS, MODELS, SHARDED_AND_TENSOR, SHARDED_RUNS, family, four
 from ranks import OPTIONS, TWELVE_STEPS, copy_killed_run
 from safetensors.torch import load_file
 from several import PARTS, assert_resumes_after_stop, assert_trained_alike, event_values, losses, train_all, write_texts
 
 import gpt as library
+from gpt.config import GPTConfig
 from gpt.evaluate import Window
 from gpt.interrupt import Stopped, StopSignal
 from gpt.parallel.launch import LaunchResult, launch
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
+from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training.checkpointing import Writer
 from gpt.training.strategy import Sharded
 
@@ -94,6 +97,35 @@ def test_sharding_combined_with_tensor_parallelism_matches_one_process(
     library.train("book.txt", out="one/both", **{**SHARDED_AND_TENSOR, "shard": "none", "tensor": 1})
     assert launch([sys.executable, str(PARTS), four.__name__], 4) == LaunchResult(0)
     assert losses(several_trained / "four") == pytest.approx(losses(several_trained / "one/both"), abs=1e-4)
+
+
+FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 24, "tied": True},
+    "llama": {"n_embd": 24, "head_dim": 16, "n_kv_head": 2, "n_inner": 40, "tied": False},
+    "mistral": {"n_embd": 24, "head_dim": 4, "n_kv_head": 2, "window": 5, "window_layers": (0, 1), "tied": False},
+    "qwen2": {"n_embd": 24, "n_kv_head": 2, "window": 5, "window_layers": (1,), "tied": False},
+    "qwen3": {"n_embd": 24, "head_dim": 16, "n_kv_head": 2, "window": 5, "window_layers": (0,), "tied": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", *(more(name) for name in FAMILIES if name != "qwen3")])
+def test_families_train_alike_in_one_process_and_in_shards(name: str, workdir: Path) -> None:
+    config = GPTConfig(257, 16, 2, 4, **FAMILIES[name] | FAMILY_SHAPES[name])
+    assert config.layout == name
+    files = checkpoint.TokenizerFiles(bytes_tokenizer(), config)
+    checkpoint.write(Path("base"), checkpoint.contents(config, {**loud(config, spread=0.05).state_dict()}, files, {}))
+    write_texts()
+    library.train("book.txt", out="one", **FAMILY_STEPS)
+    assert launch([sys.executable, str(PARTS), family.__name__], 2) == LaunchResult(0)
+    for sharding in FAMILY_SHARDINGS:
+        run = Path("-".join(map(str, sharding)))
+        assert losses(run) == pytest.approx(losses(Path("one")), abs=1e-4)
+        actual, expected = weights(run), weights(Path("one"))
+        for key in expected:
+            if key.endswith("c_attn.bias"):  # Without RoPE, a bias of keys has no effect, so its gradient is noise.
+                actual[key].chunk(3)[1].zero_(), expected[key].chunk(3)[1].zero_()
+            torch.testing.assert_close(actual[key], expected[key], atol=1e-4, rtol=0, msg=f"{run} {key}")
 
 
 @pytest.mark.parametrize(

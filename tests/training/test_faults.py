@@ -416,7 +416,32 @@ def test_signal_stops_iteration_and_handlers_are_restored() -> None:
     assert {signum: signal.getsignal(signum) for signum in before} == before
 
 
-def test_second_signal_exits_without_a_torn_checkpoint(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("later_signals", "is_final"),
+    [
+        ([(0.001, signal.SIGHUP)], False),  # The shell and the kernel send SIGHUP when a terminal closes.
+        ([(0.001, signal.SIGTERM), (0.002, signal.SIGHUP)], False),
+        ([(9, signal.SIGHUP), (99, signal.SIGTERM), (999, signal.SIGTERM)], False),
+        ([(0.01, signal.SIGINT)], False),  # A program that forwards Ctrl-C
+        ([(0.5, signal.SIGINT)], True),
+        ([(0.01, signal.SIGTERM), (0.5, signal.SIGINT)], True),
+    ],
+)
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_only_a_later_ctrl_c_is_a_second_request(
+    monkeypatch: pytest.MonkeyPatch, first: int, later_signals: list[tuple[float, int]], is_final: bool
+) -> None:
+    now, calls = 100.0, list[str]()
+    monkeypatch.setattr("gpt.interrupt.time", SimpleNamespace(monotonic=lambda: now))
+    with StopSignal(on_first=lambda signum: calls.append("first"), on_second=lambda signum: calls.append("second")):
+        send(first)
+        for seconds, signum in later_signals:
+            now = 100 + seconds
+            send(signum)
+    assert calls == ["first", "second"][: 1 + is_final]
+
+
+def test_second_ctrl_c_exits_without_a_torn_checkpoint(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = checkpoint.write
     release = threading.Event()
 
@@ -428,14 +453,17 @@ def test_second_signal_exits_without_a_torn_checkpoint(text: Path, monkeypatch: 
         if isinstance(event, events.StepEvent) and event.step == 8:
             monkeypatch.setattr(checkpoint, "write", write_slowly)
         if isinstance(event, events.StepEvent) and event.step == 10:
-            send(signal.SIGINT)
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            ctrl_c.start()
+            send(signal.SIGTERM)
+            send(signal.SIGHUP)
 
+    ctrl_c = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
     start = time.monotonic()
     with pytest.raises(Interrupted, match="twice") as stop:
         library.train(text, out="runs/x", listen=on_event, **FAST)
+    ctrl_c.cancel()
     assert time.monotonic() - start < 50
-    assert stop.value.exit_code == 143
+    assert stop.value.exit_code == 130
     assert library.load("runs/x").path.name == "step-000004"
     release.set()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, TINY, Gpt, losses, make_text, one_line_of_what_and_what_next, resolved, train, weights
+from conftest import FAST, TINY, Gpt, losses, make_text, one_line_of_what_and_what_next, resolved, slow, train, weights
 
 import gpt
 from gpt import events, programs
@@ -31,6 +31,7 @@ from gpt.training.optim import Muon, make_optimizer
 from gpt.training.pace import Costs, TimeBudget
 from gpt.training.recipe import Recipe
 
+TINY_WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
@@ -201,6 +202,13 @@ def test_linear_schedule_warms_up_and_decays() -> None:
     assert learning_rates[60:] == pytest.approx([(40 - i) / 40 for i in range(40)])
 
 
+def test_decay_longer_than_the_run_starts_at_the_peak(text: Path, gpt: Gpt) -> None:
+    options = ["--steps", "4", "--decay", "9", "--warmup", "0", "--lr", "1", *TINY_WORDS]
+    assert gpt("train", text, "-o", "run", *options).code == 0
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in lines if line["event"] == "step"] == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
 def test_cosine_and_constant_schedules() -> None:
     learning_rates = [lr_at(step, lr=1.0, warmup=10, steps=100, decay=0, schedule="cosine") for step in range(1, 101)]
     assert learning_rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
@@ -223,6 +231,35 @@ def test_fitting_a_time_budget_keeps_past_learning_rates(schedule: str, remainin
     # A cosine's steepest slope is 0.9 · π / 2 times the mean slope.
     max_slope = 1.5 if schedule == "cosine" else 1
     assert all(0 <= a - b <= max_slope / remaining_steps + 1e-9 for a, b in itertools.pairwise(learning_rates))
+
+
+@pytest.mark.parametrize(
+    ("options", "decay"),
+    [
+        (["--decay", "0"], 0),
+        (["--decay", "4"], 3),
+        (["--decay", "10000"], 14),
+        slow([], 7),
+        slow(["--decay", "20"], 14),
+        slow(["--decay", "0", "--schedule", "cosine"], 7),
+    ],
+)
+def test_timed_run_is_fitted_whatever_its_decay(
+    text: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, options: list[str], decay: int
+) -> None:
+    """The run plans 20 steps; after 10, there is time for 7 more."""
+    monkeypatch.setattr(TimeBudget, "steps", lambda *_: 20)
+    monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 7)
+    done = gpt("train", text, "-o", "run", "--minutes", "0.1", "--lr", "0.01", "--warmup", "0", *TINY_WORDS, *options)
+    assert done.code == 0
+    assert ("decay is 10,000 steps, the run 20" in done.err) == ("10000" in options)
+    resolved = json.loads(Path("run/run.json").read_text())["resolved"]
+    assert (resolved["steps"], resolved["decay"], resolved["planned"]) == (17, decay, 20)
+    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    shares = [line["lr"] / 0.01 for line in steps if line["event"] == "step"]
+    assert len(shares) == 17
+    assert shares[0] == pytest.approx(1, abs=0.01)
+    assert all(-1e-6 <= a - b <= 1 / 3 + 1e-6 for a, b in itertools.pairwise(shares))
 
 
 @pytest.mark.slow
@@ -253,7 +290,7 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(programs, "find", find)
     steps_that_fit = iter([30, 400])
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: next(steps_that_fit))
+    monkeypatch.setattr(TimeBudget, "steps", lambda *_: next(steps_that_fit))
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     text.write_text(make_text(1000), encoding="utf-8")
     timed, _ = train(text, minutes=1.0, compile="on", teachers=0)
@@ -271,7 +308,7 @@ def test_minutes_decide_if_a_timed_run_compiles(text: Path, monkeypatch: pytest.
     monkeypatch.setattr(programs, "find", lambda key, *args: lookups.append(key))
     monkeypatch.setattr(recipe, "compiles_by_default", lambda: True)
     monkeypatch.setitem(recipe.CPU_FLOPS_PER_WIDTH, "float32", 1e-9)
-    monkeypatch.setattr(TimeBudget, "steps", lambda budget, now: 400)
+    monkeypatch.setattr(TimeBudget, "steps", lambda *_: 400)
     monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
     assert resolved(n_tokens=10**6, **TINY, steps=400, dtype="float32").compile
     timed, _ = train(text, minutes=1.0, dtype="float32")
@@ -281,12 +318,27 @@ def test_minutes_decide_if_a_timed_run_compiles(text: Path, monkeypatch: pytest.
 
 def test_time_budget_determines_the_steps() -> None:
     pace = TimeBudget(deadline=100.0, step=0.1, evaluations=10.0, end=5.0)
-    assert pace.steps(now=10.0) == 750  # 90 s minus 5 s at the end and 10 s of evaluations
+    assert pace.steps(now=10.0, minutes=1.6) == 750  # 90 s minus 5 s at the end and 10 s of evaluations
     assert pace.steps_left(now=50.0, step=0.15) == 300
     assert pace.steps_left(now=99.0, step=0.15) == 1
     with pytest.raises(gpt.UserError, match="no time to train") as error:
-        pace.steps(now=84.8)
-    assert "--minutes 0.3" in error.value.hint
+        pace.steps(now=84.8, minutes=1.6)
+    assert "--minutes 2.5" in error.value.hint
+
+
+def test_minutes_of_the_hint_are_enough(text: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the text has taken a minute."""
+    fitting = TimeBudget.fitting
+    monkeypatch.setattr(TimeBudget, "fitting", lambda minutes, start, *rest: fitting(minutes, start - 60, *rest))
+    monkeypatch.setattr("gpt.training.budget.PROBE_SECONDS", 0.1)
+    count_steps = TimeBudget.steps
+    monkeypatch.setattr(TimeBudget, "steps", lambda *values: min(3, count_steps(*values)))
+    monkeypatch.setattr(TimeBudget, "steps_left", lambda *_: 1)
+    done = gpt("train", text, "--teachers", "0", "--minutes", "1", *TINY_WORDS)
+    one_line_of_what_and_what_next(done, "there is no time to train")
+    minutes = done.err.partition("hint: use at least --minutes ")[2].partition(",")[0]
+    assert float(minutes) > 1
+    assert gpt("train", text, "--teachers", "0", "--minutes", minutes, *TINY_WORDS).code == 0
 
 
 SLOW = Costs(step=1.2, window=2.0, sample=4.0, save=1.0, default_windows=32, all_windows=110, pairs=500)
@@ -296,7 +348,7 @@ def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     """A large model on a slow machine gets fewer evaluations and no samples."""
     budget = TimeBudget.fitting(5, start_time=0.0, now=30.0, costs=SLOW, evals=20)
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
-    assert budget.steps(now=30.0) >= 0.8 * 300 / 1.2
+    assert budget.steps(now=30.0, minutes=5) >= 0.8 * 300 / 1.2
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
     # More than a fifth of the time is already spent.
     late = TimeBudget.fitting(5, start_time=0.0, now=90.0, costs=SLOW, evals=20)
@@ -307,11 +359,30 @@ def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     assert (uncut.pauses, uncut.windows, uncut.last_windows, uncut.samples) == (20, 32, 1000, True)
 
 
+def test_short_examples_are_all_evaluated(workdir: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are much shorter than the context, and only some of their tokens are targets."""
+    monkeypatch.setattr(TimeBudget, "steps", lambda *_: 2)
+    monkeypatch.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
+    monkeypatch.setattr("gpt.training.budget.PROBE_SECONDS", 0.1)
+    pairs = [{"prompt": f"{number} is", "completion": f" n{number}"} for number in range(400)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    words = ["--pairs", "--block-size", "512", "--vocab-size", "270", "--batch-tokens", "512", "--json"]
+    words += ["--n-layer", "1", "--n-head", "1", "--n-embd", "16"]
+    val_tokens = []
+    for length in (["--steps", "2"], ["--minutes", "5"]):
+        done = gpt("train", "pairs.jsonl", *length, *words, "-o", length[1])
+        assert ": 362 pairs to train on, 38 held out" in done.err
+        states = [json.loads(path.read_text())["state"] for path in Path(length[1]).glob("step-*/training.json")]
+        assert all(state["windows"] >= 38 for state in states)
+        val_tokens.append(json.loads(done.out)["val_tokens"])
+    assert val_tokens[0] == val_tokens[1]
+
+
 @pytest.mark.slow
 def test_timed_fine_tuning_shrinks_the_batch(run_folder: Path, text: Path) -> None:
     steps: list[int] = []
 
-    def steps_that_fit(budget: TimeBudget, now: float) -> int:
+    def steps_that_fit(*_: object) -> int:
         steps.append(5 if steps else 64)  # 64 steps of one sequence fit, or 5 steps of the resulting batch.
         return steps[-1]
 
@@ -551,6 +622,7 @@ def test_exploding_loss_rolls_back_with_a_lower_learning_rate(text: Path, monkey
         ({"steps": 10, "warmup": 40}, ["warmup is 40 steps, the run 10: the learning rate reaches 0.25 of its peak"]),
         ({"steps": 10, "warmup_tokens": 40_960}, ["warmup is 40 steps, the run 10: the learning rate reaches 0.25"]),
         ({"steps": 10, "warmup": 10, "decay": 3}, []),
+        ({"steps": 10, "decay": 40}, ["decay is 40 steps, the run 10: the learning rate decays in all of them"]),
         ({"steps": 10, "schedule": "cosine", "decay": 3}, ["--decay has no effect with --schedule cosine"]),
     ],
 )

@@ -44,6 +44,11 @@ SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "taught-sharded": ("taught", SHARDED),
     "taught-together": ("taught", TENSOR),
 }
+FAMILY_STEPS = {
+    "init": "base", "steps": 30, "lr": 0.02, "warmup": 0, "block_size": 16, "batch_tokens": 128, "dtype": "float32",
+    "optimizer": "muon", "sample_every": 0, "dropout": 0.0,
+}  # fmt: skip
+FAMILY_SHARDINGS = [("shard", "full"), ("tensor", 2), ("shard", "none")]
 SHARDED_AND_TENSOR = {**TWELVE_STEPS, "steps": 3, "shard": "full", "tensor": 2, "arch": "modern"}
 
 
@@ -72,6 +77,12 @@ def four() -> None:
     gpt.train("book.txt", out="four", **SHARDED_AND_TENSOR)
 
 
+def family() -> None:
+    """Fine-tunes the checkpoint ``base`` in shards."""
+    for sharding in FAMILY_SHARDINGS:
+        gpt.train("book.txt", out="-".join(map(str, sharding)), **FAMILY_STEPS, **dict([sharding]))
+
+
 if __name__ == "__main__":
     evaluation.SAMPLE = SAMPLE
-    {"two": two, "four": four}[sys.argv[1]]()
+    {"two": two, "four": four, "family": family}[sys.argv[1]]()
