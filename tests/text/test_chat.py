@@ -454,7 +454,7 @@ def test_conversation_formats_of_other_tools_are_read(workdir: Path) -> None:
         {"conversation": expected, "tools": "[]"},
         {"messages": json.dumps(expected)},
         {"messages": parts, "system": SYSTEM["content"]},
-        {"messages": [{**message, "tool_calls": None, "name": "x"} for message in expected], "tools": []},
+        {"messages": [{**message, "tool_calls": None, "train": True} for message in expected], "tools": []},
     ]
     Path("chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path("chats.json").write_text(json.dumps({"version": 1, "data": [sharegpt]}))
