@@ -93,15 +93,15 @@ def answers(
     generation prompt, or changes when later messages follow. Raises `UserError` if an answer has no end-of-turn token,
     or changes earlier messages.
     """
+    specials = special_pattern(tokenizer)
     if _GENERATION_TAG.search(tokenizer.chat_template or ""):
         (text,), spans = _render_parts(tokenizer, messages, [(len(messages), False)], variables)
-        spans = [_with_end(text, *span, special_pattern(tokenizer)) for span in spans]
+        spans = [_with_end(text, *span, specials) for span in spans]
         rows = [(text, _select_spans(messages, context, spans))]
     else:
         rows = _find_answers(tokenizer, messages, context, variables)
-    special_ids = tokenizer.all_specials
-    ends = [special_pattern(tokenizer).findall(text[start:end])[-1:] for text, spans in rows for start, end in spans]
-    return rows, {special_ids[word] for matches in ends for word in matches}
+    ends = [specials.findall(text[start:end])[-1:] for text, spans in rows for start, end in spans]
+    return rows, {tokenizer.all_specials[word] for matches in ends for word in matches}
 
 
 def _with_end(text: str, start: int, end: int, specials: re.Pattern[str]) -> Span:
@@ -139,8 +139,8 @@ def _find_answers(
     texts, _ = _render_parts(tokenizer, messages, [*parts, (len(messages), False)], variables)
     full_text, prompts, texts_after = texts[-1], texts[:-1:2], texts[1:-1:2]
     if indices[0] == 0:  # Many templates reject an empty conversation.
-        tagged = [{**messages[0], "content": _CONTINUE_TAG}]
-        (tagged_text,), _ = _render_parts(tokenizer, tagged, [(1, False)], variables)
+        tagged_message = {**messages[0], "content": _CONTINUE_TAG}
+        (tagged_text,), _ = _render_parts(tokenizer, [tagged_message], [(1, False)], variables)
         prompts[0] = tagged_text[: max(0, tagged_text.find(_CONTINUE_TAG.strip()))]
     contents = [messages[index]["content"] for index in indices]
     is_incremental = all(

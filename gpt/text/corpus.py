@@ -45,11 +45,10 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
     """Counts bytes, and up to `MIN_HASHED_DOCUMENTS` documents. In strict mode and without ``--split-on``, reads only
     the first bytes of plain UTF-8 files without carriage returns."""
     is_exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
-    utf8 = config.encoding.lower() in ("utf-8", "utf8")
     # A size of 0 can mean that the size is unknown.
+    is_exact &= config.encoding.lower() in ("utf-8", "utf8")
     unread_sizes = [
-        _unread_size(source) if is_exact and utf8 and source.size > 0 and is_plain(source) else None
-        for source in sources
+        _unread_size(source) if is_exact and source.size > 0 and is_plain(source) else None for source in sources
     ]
     documents, sizes = 0, []
     stored_bytes = text_bytes = 1  # Bytes of the opened sources, as stored and as text.

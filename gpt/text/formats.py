@@ -197,7 +197,7 @@ def _guess_wide(data: bytes) -> str | None:
     except UnicodeDecodeError:
         return None
     words = text.split()
-    has_ascii = 4 * data.count(0) >= len(data) or words != [text]
+    has_ascii = 4 * data.count(0) >= max(8, len(data)) or words != [text]
     return encoding if words and has_ascii and "".join(words).isprintable() else None
 
 

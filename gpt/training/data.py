@@ -138,7 +138,7 @@ def _open_folder(folder: TokenFolder, note: Callable[[str], None], corpus: Corpu
         note(line)
     if not data.tokens:
         raise UserError(f"{folder.path} has nothing to train on: all of its text is held out")
-    if data.held_out_tokens and not data.held_out_targets:
+    if not data.held_out_targets and (data.held_out_tokens or folder.manifest["split"]["by"] == "end"):
         raise UserError(
             f"the text is too short: the {data.held_out_bytes:,} held-out bytes are one token, too few to predict",
             "give more text or a larger --val-fraction, or use --val-fraction 0 to hold out nothing",
@@ -196,15 +196,11 @@ def open_examples(
         note(f"{corpus.skipped:,} files or lines could not be read and were skipped")
     if copies := find_copies([*corpus.train, *corpus.held_out]):
         verb = f"{kind.singular} copies an earlier one", f"{kind.plural} copy earlier ones"
-        words = [*texts, *([config.val_text] if config.val_text else [])]
-        words += [
-            f"--{name}={getattr(config, name)}"
-            for name in ("encoding", "errors")
-            if getattr(config, name) != getattr(defaults, name)
-        ]
-        note(
-            f"{counted(len(copies), *verb)}: see gpt data check {shlex.join(words + ['--skip-bad'] * config.skip_bad)}"
-        )
+        words = ["gpt", "data", "check", *texts, *filter(None, [config.val_text]), *["--skip-bad"] * config.skip_bad]
+        for name in ("encoding", "errors"):
+            value = getattr(config, name)
+            words += [f"--{name}", value] if value != getattr(defaults, name) else []
+        note(f"{counted(len(copies), *verb)}: see {shlex.join(words)}")
     for line in encoder.notes():
         note(line)
     tokenizer = encoder.tokenizer

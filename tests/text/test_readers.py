@@ -376,6 +376,73 @@ def test_long_json_files_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
         read("x.json", b'[{"text": "a"},\n{"text": "' + b"b" * 3000 + b'"}]')
 
 
+@pytest.mark.parametrize("block", [1, 2, 7, 100])
+def test_line_breaks_become_line_feeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "BLOCK", block)
+    data = b"one\r\n\r\ntwo\rthree\r\n---\r\nfour\r"
+    for config in ({}, {"skip_bad": True}):
+        assert read("x.txt", data, split_on="---", **config) == ["one\n\ntwo\nthree\n", "four\n"]
+    assert read("x.jsonl", b'{"text": "a\\r\\nb"}\r\n') == ["a\r\nb"]  # Only a file's own line breaks are replaced.
+
+
+PLAUSIBLE = {
+    "cp1251": "Привет, мир! Это заметка о погоде.", "koi8-r": "Завтра пойдём в лес.", "cp1253": "Καλημέρα κόσμε.",
+    "shift_jis": "これはテストです。", "euc-jp": "東京は今日も晴れ。", "gb18030": "今天天气很好，我们去公园。",
+    "big5": "今天天氣很好，我們去公園。", "euc-kr": "안녕하세요. 오늘은 날씨가 좋습니다.", "cp1252": "Le café est très bon.",
+    "cp1250": "Dziękuję, że jesteś.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", PLAUSIBLE)
+def test_hint_names_a_plausible_encoding_and_shows_the_line(encoding: str) -> None:
+    text = PLAUSIBLE[encoding]
+    for name, data in {
+        "x.txt": f"first line\n{text}\n", "x.jsonl": f'{{"text": "{text}"}}\n', "x.csv": f'n,text\n1,"{text}"\n',
+    }.items():  # fmt: skip
+        with pytest.raises(UserError, match="not UTF-8") as error:
+            read(name, data.encode(encoding))
+        assert f"--encoding {encoding} reads it as" in error.value.hint
+        assert text[:20] in error.value.hint
+        assert text in read(name, data.encode(encoding), encoding=encoding)[0]
+    with pytest.raises(UserError) as error:
+        read("x.txt", b"\xe9 \x80 \xf1 \x98")
+    assert "set its --encoding" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.json", "x.csv", "x.tsv"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_without_a_mark_is_detected(name: str, encoding: str) -> None:
+    data = RECORD_FILES[name].replace("é", "日本 é").encode(encoding)
+    with pytest.raises(UserError, match=f"{name} is {encoding.upper()}, not UTF-8") as error:
+        read(name, data)
+    assert error.value.hint == f"add --encoding {encoding}"
+    assert read(name, data, encoding=encoding) == ["日本 é"]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.tsv"])
+def test_records_with_carriage_returns_only_are_named(name: str) -> None:
+    with pytest.raises(UserError, match="its lines end in carriage returns") as error:
+        read(name, b'{"text": "a"}\r{"text": "b"}\r')
+    assert "tr '\\r' '\\n'" in error.value.hint
+
+
+def test_hint_names_the_option_that_reads_the_records() -> None:
+    for keys, option in ({"messages": 1, "tools": 2}, "--chat"), ({"conversations": 1, "id": 2}, "--chat"), (
+        {"prompt": 1, "completion": 2, "id": 3}, "--pairs"), ({"body": 1}, "--field"):  # fmt: skip
+        table = ",".join(keys) + "\n" + ",".join("x" * len(keys)) + "\n"
+        for name, data in {"x.jsonl": json.dumps(keys), "x.json": json.dumps([keys]), "x.csv": table}.items():
+            with pytest.raises(UserError, match='it has no "text"; its') as error:
+                read(name, data.encode())
+            assert error.value.hint.startswith(option), (name, error.value.hint)
+
+
+def test_long_keys_are_shortened() -> None:
+    for name, data in {"x.jsonl": json.dumps({"k" * 100_000: 1}), "x.csv": "k" * 100_000 + ",n\na,b\n"}.items():
+        with pytest.raises(UserError, match="k…") as error:
+            read(name, data.encode())
+        assert len(error.value.message) < 150
+
+
 def test_surrogates_and_bad_bytes_are_replaced_and_counted() -> None:
     reader = Reader(ReadConfig(errors="replace"))
     data = b'{"text": "\\ud800 \\ud83d\\udc15 \xff \\udc00"}\n'
