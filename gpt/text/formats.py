@@ -163,20 +163,15 @@ class TextEncoding:
 
 SAMPLE = 4096  # Bytes that show the encoding.
 _IN_LATIN_WORD = "(?<=[A-Za-z])[{0}]|[{0}](?=[A-Za-z])"
-_IN_OTHER_WORD = (
-    "(?<=[{2}])[{0}]|[{0}](?=[{2}])|\\b[{1}](?=[{0}])"  # A wrong encoding often swaps upper and lower case.
-)
+# A wrong encoding often swaps upper and lower case.
+_IN_OTHER_WORD = "(?<=[{2}])[{0}]|[{0}](?=[{2}])|\\b[{1}](?=[{0}])"
 _CYRILLIC, _GREEK = ("а-яёіїєґ", "А-ЯЁІЇЄҐ", "Ѐ-ӿ"), ("ά-ώ", "Ά-Ω", "Ͱ-Ͽ")
 _CJK = "[ぁ-ヿ一-龥、-〿！-～]"
 _TYPICAL = {  # Most of a text's non-ASCII characters, by encoding. Earlier encodings win.
-    "cp1252": _IN_LATIN_WORD.format("ß-öø-ÿ’"),
-    "cp1250": _IN_LATIN_WORD.format("ąćęłńóśźżáčďéěíňřšťúůýžőűäöü’"),
-    "cp1251": _IN_OTHER_WORD.format(*_CYRILLIC),
-    "koi8-r": _IN_OTHER_WORD.format(*_CYRILLIC),
-    "cp1253": _IN_OTHER_WORD.format(*_GREEK),
-    "euc-kr": "[가-힣]",
-    **dict.fromkeys(("euc-jp", "shift_jis", "gb18030", "big5"), _CJK),
-}
+    "cp1252": _IN_LATIN_WORD.format("ß-öø-ÿ’"), "cp1250": _IN_LATIN_WORD.format("ąćęłńóśźżáčďéěíňřšťúůýžőűäöü’"),
+    **dict.fromkeys(("cp1251", "koi8-r"), _IN_OTHER_WORD.format(*_CYRILLIC)), "cp1253": _IN_OTHER_WORD.format(*_GREEK),
+    "euc-kr": "[가-힣]", **dict.fromkeys(("euc-jp", "shift_jis", "gb18030", "big5"), _CJK),
+}  # fmt: skip
 
 
 def _typical_share(encoding: str, data: bytes) -> float:
@@ -275,9 +270,7 @@ def _chat_document(record: dict[str, Any], number: int, place: Place) -> str:
     answers = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
     context = [i for i in answers if not _is_trained_on(messages[i])]
     if len(context) == len(answers):
-        problem = (
-            'every assistant message has "weight": 0 or a similar key' if answers else "it has no assistant message"
-        )
+        problem = 'every assistant message has "weight": 0 or the like' if answers else "it has no assistant message"
         raise _BadRecord(f"{problem}: there is nothing to learn", hint)
     return json.dumps([turns, place(number), context, variables, _unused_keys(record, CHATS)], ensure_ascii=False)
 
@@ -302,7 +295,7 @@ def _parse_message(message: dict[str, Any]) -> dict[str, str]:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise _BadRecord('"content" has a part that is not text', "only text is supported; --skip-bad skips others")
-        if any(_is_trained_on(part) is False for part in content):
+        if not all(map(_is_trained_on, content)):
             raise _BadRecord('a part of "content" is excluded from the loss', "only whole messages can be excluded")
         message = {**message, "content": "".join(part["text"] for part in content)}
     others = {key: value for key, value in message.items() if value is not None and key not in _MESSAGE_KEYS}
@@ -312,14 +305,12 @@ def _parse_message(message: dict[str, Any]) -> dict[str, str]:
 
 def reasoning(message: dict[str, Any]) -> dict[str, str]:
     """Returns a message's reasoning, if any, under both names that chat templates read."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning_text = next((message[key] for key in names if isinstance(message.get(key), str)), None)
-    return {} if reasoning_text is None else dict.fromkeys(names[:2], reasoning_text)
+    reasoning_text = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), None)
+    return {} if reasoning_text is None else dict.fromkeys(_REASONING_KEYS[:2], reasoning_text)
 
 
 def _is_trained_on(message: dict[str, Any]) -> bool:
-    """Whether to train on an answer. OpenAI's format excludes answers with a ``weight`` of 0, other tools by other
-    keys."""
+    """Whether to train on an answer. OpenAI's format excludes answers with a ``weight`` of 0."""
     flags = {key: message[key] for key in (*_TRAIN_KEYS, "masked") if message.get(key) is not None}
     for key, value in flags.items():
         if value not in (0, 1):
@@ -330,7 +321,7 @@ def _is_trained_on(message: dict[str, Any]) -> bool:
 
 def _check_supported(values: dict[str, Any]) -> None:
     """Raises `_BadRecord` if a record or message has something that cannot be trained on."""
-    used = [key for key in (*_TOOL_KEYS, *_UNSUPPORTED) if str(_parse_column(values.get(key)) or "").strip()]
+    used = [key for key in _REFUSED if str(_parse_column(values.get(key)) or "").strip()]
     roles = {values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)}
     if not {*_TOOL_KEYS}.isdisjoint(used) or not roles.isdisjoint(_TOOL_ROLES):
         raise _BadRecord(
@@ -360,24 +351,19 @@ HARMLESS = (
     "tags", "title", "url", "license", "model", "score", "timestamp", "created_at", "metadata", "meta", "prompt_id",
     "conversation_id", "message_id", "num_turns", "parallel_tool_calls",
 )  # fmt: skip
-_MESSAGE_KEYS = {
-    "role", "content", "from", "value", "reasoning_content", "thinking", "reasoning", "masked", *_TRAIN_KEYS,
-    *_TOOL_KEYS, *_UNSUPPORTED,
-}  # fmt: skip
+_REFUSED = (*_TOOL_KEYS, *_UNSUPPORTED)
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_MESSAGE_KEYS = {"role", "content", "from", "value", "masked", *_REASONING_KEYS, *_TRAIN_KEYS, *_REFUSED}
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-PAIRS = RecordForm(
-    ("prompt", "completion"),
-    _pair_document,
-    '--pairs reads records {"prompt": "…", "completion": "…"}',
-    optional=(*_TOOL_KEYS, *_UNSUPPORTED),
-)
+_PAIR_HINT = '--pairs reads records {"prompt": "…", "completion": "…"}'
+PAIRS = RecordForm(("prompt", "completion"), _pair_document, _PAIR_HINT, optional=_REFUSED)
 CHATS = RecordForm(
     ("messages",),
     _chat_document,
     '--chat reads records {"messages": [{"role": "user", "content": "…"}, …]}',
     strings=False,
     synonyms=("conversations", "conversation"),
-    optional=("system", "chat_template_kwargs", *_TOOL_KEYS, *_UNSUPPORTED),
+    optional=("system", "chat_template_kwargs", *_REFUSED),
 )
 
 # Converts a record to a JSON list of its keys.
@@ -644,7 +630,8 @@ class Table(Records[list[str]]):
             if self._header.count(key) > 1:
                 problem = f'it has {self._header.count(key)} columns called "{key}"'
                 raise self._error(line, problem, "rename all but one")
-        self._columns, self._unread = {key: self._header.index(key) for key in keys}, self._unread_keys(self._header)
+        self._columns = {key: self._header.index(key) for key in keys}
+        self._unread = self._unread_keys(self._header)
         yield from rows
 
     def _parse(self, number: int, row: list[str]) -> dict[str, Any] | None:
@@ -729,14 +716,14 @@ def _decode_cell(value: str, encoding: TextEncoding) -> str:
         raise _BadRecord("a zero byte is not text", "--skip-bad skips such rows")
     if value.isascii() or not _SURROGATE.search(value):
         return value
-    data = value.encode(encoding.name, "surrogateescape")
-    return _decode_bytes(data, encoding, encoding.hint_for(data[:SAMPLE]))
+    return _decode_bytes(value.encode(encoding.name, "surrogateescape"), encoding)
 
 
-def _decode_bytes(data: bytes, encoding: TextEncoding, hint: str) -> str:
+def _decode_bytes(data: bytes, encoding: TextEncoding, hint: str | None = None) -> str:
     try:
         return encoding.decode(data)
     except UnicodeDecodeError as error:
+        hint = hint or encoding.hint_for(data[:SAMPLE])
         raise _BadRecord(f"not {encoding.shown}: byte 0x{data[error.start]:02x}", hint) from None
 
 
@@ -753,7 +740,8 @@ class Parquet(Records[tuple[Any, ...]]):
         with translate_errors(partial(damage_error, self.name)):  # pyarrow raises many exception types.
             metadata = pq.read_metadata(self.stream)
             schema = metadata.schema.to_arrow_schema()
-            self._keys, self._unread = keys, _ = self.form.columns(schema.names), self._unread_keys(schema.names)
+            self._keys = keys = self.form.columns(schema.names)
+            self._unread = self._unread_keys(schema.names)
             for key in keys:
                 if key not in schema.names:
                     hint = _hint_for(schema.names, self.form.hint)
