@@ -100,7 +100,7 @@ class Encoder(Generic[E]):
         """Encodes the examples that have targets. Raises `UserError` for an example that cannot be encoded."""
         all_rows = ExampleRows()
         for example in examples:
-            self._unused_keys.update(example.unused_keys(self.tokenizer.chat_template or ""))
+            self._unused_keys.update(sorted(example.unused_keys(self.tokenizer.chat_template or "")))
             rows = self.rows(example)
             all_rows.examples += bool(rows)
             all_rows.extend(rows)
