@@ -153,16 +153,17 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
     _print_next_command(folder)
 
 
-def tokens(folder: "TokenFolder", seconds: float, as_json: bool) -> None:
-    """Prints a newly created token folder."""
-    throughput = folder.bytes / max(seconds, 1e-9)
+def tokens(folder: "TokenFolder", seconds: float, as_json: bool, is_resumed: bool = False) -> None:
+    """Prints a newly created token folder. The throughput of a resumed command is unknown."""
+    throughput = None if is_resumed else round(folder.bytes / max(seconds, 1e-9), 1)
     if as_json:
         values = {"out": str(folder.path), **{key: getattr(folder, key) for key in ("documents", "bytes", "tokens")}}
         values |= {"shards": len(folder.shards), "vocab_size": folder.tokenizer.vocab_size}
-        times = {"seconds": round(seconds, 2), "bytes_per_second": round(throughput, 1)}
-        render.json_line(values | {"tokenizer": folder.tokenizer.name} | times)
+        values |= {"tokenizer": folder.tokenizer.name, "seconds": round(seconds, 2), "bytes_per_second": throughput}
+        render.json_line(values | {key: folder.manifest[key] for key in ("replaced", "skipped")})
         return
-    render.fact("saved", f"{folder.path}  ({format_seconds(seconds)}, {throughput / 1e6:,.1f} MB/s)")
+    rate = "" if throughput is None else f", {throughput / 1e6:,.1f} MB/s"
+    render.fact("saved", f"{folder.path}  ({format_seconds(seconds)}{rate})")
     _print_splits(folder)
     _print_next_command(folder)
 

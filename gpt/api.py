@@ -193,7 +193,7 @@ def _open_documents(
         return
     if side != "val":
         note(f"{texts[0]} is not a token folder: all of it is measured, and --split has no effect")
-    corpus = open_corpus(texts, TextConfig(**vars(config), val_fraction=0))
+    corpus = open_corpus(texts, TextConfig(**vars(config), val_fraction=0), listen)
     try:
         with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as scratch:
             folder = tokenize(corpus, tokenizer, Path(scratch) / "tokens", listen=listen)

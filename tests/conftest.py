@@ -44,7 +44,7 @@ for name in [name for name in os.environ if name.startswith("GPT_")]:
 
 WORDS = [
     "the", "cat", "sat", "on", "the", "mat", "while", "it’s", "raining", "in", "Zürich;", "naïve", "dogs", "🐕", "chased",
-    "1234567", "cats,", "WE'LL", "SEE!\r\n\t",
+    "1234567", "cats,", "WE'LL", "SEE!\n\n\t",
 ]  # fmt: skip
 
 
