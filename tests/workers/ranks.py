@@ -61,7 +61,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 # The sample is long enough to exceed the context, but short, because a tensor-parallel token takes 20 ms.
 SAMPLE = SampleConfig(max_tokens=18)
-TEXTS = {"pairs": "pairs.jsonl"}
+TEXTS = {"pairs": "pairs.jsonl", "qwen3": "chats.jsonl"}
 RANK = int(os.environ.get("RANK", "0"))
 
 
