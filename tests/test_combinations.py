@@ -21,6 +21,7 @@ from serving import served
 import gpt as library
 from gpt import api, events
 from gpt.api import LanguageModel
+from gpt.config import RopeScaling
 from gpt.decoding import native
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
@@ -38,18 +39,24 @@ SHORT: dict[str, Any] = {
 NEW: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "vocab_size": 270}
 QUESTION = [{"role": "user", "content": "7 =>"}]
 LORA: dict[str, Any] = {"lora_rank": 3, "lr": 1e-2}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "windowed": {"window": 8, "window_layers": (0, 1)},
+    "scaled": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16)},
+}
 TEXTS = {"pairs": "pairs.jsonl", "chat": "chats.jsonl"}
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    """Returns a function that saves a base model of a family. ``forms`` are exports, each of the one before."""
+    """Returns a function that saves a base model, by default with ChatML. ``name`` is a family, or a family and a
+    variant. ``forms`` are exports, each of the one before."""
     root = tmp_path_factory.mktemp("bases")
 
-    def get(family: str, *forms: str, chats: bool = True, **properties: Any) -> Path:
-        path = root / "-".join([family, *properties, *("plain" for _ in range(not chats))])
+    def get(name: str, *forms: str) -> Path:
+        path, (family, *variant) = root / name, name.split()
         if not path.exists():
-            tokenizer = chat.with_template(bytes_tokenizer()) if chats else bytes_tokenizer()
+            tokenizer = bytes_tokenizer() if variant == ["plain"] else chat.with_template(bytes_tokenizer())
+            properties = VARIANTS.get(" ".join(variant), {})
             shape = {"vocab_size": tokenizer.vocab_size, "window": None, "window_layers": None, **properties}
             config = replace(SHAPES[family], **shape)
             save(path, loud(config, spread=0.1), tokenizer)
@@ -103,13 +110,14 @@ MEETINGS: dict[str, dict[str, Any]] = {
     "pairs, added context": {"init": "qwen2", "pairs": True, "block_size": 24},
     "chat, LoRA, teacher": {"init": "qwen2", "teacher": "mistral", **LORA, "chat": True},
     "chat, added tokens, untied": {"init": "mistral plain", "chat": True},
+    "windows": {"init": "mistral windowed", "block_size": 16},
+    "RoPE scaling, pairs, LoRA": {"init": "llama scaled", **LORA, "pairs": True},
 }
 
 
 def with_bases(bases: Bases, settings: dict[str, Any], *forms: str) -> dict[str, Any]:
     """Replaces the names of families by paths of base models."""
-    names = {key: value.split() for key, value in settings.items() if key in ("init", "teacher")}
-    return settings | {key: bases(family, *forms, chats=not rest) for key, (family, *rest) in names.items()}
+    return settings | {key: bases(settings[key], *forms) for key in ("init", "teacher") if settings.get(key)}
 
 
 @pytest.mark.parametrize("name", [more("ramp"), *list(MEETINGS)[1:]])
