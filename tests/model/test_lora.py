@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
+from conftest import Gpt, one_line_of_what_and_what_next, slow
 from models import SHAPES, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -29,13 +29,6 @@ CPU = torch.device("cpu")
 
 LORA: dict[str, Any] = {"lora_rank": 4, "dtype": "float32", "sample_every": 0}
 OPTIONS = ("--lora-rank", "4", "--steps", "3", "--dtype", "float32")
-
-
-@pytest.fixture
-def second_text(workdir: Path) -> Path:
-    path = workdir / "other.txt"
-    path.write_bytes(make_text(2500, seed=5).encode())
-    return path
 
 
 @pytest.fixture

@@ -127,15 +127,6 @@ def test_json_output_of_gpt_tokenize(gpt: Callable[..., Done], texts: Path, tmp_
     one_line_of_what_and_what_next(gpt(*args), "already exists")
 
 
-def test_gpt_tokenize_does_not_import_torch(texts: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from gpt_cli.main import main;"
-        f"assert main(['tokenize', {str(texts / 'a.txt')!r}, '-o', {str(tmp_path / 'out')!r}, '-q']) == 0;"
-        "assert not {'torch', 'transformers'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # Resume
 
 
