@@ -256,6 +256,13 @@ def text(workdir: Path) -> Path:
 
 
 @pytest.fixture
+def second_text(workdir: Path) -> Path:
+    path = workdir / "other.txt"
+    path.write_bytes(make_text(2500, seed=5).encode())
+    return path
+
+
+@pytest.fixture
 def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
     """Returns two copies of the run. The second has another learning rate and half the steps, and its last sample copies
     training text."""

@@ -35,6 +35,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": _LLAMA_LIKE | {"biases": "qkv"},
     "qwen3": ARCHITECTURES["modern"],
 }
+
+
+def _small(**properties: Any) -> GPTConfig:
+    return GPTConfig.of("modern", 257, 32, 2, 4, 32, **{"n_kv_head": 2, "n_inner": 48, **properties})
+
+
+# A shape of each family, with what sets it apart
+SHAPES = {
+    "gpt2": GPTConfig(257, 32, 2, 4, 32),
+    "llama": _small(qk_norm=False),
+    "mistral": _small(qk_norm=False, window=8, window_layers=(0, 1), tied=False),
+    "qwen2": _small(qk_norm=False, biases="qkv"),
+    "qwen3": _small(head_dim=16),
+}
 PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
 
 
@@ -49,6 +63,12 @@ def loud(config: GPTConfig, seed: int = 0, spread: float = 0.3) -> GPT:
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
     return model
+
+
+def save(path: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
+    """Saves a model as a checkpoint, by default with the bytes tokenizer."""
+    checkpoint.save(path, model, checkpoint.TokenizerFiles(tokenizer or bytes_tokenizer(), model.config), {"step": 1})
+    return path
 
 
 def push(context: Context, *new: list[int]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from gpt.settings import Count, Within, checked
 RECORD = "run.json"
 FORMAT = 1
 Scalar = str | int | float | bool | None
-Table = dict[str, Scalar]
+Table = dict[str, Scalar | list[int] | dict[str, int | float]]
 
 
 @dataclass(frozen=True)

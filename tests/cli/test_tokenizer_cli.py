@@ -173,6 +173,7 @@ def test_tokenizer_commands_do_not_import_torch(gpt: Gpt, book: Path) -> None:
         "for args in (['train', 'book.txt', '-o', 'v2', '--vocab-size', '300'], ['show', 'vocab', 'book.txt'],\n"
         "             ['encode', 'x', '--tokenizer', 'vocab', '--json'], ['decode', '1', '--tokenizer', 'vocab']):\n"
         "    assert main(['tokenizer', *args]) == 0\n"
+        "assert main(['tokenize', 'book.txt', '-o', 'tokens', '--tokenizer', 'vocab', '-q']) == 0\n"
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
