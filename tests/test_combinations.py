@@ -162,7 +162,7 @@ def test_training_from_a_gguf_file_or_int8_equals_training_from_its_weights(name
 def test_timed_run_equals_a_run_of_its_steps(name: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = with_bases(bases, {**KINDS, "own teachers": {**NEW, "teachers": 1}}[name])
     with monkeypatch.context() as patched:
-        patched.setattr(TimeBudget, "steps", lambda budget, now: 6)
+        patched.setattr(TimeBudget, "steps", lambda *_: 6)
         patched.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
         timed = train("timed", **{**settings, "steps": None, "minutes": 1.0})
     if name == "own teachers":
