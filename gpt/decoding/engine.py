@@ -38,6 +38,8 @@ class Engine:
         self._next_number = 0
         self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Filters by key, shared by requests.
         self._draws: list[Draw] = []  # Unread draws of the last step.
+        self._last: Request | None = None  # Other samples of its prompt need no check.
+        self._last_filters: Filters
 
     @property
     def busy(self) -> bool:
@@ -56,14 +58,15 @@ class Engine:
 
     def add(self, request: Request) -> int:
         """Queues a request and returns its number. Raises `UserError` if the model or context cannot serve it."""
-        self._check(request)
-        config = request.config
-        filters = Filters(config, self.ends, request.bias)
-        filters = self._filters.setdefault(filters.key, filters)
-        constraint = request.constraint and request.constraint.copy()
-        search = Search(config, self.ends, request.stops, constraint) if config.beam else None
+        config, last = request.config, self._last
+        if last is None or not (request.ids is last.ids and request.bias is last.bias and config is last.config):
+            self._check(request)
+            filters = Filters(config, self.ends, request.bias)
+            self._last_filters = self._filters.setdefault(filters.key, filters)
+            self._last = request
+        search = Search(config, self.ends, request.stops, request.constraint) if config.beam else None
         start = max(0, len(request.ids) - self.context.size)  # A long prompt is truncated from the left.
-        self.scheduler.add(RequestState(self._next_number, request, filters, search, constraint, request.ids, start))
+        self.scheduler.add(RequestState(self._next_number, request, self._last_filters, search, request.ids, start))
         self._next_number += 1
         return self._next_number - 1
 

@@ -168,6 +168,7 @@ class Scheduler:
         state.slots = [first_slot, *(self.free.pop(0) for _ in range(width - 1))]
         state.live_slots, state.cached = [first_slot], prefix_length
         context.begin(first_slot, ids, source, prefix_length, state.start)
+        state.constraint = state.constraint or (state.request.constraint and state.request.constraint.copy())
         if echoes:
             state.prompt = [Token(ids[first_slot.start], None)]
         state.count = 1  # Lets requests that start later in this step wait for this prefill.
