@@ -1,8 +1,8 @@
-"""Compiles a grammar from stdin, for a vocabulary of bytes. `gpt.decoding.constraint` first runs this program on a grammar
-that can be hostile: llguidance recurses, for example along a chain of ``$ref``, until the stack overflows, and it has no
-time limit. A crash ends only this process.
+"""Compiles a grammar from stdin, for a vocabulary of bytes.
 
-The program imports nothing from gpt.
+`gpt.decoding.constraint` first runs this program on a grammar that can be hostile: llguidance recurses, for example along
+a chain of ``$ref``, until the stack overflows, and it has no time limit. A crash ends only this process. The program
+imports nothing from gpt.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ def compile_grammar() -> None:
     vocabulary = SimpleNamespace(
         is_tokenizer_wrapper=True, tokens=tokens, special_token_ids=[256], eos_token_id=256, bos_token_id=None
     )
-    LLMatcher(LLTokenizer(vocabulary), sys.stdin.read(), log_level=0).compute_bitmask()
+    tokenizer = LLTokenizer(vocabulary)  # type: ignore[arg-type, unused-ignore]
+    LLMatcher(tokenizer, sys.stdin.read(), log_level=0).compute_bitmask()
 
 
 if __name__ == "__main__":

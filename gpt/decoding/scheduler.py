@@ -11,9 +11,11 @@ MIN_SHARED_PREFIX = 16  # Minimum length of a prefix cache hit, in ids.
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill. Slots go round groups of requests: the waiting group with the fewest slots
-    gets the next one. If another group has at least two more, its most recent request is paused and prefilled again later.
-    Within a group, and among groups with equally many slots, the order is first come, first served.
+    """Continuous batching with chunked prefill.
+
+    Slots go round groups of requests: the waiting group with the fewest slots gets the next one. If another group has
+    at least two more, one of its requests is paused, and prefilled again later. Groups with equally many slots take
+    turns. Within a group, the order is first come, first served.
 
     Each step computes the next token of every decoding request, and up to ``chunk`` prompt ids. Half of the ``chunk``
     ids go to the prompts with the fewest ids left, so that short prompts never wait for long prompts. The rest go to
@@ -108,7 +110,7 @@ class Scheduler:
             (by_arrival, self.chunk),
         ):
             for state in queue:
-                # A resumed text that is longer than the context slides along it by one id per step, as before its pause.
+                # A resumed text longer than the context slides by one id per step, as it did before its pause.
                 limit = max(1, self.context.count_free_positions(state.live_slots[0])) - state.count
                 if total < budget and limit:
                     id_count = max(1, (budget - total) // len(state.live_slots))
@@ -131,6 +133,8 @@ class Scheduler:
             if self._start(state):
                 self.waiting[group].remove(state)
                 self.running.append(state)
+                for groups in (queues, self.waiting):  # Equal groups take turns.
+                    groups[group] = groups.pop(group)
         self.waiting = {group: queue for group, queue in self.waiting.items() if queue}
 
     def _start(self, state: RequestState) -> bool:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from gpt.decoding.constraint import Constraint, ConstraintCache
 from gpt.decoding.engine import Request as EngineRequest
 from gpt.decoding.engine import Update
+from gpt.files import Stamps
 from gpt.runs.passages import TrainingText
 from gpt.serve.choices import Choice, Delta, Prompt, chat_logprobs, completion_logprobs
 from gpt.serve.metrics import ServerMetrics
@@ -40,6 +41,7 @@ class Service:
     created: int  # Server start, as Unix time.
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Defaults of request fields.
     training: TrainingText | None = None  # Clients can see passages of it.
+    stamps: Stamps = Stamps(())  # The model's files.
     pending: "set[Answer]" = field(default_factory=set)
 
     @property
@@ -287,9 +289,10 @@ class Stream(Response):
         async for update in answer.run():
             if update is None:
                 yield b": keep-alive\n\n"
-            elif (delta := update[1]).text or delta.tokens or delta.reason:
-                encode = lambda update=update: _to_event(form.chunk(answer, *update))
-                yield encode() if len(delta.tokens) <= MAX_TOKENS_IN_LOOP else await asyncio.to_thread(encode)
+            elif len(update[1].tokens) > MAX_TOKENS_IN_LOOP:
+                yield await asyncio.to_thread(lambda chunk: _to_event(form.chunk(answer, *chunk)), update)
+            elif update[1].text or update[1].tokens or update[1].reason:
+                yield _to_event(form.chunk(answer, *update))
         if answer.generation.include_usage:
             yield _to_event(form.usage_chunk(answer))
 

@@ -176,6 +176,7 @@ class Server:
             raise _stopping_error()
         if self.service.worker.failure is not None:
             raise self.service.worker.failure
+        self.service.stamps.check()
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
@@ -330,6 +331,7 @@ class Server:
             raise _stopping_error()
         if self.service.worker.failure is not None:
             raise self.service.worker.failure
+        self.service.stamps.check()
         if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
             raise busy_error("too many requests are waiting")
 
@@ -347,6 +349,9 @@ class Server:
         answer = await self._in_thread(request, lambda: Answer(self.service, prompts, generation, constraint))
         if self.aborted:
             raise _stopping_error()
+        pending_texts = sum(len(pending.choices) for pending in (*self.service.pending, answer))
+        if len(answer.choices) > self.service.worker.rows and pending_texts > MAX_PENDING_TEXTS:
+            raise busy_error("too many large requests are in flight")
         request.state.answer = answer
         answer.begin()
         if generation.stream:
@@ -371,9 +376,6 @@ class Server:
         texts = len(prompts) * generation.best_of
         if texts > MAX_TEXTS:
             raise ApiError(400, f"n: {texts:,} completions are requested; the limit is {MAX_TEXTS:,}", "n")
-        pending_texts = sum(len(answer.choices) for answer in self.service.pending)
-        if texts > self.service.worker.rows and texts + pending_texts > MAX_PENDING_TEXTS:
-            raise busy_error("too many large requests are in flight")
         tokens = texts * (config.max_tokens + (longest if generation.echo else 0))
         if tokens * (1 + (config.logprobs or 0)) > MAX_VALUES:
             raise ApiError(

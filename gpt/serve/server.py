@@ -22,7 +22,7 @@ from gpt.decoding.engine import generate
 from gpt.decoding.write import MAX_BATCH
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
-from gpt.files import read_json
+from gpt.files import Stamps, read_json
 from gpt.interrupt import handled_signals
 from gpt.model.decoder import GPT
 from gpt.runs import folder
@@ -156,7 +156,9 @@ def serve(
     worker = Worker(context, tokenizer.ends, metrics)
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
     training = TrainingText(find_training_tokens(path, tokenizer)) if path and config.with_text else None
-    service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()), defaults, training)
+    stamps = Stamps(folder.weight_files(folder.home(path)) if path else ())
+    created = int(time.time())
+    service = Service(name, tokenizer, context.size, worker, config, metrics, created, defaults, training, stamps)
     gc.collect()
     gc.freeze()  # Later garbage collections, which stop all threads, skip existing objects.
     with contextlib.closing(listen(config)) as listener:

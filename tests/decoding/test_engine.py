@@ -41,7 +41,7 @@ def random_request(rng: random.Random) -> Request:
     if rng.random() < 0.3 and not config.ignore_eot:
         constraint = CONSTRAINTS.find(SampleConfig(regex=rng.choice(REGEXES)))
     place = rng.choice(PROMPTS), config, rng.randrange(3), rng.randrange(3), bias
-    return Request(*place, constraint=constraint, group=rng.choice("aaaab"))
+    return Request(*place, constraint=constraint, group=rng.choice("a" * 14 + "b"))
 
 
 def summarize(events: list[Update]) -> Any:
@@ -133,6 +133,14 @@ def test_small_request_does_not_wait_for_a_large_one(positions: str, count: int,
     reasons = [update.reason for _ in range(7) for update in engine.step() if update.number == number]
     assert len(reasons) <= 6 and reasons[-1] == "length"
     assert engine.busy
+
+
+def test_groups_take_turns() -> None:
+    engine = Engine(Context(tiny_model(), CPU, 2), {EOT})
+    config = SampleConfig(ignore_eot=True, max_tokens=3)
+    groups = {engine.add(Request([1, 2], config, index=at, group=name)): name for name in "abcde" for at in range(9)}
+    order = [groups[update.number] for update in engine.run() if update.reason]
+    assert all(len({*order[start : start + 5]}) == 5 for start in range(0, 45, 5))
 
 
 @pytest.mark.parametrize("settings", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])
