@@ -1,7 +1,7 @@
 """Compiles a grammar from stdin, for a vocabulary of bytes.
 
-`gpt.decoding.constraint` first runs this program on a grammar that can be hostile: llguidance recurses, for example along
-a chain of ``$ref``, until the stack overflows, and it has no time limit. A crash ends only this process. The program
+`gpt.decoding.constraint` first runs this program on a grammar that can be hostile: llguidance recurses until the stack
+overflows, for example along a chain of ``$ref``, and has no time limit. A crash ends only this process. The program
 imports nothing from gpt.
 """
 
