@@ -135,8 +135,13 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
 
 def weight_checksums(folder: Path) -> dict[str, str]:
     """Returns the sha256 of each weight file by name. These checksums identify a model."""
+    return {path.name: file_sha256(path) for path in weight_files(folder)}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the weight files of a model."""
     files = list_shards(folder) if is_gguf(folder) else sorted(folder.glob("*.safetensors"))
-    return {path.name: file_sha256(path) for path in files if path.name not in TRAINING}
+    return [path for path in files if path.name not in TRAINING]
 
 
 def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> list[Entry]:

@@ -22,8 +22,10 @@ from gpt.decoding.engine import generate
 from gpt.decoding.write import MAX_BATCH
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
+from gpt.files import Stamps
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
+from gpt.runs import folder
 from gpt.runs.passages import TrainingText
 from gpt.runs.report import find_training_tokens
 from gpt.runs.sampling import read_defaults
@@ -154,7 +156,9 @@ def serve(
     worker = Worker(context, tokenizer.ends, metrics)
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
     training = TrainingText(find_training_tokens(path, tokenizer)) if path and config.with_text else None
-    service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()), defaults, training)
+    stamps = Stamps(folder.weight_files(folder.home(path)) if path else ())
+    created = int(time.time())
+    service = Service(name, tokenizer, context.size, worker, config, metrics, created, defaults, training, stamps)
     gc.collect()
     gc.freeze()  # Later garbage collections, which stop all threads, skip existing objects.
     with contextlib.closing(listen(config)) as listener:

@@ -2,6 +2,8 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,27 @@ def test_penalties_ngrams_and_bias_match_transformers(
         expected = SequenceBiasLogitsProcessor({(id,): value for id, value in bias.items()})(ids, logits.clone())
         adjusted = filters.Filters(SampleConfig(), {0}, list(bias.items())).adjust(logits, [past_ids], [0])
         assert torch.allclose(adjusted, expected, atol=1e-6)
+
+
+class CountedSlices(list[int]):
+    count = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.count += isinstance(key, slice)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 40, 500, 1000])
+@pytest.mark.parametrize("next_id", [
+    lambda at: 7, lambda at: at % 3, lambda at: at.bit_count() % 2, lambda at: at * at % 11, lambda at: 2**31 - at % 500,
+])  # fmt: skip
+def test_repeated_ngrams_are_found_in_linear_time(n: int, next_id: Callable[[int], int]) -> None:
+    ids = CountedSlices(map(next_id, range(1000)))
+    ngrams = [tuple(list.__getitem__(ids, slice(start, start + n))) for start in range(1000 - n + 1)]
+    tail = tuple(list.__getitem__(ids, slice(1000 - n + 1, None)))
+    expected = sorted({ngram[-1] for ngram in ngrams if n and ngram[:-1] == tail})
+    assert filters.find_repeats(ids, n) == expected
+    assert ids.count <= 2 + len(expected)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
