@@ -543,7 +543,7 @@ def test_long_names_are_shortened(gpt: Gpt, workdir: Path, args: list[str]) -> N
     Path("pairs.jsonl").write_text(json.dumps({"k" * 100_000: 1}) + "\n")
     Path("table.csv").write_text(f"{'k' * 100_000},b\n1,2\n")
     result = gpt(*args)
-    one_line_of_what_and_what_next(result, f"{'k' * 40} … {'k' * 40}")
+    one_line_of_what_and_what_next(result, "k" * 40)
     assert len(result.err) < 1000
 
 

@@ -266,7 +266,7 @@ def test_unknown_family_is_refused_with_a_list(gpt: Gpt, tmp_path: Path) -> None
     (tmp_path / "model.safetensors").write_bytes(b"")
     done = gpt("sample", "x", "-m", tmp_path)
     one_line_of_what_and_what_next(done, "describes a model of type 'gemma3'")
-    assert "gpt2, llama, mistral, qwen2, qwen3" in done.err
+    assert "gpt runs GPT-2, Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 models" in done.err
 
 
 def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ def test_exported_tokenizer_gives_the_same_ids(form: str, tmp_path: Path) -> Non
     again = find_tokenizer(str(tmp_path / "model.gguf"))
     for text in make_text(500, seed=2).split("\n"):
         assert list(again.encode(text)) == list(tokenizer.encode(text))
-        assert again.prompt(text) == tokenizer.prompt(text)
+        if text:  # An empty prompt is the end-of-text token, and a file can have one more than the folder.
+            assert again.prompt(text) == tokenizer.prompt(text)
     named = {"<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>"}  # llama.cpp stops at all of them.
     assert again.ends == tokenizer.ends | {id for word, id in tokenizer.all_specials.items() if word in named}
     assert again.chat_template == tokenizer.chat_template
