@@ -4,12 +4,12 @@ from typing import Any
 
 from gpt.sample_config import SampleConfig
 
-from .interactive import converse
+from .interactive import UNUSED, converse, resolve_constraint
 from .options import Base, Device, Dtype, Model, Seed, Threads, takes
-from .sample import check_numbers, resolve_constraint
+from .sample import check_numbers
 
 
-@takes(SampleConfig, without=("batch", "logprobs", "echo_logprobs"))
+@takes(SampleConfig, without=UNUSED)
 def chat(
     settings: SampleConfig,
     given: dict[str, Any],
@@ -26,4 +26,4 @@ def chat(
     gpt chat -m hf:Qwen/Qwen3-0.6B
     """
     check_numbers(1, seed)
-    converse(resolve_constraint(settings, given), model, base, seed, device, dtype, threads)
+    converse(resolve_constraint(settings, given), given, model, base, seed, device, dtype, threads)

@@ -2,16 +2,18 @@
 
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from gpt.config import ReadConfig
 from gpt.errors import UserError, did_you_mean
 from gpt.files import reading
 
-from . import progress, render_data
-from .options import Json, Quiet, option
+from . import progress, render, render_data
+from .options import Json, Quiet, option, takes
 
 app = typer.Typer(help="List and download corpora, and check and merge token folders.")
 
@@ -69,7 +71,9 @@ def show(
 
 
 @app.command("check")
+@takes(ReadConfig, without=("field", "split_on"))
 def check(
+    settings: ReadConfig,
     text: Annotated[list[str], typer.Argument(help="A token folder, a run, or files of pairs or conversations")],
     json: Json = False,
 ) -> None:
@@ -84,14 +88,18 @@ def check(
     from gpt.text import examples, repeats, token_folder
 
     if len(text) == 1 and folder.is_run(Path(text[0])):
-        tokens = Path(text[0], "tokens")
-        text = [str(tokens)] if token_folder.is_token_folder(tokens) else RunRecord.read(Path(text[0])).texts or text
+        tokens, record = Path(text[0], "tokens"), RunRecord.read(Path(text[0]))
+        run_settings: dict[str, Any] = {"val_text": None, **(record.settings or {})}
+        names = run_settings.keys() & {"encoding", "errors", "skip_bad"}
+        settings = replace(settings, **{name: run_settings[name] for name in names})
+        text = [*(record.texts or text), *filter(None, [run_settings["val_text"]])]
+        text = [str(tokens)] if token_folder.is_token_folder(tokens) else text
     with reading(Path(text[0])):
         is_folder = len(text) == 1 and token_folder.is_token_folder(text[0])
     if is_folder:
         render_data.repeats(repeats.Listing(token_folder.TokenFolder(text[0])), json)
         return
-    corpus = examples.read_all_examples(text)
+    corpus = examples.read_all_examples(text, settings, render.note)
     if corpus is None:
         message = f"{text[0]} is not a token folder, and has no pairs or conversations"
         raise UserError(message, "create a token folder: gpt tokenize TEXT -o DIR")

@@ -67,9 +67,8 @@ def _write_page(command: Any, context: Any, page: Any) -> None:
         _write_section(page, title, [(word, summary(subcommand)) for word, subcommand in commands.items()], 10)
     _write_section(page, "Arguments", [(name(argument), _help_text(argument)) for argument in positionals])
     if count <= MAX_LISTED_OPTIONS:
-        option_panels = {
-            COMMON: [option for option in listed_options(command, context) if option.rich_help_panel != RARE]
-        }
+        options = listed_options(command, context)
+        option_panels = {COMMON: [option for option in options if option.rich_help_panel != RARE]}
     elif not show_all:
         option_panels = {COMMON: option_panels[COMMON]}
     for title, options in option_panels.items():
@@ -116,16 +115,12 @@ def group_commands(group: Any) -> Mapping[str, Mapping[str, Any]]:
 
 def arguments(command: Any) -> list[Any]:
     """Returns a command's positional arguments."""
-    return [
-        parameter for parameter in command.params if parameter.param_type_name == "argument" and not parameter.hidden
-    ]
+    return [each for each in command.params if each.param_type_name == "argument" and not each.hidden]
 
 
 def listed_options(command: Any, context: Any) -> list[Any]:
     """Returns a command's options, with ``--model`` first and then options with a short flag."""
-    options = [
-        option for option in command.get_params(context) if option.param_type_name == "option" and not option.hidden
-    ]
+    options = [each for each in command.get_params(context) if each.param_type_name == "option" and not each.hidden]
     options = [option for option in options if "--help" not in option.opts]
     return sorted(options, key=lambda option: ("-m" not in option.opts, len(option.opts) == 1 or "-q" in option.opts))
 

@@ -28,7 +28,7 @@ def read_text(words: str | None, file: Path | None, what: str, flag: str) -> str
         with open_input(file, f"the {what}") as stream:
             data = read_bounded(stream, file, MAX_TEXT_BYTES, f"that is the limit for a {what}")
         try:
-            words = data.decode("utf-8").removeprefix("\ufeff")
+            words = data.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{display_name(file)} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start:,}"

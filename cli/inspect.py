@@ -54,9 +54,8 @@ def attention(
     ids = loaded.tokenizer.prompt(words) if words else []  # Encode as for sampling.
     inspection = inspect.inspect_prompt(loaded.model, ids, loaded.tokenizer, layer, head)
     if inspection.dropped:
-        render.note(
-            f"the prompt has {len(ids):,} tokens; showing the last {len(inspection.ids):,}, which fit the context"
-        )
+        shown = f"showing the last {len(inspection.ids):,}, which fit the context"
+        render.note(f"the prompt has {len(ids):,} tokens; {shown}")
     name, tokenizer = str(loaded.path), loaded.tokenizer
     page.show(
         "attention", f"attention: {name}", out, json,

@@ -5,15 +5,17 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpt.errors import UserError, check_text, did_you_mean
 from gpt.files import user_folder
 from gpt.sample_config import SampleConfig
+from gpt.words import counted
 
-from . import progress, render
+from . import inputs, progress, render
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -35,6 +37,7 @@ HELP = """\
 /model PATH      loads another model
 /help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
 QUOTES = '"""'
+UNUSED = ("batch", "logprobs", "echo_logprobs", "n_best")  # Settings without effect on a conversation.
 HISTORY_LINES = 1000
 
 
@@ -43,10 +46,18 @@ class Interaction:
     model continues each prompt."""
 
     def __init__(
-        self, loaded: "LanguageModel", load: Callable[[str], "LanguageModel"], settings: SampleConfig, seed: int
+        self,
+        loaded: "LanguageModel",
+        load: Callable[[str], "LanguageModel"],
+        chosen: SampleConfig,
+        given: Collection[str],
+        seed: int | None,
     ) -> None:
-        self.loaded, self.load, self.settings, self.seed = loaded, load, settings, seed
+        self.loaded, self.load, self.chosen, self.given = loaded, load, chosen, {*given}
+        self.settings = loaded.sampling.apply(chosen, given, render.note)
+        self.seed = render.draw_seed(announce=self.settings.draws) if seed is None else seed
         self.messages: list[dict[str, str]] = []  # The conversation without the system message.
+        self.finish_reason = ""  # Of the last answer; "" if it was interrupted.
         self.system = ""
         self.index = 0  # Index of the current sample for this prompt.
         self.commands: dict[str, Callable[[str], object]] = {
@@ -84,11 +95,8 @@ class Interaction:
         check_text("the line", words)
         if not words.startswith("/") or words.startswith("//"):
             content = words.removeprefix("/") if words.startswith("//") else words
-            if not self.is_chat:
-                self.messages = []
-            self.messages.append({"role": "user", "content": content})
             self.index = 0
-            self._answer()
+            self._answer([*(self.messages if self.is_chat else []), {"role": "user", "content": content}])
             return
         name, _, rest = words.partition(" ")
         if name not in self.commands:
@@ -98,70 +106,85 @@ class Interaction:
     def _retry(self, _: str) -> None:
         if not self.messages:
             raise UserError("there is no prompt yet", "enter one")
-        if self.messages[-1]["role"] == "assistant":
-            self.messages.pop()
         self.index += 1
-        self._answer()
+        self._answer(self.messages[:-1])
 
     def _continue_answer(self, _: str) -> None:
-        if not self.messages or self.messages[-1]["role"] != "assistant":
+        if not self.messages:
             raise UserError("there is no text yet", "enter a prompt")
-        self._answer(more=True)
+        if self.finish_reason in ("eot", "stop"):
+            raise UserError("the text is complete", "/retry generates another one")
+        self._answer(self.messages[:-1], self.messages[-1]["content"])
 
-    def _answer(self, more: bool = False) -> None:
-        """Answers the last message or, with ``more``, extends the answer. Drops a message that the chat template
-        rejects."""
-        previous = self.messages.pop()["content"] if more else ""
-        try:
-            prompt = self._chat_prompt() if self.is_chat else self.messages[-1]["content"]
-        except UserError:
-            self.messages.pop()
-            raise
-        if isinstance(prompt, str):
-            render.write("" if more else prompt)
-            prompt += previous
-        else:
-            prompt += self.loaded.tokenizer.encode(previous, continues=True).tolist()
-        answer = {"role": "assistant", "content": previous}
-        self.messages.append(answer)
-        writing = self.loaded.write(prompt, self.settings, self.seed, self.index)
+    def _answer(self, messages: list[dict[str, str]], start: str | None = None) -> None:
+        """Answers the last message or, if an answer's ``start`` is given, extends it. After an error, or if Ctrl-C
+        comes before any text, the conversation is as before."""
+        before, settings, size = (self.messages, self.finish_reason), self.settings, self.loaded.model.config.block_size
+        text = start or ""
+        prompt: str | list[int] = messages[-1]["content"] + text
+        if self.is_chat:
+            prompt, messages = self._chat_prompt(messages, self.loaded.tokenizer.encode(text, continues=True).tolist())
+            settings = replace(settings, max_tokens=min(self._max_tokens, size - len(prompt)))
+        elif start is None:
+            render.write(messages[-1]["content"])
+        writing = self.loaded.write(prompt, settings, self.seed, self.index)
         try:
             for piece in writing:
                 render.write(piece)
-                answer["content"] += piece
+                text += piece
+                if piece:
+                    self.messages, self.finish_reason = [*messages, {"role": "assistant", "content": text}], ""
+        except UserError:
+            self.messages, self.finish_reason = before
+            raise
         finally:
             render.write("\n")
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        self.finish_reason = writing.sample.finish_reason
         overflow = render.Overflow()
         overflow.add(writing.sample)
-        render.context_notes(overflow, self.loaded.model.config.block_size)
+        render.context_notes(overflow, size)
+        if self.finish_reason == "length" and self.is_chat and len(prompt) + settings.max_tokens == size:
+            render.note(f"the context of {size:,} tokens is full: /more drops the oldest messages, /clear all of them")
+        elif self.finish_reason == "length":
+            render.note(f"stopped at {counted(settings.max_tokens, 'token')}: /more continues")
 
-    def _chat_prompt(self) -> list[int]:
-        """Returns the conversation's ids. Drops the oldest turns to make room for an answer of ``max_tokens`` or of a
-        quarter of the context, whichever is shorter."""
+    @property
+    def _max_tokens(self) -> int:
+        """The limit of a text. By default, an answer can use the rest of the context."""
+        return self.settings.max_tokens if "max_tokens" in self.given or not self.is_chat else sys.maxsize
+
+    def _chat_prompt(self, messages: list[dict[str, str]], start: list[int]) -> tuple[list[int], list[dict[str, str]]]:
+        """Returns the conversation's ids, followed by the ``start`` of the answer, and its messages. Drops the oldest
+        turns to make room for ``max_tokens`` or a quarter of the context, whichever is less."""
         from gpt.text import chat
 
-        size = self.loaded.model.config.block_size
-        max_prompt = size - min(self.settings.max_tokens, size // 4)
+        size, total = self.loaded.model.config.block_size, len(messages)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = self.messages
         while True:
-            ids = chat.prompt(self.loaded.tokenizer, [*system, *messages])
+            ids = chat.prompt(self.loaded.tokenizer, [*system, *messages]) + start
             later_turns = [at for at, message in enumerate(messages) if at and message["role"] == "user"]
-            if len(ids) <= max_prompt or not later_turns:
+            if len(ids) + min(self._max_tokens, size // 4) <= size or not later_turns:
                 break
             messages = messages[later_turns[0] :]
-        if dropped := len(self.messages) - len(messages):
+        if len(ids) >= size:
+            raise UserError(
+                f"the last message and its answer have {len(ids):,} tokens, which fill the context of {size:,}",
+                "send a shorter message, or /clear starts a new conversation",
+            )
+        if dropped := total - len(messages):
             render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were dropped")
-            self.messages = messages
-        return ids
+        return ids, messages
 
     def _set_system(self, text: str) -> None:
         self._require_chat("/system")
         self.system = text
+        render.note(f"the system message is {'set' if text else 'removed'}")
 
     def _clear_messages(self, _: str) -> None:
         self._require_chat("/clear")
         self.messages = []
+        render.note("this is a new conversation")
 
     def _require_chat(self, command: str) -> None:
         if not self.is_chat:
@@ -175,23 +198,42 @@ class Interaction:
 
     def _change_setting(self, words: str) -> None:
         name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]
-        if not name:
-            for field in dataclasses.fields(self.settings):
-                setting = getattr(self.settings, field.name)
-                setting = {True: "on", False: "off"}.get(setting, setting) if isinstance(setting, bool) else setting
-                render.write(f"{field.name.replace('_', '-')} {setting}\n")
-            return
-        self.settings = self.settings.changed(name.replace("_", "-"), value.strip())
+        key, name = name.replace("-", "_"), name.replace("_", "-")
+        if key in UNUSED:
+            raise UserError(f"{name} has no effect in a conversation", "/set lists the settings")
+        if (key, value) == ("json_schema", "-"):
+            raise UserError("a conversation cannot read its schema from stdin", "name a file")
+        if name:
+            chosen = self.chosen.changed(name, value.strip())
+            self.chosen = resolve_constraint(chosen, {}) if key == "json_schema" else chosen
+            self.given.add(key)
+            self.settings = self.loaded.sampling.apply(self.chosen, self.given)
+        panels = ("Text", "Sampling", *(["Beam search"] if self.settings.beam else []))
+        for field in dataclasses.fields(self.settings):
+            setting = getattr(self.settings, field.name)
+            if field.name == "max_tokens" and self._max_tokens > setting:
+                setting = "as many as fit into the context"
+            elif isinstance(setting, tuple):
+                setting = ", ".join(setting) or "off"
+            elif type(setting) in (bool, str) or field.metadata["shown"] == "off":
+                setting = "on" if setting is True else setting or "off"
+            line = " ".join(f"{field.name.replace('_', '-')} {setting}".split())[:80]
+            if field.name == key:
+                render.note(line)
+            elif not name and field.metadata["panel"] in panels:
+                render.write(line + "\n")
 
     def _change_model(self, path: str) -> None:
         if not path:
             render.write(f"{self.loaded.path}\n")
             return
         self.loaded = self.load(path)
+        self.settings = self.loaded.sampling.apply(self.chosen, self.given, render.note)
 
 
 def converse(
     settings: SampleConfig,
+    given: Collection[str],
     model: str | None,
     base: str | None,
     seed: int | None,
@@ -203,8 +245,20 @@ def converse(
     with progress.startup_spinner(quiet=False):
         from gpt import api
     load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
-    loaded = load(model, base=base)
-    Interaction(loaded, load, settings, render.draw_seed(announce=settings.draws) if seed is None else seed).run()
+    Interaction(load(model, base=base), load, settings, given, seed).run()
+
+
+def resolve_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
+    """Splits ``choices`` at commas and reads the schema file. Raises `UserError` for an empty constraint."""
+    settings = settings.changed("choices", ",".join(settings.choices))
+    if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
+        raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out to allow any text")
+    if settings.json_schema:
+        schema = inputs.read_text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
+        if not schema.strip():
+            raise UserError(f"{settings.json_schema} is empty", 'a schema is a JSON object, such as {"type": "object"}')
+        settings = replace(settings, json_schema=schema)
+    return settings
 
 
 def read_prompt() -> str | None:

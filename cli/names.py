@@ -3,44 +3,30 @@
 from typing import Any
 
 COMMANDS = {  # Hints for other programs' commands.
-    **dict.fromkeys(
-        ("generate", "complete", "completion", "ask", "predict", "infer", "inference", "prompt"),
-        "gpt sample PROMPT generates text",
-    ),
-    "run": "gpt chat talks with a model, gpt sample PROMPT generates text; -m names the model",
-    **dict.fromkeys(("repl", "interactive", "talk", "conversation"), "gpt chat talks with a model; -m names the model"),
-    **dict.fromkeys(("finetune", "fine-tune", "sft", "lora"), "gpt train TEXT --init MODEL fine-tunes a model"),
-    **dict.fromkeys(("pretrain", "fit"), "gpt train TEXT trains a model"),
-    **dict.fromkeys(("resume", "continue"), "gpt train --resume resumes the newest unfinished run"),
-    **dict.fromkeys(
-        ("pull", "download", "fetch"),
-        "models are downloaded on first use: gpt chat -m hf:OWNER/NAME; gpt data fetch NAME downloads a corpus",
-    ),
-    **dict.fromkeys(
-        ("list", "ls", "models", "ps"),
-        "gpt data list lists corpora, gpt params --list model sizes; your runs are in runs/",
-    ),
-    **dict.fromkeys(
-        ("convert", "quantize", "push", "save", "merge"),
-        "gpt export -m MODEL -o FILE.gguf, or -o FOLDER; --dtype quantizes",
-    ),
-    **dict.fromkeys(("server", "api", "web", "ui"), "gpt serve serves a model over HTTP, with a web page"),
-    **dict.fromkeys(
-        ("encode", "decode", "detokenize"), "gpt tokenizer encode TEXT, or gpt tokenizer decode IDS; -m names the model"
-    ),
-    **dict.fromkeys(
-        ("ppl", "perplexity", "evaluate", "test", "validate"), "gpt eval TEXT -m MODEL measures loss and perplexity"
-    ),
-    **dict.fromkeys(("benchmark", "speed"), "gpt bench -m MODEL measures how fast a model generates text"),
-    **dict.fromkeys(
-        ("info", "summary", "size", "count"),
-        "gpt params MODEL counts its parameters, gpt report RUN shows its training",
-    ),
-    **dict.fromkeys(("plot", "log", "logs"), "gpt report RUN shows how a run went"),
-    **dict.fromkeys(("attention", "visualize"), "gpt inspect attention PROMPT shows what each head attends to"),
-    "datasets": "gpt data list lists corpora",
-    "version": "gpt --version prints the version",
-    "help": "gpt --help lists the commands, gpt COMMAND --help explains one",
+    word: hint
+    for words, hint in {
+        "generate complete completion ask predict infer inference prompt": "gpt sample PROMPT generates text",
+        "run": "gpt chat talks with a model, gpt sample PROMPT generates text; -m names the model",
+        "repl interactive talk conversation": "gpt chat talks with a model; -m names the model",
+        "finetune fine-tune sft lora": "gpt train TEXT --init MODEL fine-tunes a model",
+        "pretrain fit": "gpt train TEXT trains a model",
+        "resume continue": "gpt train --resume resumes the newest unfinished run",
+        "pull download fetch": "models are downloaded on first use: gpt chat -m hf:OWNER/NAME; gpt data fetch NAME "
+        "downloads a corpus",
+        "list ls models ps": "gpt data list lists corpora, gpt params --list model sizes; your runs are in runs/",
+        "convert quantize push save merge": "gpt export -m MODEL -o FILE.gguf, or -o FOLDER; --dtype quantizes",
+        "server api web ui": "gpt serve serves a model over HTTP, with a web page",
+        "encode decode detokenize": "gpt tokenizer encode TEXT, or gpt tokenizer decode IDS; -m names the model",
+        "ppl perplexity evaluate test validate": "gpt eval TEXT -m MODEL measures loss and perplexity",
+        "benchmark speed": "gpt bench -m MODEL measures how fast a model generates text",
+        "info summary size count": "gpt params MODEL counts its parameters, gpt report RUN shows its training",
+        "plot log logs": "gpt report RUN shows how a run went",
+        "attention visualize": "gpt inspect attention PROMPT shows what each head attends to",
+        "datasets": "gpt data list lists corpora",
+        "version": "gpt --version prints the version",
+        "help": "gpt --help lists the commands, gpt COMMAND --help explains one",
+    }.items()
+    for word in words.split()
 }
 
 # Other programs' names for our options and arguments.

@@ -23,12 +23,10 @@ Data = Mapping[str, Any]
 SUFFIXES = (".html", *plots.SUFFIXES, ".json")
 
 
-def _out_option(help: str) -> Any:
-    return option("--out", "-o", help=help)
-
-
-OutPage = Annotated[Path | None, _out_option("Write a self-contained page to FILE.html")]
-Out = Annotated[Path | None, _out_option("Write FILE.html (a self-contained page), .png, .svg, .pdf or .json")]
+OutPage = Annotated[Path | None, option("--out", "-o", help="Write a self-contained page to FILE.html")]
+Out = Annotated[
+    Path | None, option("--out", "-o", help="Write FILE.html (a self-contained page), .png, .svg, .pdf or .json")
+]
 
 
 def check_out(out: Path | None, *suffixes: str) -> None:

@@ -109,9 +109,8 @@ def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[st
     if target is None:
         missing = [f"--{key.replace('_', '-')}" for key in ("n_layer", "n_head", "n_embd") if key not in overrides]
         if missing:
-            raise UserError(
-                f"without a preset, {', '.join(missing)} are required", "or name a preset: gpt params --list"
-            )
+            message = f"without a preset, {', '.join(missing)} are required"
+            raise UserError(message, "or name a preset: gpt params --list")
         return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **_expand_arch(overrides)})
     from gpt.files import reading
 
@@ -123,9 +122,8 @@ def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[st
         from gpt.runs import folder, hub, model_config
 
         remote = hub.is_remote(target)
-        config = model_config.load_config(
-            hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target)
-        )
+        path = hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target)
+        config = model_config.load_config(path)
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
     changes = _expand_arch(overrides)

@@ -65,9 +65,8 @@ def attention(inspection: "Inspection", tokenizer: "Tokenizer", model: str) -> "
     from gpt.inspect import KINDS, find_dominant_kind
 
     head_count, layer_count = len(inspection.heads), len(inspection.layers)
-    figure = _make_figure(
-        max(5, head_count + 1), 1.2 * layer_count + 0.6, f"attention: {model}, {len(inspection.ids)} tokens"
-    )
+    title = f"attention: {model}, {len(inspection.ids)} tokens"
+    figure = _make_figure(max(5, head_count + 1), 1.2 * layer_count + 0.6, title)
     axes = figure.add_subplot(xlim=(0, head_count), ylim=(1.2 * layer_count, 0), aspect="equal", frame_on=False)
     labels = [
         f"layer {layer}" + ("" if window is None else f"\nwindow {window:,}")
@@ -78,13 +77,9 @@ def attention(inspection: "Inspection", tokenizer: "Tokenizer", model: str) -> "
     axes.tick_params(length=0)
     for row in range(layer_count):
         for column, head in enumerate(inspection.heads):
-            left, top, kind = (
-                column + 0.04,
-                1.2 * row + 0.04,
-                find_dominant_kind(inspection.here, inspection.probe, row, column),
-            )
-            box = (left, left + 0.92, top + 0.92, top)
-            _draw_pattern(axes, inspection.patterns[row, column], extent=box)
+            left, top = column + 0.04, 1.2 * row + 0.04
+            kind = find_dominant_kind(inspection.here, inspection.probe, row, column)
+            _draw_pattern(axes, inspection.patterns[row, column], extent=(left, left + 0.92, top + 0.92, top))
             axes.add_patch(_rectangle((left, top), 0.92, 0.92, fill=False, edgecolor="lightgray", linewidth=0.6))
             axes.text(left, top + 0.95, f"{head} {kind if kind in KINDS else ''}", fontsize=7, verticalalignment="top")
     return figure
@@ -121,11 +116,10 @@ def near(groups: Sequence[Mapping[str, Any]]) -> "Figure":
     all_axes = figure.subplots(len(groups), height_ratios=rows, squeeze=False, subplot_kw={"frame_on": False})
     for axes, group in zip(all_axes.flat, groups, strict=True):
         axes.set_title(f"{group['title']}   {group['note'][:70]}", fontsize=10, loc="left")
-        bars = axes.barh(range(len(group["near"])), [max(0.0, neighbor["cosine"]) for neighbor in group["near"]])
-        axes.bar_label(bars, [f"{neighbor['cosine']:.4f}" for neighbor in group["near"]], fontsize=8, padding=3)
-        axes.set_yticks(
-            range(len(group["near"])), [neighbor["text"].strip()[:24] for neighbor in group["near"]], fontsize=9
-        )
+        near, places = group["near"], range(len(group["near"]))
+        bars = axes.barh(places, [max(0.0, neighbor["cosine"]) for neighbor in near])
+        axes.bar_label(bars, [f"{neighbor['cosine']:.4f}" for neighbor in near], fontsize=8, padding=3)
+        axes.set_yticks(places, [neighbor["text"].strip()[:24] for neighbor in near], fontsize=9)
         axes.set_xticks([])
         axes.set_xlim(0, 1.1)
         axes.invert_yaxis()

@@ -25,18 +25,14 @@ def start(words: Sequence[str], nproc: int, start_time: float) -> int:
     from gpt.parallel.launch import launch
 
     outcome = launch([sys.executable, "-P", "-m", "gpt_cli", *words], nproc, start_time)
-    resume_hint = (
-        f"resume with: gpt train --resume {shlex.quote(str(outcome.run))}"
-        if outcome.run and outcome.run.is_dir()
-        else ""
-    )
+    resume_hint = ""
+    if outcome.run and outcome.run.is_dir():
+        resume_hint = f"resume with: gpt train --resume {shlex.quote(str(outcome.run))}"
     if outcome.signum is not None:
         name = signal.Signals(outcome.signum).name
         cause = ", possibly by the system because memory ran out" if name == "SIGKILL" else ""
-        raise WorkError(
-            f"process {outcome.rank} of {nproc} was killed by {name}{cause}",
-            resume_hint or "training had not started yet",
-        )
+        message = f"process {outcome.rank} of {nproc} was killed by {name}{cause}"
+        raise WorkError(message, resume_hint or "training had not started yet")
     if outcome.status == 1 and outcome.rank and resume_hint:
         render.note(resume_hint)
     return outcome.status

@@ -87,12 +87,13 @@ class Bar:
             self.live.stop()
 
     def reach(self, done: int, total: int) -> None:
-        """Shows the units done, the total, the throughput and the time left."""
+        """Shows the units done, the total, and after a second the throughput and the time left."""
         now = time.monotonic()
         self.first_report = self.first_report or (now, done)
-        throughput = max(done - self.first_report[1], 0) / max(now - self.first_report[0], 1e-9)
-        line = f"{self.verb} {done:,}/{total:,} {self.unit}  {throughput:,.0f} {self.unit}/s"
-        line += f"  {format_seconds((total - done) / throughput)} left" if throughput else ""
+        seconds, new = now - self.first_report[0], done - self.first_report[1]
+        line = f"{self.verb} {done:,}/{total:,} {self.unit}"
+        if seconds >= 1 and new > 0:
+            line += f"  {new / seconds:,.0f} {self.unit}/s  {format_seconds((total - done) * seconds / new)} left"
         self.show(draw_line(done / max(1, total), line), line)
 
     def show(self, live: Text, line: str) -> None:

@@ -17,6 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from gpt.errors import shorten
 from gpt.events import format_seconds
 from gpt.words import as_json, counted
 
@@ -120,9 +121,9 @@ def json_line(values: Mapping[str, Any]) -> None:
 def error(message: str, hint: str) -> None:
     """Prints an error message and its hint."""
     console = stderr()
-    console.print(Text.assemble(("error: ", "bold red"), " ".join(console.escape(message).split())))
-    if hint:
-        console.print(Text.assemble(("hint: ", "bold"), " ".join(console.escape(hint).split())))
+    for label, style, text in (("error: ", "bold red", message), ("hint: ", "bold", hint)):
+        if text:
+            console.print(Text.assemble((label, style), " ".join(console.escape(shorten(text)).split())))
 
 
 def trace(error: BaseException) -> None:
@@ -133,7 +134,7 @@ def trace(error: BaseException) -> None:
 def note(text: str) -> None:
     """Prints a dim line on stderr."""
     console = stderr()
-    console.print(Text(console.escape(text), "dim"))
+    console.print(Text(console.escape(shorten(text)), "dim"))
 
 
 def excerpt(text: str, lines: int = 5) -> str:
@@ -196,8 +197,7 @@ def result(result: "Result", quiet: bool = False, console: Console | None = None
     if result.answers is not None:
         held_out = "" if result.held_out_answers is None else f" trained on, {result.held_out_answers} held out"
         fact("pairs", f"answered exactly (greedy): {result.answers}{held_out}", console)
-    sample = Text.assemble(("sample\n", "bold"), (excerpt(result.sample, 12), "italic"))
-    (console or stdout()).print(sample)
+    (console or stdout()).print(Text.assemble(("sample\n", "bold"), (excerpt(result.sample, 12), "italic")))
     is_short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
     prompt = f"{shlex.quote(result.prompt)} --greedy" if is_short else '"Once upon"'
     command = "gpt chat" if result.chat else f"gpt sample {prompt}"
@@ -263,8 +263,7 @@ def sample_json(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Token
     if sample.score is not None:
         values["score"] = sample.score
     for name in ("logprobs", "prompt_logprobs"):
-        tokens = getattr(sample, name)
-        if tokens is not None:
+        if (tokens := getattr(sample, name)) is not None:
             values[name] = [_token_json(token, tokenizer) for token in tokens]
     return values
 
@@ -275,16 +274,12 @@ def _token_json(token: "Token", tokenizer: "Tokenizer") -> dict[str, Any]:
     return values | ({"top": top} if top else {})
 
 
-EVALUATION_KEYS = (
-    "loss", "perplexity", "bits_per_byte", "word_perplexity", "tokens", "bytes", "words", "stride", "block_size",
-)  # fmt: skip
-
-
 def evaluation_json(result: "Evaluation") -> dict[str, Any]:
     """Returns the object of ``gpt eval --json``."""
-    yardsticks = None if result.yardsticks is None else asdict(result.yardsticks)
-    comparison = {"yardsticks": yardsticks, "trend": result.trend, "verdict": result.verdict}
-    return {key: getattr(result, key) for key in EVALUATION_KEYS} | comparison
+    keys = ("loss", "perplexity", "bits_per_byte", "word_perplexity", "tokens", "bytes", "words", "stride",
+            "block_size")  # fmt: skip
+    comparison = {"yardsticks": result.yardsticks and asdict(result.yardsticks), "trend": result.trend}
+    return {key: getattr(result, key) for key in keys} | comparison | {"verdict": result.verdict}
 
 
 def evaluation(result: "Evaluation", quiet: bool = False) -> None:
@@ -316,13 +311,10 @@ def speed(measured: "Measured") -> None:
     details = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"
     rows.add_row("model", measured.name, details + (", compiled" if measured.compiled else ""))
     sequences = f"{settings.batch} sequences" if settings.batch > 1 else "one sequence"
-    rows.add_row(
-        "prefill", f"{metrics.prefill_tokens_per_second:,.0f}", f"tokens/s: {settings.prompt_tokens} of {sequences}"
-    )
+    prefill, decoding = metrics.prefill_tokens_per_second, metrics.decode_tokens_per_second
+    rows.add_row("prefill", f"{prefill:,.0f}", f"tokens/s: {settings.prompt_tokens} of {sequences}")
     rows.add_row("first token", f"{1000 * metrics.first_token_seconds:,.1f}", "ms after the prompt")
-    rows.add_row(
-        "decoding", f"{metrics.decode_tokens_per_second:,.1f}", f"tokens/s: {settings.new_tokens} of {sequences}"
-    )
+    rows.add_row("decoding", f"{decoding:,.1f}", f"tokens/s: {settings.new_tokens} of {sequences}")
     share = f"% of this memory's {metrics.bandwidth_bytes_per_second / 1e9:,.1f} GB/s; a step reads "
     rows.add_row("bandwidth", f"{100 * metrics.bandwidth_share:.0f}", share + f"{metrics.read_bytes / 1e6:,.0f} MB")
     rows.add_row("memory", f"{metrics.memory_bytes / 1e6:,.0f}", "MB at peak")

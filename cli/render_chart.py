@@ -56,18 +56,16 @@ def chart(
     width = max(8, min(100, console.width) - GUTTER - 2)
     use_braille = console.color_system is not None and (console.encoding or "").startswith("utf")
     x_axis = ticks.axis(left, right, max(5, min(8, width // 10)), extend=False)
-    y_axis = (ticks.log_axis if logarithmic and ticks.spans_decades(low, high) else ticks.axis)(
-        low, high, (height + 1) // 2
-    )
+    make_axis = ticks.log_axis if logarithmic and ticks.spans_decades(low, high) else ticks.axis
+    y_axis = make_axis(low, high, (height + 1) // 2)
     cells = _draw_cells(series, x_axis, y_axis, width, height, use_braille)
     text = Text.assemble((title, "bold"), "  ")
     for curve in series:
         if curve.name:
             text.append(f"{curve.name}  " if use_braille else f"{curve.mark} {curve.name}  ", curve.style)
     frame = "│┤└─┴" if use_braille else "|+`-+"
-    labels = {
-        round((height - 1) * (1 - y_axis.share(y))): label for y, label in zip(y_axis.ticks, y_axis.labels, strict=True)
-    }
+    rows = (round((height - 1) * (1 - y_axis.share(y))) for y in y_axis.ticks)
+    labels = dict(zip(rows, y_axis.labels, strict=True))
     for row in range(height):
         border = frame[1] if row in labels else frame[0]
         text.append(f"\n{labels.get(row, ''):>{GUTTER}}{border}", "dim")

@@ -133,7 +133,7 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
         return
     render.fact("folder", str(folder.path))
     _print_splits(folder)
-    manifest = folder.manifest
+    manifest, skipped = folder.manifest, folder.manifest["skipped"]
     split_rule = {
         "end": "the end of the text is held out",
         "hash": "documents are chosen by a hash of the seed and the text",
@@ -146,34 +146,24 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
         "sources": f"{manifest['sources']['count']:,}",
         "shards": f"{len(folder.shards):,}" + (", all checksums match" if verified else ""),
         "replaced": counted(manifest["replaced"], "invalid byte") if manifest["replaced"] else "",
-        "left out": counted(manifest["skipped"], "file, line or row", "files, lines or rows")
-        if manifest["skipped"]
-        else "",
+        "left out": counted(skipped, "file, line or row", "files, lines or rows") if skipped else "",
         "part": "of a corpus: {} of {}".format(*manifest["part"]) if manifest["part"] else "",
     }
     render.stdout().print(render.key_value_table(rows))
     _print_next_command(folder)
 
 
-def tokens(folder: "TokenFolder", seconds: float, as_json: bool) -> None:
-    """Prints a newly created token folder."""
-    throughput = folder.bytes / max(seconds, 1e-9)
+def tokens(folder: "TokenFolder", seconds: float, as_json: bool, is_resumed: bool = False) -> None:
+    """Prints a newly created token folder. The throughput of a resumed command is unknown."""
+    throughput = None if is_resumed else round(folder.bytes / max(seconds, 1e-9), 1)
     if as_json:
-        render.json_line(
-            {
-                "out": str(folder.path),
-                "documents": folder.documents,
-                "bytes": folder.bytes,
-                "tokens": folder.tokens,
-                "shards": len(folder.shards),
-                "vocab_size": folder.tokenizer.vocab_size,
-                "tokenizer": folder.tokenizer.name,
-                "seconds": round(seconds, 2),
-                "bytes_per_second": round(throughput, 1),
-            }
-        )
+        values = {"out": str(folder.path), **{key: getattr(folder, key) for key in ("documents", "bytes", "tokens")}}
+        values |= {"shards": len(folder.shards), "vocab_size": folder.tokenizer.vocab_size}
+        values |= {"tokenizer": folder.tokenizer.name, "seconds": round(seconds, 2), "bytes_per_second": throughput}
+        render.json_line(values | {key: folder.manifest[key] for key in ("replaced", "skipped")})
         return
-    render.fact("saved", f"{folder.path}  ({format_seconds(seconds)}, {throughput / 1e6:,.1f} MB/s)")
+    rate = "" if throughput is None else f", {throughput / 1e6:,.1f} MB/s"
+    render.fact("saved", f"{folder.path}  ({format_seconds(seconds)}{rate})")
     _print_splits(folder)
     _print_next_command(folder)
 

@@ -1,5 +1,6 @@
 """Prints the results of ``gpt inspect``."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +66,9 @@ def _heads_table(inspection: "Inspection") -> Table:
 
     columns = ["layer", *(["window"] if any(inspection.windows) else []), *map(str, inspection.heads)]
     table = render.table(*(f">{name}" for name in columns), box=None, padding=(0, 1, 0, 0), caption_justify="left")
+    find_kind = functools.partial(inspect.find_dominant_kind, inspection.here, inspection.probe)
     for at, layer in enumerate(inspection.layers):
-        kinds = [
-            inspect.find_dominant_kind(inspection.here, inspection.probe, at, column)
-            for column in range(len(inspection.heads))
-        ]
+        kinds = [find_kind(at, column) for column in range(len(inspection.heads))]
         letters = [Text(LETTERS[kind], COLOURS[kind]) if kind else Text("-", "dim") for kind in kinds]
         window = [str(inspection.windows[at] or "-")] if any(inspection.windows) else []
         table.add_row(str(layer), *window, *letters)
@@ -86,9 +85,8 @@ def print_pattern(inspection: "Inspection", tokenizer: "Tokenizer", at: int, col
     kind_text = f": mostly {KINDS[kind]}" if kind else ""
     window = inspection.windows[at]
     window_text = "" if window is None else f" (attends to the last {counted(window, 'token')})"
-    console.print(
-        Text(f"\nlayer {inspection.layers[at]}{window_text}, head {inspection.heads[column]}{kind_text}", "bold")
-    )
+    title = f"\nlayer {inspection.layers[at]}{window_text}, head {inspection.heads[column]}{kind_text}"
+    console.print(Text(title, "bold"))
     max_tokens = min(MAX_MAP_TOKENS, console.width - LABEL_WIDTH - 2)
     T = len(inspection.ids)
     first = max(0, T - max_tokens)
@@ -118,13 +116,10 @@ def _cell(share: float, width: int, console: Console) -> Text:
 def _next_tokens_table(inspection: "Inspection", tokenizer: "Tokenizer") -> Table:
     from gpt.inspect import token_text
 
-    table = render.table(
-        ">block", "most likely tokens and their probabilities", box=None, title="\nnext token, as read after each block"
-    )
-    last = len(inspection.lens.ids) - 1
-    for layer, (ids, shares) in enumerate(
-        zip(inspection.lens.ids[:, -1], inspection.lens.probabilities[:, -1], strict=True)
-    ):
+    title = "\nnext token, as read after each block"
+    table = render.table(">block", "most likely tokens and their probabilities", box=None, title=title)
+    last, lens = len(inspection.lens.ids) - 1, inspection.lens
+    for layer, (ids, shares) in enumerate(zip(lens.ids[:, -1], lens.probabilities[:, -1], strict=True)):
         tokens_text = Text()
         for id, share in zip(ids, shares, strict=True):
             tokens_text.append(show_spaces(token_text(tokenizer, int(id))), "bold")
@@ -141,11 +136,8 @@ def near(groups: Sequence[Mapping[str, Any]]) -> None:
         table = render.table(padding=(0, 2, 0, 0))
         table.add_column(justify="right")
         for neighbor in group["near"]:
-            table.add_row(
-                Text(show_spaces(neighbor["text"])),
-                f"{neighbor['cosine']:.4f}",
-                render.bar(neighbor["cosine"], 30, console),
-            )
+            text, cosine = Text(show_spaces(neighbor["text"])), neighbor["cosine"]
+            table.add_row(text, f"{cosine:.4f}", render.bar(cosine, 30, console))
         console.print(table)
 
 
@@ -156,15 +148,13 @@ def positions(position_info: "Positions") -> None:
     if position_info.table is None:
         console.print("rotary: no table; queries and keys are rotated by an angle that grows with the position")
     else:
-        console.print(
-            Text(f"{position_info.kind}: {size:,} positions, {position_info.table.shape[1]:,} dimensions each", "bold")
-        )
+        width = position_info.table.shape[1]
+        console.print(Text(f"{position_info.kind}: {size:,} positions, {width:,} dimensions each", "bold"))
         console.print(Text("-o FILE.html or FILE.png shows the table", "dim"))
     console.print(Text("\nsimilarity of two positions, by distance", "bold"))
     table = render.table()
     table.add_column(justify="right")
-    distances = sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1})
-    for distance in distances:
+    for distance in sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1}):
         value = float(position_info.similarity[distance])
         table.add_row(f"{distance:,}", f"{value:.3f}", render.bar(value, 30, console))
     console.print(table)
@@ -182,7 +172,6 @@ def tokens(data: Mapping[str, Any]) -> None:
         if piece.endswith("\\n"):
             line.append("\n")
     console.print(line)
-    count = len(data["tokens"])
-    bytes_per_token = data["bytes"] / max(1, count)
-    console.print(Text(f"{counted(count, 'token')}, {data['bytes']:,} bytes, {bytes_per_token:.2f} each", "dim"))
+    count, size = len(data["tokens"]), data["bytes"]
+    console.print(Text(f"{counted(count, 'token')}, {size:,} bytes, {size / max(1, count):.2f} each", "dim"))
     console.print(Text(" ".join(map(str, data["tokens"])), "dim"))

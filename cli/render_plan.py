@@ -61,9 +61,7 @@ class Cost:
     def _memory(self) -> dict[str, Any]:
         """Returns bytes per rank."""
         config, memory, setup = self.config, self.main_plan.memory, self.main_plan.setup
-        full, recomputed = (
-            count_saved_bytes(config, replace(setup, recompute=recompute)) for recompute in (False, True)
-        )
+        full, recomputed = (count_saved_bytes(config, replace(setup, recompute=each)) for each in (False, True))
         sampling = {
             "weights": breakdown(config).trainable * setup.width,
             "cache": cache_bytes(config, config.block_size, setup.width),
@@ -123,12 +121,10 @@ def _memory(cost: Cost, data: dict[str, Any]) -> None:
     ranks = "one" if plan.devices == 1 else f"each of {plan.devices:,}"
     title = f"Memory on {ranks} {settings.kind}, {setup.dtype}, {plan.options}"
     table = render.table("what", ">bytes", "", title=title)
-    copies_remark = (
-        "weights in the dtype of matrix products" if not setup.shard else "weights gathered from the other ranks"
-    )
-    other_key = "activations" if setup.recompute else "activations_recomputed"
-    other_word = "without" if setup.recompute else "with"
-    current_key = "activations_recomputed" if setup.recompute else "activations"
+    copies = "gathered from the other ranks" if setup.shard else "in the dtype of matrix products"
+    current_key, other_key, other_word = "activations", "activations_recomputed", "with"
+    if setup.recompute:
+        current_key, other_key, other_word = other_key, current_key, "without"
     chunk = f", {setup.loss_chunk:,} tokens at a time" if setup.loss_chunk else ""
     rows = [
         ("parameters", data["parameters"], "float32"),
@@ -136,7 +132,7 @@ def _memory(cost: Cost, data: dict[str, Any]) -> None:
         ("optimizer", data["optimizer"], setup.optimizer),
         ("activations", data[current_key], f"{other_word} --recompute {format_bytes(data[other_key])}"),
         ("logits", data["logits"], f"and their gradient{chunk}"),
-        ("copies", data["copies"], copies_remark if data["copies"] else ""),
+        ("copies", data["copies"], f"weights {copies}" if data["copies"] else ""),
     ]
     if settings.kind == "cpu":
         rows.append(("snapshot", data["snapshot"], "a copy of parameters and optimizer state, for checkpoints"))
@@ -146,12 +142,8 @@ def _memory(cost: Cost, data: dict[str, Any]) -> None:
     moments = {"loss": "when the backward pass starts", "backward": "when it ends", "update": "in the optimizer step"}
     peak_moment = moments[max(plan.memory.moments, key=plan.memory.moments.__getitem__)]
     verdict = "fits" if plan.fits else "does not fit"
-    table.add_row(
-        "peak",
-        format_bytes(plan.memory.peak),
-        f"{peak_moment}; {verdict} in {format_bytes(plan.memory_limit)}",
-        style="bold",
-    )
+    remark = f"{peak_moment}; {verdict} in {format_bytes(plan.memory_limit)}"
+    table.add_row("peak", format_bytes(plan.memory.peak), remark, style="bold")
     console.print(table)
     sampling = data["sampling"]
     if settings.kind != "cpu":
@@ -170,14 +162,12 @@ def _fitting_plans(cost: Cost) -> None:
         launch = f"--nproc {plan.devices} " if 1 < plan.devices <= NODE else ""
         words = launch + plan.options if plan.fits else "nothing fits; smallest:"
         days = _days(plan.days) if plan.fits else "–"
-        table.add_row(
-            f"{plan.devices:,}", Text(words, "" if plan.fits else "dim"), format_bytes(plan.memory.peak), days
-        )
+        words_cell = Text(words, "" if plan.fits else "dim")
+        table.add_row(f"{plan.devices:,}", words_cell, format_bytes(plan.memory.peak), days)
     console.print(table)
     if cost.settings.devices > NODE:
-        console.print(
-            Text(f"More than {NODE} devices take several machines: start gpt train on each with torchrun.", "dim")
-        )
+        line = f"More than {NODE} devices take several machines: start gpt train on each with torchrun."
+        console.print(Text(line, "dim"))
 
 
 def _flops(cost: Cost, data: dict[str, int]) -> None:

@@ -42,16 +42,12 @@ def reports(run_reports: "Sequence[Report]") -> None:
     _print_losses(runs, unit, *describe_smoothing(run_reports, POINTS), console)
     if len(runs) > 1:
         _print_held_out(runs, unit, *time_unit(run_reports), console)
-    for title, key in (
-        ("learning rate", "lr"),
-        ("gradient norm", "grad_norm"),
-        ("tokens per second", "tokens_per_second"),
-    ):
-        names = [run["name"] if len(runs) > 1 else "" for run in runs]
+    names = [run["name"] if len(runs) > 1 else "" for run in runs]
+    charts = {"learning rate": "lr", "gradient norm": "grad_norm", "tokens per second": "tokens_per_second"}
+    for title, key in charts.items():
         series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
         _print_chart(title, "steps", series, console, 7, key == "grad_norm")
-    own_reports = [report for report in run_reports if report.is_run]
-    if own_reports:
+    if own_reports := [report for report in run_reports if report.is_run]:
         console.print(_settings_table(own_reports))
     for report, run in zip(run_reports, runs, strict=True):
         if report.is_run:
@@ -149,12 +145,8 @@ def _print_sample(run: dict[str, Any], console: Console) -> None:
         console.print(Text(render.excerpt(last["text"], SAMPLE_LINES), "italic"))
     console.print(Text(copying_line(run), "dim"))
     for rollback in run["rollbacks"]:
-        console.print(
-            Text(
-                f"rolled back to step {rollback['step']:,} from {rollback['failed_step']:,}: {rollback['why']}",
-                "yellow",
-            )
-        )
+        line = f"rolled back to step {rollback['step']:,} from {rollback['failed_step']:,}: {rollback['why']}"
+        console.print(Text(line, "yellow"))
     if run["unread_lines"]:
         console.print(Text(f"{counted(run['unread_lines'], 'line')} of its metrics could not be read", "yellow"))
 
@@ -167,11 +159,9 @@ def copying_line(run: dict[str, Any]) -> str:
     if copying is None:
         return "copying could not be measured: the training tokens are missing"
     compared_note = "" if copying["compared"] == copying["trained"] else f" (its first {copying['compared']:,} tokens)"
-    share = (
-        ""
-        if copying["share"] is None
-        else f"{copying['share']:.1%} of the samples' 8-grams are in the training text{compared_note}; "
-    )
+    share = ""
+    if copying["share"] is not None:
+        share = f"{copying['share']:.1%} of the samples' 8-grams are in the training text{compared_note}; "
     if not copying["longest"]:
         return f"{share}no span of 8 or more tokens is"
     text = " ".join(copying["text"].split())

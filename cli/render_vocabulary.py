@@ -43,14 +43,14 @@ def training_result(tokenizer: "Tokenizer", out: Path, sampled: int, total: int,
         )
         return
     sample = f"{sampled:,} bytes" if sampled == total else f"{sampled:,} of {total:,} bytes"
-    line = f"{out}  ({tokenizer.vocab_size:,} ids from {sample} in {format_seconds(seconds)})"
-    render.fact("saved", line)
+    render.fact("saved", f"{out}  ({tokenizer.vocab_size:,} ids from {sample} in {format_seconds(seconds)})")
     render.fact("more", f"gpt tokenizer show {shlex.quote(str(out))}")
 
 
 def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None", as_json: bool) -> None:
     """Prints a vocabulary, and how much of it a text uses."""
     from gpt.text import vocabulary
+    from gpt.text.vocabulary import to_printable
 
     tokens = vocabulary.find_longest(tokenizer, longest)
     if as_json:
@@ -63,17 +63,10 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None", as_j
             "ends": sorted(tokenizer.ends),
             "pattern": tokenizer.pattern,
             "fingerprint": tokenizer.fingerprint,
-            "longest": [
-                {"id": id, "bytes": len(token), "text": vocabulary.to_printable(token)} for id, token in tokens
-            ],
+            "longest": [{"id": id, "bytes": len(token), "text": to_printable(token)} for id, token in tokens],
         }
         if usage is not None:
-            values |= {
-                "bytes": usage.bytes,
-                "tokens": usage.tokens,
-                "bytes_per_token": usage.bytes_per_token,
-                "ids_used": usage.ids_used,
-            }
+            values |= {key: getattr(usage, key) for key in ("bytes", "tokens", "bytes_per_token", "ids_used")}
         render.json_line(values)
         return
     console = render.stdout()
@@ -106,9 +99,8 @@ def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
         table.add_row("pattern", tokenizer.pattern)
     table.add_row("fingerprint", tokenizer.fingerprint)
     if usage is not None:
-        table.add_row(
-            "text", f"{usage.bytes:,} bytes, {usage.tokens:,} tokens: {usage.bytes_per_token:.2f} bytes per token"
-        )
+        size = f"{usage.bytes:,} bytes, {usage.tokens:,} tokens"
+        table.add_row("text", f"{size}: {usage.bytes_per_token:.2f} bytes per token")
         table.add_row("ids used", f"{usage.ids_used:,} ({usage.ids_used / tokenizer.vocab_size:.1%})")
     return table
 

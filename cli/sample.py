@@ -1,6 +1,6 @@
 """``gpt sample``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
 from . import inputs, progress, render
-from .interactive import converse
+from .interactive import UNUSED, converse, resolve_constraint
 from .options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def sample(
                 "--interactive cannot be combined with a prompt, --prompts, --out, --json, --quiet or --num",
                 "leave one of them out",
             )
-        converse(settings, model, base, seed, device, dtype, threads)
+        for name in [*(name for name in UNUSED if name in given), *["no_echo"] * no_echo]:
+            render.note(f"--{name.replace('_', '-')} has no effect with --interactive")
+        converse(settings, given, model, base, seed, device, dtype, threads)
         return
     settings, num = _resolve_num(settings, num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
@@ -76,6 +78,8 @@ def sample(
     with progress.startup_spinner(quiet=json or quiet):
         from gpt import api
     loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
+    settings = loaded.sampling.apply(settings, given, note)
+    _note_ineffective(settings, given, note)
     if out is not None:
         _write_file(loaded, texts, settings, seed, num, out, json, quiet)
         return
@@ -102,19 +106,6 @@ def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | 
     from gpt.decoding.prompts import parse_prompts
 
     return parse_prompts(inputs.read_lines(prompts, "prompts"), inputs.display_name(prompts))
-
-
-def resolve_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
-    """Splits ``choices`` at commas and reads the schema file. Raises `UserError` for an empty constraint."""
-    settings = settings.changed("choices", ",".join(settings.choices))
-    if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
-        raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out to allow any text")
-    if settings.json_schema:
-        schema = inputs.read_text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
-        if not schema.strip():
-            raise UserError(f"{settings.json_schema} is empty", 'a schema is a JSON object, such as {"type": "object"}')
-        settings = replace(settings, json_schema=schema)
-    return settings
 
 
 def check_numbers(num: int, seed: int | None) -> None:
@@ -146,12 +137,12 @@ def _check_options(settings: SampleConfig, as_json: bool, note: Callable[[str], 
     for name in beam_options:
         if getattr(settings, name) != getattr(default, name):
             note(f"--{name.replace('_', '-')} has no effect {'with' if settings.beam else 'without'} --beam")
-    if settings.draws:
-        return
-    ineffective = [
-        name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(settings, name) != getattr(default, name)
-    ]
-    if ineffective and not (ineffective == ["temperature"] and settings.temperature == 0):
+
+
+def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Callable[[str], None]) -> None:
+    """Prints a note about given options that draw tokens, if no token is drawn."""
+    ineffective = [name for name in ("temperature", "top_k", "top_p", "min_p") if name in given]
+    if not settings.draws and ineffective and not (ineffective == ["temperature"] and settings.temperature == 0):
         flags = ", ".join("--" + name.replace("_", "-") for name in ineffective)
         reason = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
         note(f"{flags} {'has' if len(ineffective) == 1 else 'have'} no effect with {reason}")

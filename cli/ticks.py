@@ -34,9 +34,8 @@ def axis(low: float, high: float, max_ticks: int, extend: bool = True) -> Axis:
     to 0.
     """
     low, high = _widen(0.0 if not extend and 0 < low <= high / 10 else low, high)
-    first, last, step, k = _find_step(
-        low, high, max_ticks, extend, math.floor(math.log10((high - low) / max_ticks)) - 1
-    )
+    finest = math.floor(math.log10((high - low) / max_ticks)) - 1
+    first, last, step, k = _find_step(low, high, max_ticks, extend, finest)
     multiples = [n * step for n in range(first, last + 1)]
     ticks = [_scale(n, k) for n in multiples]
     if extend:

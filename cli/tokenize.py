@@ -1,6 +1,7 @@
 """``gpt tokenize``."""
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,9 +26,10 @@ def tokenize(
     gpt tokenize corpus/ -o tokens --resume
     """
     start_time = time.perf_counter()
+    is_resumed = settings.resume and Path(settings.out or "").is_dir()
     inputs.announce_stdin(text)
     from gpt.text.tokenize import tokenize_texts
 
     with progress.TrainDisplay(quiet) as display:
         folder = tokenize_texts(text, settings, display)
-    render_data.tokens(folder, time.perf_counter() - start_time, json)
+    render_data.tokens(folder, time.perf_counter() - start_time, json, is_resumed)

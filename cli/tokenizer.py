@@ -111,19 +111,20 @@ def encode(
     page.check_out(out)
     loaded, name = _load_tokenizer(tokenizer, model)
     ids = loaded.encode(words, specials=special).tolist()
-    if show or out:
-        from . import render_inspect, views
+    if show or out or json:
+        from gpt.text.vocabulary import to_printable
 
-        data = views.tokens_data(ids, loaded, name, words)
+        from . import render_inspect
+
+        pieces = [to_printable(loaded.decode_bytes([id])) for id in ids]
+        data = {"model": name, "tokens": ids, "pieces": pieces, "bytes": len(words.encode())}
         page.show(
             "tokens", f"tokens: {name}", out, json,
             data=lambda: data,
             page=lambda: data,
-            picture=lambda: plots.tokens(data["pieces"]),
+            picture=lambda: plots.tokens(pieces),
             terminal=lambda: render_inspect.tokens(data),
         )  # fmt: skip
-    elif json:
-        render.json_line({"tokens": ids, "pieces": [loaded.decode([id]) for id in ids]})
     else:
         render.write(" ".join(map(str, ids)) + "\n")
 

@@ -67,34 +67,31 @@ def _chance(inspection: inspect.Inspection, at: int) -> Tree:
     """Returns the scores that uniform attention would have in layer ``at``."""
     return {
         name: {kind: None if uniform is None else float(uniform[at]) for kind, uniform in measured.chance.items()}
-        for name, measured in (("prompt", inspection.here), ("probe", inspection.probe))
+        for name, measured in {"prompt": inspection.here, "probe": inspection.probe}.items()
     }
 
 
 def _scores(inspection: inspect.Inspection) -> list[Tree]:
-    entries = []
-    for at, layer in enumerate(inspection.layers):
-        for column, head in enumerate(inspection.heads):
-            kind_scores = {
-                name: {
-                    kind: None if scores is None else round(float(scores[at, column]), 6)
-                    for kind, scores in measured.scores.items()
-                }
-                for name, measured in (("prompt", inspection.here), ("probe", inspection.probe))
-            }
-            entries.append(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "window": inspection.windows[at],
-                    "mostly": inspect.find_dominant_kind(inspection.here, inspection.probe, at, column),
-                    "entropy": round(float(inspection.here.entropy[at, column]), 6),
-                    "distance": round(float(inspection.here.distance[at, column]), 6),
-                    **kind_scores,
-                    "chance": _chance(inspection, at),
-                }
-            )
-    return entries
+    here, probe = inspection.here, inspection.probe
+
+    def rounded(scores: Any, at: int, column: int) -> float | None:
+        return None if scores is None else round(float(scores[at, column]), 6)
+
+    return [
+        {
+            "layer": layer,
+            "head": head,
+            "window": inspection.windows[at],
+            "mostly": inspect.find_dominant_kind(here, probe, at, column),
+            "entropy": rounded(here.entropy, at, column),
+            "distance": rounded(here.distance, at, column),
+            "prompt": {kind: rounded(scores, at, column) for kind, scores in here.scores.items()},
+            "probe": {kind: rounded(scores, at, column) for kind, scores in probe.scores.items()},
+            "chance": _chance(inspection, at),
+        }
+        for at, layer in enumerate(inspection.layers)
+        for column, head in enumerate(inspection.heads)
+    ]
 
 
 def attention_page(inspection: inspect.Inspection, tokenizer: "Tokenizer", model: str) -> Tree:
@@ -185,9 +182,3 @@ def positions_page(position_info: inspect.Positions, model: str) -> Tree:
         "similarity": _round(position_info.similarity[:4096], 5),
         "table": table,
     }
-
-
-def tokens_data(ids: list[int], tokenizer: "Tokenizer", model: str, text: str) -> Tree:
-    """Returns the object of ``gpt tokenizer encode --show --json``."""
-    pieces = [inspect.token_text(tokenizer, id) for id in ids]
-    return {"model": model, "tokens": ids, "pieces": pieces, "bytes": len(text.encode())}

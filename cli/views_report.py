@@ -32,8 +32,7 @@ def report_data(report: Report, max_points: int | None = None) -> Tree:
         "samples": _samples(report),
         "copying": _copying(report),
         "rollbacks": [
-            {"step": rollback.step, "failed_step": rollback.failed_step, "why": rollback.why}
-            for rollback in history.rollbacks
+            {key: getattr(each, key) for key in ("step", "failed_step", "why")} for each in history.rollbacks
         ],
         "resumes": [resume.step for resume in history.resumes],
         "end": end,

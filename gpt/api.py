@@ -31,6 +31,7 @@ from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import quantize_model
 from gpt.runs import checkpoint, folder, model_config, quantized
+from gpt.runs.sampling import SamplingDefaults, read_defaults
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
 from gpt.text.shards import SIDES, Side
@@ -72,6 +73,11 @@ class LanguageModel:
     note: Callable[[str], None] = lambda text: None
 
     @functools.cached_property
+    def sampling(self) -> SamplingDefaults:
+        """The sampling settings that the model recommends."""
+        return read_defaults(self.path, self.note)
+
+    @functools.cached_property
     def contexts(self) -> ContextPool:
         """The KV caches, reused across calls."""
         return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
@@ -85,7 +91,7 @@ class LanguageModel:
     ) -> Writing:
         """Generates a sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
         result depends only on the arguments."""
-        config = replace(config or SampleConfig(), n_best=1)
+        config = replace(config or self.sampling.apply(SampleConfig(), ()), n_best=1)
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [index]))
 
@@ -99,14 +105,15 @@ class LanguageModel:
     ) -> Iterator[Piece]:
         """Yields the text pieces of ``num`` samples or beams per prompt, one sample after another. Batching does not
         change the samples. Skips the (prompt, index) pairs in ``done``. Raises `UserError` for unsupported settings."""
-        config = config or SampleConfig()
+        config = config or self.sampling.apply(SampleConfig(), ())
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
         """Returns ``num`` continuations of ``prompt``, or the ``n_best`` beams. ``settings`` are fields of
-        `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … Raises `UserError` for unknown settings."""
-        config = from_dict(SampleConfig, settings, "generate")
+        `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … The defaults are the model's. Raises `UserError`
+        for unknown settings."""
+        config = self.sampling.apply(from_dict(SampleConfig, settings, "generate"), settings)
         pieces = self.write_all([prompt], config, seed, num)
         return [piece.sample.text for piece in pieces if piece.sample is not None]
 
@@ -186,7 +193,7 @@ def _open_documents(
         return
     if side != "val":
         note(f"{texts[0]} is not a token folder: all of it is measured, and --split has no effect")
-    corpus = open_corpus(texts, TextConfig(**vars(config), val_fraction=0))
+    corpus = open_corpus(texts, TextConfig(**vars(config), val_fraction=0), listen)
     try:
         with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as scratch:
             folder = tokenize(corpus, tokenizer, Path(scratch) / "tokens", listen=listen)
@@ -220,8 +227,7 @@ def load(
     ``dtype`` of "int8" or "int4" quantizes the weights, unless the checkpoint already has that dtype.
     """
     model_path = folder.find_checkpoint(None if path is None else str(path), note)
-    if base is not None:
-        folder.name_base(model_path, str(base))
+    folder.name_base(model_path, base)
     stored_bits = None if folder.is_adapter(model_path) else model_config.load_bits(model_path)
     if sampling is not None and dtype == "auto":
         dtype = next((name for name, width in quantized.BITS.items() if width == stored_bits), dtype)
@@ -352,9 +358,8 @@ def export(
     target = exports.find_target(str(out), config)
     model_name = None if model is None else str(model)
     path = folder.find_checkpoint(model_name, note)
-    if base is not None:
-        folder.name_base(path, str(base))
-    source = open_source(path, model_name or "")
+    folder.name_base(path, base)
+    source = open_source(path, model_name or "", note)
     target = exports.check(source, target)
     for difference in exports.describe_differences(source, target):
         note(difference)
@@ -367,7 +372,7 @@ def export(
     with exports.write_atomically(target):
         comparison = None if eval is None else _compare(eval, source, stored_weights, build_model, listen)
         texts = _generate_samples(build_model(stored_weights), config.samples, listen) if config.samples else []
-        on_written = lambda done, total: listen(events.Progress("written", done, total))
+        on_written = lambda done, total: listen(events.Progress("written", done, total, "parameters"))
         tensors, size = exports.write(source, target, comparison, texts, on_written)
     return exports.Exported(
         target.out,
@@ -429,6 +434,7 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
     from gpt.training import run as runs
 
     config = from_dict(TrainConfig, settings, "train")
+    folder.name_base(Path(), None)
     return runs.train([str(text) for text in texts], config, listen)
 
 
@@ -438,4 +444,5 @@ def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: 
     ``tensor`` and ``recompute``. Raises the same errors as `train`."""
     from gpt.training import run as runs
 
+    folder.name_base(Path(), None)
     return runs.resume(None if run is None else str(run), settings, (), listen)

@@ -1,11 +1,13 @@
 """Exceptions for user errors, failed work and interruptions."""
 
 import errno
+import re
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 MAX_MESSAGE = 5000  # Maximum characters of a message. A path can have 4,096.
+_LONG_WORD = re.compile(r"[^\s/\\]{300,}")  # Longer than any file name.
 _OUT_OF_MEMORY = (
     "can't allocate memory",  # torch on a CPU
     "not enough memory",  # torch on a CPU, on Windows
@@ -34,7 +36,8 @@ class UserError(Exception):
 
 
 def shorten(text: str) -> str:
-    """Cuts the middle of a text longer than `MAX_MESSAGE`, such as a name from a damaged file."""
+    """Cuts the middle of long words, such as a key of a user's file, and of a text longer than `MAX_MESSAGE`."""
+    text = _LONG_WORD.sub(lambda match: f"{match[0][:80]} … {match[0][-80:]}", text)
     return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE // 2]} … {text[-MAX_MESSAGE // 2 :]}"
 
 

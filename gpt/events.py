@@ -26,7 +26,7 @@ class Event:
 @dataclass(frozen=True)
 class StepEvent(Event):
     """An optimizer step. ``loss`` is in nats per token, ``grad_norm`` is the norm before clipping, and
-    ``tokens_per_second`` excludes evaluations. ``mfu`` (`gpt.training.speed`) is null if unknown."""
+    ``tokens_per_second`` excludes evaluations. ``mfu`` (`gpt.training.logs.Speed`) is null if unknown."""
 
     loss: float
     lr: float

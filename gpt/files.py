@@ -81,6 +81,24 @@ def write_pieces(path: Path, pieces: Iterable[Any], new: bool = False) -> str:
     return digest.hexdigest()
 
 
+class Stamps:
+    """The size and time of memory-mapped files. Reading a mapped file that another program has cut short ends the
+    process (SIGBUS)."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._statuses = {path: path.stat() for path in paths}
+
+    def check(self) -> None:
+        """Raises `WorkError` if a file was overwritten. A file that was replaced by renaming stays mapped."""
+        for path, before in self._statuses.items():
+            with contextlib.suppress(OSError):
+                now = path.stat()
+                is_same = (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+                if now.st_ino == before.st_ino and not is_same:
+                    hint = "start the program again, and replace a model's files by renaming new ones"
+                    raise WorkError(f"the model's file {path.name} was changed while it was in use", hint)
+
+
 def map_in_threads(task: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
     """Returns ``task(name)`` for each file. Uses two threads, because checksums and copies on one core are slower than
     a disk. Raises the first error after both threads have stopped. The threads are daemons, so they do not delay a

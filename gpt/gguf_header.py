@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,11 @@ from gpt.files import open_regular, reading
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 HINT = "copy or download it again"
-MAX_HEADER = 2**28  # Maximum bytes of a header. With 256,000 tokens, it has about 2²⁴.
+MAX_HEADER = 2**27  # Maximum bytes of a header. With 262,000 tokens and 514,000 merges (Gemma), it has about 2²⁴.
+MAX_TEXTS = 2**21  # Maximum texts in all lists of a header.
 MAX_TENSORS, MAX_KEYS, MAX_NAME, MAX_DIMENSIONS, MAX_SHARDS = 2**16, 2**16, 2**12, 4, 1_000
+_ENDED = f"its header is cut short, or has more than {MAX_HEADER:,} bytes"
+T = TypeVar("T")
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -58,6 +61,15 @@ def is_gguf(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC
 
 
+def read_value(metadata: Mapping[str, Any], key: str, default: T, where: object) -> T:
+    """Returns the value of a key, or ``default``. Raises `UserError` for a value of another type than the default."""
+    value = metadata.get(key, default)
+    if type(value) is type(default):
+        return value
+    shown = repr(value[:9] if isinstance(value, list | np.ndarray | str) else value)
+    raise UserError(f"{where} is damaged: {key} is {shown:.60}, not of type {type(default).__name__}", HINT)
+
+
 def header(path: Path) -> Header:
     """Returns the header of a file. It is cached until the file changes."""
     with reading(path):
@@ -73,9 +85,9 @@ def _kept(path: Path, size: int, changed: int) -> Header:
 def read_header(path: Path) -> Header:
     """Reads the headers of a file and of its other shards. Raises `UserError` for damage."""
     first = _read_file(path)
-    count = first.metadata.get("split.count", 1)
-    if type(count) is not int or not 0 <= count <= MAX_SHARDS:
-        raise UserError(f"{path} is damaged: it is split into {count!r:.20} files", HINT)
+    count = read_value(first.metadata, "split.count", 1, path)
+    if not 0 <= count <= MAX_SHARDS:
+        raise UserError(f"{path} is damaged: it is split into {count:,} files", HINT)
     if count <= 1:
         return first
     files = list_shards(path)
@@ -86,7 +98,7 @@ def read_header(path: Path) -> Header:
         )
     headers = [_read_file(each) for each in files]
     for number, each in enumerate(headers):
-        if (each.metadata.get("split.no"), each.metadata.get("split.count")) != (number, count):
+        if [read_value(each.metadata, f"split.{key}", -1, each.path) for key in ("no", "count")] != [number, count]:
             raise UserError(f"{each.path} is not part {number + 1} of {count} of this model", HINT)
     tensors = {name: info for each in headers for name, info in each.tensors.items()}
     if len(tensors) != sum(len(each.tensors) for each in headers):
@@ -127,6 +139,7 @@ class _Reader:
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.end, self.at = path, data, min(len(data), MAX_HEADER), len(MAGIC)
+        self.texts = 0  # Texts in the lists read so far.
 
     def read(self) -> Header:
         """Returns the header. Raises `_Damage`, and `UserError` for a version that cannot be read."""
@@ -143,9 +156,9 @@ class _Reader:
                 raise _Damage(f"the key {name[:80]} is there twice")
             metadata[name] = self._value(self._number("<u4"), name)
         infos = [self._tensor() for _ in range(tensors)]
-        alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or not 1 <= alignment <= 2**16:
-            raise _Damage(f"its alignment is {alignment!r:.20}")
+        alignment = read_value(metadata, "general.alignment", 32, self.path)
+        if not 1 <= alignment <= 2**16:
+            raise _Damage(f"its alignment is {alignment:,}")
         start = -(-self.at // alignment) * alignment
         found = {}
         for name, shape, type_, offset in infos:
@@ -157,7 +170,7 @@ class _Reader:
     def _bytes(self, size: int) -> bytes:
         self.at += size
         if self.at > self.end:
-            raise _Damage("its header is cut short" if self.end < MAX_HEADER else "its header is too long")
+            raise _Damage(_ENDED)
         return self.data[self.at - size : self.at]
 
     def _number(self, dtype: str) -> Any:
@@ -184,7 +197,10 @@ class _Reader:
             raise _Damage(f"{name[:80]} has the unknown type {kind}")
         inner = self._number("<u4")
         if inner == _STRING:
-            return self._strings(self._count(MAX_HEADER // 8, f"texts in {name[:80]}"))
+            self.texts += (count := self._count(MAX_HEADER, f"texts in {name[:80]}"))
+            if self.texts > MAX_TEXTS:
+                raise _Damage(f"its lists have {self.texts:,} texts or more, and the limit is {MAX_TEXTS:,}")
+            return self._strings(count)
         if inner not in _NUMBERS:
             raise _Damage(f"{name[:80]} is a list of the unknown type {inner}")
         dtype = np.dtype(_NUMBERS[inner])
@@ -197,11 +213,11 @@ class _Reader:
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at > end:
-                raise _Damage("its header is cut short")
+                raise _Damage(_ENDED)
             start = at + 8
             at = start + length_at(data, at)[0]
             if at > self.end:
-                raise _Damage("its header is cut short")
+                raise _Damage(_ENDED)
             found.append(data[start:at].decode("utf-8", "surrogateescape"))
         self.at = at
         return found

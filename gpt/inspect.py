@@ -177,7 +177,8 @@ def probe_ids(tokenizer: Tokenizer, block_size: int) -> Ints:
     """Returns fixed random ids, repeated once and truncated to ``block_size``. They reveal induction heads (Olsson et
     al. 2022, "In-context Learning and Induction Heads")."""
     known_ids = np.array(sorted(tokenizer.backend.pieces), np.int64)
-    sample = np.random.default_rng(0).choice(known_ids, max(1, min(PROBE_TOKENS, block_size // 2)), replace=False)
+    count = max(1, min(PROBE_TOKENS, block_size // 2, len(known_ids)))
+    sample = np.random.default_rng(0).choice(known_ids, count, replace=False)
     return np.tile(sample, 2)[:block_size]
 
 

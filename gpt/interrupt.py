@@ -30,11 +30,6 @@ class Stopped(Exception):
     """Raised when a signal stops optional work."""
 
 
-def is_ctrl_c(signum: int) -> bool:
-    """Whether a signal is a person's Ctrl-C."""
-    return signum == signal.SIGINT
-
-
 def end_at_once(signum: int) -> None:
     """Raises `Interrupted`, wherever the code is; files on disk stay intact."""
     raise Interrupted(signum, "interrupted twice: stopped at once; earlier checkpoints are intact")
@@ -55,7 +50,7 @@ class StopSignal:
         at_once: bool = False,
         on_first: Callable[[int], object] = lambda signum: None,
         on_second: Callable[[int], object] = end_at_once,
-        is_ctrl_c: Callable[[int], bool] = is_ctrl_c,
+        is_ctrl_c: Callable[[int], bool] = lambda signum: signum == signal.SIGINT,
     ) -> None:
         self.signum: int | None = None
         self.at_once, self.on_first, self.on_second, self.is_ctrl_c = at_once, on_first, on_second, is_ctrl_c

@@ -27,9 +27,12 @@ class SampleConfig:
     """
 
     temperature: float = _filter(
-        0.8, "Sampling temperature; higher is less predictable, 0 is greedy", flags=("-t",), level="basic", low=0
+        0.8, "Sampling temperature; higher is less predictable, 0 is greedy", flags=("-t",), level="basic", low=0,
+        high=100,
+    )  # fmt: skip
+    top_k: int = _filter(
+        0, "Sample only from the K most likely tokens", metavar="K", shown="off", level="basic", low=0, high=2**31
     )
-    top_k: int = _filter(0, "Sample only from the K most likely tokens", metavar="K", shown="off", level="basic", low=0)
     top_p: float = _filter(
         0.0, "Sample only from the most likely tokens whose probabilities add up to P", metavar="P", shown="off",
         level="basic", low=0,
@@ -42,7 +45,7 @@ class SampleConfig:
         low=0,
     )
     repetition_penalty: float = _filter(
-        0.0, "Above 1: make tokens of the prompt and the text so far less likely", shown="off", low=0
+        0.0, "Above 1: make tokens of the prompt and the text so far less likely", shown="off", low=0, high=100
     )
     presence_penalty: float = _filter(
         0.0, "Subtract X from the logit of each token generated so far", shown="off", low=-MAX_BIAS, high=MAX_BIAS
@@ -52,7 +55,7 @@ class SampleConfig:
         high=MAX_BIAS,
     )  # fmt: skip
     no_repeat_ngram: int = _filter(
-        0, "Never repeat a sequence of N tokens, including those of the prompt", shown="off", low=0
+        0, "Never repeat a sequence of N tokens, including those of the prompt", shown="off", low=0, high=1024
     )
     bias: tuple[str, ...] = _filter((), "Add X to the logit of a token; repeatable", metavar="TOKEN=X")
     greedy: bool = _filter(False, "Always pick the most likely token")

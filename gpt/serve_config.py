@@ -50,7 +50,7 @@ class ServeConfig:
     )  # fmt: skip
     grace: float = _load(30, "Seconds that requests in flight get after Ctrl-C", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(
-        "model", "Default sampling settings: the model's generation_config.json, or OpenAI's",
+        "model", "Default sampling settings: the model's own, or OpenAI's",
         panel="Sampling",
     )  # fmt: skip
     with_text: bool = option(

@@ -44,7 +44,7 @@ for name in [name for name in os.environ if name.startswith("GPT_")]:
 
 WORDS = [
     "the", "cat", "sat", "on", "the", "mat", "while", "it’s", "raining", "in", "Zürich;", "naïve", "dogs", "🐕", "chased",
-    "1234567", "cats,", "WE'LL", "SEE!\r\n\t",
+    "1234567", "cats,", "WE'LL", "SEE!\n\n\t",
 ]  # fmt: skip
 
 
@@ -252,6 +252,13 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def text(workdir: Path) -> Path:
     path = workdir / "book.txt"
     path.write_bytes(make_text().encode())
+    return path
+
+
+@pytest.fixture
+def second_text(workdir: Path) -> Path:
+    path = workdir / "other.txt"
+    path.write_bytes(make_text(2500, seed=5).encode())
     return path
 
 

@@ -1,6 +1,6 @@
 """Tiny models for tests."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": _LLAMA_LIKE | {"biases": "qkv"},
     "qwen3": ARCHITECTURES["modern"],
 }
+
+
+def _small(**properties: Any) -> GPTConfig:
+    return GPTConfig.of("modern", 257, 32, 2, 4, 32, **{"n_kv_head": 2, "n_inner": 48, **properties})
+
+
+# A shape of each family, with what sets it apart
+SHAPES = {
+    "gpt2": GPTConfig(257, 32, 2, 4, 32),
+    "llama": _small(qk_norm=False),
+    "mistral": _small(qk_norm=False, window=8, window_layers=(0, 1), tied=False),
+    "qwen2": _small(qk_norm=False, biases="qkv"),
+    "qwen3": _small(head_dim=16),
+}
 PROMPTS = [[1, 2, 3], [4], list(range(12)), [9, 9, 9, 9], list(range(30)), [5, 6], [7]]
 
 
@@ -49,6 +63,12 @@ def loud(config: GPTConfig, seed: int = 0, spread: float = 0.3) -> GPT:
     for parameter in model.parameters():
         parameter.data += spread * torch.randn_like(parameter)
     return model
+
+
+def save(path: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
+    """Saves a model as a checkpoint, by default with the bytes tokenizer."""
+    checkpoint.save(path, model, checkpoint.TokenizerFiles(tokenizer or bytes_tokenizer(), model.config), {"step": 1})
+    return path
 
 
 def push(context: Context, *new: list[int]) -> torch.Tensor:
@@ -99,6 +119,52 @@ def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
         tokenizer or bytes_tokenizer(),
         {name: partial(weights.__getitem__, name) for name in weights},
     )
+
+
+_ROPE = "llama.rope.scaling."
+# Metadata of a llama GGUF file, and the factor by which llama.cpp divides the RoPE frequencies.
+ROPE_METADATA: list[tuple[dict[str, Any], float]] = [
+    ({f"{_ROPE}type": "linear", f"{_ROPE}factor": 4.0}, 4),
+    ({f"{_ROPE}factor": 4.0}, 4),
+    ({"llama.rope.scale_linear": 4.0}, 4),
+    ({f"{_ROPE}factor": 2.0, "llama.rope.scale_linear": 4.0}, 2),
+    ({f"{_ROPE}type": "none", f"{_ROPE}factor": 4.0}, 1),
+    ({f"{_ROPE}factor": 0.0, "llama.rope.scale_linear": 4.0}, 1),
+    ({f"{_ROPE}factor": 1.0}, 1),
+]
+
+
+def keep_tensor(name: str, value: torch.Tensor, type_: Any) -> tuple[Any, Any]:
+    return value.numpy(), type_
+
+
+def rewritten(
+    path: Path, metadata: dict[str, Any], change: Callable[[str, torch.Tensor, Any], tuple[Any, Any]] = keep_tensor
+) -> Path:
+    """Copies a GGUF file with the package gguf. ``metadata`` replaces keys, or with None deletes them. ``change``
+    returns each tensor with its type."""
+    import gguf
+
+    reader, target = gguf.GGUFReader(path), path.with_name("rewritten.gguf")
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")) and name not in metadata:
+            kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), kind, inner)
+    kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32", list: "ARRAY"}
+    for name, value in metadata.items():
+        if value is not None and name != "general.architecture":
+            writer.add_key_value(name, value, gguf.GGUFValueType[kinds[type(value)]])
+    for tensor in reader.tensors:
+        exact = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
+        data, type_ = change(tensor.name, exact, tensor.tensor_type)
+        if data is not None:
+            writer.add_tensor(tensor.name, data, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
 
 
 def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:

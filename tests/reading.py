@@ -45,7 +45,8 @@ def assert_rejected(name: str, data: bytes, message: str) -> tuple[Reader, list[
     assert "\n" not in error.value.message
     assert error.value.hint
     assert type(error.value) is not WorkError
-    reader = Reader(ReadConfig(skip_bad=True))
+    reader, notes = Reader(ReadConfig(skip_bad=True)), list[str]()
+    reader.skipped.note = notes.append
     texts = list(documents(reader, source(name, data)))
-    assert (reader.skipped.count, reader.skipped.first) == (1, error.value.message)
+    assert (reader.skipped.count, notes) == (1, [f"skipped: {error.value.message}"])
     return reader, texts

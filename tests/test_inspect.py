@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -207,6 +208,11 @@ def test_probe_ids_repeat_once_and_fit_the_context(block_size: int) -> None:
     assert block_size == 1 or ids[period:].tolist() == ids[:period].tolist()
     assert 256 not in ids
     assert ids.tolist() == inspect.probe_ids(bytes_tokenizer(), block_size).tolist()
+
+
+def test_probe_of_a_vocabulary_of_few_pieces() -> None:
+    few = SimpleNamespace(backend=SimpleNamespace(pieces=dict.fromkeys(range(30))))
+    assert sorted(inspect.probe_ids(few, 1024).tolist()) == sorted([*range(30), *range(30)])  # type: ignore[arg-type]
 
 
 def test_inspection_computes_only_selected_layers_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Unusual environments: no shared memory, hang-ups, ignored signals, hostile current folders, odd file names."""
 
+import contextlib
 import errno
 import io
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAST, TINY, Gpt, make_text, one_line_of_what_and_what_next, send, spawn, train
+from conftest import FAST, TINY, Gpt, make_text, more, one_line_of_what_and_what_next, send, train
 
 import gpt as library
 from gpt import events, files
@@ -127,24 +129,53 @@ def test_interrupted_eval_leaves_no_files(
         assert [path.name for path in text.parent.iterdir()] == ["book.txt"]
 
 
+SHELLS = {"none": [], "bash": ["bash", "--norc", "-i"], "dash": ["dash", "-i"], "zsh": ["zsh", "-f", "-i"]}
+
+
 @posix
 @pytest.mark.slow
-def test_closing_the_terminal_saves_the_run(text: Path) -> None:
-    """The kernel sends SIGHUP, and all later writes to the terminal fail."""
+@pytest.mark.parametrize(
+    ("shell", "processes"),
+    [("none", 1), ("bash", 1), more("dash", 1), more("zsh", 1), more("none", 2), more("bash", 2)],
+)
+def test_closing_the_terminal_saves_the_run(text: Path, shell: str, processes: int) -> None:
+    """Both the kernel and an interactive shell send SIGHUP, and all later writes to the terminal fail."""
     import pty
 
+    if shell != "none" and not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
     leader, terminal = pty.openpty()
+    os.set_blocking(leader, False)
     options = ["--vocab-size", "300", "--steps", "1000000", "--teachers", "0", "--compile", "off", "-o", "run"]
-    words = ["train", text, *SETTINGS, *options]
-    process = spawn(*words, start_new_session=True, preexec_fn=lambda: _take_terminal(terminal), stderr=terminal)
+    code = "from gpt_cli.main import run; run()"
+    words = [sys.executable, "-c", code, "train", str(text), *SETTINGS, *options, "--nproc", str(processes)]
+    process = subprocess.Popen(
+        SHELLS[shell] or words, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
+        preexec_fn=lambda: _take_terminal(terminal),
+    )  # fmt: skip
     os.close(terminal)
-    end = time.monotonic() + 100
-    while not (Path("run/metrics.jsonl").exists() and b'"step": 5' in Path("run/metrics.jsonl").read_bytes()):
-        assert time.monotonic() < end
-        os.read(leader, 65536)
+    if shell != "none":
+        os.write(leader, f"{shlex.join(words)}\n".encode())
+    metrics, output = Path("run/metrics.jsonl"), b""
+
+    def wait_for(line: bytes) -> None:
+        nonlocal output
+        end = time.monotonic() + 100
+        while not (metrics.exists() and line in metrics.read_bytes()):
+            assert time.monotonic() < end, output
+            time.sleep(0.05)
+            with contextlib.suppress(OSError):
+                output += os.read(leader, 65536)
+
+    wait_for(b'"step": 5')
     os.close(leader)
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGHUP
+    if shell == "none":  # A shell's SIGHUP arrives milliseconds after the kernel's, or at the same time.
+        for _ in range(5):
+            time.sleep(0.004)
+            process.send_signal(signal.SIGHUP)
+    wait_for(b'"reason": "signal"')
+    process.wait(60)
+    assert shell != "none" or process.returncode == 128 + signal.SIGHUP
     assert library.load("run").path.name.startswith("step-")
 
 

@@ -4,8 +4,11 @@ import functools
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -27,6 +30,9 @@ if TYPE_CHECKING:  # An optional dependency, imported lazily.
 MAX_LENGTH = 2**20  # Maximum characters of a schema, a regular expression, or all choices together.
 MAX_MULTIPLES = 10_000  # Maximum sum of all multipleOf in a schema. llguidance's time grows with this sum.
 MAX_STATES = 20_000  # Maximum automaton states, of about 1 KB each. A nested schema needs a few hundred states.
+MAX_UNCHECKED = 2**12  # Maximum characters of a grammar that needs no check in a separate process.
+MAX_REFERENCES = 16  # Maximum references in such a grammar. Nested ones multiply.
+SECONDS = 5.0  # Time limit of this check.
 CACHE_SIZE = 16
 
 
@@ -87,6 +93,8 @@ class ConstraintCache:
 
         # The model chooses the tokens of forced text, so llguidance needs no tokenizer.
         grammar = f'%llguidance {{"no_forcing": true}}\nstart: {_grammar(name, value)}'
+        if len(grammar) > MAX_UNCHECKED or grammar.count('"$ref"') > MAX_REFERENCES:
+            _check(name, grammar)
         limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()  # Fails if no text satisfies the grammar.
@@ -120,6 +128,18 @@ def apply_constraints(logits: Tensor, constraints: Sequence[Constraint | None]) 
         if constraint is not None:
             row[:] = constraint.compute_mask(len(row))
     return torch.where(upload(allowed, logits.device), logits, EXCLUDED)
+
+
+def _check(name: str, grammar: str) -> None:
+    """Compiles a grammar in a separate process. Raises `UserError` if that crashes or takes too long."""
+    program = [sys.executable, "-P", str(Path(__file__).with_name("constraint_process.py"))]
+    try:
+        crashes = subprocess.run(program, input=grammar.encode(), capture_output=True, timeout=SECONDS).returncode != 0
+    except subprocess.TimeoutExpired:
+        crashes = True
+    if crashes:
+        reason = f"it is nested too deeply, or compiling it takes more than {SECONDS:g} s or too much memory"
+        raise UserError(f"{name} is too complex: {reason}", "simplify it")
 
 
 def _grammar(name: str, value: str | tuple[str, ...]) -> str:

@@ -119,7 +119,8 @@ class Context:
         assert self.compiled is not None
         rows = [slot.row for slot in slots]
         for slot in self.slots:
-            if slot.length >= self.cache.max_positions and slot.row not in rows:  # A full slot has no next column.
+            is_idle = slot.row not in rows and slot.computed == len(slot.token_ids)
+            if is_idle and slot.length >= self.cache.max_positions:  # A full slot has no next column.
                 slot.forget()
             slot.written = max(slot.written, slot.length + 1)
         step_inputs = np.zeros((2, self.cache.rows), np.int64)
@@ -154,13 +155,13 @@ class Context:
         return prefix_length if self.cache.can_rewind(written, written - prefix_length) else 0
 
     @torch.inference_mode()
-    def begin(self, slot: Slot, prompt: list[int], source: Slot, prefix_length: int) -> None:
-        """Starts a prompt in a slot. Truncates a long prompt from the left. Reuses the first ``prefix_length``
-        positions of ``source``."""
+    def begin(self, slot: Slot, prompt: list[int], source: Slot, prefix_length: int, start: int) -> None:
+        """Starts a prompt in a slot, at id number ``start``. Reuses the first ``prefix_length`` positions of
+        ``source``."""
         if source is not slot:
             self.cache.copy(source.row, slot.row, 0, prefix_length, source.written)
         slot.written = source.written if prefix_length else 0
-        slot.token_ids, slot.start, slot.length = prompt, max(0, len(prompt) - self.size), prefix_length
+        slot.token_ids, slot.start, slot.length = prompt, start, prefix_length
 
     def slide(self, slot: Slot) -> None:
         """Makes room in a full slot. With absolute positions, drops the first half; the second must be recomputed."""

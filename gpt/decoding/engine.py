@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt.decoding import sampler
 from gpt.decoding.beam import Search
 from gpt.decoding.context import Context, Slot, select
-from gpt.decoding.logits import Filters, Token, sample_key, step_key
+from gpt.decoding.logits import Filters, Token, step_key
 from gpt.decoding.sampler import Draw
 from gpt.decoding.scheduler import Scheduler
 from gpt.decoding.sequence import Request, RequestState, Update
@@ -38,6 +38,8 @@ class Engine:
         self._next_number = 0
         self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Filters by key, shared by requests.
         self._draws: list[Draw] = []  # Unread draws of the last step.
+        self._last: Request | None = None  # Other samples of its prompt need no check.
+        self._last_filters: Filters
 
     @property
     def busy(self) -> bool:
@@ -52,19 +54,19 @@ class Engine:
     @property
     def free(self) -> int:
         """The number of slots for new requests. Negative if waiting requests need more than the free slots."""
-        states = (*self.scheduler.waiting, *self.scheduler.running)
-        return len(self.context.slots) - sum(state.request.width for state in states if not state.done)
+        return len(self.context.slots) - sum(state.request.width for state in self.scheduler.states if not state.done)
 
     def add(self, request: Request) -> int:
         """Queues a request and returns its number. Raises `UserError` if the model or context cannot serve it."""
-        self._check(request)
-        config = request.config
-        filters = Filters(config, self.ends, request.bias)
-        filters = self._filters.setdefault(filters.key, filters)
-        constraint = request.constraint and request.constraint.copy()
-        search = Search(config, self.ends, request.stops, constraint) if config.beam else None
-        key = sample_key(request.seed, request.index, request.ids)
-        self.scheduler.waiting.append(RequestState(self._next_number, request, filters, search, key, constraint))
+        config, last = request.config, self._last
+        if last is None or not (request.ids is last.ids and request.bias is last.bias and config is last.config):
+            self._check(request)
+            filters = Filters(config, self.ends, request.bias)
+            self._last_filters = self._filters.setdefault(filters.key, filters)
+            self._last = request
+        search = Search(config, self.ends, request.stops, request.constraint) if config.beam else None
+        start = max(0, len(request.ids) - self.context.size)  # A long prompt is truncated from the left.
+        self.scheduler.add(RequestState(self._next_number, request, self._last_filters, search, request.ids, start))
         self._next_number += 1
         return self._next_number - 1
 
@@ -107,7 +109,7 @@ class Engine:
         host needs the tokens sooner (see `can_run_ahead`), it reads them immediately. Slots with unread tokens aren't
         reused.
         """
-        if any(state.done for state in self.scheduler.running):
+        if any(state.done for state in self.scheduler.running) or self.scheduler.find_victim() is not None:
             self._read_draws()
         self.scheduler.release()
         states = self.scheduler.plan()

@@ -19,6 +19,7 @@ from gpt.errors import NotANumber
 from gpt.sample_config import SampleConfig
 
 EXCLUDED = float("-inf")
+_HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,20 @@ def penalize_counts(logits: Tensor, ids: Sequence[int], presence: float, frequen
 
 
 def find_repeats(ids: Sequence[int], n: int) -> list[int]:
-    """Returns the next ids that would repeat an n-gram of ``ids``, or none if ``n`` is 0."""
+    """Returns the next ids that would repeat an n-gram of ``ids``, or none if ``n`` is 0. Takes linear time."""
+    width = n - 1
     if n <= 0 or len(ids) < n:
         return []
-    tail = list(ids[len(ids) - n + 1 :])
-    return sorted({ids[start + n - 1] for start in range(len(ids) - n + 1) if list(ids[start : start + n - 1]) == tail})
+    # Hashes of all windows of ``width`` ids, modulo 2⁶⁴ (Karp and Rabin 1987). Each has a power of the base as factor.
+    powers, sums = np.full(len(ids), _HASH_BASE).cumprod(), np.zeros(len(ids) + 1, np.uint64)
+    np.cumsum(np.array(ids, np.uint64) * powers, out=sums[1:])
+    windows = sums[width:] - sums[: len(sums) - width]
+    is_match = windows[:-1] * powers[len(windows) - 2 :: -1] == windows[-1]
+    repeats, tail = set[int](), ids[len(ids) - width :]
+    for start in np.flatnonzero(is_match).tolist():
+        if ids[start + width] not in repeats and ids[start : start + width] == tail:
+            repeats.add(ids[start + width])
+    return sorted(repeats)
 
 
 def exclude(logits: Tensor, ids: Iterable[int]) -> Tensor:

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gpt.decoding.beam import Hypothesis, Search, StopCheck
 from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import Slot
-from gpt.decoding.logits import Filters, Token
+from gpt.decoding.logits import Filters, Token, sample_key
 from gpt.decoding.lookup import Lookup
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
@@ -29,6 +30,7 @@ class Request:
     bias: tuple[tuple[int, float], ...] = ()
     stops: StopCheck | None = None
     constraint: Constraint | None = None
+    group: object = None  # Groups get equally many slots (`Scheduler`).
 
     @property
     def width(self) -> int:
@@ -62,8 +64,9 @@ class RequestState:
     request: Request
     filters: Filters
     search: Search | None
-    key: int  # Key for random numbers.
-    constraint: Constraint | None  # For samples. Beam hypotheses have separate constraints.
+    ids: Sequence[int]  # The ids to prefill: the prompt, and the tokens before a pause.
+    start: int  # Index in ``ids`` of the first id to prefill.
+    constraint: Constraint | None = None  # For running samples. Beam hypotheses have separate constraints.
     slots: list[Slot] = field(default_factory=list)  # Empty while the request waits.
     live_slots: list[Slot] = field(default_factory=list)  # One slot, or one per live hypothesis.
     count: int = 0  # Number of ids that each live slot gets in the current step.
@@ -76,6 +79,11 @@ class RequestState:
     prompt: list[Token] = field(default_factory=list)
     reason: str | None = None
     error: UserError | None = None
+
+    @cached_property
+    def key(self) -> int:
+        """The key for random numbers. Hashing a long prompt takes a while, so each step hashes only those it needs."""
+        return sample_key(self.request.seed, self.request.index, self.request.ids)
 
     @property
     def uncomputed(self) -> int:

@@ -14,9 +14,9 @@ from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
 MAX_BATCH = {"cpu": 16, "cuda": 64, "mps": 16}  # Maximum default batch size, by device.
-# Minimum number of steps for which a GPU's steps are compiled. Compiling takes at least half a minute and saves 1 to 2
-# ms of host time per step (estimated without a GPU). The minimum also applies if a compiled step already exists,
-# because earlier calls must not change a text.
+# Minimum number of steps for which a GPU's steps are compiled. Compiling takes about half a minute, and a compiled step
+# of GPT-2 124M saves 3 ms on an H200 (benchmarks/RESULTS.md). The minimum also applies if a compiled step already
+# exists, because earlier calls must not change a text.
 MIN_COMPILED_STEPS = 20_000
 POSITIONS_MULTIPLE = 256  # Context sizes are rounded up to a multiple, so that later calls can reuse a context.
 

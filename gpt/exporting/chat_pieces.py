@@ -2,33 +2,43 @@
 
 A prompt is ``system[0] + content + system[1]``, or ``no_system`` without a system message; then for each message
 ``user[0] + content + user[1]`` or ``assistant[0] + content + assistant[1]``, in turn; then ``answer``, which starts the
-next answer.
+next answer. A template that prints today's date leaves its format in the pieces, between two characters.
 """
 
 import itertools
+import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from gpt.errors import UserError
 from gpt.text import chat
 from gpt.text.chat import Message
-from gpt.text.tokenizer import Tokenizer
+from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer
 
 _SYSTEM = "The zeroth content."
 _TURNS = ["The first content.", "The second content.", "The third content."]
 _SPACED = " \n spaces on both sides \n\n "
 # Contents that templates could change: they remove white space and thoughts, skip empty messages and escape characters.
 _ODD_CONTENTS = [_SPACED, "<think>\nA thought.\n</think>\n\nAn answer", "<b>\"It's\" & 'so'</b> {{ 1 }} é日本"]
+_KEEP_DATES = "{% macro strftime_now(format) %}\ue000{{ format }}\ue001{% endmacro %}\n"
+_DATE = re.compile("\ue000((?:%[ABYabdmy]|[^%\ue001])*)\ue001")  # The page knows these codes of strftime.
 
 
 def find_pieces(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """Returns the pieces of a tokenizer's chat template. Returns None if there is no template, or if the pieces don't
     give the same text in every test conversation. ``system`` is null if the template takes no system message.
     ``trims`` means that contents lose their white space at both ends."""
-    if tokenizer.chat_template is None or (parts := _split(tokenizer, _TURNS)) is None:
+    if tokenizer.chat_template is None:
+        return None
+    template = (_KEEP_DATES + tokenizer.chat_template).encode()
+    undated = replace(tokenizer, files={**tokenizer.files, CHAT_TEMPLATE: template})
+    if (parts := _split(undated, _TURNS)) is None:
         return None
     no_system, before_answer, after_answer, answer = parts
-    with_system = _split(tokenizer, _TURNS, _SYSTEM)
+    with_system = _split(undated, _TURNS, _SYSTEM)
     pieces = {
         "bos": "",
         "system": with_system and with_system[:2],
@@ -81,6 +91,8 @@ def _is_equivalent(pieces: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
 
 def assemble(pieces: Mapping[str, Any], messages: Sequence[Message]) -> str:
     """Returns the text of a conversation, as the page assembles it."""
+    fill_in = lambda match: datetime.now().strftime(match[1])
+    pieces = json.loads(_DATE.sub(fill_in, json.dumps(pieces, ensure_ascii=False)))
     text = str(pieces["bos"])
     if messages[0]["role"] != "system":
         text += pieces["no_system"]

@@ -42,7 +42,8 @@ def write(out: Path, source: SourceModel, dtype: str, meta: dict[str, Any], card
 
 def _checkpoint_files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> checkpoint.Files:
     """Returns the checkpoint's files by name. Weights are read and converted to ``dtype`` while writing."""
-    extras, table = checkpoint.TokenizerFiles(source.tokenizer, source.config), named_parameters(source.config)
+    extras = checkpoint.TokenizerFiles(source.tokenizer, source.config, source.sampling)
+    table = named_parameters(source.config)
     if dtype in quantized.BITS:
         store = quantized.to_stored(source.config, quantized.BITS[dtype], source.weights)
         files = checkpoint.contents(

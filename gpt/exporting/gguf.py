@@ -25,6 +25,7 @@ from gpt.model.positions import rotary_rates
 from gpt.model.quantize import GROUP, Quantized, to_int4, to_tensor
 from gpt.runs.checkpoint import Parameters
 from gpt.runs.gguf_model import ARCHES, ROPE_FREQS, FileTensor, file_tensors, import_gguf
+from gpt.runs.sampling import NAMES
 
 MAX_LAYERS = 512  # Limit of llama.cpp.
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
@@ -135,6 +136,12 @@ def _build_header(
         writer.add_value_length(config.head_size)
         writer.add_rope_dimension_count(config.head_size)
         writer.add_rope_freq_base(config.rope_base)
+    keys = {name: key for key, name in NAMES.items()}
+    for name, value in source.sampling.settings.items():
+        if name != "no_repeat_ngram":
+            getattr(writer, f"add_sampling_{keys.get(name, name)}")(value)
+        if name == "repetition_penalty":
+            writer.add_sampling_penalty_last_n(config.block_size)  # llama.cpp's default is 64 tokens.
     gguf_tokenizer.add(writer, source.tokenizer, config.vocab_size)
     for tensor, own_kind in tensors:
         tensor_type = gguf.GGMLQuantizationType[own_kind.upper()]

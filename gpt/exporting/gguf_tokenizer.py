@@ -22,6 +22,8 @@ from gpt.text.boundaries import (
     OLD_GPT2_PATTERN,
     remove_possessive,
 )
+from gpt.text.chat import special_words
+from gpt.text.gguf_vocabulary import END_KEYS, end_ids
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer_files import format_merges, merging_pairs
 
@@ -44,16 +46,6 @@ _PATTERN_NAMES = {
 # The only name with which llama.cpp works like tiktoken: a piece that is a token skips the merges.
 _TIKTOKEN = "llama-bpe"
 
-# llama.cpp always stops at tokens with these names, regardless of the file.
-_KNOWN_ENDS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[", "<|fim_pad|>",
-    "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
-    "<|file_sep|>",
-}  # fmt: skip
-_MAX_ENDS = 3  # A file has three keys for end tokens: of a text, a turn and a message.
-
 
 def check(tokenizer: Tokenizer) -> None:
     """Raises `UserError` for a tokenizer whose ids or end-of-text tokens llama.cpp cannot reproduce."""
@@ -66,7 +58,7 @@ def check(tokenizer: Tokenizer) -> None:
     words = sorted({*map(to_gpt2_spelling, bpe.ranks)} & {*added_words(tokenizer)})
     if words:
         raise UserError(f'"{words[0]}" is also an ordinary token: llama.cpp finds special tokens by their text', HINT)
-    if len(_end_ids(tokenizer)) > _MAX_ENDS:
+    if not tokenizer.ends <= _ends(tokenizer)[1].keys():
         raise UserError(f"llama.cpp would not stop at all {len(tokenizer.ends)} end-of-text tokens", HINT)
 
 
@@ -79,7 +71,7 @@ def describe_differences(tokenizer: Tokenizer) -> list[str]:
     missing = 0 if bpe is None else bpe.count_missing_bytes()
     if missing:
         notes.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp drops them")
-    ends = [word for word, id in added_words(tokenizer).items() if word in _KNOWN_ENDS and id not in tokenizer.ends]
+    ends = [] if bpe is None else [word for id, word in _ends(tokenizer)[1].items() if id not in tokenizer.ends]
     if ends:
         notes.append(f"llama.cpp also stops at {', '.join(ends)}, regardless of the file")
     return notes
@@ -97,14 +89,14 @@ def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     writer.add_token_types([kind for _, kind in tokens])
     # llama.cpp requires at least one merge. This pair never merges, because neither side is a token.
     writer.add_token_merges(bpe.merges or format_merges([(b"\0\0", b"\0\0")]))
-    writer.add_bos_token_id(tokenizer.eot if tokenizer.bos is None else tokenizer.bos)
+    bos = added_words(tokenizer).get(special_words(tokenizer).get("bos_token", ""), tokenizer.eot)
+    writer.add_bos_token_id(bos if tokenizer.bos is None else tokenizer.bos)
     writer.add_pad_token_id(tokenizer.eot)
     writer.add_add_bos_token(tokenizer.bos is not None)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
-    setters = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    for set_id, id in zip(setters, _end_ids(tokenizer), strict=False):
-        set_id(id)
+    for key, id in _ends(tokenizer)[0].items():
+        writer.add_uint32(f"tokenizer.ggml.{key}_token_id", id)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)
 
@@ -117,10 +109,18 @@ def _pattern_name(bpe: BPE) -> str | None:
     return None if pattern == CL100K_PATTERN and any(spanning_tokens) else _PATTERN_NAMES.get(pattern)
 
 
-def _end_ids(tokenizer: Tokenizer) -> list[int]:
-    """Returns the end ids to write: `Tokenizer.eot`, then ids of `more_ends` that llama.cpp doesn't know by name."""
-    known_ends = {id for word, id in added_words(tokenizer).items() if word in _KNOWN_ENDS}
-    return [tokenizer.eot, *sorted(tokenizer.more_ends - known_ends)]
+def _ends(tokenizer: Tokenizer) -> tuple[dict[str, int], dict[int, str]]:
+    """Returns the end ids to write by key, and the ids at which llama.cpp then stops with their texts. The first is the
+    ``eos_token`` of the chat template; the others are ends that llama.cpp doesn't know by name."""
+    bpe, added = to_bpe(tokenizer.backend), added_words(tokenizer)
+    assert bpe is not None
+    words = {**{to_gpt2_spelling(token): id for token, id in bpe.ranks.items()}, **added}
+    eos = added.get(special_words(tokenizer)["eos_token"])
+    first = eos if eos in tokenizer.ends else tokenizer.eot
+    others = sorted(tokenizer.ends - {*end_ids(words, {"eos": first})})
+    keys = dict(zip(END_KEYS, [first, *others], strict=False))
+    texts = {id: word for word, id in words.items()}
+    return keys, {id: texts[id] for id in end_ids(words, keys)}
 
 
 def _token_texts(tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, "TokenType"]]:

@@ -138,7 +138,7 @@ def write(
             "halves": layout.halves,
             "tensors": layout.tensors,
             "tokenizer": page_tokenizer.describe(source.tokenizer),
-            "settings": {},
+            "settings": source.sampling.settings,
             "text": training,
             **description,
         }

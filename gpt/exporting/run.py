@@ -24,7 +24,7 @@ from gpt.runs import gguf_model
 from gpt.runs.checkpoint import Parameters
 from gpt.runs.report import find_training_tokens
 
-OnBytes = Callable[[int, int], None]  # Called with the bytes of weights read so far and the total.
+OnWritten = Callable[[int, int], None]  # Called with the number of parameters written so far and the total.
 Format = Literal["gguf", "html", "folder"]
 _SUFFIXES: dict[str, Format] = {".gguf": "gguf", ".html": "html"}
 _NAMES = {"gguf": "a .gguf file", "html": "a page", "folder": "a folder"}
@@ -100,7 +100,8 @@ def describe_differences(source: SourceModel, target: Target) -> list[str]:
     """Describes differences of the target from the model that don't prevent an export, and the training text in it.
     Raises `UserError` if that is not there."""
     if target.format == "gguf":
-        return gguf_tokenizer.describe_differences(source.tokenizer)
+        lost = ["a GGUF file has no key for no-repeat-ngram"] * ("no_repeat_ngram" in source.sampling.settings)
+        return gguf_tokenizer.describe_differences(source.tokenizer) + lost
     lines = html.describe_differences(source.tokenizer) if target.format == "html" else []
     if target.config.with_text:
         lines.append(html.describe_text(find_training_tokens(source.path, source.tokenizer)))
@@ -138,18 +139,17 @@ def write_atomically(target: Target) -> Iterator[None]:
 
 
 def write(
-    source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[str], on_bytes: OnBytes
+    source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[str], on_written: OnWritten
 ) -> tuple[int, int]:
     """Writes the target and returns the numbers of tensors and bytes. Raises OSError, and `UserError` for values that
     the type cannot represent."""
-    sizes = {name: 4 * p.numel for name, p in named_parameters(source.config).items()}
-    unread_sizes = dict(sizes)
+    unread = {name: p.numel for name, p in named_parameters(source.config).items()}
+    total = sum(unread.values())
 
     def read_counted(name: str) -> Tensor | Quantized:
-        value = source.weights[name]()
-        unread_sizes.pop(name, None)
-        on_bytes(sum(sizes.values()) - sum(unread_sizes.values()), sum(sizes.values()))
-        return value
+        on_written(total - sum(unread.values()), total)  # The parameters before this one.
+        unread.pop(name, None)
+        return source.weights[name]()
 
     counted_source = replace(source, weights={name: partial(read_counted, name) for name in source.weights})
     if target.format == "gguf":

@@ -227,7 +227,7 @@ def logits_at_once(config: GPTConfig, setup: Setup) -> int:
 
 def positions_at_once(positions: int, vocab_size: int, chunk: int, device: str, frozen: bool = False) -> int:
     """Positions per chunk of logits. Chunks have nearly equal sizes, up to ``chunk`` if nonzero."""
-    max_logits = LOGITS_ON_CPU if device == "cpu" else FROZEN_LOGITS if frozen else LOGITS
+    max_logits = LOGITS_ON_CPU if device != "cuda" else FROZEN_LOGITS if frozen else LOGITS
     max_chunk = min(
         chunk or positions, max(MIN_POSITIONS_PER_CHUNK, max_logits // columns_of_logits(vocab_size, device))
     )

@@ -6,9 +6,9 @@ torchrun and our launcher set ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
-from gpt import interrupt
 from gpt.errors import UserError
 
 LAUNCHER, START_TIME = "GPT_LAUNCHER", "GPT_BEGAN"
@@ -65,5 +65,4 @@ def read_message(folder: str, name: str) -> str | None:
 
 def is_ctrl_c(signum: int) -> bool:
     """Whether a signal is a person's Ctrl-C. Our launcher forwards a second one as SIGTERM, after a message."""
-    forwarded = is_ours() and read_message(os.environ[LAUNCHER], CTRL_C) is not None
-    return forwarded or interrupt.is_ctrl_c(signum)
+    return signum == signal.SIGINT or (is_ours() and read_message(os.environ[LAUNCHER], CTRL_C) is not None)

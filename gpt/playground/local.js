@@ -5,7 +5,7 @@ const DAMAGED = "This file is damaged: it is incomplete or was changed. Get it a
 const engine = (() => {
   const fromBase64 = (text) => Uint8Array.fromBase64 ? Uint8Array.fromBase64(text) : Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const waiting = new Map(); // Requests without an answer, by number.
-  let worker = null, number = 0, header = null;
+  let worker = null, number = 0;
 
   // Sends a request to the worker. Calls `receive` with each event; resolves with the result.
   function call(method, values, { signal, receive, transfer = [] } = {}) {
@@ -36,17 +36,6 @@ const engine = (() => {
     waiting.clear();
   }
 
-  function checksum(text) {
-    const bytes = new TextEncoder().encode(text), words = new DataView(new ArrayBuffer(Math.ceil(bytes.length / 4) * 4));
-    new Uint8Array(words.buffer).set(bytes);
-    let a = 0, b = 0;
-    for (let at = 0; at < words.byteLength; at += 4) {
-      a = a + words.getUint32(at, true) | 0;
-      b = b + a | 0;
-    }
-    return [a, b].map((sum) => (sum >>> 0).toString(16).padStart(8, "0")).join("");
-  }
-
   async function start() {
     const parts = document.getElementsByClassName("weights"), count = () => Number(parts[0]?.dataset.of);
     const arriving = setInterval(() => showLoading((parts.length - 1) / count() / 2 || 0), 200);
@@ -54,13 +43,11 @@ const engine = (() => {
     clearInterval(arriving);
     const total = count();
     const node = document.getElementById("model-header");
-    if (!node || checksum(node.textContent) !== node.dataset.sum) throw new Error(DAMAGED);
-    header = JSON.parse(node.textContent);
-    const source = document.getElementById("worker").textContent;
-    worker = new Worker(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+    if (!node) throw new Error(DAMAGED);
+    worker = new Worker(URL.createObjectURL(new Blob([`"use strict";(${runWorker})()`], { type: "text/javascript" })));
     worker.onmessage = handle;
     worker.onerror = (event) => failAll(event.message || "The browser could not start the model.");
-    await call("start", [header, fromBase64(document.getElementById("kernels").textContent)]);
+    await call("start", [node.textContent, node.dataset.sum, fromBase64(KERNELS)]);
     for (const part of document.querySelectorAll("script.weights, script.text")) {
       showLoading(1 - parts.length / total / 2);
       let bytes;
@@ -73,7 +60,7 @@ const engine = (() => {
       await call(part.className === "text" ? "receiveText" : "receive", [bytes], { transfer: [bytes.buffer] });
     }
     await call("finish", []);
-    const { tokenizer, shape, text, chat, name, facts, about, prompts, settings } = header;
+    const { tokenizer, shape, text, chat, name, facts, about, prompts, settings } = JSON.parse(node.textContent);
     return {
       id: name, context_length: shape.T, end: tokenizer.eot, ends: tokenizer.ends, specials: tokenizer.specials,
       chat: Boolean(chat), facts, about, prompts, settings, shape: { layers: shape.L, heads: shape.H }, can_switch: true,

@@ -679,7 +679,9 @@ $("settings").addEventListener("input", () => {
 });
 if (/Mac|iPhone|iPad/.test(navigator.platform)) $("mod").textContent = "⌘";
 field.focus(); // The autofocus attribute would act later and could steal the focus.
+$("status").textContent = "Loading the model …";
 load();
+$("error").hidden = true; // Until here, it explains why this script did not run.
 
 // For scripts and the console: continues a prompt as `gpt sample` does.
 window.gpt = {

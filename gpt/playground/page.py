@@ -16,23 +16,22 @@ def assemble(
     """Returns the page with inline style and scripts, and its Content-Security-Policy.
 
     ``engine`` lists the scripts that connect the page to its model. ``worker`` lists scripts and WebAssembly of a web
-    worker; a page with a worker may not connect to anything. ``model`` replaces the marker `MODEL`, after all scripts.
-    ``title`` is plain text; the page shows it until the model is ready.
+    worker; a page with a worker may not connect to anything. They are part of the page's script, so the browser checks
+    them as well: it runs no script whose hash differs from the policy's. ``model`` replaces the marker `MODEL`, after
+    the script. ``title`` is plain text; the page shows it until the model is ready.
     """
     style = _read("page.css")
-    script = '"use strict";\n' + "".join(map(_read, (*engine, "page.js", "inside.js", "origins.js")))
+    script = '"use strict";\n' + "".join(map(_read, (*engine, "inside.js", "origins.js", "page.js")))
+    if worker:
+        sources = "".join(_read(name) for name in worker if name.endswith(".js"))
+        kernels = "".join(_to_base64((FOLDER / name).read_bytes()) for name in worker if name.endswith(".wasm"))
+        script += f'const KERNELS = "{kernels}";\nfunction runWorker() {{\n{sources}}}\n'
     policy = {
         "default-src": "'none'", "connect-src": "'none'" if worker else "'self'", "img-src": "data:",
         "style-src": _hash(style), "script-src": _hash(script), "base-uri": "'none'", "form-action": "'none'",
     }  # fmt: skip
     if worker:
         policy |= {"script-src": f"{_hash(script)} 'wasm-unsafe-eval'", "worker-src": "blob:"}
-        sources = "".join(_read(name) for name in worker if name.endswith(".js"))
-        kernels = "".join(_to_base64((FOLDER / name).read_bytes()) for name in worker if name.endswith(".wasm"))
-        model = (
-            f'<script type="text/plain" id="worker">"use strict";\n{sources}</script>\n'
-            f'<script type="application/octet-stream" id="kernels">{kernels}</script>\n{model}'
-        )
     else:
         policy |= {"frame-ancestors": "'none'"}  # Has no effect in a file.
     page = _read("page.html").replace("<!-- title -->", html.escape(title))

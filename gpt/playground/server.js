@@ -48,14 +48,14 @@ const engine = (() => {
 
   return {
     async info() {
-      const { data: [{ id, context_length, layers, heads, can_trace }] } = await get("v1/models");
+      const { data: [{ id, context_length, layers, heads, can_trace, sampling }] } = await get("v1/models");
       const facts = [`context: ${thousands(context_length)} tokens`];
       showName(id, facts); // These need no API key.
       const tokenizer = await get("tokenizer_info");
       $("key").hidden = true;
       return {
         id, context_length, facts, end: tokenizer.eos_token_id, ends: tokenizer.eos_token_ids,
-        specials: tokenizer.special_token_ids, chat: Boolean(tokenizer.chat_template), prompts: [], settings: {},
+        specials: tokenizer.special_token_ids, chat: Boolean(tokenizer.chat_template), prompts: [], settings: sampling,
         about: [`layers: ${layers}, attention heads per layer: ${heads}, vocabulary: ${thousands(tokenizer.vocab_size)} tokens`],
         shape: { layers, heads }, can_switch: false, can_trace,
       };

@@ -5,7 +5,7 @@ const LENS = 5, NEXT = 200; // Tokens per layer, and of the next token's distrib
 
 let header = null, tokenizer = null, decoder = null;
 let training = null; // The training text, if the page has one.
-const sums = { a: 0, b: 0, rest: [] }; // The checksum of the weights so far.
+const sums = { a: 0, b: 0 }; // The checksum of the weights so far.
 
 // What the decoder has read: the first `count` of `ids`, from `start` on, with these heads and layers switched off.
 const context = { ids: [], count: 0, start: 0, off: "" };
@@ -63,13 +63,23 @@ function copyLogits() {
   return decoder.floats.slice(at, at + Math.min(decoder.V, tokenizer.tokens.length));
 }
 
+// Replaces formats of today's date in the pieces of a chat template, as gpt/exporting/chat_pieces.py does.
+function fillInDates(text, now = new Date()) {
+  const name = (options) => now.toLocaleString("en-US", options), two = (number) => String(number % 100).padStart(2, "0");
+  const codes = {
+    A: name({ weekday: "long" }), a: name({ weekday: "short" }), B: name({ month: "long" }), b: name({ month: "short" }),
+    d: two(now.getDate()), m: two(now.getMonth() + 1), y: two(now.getFullYear()), Y: now.getFullYear(),
+  };
+  return text.replace(/\ue000(.*?)\ue001/g, (_, format) => format.replace(/%(.)/g, (_, code) => codes[code]));
+}
+
 const methods = {
   tokenize: (text) => tokenizer.prompt(text),
   trace: (...values) => training.trace(...values),
 
   // Returns the ids of a conversation, up to the start of an answer.
   template(messages) {
-    const { chat } = header;
+    const chat = JSON.parse(fillInDates(JSON.stringify(header.chat)));
     let text = chat.bos + (messages[0]?.role === "system" ? "" : chat.no_system);
     if (messages[0]?.role === "system" && !chat.system) throw new Error("This model takes no system message.");
     for (const { role, content } of messages) text += chat[role][0] + (chat.trims ? content.trim() : content) + chat[role][1];
@@ -128,22 +138,23 @@ const rest = () => new Promise((resolve) => {
   pause.port2.postMessage(null);
 });
 
-// Adds a part to a checksum of gpt/exporting/html.py.
-function addToSums(part, sums) {
-  const bytes = sums.rest.length ? Uint8Array.from([...sums.rest, ...part]) : part, whole = bytes.length & ~3;
-  const words = new DataView(bytes.buffer, bytes.byteOffset, whole);
+// Adds a part to a checksum of gpt/exporting/html.py. Only the last part may end inside a word.
+function addToSums(part, sums = { a: 0, b: 0 }) {
+  const bytes = new Uint8Array(roundUp(part.length, 4)), words = new DataView(bytes.buffer);
+  bytes.set(part);
   let { a, b } = sums;
-  for (let at = 0; at < whole; at += 4) {
+  for (let at = 0; at < bytes.length; at += 4) {
     a = a + words.getUint32(at, true) | 0;
     b = b + a | 0;
   }
-  Object.assign(sums, { a, b, rest: [...bytes.subarray(whole)] });
+  return Object.assign(sums, { a, b });
 }
 
 const toHex = ({ a, b }) => [a, b].map((number) => (number >>> 0).toString(16).padStart(8, "0")).join("");
 
-function start(values, kernels) {
-  header = values;
+function start(text, sum, kernels) {
+  if (toHex(addToSums(new TextEncoder().encode(text))) !== sum) throw new Error("damaged");
+  header = JSON.parse(text);
   tokenizer = new Tokenizer(header.tokenizer);
   decoder = new Decoder(header, kernels);
 }
@@ -155,9 +166,7 @@ function receive(part) {
 }
 
 function receiveText(bytes) {
-  const sums = { a: 0, b: 0, rest: [] };
-  addToSums(bytes, sums);
-  if (toHex(sums) !== header.text.sum) throw new Error("damaged");
+  if (toHex(addToSums(bytes)) !== header.text.sum) throw new Error("damaged");
   training = new TrainingText(header.text, bytes, tokenizer);
 }
 

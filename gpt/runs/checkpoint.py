@@ -32,6 +32,7 @@ from gpt.model.decoder import GPT, Linear
 from gpt.model.params import named_parameters, parameters
 from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, quantize_model, to_tensor
 from gpt.runs import adapter, folder, gguf_model, hf, model_config, quantized, tensors
+from gpt.runs.sampling import FILE, NO_DEFAULTS, SamplingDefaults
 from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
 from gpt.text.tokenizer_files import (
     has_described_tokenizer,
@@ -61,10 +62,10 @@ class Checkpoint:
 
 
 class TokenizerFiles:
-    """A tokenizer's files, serialized once for all checkpoints of a run."""
+    """A tokenizer's files, serialized once for all checkpoints of a run, and the model's ``sampling`` defaults."""
 
-    def __init__(self, tokenizer: Tokenizer, config: GPTConfig) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, config: GPTConfig, sampling: SamplingDefaults = NO_DEFAULTS) -> None:
+        self.tokenizer, self.sampling = tokenizer, sampling
         self.files = tokenizer_files(tokenizer, config.block_size)
 
 
@@ -100,7 +101,7 @@ def contents(
     return {
         **tokenizer.files,
         "config.json": to_json(hf.to_hf_config(config, bos, eos, dtype)),
-        "generation_config.json": to_json({"bos_token_id": bos, "eos_token_id": eos}),
+        FILE: to_json({"bos_token_id": bos, "eos_token_id": eos, **tokenizer.sampling.transformers_values()}),
         folder.META: to_json(metadata),
         **(store(config, arrays) if store else split_into_files(to_stored(config, arrays))),
     }

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,13 @@ def verify_checksums(folder: Path, training: bool = False) -> None:
 
 def weight_checksums(folder: Path) -> dict[str, str]:
     """Returns the sha256 of each weight file by name. These checksums identify a model."""
+    return {path.name: file_sha256(path) for path in weight_files(folder)}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the weight files of a model."""
     files = list_shards(folder) if is_gguf(folder) else sorted(folder.glob("*.safetensors"))
-    return {path.name: file_sha256(path) for path in files if path.name not in TRAINING}
+    return [path for path in files if path.name not in TRAINING]
 
 
 def checkpoints(run: Path, note: Callable[[str], None] = lambda text: None) -> list[Entry]:
@@ -226,26 +232,31 @@ def is_adapter(path: Path) -> bool:
     return _has_file(path, ADAPTER)
 
 
-_bases: dict[Path, str] = {}  # base models given by the user, by adapter folder
+# The adapter whose base model the caller named, and that base.
+_named_base: ContextVar[tuple[Path, str] | None] = ContextVar("_named_base", default=None)
 
 
-def name_base(path: Path, base: str) -> None:
-    """Overrides an adapter's base model with ``base``, named as in `find_checkpoint`. Raises `UserError` if ``path`` is
-    not an adapter."""
+def name_base(path: Path, base: str | Path | None) -> None:
+    """Overrides an adapter's base model with ``base``, named as in `find_checkpoint`, until the next call. None ends an
+    override. Raises `UserError` if ``path`` is not an adapter."""
+    _named_base.set(None)
+    if base is None:
+        return
     if not is_adapter(path):
         raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
-    base_path = base if hub.is_remote(base) else str(find_checkpoint(base).absolute())
+    base_path = str(base) if hub.is_remote(str(base)) else str(find_checkpoint(str(base)).absolute())
     with contextlib.suppress(UserError):  # Files that name no base model end the search.
         while not hub.is_remote(next_base := base_of(path)) and is_adapter(Path(next_base)):
             path = Path(next_base)
-    _bases[path.absolute()] = base_path
+    _named_base.set((path.absolute(), base_path))
 
 
 def base_of(path: Path) -> str:
     """Returns the base model of the adapter at ``path``: a folder or ``hf:NAME@REVISION``. Raises `UserError` if its
     files name no base."""
-    if path.absolute() in _bases:
-        return _bases[path.absolute()]
+    named = _named_base.get()
+    if named is not None and named[0] == path.absolute():
+        return named[1]
     values = read_json(path / ADAPTER)
     name, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not isinstance(name, str) or not name or not isinstance(revision, str | None):

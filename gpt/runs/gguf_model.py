@@ -16,7 +16,7 @@ from torch import Tensor
 from gpt.config import GPTConfig, RopeScaling
 from gpt.distribution import install_extra
 from gpt.errors import UserError, WorkError
-from gpt.gguf_header import HINT, Header, TensorInfo, header, mapped
+from gpt.gguf_header import HINT, Header, TensorInfo, header, mapped, read_value
 from gpt.model.params import Shape, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import GROUP, Quantized
@@ -25,7 +25,8 @@ from gpt.runs import hf
 # The llama.cpp architecture of each layout.
 ARCHES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 ROPE_FREQS = "rope_freqs.weight"  # Divisors of RoPE frequencies, (head_size / 2).
-_OTHER_MODEL = "use the model's Transformers folder instead"
+_OTHER_FILE = "use the model's Transformers folder instead"
+_OTHER_MODEL = f"run the file with llama.cpp (llama-cli -m FILE); {hf.SUPPORTED}"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHAPE = {  # Metadata keys and their names in config.json.
     "block_count": "num_hidden_layers",
@@ -51,7 +52,7 @@ _GPT2_SHAPE = {
 _WITHOUT: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,), "use_parallel_residual": (False,), "logit_scale": (0, 1), "residual_scale": (0, 1),
     "embedding_scale": (0, 1), "attention.scale": (0,), "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,), "attention.causal": (True,),
+    "final_logit_softcapping": (0,), "attention.causal": (True,), "rope.scaling.attn_factor": (1,),
 }  # fmt: skip
 
 
@@ -94,10 +95,9 @@ def file_tensors(config: GPTConfig) -> dict[str, list[FileTensor]]:
 def load_config(path: Path) -> GPTConfig:
     """Returns the shape of a file's model. Raises `UserError` for a model that this decoder cannot reproduce."""
     file = header(path)
-    arch = file.metadata.get("general.architecture")
-    if not isinstance(arch, str) or arch not in ARCHES.values():
-        supported = ", ".join(sorted({*ARCHES.values()}))
-        raise UserError(f"{path} has a model of type {arch!r:.80}", f"supported: {supported}")
+    arch = read_value(file.metadata, "general.architecture", "", path)
+    if arch not in ARCHES.values():
+        raise UserError(f"{path} has a model of type {arch!r:.80}", _OTHER_MODEL)
     values = _read_numbers(file, f"{arch}.")
     for key, allowed in _WITHOUT.items():
         if values.get(key, allowed[0]) not in allowed:
@@ -137,16 +137,20 @@ def _read_numbers(file: Header, prefix: str) -> dict[str, Any]:
                     f"{file.path}: {key} differs by layer, which this decoder does not support", _OTHER_MODEL
                 )
             continue
-        numbers[key] = float(str(np.float32(value))) if isinstance(value, float) else value
+        numbers[key] = float(str(np.float32(value))) if isinstance(value, float) and abs(value) < 1e38 else value
     return numbers
 
 
 def _read_rope_scaling(file: Header, values: Mapping[str, Any], config: GPTConfig) -> RopeScaling | None:
-    """Returns the RoPE scaling: linear, from two keys, or Llama 3.1's, from a tensor of divisors."""
-    kind, factor = values.get("rope.scaling.type", "none"), values.get("rope.scaling.factor", 1.0)
-    if kind not in ("none", "linear", "llama3") or values.get("rope.scale_linear", 1) != 1:
-        raise UserError(f"{file.path}: its RoPE scaling {kind!r:.40} is not supported", _OTHER_MODEL)
-    if kind == "linear" and factor != 1:
+    """Returns the RoPE scaling: linear, from a factor, or Llama 3.1's, from a tensor of divisors. Like llama.cpp
+    (src/llama-model.cpp), a factor without a type is linear, a factor of 0 is 1, and there is an older key."""
+    kind = values.get("rope.scaling.type", "linear")
+    factor = values.get("rope.scaling.factor", values.get("rope.scale_linear", 0))
+    is_linear = kind == "linear" and factor not in (0, 1) and config.positions == "rotary"
+    is_invalid = type(factor) not in (int, float) or not 1 <= factor <= 1e4 or ROPE_FREQS in file.tensors
+    if kind not in ("none", "linear", "llama3") or (is_linear and is_invalid):
+        raise UserError(f"{file.path}: its RoPE scaling {kind!r:.40} by {factor!r:.40} is not supported", _OTHER_MODEL)
+    if is_linear:
         return RopeScaling(factor, 1.0, 2.0, 1)  # All frequencies are below the limits, so all are divided.
     if ROPE_FREQS not in file.tensors:
         return None
@@ -198,7 +202,7 @@ def _row_bytes(info: TensorInfo, name: str) -> int:
         raise UserError(what, "update the package gguf") from None
     except NotImplementedError:
         what = f"{info.file}: {name:.80} has the type {kind.name}, which cannot be read"
-        raise UserError(what, _OTHER_MODEL) from None
+        raise UserError(what, _OTHER_FILE) from None
     width, rest = divmod(info.shape[-1], block)
     end = info.offset + math.prod(info.shape[:-1]) * width * size
     if rest or end > info.file.stat().st_size:

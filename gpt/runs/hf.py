@@ -16,6 +16,7 @@ from gpt.settings import checked
 
 UNEMBEDDING = "lm_head.weight"
 OWN_TYPE = "gpt"  # type of models that no family supports
+SUPPORTED = "gpt runs GPT-2, Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 models"
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers that older versions saved
 _GPT2 = "transformer."  # prefix of all names in current files, except the unembedding's
 _LLAMA = "model."
@@ -234,13 +235,12 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     computation, or an invalid number."""
     kind = values.get("model_type")
     if kind != OWN_TYPE and (not isinstance(kind, str) or kind not in FAMILIES):
-        raise UserError(f"{where} describes a model of type {kind!r:.80}", f"supported: {', '.join(FAMILIES)}")
+        raise UserError(f"{where} describes a model of type {kind!r:.80}", SUPPORTED)
     values = GPTConfig.upgrade(values, where) if kind == OWN_TYPE else values
     try:
         return _from_own_config(values) if kind == OWN_TYPE else _from_family(kind, FAMILIES[kind], values)
     except UserError as error:
-        hint = error.hint or "no option changes that: use another model"
-        raise UserError(f"{where}: {error.message}", hint) from None
+        raise UserError(f"{where}: {error.message}", error.hint or SUPPORTED) from None
 
 
 def _from_family(kind: str, family: Family, values: Mapping[str, Any]) -> GPTConfig:

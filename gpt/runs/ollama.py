@@ -72,14 +72,19 @@ def known() -> list[str]:
 
 def _model_file(store: Path, manifest: Any, model: str, note: Callable[[str], None]) -> Path:
     layers = manifest.get("layers")
-    blobs: dict[str, Path] = {}
+    blobs, sizes = dict[str, Path](), dict[str, Any]()
     for layer in layers if isinstance(layers, list) else []:
         kind, digest = (layer.get(key) if isinstance(layer, dict) else None for key in ("mediaType", "digest"))
         match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
         if isinstance(kind, str) and kind.startswith(_KIND) and match:
             blobs.setdefault(kind.removeprefix(_KIND), store / "blobs" / f"sha256-{match[1]}")
+            sizes.setdefault(kind.removeprefix(_KIND), layer.get("size"))
     if "model" not in blobs or not _exists(blobs["model"]):
         raise UserError(f"the files of {model} are not in ollama's store {store}", "download it again: ollama pull")
+    size = blobs["model"].stat().st_size  # Checking the sha256, as ollama does after a download, would take seconds.
+    if size != sizes["model"]:
+        what = f"{blobs['model']} has {size:,} bytes, not {sizes['model']!r:.40}"
+        raise UserError(f"{model} is damaged: {what}", f"download it again: ollama pull {model.removeprefix(PREFIX)}")
     ignored = [what for kind, what in _IGNORED.items() if kind in blobs]
     if ignored:
         more = ""

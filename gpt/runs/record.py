@@ -16,6 +16,7 @@ RECORD = "run.json"
 FORMAT = 1
 Scalar = str | int | float | bool | None
 Table = dict[str, Scalar]
+Shape = dict[str, Scalar | list[int] | dict[str, int | float]]  # a `GPTConfig`
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class RunRecord:
     texts: list[str] | None = None
     settings: dict[str, Scalar | list[str]] | None = None  # a `TrainConfig`
     size: str | None = None  # the preset, if it was chosen for ``--minutes``
-    resolved: dict[str, Scalar | Table] | None = None  # a `Recipe`; None before the first step
+    resolved: dict[str, Scalar | Shape] | None = None  # a `Recipe`; None before the first step
     compute: Machine | None = None
     versions: dict[str, str] | None = None  # software versions
     tokenizer: TokenizerRecord | None = None

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from gpt.decoding.constraint import Constraint, ConstraintCache
 from gpt.decoding.engine import Request as EngineRequest
 from gpt.decoding.engine import Update
-from gpt.errors import UserError
+from gpt.files import Stamps
 from gpt.runs.passages import TrainingText
 from gpt.serve.choices import Choice, Delta, Prompt, chat_logprobs, completion_logprobs
 from gpt.serve.metrics import ServerMetrics
@@ -25,6 +25,7 @@ from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
 
 KEEPALIVE_SECONDS = 15.0  # Interval of keep-alive comments in a silent stream.
+MAX_TOKENS_IN_LOOP = 64  # Larger chunks of a stream, such as an echoed prompt, are encoded outside of the event loop.
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,13 @@ class Service:
     created: int  # Server start, as Unix time.
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Defaults of request fields.
     training: TrainingText | None = None  # Clients can see passages of it.
+    stamps: Stamps = Stamps(())  # The model's files.
     pending: "set[Answer]" = field(default_factory=set)
+
+    @property
+    def context_length(self) -> int:
+        """The maximum length of a prompt that clients are told."""
+        return min(self.block_size, self.config.limit_tokens)
 
     @cached_property
     def constraints(self) -> ConstraintCache:
@@ -69,7 +76,7 @@ class Answer:
             for index in range(generation.best_of):
                 deliver = partial(self._deliver, len(self.choices))
                 request = EngineRequest(
-                    prompt.ids, generation.config, seed, index, generation.bias, constraint=constraint
+                    prompt.ids, generation.config, seed, index, generation.bias, constraint=constraint, group=self.id
                 )
                 self.choices.append(
                     Choice(service.tokenizer, generation.config, prompt, generation.echo, generation.stop_ids)
@@ -254,36 +261,44 @@ class Stream(Response):
         del self.headers["content-length"]
         self.answer, self.form = answer, form
         self.ended: Callable[[int], None] = lambda status: None  # Called with the final status.
+        self.report: Callable[[BaseException], ApiError] = ApiError.of  # Called with an error.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends chunks as the answer grows. An error becomes the last chunk."""
         status = 499  # Client disconnect, unless overwritten below.
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for values in self._chunks():
-                event = b": keep-alive\n\n" if values is None else b"data: " + to_json(values) + b"\n\n"
+            async for event in self._events():
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             status = 200
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-        except (ApiError, UserError) as error:
-            status = ApiError.of(error).status
-            event = b"data: " + to_json(ApiError.of(error).body()) + b"\n\n"
-            await send({"type": "http.response.body", "body": event})
+        except asyncio.CancelledError:  # The client disconnected.
+            raise
+        except BaseException as reason:
+            error = self.report(reason)
+            status = error.status
+            await send({"type": "http.response.body", "body": _to_event(error.body())})
         finally:
             self.ended(status)
             self.answer.end()
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any] | None]:
+    async def _events(self) -> AsyncIterator[bytes]:
         answer, form = self.answer, self.form
         for first_chunk in form.first(answer):
-            yield first_chunk
-        async for event in answer.run():
-            if event is None:
-                yield None
-            elif (delta := event[1]).text or delta.tokens or delta.reason:
-                yield form.chunk(answer, *event)
+            yield _to_event(first_chunk)
+        async for update in answer.run():
+            if update is None:
+                yield b": keep-alive\n\n"
+            elif len(update[1].tokens) > MAX_TOKENS_IN_LOOP:
+                yield await asyncio.to_thread(lambda chunk: _to_event(form.chunk(answer, *chunk)), update)
+            elif update[1].text or update[1].tokens or update[1].reason:
+                yield _to_event(form.chunk(answer, *update))
         if answer.generation.include_usage:
-            yield form.usage_chunk(answer)
+            yield _to_event(form.usage_chunk(answer))
+
+
+def _to_event(values: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(values) + b"\n\n"
 
 
 _LINE_SEPARATORS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from gpt.errors import UserError
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
-from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
+from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream, to_json
 from gpt.serve.choices import Prompt, read_prompt
 from gpt.serve.guard import Guard, error_response
 from gpt.serve.in_flight import SMALL_BODY, InFlight, busy_error
@@ -35,6 +35,8 @@ from gpt.text import chat
 
 BODY_SECONDS = 30.0
 MAX_TEXTS = 1024  # Maximum prompts times choices per request.
+MAX_PENDING_TEXTS = 4 * MAX_TEXTS  # For requests of more texts than the server generates at once.
+SMALL_CONSTRAINT = 2**14  # Characters of the constraints that don't wait for larger ones.
 MAX_VALUES = 2**21  # Maximum tokens and log-probabilities per request.
 T = TypeVar("T")
 _PUBLIC_ROUTES = ("/", "/health", "/models", "/models/{id:path}")  # Routes that need no API key.
@@ -103,15 +105,20 @@ class Server:
         except ClientDisconnect:
             self.service.metrics.cancelled.inc()
             response = Response(status_code=499)
-        except Exception as error:
-            if not isinstance(error, (ApiError, UserError)):
-                self.note(f"{route}: internal error in gpt: {type(error).__name__}: {error}")
-            response = error_response(ApiError.of(error))
+        except BaseException as error:  # A Rust panic is not an Exception.
+            response = error_response(self._report(route, error))
         if isinstance(response, Stream):
-            response.ended = count
+            response.ended, response.report = count, partial(self._report, route)
         else:
             count(response.status_code)
         return response
+
+    def _report(self, route: str, reason: BaseException) -> ApiError:
+        """Converts an error for the client, and prints it if it is not the client's."""
+        error = ApiError.of(reason)
+        if error.status == 500:
+            self.note(f"{route}: {error.message}")
+        return error
 
     def _check_key(self, request: Request) -> None:
         key = self.service.config.api_key
@@ -155,8 +162,8 @@ class Server:
         config = self.service.worker.engine.context.model.config
         return {
             "id": self.service.name, "object": "model", "created": self.service.created, "owned_by": "gpt",
-            "context_length": self.service.block_size, "layers": config.n_layer, "heads": config.n_head,
-            "can_trace": self.service.training is not None,
+            "context_length": self.service.context_length, "layers": config.n_layer, "heads": config.n_head,
+            "can_trace": self.service.training is not None, "sampling": self.service.defaults,
         }  # fmt: skip
 
     def _unknown_model(self, name: str) -> ApiError:
@@ -169,6 +176,7 @@ class Server:
             raise _stopping_error()
         if self.service.worker.failure is not None:
             raise self.service.worker.failure
+        self.service.stamps.check()
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
@@ -187,7 +195,9 @@ class Server:
             ids = await self._in_thread(request, lambda: self._to_ids(clean(text), adds_bos))
         else:
             raise ApiError(400, "prompt must be a string", "prompt")
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.service.block_size})
+        values = {"count": len(ids), "max_model_len": self.service.context_length}
+        body = await self._in_thread(request, lambda: to_json(values)[:-1] + b', "tokens": ' + _ids_to_json(ids) + b"}")
+        return Response(body, media_type="application/json")
 
     def _to_ids(self, text: str, adds_bos: bool) -> list[int]:
         """Returns the ids of a text. If the text is a special token, returns only its id."""
@@ -198,8 +208,12 @@ class Server:
         return [tokenizer.bos, *ids] if adds_bos and tokenizer.bos is not None else ids
 
     async def _detokenize(self, request: Request) -> Response:
-        ids = self._ids(await self._json(request), "tokens")
-        return JSONResponse({"prompt": await self._in_thread(request, lambda: self.service.tokenizer.decode(ids))})
+        values = await self._json(request)
+
+        def decode() -> Response:
+            return JSONResponse({"prompt": self.service.tokenizer.decode(self._ids(values, "tokens"))})
+
+        return await self._in_thread(request, decode)
 
     def _ids(self, values: dict[str, Any], name: str) -> list[int]:
         ids, vocab_size = values.get(name), self.service.tokenizer.usable
@@ -211,11 +225,9 @@ class Server:
         ids = self._ids(await self._json(request), "ids")
         if not ids:
             raise ApiError(400, "ids must not be empty", "ids")
-        if self.service.worker.failure is not None:
-            raise self.service.worker.failure
         async with self._inspecting:  # Between two inspections, the worker computes a step of all requests.
             values = await self.service.worker.run(lambda context: inspect(context, self.service.tokenizer, ids))
-        return JSONResponse(values)
+        return await self._in_thread(request, lambda: JSONResponse(values))
 
     async def _trace(self, request: Request) -> Response:
         values, training = await self._json(request), self.service.training
@@ -317,6 +329,9 @@ class Server:
         """Raises `ApiError` if the server is stopping or busy. `in_flight` already counts this request."""
         if self.stopping:
             raise _stopping_error()
+        if self.service.worker.failure is not None:
+            raise self.service.worker.failure
+        self.service.stamps.check()
         if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
             raise busy_error("too many requests are waiting")
 
@@ -326,12 +341,18 @@ class Server:
         if generation.config.constraint is not None:
             try:
                 find_constraint = partial(self.service.constraints.find, generation.config)
-                constraint = await self._in_thread(request, find_constraint, "constraint")
+                size = sum(map(len, generation.config.constraint[1]))
+                lane = "constraint" if size <= SMALL_CONSTRAINT else "large constraint"
+                constraint = await self._in_thread(request, find_constraint, lane)
             except UserError as error:
                 raise ApiError(400, error.message, generation.constrained_by) from None
+        answer = await self._in_thread(request, lambda: Answer(self.service, prompts, generation, constraint))
         if self.aborted:
             raise _stopping_error()
-        request.state.answer = answer = Answer(self.service, prompts, generation, constraint)
+        pending_texts = sum(len(pending.choices) for pending in (*self.service.pending, answer))
+        if len(answer.choices) > self.service.worker.rows and pending_texts > MAX_PENDING_TEXTS:
+            raise busy_error("too many large requests are in flight")
+        request.state.answer = answer
         answer.begin()
         if generation.stream:
             return Stream(answer, form)
@@ -369,6 +390,11 @@ def _stopping_error() -> ApiError:
 
 def _too_long_error(message: str, field: str = "prompt") -> ApiError:
     return ApiError(400, message, field, "context_length_exceeded")
+
+
+def _ids_to_json(ids: Sequence[int]) -> bytes:
+    """Returns JSON. Encodes a part at a time, because the JSON encoder holds the GIL."""
+    return b"[" + b", ".join(to_json(ids[at : at + 2**14])[1:-1] for at in range(0, len(ids), 2**14)) + b"]"
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ from gpt.serve.protocol import ApiError
 from gpt.serve_config import LOOPBACK, ServeConfig
 
 RETRY_SECONDS = 1
+_UNIQUE_HEADERS = (b"host", b"origin", b"authorization", b"content-type", b"content-encoding")
 
 
 def error_response(error: ApiError) -> Response:
@@ -34,6 +35,12 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        names = [key.lower() for key, _ in scope["headers"]]
+        for name in _UNIQUE_HEADERS:
+            if names.count(name) > 1:
+                error = ApiError(400, f"the request has several {name.decode()} headers; send one")
+                await error_response(error)(scope, receive, send)
+                return
         headers = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in scope["headers"]}
         host, origin = headers.get("host"), headers.get("origin")
         is_same_origin = origin is None or origin in (f"http://{host}", f"https://{host}")

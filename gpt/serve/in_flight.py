@@ -11,13 +11,14 @@ from gpt.serve.protocol import ApiError
 MAX_BODY = 4 * 2**20
 SMALL_BODY = 2**16  # Smaller bodies are exempt from `MAX_BODIES`.
 MAX_BODIES = 64 * MAX_BODY  # Maximum bytes of all bodies in flight.
-THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1}  # Threads per lane.
+THREADS = {"text": 2, "large text": 1, "chat": 1, "constraint": 1, "large constraint": 1}  # Threads per lane.
 
 
 class InFlight:
     """ASGI middleware that counts POST requests and body bytes, and cancels requests of disconnected clients.
 
-    Separate lanes of threads prevent large bodies and slow chat templates from delaying other requests.
+    Separate lanes of threads prevent large bodies, slow chat templates and large constraints from delaying other
+    requests.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:

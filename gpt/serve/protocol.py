@@ -5,7 +5,7 @@ import math
 import re
 import reprlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     @staticmethod
-    def of(error: Exception) -> "ApiError":
+    def of(error: BaseException) -> "ApiError":
         """Converts any error to an `ApiError`. Drops hints with options or commands, which address the operator."""
         if isinstance(error, ApiError):
             return error
@@ -305,7 +305,10 @@ def _read_constraint(fields: _Fields) -> dict[str, Any]:
     sent_fields = _constraint_fields(fields)
     if len(sent_fields) > 1:
         raise _field_error(sent_fields[1], f"cannot be combined with {sent_fields[0]}")
-    schema = json.dumps(schema) if isinstance(schema, dict) else clean(schema)
+    try:
+        schema = json.dumps(schema) if isinstance(schema, dict) else clean(schema)
+    except RecursionError:
+        raise _field_error(sent_fields[0], "is nested too deeply") from None
     return {"choices": tuple(map(clean, choices)), "regex": clean(regex), "json_schema": schema}
 
 
@@ -336,23 +339,6 @@ def _read_bias(value: Any) -> tuple[tuple[int, float], ...]:
         if bias:
             biases.append((int(id), float(bias)))
     return tuple(biases)
-
-
-def sampling_defaults(config: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the request defaults from a model's ``generation_config.json``. Reports invalid values to ``note``."""
-    defaults: dict[str, Any] = {}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample"):
-        fields = _Fields({name: config.get(name)})
-        try:
-            fields.flag("do_sample")
-            _read_generation(fields, 1, 1, chat=True)
-        except ApiError as error:
-            note(f"ignored in generation_config.json: {error.message}")
-        else:
-            defaults |= fields.values
-    if not defaults.pop("do_sample", True):
-        defaults["temperature"] = 0
-    return defaults
 
 
 def read_completion(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Completion:
@@ -408,6 +394,8 @@ def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if role in ("tool", "function") or (isinstance(message, dict) and any(map(message.get, _TOOL_CALL_KEYS))):
             raise _field_error("messages", "has a tool call or tool result; tools are not supported yet")
+        if role == "assistant" and content is None:  # Clients send refusals and empty answers back like this.
+            content = message.get("refusal") or ""
         if isinstance(content, list):  # Content parts; only text is supported.
             texts = [part["text"] for part in content if _is_text(part)]
             other_type = next(

@@ -22,17 +22,17 @@ from gpt.decoding.engine import generate
 from gpt.decoding.write import MAX_BATCH
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
-from gpt.files import read_json
+from gpt.files import Stamps
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.runs import folder
 from gpt.runs.passages import TrainingText
 from gpt.runs.report import find_training_tokens
+from gpt.runs.sampling import read_defaults
 from gpt.sample_config import SampleConfig
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
 from gpt.serve.metrics import ServerMetrics
-from gpt.serve.protocol import sampling_defaults
 from gpt.serve.worker import Worker
 from gpt.serve_config import ServeConfig
 from gpt.text.tokenizer import Tokenizer
@@ -156,7 +156,9 @@ def serve(
     worker = Worker(context, tokenizer.ends, metrics)
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
     training = TrainingText(find_training_tokens(path, tokenizer)) if path and config.with_text else None
-    service = Service(name, tokenizer, context.size, worker, config, metrics, int(time.time()), defaults, training)
+    stamps = Stamps(folder.weight_files(folder.home(path)) if path else ())
+    created = int(time.time())
+    service = Service(name, tokenizer, context.size, worker, config, metrics, created, defaults, training, stamps)
     gc.collect()
     gc.freeze()  # Later garbage collections, which stop all threads, skip existing objects.
     with contextlib.closing(listen(config)) as listener:
@@ -172,15 +174,13 @@ def serve(
 
 def _defaults(checkpoint: Path, note: Callable[[str], None]) -> dict[str, Any]:
     """Reads and prints the sampling defaults of a model."""
-    path = folder.home(checkpoint) / "generation_config.json"
     try:
-        defaults = sampling_defaults(read_json(path), note) if path.is_file() else {}
+        defaults = read_defaults(checkpoint, note)
     except UserError as error:
         raise UserError(error.message, "fix the file, or ignore it with --defaults openai") from None
-    if defaults:
-        summary = ", ".join(f"{name} {value:.15g}" for name, value in defaults.items())
-        note(f"sampling defaults from generation_config.json: {summary}; --defaults openai turns them off")
-    return defaults
+    if defaults.settings:
+        note(f"{defaults.describe(defaults.settings)}; --defaults openai turns them off")
+    return defaults.settings
 
 
 def http_server(server: Server, ready: Callable[[], None]) -> uvicorn.Server:

@@ -72,7 +72,7 @@ class Worker:
                 return
             try:
                 future.set_result(work(self.engine.context))
-            except Exception as error:
+            except BaseException as error:
                 future.set_exception(_as_user_error(error))
 
         self._inbox.put(run)
@@ -85,7 +85,7 @@ class Worker:
                     raise self.failure
                 ticket.number = self.engine.add(ticket.request)
                 self._tickets[ticket.number] = ticket
-            except Exception as error:
+            except BaseException as error:
                 user_error = _as_user_error(error)
                 self._send([(ticket, Update(-1, error=user_error))])
                 if user_error is not error:
@@ -106,7 +106,7 @@ class Worker:
                 if not self._process_inbox():
                     return
                 self._step()
-            except Exception as error:  # An error outside `_step` leaves an unknown state.
+            except BaseException as error:  # An error outside `_step` leaves an unknown state.
                 self.failure = _as_user_error(error)
                 self._fail(self.failure)
 
@@ -114,7 +114,7 @@ class Worker:
         start_time = time.monotonic()
         try:
             updates = self.engine.step()
-        except Exception as error:
+        except BaseException as error:
             self._fail(_as_user_error(error))
             return
         self.metrics.record_step(
@@ -149,9 +149,9 @@ class Worker:
         try:
             for slot in context.slots:
                 context.clear(slot)
-        except Exception:
+        except BaseException:
             self.failure = error
-        with contextlib.suppress(Exception):  # The metrics can be the cause of the error.
+        with contextlib.suppress(BaseException):  # The metrics can be the cause of the error.
             self.metrics.measure(self.engine)
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
@@ -167,7 +167,7 @@ def _deliver(updates: list[tuple[Ticket, Update]]) -> None:
         ticket.deliver(update)
 
 
-def _as_user_error(error: Exception) -> UserError:
+def _as_user_error(error: BaseException) -> UserError:  # A Rust panic is not an Exception.
     if isinstance(error, UserError):
         return error
     if is_out_of_memory(error):

@@ -29,7 +29,9 @@ CHATML = (
 )
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Message = Mapping[str, str]  # Role and content.
+Message = Mapping[str, Any]  # Role, content and other keys that templates read.
+Variables = Mapping[str, Any]  # Further variables of a template.
+NO_VARIABLES: Variables = types.MappingProxyType({})
 Span = tuple[int, int]  # Start and end, in characters.
 
 
@@ -39,7 +41,7 @@ def render(
     *,
     answer: bool = True,
     open_end: bool = False,
-    variables: Mapping[str, Any] = types.MappingProxyType({}),
+    variables: Variables = NO_VARIABLES,
 ) -> str:
     """Returns the text of a conversation, like Transformers' ``apply_chat_template``.
 
@@ -77,24 +79,40 @@ def prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
 
 
 def answers(
-    tokenizer: Tokenizer, messages: Sequence[Message], context: Collection[int] = ()
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    context: Collection[int] = (),
+    variables: Variables = NO_VARIABLES,
 ) -> tuple[list[tuple[str, list[Span]]], set[int]]:
     """Returns a conversation's training texts with the spans of their answers (end-of-turn tokens included), and the
     ids that end turns. Excludes answers whose message index is in ``context``.
 
-    One text is enough if ``{% generation %}`` marks the answers, or if every message only appends to the text.
+    One text is enough if ``{% generation %}`` marks the answers, or if every message only appends to the text. A mark
+    that ends before the end-of-turn token is extended, because a model must learn to stop.
     Otherwise each answer needs its own text. For example, with Qwen3 and DeepSeek-R1 an answer does not continue the
     generation prompt, or changes when later messages follow. Raises `UserError` if an answer has no end-of-turn token,
     or changes earlier messages.
     """
+    specials = special_pattern(tokenizer)
     if _GENERATION_TAG.search(tokenizer.chat_template or ""):
-        texts, spans = _render_parts(tokenizer, messages, [(len(messages), False)])
-        rows = [(texts[0], _select_spans(messages, context, spans))]
+        (text,), spans = _render_parts(tokenizer, messages, [(len(messages), False)], variables)
+        spans = [_with_end(text, *span, specials) for span in spans]
+        rows = [(text, _select_spans(messages, context, spans))]
     else:
-        rows = _find_answers(tokenizer, messages, context)
-    special_ids = tokenizer.all_specials
-    ends = [_compile_specials(tokenizer).findall(text[start:end])[-1:] for text, spans in rows for start, end in spans]
-    return rows, {special_ids[word] for matches in ends for word in matches}
+        rows = _find_answers(tokenizer, messages, context, variables)
+    ends = [specials.findall(text[start:end])[-1:] for text, spans in rows for start, end in spans]
+    return rows, {tokenizer.all_specials[word] for matches in ends for word in matches}
+
+
+def _with_end(text: str, start: int, end: int, specials: re.Pattern[str]) -> Span:
+    """Returns the span of an answer, extended by the special token after it unless the answer ends with one."""
+    last_end = max((match.end() for match in specials.finditer(text, start, end)), default=start)
+    if last_end > start and not text[last_end:end].strip():
+        return start, end
+    following = specials.search(text, end)
+    if following is None or text[end : following.start()].strip():
+        raise _no_end_error()
+    return start, following.end()
 
 
 def _select_spans(messages: Sequence[Message], context: Collection[int], spans: list[Span]) -> list[Span]:
@@ -114,23 +132,24 @@ def _assistant_indices(messages: Sequence[Message]) -> list[int]:
 
 
 def _find_answers(
-    tokenizer: Tokenizer, messages: Sequence[Message], context: Collection[int]
+    tokenizer: Tokenizer, messages: Sequence[Message], context: Collection[int], variables: Variables
 ) -> list[tuple[str, list[Span]]]:
     indices = [index for index in _assistant_indices(messages) if index not in context]
     parts = [part for index in indices for part in ((index or 1, True), (index + 1, False))]
-    texts, _ = _render_parts(tokenizer, messages, [*parts, (len(messages), False)])
+    texts, _ = _render_parts(tokenizer, messages, [*parts, (len(messages), False)], variables)
     full_text, prompts, texts_after = texts[-1], texts[:-1:2], texts[1:-1:2]
     if indices[0] == 0:  # Many templates reject an empty conversation.
-        (tagged_text,), _ = _render_parts(tokenizer, [{**messages[0], "content": _CONTINUE_TAG}], [(1, False)])
+        tagged_message = {**messages[0], "content": _CONTINUE_TAG}
+        (tagged_text,), _ = _render_parts(tokenizer, [tagged_message], [(1, False)], variables)
         prompts[0] = tagged_text[: max(0, tagged_text.find(_CONTINUE_TAG.strip()))]
     contents = [messages[index]["content"] for index in indices]
     is_incremental = all(
         full_text.startswith(after) and after.startswith(prompt)
         for prompt, after in zip(prompts, texts_after, strict=True)
     )
-    starts, specials = [len(prompt) for prompt in prompts], _compile_specials(tokenizer)
+    starts, specials = [len(prompt) for prompt in prompts], special_pattern(tokenizer)
     if not is_incremental:
-        texts_before, _ = _render_parts(tokenizer, messages, [(index or 1, False) for index in indices])
+        texts_before, _ = _render_parts(tokenizer, messages, [(index or 1, False) for index in indices], variables)
         texts_before[0] = texts_before[0] if indices[0] else ""
         starts = [
             _find_start(*answer, specials) for answer in zip(texts_before, prompts, texts_after, contents, strict=True)
@@ -146,7 +165,8 @@ def _find_answers(
     )
 
 
-def _compile_specials(tokenizer: Tokenizer) -> re.Pattern[str]:
+def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Returns a pattern that matches the special tokens."""
     return re.compile("|".join(map(re.escape, sorted(tokenizer.all_specials, key=len, reverse=True))))
 
 
@@ -173,11 +193,15 @@ def _find_end(text: str, start: int, content: str, specials: re.Pattern[str]) ->
     content_end = next((position + len(string) for position, string in positions if position >= 0), None)
     ends = [match.end() for match in specials.finditer(text, start if content_end is None else content_end)]
     if not ends:
-        raise UserError(
-            "the chat template does not end an answer with a special token, so a model would not learn to stop",
-            "use a model or --tokenizer with another chat template",
-        )
+        raise _no_end_error()
     return ends[-1 if content_end is None else 0]
+
+
+def _no_end_error() -> UserError:
+    return UserError(
+        "the chat template does not end an answer with a special token, so a model would not learn to stop",
+        "use a model or --tokenizer with another chat template",
+    )
 
 
 def _search_strings(content: str) -> list[str]:
@@ -201,7 +225,7 @@ def _render_parts(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     parts: Sequence[tuple[int, bool]],
-    variables: Mapping[str, Any] = types.MappingProxyType({}),
+    variables: Variables,
 ) -> tuple[list[str], list[Span]]:
     """Returns the text of each part, and the spans of the last text. A part is the number of messages to render, and
     whether to start an answer after them."""
@@ -211,7 +235,7 @@ def _render_parts(
             "train it with gpt train --chat, put a chat_template.jinja into its folder, or use it without chat: "
             "gpt sample PROMPT, /v1/completions",
         )
-    renderer = _get_renderer(tokenizer.chat_template, tuple(sorted(_special_words(tokenizer).items())))
+    renderer = _get_renderer(tokenizer.chat_template, tuple(sorted(special_words(tokenizer).items())))
     # "developer" is OpenAI's name for the system role. Most models never saw it in training.
     role_names = {} if "developer" in tokenizer.chat_template else {"developer": "system"}
     renamed_messages = [{**message, "role": role_names.get(message["role"], message["role"])} for message in messages]
@@ -220,7 +244,7 @@ def _render_parts(
     return reply["texts"], [(start, end) for start, end in reply["spans"]]
 
 
-def _special_words(tokenizer: Tokenizer) -> dict[str, str]:
+def special_words(tokenizer: Tokenizer) -> dict[str, str]:
     """Returns the special tokens by their names in templates, such as ``bos_token``."""
     by_id = {id: word for word, id in tokenizer.all_specials.items()}
     words = {"eos_token": tokenizer.eot_token}

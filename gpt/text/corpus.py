@@ -15,7 +15,8 @@ from gpt import events
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text.boundaries import parts
-from gpt.text.documents import MIN_FIRST_CHUNK, Chunk, Reader, Skipped, is_plain, utf8_size
+from gpt.text.documents import MIN_FIRST_CHUNK, Chunk, OnNote, Reader, Skipped, is_plain, utf8_size
+from gpt.text.download import OnBytes, ignore
 from gpt.text.shards import Side
 from gpt.text.sources import find, find_published_held_out, identity, run_name
 from gpt.text.unpack import Source, open_source
@@ -23,6 +24,7 @@ from gpt.words import counted
 
 MIN_HASHED_DOCUMENTS = 200  # Minimum number of documents for a split by hash.
 GROUP_BYTES = 2**26  # Maximum file size of a group. A larger source gets its own group.
+HEAD = 2**16  # Bytes of a file that show whether its lines end in carriage returns.
 ENCODE_CHARACTERS = 2**18  # Characters per encoding call for a long document.
 
 Listener = Callable[[events.Note | events.Progress], None]
@@ -41,11 +43,13 @@ class Survey:
 
 def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
     """Counts bytes, and up to `MIN_HASHED_DOCUMENTS` documents. In strict mode and without ``--split-on``, reads only
-    the first bytes of plain UTF-8 files."""
+    the first bytes of plain UTF-8 files without carriage returns."""
     is_exact = config.split_on is None and config.errors == "strict" and not config.skip_bad
-    utf8 = config.encoding.lower() in ("utf-8", "utf8")
     # A size of 0 can mean that the size is unknown.
-    unopened = [is_exact and utf8 and source.size > 0 and is_plain(source) for source in sources]
+    is_exact &= config.encoding.lower() in ("utf-8", "utf8")
+    unread_sizes = [
+        _unread_size(source) if is_exact and source.size > 0 and is_plain(source) else None for source in sources
+    ]
     documents, sizes = 0, []
     stored_bytes = text_bytes = 1  # Bytes of the opened sources, as stored and as text.
     bytes_read = 0
@@ -55,10 +59,10 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
         nonlocal bytes_read
         bytes_read = done
 
-    for source, is_unopened in zip(sources, unopened, strict=True):
-        if is_unopened:
-            sizes.append(source.size - _bom_size(source))
-            documents += sizes[-1] > 0
+    for source, unread_size in zip(sources, unread_sizes, strict=True):
+        if unread_size is not None:
+            sizes.append(unread_size)
+            documents += unread_size > 0
         else:
             sizes.append(0)
             bytes_read = 0
@@ -69,7 +73,7 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
                     break
             stored_bytes, text_bytes = stored_bytes + bytes_read, text_bytes + sizes[-1]
         if documents >= MIN_HASHED_DOCUMENTS:
-            opened_size = sum(s.size for s, is_unopened in zip(sources, unopened, strict=True) if not is_unopened)
+            opened_size = sum(s.size for s, unread in zip(sources, unread_sizes, strict=True) if unread is None)
             return Survey(
                 MIN_HASHED_DOCUMENTS,
                 sum(s.size for s in sources) - opened_size + opened_size * text_bytes // stored_bytes,
@@ -78,12 +82,14 @@ def survey(sources: Sequence[Source], config: ReadConfig) -> Survey:
     return Survey(documents, sum(sizes), sizes)
 
 
-def _bom_size(source: Source) -> int:
-    """Returns the bytes of a source's byte-order mark. Returns 0 for URLs without opening them."""
+def _unread_size(source: Source) -> int | None:
+    """Returns the size of a text without its byte-order mark, or None if it has carriage returns. Does not open
+    URLs."""
     if "://" in source.name:
-        return 0
+        return source.size
     with contextlib.closing(open_source(source, lambda size: None)) as stream:
-        return 3 * (stream.read(3) == codecs.BOM_UTF8)
+        head = stream.read(HEAD) or b""
+    return None if b"\r" in head else source.size - 3 * head.startswith(codecs.BOM_UTF8)
 
 
 @dataclass(frozen=True)
@@ -286,31 +292,26 @@ class Corpus:
 def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lambda event: None) -> Corpus:
     """Finds the sources and plans the split. ``listen`` receives notes and download progress.
 
-    Excludes files in ``--val-text`` from training. Raises `UserError` for invalid or too short text.
+    Raises `UserError` for invalid or too short text.
     """
 
     def on_bytes(done: int, total: int | None) -> None:
         listen(events.Progress("fetched", done, total or done))
 
     read_config = ReadConfig(**{f.name: getattr(config, f.name) for f in fields(ReadConfig)})
-    skipped = Skipped() if read_config.skip_bad else None
 
     def note(text: str) -> None:
         listen(events.Note(text))
 
-    train_sources = find(texts, skipped, on_bytes, note)
-    val_sources: list[Source] = []
-    if config.val_text is not None:
-        val_sources = find([config.val_text], skipped, on_bytes, note)
-    elif config.val_fraction == TextConfig.val_fraction:
-        val_sources = find_published_held_out(texts, on_bytes)
-    if skipped is not None and skipped.count:
-        listen(events.Note(f"skipped {skipped.count:,} unreadable: {skipped.first}"))
-    train_sources = _remove_held_out(train_sources, val_sources, listen)
+    skipped = Skipped(note)
+    train_sources, val_sources = find_sources(texts, config, skipped, note, on_bytes)
+    if skipped.count:
+        note(f"skipped {counted(skipped.count, 'unreadable file or folder', 'unreadable files and folders')}")
     text_size = survey(train_sources, read_config)
-    if not text_size.documents or not text_size.bytes:
-        subject = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"
-        raise UserError(f"{subject}: 0 characters", "give a file with some text in it")
+    if not text_size.bytes:
+        raise empty_error(texts, "characters", config)
+    if config.val_text is not None and not survey(val_sources, read_config).bytes:
+        raise empty_error([config.val_text], "characters", config)
     tokenizer_settings = {key: getattr(config, key) for key in ("tokenizer", "vocab_size", "sample_bytes")}
     split = plan_split(train_sources, text_size, read_config, config.val_fraction, config.seed, bool(val_sources))
     return Corpus(
@@ -325,8 +326,20 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
     )
 
 
-def _remove_held_out(sources: list[Source], val_sources: Sequence[Source], listen: Listener) -> list[Source]:
-    """Removes sources that are also in the separate held-out text."""
+def find_sources(
+    texts: Sequence[str], config: TextConfig, skipped: Skipped, note: OnNote, on_bytes: OnBytes = ignore
+) -> tuple[list[Source], list[Source]]:
+    """Returns the training sources, and those of a separate held-out text. A file in both is held out. Raises
+    `UserError` if none is left to train on."""
+    skips = skipped if config.skip_bad else None
+    sources = find(texts, skips, on_bytes, note)
+    val_sources: list[Source] = []
+    if config.val_text is not None:
+        val_sources = find([config.val_text], skips, on_bytes, note)
+        if config.val_fraction != TextConfig.val_fraction:
+            note("--val-fraction has no effect with --val-text")
+    elif config.val_fraction == TextConfig.val_fraction:
+        val_sources = find_published_held_out(texts, on_bytes)
     held_out = {identity(source) for source in val_sources}
     remaining = [source for source in sources if identity(source) not in held_out]
     if not remaining:
@@ -334,8 +347,18 @@ def _remove_held_out(sources: list[Source], val_sources: Sequence[Source], liste
     if len(remaining) < len(sources):
         count = len(sources) - len(remaining)
         subject = f"{counted(count, 'file')} of --val-text {'are' if count != 1 else 'is'} also in TEXT"
-        listen(events.Note(f"{subject}: held out, not trained on"))
-    return remaining
+        note(f"{subject}: held out, not trained on")
+    return remaining, val_sources
+
+
+def empty_error(
+    texts: Sequence[str], plural: str, config: ReadConfig, hint: str = "give a file with some text in it"
+) -> UserError:
+    """Returns the error for texts without anything to read."""
+    subject = f"{texts[0]} is empty" if len(texts) == 1 else f"all of {', '.join(texts)} is empty"
+    if config.skip_bad:
+        hint += "; without --skip-bad, gpt stops at the first thing that it cannot read"
+    return UserError(f"{subject}: 0 {plural}", hint)
 
 
 def cut_documents(assigned: AssignedChunks, pattern: str) -> Iterator[tuple[str, bool, Side, bool]]:

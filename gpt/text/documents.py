@@ -5,8 +5,9 @@ tables yield the values of a field, and the text of HTML, EPUB, DOCX and PDF is 
 """
 
 import contextlib
+import io
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,17 +45,27 @@ class Chunk:
     begins: bool
 
 
+OnNote = Callable[[str], None]
+MAX_NAMED = 10  # Maximum skipped items that are named.
+
+
+def no_note(note: str) -> None:
+    """Ignores ``note``."""
+
+
 @dataclass
 class Skipped:
-    """The number of files, members, lines and rows skipped by ``--skip-bad``, and the first error."""
+    """The number of files, members, lines and rows skipped by ``--skip-bad``. ``note`` is called with the first
+    errors."""
 
+    note: OnNote = no_note
     count: int = 0
-    first: str = ""
 
     def add(self, error: UserError) -> None:
         """Counts an error."""
         self.count += 1
-        self.first = self.first or error.message
+        if self.count <= MAX_NAMED:
+            self.note(f"skipped: {error.message}")
 
 
 MIN_FIRST_CHUNK = 2**16  # Minimum characters of a document's first chunk, unless the document is shorter.
@@ -62,7 +73,7 @@ CHUNK_LENGTH = 2**20  # Approximate characters of a chunk.
 
 
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
-    """Yields the text between ``separator`` lines (with or without a carriage return), and None for each separator."""
+    """Yields the text between ``separator`` lines, and None for each separator."""
     needle = "\n" + separator
     pending = "\n"  # Either empty, or a line break (virtual or already yielded) and the text after it.
     for block in blocks:
@@ -71,7 +82,6 @@ def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
         match_start = text.find(needle)
         while match_start >= 0:
             end = match_start + len(needle)
-            end += text.startswith("\r", end)
             if text.startswith("\n", end):
                 if start <= match_start:
                     yield text[start : match_start + 1]
@@ -82,11 +92,11 @@ def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
                 match_start = text.find(needle, match_start + 1)
         line_start = text.rfind("\n") + 1
         # The next block can make the last line a separator.
-        safe_end = line_start if line_start and (separator + "\r").startswith(text[line_start:]) else len(text)
+        safe_end = line_start if line_start and separator.startswith(text[line_start:]) else len(text)
         if start < safe_end:
             yield text[start:safe_end]
         pending = text[line_start - 1 :] if safe_end == line_start else ""
-    if pending[1:] in (separator, separator + "\r"):
+    if pending[1:] == separator:
         yield None
     elif pending[1:]:
         yield pending[1:]
@@ -240,7 +250,7 @@ class Reader:
     def _read_plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of plain-text documents, and None after each complete document."""
         with contextlib.closing(file.open()) as stream:
-            blocks = self._encoding.blocks(file.name, stream)
+            blocks = _normalize_line_breaks(self._encoding.blocks(file.name, stream))
             separator = self.config.split_on
             yield from make_chunks(blocks if separator is None else split_at(blocks, separator))
 
@@ -263,6 +273,13 @@ class Reader:
                 break
         if error is not None:
             raise error
+
+
+def _normalize_line_breaks(blocks: Iterable[str]) -> Iterator[str]:
+    r"""Replaces ``\r\n`` and ``\r`` by ``\n``, as Python does in text files."""
+    decoder = io.IncrementalNewlineDecoder(None, translate=True)
+    yield from map(decoder.decode, blocks)
+    yield decoder.decode("", final=True)
 
 
 class _BlockStream:

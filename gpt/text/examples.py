@@ -1,19 +1,19 @@
 """Fine-tuning examples: prompt-completion pairs or conversations, read from JSON, Parquet or tables."""
 
-import contextlib
 import glob
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from gpt.config import TextConfig
+from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text import formats, sources
-from gpt.text.corpus import MIN_HASHED_DOCUMENTS, hash_fraction
-from gpt.text.documents import Reader, has_records, utf8_size
+from gpt.text.corpus import MIN_HASHED_DOCUMENTS, empty_error, find_sources, hash_fraction
+from gpt.text.documents import OnNote, Reader, Skipped, has_records, no_note, utf8_size
 from gpt.text.unpack import Source
 
 
@@ -27,6 +27,11 @@ class Example:
     form: ClassVar[str]  # A sample line, for error messages.
     records: ClassVar[formats.RecordForm]
     where: str  # The file and line.
+    ignored: Sequence[str]  # The record's keys without effect.
+
+    def unused_keys(self, template: str) -> set[str]:
+        """Returns the keys without effect, given the chat template."""
+        return {*self.ignored}
 
     @property
     def texts(self) -> list[str]:
@@ -57,6 +62,7 @@ class Pair(Example):
     prompt: str
     completion: str
     where: str
+    ignored: Sequence[str] = field(default=(), compare=False)
 
     @property
     def texts(self) -> list[str]:
@@ -66,8 +72,9 @@ class Pair(Example):
 
 @dataclass(frozen=True)
 class Conversation(Example):
-    """Messages with role, content and optional reasoning. ``where`` is the file and line. ``context`` lists the indexes
-    of assistant messages excluded from the loss."""
+    """Messages with role, content, optional reasoning and other keys that a template can read. ``where`` is the file
+    and line. ``context`` lists the indexes of assistant messages excluded from the loss. ``variables`` are the record's
+    ``chat_template_kwargs``."""
 
     option = "--chat"
     singular, plural = "conversation", "conversations"
@@ -75,14 +82,24 @@ class Conversation(Example):
     form = '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
     records = formats.CHATS
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     where: str
     context: Sequence[int] = ()
+    variables: dict[str, Any] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
+
+    def unused_keys(self, template: str) -> set[str]:
+        """Returns the keys that neither the template nor training reads."""
+        keys = {*self.variables, *(key for message in self.messages for key in message)}
+        keys -= {"role", "content", "thinking", *formats.HARMLESS}
+        if re.search(r"\bthinking\b", template):
+            keys.discard("reasoning_content")
+        return {*self.ignored, *(key for key in keys if not re.search(rf"\b{re.escape(key)}\b", template))}
 
     @property
     def texts(self) -> list[str]:
         """The contents and the reasoning."""
-        return [text for message in self.messages for text in self._content_and_reasoning(message)]
+        return [message[key] for message in self.messages for key in ("content", "reasoning_content") if key in message]
 
     @property
     def words(self) -> list[str]:
@@ -91,14 +108,10 @@ class Conversation(Example):
 
     @property
     def identity(self) -> str:
-        """The messages as JSON, and which answers are excluded from the loss."""
-        messages: list[Any] = [[message["role"], *self._content_and_reasoning(message)] for message in self.messages]
-        return json.dumps([*messages, *self.context])
-
-    @staticmethod
-    def _content_and_reasoning(message: dict[str, str]) -> list[str]:
-        """Returns content and reasoning. The reasoning is stored under two keys, but returned once."""
-        return [text for key, text in message.items() if key not in ("role", "thinking")]
+        """The messages as JSON, which answers are excluded from the loss, and the variables."""
+        left_out = {"thinking", *formats.HARMLESS}  # The reasoning is stored under two keys.
+        messages = [[value for key, value in message.items() if key not in left_out] for message in self.messages]
+        return json.dumps([*messages, *self.context, *([self.variables] if self.variables else [])])
 
 
 E = TypeVar("E", bound=Example)
@@ -132,11 +145,16 @@ def _is_on_disk(text: str) -> bool:
     return Path(text).is_file() or Path(text).is_dir() or glob.has_magic(text)
 
 
-def read_all_examples(texts: Sequence[str]) -> "ExampleCorpus[Any] | None":
-    """Reads pairs or conversations, holding out nothing. Returns None if ``texts`` are neither."""
-    for kind in (Pair, Conversation):
-        with contextlib.suppress(UserError):
-            return read_examples(texts, TextConfig(val_fraction=0), kind)
+def read_all_examples(texts: Sequence[str], config: ReadConfig, note: OnNote) -> "ExampleCorpus[Any] | None":
+    """Reads pairs or conversations, holding out nothing. Returns None if no record has their keys. Raises `UserError`
+    for records that cannot be read."""
+    reader = Reader(replace(config, skip_bad=True), formats.KEYS)
+    for source in sources.find(texts):
+        for chunk in reader.documents(source):
+            keys = json.loads(chunk.text)
+            for kind in (Pair, Conversation):
+                if {*kind.records.columns(keys)} <= {*keys}:
+                    return read_examples(texts, TextConfig(**asdict(config), val_fraction=0), kind, note)
     return None
 
 
@@ -151,25 +169,23 @@ class ExampleCorpus(Generic[E]):
     skipped: int
 
 
-def read_examples(
-    texts: Sequence[str], config: TextConfig, kind: type[E], note: sources.OnNote = sources.no_note
-) -> ExampleCorpus[E]:
-    """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` if there are none."""
+def read_examples(texts: Sequence[str], config: TextConfig, kind: type[E], note: OnNote = no_note) -> ExampleCorpus[E]:
+    """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` if a side has none."""
+    hint = f"give {kind.form}, one per line"
     if not texts:
-        raise UserError(f"{kind.option} needs a TEXT", f"give a file of {kind.form}, one per line")
+        raise UserError(f"{kind.option} needs a TEXT", hint)
     reader = Reader(config, kind.records)
-    skipped = reader.skipped if config.skip_bad else None
-    examples, records = _read(reader, kind, sources.find(texts, skipped, note=note))
-    val_examples: list[E] = []
-    if config.val_text is not None:
-        val_examples, val_records = _read(reader, kind, sources.find([config.val_text], skipped, note=note))
-        records += val_records
-    if not examples:
-        raise UserError(f"{texts[0]} is empty: 0 {kind.plural}", f"give {kind.form}, one per line")
-    train, held_out = examples, val_examples
+    reader.skipped = Skipped(note)
+    train_sources, val_sources = find_sources(texts, config, reader.skipped, note)
+    train, records = _read(reader, kind, train_sources)
+    held_out, val_records = _read(reader, kind, val_sources)
+    if not train:
+        raise empty_error(texts, kind.plural, config, hint)
     if config.val_text is None:
-        train, held_out = split(examples, config.val_fraction, config.seed)
-    return ExampleCorpus(sources.run_name(texts), train, held_out, records, reader.skipped.count)
+        train, held_out = split(train, config.val_fraction, config.seed)
+    elif not held_out:
+        raise empty_error([config.val_text], kind.plural, config, hint)
+    return ExampleCorpus(sources.run_name(texts), train, held_out, records + val_records, reader.skipped.count)
 
 
 def find_copies(examples: Iterable[E]) -> list[tuple[E, E]]:
@@ -207,12 +223,12 @@ def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], l
         train, held_out = list(examples[:train_count]), list(examples[train_count:])
     else:
         hashes = [hash_fraction(example.identity, seed) for example in examples]
-        threshold = max(fraction, min(hashes) * 1.0000001)
+        threshold = min(max(fraction, min(hashes) * 1.0000001), max(hashes))
         train = [example for example, value in zip(examples, hashes, strict=True) if value >= threshold]
         held_out = [example for example, value in zip(examples, hashes, strict=True) if value < threshold]
-    if not train:
-        raise UserError(
-            f"there are too few {examples[0].plural} to hold out {fraction:g} of them: {len(examples):,}",
-            "give more, or use --val-fraction 0 to hold out nothing",
-        )
+    if not train or not held_out:
+        problem = f"there are too few {examples[0].plural} to hold out {fraction:g} of them: {len(examples):,}"
+        if len(examples) >= MIN_HASHED_DOCUMENTS:
+            problem = f"all {len(examples):,} {examples[0].plural} are equal, so none can be held out"
+        raise UserError(problem, "give others, or use --val-fraction 0 to hold out nothing")
     return train, held_out

@@ -120,11 +120,11 @@ class TextEncoding:
         return block
 
     def check_bom(self, name: str, data: bytes) -> None:
-        """Raises `UserError` if a file read as UTF-8 starts with the byte-order mark of UTF-16 or UTF-32."""
+        """Raises `UserError` if a file read as UTF-8 starts as UTF-16 or UTF-32."""
         if self.is_utf8:
-            for bom, encoding in _WIDE_BOMS.items():
-                if data.startswith(bom):
-                    raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
+            encoding = next((encoding for bom, encoding in _WIDE_BOMS.items() if data.startswith(bom)), None)
+            if encoding := encoding or _guess_wide(data[:SAMPLE]):
+                raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
 
     def _decode_block(
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
@@ -133,7 +133,7 @@ class TextEncoding:
         try:
             text = decoder.decode(block, final)
         except UnicodeError as error:  # UTF-16 without a byte-order mark.
-            raise UserError(f"{name} is not {self.shown}: {reason(error)}", self.hint) from None
+            raise UserError(f"{name} is not {self.shown}: {reason(error)}", self.hint_for(b"")) from None
         self.replaced += _decoding_errors.replaced - old_count
         return text, _decoding_errors.error
 
@@ -142,17 +142,58 @@ class TextEncoding:
         """The encoding's name for messages."""
         return "UTF-8" if self.is_utf8 else self.name
 
-    @property
-    def hint(self) -> str:
-        """Advice for a file in another encoding."""
-        advice = "for Latin-1, use --encoding latin-1" if self.is_utf8 else "set its --encoding"
+    def hint_for(self, data: bytes) -> str:
+        """Returns advice for text in another encoding, with the most plausible encoding."""
+        shares = {name: _typical_share(name, data) for name in _TYPICAL}
+        best = max(shares, key=lambda name: round(shares[name], 1))  # Earlier ones win.
+        advice = "set its --encoding, such as cp1252"
+        if shares[best] > 0.5:
+            line = " ".join(data.partition(b"\n")[0].decode(best, "replace").split())
+            advice = f"--encoding {best} reads it as “{_shorten(line)}”"
         return f"{advice}; or use --errors replace or --skip-bad"
 
     def error(self, name: str, error: UnicodeDecodeError, offset: int, line: int) -> UserError:
         """Returns the error for an invalid byte at an offset and line."""
         byte = error.object[error.start]
         where = f"byte 0x{byte:02x} at offset {offset:,}, line {line:,}"
-        return UserError(f"{name} is not {self.shown}: {where}", self.hint)
+        line_start = error.object.rfind(b"\n", 0, error.start) + 1
+        hint = self.hint_for(error.object[line_start : line_start + SAMPLE])
+        return UserError(f"{name} is not {self.shown}: {where}", hint)
+
+
+SAMPLE = 4096  # Bytes that show the encoding.
+_IN_LATIN_WORD = "(?<=[A-Za-z])[{0}]|[{0}](?=[A-Za-z])"
+# A wrong encoding often swaps upper and lower case.
+_IN_OTHER_WORD = "(?<=[{2}])[{0}]|[{0}](?=[{2}])|\\b[{1}](?=[{0}])"
+_CYRILLIC, _GREEK = ("а-яёіїєґ", "А-ЯЁІЇЄҐ", "Ѐ-ӿ"), ("ά-ώ", "Ά-Ω", "Ͱ-Ͽ")
+_CJK = "[ぁ-ヿ一-龥、-〿！-～]"
+_TYPICAL = {  # Most of a text's non-ASCII characters, by encoding. Earlier encodings win.
+    "cp1252": _IN_LATIN_WORD.format("ß-öø-ÿ’"), "cp1250": _IN_LATIN_WORD.format("ąćęłńóśźżáčďéěíňřšťúůýžőűäöü’"),
+    **dict.fromkeys(("cp1251", "koi8-r"), _IN_OTHER_WORD.format(*_CYRILLIC)), "cp1253": _IN_OTHER_WORD.format(*_GREEK),
+    "euc-kr": "[가-힣]", **dict.fromkeys(("euc-jp", "shift_jis", "gb18030", "big5"), _CJK),
+}  # fmt: skip
+
+
+def _typical_share(encoding: str, data: bytes) -> float:
+    """Returns the share of non-ASCII characters that are typical of ``encoding``, or 0 if it cannot decode ``data``."""
+    codec = encoding.replace("gb18030", "gb2312")  # Many other encodings are valid GB 18030.
+    try:
+        text = codecs.getincrementaldecoder(codec)().decode(data)
+    except UnicodeDecodeError:
+        return 0.0
+    return len(re.findall(_TYPICAL[encoding], text)) / max(1, sum(not character.isascii() for character in text))
+
+
+def _guess_wide(data: bytes) -> str | None:
+    """Returns the encoding of UTF-16 without a byte-order mark, according to the zero bytes of ASCII characters."""
+    encoding = "utf-16-le" if data[1::2].count(0) > data[::2].count(0) else "utf-16-be"
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(data) if b"\0" in data else ""
+    except UnicodeDecodeError:
+        return None
+    words = text.split()
+    has_ascii = 4 * data.count(0) >= max(8, len(data)) or words != [text]
+    return encoding if words and has_ascii and "".join(words).isprintable() else None
 
 
 MAX_RECORD = 64 * 2**20  # Maximum bytes of a line, or characters of a CSV row or JSON value.
@@ -188,7 +229,8 @@ class RecordForm:
 
 class _AllKeys(RecordForm):
     def columns(self, available: Collection[str]) -> list[str]:
-        return [*available] or [""]
+        has_examples = any(name in available for name in (*PAIRS.keys, *CHATS.keys, *CHATS.synonyms))
+        return [*available] if has_examples else [""]
 
 
 class _BadRecord(UserError):
@@ -206,22 +248,21 @@ def text_form(field: str) -> RecordForm:
 
 def _pair_document(record: dict[str, Any], number: int, place: Place) -> str:
     prompt, completion = (_get_string(record, key, PAIRS.hint, null=False) for key in PAIRS.keys)
-    return json.dumps([prompt, completion, place(number)], ensure_ascii=False)
+    _check_supported(record)
+    return json.dumps([prompt, completion, place(number), _unused_keys(record, PAIRS)], ensure_ascii=False)
 
 
 def _chat_document(record: dict[str, Any], number: int, place: Place) -> str:
     hint = CHATS.hint
-    messages = record.get(CHATS.columns(record)[0])
-    if isinstance(messages, str):  # Tables store messages as JSON.
-        with contextlib.suppress(ValueError, RecursionError):
-            messages = json.loads(messages)
+    messages = _parse_column(record.get(CHATS.columns(record)[0]))
     if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        raise _BadRecord('it has no list of objects "messages"', hint)
-    if any(_uses_tools(item) for item in [record, *messages]):
-        raise _BadRecord(
-            "it uses tools, which are not supported",
-            f"give conversations with the roles {', '.join(ROLES)}, without tools; --skip-bad skips others",
-        )
+        raise _BadRecord('it has no list of objects "messages"', _hint_for(record, hint))
+    for item in [record, *messages]:
+        _check_supported(item)
+    variables = _parse_column(record.get("chat_template_kwargs")) or {}
+    if not isinstance(variables, dict) or not _RESERVED.isdisjoint(variables):
+        problem = f'"chat_template_kwargs" is not an object without {", ".join(sorted(_RESERVED))}'
+        raise _BadRecord(problem, 'it has variables of the chat template, such as {"enable_thinking": false}')
     turns = [_parse_message(item) for item in messages]
     system = record.get("system")
     if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in turns):
@@ -229,13 +270,21 @@ def _chat_document(record: dict[str, Any], number: int, place: Place) -> str:
     answers = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
     context = [i for i in answers if not _is_trained_on(messages[i])]
     if len(context) == len(answers):
-        problem = 'every assistant message has "weight": 0' if answers else "it has no assistant message"
+        problem = 'every assistant message has "weight": 0 or the like' if answers else "it has no assistant message"
         raise _BadRecord(f"{problem}: there is nothing to learn", hint)
-    return json.dumps([turns, place(number), context], ensure_ascii=False)
+    return json.dumps([turns, place(number), context, variables, _unused_keys(record, CHATS)], ensure_ascii=False)
+
+
+def _parse_column(value: Any) -> Any:
+    """Returns the value of a column. Tables store lists and objects as JSON."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _parse_message(message: dict[str, Any]) -> dict[str, str]:
-    """Returns role, content and optional reasoning under the keys that chat templates read."""
+    """Returns role, content, optional reasoning and the message's other keys, as chat templates read them."""
     if "from" in message and "role" not in message:  # ShareGPT's keys.
         message = {**message, "role": message["from"], "content": message.get("value")}
     role = _get_string(message, "role", CHATS.hint, null=False)
@@ -246,45 +295,75 @@ def _parse_message(message: dict[str, Any]) -> dict[str, str]:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise _BadRecord('"content" has a part that is not text', "only text is supported; --skip-bad skips others")
+        if not all(map(_is_trained_on, content)):
+            raise _BadRecord('a part of "content" is excluded from the loss', "only whole messages can be excluded")
         message = {**message, "content": "".join(part["text"] for part in content)}
-    return {"role": role, "content": _get_string(message, "content", CHATS.hint, null=False), **reasoning(message)}
+    others = {key: value for key, value in message.items() if value is not None and key not in _MESSAGE_KEYS}
+    text = _get_string(message, "content", CHATS.hint, null=False)
+    return {"role": role, "content": text, **reasoning(message), **others}
 
 
 def reasoning(message: dict[str, Any]) -> dict[str, str]:
     """Returns a message's reasoning, if any, under both names that chat templates read."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning_text = next((message[key] for key in names if isinstance(message.get(key), str)), None)
-    return {} if reasoning_text is None else dict.fromkeys(names[:2], reasoning_text)
+    reasoning_text = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), None)
+    return {} if reasoning_text is None else dict.fromkeys(_REASONING_KEYS[:2], reasoning_text)
 
 
 def _is_trained_on(message: dict[str, Any]) -> bool:
     """Whether to train on an answer. OpenAI's format excludes answers with a ``weight`` of 0."""
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
-        raise _BadRecord(f'"weight" is {weight!r:.40}, not 0 or 1', "1 trains on the answer; 0 uses it only as context")
-    return weight != 0
+    flags = {key: message[key] for key in (*_TRAIN_KEYS, "masked") if message.get(key) is not None}
+    for key, value in flags.items():
+        if value not in (0, 1):
+            hint = "1 or true trains on the answer; 0 or false uses it only as context (the reverse for masked)"
+            raise _BadRecord(f'"{key}" is {value!r:.40}, not 0 or 1', hint)
+    return all(bool(value) != (key == "masked") for key, value in flags.items())
 
 
-def _uses_tools(values: dict[str, Any]) -> bool:
-    tool_values = [values.get(key) for key in (*_TOOL_KEYS, "tool_calls", "function_call", "tool_call_id")]
-    has_tools = any(
-        value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")) for value in tool_values
-    )
-    return has_tools or not {
-        values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)
-    }.isdisjoint(("tool", "function", "ipython", "function_call", "observation"))
+def _check_supported(values: dict[str, Any]) -> None:
+    """Raises `_BadRecord` if a record or message has something that cannot be trained on."""
+    used = [key for key in _REFUSED if str(_parse_column(values.get(key)) or "").strip()]
+    roles = {values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)}
+    if not {*_TOOL_KEYS}.isdisjoint(used) or not roles.isdisjoint(_TOOL_ROLES):
+        raise _BadRecord(
+            "it uses tools, which are not supported",
+            f"give conversations with the roles {', '.join(ROLES)}, without tools; --skip-bad skips others",
+        )
+    if used:
+        raise _BadRecord(f'"{used[0]}" is not supported', "remove it, or use --skip-bad to skip such records")
 
 
-PAIRS = RecordForm(("prompt", "completion"), _pair_document, '--pairs reads records {"prompt": "…", "completion": "…"}')
+def _unused_keys(record: dict[str, Any], form: RecordForm) -> list[str]:
+    known = {*form.keys, *form.synonyms, *form.optional, *HARMLESS}
+    return [_shorten(key) for key, value in record.items() if value is not None and key not in known]
+
+
+# docs/fine-tune.md has a table of these keys.
 _ROLE_SYNONYMS = {"human": "user", "gpt": "assistant", "model": "assistant"}
-_TOOL_KEYS = ("tools", "functions")
+_TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
+_TOOL_ROLES = ("tool", "function", "ipython", "function_call", "observation")
+_TRAIN_KEYS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask")
+_UNSUPPORTED = (
+    "images", "image", "videos", "video", "audios", "audio", "documents", "chosen", "rejected", "mask", "train_detail",
+    "training_detail",
+)  # fmt: skip
+HARMLESS = (
+    "id", "idx", "index", "uuid", "hash", "source", "dataset", "split", "language", "lang", "category", "task", "topic",
+    "tags", "title", "url", "license", "model", "score", "timestamp", "created_at", "metadata", "meta", "prompt_id",
+    "conversation_id", "message_id", "num_turns", "parallel_tool_calls",
+)  # fmt: skip
+_REFUSED = (*_TOOL_KEYS, *_UNSUPPORTED)
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+_MESSAGE_KEYS = {"role", "content", "from", "value", "masked", *_REASONING_KEYS, *_TRAIN_KEYS, *_REFUSED}
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+_PAIR_HINT = '--pairs reads records {"prompt": "…", "completion": "…"}'
+PAIRS = RecordForm(("prompt", "completion"), _pair_document, _PAIR_HINT, optional=_REFUSED)
 CHATS = RecordForm(
     ("messages",),
     _chat_document,
     '--chat reads records {"messages": [{"role": "user", "content": "…"}, …]}',
     strings=False,
     synonyms=("conversations", "conversation"),
-    optional=("system", *_TOOL_KEYS),
+    optional=("system", "chat_template_kwargs", *_REFUSED),
 )
 
 # Converts a record to a JSON list of its keys.
@@ -311,6 +390,11 @@ class Records(Generic[Raw]):
         """Returns a record's values, or None if it is empty. Raises `_BadRecord`, or a `UserError` that has
         a location."""
         raise NotImplementedError
+
+    def _unread_keys(self, available: Collection[str]) -> dict[str, Any]:
+        """Returns placeholders for the columns that a form of several keys does not read."""
+        read = self.form.columns(available) if self.form.optional else available
+        return {key: ... for key in available if key not in read}
 
     def documents(self) -> Iterator[str]:
         """Yields the document of each record."""
@@ -344,6 +428,9 @@ class Records(Generic[Raw]):
             number += 1
             if number == 1:
                 self.encoding.check_bom(self.name, line)
+                if b"\r" in line.rstrip() and not line.endswith(b"\n"):
+                    problem = "its lines end in carriage returns (\\r) without line feeds"
+                    raise UserError(f"{self.name}: {problem}", "convert them: tr '\\r' '\\n' < FILE > NEW")
             if len(line) <= MAX_RECORD:
                 yield number, (offset, line)
             else:
@@ -492,7 +579,7 @@ def _get_string(record: dict[str, Any], field: str, hint: str, null: bool = True
     """Returns the string at a key. With ``null``, null becomes an empty string."""
     value = record.get(field, record)
     if value is record:
-        raise _BadRecord(_missing_message(field, record, "keys"), hint)
+        raise _BadRecord(_missing_message(field, record, "keys"), _hint_for(record, hint))
     if value is None and null:
         return ""
     if not isinstance(value, str):
@@ -513,8 +600,18 @@ def _without_surrogates(value: str, encoding: TextEncoding) -> str:
 
 def _missing_message(field: str, available: Iterable[Any], plural: str) -> str:
     keys = list(available)
-    names = ", ".join(map(str, keys[:20])) + (", …" if len(keys) > 20 else "") or "none"
+    names = ", ".join(map(_shorten, keys[:20])) + (", …" if len(keys) > 20 else "") or "none"
     return f'it has no "{field}"; its {plural}: {names}'
+
+
+def _shorten(key: Any) -> str:
+    return f"{key:.40}…" if len(str(key)) > 40 else str(key)
+
+
+def _hint_for(available: Collection[str], hint: str) -> str:
+    """Returns the hint of the form that the keys fit, or ``hint``."""
+    forms = (form for form in (CHATS, PAIRS) if set(form.columns(available)) <= {*available})
+    return next((form.hint for form in forms), hint)
 
 
 class Table(Records[list[str]]):
@@ -534,6 +631,7 @@ class Table(Records[list[str]]):
                 problem = f'it has {self._header.count(key)} columns called "{key}"'
                 raise self._error(line, problem, "rename all but one")
         self._columns = {key: self._header.index(key) for key in keys}
+        self._unread = self._unread_keys(self._header)
         yield from rows
 
     def _parse(self, number: int, row: list[str]) -> dict[str, Any] | None:
@@ -547,7 +645,7 @@ class Table(Records[list[str]]):
                 f"{counted(len(row), 'field')}, but the header has {len(self._header)}",
                 f"{rule}; --skip-bad skips such rows",
             )
-        return {key: _decode_cell(row[column], self.encoding) for key, column in self._columns.items()}
+        return {key: _decode_cell(row[column], self.encoding) for key, column in self._columns.items()} | self._unread
 
     def _column_hint(self) -> str:
         for separator, plural in ((";", "semicolons"), ("\t", "tabs"), (",", "commas"), ("|", "bars")):
@@ -557,7 +655,7 @@ class Table(Records[list[str]]):
                 and self.form.keys[0] in self._header[0].split(separator)
             ):
                 return f"its columns are separated by {plural}: convert it to commas (.csv) or tabs (.tsv)"
-        return self.form.hint
+        return _hint_for(self._header, self.form.hint)
 
     def _non_empty_rows(self) -> Iterator[tuple[int, list[str]]]:
         """Yields non-empty rows with their first line number."""
@@ -618,13 +716,14 @@ def _decode_cell(value: str, encoding: TextEncoding) -> str:
         raise _BadRecord("a zero byte is not text", "--skip-bad skips such rows")
     if value.isascii() or not _SURROGATE.search(value):
         return value
-    return _decode_bytes(value.encode(encoding.name, "surrogateescape"), encoding, encoding.hint)
+    return _decode_bytes(value.encode(encoding.name, "surrogateescape"), encoding)
 
 
-def _decode_bytes(data: bytes, encoding: TextEncoding, hint: str) -> str:
+def _decode_bytes(data: bytes, encoding: TextEncoding, hint: str | None = None) -> str:
     try:
         return encoding.decode(data)
     except UnicodeDecodeError as error:
+        hint = hint or encoding.hint_for(data[:SAMPLE])
         raise _BadRecord(f"not {encoding.shown}: byte 0x{data[error.start]:02x}", hint) from None
 
 
@@ -642,9 +741,11 @@ class Parquet(Records[tuple[Any, ...]]):
             metadata = pq.read_metadata(self.stream)
             schema = metadata.schema.to_arrow_schema()
             self._keys = keys = self.form.columns(schema.names)
+            self._unread = self._unread_keys(schema.names)
             for key in keys:
                 if key not in schema.names:
-                    raise UserError(f"{self.name}: {_missing_message(key, schema.names, 'columns')}", self.form.hint)
+                    hint = _hint_for(schema.names, self.form.hint)
+                    raise UserError(f"{self.name}: {_missing_message(key, schema.names, 'columns')}", hint)
                 kind = schema.field(key).type
                 if self.form.strings and not _is_string_type(kind):
                     raise UserError(f'{self.name}: "{key}" contains {kind}, not strings', self.form.hint)
@@ -661,7 +762,7 @@ class Parquet(Records[tuple[Any, ...]]):
         decoded_values = (
             _decode_bytes(value, self.encoding, hint) if isinstance(value, bytes) else value for value in row
         )
-        return dict(zip(self._keys, decoded_values, strict=True))
+        return dict(zip(self._keys, decoded_values, strict=True)) | self._unread
 
 
 def _column_values(column: Any) -> list[Any]:

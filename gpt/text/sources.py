@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import email.utils
 import fnmatch
+import functools
 import glob
 import io
 import os
@@ -13,25 +14,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 from urllib.parse import urlsplit
 
 from gpt.distribution import install, install_extra
 from gpt.errors import UserError, WorkError, did_you_mean
 from gpt.text import catalogue
-from gpt.text.documents import Skipped
+from gpt.text.documents import OnNote, Skipped, no_note
 from gpt.text.download import OnBytes, ignore
 from gpt.text.token_folder import is_token_folder
 from gpt.text.tokenizer_files import RANKS, TOKENIZER_JSON
 from gpt.text.unpack import ByteStream, Copy, Source, file_source, reason, translate_errors
 
 DEFAULT_CORPUS = "pydocs"
-
-OnNote = Callable[[str], None]
-
-
-def no_note(note: str) -> None:
-    """Ignores ``note``."""
 
 
 def find(
@@ -61,8 +56,8 @@ def find(
 
 def identity(source: Source) -> str:
     """Returns the identity of a source: the real path of a local file, otherwise the name."""
-    is_local = source.time and "://" not in source.name
-    return os.path.realpath(source.name) if is_local else source.name
+    name = source.name.removeprefix("file://")
+    return os.path.realpath(name) if source.time and "://" not in name else name
 
 
 def find_published_held_out(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
@@ -238,7 +233,12 @@ def _file(path: str) -> Source:
 def _stdin_source() -> Source:
     if sys.stdin is None:
         raise UserError("there is no standard input to read", "give a file")
-    return _spool("stdin", sys.stdin.buffer)
+    return _spool_stdin(sys.stdin)
+
+
+@functools.lru_cache(maxsize=1)  # A command can read the text twice.
+def _spool_stdin(stdin: TextIO) -> Source:
+    return _spool("stdin", stdin.buffer)
 
 
 def _spool(name: str, stream: BinaryIO) -> Source:
@@ -261,7 +261,7 @@ def run_name(texts: Sequence[str]) -> str:
         path = path.parent
     if path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst"):
         path = path.with_suffix("")
-    return path.stem or "text"
+    return (path.name if path.is_dir() else path.stem) or "text"
 
 
 _TIMEOUT = 60.0  # Seconds without data before a connection counts as lost.

@@ -36,6 +36,7 @@ from gpt.settings import Count, checked
 from gpt.text.shards import SIDES, Shard, Side, TokenStream
 from gpt.text.tokenizer import Tokenizer
 from gpt.text.tokenizer_files import read_described_tokenizer, tokenizer_files
+from gpt.words import counted
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -145,6 +146,18 @@ class TokenFolder:
                 shard.vocab_size = self.tokenizer.usable
                 shards.append(shard)
         return TokenStream(shards)
+
+    def notes(self) -> list[str]:
+        """Returns notes on what was skipped, replaced or split, and on special tokens in the text."""
+        replaced, skipped, cuts, specials = (self.manifest[key] for key in COUNTS)
+        word, verb = ("special tokens", "they are") if self.tokenizer.specials else (self.tokenizer.eot_token, "it is")
+        lines = {
+            f"the text contains {word} {counted(specials, 'time')}: {verb} treated as ordinary text": specials,
+            f"split {counted(cuts, 'piece')} of over 500,000 characters without a break for linear time": cuts,
+            counted(replaced, "invalid byte was", "invalid bytes were") + " replaced with U+FFFD": replaced,
+            counted(skipped, "file, line or row", "files, lines or rows") + " could not be read: left out": skipped,
+        }
+        return [line for line, count in lines.items() if count]
 
     def count_text_bytes(self, side: Side) -> int:
         """Returns the text size of one side in bytes."""

@@ -26,8 +26,9 @@ from gpt.files import check_new, reading
 from gpt.interrupt import Stopped, StopSignal
 from gpt.peaks import cores
 from gpt.text import repeats, unfinished_folder
+from gpt.text.chat import special_pattern
 from gpt.text.corpus import Corpus, Listener, cut_documents, open_corpus
-from gpt.text.documents import Chunk, Reader, utf8_size
+from gpt.text.documents import Chunk, Reader, Skipped, utf8_size
 from gpt.text.shards import Ids, Side, id_type
 from gpt.text.token_folder import MANIFEST, SourceRecord, TokenFolder
 from gpt.text.tokenizer import Tokenizer
@@ -43,17 +44,18 @@ ITEM_DOCUMENTS = 4096  # Maximum number of texts in an item.
 OnBytes = Callable[[int, int], None]  # Called with a source's index and its bytes read so far.
 
 
-def read_items(corpus: Corpus, group: int, tokenizer: Tokenizer, on_bytes: OnBytes) -> Iterator[Item]:
-    """Yields the items of a group, in order. The last item can be empty."""
-    reader = Reader(corpus.reading)
-    item, size, cuts, eot_count = Item(group, 1), 0, 0, 0
+def read_items(corpus: Corpus, group: int, tokenizer: Tokenizer, on_bytes: OnBytes, skipped: Skipped) -> Iterator[Item]:
+    """Yields the items of a group, in order. The last item can be empty. Adds what the reader skips to ``skipped``."""
+    reader, skipped_before, specials = Reader(corpus.reading), skipped.count, special_pattern(tokenizer)
+    reader.skipped = skipped
+    item, size, cuts, special_count = Item(group, 1), 0, 0, 0
 
     def counts() -> dict[str, int]:
         return {
             "replaced": reader.replaced,
-            "skipped": reader.skipped.count,
+            "skipped": skipped.count - skipped_before,
             "cut_pieces": cuts,
-            "end_of_text_in_text": eot_count,
+            "end_of_text_in_text": special_count,
         }
 
     for index in corpus.groups[group]:
@@ -66,7 +68,7 @@ def read_items(corpus: Corpus, group: int, tokenizer: Tokenizer, on_bytes: OnByt
             item.bytes[side] += utf8_size(text)
             size += len(text)
             cuts += cut
-            eot_count += text.count(tokenizer.eot_token)
+            special_count += sum(1 for _ in specials.finditer(text))
             if size >= ITEM or len(item.texts) >= ITEM_DOCUMENTS:
                 item.counts = counts()
                 yield item
@@ -212,7 +214,10 @@ def tokenize(
         for item, encoded in stop.until_signal(chain(first_items, stream)):
             writer.add(item, encoded)
         unfinished_folder.finish(out, about, progress)
-    return TokenFolder(out)
+    folder = TokenFolder(out)
+    for line in folder.notes():
+        listen(events.Note(line))
+    return folder
 
 
 @contextlib.contextmanager
@@ -238,9 +243,10 @@ def _missing_items(
     def on_bytes(index: int, position: int) -> None:
         listen(events.Progress("tokenized", offsets[index] + min(position, sizes[index]), total))
 
+    skipped = Skipped(lambda text: listen(events.Note(text)))
     for group in groups:
         if not progress.is_whole(group):
-            yield from islice(read_items(corpus, group, tokenizer, on_bytes), progress.items(group), None)
+            yield from islice(read_items(corpus, group, tokenizer, on_bytes, skipped), progress.items(group), None)
 
 
 def _check_disk_space(

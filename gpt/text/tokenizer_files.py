@@ -22,7 +22,7 @@ from gpt.files import (
     to_json,
     write_file,
 )
-from gpt.gguf_header import HINT, header, is_gguf
+from gpt.gguf_header import header, is_gguf
 from gpt.text import gguf_vocabulary
 from gpt.text.backends import BYTE_LEVEL, CHARACTER_BYTES, ByteBPE, LibraryTokenizer, added_token, to_gpt2_spelling
 from gpt.text.boundaries import GPT2_PATTERN
@@ -183,17 +183,11 @@ def read_transformers(folder: Path) -> Tokenizer | None:
 def read_gguf(path: Path) -> Tokenizer | None:
     """Reads the tokenizer of a GGUF file, or returns None if it has none."""
     metadata = header(path).metadata
-    if not gguf_vocabulary.has_vocabulary(metadata):
+    if "tokenizer.ggml.model" not in metadata:
         return None
-    try:
-        vocabulary = gguf_vocabulary.read_vocabulary(metadata, str(path))
-    except (TypeError, ValueError):
-        raise UserError(f"{path} is damaged: its tokenizer has values of the wrong type", HINT) from None
-    files = {TOKENIZER_CONFIG: to_json(vocabulary.config)}
-    if vocabulary.chat_template is not None:
-        files[CHAT_TEMPLATE] = vocabulary.chat_template.encode("utf-8", "replace")
-    ends: dict[str, Any] = {"eos_token_id": vocabulary.ends} if vocabulary.ends else {}
-    return from_tokenizer_json(vocabulary.tokenizer, str(path), files, (ends, {}, vocabulary.config))
+    values, config, ends, template = gguf_vocabulary.read_vocabulary(metadata, str(path))
+    files = {TOKENIZER_CONFIG: to_json(config), **({CHAT_TEMPLATE: template.encode()} if template else {})}
+    return from_tokenizer_json(values, str(path), files, ({"eos_token_id": ends}, {}, config))
 
 
 def _complete(values: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Mapping[str, Any]:

@@ -166,7 +166,7 @@ def provenance(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | No
         "texts": list(corpus.texts),
         "asked": dict(corpus.tokenizer_settings),
         "split": corpus.split.describe(),
-        "reading": asdict(corpus.reading),
+        "reading": {**asdict(corpus.reading), "line_breaks": "lf"},  # Older versions kept carriage returns.
         "corpus": corpus.identity(),
         "part": list(share) if share else None,
         "tokenizer": describe(tokenizer),
@@ -199,6 +199,8 @@ def check_resumable(out: Path, corpus: Corpus, share: tuple[int, int] | None) ->
             f"{out} already exists, and {temporary_name} cannot be compared with the text it was made from",
             "put the text in a file, or choose another --out",
         )
+    if is_finished:
+        old["reading"].setdefault("line_breaks", "lf")
     tokenizer = read_described_tokenizer(out, old.get("tokenizer"), str(out / (MANIFEST if is_finished else PROGRESS)))
     new = provenance(corpus, tokenizer, share)
     if corpus.tokenizer_settings["tokenizer"] != "auto":

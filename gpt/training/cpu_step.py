@@ -42,6 +42,7 @@ class GradientProgram:
         self.dropout, self.dropout_sizes = model.config.dropout, _dropout_sizes(model.config, rows)
         self.embedding_index = next(index for index, p in enumerate(self.params) if p is model.wte.weight)
         traced_modules = {
+            GPTConfig.__module__,
             decoder.__name__,
             kernels.__name__,
             loss.__name__,
@@ -51,7 +52,8 @@ class GradientProgram:
             __name__,
         }
         code = [Path(sys.modules[name].__file__ or "").read_bytes() for name in sorted(traced_modules)]
-        key: tuple[object, ...] = (code, model.config, self.shape, compute.dtype_name)
+        shapes = [tuple(tensor.shape) for tensor in self.inputs]
+        key: tuple[object, ...] = (code, model.config, self.shape, compute.dtype_name, shapes)
         if teachers:
             key = (*key, objective.teacher_weight, [(tuple(t.shape), t.dtype) for t in teachers])
         trace = functools.partial(_trace_graph, objective, model, compute, self.shape, teachers)

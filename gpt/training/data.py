@@ -99,8 +99,6 @@ def make_tokens(
 ) -> Dataset:
     """Tokenizes a corpus into the folder ``out``. ``tokenizer`` is the base model's; without it, ``--tokenizer``
     decides."""
-    if config.val_text is not None and config.val_fraction != TrainConfig().val_fraction:
-        note("--val-fraction has no effect with --val-text")
     max_vocab_size = find_preset(preset_name(config, corpus.survey.bytes, device)).model.vocab_size
     tokenizer = tokenizer or tokenizer_for(corpus, config, note, max_vocab_size)
     return _open_folder(tokenize(corpus, tokenizer, out, config.jobs, listen=listen), note, corpus)
@@ -140,7 +138,7 @@ def _open_folder(folder: TokenFolder, note: Callable[[str], None], corpus: Corpu
         note(line)
     if not data.tokens:
         raise UserError(f"{folder.path} has nothing to train on: all of its text is held out")
-    if data.held_out_tokens and not data.held_out_targets:
+    if not data.held_out_targets and (data.held_out_tokens or folder.manifest["split"]["by"] == "end"):
         raise UserError(
             f"the text is too short: the {data.held_out_bytes:,} held-out bytes are one token, too few to predict",
             "give more text or a larger --val-fraction, or use --val-fraction 0 to hold out nothing",
@@ -158,26 +156,7 @@ def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
         f"{names}: {counted(folder.documents, 'document')}; "
         f"{train:,} bytes to train on, {held_out:,} held out" + (f", starting at {first}" if first else "")
     ]
-    if manifest.get("end_of_text_in_text"):
-        lines.append(
-            f"the text contains {folder.tokenizer.eot_token} {counted(manifest['end_of_text_in_text'], 'time')}: "
-            "it is treated as ordinary text"
-        )
-    if manifest.get("cut_pieces"):
-        lines.append(
-            counted(
-                manifest["cut_pieces"],
-                "piece of over 500,000 characters without a break is split",
-                "pieces of over 500,000 characters without a break are split",
-            )
-            + " to tokenize in linear time"
-        )
-    if manifest.get("replaced"):
-        lines.append(counted(manifest["replaced"], "invalid byte was", "invalid bytes were") + " replaced with U+FFFD")
-    if manifest.get("skipped"):
-        lines.append(
-            counted(manifest["skipped"], "file, line or row", "files, lines or rows") + " could not be read: left out"
-        )
+    lines += folder.notes() if corpus is None else []  # `tokenize` has reported them.
     tokens = sum(shard.tokens for shard in folder.shards if shard.side == "train")
     lines.append(
         f"tokenizer {folder.tokenizer.name}: {folder.tokenizer.vocab_size:,} ids, {tokens:,} tokens to train on, "
@@ -217,7 +196,11 @@ def open_examples(
         note(f"{corpus.skipped:,} files or lines could not be read and were skipped")
     if copies := find_copies([*corpus.train, *corpus.held_out]):
         verb = f"{kind.singular} copies an earlier one", f"{kind.plural} copy earlier ones"
-        note(f"{counted(len(copies), *verb)}: see gpt data check {shlex.join(texts)}")
+        words = ["gpt", "data", "check", *texts, *filter(None, [config.val_text]), *["--skip-bad"] * config.skip_bad]
+        for name in ("encoding", "errors"):
+            value = getattr(config, name)
+            words += [f"--{name}", value] if value != getattr(defaults, name) else []
+        note(f"{counted(len(copies), *verb)}: see {shlex.join(words)}")
     for line in encoder.notes():
         note(line)
     tokenizer = encoder.tokenizer

@@ -4,6 +4,7 @@ A pair is encoded as prompt, completion and end-of-text. The prompt is encoded s
 (`Tokenizer.prompt`). A conversation is encoded as rendered by its chat template (`gpt.text.chat`).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -93,11 +94,13 @@ class Encoder(Generic[E]):
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         self.tokenizer, self.block_size, self.skip_bad = tokenizer, block_size, skip_bad
+        self._unused_keys: Counter[str] = Counter()
 
     def encode(self, examples: Sequence[E]) -> ExampleRows:
         """Encodes the examples that have targets. Raises `UserError` for an example that cannot be encoded."""
         all_rows = ExampleRows()
         for example in examples:
+            self._unused_keys.update(sorted(example.unused_keys(self.tokenizer.chat_template or "")))
             rows = self.rows(example)
             all_rows.examples += bool(rows)
             all_rows.extend(rows)
@@ -112,24 +115,33 @@ class Encoder(Generic[E]):
         raise NotImplementedError
 
     def notes(self) -> Iterator[str]:
-        """Yields notes about examples that were changed or skipped."""
-        yield from ()
+        """Yields notes about examples that were changed or skipped, and about their keys without effect."""
+        if self._unused_keys:
+            counts = self._unused_keys.most_common(20)
+            yield "keys without effect: " + ", ".join(f'"{key}" in {counted(n, "record")}' for key, n in counts)
 
 
 class PairEncoder(Encoder[Pair]):
-    """Encodes pairs. Targets are the completion and the end-of-text after it."""
+    """Encodes pairs. Targets are the completion and the end-of-text after it, unless it ends with an end token."""
+
+    def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
+        super().__init__(tokenizer, block_size, skip_bad)
+        self._specials = chat.special_pattern(tokenizer)
 
     def rows(self, example: Pair) -> list[ExampleRow]:
         """Encodes a pair as one row. Raises `UserError` if it is longer than the context."""
-        prompt = self.tokenizer.prompt(example.prompt)
-        completion = self.tokenizer.encode(example.completion, continues=True).tolist()
-        ids = np.array([*prompt, *completion, self.tokenizer.eot], np.int64)
+        prompt, text = self.tokenizer.prompt(example.prompt), example.completion
+        with_specials = bool(self.tokenizer.files)  # As in the prompt.
+        completion = self.tokenizer.encode(text, specials=with_specials, continues=True).tolist()
+        text = self._specials.sub("", text) if with_specials else text
+        end = [] if self.tokenizer.ends.intersection(completion[-1:]) else [self.tokenizer.eot]
+        ids = np.array([*prompt, *completion, *end], np.int64)
         if len(ids) - 1 > self.block_size:
             raise UserError(
                 f"{example.where}: the pair has {len(ids) - 1:,} tokens, but the context holds {self.block_size:,}",
                 "shorten it, or use a larger --block-size",
             )
-        return [ExampleRow(ids, np.arange(len(ids)) >= len(prompt), utf8_size(example.completion))]
+        return [ExampleRow(ids, np.arange(len(ids)) >= len(prompt), utf8_size(text))]
 
     def prompt(self, example: Pair) -> tuple[str, list[int]]:
         """Returns the prompt, and its ids."""
@@ -150,7 +162,7 @@ class ChatEncoder(Encoder[Conversation]):
         (`chat.answers`). Skips rows whose first answer starts beyond the context. Raises `UserError` if the chat
         template rejects the conversation, unless ``skip_bad``."""
         try:
-            texts, ends = chat.answers(self.tokenizer, example.messages, example.context)
+            texts, ends = chat.answers(self.tokenizer, example.messages, example.context, example.variables)
         except UserError as error:
             if isinstance(error, WorkError):
                 raise
@@ -185,11 +197,12 @@ class ChatEncoder(Encoder[Conversation]):
         """Returns the text before the first answer to a message, and its ids."""
         answers = (index for index, message in enumerate(example.messages) if index and message["role"] == "assistant")
         first = next(answers, len(example.messages))
-        text = chat.render(self.tokenizer, example.messages[:first])
+        text = chat.render(self.tokenizer, example.messages[:first], variables=example.variables)
         return text, self.tokenizer.encode(text, specials=True).tolist()
 
     def notes(self) -> Iterator[str]:
-        """Yields notes about conversations that were split, cut or skipped."""
+        """Yields notes about conversations that were split, cut or skipped, and about keys without effect."""
+        yield from super().notes()
         if self._split:
             yield (
                 "the chat template changes earlier messages as a conversation grows: "

@@ -11,6 +11,7 @@ from gpt.device import Download
 from gpt.errors import Interrupted, PeerLost, WorkError, device_failure
 from gpt.interrupt import Stopped
 from gpt.runs import checkpoint, folder
+from gpt.runs.sampling import NO_DEFAULTS, read_defaults
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
 from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate
@@ -67,7 +68,9 @@ class Trainer:
             if self.recipe.steps > run.saved.recipe.steps:
                 self.state.evals_since_best = 0  # Reset patience.
         self.batches = run.teachers.teach(self.data.batches(self.recipe))
-        self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model)
+        source = run.checkpoint or (run.init and run.init.path)
+        sampling = read_defaults(source, self.session.note) if source else NO_DEFAULTS
+        self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model, sampling)
         self.pending: PendingStep | None = None
         self.signum = 0  # signal received by any rank
         self.held_out = self.data.sample_windows(self.recipe.model.block_size, self.state.windows)

@@ -39,11 +39,11 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"loop_ordering_after_fusion": False}
 class Muon(Optimizer):
     """SGD with momentum and orthogonalized updates (Jordan et al. 2024).
 
-    Equals `torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, but batches matrices by shape. On two cores, 16
-    matrices of 128 × 128 take 4 ms instead of 16, and 24 of 384 × 384 take 105 ms instead of 148. If a group's
-    parameters are fused matrices (query, key and value), its ``fused`` lists the number of rows of each matrix. If
-    ``found_inf`` is 1, a step changes nothing, as with torch's fused optimizers. All ranks of ``world`` have the same
-    gradients. Each rank orthogonalizes an equal share, and an all-gather collects the results.
+    Scales updates as `torch.optim.Muon` does with ``adjust_lr_fn="match_rms_adamw"``. Orthogonalizes matrices of the
+    same shape together, with fewer Newton–Schulz iterations (benchmarks/defaults.md). If a group's parameters are
+    fused matrices (query, key and value), its ``fused`` lists the number of rows of each matrix. If ``found_inf`` is 1,
+    a step changes nothing, as with torch's fused optimizers. All ranks of ``world`` have the same gradients. Each rank
+    orthogonalizes an equal share, and an all-gather collects the results.
     """
 
     found_inf: Tensor | None = None  # a tensor on the parameters' device

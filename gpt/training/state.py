@@ -179,7 +179,7 @@ def read_snapshot(path: Path, saved: SavedState, strategy: Strategy) -> Snapshot
 def _copy_to_host(tensor: Tensor, buffer: Tensor | None) -> Tensor:
     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
         buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-    return buffer.copy_(tensor, non_blocking=True)
+    return buffer.copy_(tensor, non_blocking=tensor.device.type == "cuda")  # `take` waits only for CUDA.
 
 
 def seed_all(seed: int) -> None:

@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,9 @@ def test_environment_variables_work_for_every_command(
         (["params", "--list", "--n-layer", "3"], "--list shows all presets, but --n-layer asks for a single shape"),
         (["eval"], "text"),
         (["eval", "book.txt"], "no run with a checkpoint"),
+        (["train", "book.txt", "--minutes", "1", "--batch-ramp", "9"], "--minutes and --batch-ramp both set the length"),
+        (["train", "book.txt", "--chat", "--batch-ramp", "9"], "--batch-ramp cannot be combined with --chat"),
+        (["train", "book.txt", "--chat", "--pairs"], "--pairs and --chat cannot be combined"),
         (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both set the length of training"),
         (["train", "book.txt", "--minutes", "0.001"], "there is no time to train"),
         (["train", "book.txt", "--positions", "rotary", "--n-embd", "12", "--n-head", "4"], "even width of a head, not 3"),
@@ -522,13 +526,37 @@ def test_fetching_a_python_corpus_downloads_nothing(gpt: Gpt) -> None:
     assert json.loads(gpt("data", "fetch", "stdlib", "--json").out)["folder"] is None
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["train", "text.txt", "--config", "config.toml"],
+        ["train", "pairs.jsonl", "--pairs"],
+        ["train", "table.csv", "--pairs"],
+        ["train", "text.txt", f"--{'k' * 100_000}"],
+        ["train", "text.txt", "--preset", "k" * 100_000],
+        ["k" * 100_000],
+    ],
+)
+def test_long_names_are_shortened(gpt: Gpt, workdir: Path, args: list[str]) -> None:
+    Path("text.txt").write_text("the cat " * 20)
+    Path("config.toml").write_text(f"{'k' * 100_000} = 1\n")
+    Path("pairs.jsonl").write_text(json.dumps({"k" * 100_000: 1}) + "\n")
+    Path("table.csv").write_text(f"{'k' * 100_000},b\n1,2\n")
+    result = gpt(*args)
+    one_line_of_what_and_what_next(result, "k" * 40)
+    assert len(result.err) < 1000
+
+
 def test_throughput_excludes_earlier_downloads(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", -1e9)
     with progress.Bar("fetched", "bytes", quiet=False) as bar:
-        bar.reach(900, 1000)
-        bar.reach(950, 1000)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "fetched 900/1,000 bytes  0 bytes/s"  # Bytes of earlier downloads don't count.
-    assert re.fullmatch(r"fetched 950/1,000 bytes  [\d,]+ bytes/s  0 s left", second)
+        for now, done in ((10, 900), (10.5, 901), (35, 950)):
+            monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+            bar.reach(done, 1000)
+    assert capsys.readouterr().err.splitlines() == [
+        "fetched 900/1,000 bytes",  # Bytes of earlier downloads don't count.
+        "fetched 901/1,000 bytes",  # The first second says little about the others.
+        "fetched 950/1,000 bytes  2 bytes/s  25 s left",
+    ]

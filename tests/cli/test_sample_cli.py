@@ -338,6 +338,49 @@ def test_errors_do_not_end_a_session(gpt: Gpt, run_folder: Path) -> None:
     assert result.out.startswith("the")
 
 
+def test_session_says_why_a_text_ended_and_what_a_setting_is(gpt: Gpt, run_folder: Path) -> None:
+    result = run_session(
+        gpt, run_folder, "the", "/more", "/set max_tokens 3", "it", "/set", "/set top-k=5", "/set bias"
+    )
+    assert result.err.splitlines()[-6:] == [
+        "stopped at 8 tokens: /more continues", "stopped at 8 tokens: /more continues", "max-tokens 3",
+        "stopped at 3 tokens: /more continues", "top-k 5", "bias off",
+    ]  # fmt: skip
+    listed = dict(line.split(" ", 1) for line in result.out.splitlines() if re.fullmatch("[a-z-]+ \\S+", line))
+    assert listed.items() >= {"temperature": "0.8", "top-k": "off", "max-tokens": "3", "min-tokens": "0"}.items()
+    assert not listed.keys() & {"batch", "logprobs", "echo-logprobs", "n-best", "compile", "length-penalty"}
+    complete = run_session(gpt, run_folder, "/set choices cat,dog", "the", "/more", "/retry")
+    assert complete.err.split("\n")[:2] == ["choices cat, dog", "error: the text is complete"]
+    default = gpt("sample", "-i", "-m", run_folder, stdin=b"/set\nthe\n")  # The model has no chat template.
+    assert "max-tokens 200\n" in default.out
+
+
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (["--no-echo"], "no-echo"), (["--batch", "2"], "batch"), (["--logprobs", "1"], "logprobs"),
+        (["--echo-logprobs"], "echo-logprobs"), (["--beam", "2", "--n-best", "2"], "n-best"),
+    ],
+)  # fmt: skip
+def test_options_without_effect_on_a_session_are_named(words: list[str], name: str, gpt: Gpt, run_folder: Path) -> None:
+    result = gpt("sample", "-i", "-m", run_folder, "-n", "2", *words, stdin=f"/set {name} 1\n".encode())
+    assert f"--{name} has no effect with --interactive" in result.err
+    no_setting = 'there is no setting "no-echo"' if name == "no-echo" else f"{name} has no effect in a conversation"
+    assert no_setting in result.err
+
+
+def test_set_reads_a_schema_as_the_option_does(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"enum": [1, 2]}')
+    (tmp_path / "empty.json").write_text(" ")
+    lines = (f"/set json-schema {tmp_path}/{name}" for name in ("schema.json", "none.json", "empty.json"))
+    result = run_session(gpt, run_folder, *lines, "/set json-schema -", "the ", "/set json-schema", "the")
+    option = gpt("sample", "the ", "-m", run_folder, "--seed", "1", "--json-schema", tmp_path / "schema.json")
+    assert result.out.startswith(option.out) and result.err.count("error: ") == 3
+    assert 'json-schema {"enum": [1, 2]}' in result.err and "json-schema off" in result.err
+    for message in ("none.json: No such file", "empty.json is empty", "a conversation cannot read its schema"):
+        assert message in " ".join(result.err.split())
+
+
 def test_interactive_rejects_conflicting_options(gpt: Gpt, run_folder: Path) -> None:
     for options in (["--json"], ["x"], ["-o", "o.jsonl"], ["-N", "2"]):
         assert_error(gpt("sample", "-i", "-m", run_folder, *options), "--interactive cannot be combined")

@@ -140,8 +140,11 @@ def test_encode_and_decode_read_arguments_files_and_stdin(gpt: Gpt, workdir: Pat
     assert gpt("tokenizer", "decode", "104", "195 169", "--tokenizer", "bytes").out == "hé"
     assert gpt("tokenizer", "encode", "--file", "-", "--tokenizer", "bytes", stdin=b"hi\n").out == "104 105 10\n"
     assert gpt("tokenizer", "decode", "-", "--tokenizer", "bytes", stdin=b"104\n105 10\n").out == "hi\n"
-    values = json.loads(gpt("tokenizer", "encode", "hé", "--tokenizer", "bytes", "--json").out)
-    assert values == {"tokens": [104, 195, 169], "pieces": ["h", "\ufffd", "\ufffd"]}
+    expected = {
+        "model": "bytes", "tokens": [104, 195, 169, 10], "pieces": ["h", "\\xc3", "\\xa9", "\\n"], "bytes": 4,
+    }  # fmt: skip
+    for flags in (["--json"], ["--json", "--show"]):
+        assert json.loads(gpt("tokenizer", "encode", "hé\n", "--tokenizer", "bytes", *flags).out) == expected
 
 
 def test_special_tokens_are_encoded_only_on_request(gpt: Gpt, book: Path) -> None:
@@ -168,8 +171,9 @@ def test_tokenizer_commands_do_not_import_torch(gpt: Gpt, book: Path) -> None:
     code = (
         "import sys\nfrom gpt_cli.main import main\n"
         "for args in (['train', 'book.txt', '-o', 'v2', '--vocab-size', '300'], ['show', 'vocab', 'book.txt'],\n"
-        "             ['encode', 'x', '--tokenizer', 'vocab'], ['decode', '1', '--tokenizer', 'vocab']):\n"
+        "             ['encode', 'x', '--tokenizer', 'vocab', '--json'], ['decode', '1', '--tokenizer', 'vocab']):\n"
         "    assert main(['tokenizer', *args]) == 0\n"
+        "assert main(['tokenize', 'book.txt', '-o', 'tokens', '--tokenizer', 'vocab', '-q']) == 0\n"
         "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

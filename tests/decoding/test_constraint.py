@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import slow
 from models import CPU, letters, loud
 
 from gpt.api import LanguageModel
@@ -222,6 +223,30 @@ HOSTILE: list[dict[str, Any]] = [
     {"json_schema": json.dumps({"type": "integer", "multipleOf": 10**9 + 7})},
     {"json_schema": json.dumps({"type": "string", "pattern": "^(([a-z]{1,50}){1,50}){1,50}$", "minLength": 1000})},
 ]  # fmt: skip
+
+
+def refs(depth: int, schema: Any) -> dict[str, Any]:
+    """Returns a chain of ``depth`` references, each in the place of ``schema``'s null."""
+    text = json.dumps(schema)
+    links = {f"a{at}": json.loads(text.replace("null", f'{{"$ref": "#/$defs/a{at + 1}"}}')) for at in range(depth)}
+    return {"$ref": "#/$defs/a0", "$defs": {**links, f"a{depth}": {"type": "integer"}}}
+
+
+CRASHES: list[dict[str, Any]] = [
+    *({"json_schema": json.dumps(refs(3000, schema))} for schema in (
+        None, {"allOf": [None]}, {"anyOf": [None, {"type": "string"}]}, {"oneOf": [None]}, {"items": None},
+        {"additionalProperties": None}, {"properties": {"x": None}, "required": ["x"]}, {"prefixItems": [None]},
+    )),
+    {"json_schema": json.dumps({"required": [f"r{at}" for at in range(20_000)]})},
+    {"regex": "".join(f"[a-{chr(98 + at % 24)}]?" for at in range(10_000))},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [CRASHES[0], *map(slow, CRASHES[1:])], ids=lambda value: str(value)[:60])
+def test_constraints_that_crash_the_compiler_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"is too complex: it is nested too deeply, or compiling it takes more than"):
+        ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))
+    assert ConstraintCache(bytes_tokenizer()).find(SampleConfig(json_schema=json.dumps(refs(60, {"items": None}))))
 
 
 @pytest.mark.parametrize("settings", HOSTILE, ids=lambda value: str(value)[:60])

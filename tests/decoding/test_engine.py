@@ -14,6 +14,8 @@ from gpt.decoding import scheduler
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
+from gpt.decoding.scheduler import Scheduler
+from gpt.decoding.sequence import RequestState
 from gpt.decoding.token_step import next_tokens
 from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
@@ -38,7 +40,8 @@ def random_request(rng: random.Random) -> Request:
     constraint = None
     if rng.random() < 0.3 and not config.ignore_eot:
         constraint = CONSTRAINTS.find(SampleConfig(regex=rng.choice(REGEXES)))
-    return Request(rng.choice(PROMPTS), config, rng.randrange(3), rng.randrange(3), bias, constraint=constraint)
+    place = rng.choice(PROMPTS), config, rng.randrange(3), rng.randrange(3), bias
+    return Request(*place, constraint=constraint, group=rng.choice("a" * 14 + "b"))
 
 
 def summarize(events: list[Update]) -> Any:
@@ -69,8 +72,10 @@ def run_alone(model: GPT, request: Request) -> list[Update]:
 def test_concurrent_requests_do_not_affect_each_other(
     positions: str, fixed_shapes: bool, chunk: int, properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of all kinds outnumber the slots, and some are cancelled."""
+    """Requests of all kinds outnumber the slots. Some are cancelled, and some are paused for another group's."""
     monkeypatch.setattr(scheduler, "MIN_SHARED_PREFIX", 1)
+    pause, paused = Scheduler._pause, list[RequestState]()
+    monkeypatch.setattr(Scheduler, "_pause", lambda self, state: (paused.append(state), pause(self, state)))
     model, rng = tiny_model(24, positions, **properties), random.Random(0)
     context = Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None)
     engine = Engine(context, {EOT}, chunk)
@@ -90,6 +95,7 @@ def test_concurrent_requests_do_not_affect_each_other(
     ended_numbers = [number for number, updates in events.items() if updates[-1].reason is not None]
     assert set(ended_numbers) | cancelled_numbers == set(range(len(requests)))
     assert engine.free == 5
+    assert any(len(state.ids) > len(state.request.ids) for state in paused)
     for number in ended_numbers:
         assert summarize(events[number]) == summarize(run_alone(model, requests[number])), requests[number]
     for number in cancelled_numbers - set(ended_numbers):
@@ -112,6 +118,29 @@ def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
     assert [event.number for event in engine.step()] == [1]
     engine.cancel(99)
     assert engine.free == 2
+
+
+@pytest.mark.parametrize("count, max_tokens", [(60, 20), (60, 1), (3, 400), (4, 60)])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_small_request_does_not_wait_for_a_large_one(positions: str, count: int, max_tokens: int) -> None:
+    engine = Engine(Context(tiny_model(64, positions), CPU, 3), {EOT}, chunk=8)
+    config = SampleConfig(ignore_eot=True, max_tokens=max_tokens)
+    for index in range(count):
+        engine.add(Request([1, 2, 3], config, index=index, group="large"))
+    for _ in range(9 if max_tokens < 100 else 100):
+        engine.step()
+    number = engine.add(Request([4, 5], SampleConfig(ignore_eot=True, max_tokens=5), group="small"))
+    reasons = [update.reason for _ in range(7) for update in engine.step() if update.number == number]
+    assert len(reasons) <= 6 and reasons[-1] == "length"
+    assert engine.busy
+
+
+def test_groups_take_turns() -> None:
+    engine = Engine(Context(tiny_model(), CPU, 2), {EOT})
+    config = SampleConfig(ignore_eot=True, max_tokens=3)
+    groups = {engine.add(Request([1, 2], config, index=at, group=name)): name for name in "abcde" for at in range(9)}
+    order = [groups[update.number] for update in engine.run() if update.reason]
+    assert all(len({*order[start : start + 5]}) == 5 for start in range(0, 45, 5))
 
 
 @pytest.mark.parametrize("settings", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])

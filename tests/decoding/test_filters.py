@@ -2,6 +2,8 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +68,27 @@ def test_penalties_ngrams_and_bias_match_transformers(
         assert torch.allclose(adjusted, expected, atol=1e-6)
 
 
+class CountedSlices(list[int]):
+    count = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.count += isinstance(key, slice)
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 40, 500, 1000])
+@pytest.mark.parametrize("next_id", [
+    lambda at: 7, lambda at: at % 3, lambda at: at.bit_count() % 2, lambda at: at * at % 11, lambda at: 2**31 - at % 500,
+])  # fmt: skip
+def test_repeated_ngrams_are_found_in_linear_time(n: int, next_id: Callable[[int], int]) -> None:
+    ids = CountedSlices(map(next_id, range(1000)))
+    ngrams = [tuple(list.__getitem__(ids, slice(start, start + n))) for start in range(1000 - n + 1)]
+    tail = tuple(list.__getitem__(ids, slice(1000 - n + 1, None)))
+    expected = sorted({ngram[-1] for ngram in ngrams if n and ngram[:-1] == tail})
+    assert filters.find_repeats(ids, n) == expected
+    assert ids.count <= 2 + len(expected)
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     SEEDS, st.lists(st.integers(0, 6), max_size=30), st.lists(st.integers(0, 6), max_size=30),
@@ -104,7 +127,7 @@ def test_order_of_filters_matches_transformers(seed: int) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.lists(st.sampled_from([0.0, 1.0, -1e30, 1e30, 5.0]), min_size=1, max_size=6), st.floats(0, 1e3),
+    st.lists(st.sampled_from([0.0, 1.0, -1e30, 1e30, 5.0]), min_size=1, max_size=6), st.floats(0, 100),
     st.integers(0, 9), st.floats(0, 1), st.floats(0, 1), st.integers(0, 3), st.lists(st.integers(0, 5), max_size=12),
 )  # fmt: skip
 def test_filters_always_leave_a_token(

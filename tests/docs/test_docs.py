@@ -3,6 +3,7 @@
 import re
 import shutil
 import tomllib
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,21 @@ def test_files_named_in_contributing_exist() -> None:
     assert len(names) > 20
     for name in names:
         assert (ROOT / name).exists() or "NAME" in name, name
+
+
+def test_every_pair_of_features_has_a_test() -> None:
+    """The table names each pair once, and tests that exist."""
+    section = (
+        (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## What meets what")[2].split("\n## ")[0]
+    )
+    rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| ")][1:]
+    pairs = [frozenset(pair) for first, second, _ in rows for pair in product(first.split(", "), second.split(", "))]
+    assert sorted(map(sorted, pairs)) == [list(pair) for pair in combinations(sorted(frozenset().union(*pairs)), 2)]
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for _, _, test in rows:
+        match = re.fullmatch(r"(?:refused: )?`(\w+)`|apart", test)
+        assert match is not None, test
+        assert match[1] is None or f"def {match[1]}(" in tests, f"there is no {match[1]}"
 
 
 def nav_pages(nav: Any) -> set[str]:

@@ -464,6 +464,16 @@ def test_an_interrupted_export_leaves_nothing(
     assert {each: signal.getsignal(each) for each in handlers} == handlers
 
 
+@pytest.mark.parametrize("out", ["out", "out.gguf", "out.html"])
+def test_progress_counts_the_parameters_before_the_current_one(run_folder: Path, out: str) -> None:
+    reports: list[Any] = []
+    library.export(run_folder, out, listen=reports.append)
+    total = sum(p.numel() for p in library.load(run_folder, dtype="float32").model.parameters())
+    assert {(report.total, report.unit) for report in reports} == {(total, "parameters")}
+    done = [report.done for report in reports]
+    assert done == sorted(done) and done[0] == 0 and total // 3 < done[-1] < total
+
+
 def test_a_signal_sets_the_exit_status(
     run_folder: Path, chapter: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -315,6 +316,11 @@ IN_FIRST_QUESTION = (
     "{{ message.content + '\\n' }}{% else %}{{ 'A: ' + message.content + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}A:{% endif %}"
 )
+DATED = (
+    "{% if strftime_now is defined %}{% set today = strftime_now('It\\'s %A, %d %b %Y (%a %B %m %y), \"now\".') %}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{{ today + '\\n' if loop.first }}{% endif %}"
+    "{{ message.content + strftime_now('<%Y>') }}{% endfor %}"
+)
 THOUGHTS = chat.CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
 CONVERSATION = [
     {"role": "user", "content": " Hi!\n"},
@@ -335,6 +341,8 @@ def with_template(template: str) -> Tokenizer:
         (QWEN, False, True),
         (MISTRAL, False, False),
         (IN_FIRST_QUESTION, False, True),
+        (DATED, False, True),
+        ("\n  {% if true %}" + DATED + "{% endif %}", False, True),
     ],
 )
 def test_pieces_give_the_text_of_the_template(template: str, trims: bool, has_system: bool) -> None:
@@ -343,17 +351,22 @@ def test_pieces_give_the_text_of_the_template(template: str, trims: bool, has_sy
     assert pieces is not None
     assert (pieces["trims"], pieces["system"] is not None) == (trims, has_system)
     systems = [[], [{"role": "system", "content": "Be brief. "}]] if has_system else [[]]
+    assert f"{datetime.now():%Y}" not in json.dumps(pieces)
     for messages in ([*system, *CONVERSATION[:count]] for system in systems for count in (1, 3)):
-        text = pieces["bos"] + ("" if messages[0]["role"] == "system" else pieces["no_system"])
-        for message in messages:
-            before, after = pieces[message["role"]]
-            text += before + (message["content"].strip() if trims else message["content"]) + after
-        assert text + pieces["answer"] == chat.render(tokenizer, messages)
+        assert chat_pieces.assemble(pieces, messages) == chat.render(tokenizer, messages)
 
 
 @pytest.mark.parametrize(
     "template",
-    [THOUGHTS, "{{ messages | length }}", "{{ raise_exception('no') }}", "{% for %}", "{{ '\\ud800' }}" + chat.CHATML],
+    [
+        THOUGHTS,
+        DATED.replace("%d", "%H:%M"),
+        DATED.replace("%d", "%%"),
+        "{{ messages | length }}",
+        "{{ raise_exception('no') }}",
+        "{% for %}",
+        "{{ '\\ud800' }}" + chat.CHATML,
+    ],
 )
 def test_templates_that_are_programs_have_no_pieces(template: str) -> None:
     tokenizer = with_template(template)

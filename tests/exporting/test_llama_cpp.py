@@ -1,22 +1,31 @@
 """Exported .gguf files in llama.cpp; needs the extra interop. benchmarks/llama_cpp.py compares more texts."""
 
+import json
 import pydoc_data.topics
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import vocabularies
 from conftest import GPT2_RANKS, make_text, more
+from models import rewritten
 
 pytest.importorskip("xllamacpp", reason="the extra interop is not installed")
 
 from benchmarks import llama_cpp
 from benchmarks.llama_cpp import LlamaCpp
+from gpt import api
 from gpt.api import LanguageModel
 from gpt.evaluate import total_loss
+from gpt.exporting import gguf_tokenizer
+from gpt.sample_config import SampleConfig
+from gpt.text import chat
+from gpt.text.gguf_vocabulary import _END_WORDS
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer
 
@@ -73,19 +82,139 @@ def test_llama_cpp_encodes_prompts_of_other_families_alike(form: str, served: Se
         assert response["prompt"] == "<|im_start|>Hello<|im_end|>"
 
 
-def test_llama_cpp_stops_at_the_same_tokens(served: Serve) -> None:
-    bytes_ = bytes_tokenizer()
-    ends = {"<|im_end|>": 257, "<a>": 258, "<b>": 259}
-    tokenizer = Tokenizer(
-        "bytes", bytes_.backend, 256, specials={**ends, "<c>": 260}, more_ends=frozenset(ends.values())
-    )
-    server = served(tokenizer)
+def stops(server: LlamaCpp, ids: Iterable[int]) -> set[int]:
+    """Returns the ids at which llama.cpp stops, each forced by a logit bias."""
 
     def stop(id: int) -> str:
         response = server.post("/completion", prompt="a", n_predict=3, logit_bias=[[id, 1e9]], temperature=0)
         return str(response["stop_type"])
 
-    assert [id for id in range(256, 263) if stop(id) == "eos"] == [256, 257, 258, 259]
+    return {id for id in ids if stop(id) == "eos"}
+
+
+def with_specials(*words: str, ends: int = 0) -> Tokenizer:
+    """Returns a bytes tokenizer with special tokens from id 257, the first of them end tokens."""
+    specials = {word: id for id, word in enumerate(words, 257)}
+    return Tokenizer(
+        "bytes", bytes_tokenizer().backend, 256, specials=specials, more_ends=frozenset(range(257, 257 + ends))
+    )
+
+
+def test_llama_cpp_stops_at_the_same_tokens(served: Serve) -> None:
+    tokenizer = with_specials("<|im_end|>", "<a>", "<b>", "<c>", ends=3)
+    assert stops(served(tokenizer), range(256, 263)) == tokenizer.ends == {256, 257, 258, 259}
+
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
+NAMED = [
+    *sorted(_END_WORDS - {"<|end|>", "</s>", "<|endoftext|>"}),
+    "<a>",
+    "<b>",
+    "<c>",
+    "<unused1>",
+    "<|fim_pad|>",
+    "<|file_sep|>",
+]
+TYPES = [NORMAL] * 256 + [CONTROL, USER_DEFINED, UNUSED, NORMAL] * 10
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+SENTENCE_PIECES = {
+    "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": PIECES, "tokenizer.ggml.scores": [0.0] * 260,
+    "tokenizer.ggml.token_type": [2, CONTROL, CONTROL, *[BYTE] * 256, NORMAL], "tokenizer.ggml.merges": None,
+    **{f"tokenizer.ggml.{key}": None for key in ("bos_token_id", "eos_token_id", "add_bos_token", "add_space_prefix")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "metadata"),
+    [
+        (NAMED, {}),
+        (NAMED, {"tokenizer.ggml.token_type": TYPES[: 260 + len(NAMED)]}),
+        (["<|im_start|>", "<|im_end|>", "<a>"], {"tokenizer.ggml.eos_token_id": 259}),
+        (["<|endoftext|>_", "<a>"], {"tokenizer.ggml.eos_token_id": 99_999, "tokenizer.ggml.eom_token_id": 258}),
+        (["<|end|>", "<|return|>"], {}),
+        (["<|end|>", "<|return|>", "<|call|>"], {"tokenizer.ggml.eos_token_id": 257}),
+        (["<|end|>", "<|calls|>", "<|flush|>"], {}),
+        (["<|end|>", "<|flush|>", "<|return|>"], {}),
+        (["</s>", "<|tool_response>"], {"tokenizer.ggml.eos_token_id": 257}),
+        (["</s>", "<s>"], {}),
+        (["<fim_pad>", "<reponame>", "<|file_sep|>", "<a>"], {}),
+        (
+            ["<fim_pad>", "<reponame>", "<|file_sep|>", "<a>", "<b>", "<c>"],
+            {f"tokenizer.ggml.fim_{key}_token_id": id for id, key in enumerate(("pad", "rep", "sep"), 260)},
+        ),
+        ([], SENTENCE_PIECES),
+        ([], SENTENCE_PIECES | {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.add_bos_token": False}),
+    ],
+)
+def test_files_end_where_llama_cpp_stops(words: list[str], metadata: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    with patch.object(gguf_tokenizer, "check"):  # It refuses some of these vocabularies.
+        llama_cpp.write_untrained(file, with_specials(*words))
+    file = rewritten(file, metadata)
+    tokenizer = find_tokenizer(str(file))
+    with LlamaCpp(file) as server:
+        # Without eos_token_id, llama.cpp also stops at 11 in a byte-level vocabulary. That is Falcon's <|endoftext|>, and
+        # an ordinary token in others.
+        assert stops(server, [0, 1, 2, 3, *range(255, 260 + len(words))]) == tokenizer.ends
+        for text in ("ab c", " a"):
+            assert server.ids(text, add_special=True, parse_special=True) == tokenizer.prompt(text)
+
+
+LLAMA3_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}\n{{ m['content'] }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
+ZEPHYR_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] + eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CHAT_TOKENIZERS = {
+    "chatml": ("bytes", None), "llama3": ("llama3", LLAMA3_TEMPLATE), "qwen": ("qwen", ZEPHYR_TEMPLATE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHAT_TOKENIZERS)
+def test_chat_model_is_the_same_through_every_door(name: str, tmp_path: Path) -> None:
+    """Run, file, folder and file again, and an adapter of the run as a file."""
+    form, template = CHAT_TOKENIZERS[name]
+    if template is not None:
+        config = vocabularies.write(form, tmp_path / form) / "tokenizer_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+        form = str(config.parent)
+    turns = [[("user", f"question {i}"), ("assistant", f"answer {i}")] for i in range(4)]
+    lines = [json.dumps({"messages": [{"role": role, "content": text} for role, text in turn]}) for turn in turns]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(lines * 6))
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 64, "arch": "modern", "tokenizer": form}
+    steps = {"chat": True, "steps": 120, "lr": 3e-3, "sample_every": 0, "dtype": "float32"}
+    run = api.train(chats, out=str(tmp_path / "run"), **shape, **steps).run
+    lora = api.train(chats, out=str(tmp_path / "lora"), init=str(run), lora_rank=2, **steps | {"steps": 5}).run
+    doors = [run, tmp_path / "1.gguf", tmp_path / "folder", tmp_path / "2.gguf"]
+    for source, out in pairwise(doors):
+        api.export(source, out, **({"dtype": "f32"} if out.suffix else {}))
+    api.export(lora, tmp_path / "lora.gguf", dtype="f32")
+    messages = [{"role": "user", "content": "question 2"}]
+    results = []
+    for door in (*doors, tmp_path / "lora.gguf"):
+        model = api.load(door)
+        prompt = chat.prompt(model.tokenizer, messages)
+        answer = model.write(prompt, SampleConfig(greedy=True, max_tokens=30))
+        text = "".join(answer)
+        words = chat.special_words(model.tokenizer)
+        results.append(
+            (model.tokenizer.bos, words["eos_token"], model.tokenizer.chat_template, prompt, text, model.tokenizer.ends)
+        )
+        assert answer.sample.finish_reason == "eot"
+        if door.suffix:
+            with LlamaCpp(door) as server:
+                rendered = server.post("/apply-template", messages=messages)["prompt"]  # Without BOS.
+                assert server.ids(rendered, add_special=True, parse_special=True) == prompt
+                response = server.post("/completion", prompt=prompt, n_predict=30, temperature=0)
+                assert (response["content"], response["stop_type"]) == (text, "eos")
+                assert stops(server, range(256, model.tokenizer.vocab_size)) == model.tokenizer.ends
+    assert results[1:4] == results[1:2] * 3
+    assert results[0][:-1] == results[1][:-1] == results[4][:-1]
+    assert results[0][-1] <= results[1][-1]  # llama.cpp also stops at other names, and the export says so.
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """GGUF files of random shapes in llama.cpp, compared by the log-probabilities of all ids; needs the extra interop."""
 
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import more
-from models import FAMILIES, loud, source_of
+from models import FAMILIES, ROPE_METADATA, loud, rewritten, source_of
 from torch import Tensor
 
 from benchmarks.llama_cpp import LlamaCpp
@@ -18,6 +19,7 @@ from gpt.export_config import FileType
 from gpt.exporting import gguf
 from gpt.exporting.source import SourceModel
 from gpt.model.decoder import GPT
+from gpt.runs import checkpoint
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,3 +91,14 @@ def test_logprobs_match_llama_cpp(tmp_path: Path, family: str, number: int) -> N
     for kind in ("f32", get_args(FileType)[1 + number % 3]):
         tolerance = GELU_TOLERANCE if family == "gpt2" and kind == "f32" else TOLERANCE[kind]
         assert largest_difference(tmp_path / f"{kind}.gguf", config, kind) <= tolerance, kind
+
+
+@pytest.mark.parametrize("metadata", [metadata for metadata, _ in ROPE_METADATA])
+def test_rope_scaling_of_a_file_is_that_of_llama_cpp(metadata: dict[str, Any], tmp_path: Path) -> None:
+    config = replace(random_shape("llama", 3), rope_scaling=None, block_size=48)
+    gguf.write(tmp_path / "model.gguf", source_of(loud(config, spread=0.1)), "f32", "shape")
+    file = rewritten(tmp_path / "model.gguf", metadata)
+    model, prompts = checkpoint.load(file, torch.device("cpu")).model, [list(range(40))]
+    with torch.no_grad():
+        ours = model(torch.tensor(prompts))[:, -1].log_softmax(-1).double()
+    assert (their_logprobs(file, prompts, config.vocab_size) - ours).abs().max() < TOLERANCE["f32"]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import vocabularies
 from conftest import Gpt, make_text, more, one_line_of_what_and_what_next, slow
-from models import CPU, FAMILIES, engine_of, loud, ours_with
+from models import CPU, FAMILIES, engine_of, loud, ours_with, save
 from safetensors.torch import load_file, save_file
 
 import gpt as library
@@ -23,7 +23,6 @@ from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, hf
 from gpt.sample_config import SampleConfig
-from gpt.text.tokenizer import bytes_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,11 +51,6 @@ def random_shape(family: str, number: int) -> GPTConfig:
     # With a window of 1, Transformers' cache keeps all columns instead of none.
     properties |= {"window": rng.choice([2, 5, 11]), "window_layers": windowed} if windowed else {}
     return GPTConfig(IDS, 48, layers, heads, 8 * heads, **properties)
-
-
-def save(path: Path, model: GPT) -> None:
-    files = checkpoint.TokenizerFiles(bytes_tokenizer(), model.config)
-    checkpoint.write(path, checkpoint.contents(model.config, {**model.state_dict()}, files, {}))
 
 
 def generate_ids(model: GPT, prompt: list[int], **settings: Any) -> list[list[int]]:
@@ -272,7 +266,7 @@ def test_unknown_family_is_refused_with_a_list(gpt: Gpt, tmp_path: Path) -> None
     (tmp_path / "model.safetensors").write_bytes(b"")
     done = gpt("sample", "x", "-m", tmp_path)
     one_line_of_what_and_what_next(done, "describes a model of type 'gemma3'")
-    assert "gpt2, llama, mistral, qwen2, qwen3" in done.err
+    assert "gpt runs GPT-2, Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 models" in done.err
 
 
 def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
+from conftest import Gpt, one_line_of_what_and_what_next, slow
+from models import SHAPES, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -26,27 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 CPU = torch.device("cpu")
 
 
-def _modern(**properties: Any) -> GPTConfig:
-    return GPTConfig.of("modern", 257, 32, 2, 4, 32, **{"n_kv_head": 2, "n_inner": 48, **properties})
-
-
-FAMILIES = {
-    "gpt2": GPTConfig(257, 32, 2, 4, 32),
-    "llama": _modern(qk_norm=False),
-    "mistral": _modern(qk_norm=False, window=8, window_layers=(0, 1), tied=False),
-    "qwen2": _modern(qk_norm=False, biases="qkv"),
-    "qwen3": _modern(head_dim=16),
-}
-
 LORA: dict[str, Any] = {"lora_rank": 4, "dtype": "float32", "sample_every": 0}
 OPTIONS = ("--lora-rank", "4", "--steps", "3", "--dtype", "float32")
-
-
-@pytest.fixture
-def second_text(workdir: Path) -> Path:
-    path = workdir / "other.txt"
-    path.write_bytes(make_text(2500, seed=5).encode())
-    return path
 
 
 @pytest.fixture
@@ -67,10 +49,10 @@ def model_with_adapters(config: GPTConfig, rank: int, targets: str = "all") -> G
     return model.eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("targets", ["all", "mlp"])
 def test_merged_weights_match_adapters(family: str, targets: str) -> None:
-    config = FAMILIES[family]
+    config = SHAPES[family]
     model = model_with_adapters(config, 3, targets)
     merged = GPT(config)
     merged.load_state_dict({name: p for name, p in model.state_dict().items() if not name.endswith((".a", ".b"))})
@@ -82,9 +64,9 @@ def test_merged_weights_match_adapters(family: str, targets: str) -> None:
         assert not torch.allclose(before, model(ids), atol=1e-2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHAPES)
 def test_only_adapters_are_trained(family: str) -> None:
-    config, ids = FAMILIES[family], torch.arange(16)[None]
+    config, ids = SHAPES[family], torch.arange(16)[None]
     model_before_training = GPT(config).eval()
     with torch.no_grad():
         before = model_before_training(ids)
@@ -149,9 +131,7 @@ def load_transformers(path: Path) -> Any:
 
 def save_base(config: GPTConfig, path: Path) -> Path:
     torch.manual_seed(0)
-    files = checkpoint.TokenizerFiles(bytes_tokenizer(), config)
-    checkpoint.save(path, GPT(config), files, {"step": 1})
-    return path
+    return save(path, GPT(config))
 
 
 def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = "all") -> None:
@@ -163,10 +143,10 @@ def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = 
     checkpoint.write(path, checkpoint.contents(model.config, lora.adapters(model), files, meta, store))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("targets", ["all", slow("attention"), "output,down", slow("query,value")])
 def test_peft_loads_gpt_adapters(family: str, targets: str, workdir: Path) -> None:
-    config = FAMILIES[family]
+    config = SHAPES[family]
     if family == "gpt2" and targets == "query,value":
         targets = "query,key,value"
     base = save_base(config, workdir / "base")
@@ -197,18 +177,18 @@ def make_peft_adapter(config: GPTConfig, workdir: Path, **settings: Any) -> tupl
     return model, workdir / "theirs"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_gpt_loads_peft_adapters(family: str, use_rslora: bool, workdir: Path) -> None:
-    peft_model, path = make_peft_adapter(FAMILIES[family], workdir, use_rslora=use_rslora)
+    peft_model, path = make_peft_adapter(SHAPES[family], workdir, use_rslora=use_rslora)
     ids = torch.arange(16)[None]
     with torch.no_grad():
         assert torch.allclose(library.load(path).model(ids), peft_model(ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHAPES)
 def test_gradients_match_peft(family: str, workdir: Path) -> None:
-    config = FAMILIES[family]
+    config = SHAPES[family]
     base = save_base(config, workdir / "base")
     model = checkpoint.load(base, CPU).model.train()
     scramble(lora.adapt(model, 3, 6.0))
@@ -233,7 +213,7 @@ def test_gradients_match_peft(family: str, workdir: Path) -> None:
 
 
 def test_commands_accept_a_peft_folder(gpt: Gpt, workdir: Path, second_text: Path) -> None:
-    _, path = make_peft_adapter(FAMILIES["llama"], workdir)
+    _, path = make_peft_adapter(SHAPES["llama"], workdir)
     assert json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"] == str(workdir / "base")
     assert gpt("sample", "the", "-m", path, "-n", "4").code == 0
     assert json.loads(gpt("params", path, "--json").out)["config"]["n_embd"] == 32
@@ -259,7 +239,7 @@ def test_commands_accept_a_peft_folder(gpt: Gpt, workdir: Path, second_text: Pat
     ],
 )
 def test_unsupported_peft_settings_are_refused(gpt: Gpt, workdir: Path, key: str, value: Any) -> None:
-    path = save_base(FAMILIES["llama"], workdir / "base")
+    path = save_base(SHAPES["llama"], workdir / "base")
     model = checkpoint.load(path, CPU).model
     lora.adapt(model, 3, 6.0)
     write_adapter(model, path, workdir / "adapter", 3)
@@ -274,10 +254,10 @@ def test_unsupported_peft_settings_are_refused(gpt: Gpt, workdir: Path, key: str
 
 
 def test_invalid_adapter_folders_are_refused(gpt: Gpt, workdir: Path) -> None:
-    _, path = make_peft_adapter(FAMILIES["mistral"], workdir, target_modules=["q_proj", "lm_head"])
+    _, path = make_peft_adapter(SHAPES["mistral"], workdir, target_modules=["q_proj", "lm_head"])
     one_line_of_what_and_what_next(gpt("sample", "-m", path), "has a tensor base_model.model.lm_head.lora_A.weight")
     (workdir / "other").mkdir()
-    _, path = make_peft_adapter(FAMILIES["llama"], workdir / "other")
+    _, path = make_peft_adapter(SHAPES["llama"], workdir / "other")
     arrays = load_file(path / "adapter_model.safetensors")
     del arrays["base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"]
     save_file(arrays, path / "adapter_model.safetensors")
@@ -316,7 +296,7 @@ def test_lora_targets_without_a_rank_are_refused(gpt: Gpt, base: Path, second_te
 
 @pytest.mark.parametrize("family", ["gpt2", slow("qwen3")])
 def test_run_trains_only_its_targets(family: str, workdir: Path, second_text: Path) -> None:
-    base = save_base(FAMILIES[family], workdir / "base")
+    base = save_base(SHAPES[family], workdir / "base")
     result = library.train(second_text, init=base, steps=4, lora_targets="mlp,output", merge_lora=True, **LORA)
     record = json.loads((result.run / "run.json").read_text())
     assert record["settings"]["lora_targets"] == record["resolved"]["lora_targets"] == "mlp,output"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Done, Gpt, curve, make_text, more, one_line_of_what_and_what_next, slow
-from models import loud
+from models import loud, save
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,7 +27,6 @@ from gpt.model.params import named_parameters
 from gpt.model.quantize import GROUP, Quantized, QuantizedEmbedding, to_int4, to_int8
 from gpt.runs import checkpoint, folder, hub
 from gpt.sample_config import SampleConfig
-from gpt.text.tokenizer import bytes_tokenizer
 
 MODERN = ARCHITECTURES["modern"]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -42,11 +41,9 @@ SAMPLING = SampleConfig()
 fast_int4 = Int4Linear.runs_on(torch.device("cpu"))
 
 
-def save(path: Path, **properties: Any) -> Path:
+def save_shape(path: Path, **properties: Any) -> Path:
     shape = {"vocab_size": 257, "block_size": 48, "n_layer": 2, "n_head": 2, "n_embd": 64}
-    model = loud(GPTConfig(**shape | properties), spread=0.1)
-    checkpoint.save(path, model, checkpoint.TokenizerFiles(bytes_tokenizer(), model.config), {})
-    return path
+    return save(path, loud(GPTConfig(**shape | properties), spread=0.1))
 
 
 def export(model: Path, dtype: str) -> Path:
@@ -64,7 +61,7 @@ def quantized_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str,
     def get(shape: str, dtypes: str = "float32") -> Path:
         path = root / shape
         if not path.exists():
-            save(path, **SHAPES[shape])
+            save_shape(path, **SHAPES[shape])
         for dtype in dtypes.split("-"):
             path = export(path, dtype)
         return path
@@ -395,7 +392,7 @@ def test_quantized_weights_are_in_memory_once(
 ) -> None:
     if dtype == "int4" and not fast_int4:
         pytest.skip("the int4 kernel needs AVX2")
-    large = save(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=4, n_head=8, n_embd=1024, tied=tied)
+    large = save_shape(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=4, n_head=8, n_embd=1024, tied=tied)
     quantized = export(large, dtype)
     command = [sys.executable, "-c", PEAK_SCRIPT, quantized_folder("gpt2", f"float32-{dtype}"), quantized, dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

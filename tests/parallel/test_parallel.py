@@ -295,6 +295,40 @@ os.kill(os.getpid(), signal.SIGTERM) if os.environ["RANK"] == "0" else os._exit(
     assert launch([sys.executable, "-c", code], 2) == LaunchResult(143)
 
 
+@pytest.mark.slow
+def test_second_ctrl_c_ends_all_processes(workdir: Path) -> None:
+    """The processes ignore repeated signals, as during a long save."""
+    rank = """
+import os, pathlib, time
+from gpt.interrupt import StopSignal
+from gpt.parallel import environment
+with StopSignal(is_ctrl_c=environment.is_ctrl_c) as stop:
+    pathlib.Path("ready-" + os.environ["RANK"]).touch()
+    while True:
+        time.sleep(0.01)
+        if stop.signum:
+            pathlib.Path("stopping-" + os.environ["RANK"]).touch()
+"""
+    code = f"import sys; from gpt.parallel.launch import launch; sys.exit(launch([sys.executable, '-c', {rank!r}], 2).status)"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+
+    def wait_for(name: str) -> None:
+        while not all(Path(f"{name}-{rank}").exists() for rank in range(2)):
+            assert process.poll() is None
+            time.sleep(0.01)
+
+    wait_for("ready")
+    process.send_signal(signal.SIGINT)
+    wait_for("stopping")
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        time.sleep(0.4)
+        process.send_signal(signum)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+
+
 def test_launcher_restores_logging_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's launcher writes a log."""
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # An existing value is not overwritten.

@@ -59,6 +59,16 @@ def test_sharded_training_matches_one_process(several_trained: Path, name: str) 
     assert library.load(sharded).loss("the cat sat") == pytest.approx(library.load(one).loss("the cat sat"), rel=1e-3)
 
 
+def test_timed_sharded_run_matches_one_process_with_its_steps(
+    several_trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(several_trained)
+    resolved = json.loads(Path("timed/run.json").read_text())["resolved"]
+    copied = {key: resolved[key] for key in ("steps", "warmup", "decay", "weight_decay")}
+    library.train("book.txt", out="one/timed", **{**MODELS["adamw"], **copied})
+    assert losses(Path("timed")) == pytest.approx(losses(Path("one/timed")), abs=1e-4)
+
+
 def test_transformers_loads_sharded_runs(several_trained: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -133,10 +143,13 @@ def test_families_train_alike_in_one_process_and_in_shards(name: str, workdir: P
     [
         more(["--nproc", "3", "--tensor", "2"], "3 processes cannot be divided into groups of 2", "--nproc 4"),
         (["--tensor", "2"], "one process cannot be divided into groups of 2", "--nproc 2"),
-        (
-            ["--init", "x", "--lora-rank", "2", "--shard", "full"],
-            "--shard full cannot be combined with --lora-rank",
-            "adapters",
+        *(
+            (
+                ["--init", "x", "--lora-rank", "2", *words],
+                f"{words[0].replace('=', ' ')} cannot be combined with --lora-rank",
+                "adapters",
+            )
+            for words in (["--shard=full"], ["--tensor", "2"])
         ),
     ],
 )

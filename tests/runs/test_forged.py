@@ -135,7 +135,7 @@ def test_json_depth_is_limited(tmp_path: Path) -> None:
 
 def test_message_length_is_limited() -> None:
     assert len(UserError("x" * 10**6, "y" * 10**6).message) <= MAX_MESSAGE + 3
-    assert UserError("x" * MAX_MESSAGE).message == "x" * MAX_MESSAGE
+    assert UserError("x " * (MAX_MESSAGE // 2)).message == "x " * (MAX_MESSAGE // 2)
 
 
 # run.json

@@ -3,8 +3,8 @@
 import random
 import struct
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import Gpt, more, one_line_of_what_and_what_next
-from models import loud, source_of
+from models import ROPE_METADATA, loud, rewritten, source_of
 from torch import Tensor
 
+from gpt import gguf_header
 from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.exporting import gguf
@@ -66,29 +67,6 @@ def test_exported_model_is_read_back(family: str, tmp_path: Path) -> None:
     assert list(read.tokenizer.encode("A text")) == list(b"A text")
 
 
-def rewritten(path: Path, change: Callable[[str, Tensor, Any], tuple[Any, Any]], metadata: dict[str, Any]) -> Path:
-    """Copies a file with the package gguf: tensors as `change` returns them with their types, metadata over the old."""
-    reader, target = package.GGUFReader(path), path.with_name("rewritten.gguf")
-    writer = package.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")) and name not in metadata:
-            kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), kind, inner)
-    for name, value in metadata.items():
-        kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
-        writer.add_key_value(name, value, package.GGUFValueType[kinds[type(value)]])
-    for tensor in reader.tensors:
-        exact = torch.from_numpy(package.dequantize(tensor.data, tensor.tensor_type).copy())
-        data, type_ = change(tensor.name, exact, tensor.tensor_type)
-        if data is not None:
-            writer.add_tensor(tensor.name, data, raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
 def as_blocks(kind: str, value: Tensor) -> Any:
     """A matrix in a type: quantized if the package can, or else random blocks with scales of about a tenth."""
     type_ = package.GGMLQuantizationType[kind]
@@ -128,10 +106,10 @@ def check_weights(model: GPT, kind: str, tmp_path: Path) -> None:
             return value.numpy(), old
         return as_blocks(kind, value), type_
 
-    path = rewritten(write(tmp_path / "model.gguf", model), change, {})
-    exact = rewritten(path, lambda name, value, old: (value.numpy(), package.GGMLQuantizationType.F32), {})
+    path = rewritten(write(tmp_path / "model.gguf", model), {}, change)
+    exact = rewritten(path, {}, lambda name, value, old: (value.numpy(), package.GGMLQuantizationType.F32))
     exact = exact.rename(tmp_path / "exact.gguf")
-    path = rewritten(write(tmp_path / "again.gguf", model), change, {})
+    path = rewritten(write(tmp_path / "again.gguf", model), {}, change)
     read, reference = (checkpoint.load(each, torch.device("cpu")).model for each in (path, exact))
     assert {info.type for info in header(path).tensors.values()} == {0, int(type_)}
     assert torch.allclose(logits(read), logits(reference), rtol=0, atol=1e-5)
@@ -150,15 +128,12 @@ def test_q4_0_is_int4_without_rounding_again(tmp_path: Path) -> None:
         assert torch.equal(to_tensor(stored), restored)
 
 
-def test_linear_rope_scaling(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("metadata", "factor"), ROPE_METADATA)
+def test_linear_rope_scaling(metadata: dict[str, Any], factor: float, tmp_path: Path) -> None:
+    """tests/exporting/test_llama_cpp_shapes.py compares the same files in llama.cpp."""
     model = model_of("llama")
-    path = rewritten(
-        write(tmp_path / "model.gguf", model),
-        lambda name, value, old: (value.numpy(), old),
-        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
-    )
-    config = gguf_model.load_config(path)
-    assert torch.allclose(rotary_rates(config) * 4, rotary_rates(model.config))
+    config = gguf_model.load_config(rewritten(write(tmp_path / "model.gguf", model), metadata))
+    assert torch.allclose(rotary_rates(config) * factor, rotary_rates(model.config))
 
 
 def test_shards_are_one_model(tmp_path: Path) -> None:
@@ -167,9 +142,8 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     names = list(header(path).tensors)
     for number, part in enumerate((names[:5], names[5:9], names[9:])):
         keep = lambda name, value, old, part=part: (value.numpy(), old) if name in part else (None, None)
-        rewritten(path, keep, {"split.no": number, "split.count": 3, "split.tensors.count": len(names)}).rename(
-            tmp_path / f"it-{number + 1:05}-of-00003.gguf"
-        )
+        split = {"split.no": number, "split.count": 3, "split.tensors.count": len(names)}
+        rewritten(path, split, keep).rename(tmp_path / f"it-{number + 1:05}-of-00003.gguf")
     read = checkpoint.load(tmp_path / "it-00002-of-00003.gguf", torch.device("cpu")).model
     assert torch.equal(logits(read), logits(model))
     assert len(folder.weight_checksums(tmp_path / "it-00001-of-00003.gguf")) == 3
@@ -178,15 +152,14 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "it-00001-of-00003.gguf", torch.device("cpu"))
 
 
-def keep(name: str, value: Tensor, old: Any) -> tuple[Any, Any]:
-    return value.numpy(), old
-
-
 @pytest.mark.parametrize(
     ("metadata", "match"),
     [
         ({"llama.expert_count": 8}, "expert_count is 8"),
         ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn'"),
+        ({"llama.rope.scaling.factor": 0.5}, "RoPE scaling 'linear' by 0.5"),
+        ({"llama.rope.scaling.factor": float("nan")}, "RoPE scaling 'linear' by nan"),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor is 1.5"),
         ({"llama.rope.dimension_count": 12}, "only part of each head"),
         ({"llama.block_count": 3}, "the tensor blk.2.attn_norm.weight and 8 more is missing"),
         ({"llama.block_count": 10**6}, "does not have a model's tensors"),
@@ -195,8 +168,71 @@ def keep(name: str, value: Tensor, old: Any) -> tuple[Any, Any]:
     ],
 )
 def test_unsupported_metadata_is_named(metadata: dict[str, Any], match: str, tmp_path: Path) -> None:
-    path = rewritten(write(tmp_path / "model.gguf", model_of("llama")), keep, metadata)
+    path = rewritten(write(tmp_path / "model.gguf", model_of("llama")), metadata)
     with pytest.raises(UserError, match=match):
+        checkpoint.load(path, torch.device("cpu"))
+
+
+KEYS = [
+    "general.architecture", "split.count",
+    *(f"llama.{key}" for key in {**gguf_model._SHAPE, **gguf_model._WITHOUT}),
+    "llama.rope.dimension_count", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear",
+    "llama.rope.scaling.original_context_length",
+    *(f"tokenizer.ggml.{key}" for key in (
+        "model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_space_prefix",
+        *(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")),
+    )),
+    "tokenizer.chat_template",
+]  # fmt: skip
+WRONG = [
+    "false", "", "\x1b[31m" * 99, True, False, -1, 0, 1, 7, 2**31, 2**63, 0.5, -1.0, 1e300, float("nan"), float("inf"),
+    [0.5, float("inf")], [float("nan")] * 320, [float("inf")] * 320, [1e300] * 320, [-1] * 320, [7] * 257, [2**62] * 320, [True] * 320,
+    ["a"], ["a", "a"], ["a b"] * 320, [f"{n}" for n in range(320)], ["\udcff"] + [f"{n}" for n in range(319)], [],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_wrong_values_are_read_or_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries values of other types and sizes in every key that is read, with both kinds of vocabularies."""
+    path = write(tmp_path / "model.gguf", model_of("llama"))
+    file, refused = header(path), 0
+    words = [f"<0x{byte:02X}>" for byte in range(256)] + [f"<{id}>" for id in range(256, 320)]
+    pieces = {"model": "llama", "tokens": words, "scores": np.zeros(320, np.float32)}
+    pieces = {f"tokenizer.ggml.{name}": value for name, value in pieces.items()}
+    for kind, value in product(({}, pieces), WRONG):
+        is_array = isinstance(value, list) and not all(isinstance(each, str) for each in value)
+        metadata = {**file.metadata, **kind, key: np.array(value) if is_array else value}
+        monkeypatch.setattr(gguf_header, "_read_file", lambda path, metadata=metadata: replace(file, metadata=metadata))
+        gguf_header._kept.cache_clear()
+        try:
+            tokenizer = checkpoint.load(path, torch.device("cpu")).tokenizer
+            tokenizer.encode("a")
+            read_provenance(path, str(path))
+        except UserError as error:
+            refused += 1
+            assert "\n" not in error.message and len(error.message) < 400 and error.hint, (value, error.message)
+    assert refused > len(WRONG) / 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("split.no", [0, 1]), ("split.no", 1.0), ("split.count", [2]), ("split.count", 2.5), ("general.alignment", [32])],
+)
+def test_wrong_values_of_shards_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", model_of("llama"))
+    for number in range(2):
+        metadata = {"split.no": number, "split.count": 2, "split.tensors.count": 20, key: value}
+        rewritten(path, metadata).rename(tmp_path / f"it-0000{number + 1}-of-00002.gguf")
+    with pytest.raises(UserError, match=f"{key} is .*, not of type int"):
+        header(tmp_path / "it-00001-of-00002.gguf")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("add_bos_token", "false"), ("add_bos_token", 0), ("eos_token_id", "2"), ("bos_token_id", 2.0)]
+)
+def test_flags_and_ids_of_another_type_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    path = rewritten(write(tmp_path / "model.gguf", model_of("llama")), {f"tokenizer.ggml.{key}": value})
+    with pytest.raises(UserError, match=f"tokenizer.ggml.{key} is {value!r}, not of type"):
         checkpoint.load(path, torch.device("cpu"))
 
 
@@ -210,8 +246,9 @@ def test_unsupported_metadata_is_named(metadata: dict[str, Any], match: str, tmp
 def test_unknown_architecture_and_tensor_are_named(old: bytes, new: bytes, match: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", model_of("llama"))
     path.write_bytes(path.read_bytes().replace(old, new))
-    with pytest.raises(UserError, match=match):
+    with pytest.raises(UserError, match=match) as error:
         checkpoint.load(path, torch.device("cpu"))
+    assert error.value.hint.startswith("run the file with llama.cpp (llama-cli -m FILE); gpt runs GPT-2, Llama, ")
 
 
 @pytest.mark.parametrize(
@@ -294,15 +331,23 @@ def test_forged_files_are_read_or_refused(count: int, tmp_path: Path) -> None:
     assert outcomes["read"] > count / 20
 
 
-def test_length_of_a_string_is_checked_before_it_is_read(tmp_path: Path) -> None:
-    """The file is sparse. The first token claims a gibibyte of the zeros that follow."""
+@pytest.mark.parametrize(
+    ("skip", "claim", "match"),
+    [
+        (16, 2**30, r"its header is cut short, or has more than 134,217,728 bytes"),  # bytes of the first token
+        (8, 26_000_000, r"its lists have 26,000,000 texts or more, and the limit is 2,097,152"),  # tokens
+        (8, 2**40, r"it claims to have 1,099,511,627,776 texts in tokenizer.ggml.tokens"),
+    ],
+)
+def test_sizes_are_checked_before_they_are_read(skip: int, claim: int, match: str, tmp_path: Path) -> None:
+    """The file is sparse: zeros follow."""
     data = write(tmp_path / "model.gguf", model_of("llama")).read_bytes()
-    at = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 4 + 4 + 8
+    at = data.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + skip
     with (tmp_path / "large.gguf").open("wb") as file:
-        file.write(data[:at] + struct.pack("<Q", 2**30) + data[at + 8 :])
+        file.write(data[:at] + struct.pack("<Q", claim) + data[at + 8 :])
         file.truncate(2**31)
     tracemalloc.start()
-    with pytest.raises(UserError, match="its header is cut short"):
+    with pytest.raises(UserError, match=match):
         header(tmp_path / "large.gguf")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -418,7 +418,6 @@ def test_base_option_names_the_base_model(
     adapter: Path, tmp_path: Path, base_name: str | None, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("gpt.runs.folder._bases", {})
     expected = load(adapter).generate("the", max_tokens=5, greedy=True)[0]
     change(adapter / "adapter_config.json", base_model_name_or_path=base_name, revision="unsloth")
     result = gpt("sample", "the", "-m", adapter)
@@ -431,6 +430,9 @@ def test_base_option_names_the_base_model(
     assert gpt("eval", book, "-m", adapter, "--base", base).code == 0
     assert gpt("export", "-m", adapter, "-o", tmp_path / "whole", "--base", base).code == 0
     assert load(tmp_path / "whole").generate("the", max_tokens=5, greedy=True)[0] == expected
+    assert load(adapter, base=base).generate("the", max_tokens=5, greedy=True)[0] == expected
+    for command in (["sample", "the"], ["eval", book]):  # The base was only for its call.
+        assert "--base" in gpt(*command, "-m", adapter).err.splitlines()[-1]
     one_line_of_what_and_what_next(gpt("sample", "-m", base, "--base", base), "is a full model")
     one_line_of_what_and_what_next(gpt("sample", "-m", adapter, "--base", tmp_path / "no"), "there is no run")
 

@@ -83,6 +83,18 @@ def test_damaged_manifest_is_an_error(manifest: str, models: Path) -> None:
         ollama.find("ollama:it")
 
 
+def test_file_of_another_size_is_refused(models: Path) -> None:
+    manifest = store(models, "registry.ollama.ai/library/it/latest", model=b"GGUF")
+    (blob,) = (models / "blobs").iterdir()
+    blob.write_bytes(b"GGU")
+    with pytest.raises(UserError, match="ollama:it is damaged: .* has 3 bytes, not 4") as error:
+        ollama.find("ollama:it")
+    assert error.value.hint == "download it again: ollama pull it"
+    manifest.write_text(manifest.read_text().replace('"size": 4', '"size": "3"'))
+    with pytest.raises(UserError, match="has 3 bytes, not '3'"):
+        ollama.find("ollama:it")
+
+
 def test_unknown_model_suggests_a_known_one(models: Path, gpt: Gpt) -> None:
     store(models, "registry.ollama.ai/library/smollm2/135m", model=b"GGUF")
     result = gpt("sample", "The", "-m", "ollama:smollm:135m")

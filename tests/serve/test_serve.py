@@ -161,18 +161,9 @@ def test_cached_tokens_are_counted(server: Served) -> None:
 
 
 def test_sampling_defaults_apply_to_missing_fields(model: LanguageModel) -> None:
-    warnings = list[str]()
-    config = {
-        "temperature": 0.5, "top_k": "many", "top_p": 0.9, "min_p": math.nan, "repetition_penalty": 1.5,
-        "do_sample": True, "max_new_tokens": 3, "eos_token_id": 0,
-    }  # fmt: skip
-    defaults = protocol.sampling_defaults(config, warnings.append)
-    assert defaults == {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.5}
-    assert [line.split()[3] for line in warnings] == ["top_k", "min_p"]
-    assert protocol.sampling_defaults({**defaults, "do_sample": False}, pytest.fail)["temperature"] == 0
-    assert not protocol.sampling_defaults({"do_sample": 1}, warnings.append)
-    assert "do_sample is 1; it must be true or false" in warnings[-1]
+    defaults = {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.5}
     with served(model, sampling=defaults) as server:
+        assert server.client.get("/v1/models").json()["data"][0]["sampling"] == defaults  # The page starts with them.
         for fields, settings in (
             ({}, {}), ({"temperature": None, "top_p": 1}, {"top_p": 0.0}), ({"temperature": 0}, {"greedy": True}),
             ({"repeat_penalty": 1}, {"repetition_penalty": 0.0}),
@@ -532,6 +523,14 @@ def test_unpaired_surrogates_are_replaced_and_control_characters_kept(server: Se
     assert answer["choices"][0]["text"] == "a�b\x00\x1b[31m"
 
 
+def test_advertised_context_is_accepted(model: LanguageModel) -> None:
+    with served(model, limit_tokens=20) as api:
+        (served_model,) = api.client.get("/v1/models").json()["data"]
+        assert served_model["context_length"] == api.ask("/tokenize", prompt="a")["max_model_len"] == 20
+        assert api.ask(prompt=[97] * 20, max_tokens=1)
+        assert api.refuse(prompt=[97] * 21, max_tokens=1)["code"] == "context_length_exceeded"
+
+
 def test_models_route_describes_the_model(server: Served) -> None:
     response = server.client.get("/v1/models").json()
     assert response["object"] == "list"
@@ -793,6 +792,17 @@ def test_chat_supports_several_choices_and_no_max_tokens(chat: Served, model: La
 def test_invalid_chat_value_error_names_the_field(chat: Served, field: str, value: Any) -> None:
     error = chat.refuse("/v1/chat/completions", **{"messages": CHAT, field: value})
     assert error["param"] == field
+
+
+def test_null_content_of_an_assistant_is_its_refusal(chat: Served) -> None:
+    for content, refusal in (("No.", "No."), ("", None)):
+        texts = [
+            chat.ask("/tokenize", messages=[*CHAT, {"role": "assistant", **message}, *CHAT])["tokens"]
+            for message in ({"content": None, "refusal": refusal}, {"refusal": refusal}, {"content": content})
+        ]
+        assert texts[0] == texts[1] == texts[2]
+    assert chat.refuse("/tokenize", messages=[{"role": "user", "content": None}])["param"] == "messages"
+    assert chat.refuse("/tokenize", messages=[{"role": "assistant", "refusal": 5}])["param"] == "messages"
 
 
 def test_tools_are_not_supported(chat: Served) -> None:

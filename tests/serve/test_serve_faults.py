@@ -21,8 +21,11 @@ from conftest import Gpt, more, one_line_of_what_and_what_next, spawn
 from serving import Served, events, load, received, request, served
 
 from gpt.api import LanguageModel
+from gpt.decoding import constraint
+from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.engine import Engine
 from gpt.errors import UserError
+from gpt.files import Stamps
 from gpt.sample_config import SampleConfig
 from gpt.serve import answers, app, choices, in_flight, server
 from gpt.serve.choices import Prompt
@@ -489,6 +492,131 @@ def test_error_in_a_step_ends_all_requests_but_not_the_server(
         assert [api.ask(prompt="the cat", seed=0)["choices"][0]["text"]] == expected
 
 
+class Panic(BaseException):
+    """Like a Rust panic (`pyo3_runtime.PanicException`), not an Exception."""
+
+
+def raise_panic(*args: object) -> Any:
+    raise Panic("at the disco")
+
+
+@pytest.mark.parametrize("owner, name", [
+    (Engine, "step"), (Engine, "add"), (ConstraintCache, "find"), (app, "read_completion"), (app, "read_prompt"),
+    (answers, "completion_logprobs"),
+])  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_panic_is_answered_and_printed(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, stream: bool
+) -> None:
+    body: dict[str, Any] = {"prompt": "a", "max_tokens": 3, "regex": "[a-z]+", "logprobs": 1, "stream": stream}
+    with served(model, access_log=True) as api:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, raise_panic)
+            answer = api.post("/v1/completions", **body)
+        assert answer.status_code in (200 if stream else 500, 500)
+        event = answer.text.removeprefix("data: ")
+        assert json.loads(event)["error"]["message"].startswith("internal error in gpt: Panic: at the disco")
+        wait_until(lambda: any(" status=500 " in note for note in api.notes))
+        assert any(note.startswith("/completions: internal error in gpt: Panic") for note in api.notes)
+        assert 'gpt_requests_total{route="/completions",status="500"} 1.0' in api.client.get("/metrics").text
+        if name == "add":  # The engine's state is unknown.
+            assert api.client.get("/health").status_code == 500
+            assert api.refuse(prompt="a", status=500)
+        else:
+            assert api.client.get("/health").status_code == 200
+            assert api.ask(**{**body, "stream": False})
+
+
+def test_changed_model_file_is_detected(model: LanguageModel, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"old")
+    with served(model) as api:
+        object.__setattr__(api.service, "stamps", Stamps([file]))
+        assert api.ask(prompt="a", max_tokens=1)
+        other = tmp_path / "new"
+        other.write_bytes(b"newer")
+        other.rename(file)  # The mapped file still exists without a name.
+        assert api.ask(prompt="a", max_tokens=1)
+        object.__setattr__(api.service, "stamps", Stamps([file]))
+        file.write_bytes(b"")
+        error = api.refuse(prompt="a", status=500)
+        assert error["message"].startswith("the model's file model.gguf was changed while it was in use (start the ")
+        assert api.client.get("/health").status_code == 500
+
+
+def test_small_request_is_answered_before_a_large_one(model: LanguageModel) -> None:
+    large = {"prompt": [f"the {at}" for at in range(8)], "n": 128, "max_tokens": 20, "ignore_eos": True}
+    with served(model, rows=2) as api, contextlib.ExitStack() as connections:
+        for _ in range(6):
+            connections.enter_context(api.connect()).sendall(request(large))
+        wait_until(lambda: len(api.service.pending) == 4 and api.server.in_flight.count == 4)
+        assert (
+            api.refuse(**large, status=429)["code"] == "queue_full"
+        )  # The limit of 4,096 texts is for large requests.
+        for _ in range(5):
+            api.ask(prompt="a", max_tokens=5)
+        assert len(api.service.pending) == 4
+        connections.close()
+        api.idle()
+
+
+def test_small_constraint_does_not_wait_for_large_ones(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, check = threading.Event(), constraint._check
+
+    def slow_check(name: str, grammar: str) -> None:
+        release.wait(20)
+        check(name, grammar)
+
+    monkeypatch.setattr(constraint, "_check", slow_check)
+    with served(model, queue=60) as api, contextlib.ExitStack() as connections:
+        connections.callback(release.set)
+        for number in range(50):
+            schema = {"enum": [f"{number}-{at}" for at in range(5000)]}
+            connections.enter_context(api.connect()).sendall(request({"prompt": "a", "json_schema": schema}))
+        wait_until(lambda: api.server.in_flight.count == 50)
+        assert api.ask(prompt="a", max_tokens=9, json_schema={"type": "integer"}, temperature=0)
+        assert not api.service.pending
+
+
+@pytest.mark.parametrize("name", ["Host", "Origin", "Authorization", "Content-Type"])
+def test_repeated_headers_are_refused(single_slot: Served, name: str) -> None:
+    value = {"Host": "localhost", "Content-Type": "application/json"}.get(name, f"http://127.0.0.1:{single_slot.port}")
+    extra = [f"{name}: {value}"] * (1 if name in ("Host", "Content-Type") else 2)
+    answer = single_slot.raw(request({"prompt": "a"}, "/v1/completions", *extra))
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("depth", [100, 480, 900, *range(960, 1000, 3)])
+def test_deep_schema_is_an_error_of_the_client(single_slot: Served, depth: int) -> None:
+    body = b'{"prompt": "a", "json_schema": ' + b'{"items":' * depth + b"{}" + b"}" * depth + b"}"
+    answer = single_slot.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == (200 if depth == 100 else 400), answer.text
+
+
+def test_large_answers_are_encoded_outside_of_the_event_loop(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps, threads = json.dumps, list[str]()
+
+    def record(values: Any, **options: Any) -> str:
+        text = dumps(values, **options)
+        if len(text) > 10_000:
+            threads.append(threading.current_thread().name)
+        return text
+
+    with served(model) as api:
+        monkeypatch.setattr(json, "dumps", record)
+        text = "the cat " * 20_000
+        ids = api.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        assert api.client.post("/detokenize", json={"tokens": ids}).json()["prompt"].endswith(text)
+        assert api.client.post("/inspect", json={"ids": ids[:200]}).status_code == 200
+        body = {"prompt": ids[:100], "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}
+        with contextlib.suppress(AssertionError):
+            api.stream(**body)
+    assert len(threads) >= 4
+    assert all(name.startswith(("gpt-", "asyncio_")) for name in threads)
+
+
 def draw_request(rng: random.Random, number: int) -> dict[str, Any]:
     words = ["the", "cat", "sat", "on", "mat", "while", "raining", "dogs", "chased", "Zürich;", "naïve"]
     choices: list[dict[str, Any]] = [
@@ -605,7 +733,7 @@ def test_sampling_defaults_are_printed_at_startup(
         with pytest.raises(UserError, match="before it listens"):
             server.serve(model.model, model.tokenizer, model.compute, "tiny", config, note=notes.append, path=tmp_path)
         expected = (
-            "sampling defaults from generation_config.json: temperature 0.6, top_k 20; --defaults openai turns them off"
+            "sampling defaults from generation_config.json: temperature 0.6, top-k 20; --defaults openai turns them off"
         )
         assert notes == [expected] * (defaults == "model")
     (tmp_path / "generation_config.json").write_text("{")

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gpt as library
 from gpt import events
+from gpt.api import LanguageModel
 from gpt.config import TextConfig
+from gpt.decoding.write import Sample
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
-from gpt.text import chat
+from gpt.text import chat, formats
 from gpt.text.examples import Conversation, read_examples
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer
 from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
@@ -441,6 +444,68 @@ def test_chat_session_equals_the_library(gpt: Gpt, file: Path) -> None:
     assert result.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))
 
 
+class Pieces:
+    """Text pieces, or exceptions to raise, and a sample as of `LanguageModel.write`."""
+
+    def __init__(self, pieces: Sequence[str | BaseException], reason: str) -> None:
+        self.pieces, self.sample = pieces, Sample("", [], 0.0, reason)
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self.pieces:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Makes a chat write endless text, and collects its prompts. "fail" is an error, "stop" is an early Ctrl-C."""
+    texts: list[str] = []
+
+    def write(model: LanguageModel, prompt: list[int], config: SampleConfig, seed: int, index: int) -> Pieces:
+        texts.append(model.tokenizer.decode(prompt))
+        question = texts[-1].rsplit("<|im_start|>user\n", 1)[1].split("<|im_end|>")[0]
+        if question == "late failure":
+            return Pieces(["some", UserError("it failed")], "")
+        if question in ("fail", "stop"):
+            return Pieces(["", UserError("it failed") if question == "fail" else KeyboardInterrupt()], "")
+        return Pieces(["x" * config.max_tokens], "eot" if question == "short" else "length")
+
+    monkeypatch.setattr(LanguageModel, "write", write)
+    return texts
+
+
+def test_failed_messages_leave_the_conversation_as_it_was(gpt: Gpt, file: Path, prompts: list[str]) -> None:
+    run = library.train(file, steps=1, **SETTINGS).run
+    lines = ["short", "fail", "stop", "late failure", "/more", "/retry", "/clear", "fail", "/retry", "/more", "hi"]
+    result = gpt("chat", "-m", run, "-n", "2", stdin="\n".join(lines).encode())
+    questions = [re.findall("user\n(.*?)<", prompt) for prompt in prompts]
+    failed = ["fail", "stop", "late failure"]
+    assert questions == [["short"], *(["short", name] for name in failed), ["short"], ["fail"], ["hi"]]
+    assert all("assistant\nxx<" in prompt for prompt in prompts[1:4])
+    assert result.err.count("it failed") == 3
+    assert result.err.count("the text is complete") == 1
+    assert result.err.count("there is no prompt yet") == result.err.count("there is no text yet") == 1
+
+
+def test_an_answer_can_use_the_rest_of_the_context(gpt: Gpt, file: Path, prompts: list[str]) -> None:
+    run = library.train(file, steps=1, **SETTINGS).run
+    result = gpt(
+        "chat", "-m", run, stdin=b"a\n/more\nbc\n/more\n/set max-tokens 9\n/clear\nd\n/more\n" + b"qzjxkv" * 40
+    )
+    sizes = [len(library.load(run).tokenizer.encode(prompt, specials=True)) for prompt in prompts]
+    texts = [line for line in result.out.splitlines() if line]
+    assert [len(text) + size for text, size in zip(texts[:2], (sizes[0], sizes[1]), strict=True)] == [128, 128]
+    assert [len(text) for text in texts[2:]] == [9, 9]
+    assert prompts[3].endswith("x" * 9)
+    full = "the context of 128 tokens is full: /more drops the oldest messages, /clear all of them"
+    errors = "\n".join(line for line in result.err.splitlines())
+    assert errors.count(full) == 2
+    assert "the first 2 messages were dropped" in errors
+    assert errors.count("stopped at 9 tokens: /more continues") == 2
+    assert errors.count("fill the context of 128") == 3  # Two times /more, and a message that is too long
+
+
 def test_conversation_formats_of_other_tools_are_read(workdir: Path) -> None:
     role_names, expected = {"system": "system", "user": "human", "assistant": "gpt"}, [SYSTEM, *CHAT]
     sharegpt = {
@@ -454,7 +519,7 @@ def test_conversation_formats_of_other_tools_are_read(workdir: Path) -> None:
         {"conversation": expected, "tools": "[]"},
         {"messages": json.dumps(expected)},
         {"messages": parts, "system": SYSTEM["content"]},
-        {"messages": [{**message, "tool_calls": None, "name": "x"} for message in expected], "tools": []},
+        {"messages": [{**message, "tool_calls": None, "train": True} for message in expected], "tools": []},
     ]
     Path("chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     Path("chats.json").write_text(json.dumps({"version": 1, "data": [sharegpt]}))
@@ -481,6 +546,163 @@ def test_answers_of_weight_0_are_not_trained(template: str, workdir: Path) -> No
         [text[start:end] for text, spans in rows for start, end in spans] for rows in (all_rows, weighted_rows)
     ]
     assert trained_texts[1] == trained_texts[0][1:]
+
+
+MASKS = {**dict.fromkeys(formats._TRAIN_KEYS, (0, 1)), "masked": (1, 0)}
+
+
+@pytest.mark.parametrize("key", MASKS)
+def test_masks_of_other_tools_are_weights(key: str, workdir: Path) -> None:
+    excluded, included = MASKS[key]
+    for is_bool in (False, True):
+        values = [bool(value) if is_bool else value for value in (excluded, included)]
+        messages = [CHAT[0], {**CHAT[1], key: values[0]}, CHAT[2], {**CHAT[3], key: values[1]}]
+        conversation = read_back(messages)
+        assert (conversation.messages, conversation.context) == (CHAT, [1])
+    for value in ("false", 2.3, [1]):
+        with pytest.raises(UserError, match=f'"{key}" is .*, not 0 or 1'):
+            read_back([CHAT[0], {**CHAT[1], key: value}])
+    part = {"type": "text", "text": "x", key: excluded}
+    with pytest.raises(UserError, match='a part of "content" is excluded from the loss'):
+        read_back([CHAT[0], {"role": "assistant", "content": [part]}])
+
+
+def test_generation_tag_without_the_end_of_turn_is_extended(tmp_path: Path) -> None:
+    """A model must learn to end its answers."""
+    closing = "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    assert closing in TAGGED
+    tokenizer = with_chat_template(chat.with_template(bytes_tokenizer()), TAGGED)
+    end = tokenizer.all_specials["<|im_end|>"]
+    expected = ChatEncoder(tokenizer, 512, skip_bad=False).rows(Conversation(CHAT, ""))
+    for replacement in (
+        "{{ message['content'] }}{% endgeneration %}{{ '<|im_end|>' }}",
+        "{{ message['content'] }}{% endgeneration %}<|im_end|>",
+    ):
+        without_end = replace(
+            with_chat_template(tokenizer, TAGGED.replace(closing, replacement)), more_ends=frozenset()
+        )
+        encoder = ChatEncoder(without_end, 512, skip_bad=False)
+        (row,) = encoder.rows(Conversation(CHAT, ""))
+        assert (row.ids.tolist(), row.counts.tolist()) == (expected[0].ids.tolist(), expected[0].counts.tolist())
+        assert end in encoder.tokenizer.ends
+        ((text, spans),), _ = chat.answers(without_end, CHAT, [1])
+        assert [text[start:stop] for start, stop in spans] == ["  5<|im_end|>"]
+    without_any = TAGGED.replace(closing, "{{ message['content'] }}{% endgeneration %}")
+    with pytest.raises(UserError, match="does not end an answer with a special token"):
+        chat.answers(with_chat_template(tokenizer, without_any), CHAT)
+
+
+NO_THINKING = QWEN3.replace("message.role + ", "message.role + (message.name or '') + ") + (
+    "{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("variables", [None, {"enable_thinking": False}, {"enable_thinking": True, "more": [1, "é"]}])
+def test_names_and_template_variables_equal_transformers(workdir: Path, variables: dict[str, Any] | None) -> None:
+    tokenizer, reference = load_both(workdir / "form", "qwen", NO_THINKING)
+    messages: list[Any] = [{**CHAT[0], "name": "Ann"}, *CHAT[1:]]
+    assert "Ann" in chat.render(tokenizer, messages)
+    for name, column in {"x.jsonl": variables, "x.csv": json.dumps(variables) if variables else ""}.items():
+        record = {"messages": messages, "chat_template_kwargs": column}
+        Path("x.jsonl").write_text(json.dumps(record) + "\n")
+        cells = [json.dumps(messages), column or ""]
+        quoted = ",".join('"' + str(cell).replace('"', '""') + '"' for cell in cells)
+        Path("x.csv").write_text(f"messages,chat_template_kwargs\n{quoted}\n")
+        (conversation,) = read(name)
+        encoder = ChatEncoder(tokenizer, 512, skip_bad=False)
+        rows = encoder.encode([conversation])
+        for row, count in zip(rows, (2, 4), strict=True):
+            ids = reference.apply_chat_template(messages[:count], return_dict=False, **(variables or {}))
+            assert row.ids.tolist() == ids
+        prompt = reference.apply_chat_template(
+            messages[:1], add_generation_prompt=True, return_dict=False, **(variables or {})
+        )
+        assert encoder.prompt(conversation)[1] == prompt
+        trained = tokenizer.decode(rows[0].ids[rows[0].counts].tolist())
+        assert trained.startswith("<think>") == (variables != {"enable_thinking": False})
+        assert any('"more" in 1 record' in note for note in encoder.notes()) == ("more" in (variables or {}))
+    for bad in ([1], "x", {"tools": []}, {"add_generation_prompt": True}):
+        Path("x.jsonl").write_text(json.dumps({"messages": CHAT, "chat_template_kwargs": bad}) + "\n")
+        with pytest.raises(UserError, match='"chat_template_kwargs" is not an object without'):
+            read("x.jsonl")
+
+
+def key_rows() -> list[tuple[str, str, str]]:
+    """Returns key, place and treatment of each key in the guide's table."""
+    guide = Path(__file__).parents[2] / "docs" / "fine-tune.md"
+    rows = re.findall(r"^\| (`.*) \| (record|message|both) \| (\w+).*\|$", guide.read_text("utf-8"), re.MULTILINE)
+    places = {"both": ("record", "message")}
+    return [
+        (key, place, treatment)
+        for keys, where, treatment in rows
+        for key in re.findall("`(.*?)`", keys)
+        for place in places.get(where, (where,))
+    ]
+
+
+def test_guide_has_every_key() -> None:
+    keys = {key for key, _, _ in key_rows()}
+    lists = (
+        formats.HARMLESS,
+        formats._MESSAGE_KEYS,
+        formats.CHATS.keys,
+        formats.CHATS.synonyms,
+        formats.CHATS.optional,
+    )
+    assert keys == {"name", *(key for names in lists for key in names)}
+
+
+@pytest.mark.parametrize(("key", "place", "treatment"), key_rows())
+def test_keys_are_taken_as_the_guide_says(key: str, place: str, treatment: str, workdir: Path) -> None:
+    tokenizer = with_chat_template(
+        chat.with_template(bytes_tokenizer()),
+        chat.CHATML.replace(
+            "message['content']", "(message.name or message.reasoning_content or '') + message['content']"
+        ),
+    )
+    values = {
+        "chat_template_kwargs": {"enable_thinking": False}, "system": "Be brief.", "masked": True, "name": "Ann",
+        "reasoning_content": "Hm.", "thinking": "Hm.", "reasoning": "Hm.", "messages": CHAT, "conversation": CHAT,
+        "conversations": CHAT, "role": "assistant", "from": "assistant", "content": "x", "value": "x",
+    }  # fmt: skip
+    value = values.get(key, 0 if key in MASKS else "x")
+    record: dict[str, Any] = {"messages": [dict(message) for message in CHAT]}
+    plain = Conversation(CHAT, "")
+    if place == "record":
+        record = {key: value} if value is CHAT else {**record, key: value}
+    elif key in ("from", "value"):
+        record["messages"][1] = {"from": "gpt", "value": "x"}
+    else:
+        record["messages"][1][key] = value
+    Path("x.jsonl").write_text(json.dumps(record) + "\n")
+    if treatment == "refused":
+        with pytest.raises(UserError, match=f'"{key}" is not supported|it uses tools'):
+            read("x.jsonl")
+        return
+    (conversation,) = read("x.jsonl")
+    encoder = ChatEncoder(tokenizer, 512, skip_bad=False)
+    (row,) = encoder.encode([conversation])
+    (plain_row,) = encoder.encode([plain])
+    is_same = (row.ids.tolist(), row.counts.tolist()) == (plain_row.ids.tolist(), plain_row.counts.tolist())
+    notes = "\n".join(encoder.notes())
+    if key == "chat_template_kwargs":
+        assert conversation.variables == value and '"enable_thinking" in 1 record' in notes
+    else:
+        assert is_same == (treatment == "harmless" or value is CHAT or key == "role"), key
+        assert not notes
+    if treatment == "harmless":
+        Path("x.parquet").unlink(missing_ok=True)
+        parquet.write_table(pa.table({"messages": [CHAT], key: ["x"], "unheard_of": ["x"]}), "x.parquet")
+        (conversation,) = read("x.parquet")
+        assert conversation.ignored == ["unheard_of"]
+
+
+def test_unknown_keys_are_counted(gpt: Gpt, workdir: Path) -> None:
+    records = [{"messages": [{**CHAT[0], "mood": "x"}, CHAT[1]], "rating": 5, "id": n} for n in range(3)]
+    Path("x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = gpt("train", "x.jsonl", "--chat", "--val-fraction", "0", "--steps", "1", "--sample-every", "0")
+    assert result.err.splitlines().count('keys without effect: "mood" in 3 records, "rating" in 3 records') == 1
 
 
 def test_templates_receive_reasoning(workdir: Path) -> None:

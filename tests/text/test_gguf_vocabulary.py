@@ -50,9 +50,8 @@ def sentence_pieces(seed: int = 0) -> dict[str, Any]:
 
 
 def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
-    vocabulary = gguf_vocabulary.read_vocabulary(metadata, "it")
-    ends: dict[str, Any] = {"eos_token_id": vocabulary.ends}
-    return from_tokenizer_json(vocabulary.tokenizer, "it", {}, (ends, {}, vocabulary.config))
+    values, config, ends, _ = gguf_vocabulary.read_vocabulary(metadata, "it")
+    return from_tokenizer_json(values, "it", {}, ({"eos_token_id": ends}, {}, config))
 
 
 def merged(text: str, metadata: dict[str, Any]) -> list[int]:
@@ -94,8 +93,10 @@ def test_exported_tokenizer_gives_the_same_ids(form: str, tmp_path: Path) -> Non
     again = find_tokenizer(str(tmp_path / "model.gguf"))
     for text in make_text(500, seed=2).split("\n"):
         assert list(again.encode(text)) == list(tokenizer.encode(text))
-        assert again.prompt(text) == tokenizer.prompt(text)
-    assert again.ends == tokenizer.ends
+        if text:  # An empty prompt is the end-of-text token, and a file can have one more than the folder.
+            assert again.prompt(text) == tokenizer.prompt(text)
+    named = {"<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>"}  # llama.cpp stops at all of them.
+    assert again.ends == tokenizer.ends | {id for word, id in tokenizer.all_specials.items() if word in named}
     assert again.chat_template == tokenizer.chat_template
 
 
@@ -109,17 +110,53 @@ def test_own_tokenizer_keeps_its_fingerprint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, "a token is there twice"),
-        ({"tokenizer.ggml.tokens": 7}, "its list of tokens is missing"),
-        ({"tokenizer.ggml.scores": np.array([1.0], np.float32)}, "no scores"),
-        ({"tokenizer.ggml.token_type": np.array([1], np.int32)}, "1 types"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "1 of 2 tokens differ"),
+        ({"tokenizer.ggml.tokens": 7}, "tokenizer.ggml.tokens is 7, not of type list"),
+        ({"tokenizer.ggml.scores": np.array([1.0], np.float32)}, "no valid scores"),
+        ({"tokenizer.ggml.token_type": np.array([1], np.int32)}, "no valid token_type"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}, "no merges"),
-        ({"tokenizer.ggml.model": "gpt2"}, "None, which gpt does not know"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "x"}, "'x', which gpt does not know"),
     ],
 )
 def test_damage_is_named(change: dict[str, Any], match: str) -> None:
     with pytest.raises(UserError, match=match):
         tokenizer_of(sentence_pieces() | change)
+
+
+def test_vocabulary_without_ids_has_the_defaults_of_llama_cpp() -> None:
+    """tests/exporting/test_llama_cpp.py compares such a file in llama.cpp."""
+    metadata = sentence_pieces()
+    del metadata["tokenizer.ggml.bos_token_id"], metadata["tokenizer.ggml.eos_token_id"]
+    tokenizer = tokenizer_of(metadata)
+    assert (tokenizer.bos, tokenizer.ends, tokenizer.prompt("")) == (1, {2}, [1])
+
+
+def test_invalid_utf8_is_refused() -> None:
+    for key in ("tokens", "chat"):
+        changed = sentence_pieces() | ({"tokenizer.chat_template": "\udcff"} if key == "chat" else {})
+        changed["tokenizer.ggml.tokens"][300] = "\udcff" if key == "tokens" else "x"
+        with pytest.raises(UserError, match="is not UTF-8"):
+            tokenizer_of(changed)
+
+
+def test_splits_of_pieces_are_limited() -> None:
+    """Without a limit, 400 × 400 pieces aⁱbʲ have 45 million merges."""
+    tokens = ["<unk>", "<s>", "</s>", *("a" * i + "b" * j for i in range(99) for j in range(99) if i + j)]
+    metadata = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.zeros(len(tokens), np.float32),
+    }  # fmt: skip
+    with pytest.raises(UserError, match="splits of its tokens have .* characters; 33,554,432 is the limit"):
+        tokenizer_of(metadata)
+
+
+@pytest.mark.parametrize("merge", ["a", "a b c", "a <nothing>", "aa aa"])
+def test_damaged_merges_are_named(merge: str, tmp_path: Path) -> None:
+    gguf.write(tmp_path / "model.gguf", source_of(GPT(GPTConfig.of("gpt2", 257, 16, 1, 2, 32)).eval()), "f16", "It")
+    metadata = {**header(tmp_path / "model.gguf").metadata, "tokenizer.ggml.merges": [merge, merge]}
+    with pytest.raises(UserError, match=f"no token results from the merge '{merge}'") as error:
+        tokenizer_of(metadata)
+    assert "download it again" in error.value.hint
 
 
 def test_tokenizer_command_reads_a_file(tmp_path: Path, gpt: Gpt) -> None:

@@ -7,13 +7,16 @@ import random
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import vocabularies
 from conftest import TINY, Gpt, assert_same, losses, more, one_line_of_what_and_what_next, slow
+from transformers import AutoTokenizer
 
 import gpt as library
 from gpt.config import TextConfig
@@ -22,6 +25,7 @@ from gpt.model.loss import IGNORED
 from gpt.sample_config import SampleConfig
 from gpt.text.examples import Conversation, Pair, kind_of, read_examples, split
 from gpt.text.tokenizer import bytes_tokenizer
+from gpt.text.tokenizer_files import find_tokenizer
 from gpt.training import evaluation
 from gpt.training.example_rows import ExampleRows, PairEncoder, RowBatches
 
@@ -223,12 +227,103 @@ def test_pairs_are_split_by_hash_or_at_the_end() -> None:
     assert len(split(many_pairs, 1e-9, 1)[1]) == 1
     with pytest.raises(UserError, match="too few pairs"):
         split(few_pairs[:1], 0.1, 1)
+    with pytest.raises(UserError, match="all 300 pairs are equal, so none can be held out"):
+        split(few_pairs[:1] * 300, 0.1, 1)
+    assert [len(side) for side in split(few_pairs[:2] * 150, 0.99, 1)] == [150, 150]
 
 
 def test_held_out_pairs_can_come_from_another_file(file: Path) -> None:
     Path("val.jsonl").write_text(jsonl(TRANSLATIONS[:3]))
     examples = read_examples([str(file)], TextConfig(val_text="val.jsonl"), Pair)
     assert (len(examples.train), len(examples.held_out)) == (65, 3)
+
+
+FILES = {
+    "--pairs": [jsonl([pair]) for pair in TRANSLATIONS[:2]],
+    "--chat": [
+        jsonl([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]}])
+        for answer in ("b", "c")
+    ],
+    "--split-on=-": ["one two three\n" * 9, "four five six\n" * 9],
+}
+
+
+@pytest.mark.parametrize("option", FILES)
+@pytest.mark.parametrize("val_text", ["data/val", "link", "data/v*", "subfolder", "file://"])
+def test_held_out_files_are_not_trained_on(gpt: Gpt, workdir: Path, option: str, val_text: str) -> None:
+    options = [option, "--steps", "1", "--tokenizer", "bytes", "--sample-every", "0", "-o", "run"]
+    suffix = ".txt" if option == "--split-on=-" else ".jsonl"
+    for name, text in zip(("train", "val"), FILES[option], strict=True):
+        Path(f"data/{name}{suffix}").parent.mkdir(exist_ok=True)
+        Path(f"data/{name}{suffix}").write_text(text)
+    held_out, link = Path(f"data/val{suffix}"), Path(f"link{suffix}")
+    link.symlink_to(held_out)
+    Path("subfolder").mkdir()
+    Path(f"subfolder/x{suffix}").symlink_to(Path("..") / held_out)
+    names = {"data/val": held_out, "link": link, "file://": held_out.absolute().as_uri()}
+    result = gpt("train", "data", "--val-text", names.get(val_text, val_text), *options)
+    assert result.code == 0, result.err
+    assert "1 file of --val-text is also in TEXT: held out, not trained on" in result.err
+    sources = json.loads(Path("run/run.json").read_text())["sources"]
+    assert (Path(sources[0]["name"]).stem, sources[0]["documents"]) == ("train", 1)
+    assert len(sources) == 2
+    result = gpt("train", held_out, "--val-text", link, *options)
+    one_line_of_what_and_what_next(result, "all of the text is in --val-text, so nothing is left to train on")
+
+
+@pytest.mark.parametrize("option", FILES)
+def test_empty_held_out_text_is_an_error(gpt: Gpt, workdir: Path, option: str) -> None:
+    suffix = ".txt" if option == "--split-on=-" else ".jsonl"
+    Path(f"train{suffix}").write_text(FILES[option][0])
+    Path(f"empty{suffix}").touch()
+    result = gpt("train", f"train{suffix}", "--val-text", f"empty{suffix}", option)
+    one_line_of_what_and_what_next(result, f"empty{suffix} is empty: 0")
+    assert not Path("runs").exists()
+
+
+def test_copies_of_held_out_pairs_are_listed_by_the_suggested_command(gpt: Gpt, file: Path) -> None:
+    Path("val.jsonl.gz").write_bytes(gzip.compress((jsonl(TRANSLATIONS[:3]) + "{\n").encode()))
+    options = ["--pairs", "--val-text", "val.jsonl.gz", "--skip-bad", "--steps", "1", "--sample-every", "0"]
+    result = gpt("train", file, *options)
+    assert result.code == 0, result.err
+    assert "skipped: val.jsonl.gz, line 4: not JSON" in result.err
+    command = re.search(r"3 pairs copy earlier ones: see gpt (.*)", result.err)
+    assert command is not None
+    for words in (command[1].split(), ["data", "check", "runs/pairs"]):
+        checked = gpt(*words, "--json")
+        rows = json.loads(checked.out)["repeated_documents"]
+        assert [row["copy"] for row in rows] == [f"val.jsonl.gz, line {number}" for number in (1, 2, 3)], checked.err
+
+
+def test_data_check_names_what_it_cannot_read(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("bad.jsonl").write_text(jsonl([TRANSLATIONS[0], {"prompt": "x"}, TRANSLATIONS[0]]))
+    one_line_of_what_and_what_next(gpt("data", "check", "bad.jsonl"), 'bad.jsonl, line 2: it has no "completion"')
+    result = gpt("data", "check", "bad.jsonl", "--skip-bad", "--json")
+    assert (json.loads(result.out)["copies"], "skipped: bad.jsonl, line 2" in result.err) == (1, True)
+    Path("latin.json").write_bytes(
+        json.dumps({"data": [{"prompt": "é", "completion": ""}] * 2}, ensure_ascii=False).encode("cp1252")
+    )
+    assert json.loads(gpt("data", "check", "latin.json", "--encoding", "cp1252", "--json").out)["copies"] == 1
+    assert json.loads(gpt("data", "check", "-", "--json", stdin=jsonl(PAIRS[:1] * 3).encode()).out)["copies"] == 2
+    Path("text.jsonl").write_text(jsonl([{"text": "a"}]))
+    one_line_of_what_and_what_next(gpt("data", "check", "text.jsonl"), "has no pairs or conversations")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    Path("x.parquet").touch()
+    assert "x.parquet needs the package pyarrow" in gpt("data", "check", "x.parquet").err
+
+
+def test_special_tokens_of_a_completion_are_single_ids(tmp_path: Path) -> None:
+    tokenizer = find_tokenizer(str(vocabularies.write("qwen", tmp_path / "qwen")))
+    reference = AutoTokenizer.from_pretrained(tmp_path / "qwen")
+    encoder = PairEncoder(replace(tokenizer, more_ends=frozenset([tokenizer.all_specials["<|im_end|>"]])), 64, False)
+    for word in ("<|im_start|>", "<|im_end|>"):
+        (row,) = encoder.rows(Pair("<|im_start|>a", f"é 3{word}", ""))
+        expected = reference("<|im_start|>a")["input_ids"] + reference(f"é 3{word}")["input_ids"]
+        end = [tokenizer.eot] if word == "<|im_start|>" else []  # One end is enough.
+        assert row.ids.tolist() == expected + end
+        assert row.bytes == len("é 3".encode())
+    plain = encode_pairs(("a", "<|endoftext|>"))[0]
+    assert plain.ids.tolist() == [*b"a<|endoftext|>", EOT]
 
 
 @pytest.fixture(scope="module")

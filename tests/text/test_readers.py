@@ -57,6 +57,11 @@ def strip_marks(text: str) -> str:
     return re.sub("(?m)^\ufeff+", "", text)
 
 
+def normalize(text: str) -> str:
+    """Replaces line breaks as Python does in text files."""
+    return re.sub("\r\n?", "\n", text)
+
+
 def make_zip(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", method) as archive:
@@ -131,7 +136,8 @@ def test_every_format_and_compression_is_read(
         data += pack(b"---\nanother member, or frame")
     reader, byte_counts = Reader(ReadConfig(split_on="---", skip_bad=skip_bad)), [0]
     texts = list(documents(reader, source(name + ending, data), byte_counts.append))
-    assert texts == DOCUMENTS + ["another member, or frame"] * (len(texts) > len(DOCUMENTS))
+    expected = list(map(normalize, DOCUMENTS)) if name in ("x.txt", "x.zip", "x.tar") else DOCUMENTS
+    assert texts == expected + ["another member, or frame"] * (len(texts) > len(DOCUMENTS))
     assert len(texts) == len(DOCUMENTS) + (name == "x.txt" and ending != "")
     assert byte_counts == sorted(byte_counts) and byte_counts[-1] == len(data)
     assert (reader.skipped.count, reader.replaced) == (0, 0)
@@ -164,7 +170,7 @@ def test_block_size_does_not_change_decoding(data: bytes, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
         reader = Reader(ReadConfig(errors="replace"))
-        assert "".join(documents(reader, source("x", data))) == strip_marks(data.decode(errors="replace"))
+        assert "".join(documents(reader, source("x", data))) == normalize(strip_marks(data.decode(errors="replace")))
         assert reader.replaced == data.decode(errors="replace").count("\ufffd") - data.count(b"\xef\xbf\xbd")
         check_strict(data, "utf-8", "UTF-8")
 
@@ -179,7 +185,7 @@ def check_strict(data: bytes, codec: str, name: str, **config: str) -> None:
         with pytest.raises(UserError, match=f"is not {name}: byte 0x{data[start]:02x} at offset {start}, line {line}$"):
             read("x", data, **config)
     else:
-        assert "".join(read("x", data, **config)) == strip_marks(expected)
+        assert "".join(read("x", data, **config)) == normalize(strip_marks(expected))
 
 
 @given(st.text(st.sampled_from("aé日\n🐕\ufeff"), max_size=30), st.binary(max_size=3), st.integers(1, 5),
@@ -192,7 +198,7 @@ def test_other_encodings_decode_like_python(text: str, tail: bytes, block: int, 
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
-        assert "".join(read("x", data, encoding=encoding, errors="replace")) == strip_marks(expected)
+        assert "".join(read("x", data, encoding=encoding, errors="replace")) == normalize(strip_marks(expected))
         check_strict(data, encoding, encoding, encoding=encoding)
 
 
@@ -205,8 +211,9 @@ LINES = st.lists(
 @settings(max_examples=500)
 def test_split_on_matches_whole_lines(lines: list[str], separator: str, block: int, head: int, skip_bad: bool) -> None:
     expected = [""]
-    for line in [part + "\n" for part in lines[:-1]] + lines[-1:]:
-        if line and line.removesuffix("\n").removesuffix("\r") == separator:
+    parts = normalize("\n".join(lines)).split("\n")
+    for line in [part + "\n" for part in parts[:-1]] + parts[-1:]:
+        if line and line.removesuffix("\n") == separator:
             expected.append("")
         else:
             expected[-1] += line
@@ -369,6 +376,73 @@ def test_long_json_files_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
         read("x.json", b'[{"text": "a"},\n{"text": "' + b"b" * 3000 + b'"}]')
 
 
+@pytest.mark.parametrize("block", [1, 2, 7, 100])
+def test_line_breaks_become_line_feeds(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "BLOCK", block)
+    data = b"one\r\n\r\ntwo\rthree\r\n---\r\nfour\r"
+    for config in ({}, {"skip_bad": True}):
+        assert read("x.txt", data, split_on="---", **config) == ["one\n\ntwo\nthree\n", "four\n"]
+    assert read("x.jsonl", b'{"text": "a\\r\\nb"}\r\n') == ["a\r\nb"]  # Only a file's own line breaks are replaced.
+
+
+PLAUSIBLE = {
+    "cp1251": "Привет, мир! Это заметка о погоде.", "koi8-r": "Завтра пойдём в лес.", "cp1253": "Καλημέρα κόσμε.",
+    "shift_jis": "これはテストです。", "euc-jp": "東京は今日も晴れ。", "gb18030": "今天天气很好，我们去公园。",
+    "big5": "今天天氣很好，我們去公園。", "euc-kr": "안녕하세요. 오늘은 날씨가 좋습니다.", "cp1252": "Le café est très bon.",
+    "cp1250": "Dziękuję, że jesteś.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", PLAUSIBLE)
+def test_hint_names_a_plausible_encoding_and_shows_the_line(encoding: str) -> None:
+    text = PLAUSIBLE[encoding]
+    for name, data in {
+        "x.txt": f"first line\n{text}\n", "x.jsonl": f'{{"text": "{text}"}}\n', "x.csv": f'n,text\n1,"{text}"\n',
+    }.items():  # fmt: skip
+        with pytest.raises(UserError, match="not UTF-8") as error:
+            read(name, data.encode(encoding))
+        assert f"--encoding {encoding} reads it as" in error.value.hint
+        assert text[:20] in error.value.hint
+        assert text in read(name, data.encode(encoding), encoding=encoding)[0]
+    with pytest.raises(UserError) as error:
+        read("x.txt", b"\xe9 \x80 \xf1 \x98")
+    assert "set its --encoding" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.json", "x.csv", "x.tsv"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_without_a_mark_is_detected(name: str, encoding: str) -> None:
+    data = RECORD_FILES[name].replace("é", "日本 é").encode(encoding)
+    with pytest.raises(UserError, match=f"{name} is {encoding.upper()}, not UTF-8") as error:
+        read(name, data)
+    assert error.value.hint == f"add --encoding {encoding}"
+    assert read(name, data, encoding=encoding) == ["日本 é"]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.tsv"])
+def test_records_with_carriage_returns_only_are_named(name: str) -> None:
+    with pytest.raises(UserError, match="its lines end in carriage returns") as error:
+        read(name, b'{"text": "a"}\r{"text": "b"}\r')
+    assert "tr '\\r' '\\n'" in error.value.hint
+
+
+def test_hint_names_the_option_that_reads_the_records() -> None:
+    for keys, option in ({"messages": 1, "tools": 2}, "--chat"), ({"conversations": 1, "id": 2}, "--chat"), (
+        {"prompt": 1, "completion": 2, "id": 3}, "--pairs"), ({"body": 1}, "--field"):  # fmt: skip
+        table = ",".join(keys) + "\n" + ",".join("x" * len(keys)) + "\n"
+        for name, data in {"x.jsonl": json.dumps(keys), "x.json": json.dumps([keys]), "x.csv": table}.items():
+            with pytest.raises(UserError, match='it has no "text"; its') as error:
+                read(name, data.encode())
+            assert error.value.hint.startswith(option), (name, error.value.hint)
+
+
+def test_long_keys_are_shortened() -> None:
+    for name, data in {"x.jsonl": json.dumps({"k" * 100_000: 1}), "x.csv": "k" * 100_000 + ",n\na,b\n"}.items():
+        with pytest.raises(UserError, match="k…") as error:
+            read(name, data.encode())
+        assert len(error.value.message) < 150
+
+
 def test_surrogates_and_bad_bytes_are_replaced_and_counted() -> None:
     reader = Reader(ReadConfig(errors="replace"))
     data = b'{"text": "\\ud800 \\ud83d\\udc15 \xff \\udc00"}\n'
@@ -456,6 +530,7 @@ def test_operating_system_errors_name_the_file() -> None:
     for opens, reason in ((refuse, "Permission denied"), (Torn, "Input/output error")):
         with pytest.raises(UserError, match=f"cannot read x.txt: {reason}"):
             list(Reader(ReadConfig()).documents(Source("x.txt", 1, 0, opens)))
-        reader = Reader(ReadConfig(skip_bad=True))
+        reader, notes = Reader(ReadConfig(skip_bad=True)), list[str]()
+        reader.skipped.note = notes.append
         assert list(reader.documents(Source("x.txt", 1, 0, opens))) == []
-        assert reader.skipped.first == f"cannot read x.txt: {reason}"
+        assert notes == [f"skipped: cannot read x.txt: {reason}"]

@@ -196,17 +196,18 @@ def test_unreadable_paths_are_counted(
     with pytest.raises(UserError, match=message) as error:
         sources.find([argument])
     assert "--skip-bad" in error.value.hint
-    skipped = Skipped()
+    notes: list[str] = []
+    skipped = Skipped(notes.append)
     assert [source.name for source in sources.find([argument], skipped)] == ["t/b/2"]
-    assert (skipped.count, skipped.first) == (1, message)
+    assert (skipped.count, notes) == (1, [f"skipped: {message}"])
 
 
 def test_run_names_come_from_the_first_text(workdir: Path) -> None:
-    create_files(workdir, "x[1].txt")
+    create_files(workdir, "x[1].txt", "notes.v2/a.b.txt")
     for text, name in {
         "-": "stdin", "a/b.txt": "b", "b.jsonl.gz": "b", "b.tar.zst": "b", "b.txt.bz2": "b", "b.csv.xz": "b", "x[1].txt": "x[1]", "data/*.txt": "data",
         "a/**/*.txt": "a", "*": workdir.name, "s3://bucket/path/c.jsonl.gz": "c", "https://h/d.txt?x=/y.z": "d",
-        "s3://bucket": "bucket", "/": "text", ".": workdir.name, "memory://t/*.txt": "t",
+        "s3://bucket": "bucket", "notes.v2": "notes.v2", "notes.v2/*.txt": "notes.v2", "notes.v2/a.b.txt": "a.b", "/": "text", ".": workdir.name, "memory://t/*.txt": "t",
     }.items():  # fmt: skip
         assert sources.run_name([text, "more"]) == name, text
     assert sources.run_name([]) == "pydocs"

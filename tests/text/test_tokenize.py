@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vocabularies
 from conftest import TINY, Done, make_text, more, one_line_of_what_and_what_next, slow
 
 import gpt
@@ -122,18 +123,59 @@ def test_json_output_of_gpt_tokenize(gpt: Callable[..., Done], texts: Path, tmp_
     values = json.loads(result.out)
     assert list(values) == [
         "out", "documents", "bytes", "tokens", "shards", "vocab_size", "tokenizer", "seconds", "bytes_per_second",
+        "replaced", "skipped",
     ]  # fmt: skip
     assert (values["documents"], values["vocab_size"], values["tokenizer"]) == (309, 400, "bpe")
     one_line_of_what_and_what_next(gpt(*args), "already exists")
+    resumed = json.loads(gpt(*args, "--resume", "--json", "--quiet").out)
+    assert (resumed["bytes"], resumed["bytes_per_second"]) == (values["bytes"], None)
 
 
-def test_gpt_tokenize_does_not_import_torch(texts: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; from gpt_cli.main import main;"
-        f"assert main(['tokenize', {str(texts / 'a.txt')!r}, '-o', {str(tmp_path / 'out')!r}, '-q']) == 0;"
-        "assert not {'torch', 'transformers'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_skipped_files_are_counted_and_named(gpt: Callable[..., Done], workdir: Path) -> None:
+    Path("vault").mkdir()
+    for number in range(12):
+        Path(f"vault/{number:02}.txt").write_bytes("Привет, мир\n".encode("cp1251"))
+    Path("vault/note.txt").write_text("one two <|endoftext|> " * 9)
+    for command in (["tokenize", "vault", "-o", "out"], ["train", "vault", "--steps", "1", "--sample-every", "0"]):
+        result = gpt(*command, "--skip-bad", "--tokenizer", "bytes")
+        assert result.code == 0, result.err
+        assert "12 files, lines or rows could not be read: left out" in result.err
+        names = re.findall(r"skipped: (.*) is not UTF-8", result.err)
+        assert names == [f"vault/{number:02}.txt" for number in range(10)]
+        assert "the text contains <|endoftext|> 9 times: it is treated as ordinary text" in result.err
+    assert json.loads(gpt("tokenize", "vault", "-o", "o2", "--skip-bad", "--json").out)["skipped"] == 12
+    Path("vault/note.txt").unlink()
+    result = gpt("tokenize", "vault", "-o", "o3", "--skip-bad")
+    assert "without --skip-bad, gpt stops at the first thing that it cannot read" in result.err
+
+
+def test_special_tokens_in_the_text_are_counted(gpt: Callable[..., Done], workdir: Path) -> None:
+    (workdir / "x.jsonl").write_text(json.dumps({"text": "<|im_start|>user\na<|im_end|>\n" * 3}))
+    vocabularies.write("qwen", workdir / "qwen")
+    result = gpt("tokenize", "x.jsonl", "-o", "out", "--tokenizer", "qwen", "--val-fraction", "0")
+    assert "the text contains special tokens 6 times: they are treated as ordinary text" in result.err
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_line_breaks_are_normalized(gpt: Callable[..., Done], texts: Path, tmp_path: Path) -> None:
+    for name, line_break in {"lf": "\n", "crlf": "\r\n", "cr": "\r"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_bytes("".join(f"{n}{line_break}" for n in range(9000)).encode())
+    folders = {name: tokenize(tmp_path / name, tmp_path / f"{name}.tokens", **BYTES) for name in ("lf", "crlf", "cr")}
+    shards_of = {name: [record.sha256 for record in folder.shards] for name, folder in folders.items()}
+    assert shards_of["lf"] == shards_of["crlf"] == shards_of["cr"]
+    assert folders["crlf"].bytes == (tmp_path / "lf/a.txt").stat().st_size
+    # An older version's unfinished folder has carriage returns.
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(unfinished_folder, "finish", lambda *_: 1 / 0)
+        tokenize(tmp_path / "crlf", tmp_path / "old", **BYTES)
+    progress = tmp_path / "old" / token_folder.PROGRESS
+    progress.write_text(progress.read_text().replace(', "line_breaks": "lf"', ""))
+    with pytest.raises(UserError, match="old was started with line_breaks None, now 'lf'"):
+        tokenize(tmp_path / "crlf", tmp_path / "old", resume=True, **BYTES)
+    manifest = tmp_path / "lf.tokens" / token_folder.MANIFEST
+    manifest.write_text(re.sub(r',\s*"line_breaks": "lf"', "", manifest.read_text()))
+    assert tokenize(tmp_path / "lf", tmp_path / "lf.tokens", resume=True, **BYTES).bytes == folders["lf"].bytes
 
 
 # Resume

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
+from models import save
 
 import gpt as library
 from gpt import events
@@ -27,13 +28,6 @@ QUIET: dict[str, Any] = {"dtype": "float32", "sample_every": 0}
 def train_with_events(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
     run_events: list[Any] = []
     return library.train(text, listen=run_events.append, **{**QUIET, **settings}), run_events
-
-
-@pytest.fixture
-def second_text(workdir: Path) -> Path:
-    path = workdir / "other.txt"
-    path.write_bytes(make_text(2500, seed=5).encode())
-    return path
 
 
 def losses_by_step(run_events: list[Any]) -> dict[int, float]:
@@ -73,7 +67,7 @@ def test_shorter_context_cuts_the_position_table(workdir: Path, second_text: Pat
     arch: Any = "modern" if positions == "rotary" else "gpt2"
     config = GPTConfig.of(arch, 257, 32, 1, 2, 16, positions=positions)
     model = GPT(config).eval()
-    checkpoint.save(workdir / "base", model, checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
+    save(workdir / "base", model)
     result, _ = train_with_events(second_text, init="base", block_size=16, steps=1, lr=0.0, dropout=0.1)
     tuned = library.load(result.run).model
     context = 32 if positions == "rotary" else 16  # Rotary positions have no table to cut.
@@ -104,7 +98,7 @@ def test_long_context_trains_on_shorter_sequences(workdir: Path, rank: int | Non
 
     config = GPTConfig.of("modern", 257, 4096, 1, 2, 16, qk_norm=False)
     model = GPT(config).eval()
-    checkpoint.save(workdir / "base", model, checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
+    save(workdir / "base", model)
     Path("long.txt").write_bytes(make_text(6000).encode())
     adapters = {"lora_rank": rank, "merge_lora": bool(rank)}
     result, run_events = train_with_events(Path("long.txt"), init="base", steps=2, batch_tokens=1024, **adapters)

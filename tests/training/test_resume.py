@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, Done, Gpt, assert_same, curve, more, one_line_of_what_and_what_next, send, slow, state_of
+from ranks import make_killed_after
 from safetensors.torch import load_file, save_file
 
 import gpt as library
@@ -102,15 +103,6 @@ def test_metrics_after_the_checkpoint_are_truncated(text: Path) -> None:
     ]
     assert curve(Path("parts")) == curve(uninterrupted.run)
     assert not list(Path("parts").rglob(".tmp*"))
-
-
-def make_killed_after(run: Path, step: int) -> None:
-    """Turns a finished run into one killed after the checkpoint of ``step``."""
-    for entry in folder.checkpoints(run):
-        if entry.step > step:
-            shutil.rmtree(run / entry.name)
-    record = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k not in ("ended", "result")}))
 
 
 def test_resume_does_not_repeat_the_checkpoints_step(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from gpt import events, programs
 from gpt.config import TrainConfig
 from gpt.device import Compute, Download
 from gpt.errors import Interrupted, UserError
+from gpt.model import memory
 from gpt.model.decoder import GPT
 from gpt.training import recipe
 from gpt.training import step as stepping
@@ -267,6 +268,8 @@ def test_large_logits_are_computed_in_chunks(text: Path) -> None:
     huge = resolved(preset="gpt2", vocab_size=2**24, n_tokens=10**9, n_layer=1, n_embd=16, n_head=1)
     assert huge.micro_batch == 1
     assert 128 <= huge.loss_chunk < 1024
+    chunks = [memory.positions_at_once(2**20, 1024, 0, device) for device in ("cpu", "mps", "cuda")]
+    assert chunks[0] == chunks[1] < chunks[2]  # The plan counts MPS as a CPU.
 
 
 def test_huge_step_counts_resolve_immediately(text: Path) -> None:

@@ -25,7 +25,8 @@ from conftest import (
     train,
     weights,
 )
-from models import CPU, loud, tiny_model
+from models import CPU, SHAPES, loud, save, tiny_model
+from ranks import copy_killed_run
 
 import gpt as library
 from gpt import events, programs
@@ -34,9 +35,7 @@ from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
 from gpt.model.loss import IGNORED, decode_probabilities, encode_probabilities, tied_cross_entropy
 from gpt.model.memory import Setup, count_step_memory
-from gpt.runs import checkpoint
 from gpt.text.batches import Batches
-from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training import recipe
 from gpt.training import teachers as teachers_module
 from gpt.training.optim import make_optimizer
@@ -89,11 +88,6 @@ def test_gradients_match_autograd(
         assert all(map(torch.equal, actual, torch.autograd.grad(plain / 7, leaves)))
 
 
-def save_model(name: str, config: GPTConfig, seed: int) -> Path:
-    checkpoint.save(Path(name), loud(config, seed), checkpoint.TokenizerFiles(bytes_tokenizer(), config), {"step": 1})
-    return Path(name)
-
-
 def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
     """Returns the traced graph, uncompiled."""
     graph, _ = trace()
@@ -109,7 +103,7 @@ def test_steps_have_the_gradients_of_the_definition(
     """Two teachers with dropout and a longer context, of both architectures; micro-batches; the traced program."""
     monkeypatch.setattr(programs, "find", trace_without_compiling)
     paths = [
-        save_model(f"teacher-{other}", GPTConfig.of(other, 257, 24, 1, 2, 12 + 4 * seed, dropout=0.5), seed)
+        save(Path(f"teacher-{other}"), loud(GPTConfig.of(other, 257, 24, 1, 2, 12 + 4 * seed, dropout=0.5), seed))
         for seed, other in enumerate(("gpt2", "modern"))
     ]
     teachers = Teachers([find_teacher(str(path)) for path in paths], CPU)
@@ -145,7 +139,7 @@ class Ids(list[int]):
 @pytest.mark.parametrize("T", [7, 8])
 def test_teachers_read_each_id_with_half_a_window_of_context(T: int, workdir: Path) -> None:
     """The second teacher has a padded vocabulary."""
-    paths = [save_model(f"teacher-{V}", GPTConfig.of("modern", V, 8, 1, 2, 16), V) for V in (257, 272)]
+    paths = [save(Path(f"teacher-{V}"), loud(GPTConfig.of("modern", V, 8, 1, 2, 16), V)) for V in (257, 272)]
     ids = np.random.default_rng(0).integers(257, size=45)
     batches = Batches(Ids(ids), T, 3, seed=4)
     teachers, reports = Teachers([find_teacher(str(path)) for path in paths], CPU), list[tuple[int, int]]()
@@ -214,15 +208,27 @@ def test_weight_0_equals_training_without_teachers(text: Path, run_folder: Path)
     assert curve(taught.run) == curve(plain.run)
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_a_copy_of_the_teacher_has_nothing_to_learn(arch: Arch, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gpt2", {}),
+        ("qwen3", {"pairs": True}),
+        ("qwen2", {"lora_rank": 2}),
+        ("mistral", {"lora_rank": 2, "pairs": True}),
+    ],
+)
+def test_a_copy_of_the_teacher_has_nothing_to_learn(
+    family: str, settings: dict[str, Any], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The teacher does not read the text beforehand, so it has the pupil's context."""
     monkeypatch.setattr(teachers_module, "MAX_LESSON_BYTES", 0)
-    base = save_model("base", GPTConfig.of(arch, 257, 32, 2, 2, 32), 1)
+    base = save(Path("base"), loud(SHAPES[family], 1))
+    lines = [json.dumps({"prompt": f"{n} =>", "completion": f" {n * n}"}) for n in range(40)]
+    Path("pairs.jsonl").write_text("\n".join(lines))
     for weight, is_zero in ((1.0, True), (0.9, False)):
         result, _ = train(
-            text, vocab_size=None, n_layer=None, n_head=None, n_embd=None, init=base, teacher=base, steps=1,
-            teacher_weight=weight,
+            Path("pairs.jsonl") if "pairs" in settings else text, vocab_size=None, n_layer=None, n_head=None, n_embd=None,
+            init=base, teacher=base, steps=1, teacher_weight=weight, **settings,
         )  # fmt: skip
         (norm,) = [line["grad_norm"] for line in curve(result.run) if line["event"] == "step"]
         assert (norm < 1e-5) == is_zero, norm
@@ -238,34 +244,17 @@ def test_pupil_takes_the_teachers_tokenizer_and_resumes_bit_exactly(text: Path, 
     record = json.loads(Path("whole/run.json").read_text())
     assert [each["path"] for each in record["teachers"]] == [str(teacher.path)]
     assert record["resolved"]["weight_decay"] == 0.3
-    shutil.copytree("whole", "parts")
-    make_killed_after(Path("parts"), 3)
+    copy_killed_run("whole", "parts", 3)
     library.resume("parts")
     assert_same(Path("parts"), Path("whole"))
     assert curve(Path("parts")) == curve(Path("whole"))
 
 
-def make_killed_after(run: Path, step: int) -> None:
-    for path in run.glob("step-*"):
-        if int(path.name[5:]) > step:
-            shutil.rmtree(path)
-    record = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k not in ("ended", "result")}))
-
-
-def test_pairs_learn_from_a_teacher(workdir: Path, run_folder: Path) -> None:
-    lines = [json.dumps({"prompt": f"{n} =>", "completion": f" {n * n}"}) for n in range(40)]
-    Path("pairs.jsonl").write_text("\n".join(lines))
-    result, run_events = train(Path("pairs.jsonl"), vocab_size=None, pairs=True, teacher=run_folder, steps=4)
-    assert result.answers is not None
-    assert len(losses(run_events)) == 4
-
-
 def test_changed_or_missing_teacher_is_refused_on_resume(text: Path, gpt: Gpt, run_folder: Path) -> None:
     teacher = shutil.copytree(library.load(run_folder).path, "teacher")
-    train(text, out="pupil", vocab_size=None, teacher=teacher, **PUPIL)
-    make_killed_after(Path("pupil"), 3)
-    save_model("teacher", GPTConfig(257, 32, 1, 2, 16), 0)
+    train(text, out="whole", vocab_size=None, teacher=teacher, **PUPIL)
+    copy_killed_run("whole", "pupil", 3)
+    save(Path("teacher"), loud(GPTConfig(257, 32, 1, 2, 16)))
     one_line_of_what_and_what_next(gpt("train", "--resume", "pupil"), "whose weights have changed")
     shutil.rmtree("teacher")
     one_line_of_what_and_what_next(gpt("train", "--resume", "pupil"), "there is no run or checkpoint")

@@ -15,8 +15,13 @@ import gpt
 from gpt import events
 from gpt.runs import checkpoint
 from gpt.training import evaluation
+from gpt.training.pace import TimeBudget
 
 # Runs of one process. `SHARDED_RUNS` repeats them with two processes.
+TUNED: dict[str, Any] = {
+    "init": "", "steps": 6, "batch_tokens": 512, "lr": 0.02, "optimizer": "muon", "dtype": "float32", "dropout": 0.0,
+    "eval_every": 4, "save_every": 4, "keep": 9, "sample_every": 6,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "adamw": {**SIX_STEPS, "optimizer": "adamw", "micro_batch": 4},
     # One layer has one matrix of each kind. For each kind, one of the two processes orthogonalizes none.
@@ -32,6 +37,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "pairs": {**SIX_STEPS, "pairs": True, "vocab_size": 270, "block_size": 32, "batch_tokens": 264},
     "narrow": {**SIX_STEPS, "dtype": "bfloat16"},
     "taught": {**SIX_STEPS, "vocab_size": None, "teacher": "one/adamw"},
+    # Base models of `several.write_bases`. Batch sizes of a ramp are multiples of two micro-batches in all processes.
+    "phases": {
+        **TUNED,
+        "init": None,
+        "vocab_size": 300,
+        "n_layer": 1,
+        "n_embd": 32,
+        "n_head": 2,
+        "block_size": 16,
+        "teachers": 1,
+        "steps": 8,
+    },
+    "qwen2": {**TUNED, "init": "qwen2.gguf", "batch_tokens": 1024, "batch_ramp": 2000, "micro_batch": 2},
+    "qwen3": {**TUNED, "init": "qwen3", "chat": True},
+    "mistral": {**TUNED, "init": "mistral-int8", "block_size": 16},
 }
 SHARDED, TENSOR = {"shard": "full"}, {"tensor": 2}
 SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,6 +63,13 @@ SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "muon-together": ("muon", TENSOR),
     "taught-sharded": ("taught", SHARDED),
     "taught-together": ("taught", TENSOR),
+    "phases-sharded": ("phases", SHARDED),
+    "qwen2-sharded": ("qwen2", {**SHARDED, "micro_batch": 1}),
+    "qwen2-together": ("qwen2", TENSOR),
+    "qwen3-sharded": ("qwen3", SHARDED),
+    "qwen3-together": ("qwen3", TENSOR),
+    "mistral-sharded": ("mistral", SHARDED),
+    "mistral-together": ("mistral", TENSOR),
 }
 FAMILY_STEPS = {
     "init": "base", "steps": 30, "lr": 0.02, "warmup": 0, "block_size": 16, "batch_tokens": 128, "dtype": "float32",
@@ -55,11 +82,14 @@ SHARDED_AND_TENSOR = {**TWELVE_STEPS, "steps": 3, "shard": "full", "tensor": 2, 
 def two() -> None:
     """Trains, and resumes with other numbers of processes or shards."""
     for name, (model, sharding) in SHARDED_RUNS.items():
-        gpt.train(TEXTS.get(model, "book.txt"), out=name, **MODELS[model], **sharding)
+        gpt.train(TEXTS.get(model, "book.txt"), out=name, **{**MODELS[model], **sharding})
     gpt.train("book.txt", out="dropout", **{**TWELVE_STEPS, "dropout": 0.1}, **SHARDED)
     gpt.train("book.txt", out="whole", **THIRTY_STEPS, **SHARDED)
     with mock.patch.object(checkpoint, "MAX_SHARD_BYTES", 60_000):
         gpt.train("book.txt", out="files", **{**TWELVE_STEPS, "steps": 4}, **SHARDED)
+    steps, steps_left = (mock.patch.object(TimeBudget, name, lambda *_: 6 + RANK) for name in ("steps", "steps_left"))
+    with steps, steps_left:  # Ranks measure different times.
+        gpt.train("book.txt", out="timed", **{**MODELS["adamw"], **SHARDED, "steps": None, "minutes": 1.0})
     if RANK == 0:
         copy_killed_run("dropout", "resumed", 4)
         copy_killed_run("one/muon", "from-one", 4)

@@ -61,20 +61,22 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 # The sample is long enough to exceed the context, but short, because a tensor-parallel token takes 20 ms.
 SAMPLE = SampleConfig(max_tokens=18)
-TEXTS = {"pairs": "pairs.jsonl"}
+TEXTS = {"pairs": "pairs.jsonl", "qwen3": "chats.jsonl"}
 RANK = int(os.environ.get("RANK", "0"))
 
 
-def copy_killed_run(run: str, target: str, step: int) -> None:
-    """Copies a run as if killed soon after ``step``."""
-    shutil.copytree(run, target)
-    for path in Path(target).glob("step-*"):
+def make_killed_after(run: Path, step: int) -> None:
+    """Turns a finished run into one killed soon after ``step``."""
+    for path in run.glob("step-*"):
         if int(path.name[5:]) > step:
             shutil.rmtree(path)
-    record = json.loads(Path(target, "run.json").read_text())
-    for key in ("ended", "result"):
-        del record[key]
-    Path(target, "run.json").write_text(json.dumps(record))
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({k: v for k, v in record.items() if k not in ("ended", "result")}))
+
+
+def copy_killed_run(run: str, target: str, step: int) -> None:
+    shutil.copytree(run, target)
+    make_killed_after(Path(target), step)
 
 
 def two() -> None:

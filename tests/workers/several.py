@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import assert_same, curve, make_text, spawn
+from models import SHAPES, loud, save
 from ranks import SAMPLE, TEXTS, THIRTY_STEPS, to_options
 
 import gpt as library
@@ -25,6 +26,19 @@ def write_texts() -> None:
     Path("book.txt").write_bytes(make_text().encode())
     pairs = [{"prompt": f"{n} =>", "completion": " " + "la" * (n % 7) + f" {n * n}"} for n in range(60)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    chats = [
+        [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["completion"]}]
+        for pair in pairs
+    ]
+    Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
+
+
+def write_bases() -> None:
+    """Saves base models of three families, one of them as a GGUF file and one with int8 weights."""
+    for family in ("qwen2", "qwen3", "mistral"):
+        save(Path(family), loud(SHAPES[family], spread=0.1))
+    library.export("qwen2", "qwen2.gguf", type="f32")
+    library.export("mistral", "mistral-int8", dtype="int8")
 
 
 def train_all(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) -> Path:
@@ -33,6 +47,8 @@ def train_all(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) 
         patch.chdir(place)
         patch.setattr("gpt.training.evaluation.SAMPLE", SAMPLE)
         write_texts()
+        if script == PARTS:
+            write_bases()
         for name, settings in runs.items():
             library.train(TEXTS.get(name, "book.txt"), out=f"one/{name}", **settings)
         assert launch([sys.executable, str(script), "two"], 2) == LaunchResult(0)
