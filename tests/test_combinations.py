@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import assert_same, curve, make_text, more, send, state_of
 from models import SHAPES, loud, save
+from ranks import steady_clock
 from serving import served
 
 import gpt as library
@@ -27,7 +28,6 @@ from gpt.errors import Interrupted
 from gpt.sample_config import SampleConfig
 from gpt.text import chat
 from gpt.text.tokenizer import bytes_tokenizer
-from gpt.training.pace import TimeBudget
 
 Bases = Callable[..., Path]
 SHORT: dict[str, Any] = {
@@ -159,11 +159,9 @@ def test_training_from_a_gguf_file_or_int8_equals_training_from_its_weights(name
 
 
 @pytest.mark.parametrize("name", ["pairs", "chat, LoRA", "own teachers", more("teacher")])
-def test_timed_run_equals_a_run_of_its_steps(name: str, bases: Bases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_run_equals_a_run_of_its_steps(name: str, bases: Bases) -> None:
     settings = with_bases(bases, {**KINDS, "own teachers": {**NEW, "teachers": 1}}[name])
-    with monkeypatch.context() as patched:
-        patched.setattr(TimeBudget, "steps", lambda *_: 6)
-        patched.setattr(TimeBudget, "steps_left", lambda budget, now, pace: 1)
+    with steady_clock(6):
         timed = train("timed", **{**settings, "steps": None, "minutes": 1.0})
     if name == "own teachers":
         settings |= {"teachers": 0, "vocab_size": None, "teacher": timed / "teachers" / "1"}

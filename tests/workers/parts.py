@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks import RANK, SAMPLE, SIX_STEPS, TEXTS, THIRTY_STEPS, TWELVE_STEPS, copy_killed_run
+from ranks import RANK, SAMPLE, SIX_STEPS, TEXTS, THIRTY_STEPS, TWELVE_STEPS, copy_killed_run, steady_clock
 
 import gpt
 from gpt import events
 from gpt.runs import checkpoint
 from gpt.training import evaluation
-from gpt.training.pace import TimeBudget
 
 # Runs of one process. `SHARDED_RUNS` repeats them with two processes.
 TUNED: dict[str, Any] = {
@@ -87,8 +86,7 @@ def two() -> None:
     gpt.train("book.txt", out="whole", **THIRTY_STEPS, **SHARDED)
     with mock.patch.object(checkpoint, "MAX_SHARD_BYTES", 60_000):
         gpt.train("book.txt", out="files", **{**TWELVE_STEPS, "steps": 4}, **SHARDED)
-    steps, steps_left = (mock.patch.object(TimeBudget, name, lambda *_: 6 + RANK) for name in ("steps", "steps_left"))
-    with steps, steps_left:  # Ranks measure different times.
+    with steady_clock(6, ahead=RANK / 10):
         gpt.train("book.txt", out="timed", **{**MODELS["adamw"], **SHARDED, "steps": None, "minutes": 1.0})
     if RANK == 0:
         copy_killed_run("dropout", "resumed", 4)

@@ -28,6 +28,7 @@ from gpt.training import evaluation
 from gpt.training import step as stepping
 from gpt.training.checkpointing import Checkpointer
 from gpt.training.strategy import MOMENT, WEIGHT
+from gpt.training.time_budget import Clock, TimeBudget
 
 SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_tokens": 128, "dtype": "float32",
@@ -99,6 +100,22 @@ def two() -> None:
     notes = [event.text for event in run_events if isinstance(event, events.Note)]
     report = {"notes": notes, "summed": syncs, "rolled_back": rolled_back}
     Path(f"heard-{RANK}.json").write_text(json.dumps(report))
+
+
+@contextlib.contextmanager
+def steady_clock(steps: int, ahead: float = 0.0) -> Iterator[None]:
+    """Makes each timed run take ``steps`` steps. Its clock does not depend on the speed of this machine, and is
+    ``ahead`` of that share of the time."""
+
+    def share(clock: Clock) -> float:
+        vars(clock)["reads"] = vars(clock).get("reads", -1) + 1
+        return min(1.0, vars(clock)["reads"] / steps + ahead)
+
+    def tokens(budget: TimeBudget, elapsed: float, token_seconds: float, step_tokens: int) -> float:
+        return float(steps * step_tokens)
+
+    with mock.patch.object(Clock, "share", share), mock.patch.object(TimeBudget, "tokens", tokens):
+        yield
 
 
 @contextlib.contextmanager
