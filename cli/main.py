@@ -48,7 +48,6 @@ COMMANDS = {  # Name of each command's module and function.
     "serve": "serve",
 }
 GROUPS = ("tokenizer", "data", "inspect")
-_EXTRA_ARGUMENT_COMMANDS = ("bench", "export")  # Commands that still take the model as an extra argument.
 PURPOSES = {  # Headings of the help page, in order.
     "Train": ("train",),
     "Generate": ("sample", "chat", "serve"),
@@ -96,8 +95,7 @@ def make_app(args: Sequence[str] = ()) -> typer.Typer:
         settings: dict[str, Any] = {"name": name, "rich_help_panel": purposes[name]}
         if name in COMMANDS:
             command = getattr(import_module(f"gpt_cli.{COMMANDS[name]}"), COMMANDS[name])
-            extra = {"allow_extra_args": name in _EXTRA_ARGUMENT_COMMANDS}
-            app.command(cls=help_pages.Command, context_settings=extra, **settings)(command)
+            app.command(cls=help_pages.Command, **settings)(command)
         else:
             group = _load_group(name)
             for info in group.registered_commands:

@@ -1,7 +1,6 @@
 """``gpt sample``."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +70,7 @@ def sample(
             render.note(f"--{name.replace('_', '-')} has no effect with --interactive")
         converse(settings, given, model, base, seed, device, dtype, threads)
         return
-    settings, num = _resolve_num(settings, num)
+    settings.check_num(num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
     texts = _read_prompts(prompt, prompt_file, prompts)
     _check_options(settings, as_json=json or out is not None, note=note)
@@ -93,7 +92,7 @@ def sample(
             if piece.sample is not None:
                 render.json_line(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
     else:
-        render.stream(pieces, texts, settings.n_best if settings.beam else num, not no_echo)
+        render.stream(pieces, texts, num, not no_echo)
     if not quiet:
         render.context_notes(overflow, loaded.model.config.block_size)
 
@@ -113,17 +112,6 @@ def check_numbers(num: int, seed: int | None) -> None:
     for name, value, minimum in (("num", num, 1), ("seed", seed, 0)):
         if value is not None and not minimum <= value <= MAX_VALUES[name]:
             raise UserError(f"{name} is {value}; it must be a whole number from {minimum} to {MAX_VALUES[name]:,}")
-
-
-def _resolve_num(settings: SampleConfig, num: int) -> tuple[SampleConfig, int]:
-    """Returns the settings and the number of samples. With beam search, -N is the number of beams to return."""
-    if not settings.beam or num == 1:
-        return settings, num
-    if num > settings.beam:
-        raise UserError(f"-N is {num} and --beam is {settings.beam}", f"{num} texts need {num} beams: --beam {num}")
-    if settings.n_best not in (1, num):
-        raise UserError(f"-N is {num} and --n-best is {settings.n_best}", "leave --n-best out")
-    return replace(settings, n_best=num), 1
 
 
 def _check_options(settings: SampleConfig, as_json: bool, note: Callable[[str], None]) -> None:
@@ -166,7 +154,7 @@ def _write_file(
         if results.done and not quiet:
             render.note(f"{out} already has {counted(len(results.done), 'sample')}; adding the rest")
         with progress.Bar("wrote", "samples", quiet) as bar:
-            total = len(texts) * (settings.n_best if settings.beam else num)
+            total = len(texts) * num
             for piece in loaded.write_all(texts, settings, seed, num, results.done):
                 if piece.sample is not None:
                     results.add(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
