@@ -73,7 +73,8 @@ def sample(
     settings.check_num(num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
     texts = _read_prompts(prompt, prompt_file, prompts)
-    _check_options(settings, as_json=json or out is not None, note=note)
+    if (settings.logprobs is not None or settings.echo_logprobs) and not json and out is None:
+        raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     with progress.startup_spinner(quiet=json or quiet):
         from gpt import api
     loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
@@ -114,26 +115,19 @@ def check_numbers(num: int, seed: int | None) -> None:
             raise UserError(f"{name} is {value}; it must be a whole number from {minimum} to {MAX_VALUES[name]:,}")
 
 
-def _check_options(settings: SampleConfig, as_json: bool, note: Callable[[str], None]) -> None:
-    """Rejects conflicting options, and prints notes about options without effect."""
-    if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
-        raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
-    default = SampleConfig()
-    if settings.constraint and settings.speculate:
-        note("--speculate has no effect with structured output")
-    beam_options = ("speculate",) if settings.beam else ("length_penalty", "early_stopping")
-    for name in beam_options:
-        if getattr(settings, name) != getattr(default, name):
-            note(f"--{name.replace('_', '-')} has no effect {'with' if settings.beam else 'without'} --beam")
-
-
 def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Callable[[str], None]) -> None:
-    """Prints a note about given options that draw tokens, if no token is drawn."""
-    ineffective = [name for name in ("temperature", "top_k", "top_p", "min_p") if name in given]
-    if not settings.draws and ineffective and not (ineffective == ["temperature"] and settings.temperature == 0):
-        flags = ", ".join("--" + name.replace("_", "-") for name in ineffective)
-        reason = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
-        note(f"{flags} {'has' if len(ineffective) == 1 else 'have'} no effect with {reason}")
+    """Prints notes about given options without effect."""
+    draws_with = [*(["temperature"] if settings.temperature else []), "top_k", "top_p", "min_p"]
+    greedy = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
+    for applies, names, where in (
+        (settings.constraint, ["speculate"], "with structured output"),
+        (settings.beam, ["speculate"], "with --beam"),
+        (not settings.beam, ["length_penalty", "early_stopping"], "without --beam"),
+        (not settings.draws, draws_with, f"with {greedy}"),
+    ):
+        flags = [f"--{name.replace('_', '-')}" for name in names if name in given]
+        if applies and flags:
+            note(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect {where}")
 
 
 def _write_file(

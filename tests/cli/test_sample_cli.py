@@ -64,7 +64,7 @@ def test_options_without_effect_print_a_note(gpt: Gpt, run_folder: Path) -> None
     assert result.err == "--speculate has no effect with --beam\n"
     args = ["--greedy", "--length-penalty", "2", "--early-stopping", "on"]
     notes = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
-    assert notes == "--length-penalty has no effect without --beam\n--early-stopping has no effect without --beam\n"
+    assert notes == "--length-penalty, --early-stopping have no effect without --beam\n"
 
 
 # Many prompts
