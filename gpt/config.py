@@ -293,7 +293,7 @@ def find_preset(name: str) -> Preset:
 PANELS = (
     "Run", "Model", "Fine-tuning", "Text and tokens", "Reading TEXT", "Length and batch", "Optimizer",
     "Evaluation and checkpoints", "Text", "Sampling", "Beam search", "Weights", "Card", "Page", "Address", "Load",
-    "Devices", "Training step", "Machine", "Output",
+    "Shape", "Devices", "Training step", "Machine", "Output",
 )  # fmt: skip
 _run, _model, _tune, _data, _read, _length, _optim, _log = (partial(option, panel=name) for name in PANELS[:8])
 _machine = partial(option, panel="Machine")

@@ -94,13 +94,12 @@ def option(
     level: Level = "more",
     low: float | None = None,
     high: float = 2**53,
-    hidden: bool = False,
 ) -> Any:
     """Returns a field for a setting that is also an option. ``shown`` describes the default on the help page. ``level``
     decides where the option is listed: ``--help`` (basic), ``--help-all`` (more), or only the reference (config)."""
     metadata = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
-        "high": high, "hidden": hidden,
+        "high": high,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.config import PRESETS
 from gpt.errors import UserError, WorkError, check_text
 from gpt.files import (
     TEMPORARY,
@@ -309,22 +308,6 @@ def is_run(path: Path) -> bool:
 def _has_file(path: Path, name: str) -> bool:
     with reading(path):
         return (path / name).is_file()
-
-
-def names_model(word: str) -> bool:
-    """Whether a word names a preset or a model for `find_checkpoint`. Raises `UserError` for an unreadable path."""
-    if hub.is_remote(word):
-        return "://" not in word  # hf:// is the address of a text.
-    if ollama.is_ollama(word):
-        return True
-    with reading(Path(word)):
-        exists = Path(word).exists()
-    match = None if exists else _PART.fullmatch(word)
-    path = Path(match[1] if match else word)
-    if path.is_dir() and not is_run(path) and not is_adapter(path):
-        with contextlib.suppress(UserError):  # A folder of texts can contain a config.json too.
-            return "model_type" in read_json(path / "config.json")
-    return (word in PRESETS and not exists) or is_run(path) or is_checkpoint(path)
 
 
 def runs_in(runs: Path) -> list[Path]:
