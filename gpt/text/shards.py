@@ -74,7 +74,7 @@ class Shard:
         values = np.empty(count, dtype)
         with self._translate_errors(), open_regular(self.path) as file:
             file.seek(position)
-            if file.readinto(values) < values.nbytes:
+            if file.readinto(values.data) < values.nbytes:
                 raise UserError(f"{self.path} is shorter than its header requires", HINT)
         return values
 

@@ -129,7 +129,7 @@ class TokenFolder:
     def adopt_tokenizer(self, tokenizer: Tokenizer) -> bool:
         """Adopts a model's tokenizer, which can be limited to fewer ids than this folder's. Returns False if the
         tokenizers differ."""
-        is_same = self.tokenizer.is_same_as(tokenizer)
+        is_same = self.tokenizer.fingerprint == tokenizer.fingerprint
         if is_same:
             self.tokenizer = tokenizer
         return is_same

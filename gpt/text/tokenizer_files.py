@@ -125,7 +125,7 @@ def read_described_tokenizer(folder: Path, description: Any, where: str) -> Toke
             backend = LibraryTokenizer(_read_json_bytes(file, parsed=True), read_json(file))
         else:
             ranks = from_tiktoken(read_regular(file, JSON_LIMIT), str(file))
-            backend = ByteBPE(description["pattern"], ranks, bool(description.get("nfc", False)))
+            backend = ByteBPE(description["pattern"], ranks)
         tokenizer = Tokenizer(
             description["name"],
             backend,
@@ -356,7 +356,7 @@ def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns a ``tokenizer.json`` that gives the same ids in the tokenizers library."""
-    assert isinstance(tokenizer.backend, ByteBPE) and not tokenizer.backend.nfc
+    assert isinstance(tokenizer.backend, ByteBPE)
     ranks = tokenizer.backend.ranks
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
     pre_tokenizer = BYTE_LEVEL
