@@ -162,15 +162,11 @@ class TextEncoding:
 
 
 SAMPLE = 4096  # Bytes that show the encoding.
-_IN_LATIN_WORD = "(?<=[A-Za-z])[{0}]|[{0}](?=[A-Za-z])"
-# A wrong encoding often swaps upper and lower case.
-_IN_OTHER_WORD = "(?<=[{2}])[{0}]|[{0}](?=[{2}])|\\b[{1}](?=[{0}])"
-_CYRILLIC, _GREEK = ("а-яёіїєґ", "А-ЯЁІЇЄҐ", "Ѐ-ӿ"), ("ά-ώ", "Ά-Ω", "Ͱ-Ͽ")
 _CJK = "[ぁ-ヿ一-龥、-〿！-～]"
 _TYPICAL = {  # Most of a text's non-ASCII characters, by encoding. Earlier encodings win.
-    "cp1252": _IN_LATIN_WORD.format("ß-öø-ÿ’"), "cp1250": _IN_LATIN_WORD.format("ąćęłńóśźżáčďéěíňřšťúůýžőűäöü’"),
-    **dict.fromkeys(("cp1251", "koi8-r"), _IN_OTHER_WORD.format(*_CYRILLIC)), "cp1253": _IN_OTHER_WORD.format(*_GREEK),
-    "euc-kr": "[가-힣]", **dict.fromkeys(("euc-jp", "shift_jis", "gb18030", "big5"), _CJK),
+    "cp1252": "(?<=[A-Za-z])[ß-öø-ÿ’]|[ß-öø-ÿ’](?=[A-Za-z])",
+    "cp1251": "(?<=[Ѐ-ӿ])[а-яёіїєґ]|[а-яёіїєґ](?=[Ѐ-ӿ])|\\b[А-ЯЁІЇЄҐ](?=[а-яёіїєґ])",
+    "euc-kr": "[가-힣]", "shift_jis": _CJK, "gb18030": _CJK,
 }  # fmt: skip
 
 

@@ -386,10 +386,8 @@ def test_line_breaks_become_line_feeds(block: int, monkeypatch: pytest.MonkeyPat
 
 
 PLAUSIBLE = {
-    "cp1251": "Привет, мир! Это заметка о погоде.", "koi8-r": "Завтра пойдём в лес.", "cp1253": "Καλημέρα κόσμε.",
-    "shift_jis": "これはテストです。", "euc-jp": "東京は今日も晴れ。", "gb18030": "今天天气很好，我们去公园。",
-    "big5": "今天天氣很好，我們去公園。", "euc-kr": "안녕하세요. 오늘은 날씨가 좋습니다.", "cp1252": "Le café est très bon.",
-    "cp1250": "Dziękuję, że jesteś.",
+    "cp1251": "Привет, мир! Это заметка о погоде.", "shift_jis": "これはテストです。",
+    "gb18030": "今天天气很好，我们去公园。", "euc-kr": "안녕하세요. 오늘은 날씨가 좋습니다.", "cp1252": "Le café est très bon.",
 }  # fmt: skip
 
 
