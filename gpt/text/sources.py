@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from gpt.distribution import install, install_extra
 from gpt.errors import UserError, WorkError, did_you_mean
 from gpt.text import catalogue
-from gpt.text.documents import OnNote, Skipped, no_note
+from gpt.text.documents import OnNote, Skipped
 from gpt.text.download import OnBytes, ignore
 from gpt.text.token_folder import is_token_folder
 from gpt.text.tokenizer_files import RANKS, TOKENIZER_JSON
@@ -30,7 +30,7 @@ DEFAULT_CORPUS = "pydocs"
 
 
 def find(
-    texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore, note: OnNote = no_note
+    texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore, note: OnNote = lambda note: None
 ) -> list[Source]:
     """Returns the sources that ``texts`` name, in order and without duplicates. Without ``texts``, returns the default
     corpus.
