@@ -42,13 +42,9 @@ from gpt.text.untrusted import steps
 FORMAT = 1
 _NO_RANK = 2**63  # Rank of a pair that never merges.
 TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-_COMPANION_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
-_KEPT_WITH_TOKENIZER_JSON = (TOKENIZER_JSON, *_COMPANION_FILES)
-UNCHANGED_FILES = (
-    *_KEPT_WITH_TOKENIZER_JSON,
-    "vocab.json",
-    "merges.txt",
-)  # Transformers files that are saved unchanged.
+_KEPT_WITH_TOKENIZER_JSON = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
+# Transformers files that are saved unchanged.
+UNCHANGED_FILES = (*_KEPT_WITH_TOKENIZER_JSON, "vocab.json", "merges.txt")
 RANKS = "tokenizer.tiktoken"
 NEW_PATH_HINT = "choose another path with --out"
 _DESCRIPTION_FILES = ("gpt.json", "manifest.json")
