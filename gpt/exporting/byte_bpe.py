@@ -32,7 +32,7 @@ class BPE:
 def to_bpe(backend: ByteBPE | LibraryTokenizer) -> BPE | None:
     """Returns a backend as a byte-level BPE, or None if it is another tokenizer."""
     if isinstance(backend, ByteBPE):
-        return BPE(backend.pattern, backend.ranks, None, True, backend.nfc)
+        return BPE(backend.pattern, backend.ranks, None, True, False)
     if not backend.pattern:
         return None
     model, added_tokens = backend.values["model"], backend.values.get("added_tokens") or []
