@@ -150,12 +150,12 @@ def find(
     return entries
 
 
-def check_all(files: Sequence[Path], expected: Iterable[str], found: Iterable[str]) -> None:
-    """Raises `UserError` unless every ``expected`` tensor was ``found``."""
+def check_all(path: Path, expected: Iterable[str], found: Iterable[str]) -> None:
+    """Raises `UserError` unless every ``expected`` tensor was ``found`` in the weights at ``path``."""
     missing = sorted(set(expected) - set(found))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{files[0].parent}: the tensor {missing[0]}{more} is missing from the weights")
+        raise UserError(f"{path}: the tensor {missing[0]}{more} is missing from the weights", HINT)
 
 
 def _check_header(file: Path, count: int) -> None:
