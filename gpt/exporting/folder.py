@@ -21,7 +21,6 @@ from gpt.runs import checkpoint, quantized, tensors
 from gpt.runs import folder as run_folder
 from gpt.text.tokenizer_files import TOKENIZER_CONFIG
 
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # Keys of tokenizer_config.json whose values are paths or names on the machine that saved the file.
 _MACHINE_KEYS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "cache_dir")
 
@@ -58,7 +57,7 @@ def _checkpoint_files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> 
 
 
 def _convert(name: str, parameter: Parameter, get: Callable[[], Tensor | Quantized], dtype: str) -> tensors.Deferred:
-    return tensors.Deferred(parameter.shape, lambda: round_values(name, get(), dtype), _CODES[dtype])
+    return tensors.Deferred(parameter.shape, lambda: round_values(name, get(), dtype), tensors.CODES[dtype])
 
 
 def round_values(name: str, value: Tensor | Quantized, dtype: str) -> np.ndarray[Any, Any]:

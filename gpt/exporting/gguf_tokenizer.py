@@ -68,7 +68,7 @@ def describe_differences(tokenizer: Tokenizer) -> list[str]:
     notes, bpe = [], require_bpe(tokenizer, "a .gguf file", HINT)
     if bpe.nfc:
         notes.append("llama.cpp does not normalize text to NFC, as this tokenizer does: give it NFC text")
-    if missing := bpe.count_missing_bytes():
+    if missing := sum(bytes([byte]) not in bpe.ranks for byte in range(256)):
         notes.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp drops them")
     if ends := [word for id, word in _ends(tokenizer)[1].items() if id not in tokenizer.ends]:
         notes.append(f"llama.cpp also stops at {', '.join(ends)}, regardless of the file")

@@ -344,12 +344,12 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
     quantization = hf.find_foreign_quantization(values)
     try:
         expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
-        parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
+        embedding, parts = next(iter(expected)), {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
         entries = tensors.find(files, expected | optional, "config.json", ours=map_name)
         # safetensors' save_model writes tied weights only under the unembedding's name.
         if config.tied and hf.UNEMBEDDING in entries:
-            entries.setdefault(hf.embedding_name(config), entries[hf.UNEMBEDDING])
+            entries.setdefault(embedding, entries[hf.UNEMBEDDING])
         tensors.check_all(path, expected, entries)
     except UserError as error:
         if not quantization:
@@ -364,7 +364,7 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         more = f" and {len(ignored_names) - 1:,} more" if len(ignored_names) > 1 else ""
         warn(f"{path}: the tensor {ignored_names[0]:.80}{more} is not part of the decoder and is ignored")
     if config.tied and hf.UNEMBEDDING in entries:
-        pair = [entries[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
+        pair = [entries[name].mapped() for name in (embedding, hf.UNEMBEDDING)]
         common_dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
         if not torch.equal(pair[0].to(common_dtype), pair[1].to(common_dtype)):
             warn(f"{path}: {hf.UNEMBEDDING} differs from the embedding, although config.json ties them: it is used")

@@ -74,11 +74,6 @@ def full_name(theirs: str, config: GPTConfig) -> str | None:
     return theirs if theirs == UNEMBEDDING else prefix + theirs.removeprefix(prefix)
 
 
-def embedding_name(config: GPTConfig) -> str:
-    """Returns the full name of the embedding."""
-    return f"{_GPT2}wte.weight" if config.layout in (OWN_TYPE, "gpt2") else f"{_LLAMA}embed_tokens.weight"
-
-
 def part_of(name: str) -> str:
     """Returns the part of the model that a full name belongs to: ``layers``, ``wte``, ``v_head`` …"""
     return name.removeprefix(_GPT2).removeprefix(_LLAMA).partition(".")[0]
