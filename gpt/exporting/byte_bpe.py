@@ -24,10 +24,6 @@ class BPE:
         """The merges in order, as lines of ``merges.txt``."""
         return format_merges(merging_pairs(self.ranks)) if self.merge_list is None else self.merge_list
 
-    def count_missing_bytes(self) -> int:
-        """Returns how many of the 256 bytes have no token. gpt drops them from a text."""
-        return sum(bytes([byte]) not in self.ranks for byte in range(256))
-
 
 def to_bpe(backend: ByteBPE | LibraryTokenizer) -> BPE | None:
     """Returns a backend as a byte-level BPE, or None if it is another tokenizer."""

@@ -189,7 +189,7 @@ def prune(run: Path, keep: int, newest: int | None = None) -> None:
         for entry in (entry for entry in entries if entry.step > newest):
             _remove(run / entry.name)
         entries = [entry for entry in entries if entry.step <= newest]
-    for entry in entries[:-keep]:
+    for entry in entries[: max(0, len(entries) - keep)]:
         if entry == best(entries):
             for name in TRAINING:
                 (run / entry.name / name).unlink(missing_ok=True)
@@ -199,12 +199,7 @@ def prune(run: Path, keep: int, newest: int | None = None) -> None:
 
 def keep_only_best(run: Path) -> None:
     """Deletes a finished run's checkpoints, except the weights of the best."""
-    entries = checkpoints(run)
-    for entry in entries:
-        if entry != best(entries):
-            _remove(run / entry.name)
-    for name in TRAINING:
-        (run / best(entries).name / name).unlink(missing_ok=True)
+    prune(run, keep=0)
     write_index(run)
 
 

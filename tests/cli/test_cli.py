@@ -41,15 +41,18 @@ LIGHT = (
 )  # fmt: skip
 
 
-def test_light_commands_do_not_import_torch() -> None:
+def test_light_commands_do_not_import_torch(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+    gpt("export", "-m", run_folder, "-o", tmp_path / "model.gguf")
+    models = [f"params {run_folder}", f"params {tmp_path / 'model.gguf'}"]
     code = (
         "import sys\nfrom gpt_cli.main import main\n"
         "for line in sys.argv[1:]:\n"
         "    assert main(line.split()) == 0, line\n"
-        "    heavy = {'torch', 'numpy', 'transformers', 'tiktoken', 'safetensors'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'transformers', 'tiktoken', 'safetensors'} & set(sys.modules)\n"
+        "    heavy |= {'numpy'} & set(sys.modules) if line in " + repr(LIGHT) + " else set()\n"
         "    assert not heavy, (line, heavy)"
     )
-    result = subprocess.run([sys.executable, "-c", code, *LIGHT], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", code, *LIGHT, *models], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 

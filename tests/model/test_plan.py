@@ -96,7 +96,7 @@ def test_plan_has_the_micro_batch_of_gpt_train(
 ) -> None:
     """``gpt train`` chooses these values for ``--micro-batch auto``."""
     shape, memory = PRESETS[preset].model, KINDS["t4-16gb" if kind == "cpu" else kind].memory
-    monkeypatch.setattr(Compute, "_memory", lambda compute: memory)
+    monkeypatch.setattr(Compute, "memory", lambda compute: memory // compute.shared_by)
     monkeypatch.setattr("gpt.peaks.host_memory", lambda: memory)
     compute = Compute(torch.device("cpu" if kind == "cpu" else "cuda"), getattr(torch, dtype))
     settings: dict[str, Any] = {"preset": preset, "dropout": 0.0, "steps": 1}
