@@ -89,7 +89,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
 def _yardstick_levels(run: Tree) -> Tree:
     """Returns the yardsticks in nats per token."""
     values, bits_per_nat = run["yardsticks"] or {}, run["bits_per_nat"]
-    names = [name for name in ("xz", "unigram", "uniform") if bits_per_nat and values.get(name) is not None]
+    names = [name for name in ("ppmd", "xz", "unigram", "uniform") if bits_per_nat and values.get(name) is not None]
     return {name: values[name] / bits_per_nat for name in names}
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -30,9 +30,9 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Yardsticks:
-    """Bits per byte of a text without a model. xz compresses the first ``text_bytes`` of it after the last
-    ``train_bytes`` of the training text. A guess gives each token its frequency in the training text (``unigram``), or
-    all tokens the same probability (``uniform``)."""
+    """Bits per byte of a text without a model. xz, and PPMd with pyppmd installed, compress the first ``text_bytes`` of
+    it after the last ``train_bytes`` of the training text. A guess gives each token its frequency in the training text
+    (``unigram``), or all tokens the same probability (``uniform``)."""
 
     xz: Amount
     unigram: Amount | None  # None without a training text
@@ -40,13 +40,15 @@ class Yardsticks:
     train_bytes: Count
     text_bytes: Count
     is_cut: bool  # whether one of the texts is longer than that
+    ppmd: Amount | None = None
 
     def __str__(self) -> str:
         given = "given the training text" if self.train_bytes else "without the training text"
         if self.is_cut:
             given = f"for {self.text_bytes:,} bytes after {self.train_bytes:,} of the training text"
         unigram = "" if self.unigram is None else f"unigram {self.unigram:.4f}, "
-        return f"{self.xz:.4f} bits per byte {given}; guesses: {unigram}uniform {self.uniform:.4f}"
+        ppmd = "" if self.ppmd is None else f", PPMd {self.ppmd:.4f}"
+        return f"{self.xz:.4f} bits per byte {given}{ppmd}; guesses: {unigram}uniform {self.uniform:.4f}"
 
 
 def measure(
@@ -62,16 +64,20 @@ def measure(
             is_cut |= is_train_cut
         if not head:
             return None
+        ppmd = None
+        with contextlib.suppress(ImportError):
+            ppmd = _compress(_count_ppmd, tail, head)
         counts = np.bincount(train_ids, minlength=tokenizer.vocab_size) + 1  # Also for tokens that do not occur.
         unigram = math.log(counts.sum()) - float(np.log(counts[text_ids]).mean())
         bits_per_nat = tokens_per_byte / math.log(2)
         return Yardsticks(
-            _compress(tail, head),
+            _compress(_count_xz, tail, head),
             unigram * bits_per_nat if tail else None,
             math.log(tokenizer.vocab_size) * bits_per_nat,
             len(tail),
             len(head),
             is_cut,
+            ppmd,
         )
     return None
 
@@ -89,10 +95,10 @@ def _read(
     return ids, data[-max_bytes:] if from_end else data[:max_bytes], is_cut
 
 
-def _compress(tail: bytes, head: bytes) -> float:
-    """Returns the bits per byte of ``head`` after ``tail``."""
+def _compress(count: Callable[[bytes], int], tail: bytes, head: bytes) -> float:
+    """Returns the bits per byte of ``head`` after ``tail``. ``count`` returns the size of compressed data."""
     with ThreadPoolExecutor(2) as pool:
-        before, both = pool.map(_count_xz, (tail, tail + head))
+        before, both = pool.map(count, (tail, tail + head))
     return 8 * (both - before) / len(head)
 
 
@@ -103,6 +109,14 @@ def _count_xz(data: bytes) -> int:
     # The dictionary is smaller than the preset's, to save memory, and larger than ``data``.
     lzma_filter = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 2**22}
     return len(lzma.compress(data, lzma.FORMAT_RAW, filters=[lzma_filter]))
+
+
+def _count_ppmd(data: bytes) -> int:
+    """Returns the size of ``data`` as compressed by PPMd, variant H. Raises ImportError without pyppmd."""
+    import pyppmd
+
+    encoder = pyppmd.Ppmd7Encoder(max_order=16, mem_size=2**26)
+    return len(encoder.encode(data)) + len(encoder.flush())
 
 
 def find_trend(training: Curve, held_out: Curve) -> Trend | None:

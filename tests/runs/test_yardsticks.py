@@ -4,6 +4,8 @@ import json
 import lzma
 import math
 import shutil
+import sys
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,27 @@ def test_xz_without_training_text(run_folder: Path) -> None:
     held_out_text = texts_of(folder)[1]
     assert alone.xz == pytest.approx(8 * xz_size(held_out_text) / len(held_out_text), abs=0.05)
     assert "without the training text; guesses: uniform " in str(alone)
+
+
+def test_ppmd_is_measured_if_installed(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Encoder:
+        def __init__(self, max_order: int, mem_size: int) -> None:
+            assert (max_order, mem_size) == (16, 2**26)
+
+        def encode(self, data: bytes) -> bytes:
+            return data[1::2]
+
+        def flush(self) -> bytes:
+            return b"ends"
+
+    monkeypatch.setitem(sys.modules, "pyppmd", types.SimpleNamespace(Ppmd7Encoder=Encoder))
+    folder = TokenFolder(run_folder / "tokens")
+    measured = measure(folder.tokenizer, folder.stream("val"), folder.stream("train"), 0.5)
+    assert measured is not None and measured.ppmd == pytest.approx(4, abs=0.01)
+    assert "given the training text, PPMd " in str(measured)
+    monkeypatch.setitem(sys.modules, "pyppmd", None)  # Importing it raises ImportError.
+    without = measure(folder.tokenizer, folder.stream("val"), folder.stream("train"), 0.5)
+    assert without is not None and without.ppmd is None and without.xz == measured.xz
 
 
 def test_errors_do_not_fail_a_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
