@@ -189,7 +189,7 @@ def count_equal_cases(cases: int) -> tuple[list[str], list[Table]]:
 def _are_beams_equal(
     model: GPT, their_model: GPT2LMHeadModel, prompt: list[int], eot: int, new: int, settings: dict[str, Any]
 ) -> bool:
-    config = SampleConfig(**settings, n_best=settings["beam"], max_tokens=new)
+    config = SampleConfig(**settings, max_tokens=new)
     engine = Engine(Context(model, CPU, config.beam), {eot})
     engine.add(Request(prompt, config))
     *_, event = engine.run()

@@ -5,13 +5,12 @@ from typing import Annotated
 from gpt.bench_config import BenchConfig
 
 from . import progress, render
-from .options import Device, Dtype, Json, Threads, model_and_texts, one_of, option, takes
+from .options import Device, Dtype, Json, Threads, one_of, option, takes
 
 
 @takes(BenchConfig)
 def bench(
     settings: BenchConfig,
-    rest: list[str],
     model: Annotated[
         str | None,
         option("--model", "-m", metavar="MODEL", help="A preset (with random weights), or a model as in `gpt sample`",
@@ -30,7 +29,6 @@ def bench(
     gpt bench
     gpt bench -m gpt2 --dtype int8
     """
-    model, _ = model_and_texts("bench", model, rest, takes_text=False)
     with progress.startup_spinner(quiet=json):
         from gpt import api
     measured = api.bench(

@@ -8,7 +8,7 @@ from gpt import events
 from gpt.config import ReadConfig
 
 from . import inputs, progress, render
-from .options import Base, Device, Dtype, Json, Model, Quiet, Threads, model_and_texts, one_of, option, takes
+from .options import Base, Device, Dtype, Json, Model, Quiet, Threads, one_of, option, takes
 
 if TYPE_CHECKING:
     from gpt.evaluate import Window
@@ -35,7 +35,6 @@ def evaluate(
     per_token: Annotated[
         bool, option("--per-token", help="Print each token's log-probability as JSON lines instead")
     ] = False,
-    tokens: Annotated[bool, option("--tokens", hidden=True)] = False,
     json: Json = False,
     quiet: Quiet = False,
     device: Device = "auto",
@@ -48,8 +47,6 @@ def evaluate(
     gpt eval chapter.txt -m runs/book --stride 128
     gpt eval wikitext-2 -m hf:openai-community/gpt2 --json
     """
-    model, text = model_and_texts("eval", model, text)
-    per_token = per_token or tokens  # --tokens is the former name of --per-token.
     inputs.announce_stdin(text)
     with progress.startup_spinner(quiet):
         from gpt import api

@@ -7,7 +7,7 @@ from gpt.export_config import ExportConfig
 from gpt.words import counted
 
 from . import inputs, progress, render
-from .options import Base, Device, Json, Model, Quiet, model_and_texts, option, takes
+from .options import Base, Device, Json, Model, Quiet, option, takes
 
 if TYPE_CHECKING:
     from gpt.exporting.run import Exported
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 @takes(ExportConfig)
 def export(
     settings: ExportConfig,
-    rest: list[str],
     out: Annotated[
         str,
         option("--out", "-o", metavar="PATH", help="New .gguf file, .html page for any browser, or folder to publish"),
@@ -37,7 +36,6 @@ def export(
     gpt export -m runs/book -o book.html --title "My book"
     gpt export -m runs/book -o book --dtype int8 --license mit
     """
-    model, _ = model_and_texts("export", model, rest, takes_text=False)
     inputs.announce_stdin([eval] if eval else None)
     with progress.startup_spinner(quiet):
         from gpt import api

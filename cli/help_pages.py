@@ -108,14 +108,13 @@ def group_commands(group: Any) -> Mapping[str, Mapping[str, Any]]:
     """Returns a group's commands by heading, or an empty dict for a command."""
     headings: dict[str, dict[str, Any]] = {}
     for word, command in getattr(group, "commands", {}).items():
-        if not command.hidden:
-            headings.setdefault(command.rich_help_panel or "Commands", {})[word] = command
+        headings.setdefault(command.rich_help_panel or "Commands", {})[word] = command
     return headings
 
 
 def arguments(command: Any) -> list[Any]:
     """Returns a command's positional arguments."""
-    return [each for each in command.params if each.param_type_name == "argument" and not each.hidden]
+    return [each for each in command.params if each.param_type_name == "argument"]
 
 
 def listed_options(command: Any, context: Any) -> list[Any]:

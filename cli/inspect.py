@@ -9,9 +9,8 @@ import typer
 from gpt.errors import UserError
 
 from . import inputs, page, plots, progress, render
-from .options import Device, Json, Model, PromptFile, TextFile, option
+from .options import Device, Json, Model, PromptFile, option
 from .page import Out
-from .tokenizer import encode
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -24,8 +23,7 @@ Count = Annotated[int, option("--count", "-k", help="Number of tokens to list")]
 
 @app.command("attention")
 def attention(
-    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text for the model to read")] = None,
-    prompt: Annotated[str | None, option("--prompt", "-p", hidden=True)] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text for the model to read")] = None,
     prompt_file: PromptFile = None,
     layer: Annotated[int | None, option(help="Show only this layer, counted from 0", show_default="all")] = None,
     head: Annotated[
@@ -42,9 +40,7 @@ def attention(
     gpt inspect attention "Once upon a time"
     gpt inspect attention "Once upon a time" -m runs/book -o attention.html
     """
-    if text is not None and prompt is not None:
-        raise UserError("two prompts were given", "give one: gpt inspect attention PROMPT")
-    words = inputs.read_text(prompt if text is None else text, prompt_file, "prompt", "--prompt-file")
+    words = inputs.read_text(prompt, prompt_file, "prompt", "--prompt-file")
     page.check_out(out)
     loaded = _load(model, device, json)
     from gpt import inspect
@@ -141,19 +137,6 @@ def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
         picture=lambda: plots.positions(position_info, name),
         terminal=lambda: render_inspect.positions(position_info),
     )  # fmt: skip
-
-
-@app.command("tokens", hidden=True)
-def tokens(
-    text: Annotated[str | None, typer.Argument(help="Text to split into tokens")] = None,
-    file: TextFile = None,
-    model: Model = None,
-    out: Out = None,
-    json: Json = False,
-) -> None:
-    """The former name of `gpt tokenizer encode --show`."""
-    render.note("use gpt tokenizer encode --show; the next release drops gpt inspect tokens")
-    encode(text, file=file, model=model, show=True, out=out, json=json)
 
 
 def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":

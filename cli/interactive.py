@@ -37,7 +37,7 @@ HELP = """\
 /model PATH      loads another model
 /help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
 QUOTES = '"""'
-UNUSED = ("batch", "logprobs", "echo_logprobs", "n_best")  # Settings without effect on a conversation.
+UNUSED = ("batch", "logprobs", "echo_logprobs")  # Settings without effect on a conversation.
 HISTORY_LINES = 1000
 
 

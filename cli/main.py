@@ -35,26 +35,17 @@ def _print_help(context: typer.Context) -> None:
 
 
 _python_showwarning = warnings.showwarning
-COMMANDS = {  # Name of each command's module and function.
-    "train": "train",
-    "sample": "sample",
-    "chat": "chat",
-    "eval": "evaluate",
-    "tokenize": "tokenize",
-    "params": "params",
-    "report": "report",
-    "bench": "bench",
-    "export": "export",
-    "serve": "serve",
-}
 GROUPS = ("tokenizer", "data", "inspect")
-_EXTRA_ARGUMENT_COMMANDS = ("bench", "export")  # Commands that still take the model as an extra argument.
-PURPOSES = {  # Headings of the help page, in order.
-    "Train": ("train",),
-    "Generate": ("sample", "chat", "serve"),
-    "Understand": ("eval", "inspect", "report", "params", "bench"),
-    "Prepare": ("data", "tokenizer", "tokenize"),
-    "Publish": ("export",),
+COMMANDS = {  # Each command's heading on the help page, in order.
+    name: heading
+    for heading, names_below in {
+        "Train": ("train",),
+        "Generate": ("sample", "chat", "serve"),
+        "Understand": ("eval", "inspect", "report", "params", "bench"),
+        "Prepare": ("data", "tokenizer", "tokenize"),
+        "Publish": ("export",),
+    }.items()
+    for name in names_below
 }
 
 
@@ -89,15 +80,12 @@ def make_app(args: Sequence[str] = ()) -> typer.Typer:
         },
     )
     app.callback(invoke_without_command=True)(_main)
-    purposes = {
-        name: title for title, commands in PURPOSES.items() for name in commands if name in (*COMMANDS, *GROUPS)
-    }
-    for name in [name for name in purposes if name in args[:1]] or purposes:
-        settings: dict[str, Any] = {"name": name, "rich_help_panel": purposes[name]}
-        if name in COMMANDS:
-            command = getattr(import_module(f"gpt_cli.{COMMANDS[name]}"), COMMANDS[name])
-            extra = {"allow_extra_args": name in _EXTRA_ARGUMENT_COMMANDS}
-            app.command(cls=help_pages.Command, context_settings=extra, **settings)(command)
+    for name in [name for name in COMMANDS if name in args[:1]] or COMMANDS:
+        settings: dict[str, Any] = {"name": name, "rich_help_panel": COMMANDS[name]}
+        if name not in GROUPS:
+            module = "evaluate" if name == "eval" else name
+            command = getattr(import_module(f"gpt_cli.{module}"), module)
+            app.command(cls=help_pages.Command, **settings)(command)
         else:
             group = _load_group(name)
             for info in group.registered_commands:
@@ -210,7 +198,7 @@ def _add_resume_value(args: list[str]) -> list[str]:
 
 def _command_name(args: list[str]) -> str:
     """Returns the command in ``args``, such as ``data show``, or else ``COMMAND``."""
-    at = next((i for i, arg in enumerate(args) if arg in COMMANDS or arg in GROUPS), None)
+    at = next((i for i, arg in enumerate(args) if arg in COMMANDS), None)
     if at is None:
         return "COMMAND"
     subcommands = [info.name for info in _load_group(args[at]).registered_commands] if args[at] in GROUPS else []

@@ -13,7 +13,7 @@ from gpt import config, sample_config
 from gpt.errors import UserError, did_you_mean
 from gpt.settings import field_types, from_dict, without_none
 
-from . import help_pages, inputs, render
+from . import help_pages, inputs
 
 OUTPUT = "Output"
 
@@ -60,31 +60,11 @@ Threads = Annotated[
 ]  # fmt: skip
 
 
-def model_and_texts(
-    command: str, model: str | None, words: Sequence[str], takes_text: bool = True
-) -> tuple[str | None, list[str]]:
-    """Returns the model and the TEXT arguments. The first word can still be the model, but this prints a note.
-
-    With ``-m``, every word is a TEXT. Otherwise the first word is the model if the command takes no TEXT, or if the
-    word names a model and another word follows."""
-    from gpt.runs import folder
-
-    texts = list(words)
-    if model is None and texts and (not takes_text or folder.names_model(texts[0])):
-        if takes_text and len(texts) == 1:
-            raise UserError(f"{texts[0]} is a model, and there is no TEXT", f"gpt {command} TEXT -m {texts[0]}")
-        model = texts.pop(0)
-        render.note(f"use -m {model} to name the model; the next release drops the old form")
-    if texts and not takes_text:
-        raise UserError(f"gpt {command} takes no TEXT, and {texts[0]} was given", "-m names the model, -o the output")
-    return model, texts
-
-
 def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a command an option for each field of ``config_class``, except the fields in ``without``.
 
     The command receives an instance of ``config_class`` as ``settings``. If it has parameters of these names, it also
-    receives ``given`` (the settings that the user gave), ``words`` (the command line) and ``rest`` (extra arguments).
+    receives ``given`` (the settings that the user gave) and ``words`` (the command line).
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,14 +85,12 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
                 values["given"] = {name: field_values[name] for name in given}
             if "words" in command_parameters:
                 values["words"] = _context.find_root().obj
-            if "rest" in command_parameters:
-                values["rest"] = _context.args
             return command(settings=from_dict(config_class, field_values, command.__name__), **values)
 
         own_parameters = [
             p
             for p in inspect.signature(command, eval_str=True).parameters.values()
-            if p.name not in ("settings", "given", "words", "rest")
+            if p.name not in ("settings", "given", "words")
         ]
         ordered_fields = sorted(fields, key=lambda field: config.PANELS.index(field.metadata["panel"]))
         field_parameters = [_make_parameter(config_class, field) for field in ordered_fields]
@@ -143,8 +121,7 @@ def _make_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") ->
     kind = field_types(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
     panel = {"basic": None, "config": help_pages.RARE}.get(meta["level"], meta["panel"])
-    settings = {"help": meta["help"], "rich_help_panel": panel, "show_default": meta["shown"] or True,
-                "hidden": meta["hidden"]}  # fmt: skip
+    settings = {"help": meta["help"], "rich_help_panel": panel, "show_default": meta["shown"] or True}
     choice = without_none(kind)
     default = field.default
     if get_origin(choice) is tuple:

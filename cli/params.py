@@ -1,22 +1,21 @@
 """``gpt params``."""
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast
 
 import typer
 
-from gpt.config import ARCHITECTURES, GPT2_VOCAB, PRESETS, Arch, GPTConfig, Positions
+from gpt.config import ARCHITECTURES, GPT2_VOCAB, PRESETS, Arch, GPTConfig
 from gpt.errors import UserError, did_you_mean
 from gpt.model.params import breakdown
-from gpt.plan_config import PlanConfig
+from gpt.plan_config import SHAPE, PlanConfig
 
 from . import page, render, render_params, render_plan
-from .options import Json, one_of, option, takes
+from .options import Json, option, takes
 from .page import OutPage
-
-_SHAPE = "Shape"
 
 
 @takes(PlanConfig)
@@ -28,50 +27,22 @@ def params(
         typer.Argument(metavar="PRESET|MODEL", help="Presets, or models as for gpt sample; several are compared"),
     ] = None,
     list_presets: Annotated[bool, option("--list", help="List all presets")] = False,
-    n_layer: Annotated[int | None, option(help="Transformer blocks")] = None,
-    n_head: Annotated[int | None, option(help="Attention heads per block")] = None,
-    n_kv_head: Annotated[int | None, option(help="Key/value heads per block", rich_help_panel=_SHAPE)] = None,
-    head_dim: Annotated[int | None, option(help="Width of a head", rich_help_panel=_SHAPE)] = None,
-    n_embd: Annotated[int | None, option(help="Embedding width")] = None,
-    n_inner: Annotated[int | None, option(help="Hidden width of the MLP", rich_help_panel=_SHAPE)] = None,
-    window: Annotated[int | None, option(help="Sliding window of layers 1, 3, 5 …", rich_help_panel=_SHAPE)] = None,
-    block_size: Annotated[int | None, option(help="Context length in tokens", rich_help_panel=_SHAPE)] = None,
-    vocab_size: Annotated[int | None, option(help="Vocabulary size", rich_help_panel=_SHAPE)] = None,
-    positions: Annotated[
-        str | None,
-        one_of(
-            get_args(Positions), help="Position encoding; only learned ones have parameters", rich_help_panel=_SHAPE
-        ),
-    ] = None,
-    arch: Annotated[
-        str | None, one_of(get_args(Arch), help="Kind of norms, MLP, positions and biases", rich_help_panel=_SHAPE)
-    ] = None,
-    parts: Annotated[
-        bool,
-        option("--memory", "--flops", "--time", hidden=True,
-               envvar=["GPT_PARAMS_MEMORY", "GPT_PARAMS_FLOPS", "GPT_PARAMS_TIME"]),
-    ] = False,
     out: OutPage = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Count a model's parameters, and estimate what training it takes.
 
     gpt params gpt3-175b
     gpt params gpt2 gpt2-xl runs/book
     gpt params gpt3-175b --devices 1024 --kind h100-80gb --tokens 300e9
     """
-    shape_options = {
-        "n_layer": n_layer, "n_head": n_head, "n_kv_head": n_kv_head, "head_dim": head_dim, "n_embd": n_embd,
-        "n_inner": n_inner, "window": window, "block_size": block_size, "vocab_size": vocab_size,
-        "positions": positions, "arch": arch,
-    }  # fmt: skip
-    overrides: dict[str, object] = {key: value for key, value in shape_options.items() if value is not None}
+    shape_names = {field.name for field in fields(PlanConfig) if field.metadata["panel"] == SHAPE}
+    overrides = {name: value for name, value in given.items() if name in shape_names}
+    cost_names = [name for name in given if name not in shape_names]
     page.check_out(out, ".html")
     list_all = list_presets or (not targets and not overrides)
-    if parts and not given:  # Former options: --memory, --flops and --time.
-        given = {"devices": settings.devices}
-    if given and (list_all or out is not None):
-        flag = f"--{next(iter(given))}".replace("_", "-")
+    if cost_names and (list_all or out is not None):
+        flag = f"--{cost_names[0]}".replace("_", "-")
         raise UserError(f"{flag} estimates training, but {'-o' if out else 'a list of presets'} does not show it",
                         "name a preset or a model: gpt params gpt2 --devices 8")  # fmt: skip
     if list_presets and (targets or overrides):
@@ -82,7 +53,7 @@ def params(
         return
     selected: Sequence[str | None] = list(PRESETS) if list_all else targets or [None]
     shapes = [_count_parameters(target, {} if list_all else overrides) for target in selected]
-    costs = [render_plan.Cost.from_config(shape.config, settings) for shape in shapes] if given else []
+    costs = [render_plan.Cost.from_config(shape.config, settings) for shape in shapes] if cost_names else []
     if json:
         for shape, cost in zip_longest(shapes, costs):
             render.json_line({**shape.data(), **(cost.data() if cost else {})})
@@ -104,8 +75,6 @@ def _count_parameters(target: str | None, overrides: dict[str, object]) -> rende
 
 def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[str, GPTConfig]:
     """Returns the name and config of ``target`` with ``overrides``. Without ``target``, uses only the overrides."""
-    from dataclasses import replace
-
     if target is None:
         missing = [f"--{key.replace('_', '-')}" for key in ("n_layer", "n_head", "n_embd") if key not in overrides]
         if missing:

@@ -1,7 +1,6 @@
 """``gpt sample``."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,10 +70,11 @@ def sample(
             render.note(f"--{name.replace('_', '-')} has no effect with --interactive")
         converse(settings, given, model, base, seed, device, dtype, threads)
         return
-    settings, num = _resolve_num(settings, num)
+    settings.check_num(num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
     texts = _read_prompts(prompt, prompt_file, prompts)
-    _check_options(settings, as_json=json or out is not None, note=note)
+    if (settings.logprobs is not None or settings.echo_logprobs) and not json and out is None:
+        raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     with progress.startup_spinner(quiet=json or quiet):
         from gpt import api
     loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
@@ -93,7 +93,7 @@ def sample(
             if piece.sample is not None:
                 render.json_line(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
     else:
-        render.stream(pieces, texts, settings.n_best if settings.beam else num, not no_echo)
+        render.stream(pieces, texts, num, not no_echo)
     if not quiet:
         render.context_notes(overflow, loaded.model.config.block_size)
 
@@ -115,37 +115,19 @@ def check_numbers(num: int, seed: int | None) -> None:
             raise UserError(f"{name} is {value}; it must be a whole number from {minimum} to {MAX_VALUES[name]:,}")
 
 
-def _resolve_num(settings: SampleConfig, num: int) -> tuple[SampleConfig, int]:
-    """Returns the settings and the number of samples. With beam search, -N is the number of beams to return."""
-    if not settings.beam or num == 1:
-        return settings, num
-    if num > settings.beam:
-        raise UserError(f"-N is {num} and --beam is {settings.beam}", f"{num} texts need {num} beams: --beam {num}")
-    if settings.n_best not in (1, num):
-        raise UserError(f"-N is {num} and --n-best is {settings.n_best}", "leave --n-best out")
-    return replace(settings, n_best=num), 1
-
-
-def _check_options(settings: SampleConfig, as_json: bool, note: Callable[[str], None]) -> None:
-    """Rejects conflicting options, and prints notes about options without effect."""
-    if (settings.logprobs is not None or settings.echo_logprobs) and not as_json:
-        raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
-    default = SampleConfig()
-    if settings.constraint and settings.speculate:
-        note("--speculate has no effect with structured output")
-    beam_options = ("speculate",) if settings.beam else ("length_penalty", "early_stopping")
-    for name in beam_options:
-        if getattr(settings, name) != getattr(default, name):
-            note(f"--{name.replace('_', '-')} has no effect {'with' if settings.beam else 'without'} --beam")
-
-
 def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Callable[[str], None]) -> None:
-    """Prints a note about given options that draw tokens, if no token is drawn."""
-    ineffective = [name for name in ("temperature", "top_k", "top_p", "min_p") if name in given]
-    if not settings.draws and ineffective and not (ineffective == ["temperature"] and settings.temperature == 0):
-        flags = ", ".join("--" + name.replace("_", "-") for name in ineffective)
-        reason = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
-        note(f"{flags} {'has' if len(ineffective) == 1 else 'have'} no effect with {reason}")
+    """Prints notes about given options without effect."""
+    draws_with = [*(["temperature"] if settings.temperature else []), "top_k", "top_p", "min_p"]
+    greedy = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
+    for applies, names, where in (
+        (settings.constraint, ["speculate"], "with structured output"),
+        (settings.beam, ["speculate"], "with --beam"),
+        (not settings.beam, ["length_penalty", "early_stopping"], "without --beam"),
+        (not settings.draws, draws_with, f"with {greedy}"),
+    ):
+        flags = [f"--{name.replace('_', '-')}" for name in names if name in given]
+        if applies and flags:
+            note(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect {where}")
 
 
 def _write_file(
@@ -166,7 +148,7 @@ def _write_file(
         if results.done and not quiet:
             render.note(f"{out} already has {counted(len(results.done), 'sample')}; adding the rest")
         with progress.Bar("wrote", "samples", quiet) as bar:
-            total = len(texts) * (settings.n_best if settings.beam else num)
+            total = len(texts) * num
             for piece in loaded.write_all(texts, settings, seed, num, results.done):
                 if piece.sample is not None:
                     results.add(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))

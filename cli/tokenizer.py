@@ -30,9 +30,7 @@ TokenizerName = Annotated[
 def train(
     settings: LearnConfig,
     text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`")],
-    out: Annotated[
-        Path | None, option("--out", "-o", metavar="DIR", help="New folder for the tokenizer", show_default="required")
-    ] = None,
+    out: Annotated[Path, option("--out", "-o", metavar="DIR", help="New folder for the tokenizer")],
     special: Annotated[
         list[str] | None,
         option(metavar="TOKEN", help="Add a special token; repeatable, with ids in this order"),
@@ -45,8 +43,6 @@ def train(
     gpt tokenizer train book.txt -o tokenizer --vocab-size 4096
     """
     start_time = time.perf_counter()
-    if out is None:
-        raise UserError("where should the tokenizer go?", "name a new folder: gpt tokenizer train TEXT... -o DIR")
     from gpt.text import tokenizer_files, vocabulary
 
     check_new(out, tokenizer_files.NEW_PATH_HINT)

@@ -91,9 +91,9 @@ class LanguageModel:
     ) -> Writing:
         """Generates a sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
         result depends only on the arguments."""
-        config = replace(config or self.sampling.apply(SampleConfig(), ()), n_best=1)
+        config = config or self.sampling.apply(SampleConfig(), ())
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
-        return Writing(writer.write([prompt], [index]))
+        return Writing(writer.write([prompt], [0 if config.beam else index]))
 
     def write_all(
         self,
@@ -106,11 +106,12 @@ class LanguageModel:
         """Yields the text pieces of ``num`` samples or beams per prompt, one sample after another. Batching does not
         change the samples. Skips the (prompt, index) pairs in ``done``. Raises `UserError` for unsupported settings."""
         config = config or self.sampling.apply(SampleConfig(), ())
+        config.check_num(num)
         writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
-        """Returns ``num`` continuations of ``prompt``, or the ``n_best`` beams. ``settings`` are fields of
+        """Returns ``num`` continuations of ``prompt``, with ``beam`` the best. ``settings`` are fields of
         `SampleConfig`: ``temperature``, ``top_k``, ``max_tokens`` … The defaults are the model's. Raises `UserError`
         for unknown settings."""
         config = self.sampling.apply(from_dict(SampleConfig, settings, "generate"), settings)
@@ -197,11 +198,7 @@ def _open_documents(
     try:
         with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as scratch:
             folder = tokenize(corpus, tokenizer, Path(scratch) / "tokens", listen=listen)
-            stream = folder.stream("train")
-            try:
-                yield folder, stream.documents
-            finally:
-                stream.release()  # Windows cannot delete an open file.
+            yield folder, folder.stream("train").documents
     except Interrupted as interruption:
         # Drop the message of `tokenize`, which names the deleted folder.
         raise Interrupted(interruption.signum) from None

@@ -6,7 +6,6 @@ TOML (`gpt.settings`).
 
 import codecs
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -43,16 +42,13 @@ class RopeScaling:
     ``original`` context are divided by ``factor``. Frequencies with more than ``high`` turns are unchanged. Frequencies
     in between are interpolated."""
 
-    factor: float
-    low: float
-    high: float
-    original: int  # context length in positions
+    factor: float = bounded(1, 10_000)
+    low: float = bounded(1, 10_000)
+    high: float = bounded(1, 10_000)
+    original: int = bounded(1, 2**24)  # context length in positions
 
     def __post_init__(self) -> None:
-        for name, maximum in (("factor", 1e4), ("low", 1e4), ("high", 1e4), ("original", 2**24)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 1 <= value <= maximum:
-                raise UserError(f"rope_scaling: {name} is {value!r}; it must be between 1 and {maximum:g}")
+        check_options(self)
         if self.low >= self.high:
             raise UserError(f"rope_scaling: low is {self.low:g} and high is {self.high:g}; high must be greater")
 
@@ -141,15 +137,6 @@ class GPTConfig:
     def of(cls, arch: Arch, *shape: Any, **properties: Any) -> "GPTConfig":
         """Returns a config with an architecture's properties, overridden by ``properties``."""
         return cls(*shape, **ARCHITECTURES[arch] | properties)
-
-    @staticmethod
-    def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Converts fields of older versions. Raises `UserError` naming ``where`` for a model that is no longer
-        supported."""
-        upgraded = dict(values)
-        if upgraded.pop("arch", "gpt2") != "gpt2":
-            raise UserError(f"{where} uses the old --arch modern, which is no longer supported", "train it again")
-        return upgraded
 
     @property
     def head_size(self) -> int:
@@ -293,7 +280,7 @@ def find_preset(name: str) -> Preset:
 PANELS = (
     "Run", "Model", "Fine-tuning", "Text and tokens", "Reading TEXT", "Length and batch", "Optimizer",
     "Evaluation and checkpoints", "Text", "Sampling", "Beam search", "Weights", "Card", "Page", "Address", "Load",
-    "Devices", "Training step", "Machine", "Output",
+    "Shape", "Devices", "Training step", "Machine", "Output",
 )  # fmt: skip
 _run, _model, _tune, _data, _read, _length, _optim, _log = (partial(option, panel=name) for name in PANELS[:8])
 _machine = partial(option, panel="Machine")

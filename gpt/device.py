@@ -5,7 +5,6 @@ import ctypes
 import functools
 import math
 import os
-import platform
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -52,12 +51,9 @@ class Compute:
     def memory(self) -> int:
         """Returns this process's share of the device's memory in bytes. Counts all memory, because free memory varies
         between runs."""
-        return self._memory() // self.shared_by
-
-    def _memory(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.get_device_properties(self.device).total_memory)
-        return host_memory()
+        is_gpu = self.device.type == "cuda"
+        total = torch.cuda.get_device_properties(self.device).total_memory if is_gpu else host_memory()
+        return int(total) // self.shared_by
 
     def describe(self) -> str:
         """Returns a description such as ``cpu, 2 threads, bfloat16``."""
@@ -145,8 +141,6 @@ def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -
             "float16 is slow on a CPU" + (", and overflows in training" if training else ""),
             "use bfloat16 or float32 on the CPU",
         )
-    if dtype == "bfloat16" and chosen.type == "mps" and _macos_version() < 14:
-        raise UserError("bfloat16 on MPS needs macOS 14", "use --dtype float32")
     return Compute(chosen, DTYPES[dtype])
 
 
@@ -213,7 +207,3 @@ def has_native_bfloat16() -> bool:
     """
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
-
-
-def _macos_version() -> int:
-    return int(platform.mac_ver()[0].split(".")[0] or 0)

@@ -5,7 +5,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from gpt.errors import NotANumber, UserError
 from gpt.model import loss as losses
 from gpt.model.decoder import GPT
 from gpt.runs.yardsticks import Trend, Yardsticks, describe
+from gpt.text.shards import TokenDocument, TokenDocuments
 from gpt.text.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
@@ -76,27 +76,6 @@ def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
-class Document(Protocol):
-    """A document's ids: an array or a `gpt.text.shards.TokenDocument`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> Ids: ...
-
-
-class Documents(Protocol):
-    """Documents of known lengths: `gpt.text.shards.TokenDocuments` or `Encoded`."""
-
-    @property
-    def lengths(self) -> Ids:
-        """Ids per document."""
-        ...
-
-    def __iter__(self) -> Iterator[Document]: ...
-
-    def __getitem__(self, number: int, /) -> Document: ...
-
-
 class Encoded(list[Ids]):
     """Documents in memory."""
 
@@ -106,7 +85,10 @@ class Encoded(list[Ids]):
         return np.array([len(ids) for ids in self], np.int64)
 
 
-def windows(documents: Iterable[Document], block_size: int, stride: int | None = None) -> Iterator[Window]:
+Documents = Encoded | TokenDocuments
+
+
+def windows(documents: Iterable[Ids | TokenDocument], block_size: int, stride: int | None = None) -> Iterator[Window]:
     """Yields windows that start every ``stride`` ids of each document, by default without overlap. Every id except a
     document's first counts exactly once. Raises `UserError` for a stride beyond ``block_size``."""
     stride = block_size if stride is None else stride
@@ -271,7 +253,7 @@ def evaluate(
     )
 
 
-def count_text(tokenizer: Tokenizer, documents: Iterable[Document]) -> tuple[int, int]:
+def count_text(tokenizer: Tokenizer, documents: Iterable[Ids | TokenDocument]) -> tuple[int, int]:
     """Counts UTF-8 bytes and whitespace-separated words."""
     n_bytes = n_words = 0
     for ids in documents:

@@ -6,10 +6,10 @@ from typing import Literal
 from gpt.errors import UserError, check_text, did_you_mean
 from gpt.settings import check_options, option
 
-FileType = Literal["f32", "f16", "q8_0", "q4_0"]
 FolderDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 PageDtype = Literal["float32", "bfloat16", "float16", "int8"]
-ExportDtype = Literal[FileType, FolderDtype]
+FileType = Literal["f32", "f16", "q8_0", "q4_0"]  # GGUF's names of float32, float16, int8 and int4.
+ExportDtype = Literal[FolderDtype, FileType]
 PAGE_OPTIONS = ("title", "about", "prompts", "with_text")
 # The Hub's license identifiers, from its model card documentation.
 _LICENSES = """
@@ -30,10 +30,9 @@ class ExportConfig:
     """The settings of ``gpt export``. Raises `UserError` for invalid values."""
 
     dtype: ExportDtype | None = option(
-        None, "Type of the weights: f32, f16, q8_0 or q4_0 in a GGUF file, others in a page or folder",
-        panel="Weights", shown="f16; in a page float16, or int8 above 20M parameters; in a folder float32",
+        None, "Dtype of the weights; for a GGUF file also by GGUF's names: f32, f16, q8_0, q4_0", panel="Weights",
+        shown="float16, in a page int8 above 20M parameters; in a folder float32",
     )  # fmt: skip
-    type: FileType | None = option(None, "The former name of --dtype for GGUF files", panel="Weights", hidden=True)
     license: str | None = option(
         None, "License in the model card, file or page, such as mit, apache-2.0 or other", panel="Card",
         shown="unknown", metavar="ID",
@@ -61,9 +60,6 @@ class ExportConfig:
         check_options(self)
         for name, text in (("--title", self.title), ("--about", self.about)):
             check_text(name, text or "")
-        if self.type is not None and self.dtype not in (None, self.type):
-            raise UserError(f"--dtype {self.dtype} and --type {self.type} contradict each other", "leave --type out")
-        object.__setattr__(self, "dtype", self.dtype or self.type)
         if self.license is None:
             return
         object.__setattr__(self, "license", self.license.lower())  # SPDX identifiers have capitals: Apache-2.0.

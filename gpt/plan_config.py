@@ -1,21 +1,33 @@
-"""Options of ``gpt params`` for the cost of training and sampling. Imports no torch."""
+"""The settings of ``gpt params``. Imports no torch."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from gpt.config import Arch, Positions
 from gpt.errors import UserError
 from gpt.peaks import find_kind
 from gpt.settings import check_options, option
 
-_PANELS = ("Devices", "Training step")
-_devices, _step = (partial(option, panel=name) for name in _PANELS)
+SHAPE = "Shape"
+_shape, _devices, _step = (partial(option, panel=name) for name in (SHAPE, "Devices", "Training step"))
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Options of ``gpt params``, except the model's shape. Raises `UserError` for invalid values."""
+    """The model's shape, and what training and sampling cost. Raises `UserError` for invalid values."""
 
+    n_layer: int | None = _shape(None, "Transformer blocks", level="basic")
+    n_head: int | None = _shape(None, "Attention heads per block", level="basic")
+    n_kv_head: int | None = _shape(None, "Key/value heads per block")
+    head_dim: int | None = _shape(None, "Width of a head")
+    n_embd: int | None = _shape(None, "Embedding width", level="basic")
+    n_inner: int | None = _shape(None, "Hidden width of the MLP")
+    window: int | None = _shape(None, "Sliding window of layers 1, 3, 5 …")
+    block_size: int | None = _shape(None, "Context length in tokens")
+    vocab_size: int | None = _shape(None, "Vocabulary size")
+    positions: Positions | None = _shape(None, "Position encoding; only learned ones have parameters")
+    arch: Arch | None = _shape(None, "Kind of norms, MLP, positions and biases")
     kind: str = _devices(
         "h100-80gb", "Device type, such as rtx-4090-24gb, or cpu (this machine)", metavar="NAME", level="basic"
     )

@@ -66,8 +66,6 @@ class SampleConfig:
     early_stopping: Literal["off", "on", "never"] = _beam(
         "off", "Stop at B finished beams (on), when a better one is unlikely (off) or impossible (never)"
     )
-    # Hidden, because `gpt sample` has -N.
-    n_best: int = _beam(1, "With --beam: number of texts, best first", low=1, high=MAX_BEAMS, hidden=True)
     max_tokens: int = _text(200, "Maximum number of tokens to generate", flags=("-n",), level="basic", low=0)
     min_tokens: int = _text(0, "Suppress end-of-text for the first N tokens", low=0)
     stop: tuple[str, ...] = _text((), "Stop before this text; repeatable", metavar="TEXT", level="basic")
@@ -101,11 +99,11 @@ class SampleConfig:
             raise UserError("structured output cannot ignore end-of-text, which ends it", "leave out one of them")
         if self.beam and self.greedy:
             raise UserError("--beam and --greedy cannot be combined", "give one of them; --beam 1 is greedy")
-        if self.n_best > max(1, self.beam):
-            raise UserError(
-                f"n-best is {self.n_best} and beam is {self.beam or 'off'}",
-                f"{self.n_best} texts need {self.n_best} beams: --beam {self.n_best}",
-            )
+
+    def check_num(self, num: int) -> None:
+        """Raises `UserError` if ``num`` texts need more beams."""
+        if self.beam and num > self.beam:
+            raise UserError(f"num is {num} and beam is {self.beam}", f"{num} texts need {num} beams: --beam {num}")
 
     @property
     def draws(self) -> bool:

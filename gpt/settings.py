@@ -94,13 +94,12 @@ def option(
     level: Level = "more",
     low: float | None = None,
     high: float = 2**53,
-    hidden: bool = False,
 ) -> Any:
     """Returns a field for a setting that is also an option. ``shown`` describes the default on the help page. ``level``
     decides where the option is listed: ``--help`` (basic), ``--help-all`` (more), or only the reference (config)."""
     metadata = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
-        "high": high, "hidden": hidden,
+        "high": high,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 
@@ -137,13 +136,10 @@ Amount = Annotated[float, Within(0)]
 
 def checked(cls: type[T], values: Any, where: str) -> T:
     """Builds a dataclass from untrusted JSON. Fields are numbers, strings, nested dataclasses, or lists and tables of
-    these. Checks types and bounds, and that numbers are finite in float32. A class's ``upgrade`` converts values of
-    older versions. Raises `UserError` naming ``where``."""
+    these. Checks types and bounds, and that numbers are finite in float32. Raises `UserError` naming
+    ``where``."""
     if not isinstance(values, dict):
         raise UserError(f"{where} is damaged: it is not a JSON object")
-    upgrade = getattr(cls, "upgrade", None)
-    if upgrade is not None:
-        values = upgrade(values, where)
     hints = field_types(cls)
     arguments = {}
     for key, value in values.items():
@@ -156,10 +152,8 @@ def checked(cls: type[T], values: Any, where: str) -> T:
         if entry.name not in arguments and entry.default is entry.default_factory is dataclasses.MISSING:
             raise UserError(f"{where} is damaged: it has no {entry.name}")
     try:
-        return from_dict(cls, arguments, where)
+        return cls(**arguments)
     except UserError as error:
-        if error.message.startswith(where):
-            raise
         raise UserError(f"{where} is damaged: {error.message}", error.hint) from None
 
 

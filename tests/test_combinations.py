@@ -61,7 +61,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
         for form in forms:
             path, source = Path(f"{path}-{form}" + ".gguf" * (form == "gguf")), path
             if not path.exists():
-                api.export(source, path, **{"type": "f32"} if form == "gguf" else {"dtype": form})
+                api.export(source, path, **{"dtype": "f32"} if form == "gguf" else {"dtype": form})
         return path
 
     return get
@@ -201,9 +201,9 @@ def test_exports_have_the_logits_texts_and_ends_of_the_trained_model(name: str, 
     trained, prompt = library.load(run), IDS[0].tolist()
     size = len(logits(library.load(settings["init"]))[0, 0])
     assert not torch.allclose(logits(trained)[..., :size], logits(library.load(settings["init"])), atol=1e-2)
-    api.export(run, "model.gguf", type="f32")
+    api.export(run, "model.gguf", dtype="f32")
     api.export(run, "folder")
-    api.export("model.gguf", "again.gguf", type="f32")
+    api.export("model.gguf", "again.gguf", dtype="f32")
     for path in ("model.gguf", "folder", "again.gguf"):
         exported = library.load(path)
         assert torch.allclose(logits(exported), logits(trained), atol=1e-5), path

@@ -150,6 +150,5 @@ class RequestState:
         best: Sequence[Hypothesis] = ()
         if self.search is not None and self.error is None:
             tokens = self.search.take_agreed()
-            if self.done:
-                best = self.search.ended[: self.request.config.n_best]
+            best = self.search.ended if self.done else ()
         return Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached)

@@ -114,15 +114,15 @@ class TextGenerator:
         ids = [self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         wanted: Iterator[tuple[int, int]]
         if self.config.beam:  # One search yields all beams of a prompt.
-            beams = range(self.config.n_best)
-            remaining = [number for number in range(len(ids)) if not all((number, index) in done for index in beams)]
+            remaining = [number for number in range(len(ids)) if not all((number, index) in done for index in indices)]
             wanted, count = ((number, 0) for number in remaining), len(remaining)
         else:
             pairs = ((number, index) for number in range(len(ids)) for index in indices)
             wanted = (pair for pair in pairs if pair not in done)
             count = len(ids) * len(indices) - sum(number < len(ids) and index in indices for number, index in done)
-        pieces = self._write(ids, wanted, count)
-        yield from (piece for piece in pieces if (piece.prompt, piece.index) not in done)
+        for piece in self._write(ids, wanted, count):
+            if piece.index in indices and (piece.prompt, piece.index) not in done:
+                yield piece
 
     def _write(self, prompts: list[list[int]], wanted: Iterator[tuple[int, int]], count: int) -> Iterator[Piece]:
         """Yields the pieces of the texts in ``wanted``: ``count`` pairs (prompt, index). A text starts when a row is

@@ -24,15 +24,11 @@ class BPE:
         """The merges in order, as lines of ``merges.txt``."""
         return format_merges(merging_pairs(self.ranks)) if self.merge_list is None else self.merge_list
 
-    def count_missing_bytes(self) -> int:
-        """Returns how many of the 256 bytes have no token. gpt drops them from a text."""
-        return sum(bytes([byte]) not in self.ranks for byte in range(256))
-
 
 def to_bpe(backend: ByteBPE | LibraryTokenizer) -> BPE | None:
     """Returns a backend as a byte-level BPE, or None if it is another tokenizer."""
     if isinstance(backend, ByteBPE):
-        return BPE(backend.pattern, backend.ranks, None, True, backend.nfc)
+        return BPE(backend.pattern, backend.ranks, None, True, False)
     if not backend.pattern:
         return None
     model, added_tokens = backend.values["model"], backend.values.get("added_tokens") or []

@@ -21,7 +21,6 @@ from gpt.runs import checkpoint, quantized, tensors
 from gpt.runs import folder as run_folder
 from gpt.text.tokenizer_files import TOKENIZER_CONFIG
 
-_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # Keys of tokenizer_config.json whose values are paths or names on the machine that saved the file.
 _MACHINE_KEYS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "cache_dir")
 
@@ -58,13 +57,15 @@ def _checkpoint_files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> 
 
 
 def _convert(name: str, parameter: Parameter, get: Callable[[], Tensor | Quantized], dtype: str) -> tensors.Deferred:
-    def values() -> np.ndarray[Any, Any]:
-        rounded_values = to_tensor(get()).to(DTYPES[dtype])
-        if not rounded_values.isfinite().all():
-            raise UserError(f"{name} has values that {dtype} cannot represent", "use another --dtype")
-        return (rounded_values.view(torch.uint16) if dtype == "bfloat16" else rounded_values).numpy()
+    return tensors.Deferred(parameter.shape, lambda: round_values(name, get(), dtype), tensors.CODES[dtype])
 
-    return tensors.Deferred(parameter.shape, values, _CODES[dtype])
+
+def round_values(name: str, value: Tensor | Quantized, dtype: str) -> np.ndarray[Any, Any]:
+    """Rounds a parameter to ``dtype``; bfloat16 is returned as uint16. Raises `UserError` for values out of range."""
+    rounded = to_tensor(value).to(DTYPES[dtype])
+    if not rounded.isfinite().all():
+        raise UserError(f"{name} has values that {dtype} cannot represent", "use another --dtype")
+    return (rounded.view(torch.uint16) if dtype == "bfloat16" else rounded).numpy()
 
 
 def restore_parameter(config: GPTConfig, name: str, value: Tensor | Quantized, dtype: str) -> Tensor | Quantized:

@@ -24,13 +24,13 @@ from gpt.model.params import Parameter, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import GROUP, Quantized, to_int4, to_tensor
 from gpt.runs.checkpoint import Parameters
-from gpt.runs.gguf_model import ARCHES, ROPE_FREQS, FileTensor, file_tensors, import_gguf
+from gpt.runs.gguf_model import FileTensor, file_tensors, import_gguf
+from gpt.runs.model_config import ARCHES, ROPE_FREQS
 from gpt.runs.sampling import NAMES
 
 MAX_LAYERS = 512  # Limit of llama.cpp.
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 _Q8_0_BYTES = 34  # Bytes per block: a scale and 32 levels.
-_HINT = "export a folder instead: -o without .gguf"
 _OTHER_TYPE = "use another --dtype"
 Array = np.ndarray[Any, Any]
 
@@ -39,7 +39,7 @@ def check(source: SourceModel) -> None:
     """Raises `UserError` for a model that llama.cpp cannot reproduce. Works without the package gguf."""
     reason = _unsupported_reason(source.config)
     if reason is not None:
-        raise UserError(f"llama.cpp does not support this model: {reason}", _HINT)
+        raise UserError(f"llama.cpp does not support this model: {reason}", gguf_tokenizer.HINT)
     gguf_tokenizer.check(source.tokenizer)
 
 

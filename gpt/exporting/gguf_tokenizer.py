@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gpt.errors import UserError
-from gpt.exporting.byte_bpe import BPE, added_words, require_bpe, to_bpe
+from gpt.exporting.byte_bpe import BPE, added_words, require_bpe
 from gpt.text.backends import to_gpt2_spelling
 from gpt.text.boundaries import (
     CL100K_PATTERN,
@@ -65,14 +65,12 @@ def check(tokenizer: Tokenizer) -> None:
 def describe_differences(tokenizer: Tokenizer) -> list[str]:
     """Describes differences in llama.cpp that don't prevent an export. Published Qwen files differ from their
     tokenizers in the same ways."""
-    notes, bpe = [], to_bpe(tokenizer.backend)
-    if bpe is not None and bpe.nfc:
+    notes, bpe = [], require_bpe(tokenizer, "a .gguf file", HINT)
+    if bpe.nfc:
         notes.append("llama.cpp does not normalize text to NFC, as this tokenizer does: give it NFC text")
-    missing = 0 if bpe is None else bpe.count_missing_bytes()
-    if missing:
+    if missing := sum(bytes([byte]) not in bpe.ranks for byte in range(256)):
         notes.append(f"this tokenizer has no token for {missing} of the 256 bytes: llama.cpp drops them")
-    ends = [] if bpe is None else [word for id, word in _ends(tokenizer)[1].items() if id not in tokenizer.ends]
-    if ends:
+    if ends := [word for id, word in _ends(tokenizer)[1].items() if id not in tokenizer.ends]:
         notes.append(f"llama.cpp also stops at {', '.join(ends)}, regardless of the file")
     return notes
 
@@ -80,8 +78,7 @@ def describe_differences(tokenizer: Tokenizer) -> list[str]:
 def add(writer: "GGUFWriter", tokenizer: Tokenizer, vocab_size: int) -> None:
     """Adds a tokenizer to a GGUF file: texts and types of ``vocab_size`` ids, merges in order, the pattern's name, and
     the ids that start and end a text. Call `check` first."""
-    bpe = to_bpe(tokenizer.backend)
-    assert bpe is not None
+    bpe = require_bpe(tokenizer, "a .gguf file", HINT)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pattern_name(bpe) or "")
     tokens = list(_token_texts(tokenizer, vocab_size))
@@ -112,8 +109,7 @@ def _pattern_name(bpe: BPE) -> str | None:
 def _ends(tokenizer: Tokenizer) -> tuple[dict[str, int], dict[int, str]]:
     """Returns the end ids to write by key, and the ids at which llama.cpp then stops with their texts. The first is the
     ``eos_token`` of the chat template; the others are ends that llama.cpp doesn't know by name."""
-    bpe, added = to_bpe(tokenizer.backend), added_words(tokenizer)
-    assert bpe is not None
+    bpe, added = require_bpe(tokenizer, "a .gguf file", HINT), added_words(tokenizer)
     words = {**{to_gpt2_spelling(token): id for token, id in bpe.ranks.items()}, **added}
     eos = added.get(special_words(tokenizer)["eos_token"])
     first = eos if eos in tokenizer.ends else tokenizer.eot
@@ -127,8 +123,7 @@ def _token_texts(tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, "
     """Yields the text and type of each id. llama.cpp requires distinct texts."""
     from gguf import TokenType
 
-    bpe = to_bpe(tokenizer.backend)
-    assert bpe is not None
+    bpe = require_bpe(tokenizer, "a .gguf file", HINT)
     entries = {id: (to_gpt2_spelling(token), TokenType.NORMAL) for token, id in bpe.ranks.items()}
     entries |= {id: (word, TokenType.CONTROL) for word, id in tokenizer.all_specials.items()}
     entries |= {id: (word, TokenType.USER_DEFINED) for word, id in tokenizer.words.items()}

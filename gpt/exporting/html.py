@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
@@ -25,6 +24,7 @@ from gpt.export_config import ExportConfig, PageDtype
 from gpt.exporting import page_tokenizer
 from gpt.exporting.card import summary
 from gpt.exporting.chat_pieces import find_pieces
+from gpt.exporting.folder import round_values
 from gpt.exporting.openings import find_openings
 from gpt.exporting.page_tokenizer import HINT
 from gpt.exporting.source import SourceModel
@@ -143,7 +143,7 @@ def write(
             **description,
         }
         text = _to_script(header)
-        yield f'<script type="application/json" id="model-header" data-sum="{Checksum.of(text)}">'.encode()
+        yield f'<script type="application/json" id="model-header" data-sum="{Checksum(text)}">'.encode()
         yield text
         yield b"</script>\n"
         yield after.encode()
@@ -180,7 +180,7 @@ def _pack_text(tokens: TokenFolder) -> tuple[dict[str, Any], bytes]:
     data = b"".join(stream.take(*part).astype(dtype).tobytes() for part in parts)
     data += bytes(-len(data) % 4) + stream.offsets.astype("<u4").tobytes()
     values = {"ids": len(stream), "width": dtype.itemsize, "opening": len(tokens.tokenizer.opening)}
-    return {**values, "sum": str(Checksum.of(data))}, data
+    return {**values, "sum": str(Checksum(data))}, data
 
 
 def _shape(config: GPTConfig) -> dict[str, Any]:
@@ -289,25 +289,18 @@ def _encode(name: str, parameter: Parameter, value: Tensor | Quantized, kind: st
         matrix = quantize_parameter(parameter, value, 8)
         assert isinstance(matrix, Quantized)
         return [matrix.levels.numpy(), matrix.scales.numpy()]
-    dtype = _DTYPES[kind]
-    rounded = to_tensor(value).to(DTYPES[dtype])
-    if not rounded.isfinite().all():
-        raise UserError(f"{name} has values that {dtype} cannot represent", "use another --dtype")
-    return [(rounded.view(torch.uint16) if dtype == "bfloat16" else rounded).numpy()]
+    return [round_values(name, value, _DTYPES[kind])]
 
 
 def _cut(arrays: Iterable[Array]) -> Iterator[bytearray]:
     """Cuts a stream of bytes into pieces of `_PIECE_BYTES`."""
     piece = bytearray()
     for array in arrays:
-        start = 0
-        while start < len(array):
-            end = start + _PIECE_BYTES - len(piece)
-            piece += array[start:end].data
-            start = end
-            if len(piece) == _PIECE_BYTES:
-                yield piece
-                piece = bytearray()
+        for start in range(0, len(array), _PIECE_BYTES):
+            piece += array[start : start + _PIECE_BYTES].data
+            if len(piece) >= _PIECE_BYTES:
+                yield piece[:_PIECE_BYTES]
+                del piece[:_PIECE_BYTES]
     if piece:
         yield piece
 
@@ -316,15 +309,9 @@ class Checksum:
     """Fletcher's checksum of little-endian 32-bit words: their sum, and the sum of all sums, modulo 2³². Zeros fill the
     last word."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: bytes = b"") -> None:
         self._sum = self._sum_of_sums = 0
-
-    @classmethod
-    def of(cls, data: bytes) -> "Checksum":
-        """Returns the checksum of ``data``."""
-        checksum = cls()
-        checksum.add(data)
-        return checksum
+        self.add(data)
 
     def add(self, data: bytes | bytearray) -> None:
         """Adds bytes. Only the last ones may end inside a word."""

@@ -28,7 +28,12 @@ OnWritten = Callable[[int, int], None]  # Called with the number of parameters w
 Format = Literal["gguf", "html", "folder"]
 _SUFFIXES: dict[str, Format] = {".gguf": "gguf", ".html": "html"}
 _NAMES = {"gguf": "a .gguf file", "html": "a page", "folder": "a folder"}
-_TYPES = {"gguf": get_args(FileType), "html": get_args(PageDtype), "folder": get_args(FolderDtype)}
+_FILE_TYPES = {"float32": "f32", "float16": "f16", "int8": "q8_0", "int4": "q4_0"}
+_TYPES = {  # Types by the value of --dtype.
+    "gguf": _FILE_TYPES | {name: name for name in get_args(FileType)},
+    "html": {name: name for name in get_args(PageDtype)},
+    "folder": {name: name for name in get_args(FolderDtype)},
+}
 _DEFAULT_TYPES = {"gguf": "f16", "folder": "float32"}
 
 
@@ -67,8 +72,9 @@ def find_target(out: str, config: ExportConfig) -> Target:
     check_text("the name of -o", out)
     path = Path(out)
     format = _SUFFIXES.get(path.suffix.lower(), "folder")
-    if config.dtype is not None and config.dtype not in _TYPES[format]:
-        raise UserError(f"{_NAMES[format]} cannot have the dtype {config.dtype}", f"use {', '.join(_TYPES[format])}")
+    types = _TYPES[format]
+    if config.dtype is not None and config.dtype not in types:
+        raise UserError(f"{_NAMES[format]} cannot have the dtype {config.dtype}", f"use {', '.join(types)}")
     if format != "folder" and config.samples:
         raise UserError(f"--samples go into the model card, and {_NAMES[format]} has none", "leave them out")
     given = [name for name in PAGE_OPTIONS if getattr(config, name) is not None and getattr(config, name) is not False]
@@ -76,7 +82,8 @@ def find_target(out: str, config: ExportConfig) -> Target:
         flag = f"--{given[0].replace('_', '-')}"
         raise UserError(f"{flag} is only for a page, and {out} is {_NAMES[format]}", "use -o NAME.html")
     check_new(path, "choose another path with -o")
-    return Target(path, format, config.dtype or _DEFAULT_TYPES.get(format, ""), config)
+    type = types[config.dtype] if config.dtype else _DEFAULT_TYPES.get(format, "")
+    return Target(path, format, type, config)
 
 
 def check(source: SourceModel, target: Target) -> Target:

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt.model.memory import MAX_MATMUL_POSITIONS as MAX_MATMUL_POSITIONS
+
 MAX_UNSPLIT_COLUMNS = 1024  # GPU attention for one query splits longer caches.
 NARROW_ON = ("cuda",)  # Devices that narrow the residual stream to bfloat16 under autocast.
 SUMMED_ON = ("cuda",)  # Devices where compiled code sums bias gradients in two steps.
-MAX_MATMUL_POSITIONS, MATMUL_ROWS = 512, 8  # Matmul attention in CPU training: maximum positions; sequences per call
+MATMUL_ROWS = 8  # Sequences per call of matmul attention in CPU training.
 MATMUL_QUERIES = 128  # Queries per call, and minimum queries, of bfloat16 matmul attention on a CPU.
 
 

@@ -13,7 +13,7 @@ from gpt.config import GPTConfig, Mlp
 from gpt.model.params import Kind, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-MAX_MATMUL_POSITIONS = 512  # Copy of `kernels.MAX_MATMUL_POSITIONS` that avoids importing torch; a test compares them.
+MAX_MATMUL_POSITIONS = 512  # Maximum positions of matmul attention in CPU training.
 # Logits are padded to a multiple of `ALIGNED` columns. With an odd number, like GPT-2's 50,257, a GPU can't use its
 # fast kernels.
 ALIGNED, ALIGNED_ON = 64, ("cuda",)

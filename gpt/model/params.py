@@ -14,6 +14,7 @@ from gpt.config import PRESETS, GPTConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["embedding", "positions", "linear", "bias", "norm", "unembedding"]
+GROUP = 32  # Elements of an int4 matrix that share a scale.
 WINDOW_SLACK = 64  # Cache columns beyond a layer's window, for appending and rewinding.
 
 

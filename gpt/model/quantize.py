@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
+from gpt.model.params import GROUP as GROUP
 
 LEVELS = 127  # largest int8 level
-GROUP = 32  # Int4 elements that share a scale.
 MIDDLE = 8  # Int4 level that represents 0.
 # Number of scales tried per group. Q4_0's reference uses only one scale, the largest element / −8. With 8 scales, a
 # trained model of 3.7 M parameters has 11 % less squared error and 11 % less divergence from its original predictions.

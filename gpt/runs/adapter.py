@@ -27,19 +27,9 @@ _PREFIX = "base_model.model."  # prefix of module names
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "ensure_weight_tying"), (False, None)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
-    **dict.fromkeys(
-        (
-            "modules_to_save", "layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices",
-            "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config",
-            "monteclora_config", "megatron_config",
-        ),
-        (None, [], {}),
-    ),
     # Other values change the base model's weights.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
-}  # fmt: skip
+}
 _READ_KEYS = (
     "base_model_name_or_path", "revision", "r", "lora_alpha", "use_rslora", "target_modules", "fan_in_fan_out",
 )  # fmt: skip
@@ -170,9 +160,7 @@ def tensors(path: Path, config: GPTConfig, rank: int) -> tuple[dict[str, Tensor]
     roles = {role for name in entries for role in candidates[name].roles}
     ordered_roles = tuple(role for role in LORA_ROLES if role in roles)
     expected = _adapter_tensors(config, rank, ordered_roles)
-    missing = [name for name in expected if name not in entries]
-    if missing or not expected:
-        raise UserError(f"{path / FILE} is damaged: the tensor {(missing or ['of any adapter'])[0]} is missing")
+    files.check_all(path / FILE, expected or ["of any adapter"], entries)
     parts: dict[str, list[Tensor]] = {}
     for name, each in expected.items():
         parts.setdefault(each.ours, []).append(entries[name].mapped().float())

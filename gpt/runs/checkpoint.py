@@ -29,7 +29,7 @@ from gpt.files import (
 from gpt.gguf_header import is_gguf
 from gpt.model import lora
 from gpt.model.decoder import GPT, Linear
-from gpt.model.params import named_parameters, parameters
+from gpt.model.params import named_parameters
 from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, quantize_model, to_tensor
 from gpt.runs import adapter, folder, gguf_model, hf, model_config, quantized, tensors
 from gpt.runs.sampling import FILE, NO_DEFAULTS, SamplingDefaults
@@ -220,7 +220,7 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
     model's order. A loader reads its parameter when called; the first call merges an adapter. Raises `UserError` like
     `load`, except for errors in weights."""
     if is_gguf(path):
-        config = gguf_model.load_config(path)
+        config = model_config.load_config(path)
         return config, gguf_model.open_weights(path, config)
     if not folder.is_adapter(path):
         return _stored_parameters(path, _read_shape(path))
@@ -325,13 +325,12 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
     """
     files = _weight_files(path)
     values = read_json(path / "config.json")
-    bits = quantized.read_bits(values)
+    bits = hf.read_bits(values)
     if bits is not None:
-        _check_size(files, config, bits)
         table = quantized.layout(config, bits)
         shapes = {name: shape for name, (shape, _) in table.items()}
         entries = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in table.items()})
-        tensors.check_all(files, shapes, entries)
+        tensors.check_all(path, shapes, entries)
         return config, quantized.from_stored(config, bits, lambda name: entries[name].mapped(), str(path))
     ignored_names: list[str] = []
 
@@ -342,17 +341,16 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         ignored_names.append(stored_name)
         return None
 
-    quantization = quantized.find_foreign(values)
+    quantization = hf.find_foreign_quantization(values)
     try:
-        _check_size(files, config, None)
         expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
-        parts = {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
+        embedding, parts = next(iter(expected)), {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
         optional = {hf.UNEMBEDDING: (config.vocab_size, config.n_embd)}
         entries = tensors.find(files, expected | optional, "config.json", ours=map_name)
         # safetensors' save_model writes tied weights only under the unembedding's name.
         if config.tied and hf.UNEMBEDDING in entries:
-            entries.setdefault(hf.embedding_name(config), entries[hf.UNEMBEDDING])
-        tensors.check_all(files, expected, entries)
+            entries.setdefault(embedding, entries[hf.UNEMBEDDING])
+        tensors.check_all(path, expected, entries)
     except UserError as error:
         if not quantization:
             raise
@@ -366,24 +364,12 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         more = f" and {len(ignored_names) - 1:,} more" if len(ignored_names) > 1 else ""
         warn(f"{path}: the tensor {ignored_names[0]:.80}{more} is not part of the decoder and is ignored")
     if config.tied and hf.UNEMBEDDING in entries:
-        pair = [entries[name].mapped() for name in (hf.embedding_name(config), hf.UNEMBEDDING)]
+        pair = [entries[name].mapped() for name in (embedding, hf.UNEMBEDDING)]
         common_dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
         if not torch.equal(pair[0].to(common_dtype), pair[1].to(common_dtype)):
             warn(f"{path}: {hf.UNEMBEDDING} differs from the embedding, although config.json ties them: it is used")
             config = replace(config, tied=False)
     return config, from_stored(config, lambda stored_name: entries[stored_name].mapped())
-
-
-def _check_size(files: list[Path], config: GPTConfig, bits: int | None) -> None:
-    """Raises `UserError` if the weight files are too small for the shape, before allocating memory."""
-    size = sum(file.stat().st_size for file in files if file.exists())
-    count = sum(p.numel * (config.n_layer if p.in_blocks else 1) for p in parameters(config))
-    min_bytes = count * (bits or 16) // 8
-    if size < min_bytes:
-        raise UserError(
-            f"{files[0].parent}: the weights have {size:,} bytes; config.json requires at least {min_bytes:,}",
-            "copy it again",
-        )
 
 
 def build(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.config import PRESETS
 from gpt.errors import UserError, WorkError, check_text
 from gpt.files import (
     TEMPORARY,
@@ -190,7 +189,7 @@ def prune(run: Path, keep: int, newest: int | None = None) -> None:
         for entry in (entry for entry in entries if entry.step > newest):
             _remove(run / entry.name)
         entries = [entry for entry in entries if entry.step <= newest]
-    for entry in entries[:-keep]:
+    for entry in entries[: max(0, len(entries) - keep)]:
         if entry == best(entries):
             for name in TRAINING:
                 (run / entry.name / name).unlink(missing_ok=True)
@@ -200,12 +199,7 @@ def prune(run: Path, keep: int, newest: int | None = None) -> None:
 
 def keep_only_best(run: Path) -> None:
     """Deletes a finished run's checkpoints, except the weights of the best."""
-    entries = checkpoints(run)
-    for entry in entries:
-        if entry != best(entries):
-            _remove(run / entry.name)
-    for name in TRAINING:
-        (run / best(entries).name / name).unlink(missing_ok=True)
+    prune(run, keep=0)
     write_index(run)
 
 
@@ -309,22 +303,6 @@ def is_run(path: Path) -> bool:
 def _has_file(path: Path, name: str) -> bool:
     with reading(path):
         return (path / name).is_file()
-
-
-def names_model(word: str) -> bool:
-    """Whether a word names a preset or a model for `find_checkpoint`. Raises `UserError` for an unreadable path."""
-    if hub.is_remote(word):
-        return "://" not in word  # hf:// is the address of a text.
-    if ollama.is_ollama(word):
-        return True
-    with reading(Path(word)):
-        exists = Path(word).exists()
-    match = None if exists else _PART.fullmatch(word)
-    path = Path(match[1] if match else word)
-    if path.is_dir() and not is_run(path) and not is_adapter(path):
-        with contextlib.suppress(UserError):  # A folder of texts can contain a config.json too.
-            return "model_type" in read_json(path / "config.json")
-    return (word in PRESETS and not exists) or is_run(path) or is_checkpoint(path)
 
 
 def runs_in(runs: Path) -> list[Path]:

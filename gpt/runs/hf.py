@@ -10,12 +10,13 @@ from typing import Any
 
 from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.errors import UserError
-from gpt.model.params import Shape, named_parameters
-from gpt.runs import quantized
+from gpt.model.params import GROUP, Shape, named_parameters
 from gpt.settings import checked
 
 UNEMBEDDING = "lm_head.weight"
 OWN_TYPE = "gpt"  # type of models that no family supports
+_QUANTIZATION = "quantization_config"
+BITS = {"int8": 8, "int4": 4}  # bits of quantized matrices by value of --dtype
 SUPPORTED = "gpt runs GPT-2, Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 models"
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers that older versions saved
 _GPT2 = "transformer."  # prefix of all names in current files, except the unembedding's
@@ -73,11 +74,6 @@ def full_name(theirs: str, config: GPTConfig) -> str | None:
     return theirs if theirs == UNEMBEDDING else prefix + theirs.removeprefix(prefix)
 
 
-def embedding_name(config: GPTConfig) -> str:
-    """Returns the full name of the embedding."""
-    return f"{_GPT2}wte.weight" if config.layout in (OWN_TYPE, "gpt2") else f"{_LLAMA}embed_tokens.weight"
-
-
 def part_of(name: str) -> str:
     """Returns the part of the model that a full name belongs to: ``layers``, ``wte``, ``v_head`` …"""
     return name.removeprefix(_GPT2).removeprefix(_LLAMA).partition(".")[0]
@@ -109,7 +105,6 @@ _SHAPE = {
     "dropout": "attention_dropout",
     "tied": "tie_word_embeddings",
 }
-_REQUIRED = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 _DEFAULTS = {"rms_norm_eps": 1e-6, "attention_dropout": 0.0, "tie_word_embeddings": False}
 _QWEN3 = ARCHITECTURES["modern"]
 _LLAMA_PROPERTIES = {**_QWEN3, "qk_norm": False}
@@ -161,16 +156,15 @@ _QWENS = ("qwen2", "qwen3")
 _ROPE_KEYS = ("rope_scaling", "rope_parameters")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WINDOW, _MAX_WINDOW_LAYERS, _ROPE_THETA = 4096, 28, 10_000.0  # defaults of missing keys
-# Keys of a model that no family supports. Keys added later have defaults.
+# Keys of a model that no family supports.
 _OWN_KEYS = {each.name: each.name for each in fields(GPTConfig)} | {"block_size": "n_positions"}
-_OWN_REQUIRED = (*_REQUIRED, "layer_norm_epsilon", "positions", "dropout")
 
 
 def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str = "float32") -> dict[str, Any]:
     """Returns ``config.json`` for the Transformers family that computes the same model. A sine table is stored as
     ``wpe``, like a learned one. ``dtype`` can be int8 or int4."""
-    if bits := quantized.BITS.get(dtype):
-        return {**to_hf_config(config, bos, eos), quantized.KEY: quantized.describe(bits)}
+    if bits := BITS.get(dtype):
+        return {**to_hf_config(config, bos, eos), _QUANTIZATION: describe_quantization(bits)}
     if config.layout == OWN_TYPE:
         own_values = {_OWN_KEYS[name]: value for name, value in asdict(config).items()}
         return {"architectures": ["GPT"], "model_type": OWN_TYPE, **own_values, "dtype": dtype}
@@ -193,6 +187,23 @@ def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str =
         "eos_token_id": eos,
         "dtype": dtype,
     }
+
+
+def describe_quantization(bits: int) -> dict[str, Any]:
+    """Returns the ``config.json`` entry for quantized matrices."""
+    return {"format": "gpt", "bits": bits, "group_size": GROUP}
+
+
+def read_bits(values: Mapping[str, Any]) -> int | None:
+    """Returns the bits of quantized matrices from ``config.json``, or None if gpt did not quantize them."""
+    return next((bits for bits in BITS.values() if values.get(_QUANTIZATION) == describe_quantization(bits)), None)
+
+
+def find_foreign_quantization(values: Mapping[str, Any]) -> str:
+    """Returns the ``config.json`` entry of another program's quantization, or an empty string."""
+    keys = (_QUANTIZATION, "compression_config")
+    entries = [f"{key} is {value!r:.120}" for key in keys if (value := values.get(key)) is not None]
+    return entries[0] if entries and read_bits(values) is None else ""
 
 
 def _write_rope(config: GPTConfig) -> dict[str, Any]:
@@ -234,11 +245,12 @@ def from_hf_config(values: Mapping[str, Any], where: str) -> GPTConfig:
     """Returns the shape in a Transformers ``config.json``. Raises `UserError` for another model type, an unsupported
     computation, or an invalid number."""
     kind = values.get("model_type")
-    if kind != OWN_TYPE and (not isinstance(kind, str) or kind not in FAMILIES):
+    if kind == OWN_TYPE:
+        return checked(GPTConfig, {name: values.get(key) for name, key in _OWN_KEYS.items()}, where)
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"{where} describes a model of type {kind!r:.80}", SUPPORTED)
-    values = GPTConfig.upgrade(values, where) if kind == OWN_TYPE else values
     try:
-        return _from_own_config(values) if kind == OWN_TYPE else _from_family(kind, FAMILIES[kind], values)
+        return _from_family(kind, FAMILIES[kind], values)
     except UserError as error:
         raise UserError(f"{where}: {error.message}", error.hint or SUPPORTED) from None
 
@@ -259,14 +271,6 @@ def _from_family(kind: str, family: Family, values: Mapping[str, Any]) -> GPTCon
     config = GPTConfig(**{**family.properties, **settings, **_read_rope(values)})
     window, layers = _read_window(kind, values, config.n_layer)
     return replace(config, window=window, window_layers=layers if window else None)
-
-
-def _from_own_config(values: Mapping[str, Any]) -> GPTConfig:
-    _require(values, [_OWN_KEYS[name] for name in _OWN_REQUIRED])
-    settings = {field_name: values[config_key] for field_name, config_key in _OWN_KEYS.items() if config_key in values}
-    if isinstance(settings.get("rope_scaling"), dict):
-        settings["rope_scaling"] = checked(RopeScaling, settings["rope_scaling"], "rope_scaling")
-    return GPTConfig(**settings)
 
 
 def _require(values: Mapping[str, Any], keys: list[str]) -> None:

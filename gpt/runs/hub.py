@@ -34,8 +34,6 @@ def fetch(model: str, weights: bool = True) -> Path:
     Raises `UserError` if the Hub has no such model or denies access, and `WorkError` if it cannot be reached.
     """
     name, _, revision = model.removeprefix(PREFIX).partition("@")
-    if not name or name.count("/") > 1:
-        raise UserError(f'"{model}" is not a Hugging Face Hub model', "hf:OWNER/NAME, such as hf:openai-community/gpt2")
     folder = Path(_snapshot(name, revision or "main", FILES if weights else CONFIG))
     if not any((folder / name).is_file() for name in CONFIG):
         raise UserError(f"{model} has no config.json: not a Transformers model", "gpt2, llama, mistral, qwen2 …")

@@ -15,27 +15,10 @@ from gpt.config import GPTConfig
 from gpt.errors import UserError
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.quantize import GROUP, Quantized, bits_of_rows, quantize_matrix, to_tensor
+from gpt.runs.hf import BITS as BITS
 from gpt.runs.tensors import HINT, Deferred
 
-KEY = "quantization_config"
 SCALES = ".scales"
-BITS = {"int8": 8, "int4": 4}  # bits by value of --dtype
-
-
-def describe(bits: int) -> dict[str, Any]:
-    """Returns the ``config.json`` entry for quantized matrices."""
-    return {"format": "gpt", "bits": bits, "group_size": GROUP}
-
-
-def read_bits(values: Mapping[str, Any]) -> int | None:
-    """Returns the bits of quantized matrices from ``config.json``, or None if gpt did not quantize them."""
-    return next((bits for bits in BITS.values() if values.get(KEY) == describe(bits)), None)
-
-
-def find_foreign(values: Mapping[str, Any]) -> str:
-    """Returns the ``config.json`` entry of another program's quantization, or an empty string."""
-    entries = [f"{key} is {values[key]!r:.120}" for key in (KEY, "compression_config") if values.get(key) is not None]
-    return entries[0] if entries and read_bits(values) is None else ""
 
 
 def _bits_of(parameter: Parameter, bits: int) -> int | None:

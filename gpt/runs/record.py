@@ -1,11 +1,9 @@
 """``run.json``: a run's given and resolved settings, its machine, and its result."""
 
-import dataclasses
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 from gpt.config import DEVICE, Dtype
 from gpt.errors import UserError
@@ -72,7 +70,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The content of ``run.json``. A member is None if it is not known yet, or if an older version did not write it."""
+    """The content of ``run.json``. A member is None if it is not known yet."""
 
     format: int | None = None
     started: str = ""  # UTC time, in a format that sorts
@@ -91,7 +89,6 @@ class RunRecord:
     resumed: list[Resumed] = field(default_factory=list)
     ended: str | None = None  # reason for the end
     result: dict[str, Scalar | Table] | None = None  # a `Result`
-    others: dict[str, Any] = field(default_factory=dict)  # members unknown to this version
 
     @property
     def is_taught(self) -> bool:
@@ -99,26 +96,12 @@ class RunRecord:
         return bool(self.teachers or self.own_teachers or (self.settings or {}).get("teachers"))
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], where: str) -> "RunRecord":
-        """Builds the record from a ``run.json`` object. Raises `UserError` naming ``where``."""
-        known = {each.name for each in dataclasses.fields(cls)} - {"others"}
-        others = {key: value for key, value in values.items() if key not in known}
-        record = checked(cls, {key: value for key, value in values.items() if key in known}, where)
-        return dataclasses.replace(record, others=others)
-
-    @classmethod
     def read(cls, run: Path) -> "RunRecord":
         """Reads a run's record. Raises `UserError` if it is damaged."""
-        return cls.of(read_json(run / RECORD), str(run / RECORD))
-
-    def members(self) -> dict[str, Any]:
-        """Returns the object to write to ``run.json``."""
-        values = dataclasses.asdict(self)
-        others: dict[str, Any] = values.pop("others")
-        if not self.resumed:
-            del values["resumed"]
-        return {key: value for key, value in values.items() if value is not None} | others
+        return checked(cls, read_json(run / RECORD), str(run / RECORD))
 
     def write(self, run: Path) -> None:
         """Writes ``run.json`` atomically. Raises OSError."""
-        write_file(run / RECORD, to_json(self.members()))
+        values = asdict(self).items()
+        members = {key: value for key, value in values if value is not None and (value or key != "resumed")}
+        write_file(run / RECORD, to_json(members))

@@ -139,7 +139,7 @@ class Report:
 
     @property
     def yardsticks(self) -> Yardsticks | None:
-        """The yardsticks of the held-out text, in bits per byte. None before the end of the run, and for old runs."""
+        """The yardsticks of the held-out text, in bits per byte. None before the end of the run."""
         return stored_yardsticks(self.record)
 
     @property
@@ -282,7 +282,7 @@ def read_curve(path: Path) -> Report:
 
 
 def stored_yardsticks(record: RunRecord) -> Yardsticks | None:
-    """Returns the yardsticks in a run's record, or None if an older version wrote it or it is damaged."""
+    """Returns the yardsticks in a run's record, or None if there are none or they are damaged."""
     with contextlib.suppress(UserError):
         return checked(Yardsticks, (record.result or {}).get("yardsticks"), RECORD)
     return None

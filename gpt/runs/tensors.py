@@ -22,8 +22,8 @@ from gpt.files import open_regular, reading
 Array = npt.NDArray[Any]
 WEIGHTS = ("F32", "F16", "BF16")
 HINT = "copy or save it again"
-_CODES = {
-    "float32": "F32", "float64": "F64", "float16": "F16",
+CODES = {
+    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int8": "I8", "uint32": "U32", "uint8": "U8",
 }  # fmt: skip
 _SIZES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
@@ -85,7 +85,7 @@ def pieces(tensors: Arrays) -> Iterator[bytes | memoryview]:
     for name, array in ordered:
         start, end = end, end + array.nbytes
         shape = list(array.shape)
-        code = array.code if isinstance(array, Deferred) else _CODES[array.dtype.name]
+        code = array.code if isinstance(array, Deferred) else CODES[array.dtype.name]
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -150,12 +150,12 @@ def find(
     return entries
 
 
-def check_all(files: Sequence[Path], expected: Iterable[str], found: Iterable[str]) -> None:
-    """Raises `UserError` unless every ``expected`` tensor was ``found``."""
+def check_all(path: Path, expected: Iterable[str], found: Iterable[str]) -> None:
+    """Raises `UserError` unless every ``expected`` tensor was ``found`` in the weights at ``path``."""
     missing = sorted(set(expected) - set(found))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{files[0].parent}: the tensor {missing[0]}{more} is missing from the weights")
+        raise UserError(f"{path}: the tensor {missing[0]}{more} is missing from the weights", HINT)
 
 
 def _check_header(file: Path, count: int) -> None:

@@ -57,35 +57,29 @@ def measure(
     """Measures a text. ``tokens_per_byte`` converts a guess's loss per token to bits per byte, as it does a model's.
     Returns None if the text is empty, and on errors, because yardsticks must not fail a command."""
     with contextlib.suppress(Exception):
-        return _measure(tokenizer, text, train, tokens_per_byte)
+        text_ids, head, is_cut = _read(tokenizer, text, MAX_TEXT_BYTES, tokens_per_byte, from_end=False)
+        train_ids, tail = text_ids[:0], b""
+        if train is not None:
+            train_ids, tail, is_train_cut = _read(tokenizer, train, MAX_TRAIN_BYTES, tokens_per_byte, from_end=True)
+            is_cut |= is_train_cut
+        if not head:
+            return None
+        ppmd = None
+        with contextlib.suppress(ImportError):
+            ppmd = _compress(_count_ppmd, tail, head)
+        counts = np.bincount(train_ids, minlength=tokenizer.vocab_size) + 1  # Also for tokens that do not occur.
+        unigram = math.log(counts.sum()) - float(np.log(counts[text_ids]).mean())
+        bits_per_nat = tokens_per_byte / math.log(2)
+        return Yardsticks(
+            _compress(_count_xz, tail, head),
+            unigram * bits_per_nat if tail else None,
+            math.log(tokenizer.vocab_size) * bits_per_nat,
+            len(tail),
+            len(head),
+            is_cut,
+            ppmd,
+        )
     return None
-
-
-def _measure(
-    tokenizer: Tokenizer, text: TokenStream, train: TokenStream | None, tokens_per_byte: float
-) -> Yardsticks | None:
-    text_ids, head, is_cut = _read(tokenizer, text, MAX_TEXT_BYTES, tokens_per_byte, from_end=False)
-    train_ids, tail = text_ids[:0], b""
-    if train is not None:
-        train_ids, tail, is_train_cut = _read(tokenizer, train, MAX_TRAIN_BYTES, tokens_per_byte, from_end=True)
-        is_cut |= is_train_cut
-    if not head:
-        return None
-    ppmd = None
-    with contextlib.suppress(ImportError):
-        ppmd = _compress(_count_ppmd, tail, head)
-    counts = np.bincount(train_ids, minlength=tokenizer.vocab_size) + 1  # Also for tokens that do not occur.
-    unigram = math.log(counts.sum()) - float(np.log(counts[text_ids]).mean())
-    bits_per_nat = tokens_per_byte / math.log(2)
-    return Yardsticks(
-        _compress(_count_xz, tail, head),
-        unigram * bits_per_nat if tail else None,
-        math.log(tokenizer.vocab_size) * bits_per_nat,
-        len(tail),
-        len(head),
-        is_cut,
-        ppmd,
-    )
 
 
 def _read(

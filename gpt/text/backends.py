@@ -35,11 +35,10 @@ _SEPARATOR, _SEPARATOR_ID = "\U0010fffe|between|\U0010ffff", 2**31
 
 @dataclass(frozen=True)
 class ByteBPE:
-    """A byte-level BPE run by tiktoken. ``nfc`` normalizes text to NFC first, for old runs with Qwen's vocabulary."""
+    """A byte-level BPE run by tiktoken."""
 
     pattern: str
     ranks: dict[bytes, int] = field(repr=False)  # Token bytes → id, which is also the merge rank.
-    nfc: bool = False
     adds_space = False
     added_pieces: ClassVar[dict[int, bytes]] = {}
 
@@ -67,7 +66,7 @@ class ByteBPE:
             if i % 2:
                 ids.append(np.array([added[segment]], np.uint32))
             elif segment or len(segments) == 1:
-                ids += map(self._merge, cut_text(self._normalize(segment), self.pattern))
+                ids += map(self._merge, cut_text(segment, self.pattern))
         return np.concatenate(ids) if len(ids) != 1 else ids[0]
 
     def encode_all(self, texts: Sequence[str], added: Mapping[str, int]) -> list[Ids]:
@@ -76,20 +75,13 @@ class ByteBPE:
         joined_text = _SEPARATOR.join(texts)
         if added or joined_text.count(_SEPARATOR) >= len(texts):
             return [self.encode(text, added, False, False) for text in texts]
-        ids = self._merge(self._normalize(joined_text), {_SEPARATOR})
+        ids = self._merge(joined_text, {_SEPARATOR})
         positions = np.flatnonzero(ids == _SEPARATOR_ID)
         return [part[i > 0 :] for i, part in enumerate(np.split(ids, positions))]
 
     def size(self, text: str) -> int:
         """Returns the total size of the tokens of ``text`` in bytes."""
-        return len(self._normalize(text).encode("utf-8", "surrogatepass"))
-
-    def _normalize(self, text: str) -> str:
-        if not self.nfc:
-            return text
-        from tokenizers.normalizers import NFC
-
-        return NFC().normalize_str(text)
+        return len(text.encode("utf-8", "surrogatepass"))
 
     def _merge(self, text: str, allowed: AbstractSet[str] = frozenset()) -> Ids:
         encoding = self._encoding

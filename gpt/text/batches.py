@@ -10,25 +10,15 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from gpt.settings import Positive
+from gpt.text.shards import TokenStream
 
 Int64s = npt.NDArray[np.int64]
 MAX_BATCH_SIZES = 2**24  # Maximum number of batch sizes in a ramp.
-
-
-class Ring(Protocol):
-    """A ring of ids, such as `gpt.text.shards.TokenStream`: the first id follows the last."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, start: int, length: int) -> Int64s:
-        """Returns ``length`` ids, beginning at ``start``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +68,7 @@ class Ramp:
 class Batches:
     """Batches of ``rows`` windows of ``block_size`` (T) ids. Batches are smaller during a ``ramp``."""
 
-    ids: Ring
+    ids: TokenStream
     block_size: int
     rows: int
     seed: int
@@ -108,17 +98,10 @@ class Batches:
         rows = self.ramp.count_rows_before(step + 1) - first_row if self.ramp else self.rows
         assert rows % ranks == 0, "rows are divided evenly before this"
         rank_rows = rows // ranks
-        return self._starts(np.arange(first_row + rank * rank_rows, first_row + (rank + 1) * rank_rows, dtype=np.int64))
-
-    def _starts(self, positions: Int64s) -> Int64s:
-        """Returns the ring offsets of the windows at ``positions``, which are numbered across epochs."""
-        epochs = positions // self.windows
-        starts = np.empty_like(positions)
-        for epoch in np.unique(epochs).tolist():
-            key = _hash(self.seed, epoch)
-            window = permute(positions[epochs == epoch] % self.windows, self.windows, key)
-            starts[epochs == epoch] = (window * self.block_size + key % len(self.ids)) % len(self.ids)
-        return starts
+        positions = np.arange(first_row + rank * rank_rows, first_row + (rank + 1) * rank_rows, dtype=np.int64)
+        windows = shuffle_indices(positions, self.windows, self.seed)
+        shifts = [_hash(self.seed, epoch) % len(self.ids) for epoch in (positions // self.windows).tolist()]
+        return (windows * self.block_size + np.array(shifts, np.int64)) % len(self.ids)
 
 
 def shuffle_indices(positions: Int64s, n: int, seed: int) -> Int64s:

@@ -62,7 +62,7 @@ class CatalogueEntry:
         return cache_dir() / self.name
 
     def is_cached(self, file: PublishedFile) -> bool:
-        """Whether ``file`` is cached with the right size. Its checksum is verified on use."""
+        """Whether ``file`` is cached with the published size."""
         return download.has_published_size(self.folder / file.name, file.size)
 
 
@@ -133,8 +133,9 @@ def _fetch_files(entry: CatalogueEntry, files: Sequence[PublishedFile], on_bytes
     targets = [entry.folder / file.name for file in files]
     total = _total_size(files) or entry.size
     if total is not None:  # Fail before the first download.
-        pairs = zip(files, targets, strict=True)
-        cached_bytes = sum(download.bytes_here(file.url, target, file.sha256, file.size) for file, target in pairs)
+        cached_bytes = sum(
+            target.stat().st_size for file, target in zip(files, targets, strict=True) if entry.is_cached(file)
+        )
         download.check_space(entry.folder, total - cached_bytes)
     finished_bytes = 0
     for file, target in zip(files, targets, strict=True):

@@ -6,6 +6,7 @@ tables yield the values of a field, and the text of HTML, EPUB, DOCX and PDF is 
 
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -49,16 +50,12 @@ OnNote = Callable[[str], None]
 MAX_NAMED = 10  # Maximum skipped items that are named.
 
 
-def no_note(note: str) -> None:
-    """Ignores ``note``."""
-
-
 @dataclass
 class Skipped:
     """The number of files, members, lines and rows skipped by ``--skip-bad``. ``note`` is called with the first
     errors."""
 
-    note: OnNote = no_note
+    note: OnNote = lambda note: None
     count: int = 0
 
     def add(self, error: UserError) -> None:
@@ -74,27 +71,20 @@ CHUNK_LENGTH = 2**20  # Approximate characters of a chunk.
 
 def split_at(blocks: Iterable[str], separator: str) -> Iterator[str | None]:
     """Yields the text between ``separator`` lines, and None for each separator."""
-    needle = "\n" + separator
+    separator_line = re.compile(rf"(?<=\n){re.escape(separator)}\n")
     pending = "\n"  # Either empty, or a line break (virtual or already yielded) and the text after it.
     for block in blocks:
         text = pending + block
-        start = min(1, len(pending))  # text[:start] is already yielded.
-        match_start = text.find(needle)
-        while match_start >= 0:
-            end = match_start + len(needle)
-            if text.startswith("\n", end):
-                if start <= match_start:
-                    yield text[start : match_start + 1]
-                yield None
-                start = end + 1
-                match_start = text.find(needle, end)
-            else:
-                match_start = text.find(needle, match_start + 1)
         line_start = text.rfind("\n") + 1
         # The next block can make the last line a separator.
         safe_end = line_start if line_start and separator.startswith(text[line_start:]) else len(text)
-        if start < safe_end:
-            yield text[start:safe_end]
+        first_part, *parts = separator_line.split(text[:safe_end])
+        if first_part := first_part[len(pending[:1]) :]:
+            yield first_part
+        for part in parts:
+            yield None
+            if part:
+                yield part
         pending = text[line_start - 1 :] if safe_end == line_start else ""
     if pending[1:] == separator:
         yield None
@@ -135,10 +125,6 @@ RECORD_FORMATS: dict[str, type[Records[Any]]] = {
 }
 
 
-def _discard_progress(size: int) -> None:
-    """Does nothing."""
-
-
 class Reader:
     """Reads documents according to a `ReadConfig`. Counts replaced bytes and skipped items.
 
@@ -162,7 +148,7 @@ class Reader:
         """How many U+FFFD characters replaced invalid bytes."""
         return self._encoding.replaced + self._utf8.replaced
 
-    def documents(self, source: Source, on_bytes: OnBytes = _discard_progress) -> Iterator[Chunk]:
+    def documents(self, source: Source, on_bytes: OnBytes = lambda size: None) -> Iterator[Chunk]:
         """Yields the documents of a source in nonempty chunks.
 
         A document's first chunk has at least `MIN_FIRST_CHUNK` characters, unless the document is shorter. ``on_bytes``

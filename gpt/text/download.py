@@ -1,4 +1,4 @@
-"""Downloads files atomically: interrupted downloads resume, and size and sha256 are verified."""
+"""Downloads files atomically: interrupted downloads resume, and size and sha256 are verified before the rename."""
 
 import contextlib
 import hashlib
@@ -10,13 +10,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from gpt.errors import WorkError
-from gpt.files import file_sha256, sync_folder, write_file
+from gpt.files import file_sha256, sync_folder
 from gpt.text.unpack import reason
 
 OnBytes = Callable[[int, int | None], None]  # Called with downloaded bytes, and the total if known.
@@ -39,53 +39,28 @@ def fetch(
     on_bytes: OnBytes = ignore,
     retry_delays: Sequence[float] = RETRY_DELAYS,
 ) -> Path:
-    """Downloads ``url`` to ``target``, unless the complete file exists. Returns ``target``.
+    """Downloads ``url`` to ``target``, unless a file of the published size exists. Returns ``target``.
 
     After a disconnect or Ctrl-C, this or the next call resumes from a partial file next to ``target``. Other processes
     wait for the download. Raises `WorkError` without a network or disk space, or for a wrong size or sha256.
     """
     with _disk_errors(target):
-        if not is_whole(target, sha256, size):
+        if not has_published_size(target, size):
             target.parent.mkdir(parents=True, exist_ok=True)
-            download = _Download(url, target, sha256, size, on_bytes)
-            with download.locked():
-                if not is_whole(target, sha256, size):
-                    download.run(retry_delays)
+            with FileLock(target.with_name(f".{target.name}.lock")):
+                if not has_published_size(target, size):
+                    _Download(url, target, sha256, size, on_bytes).run(retry_delays)
     return target
 
 
-def is_whole(target: Path, sha256: str | None, size: int | None) -> bool:
-    """Whether ``target`` has the published sha256, or the published size if there is no sha256.
-
-    A stamp file avoids rehashing an unchanged ``target``.
-    """
-    if sha256 is None or not has_published_size(target, size):
-        return has_published_size(target, size)
-    path, stamp = _make_stamp(target, sha256)
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == stamp:
-            return True
-    if file_sha256(target) != sha256:
-        return False
-    _write_stamp(target, sha256)
-    return True
-
-
 def has_published_size(target: Path, size: int | None) -> bool:
-    """Whether ``target`` exists with the published size, if any. Does not read it."""
+    """Whether ``target`` exists with the published size, if any. Its checksum was verified when it was downloaded."""
     return target.exists() and size in (None, _file_size(target))
-
-
-def bytes_here(url: str, target: Path, sha256: str | None, size: int | None) -> int:
-    """Returns the size of ``target`` on disk, or of its unfinished download."""
-    return _file_size(target if has_published_size(target, size) else _Download(url, target, sha256, size, ignore).part)
 
 
 def check_space(folder: Path, needed: int) -> None:
     """Raises `WorkError` if the disk of ``folder`` (which need not exist) has less than ``needed`` free bytes."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
     if needed > free:
         raise WorkError(
             f"not enough space for {needed:,} bytes in {folder}: {free:,} are free",
@@ -109,20 +84,6 @@ class _Download:
         self.part = target.with_name(f".{target.name}.{key}.part")
         self.has_reached_server = False
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Locks ``target``. While another process or thread has the lock, reports the progress of its download."""
-        lock = FileLock(self.target.with_name(f".{self.target.name}.lock"))
-        while not lock.is_locked:
-            try:
-                lock.acquire(timeout=0.1)
-            except Timeout:
-                self.on_bytes(_file_size(self.part), self.size)
-        try:
-            yield
-        finally:
-            lock.release()
-
     def run(self, retry_delays: Sequence[float]) -> None:
         """Completes ``part``, verifies it and renames it. ``retry_delays`` limits the retries without progress."""
         delays, max_size = list(retry_delays), _file_size(self.part)
@@ -143,8 +104,6 @@ class _Download:
             )
         os.replace(self.part, self.target)
         sync_folder(self.target.parent)
-        if self.sha256 is not None:
-            _write_stamp(self.target, self.sha256)
 
     def _request(self) -> None:
         """Requests all missing bytes. Raises `_ConnectionLost` for errors that justify a retry."""
@@ -172,7 +131,7 @@ class _Download:
         if part_size:
             request.add_header("Range", f"bytes={part_size}-")
         try:
-            response = urllib.request.build_opener(Redirects).open(request, timeout=TIMEOUT)
+            response = urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             response = error
         except (http.client.HTTPException, OSError) as error:
@@ -180,6 +139,9 @@ class _Download:
             self.has_reached_server |= not isinstance(error, urllib.error.URLError)
             raise _ConnectionLost(reason(getattr(error, "reason", error))) from None
         self.has_reached_server = True
+        if urlsplit(response.url).scheme not in ("https", urlsplit(self.url).scheme):
+            response.close()
+            raise self._make_error(f"{self.url} redirects to {response.url}, which is not secure")
         return response
 
     def _receive(self, response: Any, done: int, total: int | None) -> None:
@@ -211,23 +173,6 @@ class _Download:
         return WorkError(message, f"on a machine with a network, download {self.url}; then put it at {self.target}")
 
 
-class Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to https, and from http to http."""
-
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
-    ) -> urllib.request.Request | None:
-        """Returns the next request. Raises `WorkError` for an insecure redirect."""
-        old_scheme, new_scheme = urlsplit(req.full_url).scheme, urlsplit(newurl).scheme
-        if new_scheme != "https" and not old_scheme == new_scheme == "http":
-            fp.close()
-            raise WorkError(
-                f"{req.full_url} redirects from {old_scheme} to {new_scheme}: {newurl}",
-                "gpt does not follow such a redirect; try another network",
-            )
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -235,26 +180,12 @@ def _file_size(path: Path) -> int:
         return 0
 
 
-def _make_stamp(target: Path, sha256: str) -> tuple[Path, bytes]:
-    """Returns the path and the contents of a stamp, which records that the current ``target`` has this ``sha256``."""
-    stat = target.stat()
-    return target.with_name(f".{target.name}.ok"), f"{sha256} {stat.st_size} {stat.st_mtime_ns}\n".encode()
-
-
-def _write_stamp(target: Path, sha256: str) -> None:
-    with contextlib.suppress(OSError):  # If the cache is read-only, the next call rehashes the file.
-        write_file(*_make_stamp(target, sha256))
-
-
 @contextlib.contextmanager
 def _disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free_note = ""
-        with contextlib.suppress(OSError):
-            free_note = f"; {shutil.disk_usage(target.parent).free:,} bytes are free there"
         raise WorkError(
-            f"cannot save {target}: {error.strerror or error}{free_note}",
+            f"cannot save {target}: {reason(error)}",
             "free up space, or set GPT_CACHE_DIR to another folder; the bytes so far are kept",
         ) from None

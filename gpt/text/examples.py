@@ -13,7 +13,7 @@ from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
 from gpt.text import formats, sources
 from gpt.text.corpus import MIN_HASHED_DOCUMENTS, empty_error, find_sources, hash_fraction
-from gpt.text.documents import OnNote, Reader, Skipped, has_records, no_note, utf8_size
+from gpt.text.documents import OnNote, Reader, Skipped, has_records, utf8_size
 from gpt.text.unpack import Source
 
 
@@ -169,7 +169,9 @@ class ExampleCorpus(Generic[E]):
     skipped: int
 
 
-def read_examples(texts: Sequence[str], config: TextConfig, kind: type[E], note: OnNote = no_note) -> ExampleCorpus[E]:
+def read_examples(
+    texts: Sequence[str], config: TextConfig, kind: type[E], note: OnNote = lambda note: None
+) -> ExampleCorpus[E]:
     """Reads all examples of ``texts`` into memory and splits them. Raises `UserError` if a side has none."""
     hint = f"give {kind.form}, one per line"
     if not texts:

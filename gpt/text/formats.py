@@ -162,15 +162,11 @@ class TextEncoding:
 
 
 SAMPLE = 4096  # Bytes that show the encoding.
-_IN_LATIN_WORD = "(?<=[A-Za-z])[{0}]|[{0}](?=[A-Za-z])"
-# A wrong encoding often swaps upper and lower case.
-_IN_OTHER_WORD = "(?<=[{2}])[{0}]|[{0}](?=[{2}])|\\b[{1}](?=[{0}])"
-_CYRILLIC, _GREEK = ("а-яёіїєґ", "А-ЯЁІЇЄҐ", "Ѐ-ӿ"), ("ά-ώ", "Ά-Ω", "Ͱ-Ͽ")
 _CJK = "[ぁ-ヿ一-龥、-〿！-～]"
 _TYPICAL = {  # Most of a text's non-ASCII characters, by encoding. Earlier encodings win.
-    "cp1252": _IN_LATIN_WORD.format("ß-öø-ÿ’"), "cp1250": _IN_LATIN_WORD.format("ąćęłńóśźżáčďéěíňřšťúůýžőűäöü’"),
-    **dict.fromkeys(("cp1251", "koi8-r"), _IN_OTHER_WORD.format(*_CYRILLIC)), "cp1253": _IN_OTHER_WORD.format(*_GREEK),
-    "euc-kr": "[가-힣]", **dict.fromkeys(("euc-jp", "shift_jis", "gb18030", "big5"), _CJK),
+    "cp1252": "(?<=[A-Za-z])[ß-öø-ÿ’]|[ß-öø-ÿ’](?=[A-Za-z])",
+    "cp1251": "(?<=[Ѐ-ӿ])[а-яёіїєґ]|[а-яёіїєґ](?=[Ѐ-ӿ])|\\b[А-ЯЁІЇЄҐ](?=[а-яёіїєґ])",
+    "euc-kr": "[가-힣]", "shift_jis": _CJK, "gb18030": _CJK,
 }  # fmt: skip
 
 
@@ -387,8 +383,7 @@ class Records(Generic[Raw]):
         raise NotImplementedError
 
     def _parse(self, number: int, row: Raw) -> dict[str, Any] | None:
-        """Returns a record's values, or None if it is empty. Raises `_BadRecord`, or a `UserError` that has
-        a location."""
+        """Returns a record's values, or None if it is empty. Raises `_BadRecord`."""
         raise NotImplementedError
 
     def _unread_keys(self, available: Collection[str]) -> dict[str, Any]:
@@ -406,8 +401,6 @@ class Records(Generic[Raw]):
                     yield text if text.isascii() else _without_surrogates(text, self.encoding)
             except _BadRecord as record_error:
                 self.on_bad(self._error(number, record_error.message, record_error.hint + self.json_hint))
-            except UserError as error:
-                self.on_bad(error)
 
     def _place(self, number: int) -> str:
         name = self.name.encode("utf-8", "backslashreplace").decode()  # File names can be invalid UTF-8.
@@ -420,10 +413,10 @@ class Records(Generic[Raw]):
         problem = f"longer than {MAX_RECORD:,} bytes"
         return self._error(number, problem, "split it into several, or use --skip-bad to skip it")
 
-    def _lines(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
-        """Yields number, offset and bytes of each line, including the line break."""
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yields number and bytes of each line, including the line break."""
         buffered = io.BufferedReader(self.stream, BUFFER)
-        number, offset = 0, 0
+        number = 0
         while line := buffered.readline(MAX_RECORD + 1):
             number += 1
             if number == 1:
@@ -432,29 +425,22 @@ class Records(Generic[Raw]):
                     problem = "its lines end in carriage returns (\\r) without line feeds"
                     raise UserError(f"{self.name}: {problem}", "convert them: tr '\\r' '\\n' < FILE > NEW")
             if len(line) <= MAX_RECORD:
-                yield number, (offset, line)
+                yield number, line
             else:
                 self.on_bad(self._too_long(number))
                 while line and not line.endswith(b"\n"):
-                    offset += len(line)
                     line = buffered.readline(MAX_RECORD)
-            offset += len(line)
 
 
-class JSONLines(Records[tuple[int, bytes]]):
+class JSONLines(Records[bytes]):
     """JSON lines: one object per line."""
 
-    def _rows(self) -> Iterator[tuple[int, tuple[int, bytes]]]:
+    def _rows(self) -> Iterator[tuple[int, bytes]]:
         return self._lines()
 
-    def _parse(self, number: int, row: tuple[int, bytes]) -> dict[str, Any] | None:
-        offset, line = row
-        if line.startswith(_BOM):  # Concatenated files can each start with a byte-order mark.
-            line, offset = line.removeprefix(_BOM), offset + len(_BOM)
-        try:
-            text = self.encoding.decode(line).lstrip("\ufeff").strip(" \t\r\n")
-        except UnicodeDecodeError as error:
-            raise self.encoding.error(self.name, error, offset + error.start, number) from None
+    def _parse(self, number: int, row: bytes) -> dict[str, Any] | None:
+        row = row.removeprefix(_BOM)  # Concatenated files can each start with a byte-order mark.
+        text = _decode_bytes(row, self.encoding).lstrip("\ufeff").strip(" \t\r\n")
         return _parse_object(text) if text else None
 
 
@@ -686,7 +672,7 @@ class Table(Records[list[str]]):
 
     def __next__(self) -> str:
         """Returns the next line for the parser. Unlike a generator, this iterator can continue after an error."""
-        self._last_line, (_, line) = next(self._remaining_lines)
+        self._last_line, line = next(self._remaining_lines)
         self._first_line = self._first_line or self._last_line
         if not self._row_size:  # With concatenated files, a byte-order mark can precede any row.
             line = line.removeprefix(_BOM)

@@ -9,12 +9,12 @@ import hashlib
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gpt.text.batches import Int64s, Ring
+from gpt.text.batches import Int64s
 from gpt.text.shards import SIDES, Side, TokenStream
 from gpt.text.token_folder import TokenFolder
 
@@ -43,15 +43,6 @@ _POWERS, _INVERSES = _powers(_BASE), _powers(pow(_BASE, -1, 2**64))
 _MIXED = _INVERSES * np.uint64(_MIX)
 
 
-class Stream(Ring, Protocol):
-    """A ring of ids with document starts, such as `gpt.text.shards.TokenStream`."""
-
-    @property
-    def offsets(self) -> Int64s:
-        """The start of each document, and the end of the stream."""
-        ...
-
-
 @dataclass(frozen=True)
 class Sample:
     """The sampled windows of a stream: hashes, positions, and the numbers of their documents. All documents are
@@ -64,7 +55,7 @@ class Sample:
     lengths: Int64s  # Ids by document, without the opening.
 
 
-def take_sample(stream: Stream, opening: int, window: int, rate_bits: int) -> Sample:
+def take_sample(stream: TokenStream, opening: int, window: int, rate_bits: int) -> Sample:
     """Samples the windows of ``window`` ids inside documents at a rate of 2^-``rate_bits``. The first ``opening`` ids
     of a document are not text."""
     total = min(len(stream), MAX_IDS)
@@ -128,7 +119,7 @@ class Repeats:
         return [f"{line}: see {command}" for line in lines]
 
 
-def find_repeats(train: Stream, held_out: Stream, opening: int, window: int) -> Repeats:
+def find_repeats(train: TokenStream, held_out: TokenStream, opening: int, window: int) -> Repeats:
     """Searches the first `MAX_IDS` ids of each side for windows of ``window`` ids. A document is a copy if it has the
     ids of an earlier document, or if nearly all of its sampled windows are in earlier documents."""
     size = min(MAX_IDS, max(len(train), len(held_out), 1))

@@ -11,6 +11,7 @@ import os
 import shlex
 import stat
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePath
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 from gpt.distribution import install, install_extra
 from gpt.errors import UserError, WorkError, did_you_mean
 from gpt.text import catalogue
-from gpt.text.documents import OnNote, Skipped, no_note
+from gpt.text.documents import OnNote, Skipped
 from gpt.text.download import OnBytes, ignore
 from gpt.text.token_folder import is_token_folder
 from gpt.text.tokenizer_files import RANKS, TOKENIZER_JSON
@@ -30,7 +31,7 @@ DEFAULT_CORPUS = "pydocs"
 
 
 def find(
-    texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore, note: OnNote = no_note
+    texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore, note: OnNote = lambda note: None
 ) -> list[Source]:
     """Returns the sources that ``texts`` name, in order and without duplicates. Without ``texts``, returns the default
     corpus.
@@ -47,10 +48,8 @@ def find(
     for text in dict.fromkeys(texts):
         for source in finder.sources(text, on_bytes):
             unique.setdefault(identity(source), source)
-    for (singular, plural), paths in finder.skipped_paths.items():
-        if paths:
-            subject = f"{singular}: " if len(paths) == 1 else f"{len(paths):,} {plural}, such as "
-            note(f"skipped {subject}{next(iter(paths.values()))}")
+    for kind, paths in finder.skipped_paths.items():
+        note(f"skipped {kind}: {len(paths):,}, such as {next(iter(paths.values()))}")
     return list(unique.values())
 
 
@@ -97,20 +96,13 @@ def _file_type(path: str) -> int:
         return 0
 
 
-_BROKEN_LINK = ("a broken link", "broken links")
-_LINK_TO_PARENT = ("a link to a folder above it", "links to folders above them")
-_SPECIAL_FILE = ("a pipe, socket or device", "pipes, sockets or devices")
-
-
 class _Finder:
     """Resolves TEXT arguments. ``skipped`` counts unreadable paths. ``skipped_paths`` contains other skipped paths by
     kind and real path."""
 
     def __init__(self, skipped: Skipped | None) -> None:
         self.skipped = skipped
-        self.skipped_paths: dict[tuple[str, str], dict[Path, str]] = {
-            kind: {} for kind in (_BROKEN_LINK, _LINK_TO_PARENT, _SPECIAL_FILE)
-        }
+        self.skipped_paths: dict[str, dict[Path, str]] = defaultdict(dict)
 
     def sources(self, text: str, on_bytes: OnBytes) -> Iterable[Source]:
         """Returns the sources that an argument names."""
@@ -176,7 +168,7 @@ class _Finder:
                 if kind == stat.S_IFREG:
                     yield path
                 else:
-                    self._record_skipped(_SPECIAL_FILE if kind else _BROKEN_LINK, path)
+                    self._record_skipped("pipes, sockets and devices" if kind else "broken links", path)
 
     def _mark_seen(self, path: str, seen: set[str]) -> bool:
         """Adds the real path of a folder to ``seen``. Returns False for a repeated folder, and for a link to a parent
@@ -186,12 +178,12 @@ class _Finder:
             return False
         parent = Path(os.path.realpath(Path(path).parent))
         if parent.is_relative_to(real_path):
-            self._record_skipped(_LINK_TO_PARENT, path)
+            self._record_skipped("links to folders above them", path)
             return False
         seen.add(str(real_path))
         return True
 
-    def _record_skipped(self, kind: tuple[str, str], path: str) -> None:
+    def _record_skipped(self, kind: str, path: str) -> None:
         """Records a skipped path. Several links to the same path count once."""
         real_path = Path(os.path.realpath(Path(path).parent), Path(path).name)
         self.skipped_paths[kind].setdefault(real_path, path)

@@ -111,10 +111,6 @@ class Renderer:
         return {"texts": texts, "spans": self.generation.spans}
 
 
-def _error_message(error: Exception) -> str:
-    return str(error)[:200] or type(error).__name__
-
-
 def serve(lines: IO[bytes], out: IO[bytes]) -> None:
     """Answers all requests."""
     settings = json.loads(lines.readline())
@@ -132,7 +128,7 @@ def serve(lines: IO[bytes], out: IO[bytes]) -> None:
                 renderer = renderer or Renderer(settings["template"], settings["words"], settings["longest"])
                 answer = renderer.answer(json.loads(line))
             except Exception as error:  # Templates can raise any exception.
-                answer = {"error": _error_message(error)}
+                answer = {"error": str(error)[:200] or type(error).__name__}
             faulthandler.cancel_dump_traceback_later()
             out.write(json.dumps(answer).encode() + b"\n")
             out.flush()

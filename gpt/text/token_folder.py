@@ -129,10 +129,10 @@ class TokenFolder:
     def adopt_tokenizer(self, tokenizer: Tokenizer) -> bool:
         """Adopts a model's tokenizer, which can be limited to fewer ids than this folder's. Returns False if the
         tokenizers differ."""
-        is_same = self.tokenizer.is_same_as(tokenizer)
-        if is_same:
-            self.tokenizer = tokenizer
-        return is_same
+        if self.tokenizer.fingerprint != tokenizer.fingerprint:
+            return False
+        self.tokenizer = tokenizer
+        return True
 
     def stream(self, side: Side) -> TokenStream:
         """Opens the ids of one side. Raises `UserError` if a shard does not match the manifest."""

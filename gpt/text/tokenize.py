@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -197,7 +197,7 @@ def tokenize(
     i, n = share or (1, 1)
     groups = range(i - 1, len(corpus.groups), n)
     is_resumed = out.exists()
-    progress = FinishedSlices()
+    progress: FinishedSlices = defaultdict(list)
     with contextlib.ExitStack() as stack:
         if is_resumed:
             stack.enter_context(unfinished_folder.locked(out))
@@ -228,7 +228,7 @@ def _interruptible(out: Path, progress: FinishedSlices) -> Iterator[StopSignal]:
             yield stop
         except Stopped:
             assert stop.signum is not None
-            summary = f"{counted(len(progress.all()), 'slice')} finished in {out}"
+            summary = f"{counted(len(unfinished_folder.all_slices(progress)), 'slice')} finished in {out}"
             raise Interrupted(stop.signum, f"interrupted; {summary}: continue with --resume") from None
 
 
@@ -245,8 +245,10 @@ def _missing_items(
 
     skipped = Skipped(lambda text: listen(events.Note(text)))
     for group in groups:
-        if not progress.is_whole(group):
-            yield from islice(read_items(corpus, group, tokenizer, on_bytes, skipped), progress.items(group), None)
+        slices = progress[group]
+        if not unfinished_folder.is_whole(slices):
+            finished_items = slices[-1].items if slices else 0
+            yield from islice(read_items(corpus, group, tokenizer, on_bytes, skipped), finished_items, None)
 
 
 def _check_disk_space(

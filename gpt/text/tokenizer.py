@@ -243,24 +243,10 @@ class Tokenizer:
             digest.update(json.dumps(optional, sort_keys=True).encode())
         return digest.hexdigest()
 
-    def is_same_as(self, other: "Tokenizer") -> bool:
-        """Whether the fingerprints are equal. If the backends differ, equal patterns and tokens are enough: an older
-        gpt used tiktoken for vocabularies that the tokenizers library runs now."""
-        self_values, other_values = (
-            (tokenizer.pattern, tokenizer.eot, tokenizer.bos, tokenizer._added_tokens, tokenizer._token_bytes)
-            for tokenizer in (self, other)
-        )
-        is_older = type(self.backend) is not type(other.backend) and self.pattern != ""
-        return self.fingerprint == other.fingerprint or (is_older and self_values == other_values)
-
 
 def _optional_fields(tokenizer: Tokenizer) -> dict[str, Any]:
-    fields = {
-        "nfc": isinstance(tokenizer.backend, ByteBPE) and tokenizer.backend.nfc,
-        "words": dict(tokenizer.words),
-        "bos": tokenizer.bos,
-    }
-    return {key: value for key, value in fields.items() if value not in (False, None, {})}
+    fields = {"words": dict(tokenizer.words), "bos": tokenizer.bos}
+    return {key: value for key, value in fields.items() if value not in (None, {})}
 
 
 def _split_long_runs(text: str) -> Iterator[str]:

@@ -42,13 +42,9 @@ from gpt.text.untrusted import steps
 FORMAT = 1
 _NO_RANK = 2**63  # Rank of a pair that never merges.
 TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-_COMPANION_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
-_KEPT_WITH_TOKENIZER_JSON = (TOKENIZER_JSON, *_COMPANION_FILES)
-UNCHANGED_FILES = (
-    *_KEPT_WITH_TOKENIZER_JSON,
-    "vocab.json",
-    "merges.txt",
-)  # Transformers files that are saved unchanged.
+_KEPT_WITH_TOKENIZER_JSON = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
+# Transformers files that are saved unchanged.
+UNCHANGED_FILES = (*_KEPT_WITH_TOKENIZER_JSON, "vocab.json", "merges.txt")
 RANKS = "tokenizer.tiktoken"
 NEW_PATH_HINT = "choose another path with --out"
 _DESCRIPTION_FILES = ("gpt.json", "manifest.json")
@@ -125,7 +121,7 @@ def read_described_tokenizer(folder: Path, description: Any, where: str) -> Toke
             backend = LibraryTokenizer(_read_json_bytes(file, parsed=True), read_json(file))
         else:
             ranks = from_tiktoken(read_regular(file, JSON_LIMIT), str(file))
-            backend = ByteBPE(description["pattern"], ranks, bool(description.get("nfc", False)))
+            backend = ByteBPE(description["pattern"], ranks)
         tokenizer = Tokenizer(
             description["name"],
             backend,
@@ -356,7 +352,7 @@ def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns a ``tokenizer.json`` that gives the same ids in the tokenizers library."""
-    assert isinstance(tokenizer.backend, ByteBPE) and not tokenizer.backend.nfc
+    assert isinstance(tokenizer.backend, ByteBPE)
     ranks = tokenizer.backend.ranks
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
     pre_tokenizer = BYTE_LEVEL

@@ -6,7 +6,8 @@ The first line of ``progress.jsonl`` records the folder's provenance; each later
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,31 +76,17 @@ class Slice:
     counts: dict[str, Count]
 
 
-@dataclass
-class FinishedSlices:
-    """The finished slices by group, in order."""
+FinishedSlices = defaultdict[int, list[Slice]]  # By group, in order.
 
-    groups: dict[int, list[Slice]] = field(default_factory=dict)
 
-    def all(self) -> list[Slice]:
-        """Returns all slices, sorted by group."""
-        return [finished_slice for group in sorted(self.groups) for finished_slice in self.groups[group]]
+def all_slices(progress: FinishedSlices) -> list[Slice]:
+    """Returns all finished slices, sorted by group."""
+    return [finished_slice for group in sorted(progress) for finished_slice in progress[group]]
 
-    def count(self, group: int) -> int:
-        """Returns the number of finished slices of a group."""
-        return len(self.groups.get(group, ()))
 
-    def items(self, group: int) -> int:
-        """Returns how many items of a group are in finished slices."""
-        return self.groups[group][-1].items if group in self.groups else 0
-
-    def is_whole(self, group: int) -> bool:
-        """Whether all slices of a group are finished."""
-        return group in self.groups and self.groups[group][-1].last
-
-    def add(self, finished_slice: Slice) -> None:
-        """Adds the next slice of a group."""
-        self.groups.setdefault(finished_slice.group, []).append(finished_slice)
+def is_whole(slices: Sequence[Slice]) -> bool:
+    """Whether these are all slices of their group."""
+    return bool(slices) and slices[-1].last
 
 
 class ShardWriter:
@@ -123,7 +110,7 @@ class ShardWriter:
 
     def _write(self, last_item: Item) -> None:
         sides = [side for side in SIDES if any(side in encoded.ids for _, encoded in self._items)]
-        index = self.progress.count(last_item.group)
+        index = len(self.progress[last_item.group])
         shards = [self._write_shard(side, last_item.group, index) for side in sides]
         sources = [source for item, _ in self._items for source in item.sources]
         new_slice = Slice(last_item.group, index, last_item.number, last_item.last, shards, sources, last_item.counts)
@@ -131,7 +118,7 @@ class ShardWriter:
             file.write(_json_line(asdict(new_slice)))
             file.flush()
             os.fsync(file.fileno())
-        self.progress.add(new_slice)
+        self.progress[new_slice.group].append(new_slice)
 
     def _write_shard(self, side: Side, group: int, index: int) -> ShardRecord:
         name, token_count = shard_name(side, group, index), 0
@@ -230,32 +217,32 @@ def read_progress(out: Path, about: Mapping[str, Any]) -> FinishedSlices:
     Drops a slice with missing shards, and all later slices of the group. If the settings for bad text changed, drops
     all unfinished groups, because their items can change."""
     header = _read_header(out)
-    progress = FinishedSlices()
+    progress: FinishedSlices = defaultdict(list)
     has_dropped = False
     for line in read_regular(out / PROGRESS, LINES_LIMIT).split(b"\n")[1:]:
         next_slice = _read_slice(line)
         if next_slice is None:
             has_dropped |= line != b""  # An interruption can truncate the last line.
         elif (
-            next_slice.slice != progress.count(next_slice.group)
-            or progress.is_whole(next_slice.group)
+            next_slice.slice != len(slices := progress[next_slice.group])
+            or is_whole(slices)
             or not _has_shards(out, next_slice)
         ):
             # Later slices of the group are dropped too, because their numbers are no longer consecutive.
             has_dropped = True
         else:
-            progress.add(next_slice)
+            slices.append(next_slice)
     if any(header["about"]["reading"].get(key) != about["reading"][key] for key in _BAD_TEXT_SETTINGS):
-        progress.groups = {group: slices for group, slices in progress.groups.items() if progress.is_whole(group)}
+        progress = defaultdict(list, {group: slices for group, slices in progress.items() if is_whole(slices)})
         has_dropped = True
-    shard_files = {shard.file for finished_slice in progress.all() for shard in finished_slice.shards}
+    shard_files = {shard.file for finished_slice in all_slices(progress) for shard in finished_slice.shards}
     for path in [*out.glob(".tmp-*"), *out.glob("*.ids")]:
         if path.name not in shard_files:
             path.unlink(missing_ok=True)
     if has_dropped:
         new_header = {"about": about, "sources": header["sources"]}
         with disk_errors(out):
-            write_file(out / PROGRESS, b"".join(map(_json_line, [new_header, *map(asdict, progress.all())])))
+            write_file(out / PROGRESS, b"".join(map(_json_line, [new_header, *map(asdict, all_slices(progress))])))
     return progress
 
 
@@ -318,10 +305,10 @@ def _format_value(value: Any) -> str:
 def finish(out: Path, about: Mapping[str, Any], progress: FinishedSlices) -> None:
     """Finishes the folder by writing the manifest."""
     counts = dict.fromkeys(COUNTS, 0)
-    for finished_slice in progress.all():
+    for finished_slice in all_slices(progress):
         for key, value in finished_slice.counts.items() if finished_slice.last else ():
             counts[key] += value
-    shards = [shard for finished_slice in progress.all() for shard in finished_slice.shards]
-    sources = [source for finished_slice in progress.all() for source in finished_slice.sources]
+    shards = [shard for finished_slice in all_slices(progress) for shard in finished_slice.shards]
+    sources = [source for finished_slice in all_slices(progress) for source in finished_slice.sources]
     with disk_errors(out):
         write_manifest(out, about, shards, sources, counts)

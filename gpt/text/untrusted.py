@@ -7,6 +7,7 @@ expression can take quadratic time.
 import base64
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -53,15 +54,10 @@ def check(values: Mapping[str, Any]) -> int:
             raise UserError(
                 f"the tokenizer.json has a {name} of {len(step_list):,} steps; at most {MAX_STEPS} run", _HINT
             )
-        factor = 1.0
-        for step in step_list:
-            factor *= _growth(step)
-            if factor > MAX_GROWTH:
-                raise UserError(
-                    f"the tokenizer.json has a {name} that may lengthen a text more than {MAX_GROWTH} times "
-                    f"({step.get('type')!s:.40})",
-                    _HINT,
-                )
+        factor = math.prod(map(_growth, step_list), start=1.0)
+        if factor > MAX_GROWTH:
+            problem = f"a {name} that may lengthen a text more than {MAX_GROWTH} times"
+            raise UserError(f"the tokenizer.json has {problem}", _HINT)
         max_growth = round(factor) if name == "normalizer" else max_growth
     model = values.get("model")
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):

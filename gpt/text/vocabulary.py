@@ -30,9 +30,8 @@ def train(
             listen(events.Progress("read", sample.bytes_taken, max(total, sample.bytes_taken)))
             yield text
 
-    if config.vocab_size is not None:
-        return train_tokenizer(report_progress(), config.vocab_size, specials), sample
-    return train_tokenizer_up_to(report_progress(), auto_vocab_size(corpus.survey.bytes), specials), sample
+    n_bytes = corpus.survey.bytes
+    return make_tokenizer("auto", config.vocab_size, report_progress(), n_bytes, specials=specials), sample
 
 
 def tokenizer_for(

@@ -1,7 +1,7 @@
 """Resolves training settings into a recipe: text size and device decide every ``None`` and ``auto``."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -90,11 +90,6 @@ class Recipe:
     # Those of "steps eval_every save_every sample_every" that follow the clock. Their values are estimates.
     by_clock: str = ""
     teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
-
-    @staticmethod
-    def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Drops the planned steps of a timed run that older versions wrote."""
-        return {key: value for key, value in values.items() if key != "planned"}
 
     @property
     def saved_model(self) -> GPTConfig:

@@ -1,7 +1,6 @@
 """The training state of a run, as saved in checkpoints, and its snapshots in host memory."""
 
 import copy
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,11 +68,6 @@ class SavedState:
     machine: Machine
     scaling: Scaling | None
     budget: TimeBudget | None = None
-
-    @staticmethod
-    def upgrade(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Drops what older versions wrote: random states of Python and numpy, and the plan of a timed run."""
-        return {key: value for key, value in values.items() if key not in ("draws", "pace")}
 
 
 @dataclass
@@ -150,15 +144,8 @@ def read_snapshot(path: Path, saved: SavedState, strategy: Strategy) -> Snapshot
     """
     moments = strategy.optimizer.shapes(strategy.own, strategy.shapes)
     moment_shapes = {MOMENT + name: shape for name, shape in moments.items()}
-    # Allows unused states too: a run can resume on another type of GPU, and older versions wrote the random states of
-    # Python and numpy.
-    rng_shapes = {
-        "torch": tuple(torch.get_rng_state().shape),
-        "cuda": (16,),
-        "mps": (44,),
-        "python": (625,),
-        "numpy": (624,),
-    }
+    # Allows unused states too, since a run can resume on another type of GPU.
+    rng_shapes = {"torch": tuple(torch.get_rng_state().shape), "cuda": (16,), "mps": (44,)}
     allowed_shapes = moment_shapes | {RANDOM + name: shape for name, shape in rng_shapes.items()}
 
     files = [path / TENSORS]

@@ -139,7 +139,7 @@ def choose_tokenizer(
 def check_tokenizers(teachers: Sequence[InitCheckpoint], tokenizer: Tokenizer) -> None:
     """Raises `UserError` for a teacher with another tokenizer than the run's."""
     for teacher in teachers:
-        if not tokenizer.is_same_as(teacher.tokenizer) or tokenizer.usable > teacher.model.vocab_size:
+        if tokenizer.fingerprint != teacher.tokenizer.fingerprint or tokenizer.usable > teacher.model.vocab_size:
             raise UserError(
                 f"the teacher {teacher.name} has another tokenizer ({teacher.tokenizer.name}, "
                 f"{teacher.tokenizer.usable:,} ids) than the run ({tokenizer.name}, {tokenizer.usable:,} ids)",

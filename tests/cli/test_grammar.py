@@ -1,4 +1,4 @@
-"""The option -m of every command, old command forms, and hints for commands and options of other programs."""
+"""The option -m of every command, and hints for commands and options of other programs."""
 
 import json
 import shlex
@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from conftest import Gpt, make_text
 from conftest import one_line_of_what_and_what_next as assert_error
-
-from gpt.runs import folder
 
 
 @pytest.fixture
@@ -28,72 +26,36 @@ def test_model_defaults_to_the_newest_run(gpt: Gpt, run: str) -> None:
     for words in (["eval", "t.txt", "--json"], ["tokenizer", "encode", "the cat"], ["tokenizer", "decode", "40", "50"]):
         newest, named = gpt(*words), gpt(*words, "-m", run)
         assert (newest.code, newest.out) == (0, named.out), newest.err
-        assert "use -m" not in newest.err + named.err
     assert gpt("export", "-o", "newest.gguf", "--quiet").code == 0
     assert gpt("export", "-m", run, "-o", "named.gguf", "--quiet").code == 0
     assert json.loads(gpt("bench", "--rounds", "1", "-n", "2", "--json").out)["name"].startswith(run)
 
 
-def test_old_form_of_eval_works_with_a_note(gpt: Gpt, run: str) -> None:
-    for model in (run, f"{run}:best", str(next(Path(run).glob("step-*")))):
-        current = gpt("eval", "t.txt", "t.txt", "-m", model, "--json")
-        old = gpt("eval", model, "t.txt", "t.txt", "--json")
-        assert (old.code, old.out) == (0, current.out)
-        assert f"use -m {model} to name the model; the next release drops the old form\n" in old.err
-        assert "use -m" not in current.err
-
-
-def test_eval_words_that_name_files_are_texts(gpt: Gpt, run: str) -> None:
+def test_words_of_eval_are_texts(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("nano").write_text("the cat sat on the mat")  # The file is named like a preset.
     assert json.loads(gpt("eval", "nano", "t.txt", "--json").out)["bytes"] > Path("t.txt").stat().st_size
-    shutil.copy("t.txt", Path(run) / "notes.txt")
-    result = gpt("eval", f"{run}/notes.txt", "t.txt", "-m", run, "--json")
-    assert json.loads(result.out)["bytes"] == 2 * Path("t.txt").stat().st_size
-
-
-def test_eval_without_text_is_an_error(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (run, f"{run}:latest", "hf:me/tiny", "gpt2"):
-        result = gpt("eval", model)
-        assert_error(result, f"{model} is a model, and there is no TEXT")
-        assert result.err.endswith(f"hint: gpt eval TEXT -m {model}\n")
-    assert_error(gpt("eval", "gpt2", "t.txt"), "there is no run or checkpoint gpt2")
+        assert_error(gpt("eval", model, "t.txt"), model)
     monkeypatch.setenv("GPT_EVAL_MODEL", run)
     assert gpt("eval", "t.txt").code == 0
 
 
-def test_old_form_of_export_and_bench_works_with_a_note(gpt: Gpt, run: str) -> None:
-    result = gpt("export", run, "-o", "a.gguf", "--type", "q8_0", "--json")
-    assert (result.code, json.loads(result.out)["type"]) == (0, "q8_0")
-    assert f"use -m {run} to name the model" in result.err
-    assert json.loads(gpt("export", "-m", run, "-o", "b.gguf", "--dtype", "q8_0", "--json").out)["type"] == "q8_0"
-    assert Path("a.gguf").stat().st_size == Path("b.gguf").stat().st_size
-    result = gpt("bench", "nano", "--rounds", "1", "-n", "2", "--json")
-    assert json.loads(result.out)["name"] == "nano"
-    assert "use -m nano to name the model" in result.err
-    assert_error(gpt("export", "-m", run, "b", "-o", "c"), "gpt export takes no TEXT, and b was given")
-    assert_error(gpt("bench", "nano", "b"), "gpt bench takes no TEXT, and b was given")
+def test_export_and_bench_take_no_text(gpt: Gpt, run: str) -> None:
+    for words in (["export", run, "-o", "a.gguf"], ["bench", "nano"]):
+        result = gpt(*words)
+        assert_error(result, f"unexpected extra argument(s) ({words[1]})")
+        assert "-m names the model" in result.err
 
 
-def test_old_option_names_work_but_are_hidden(gpt: Gpt, run: str) -> None:
-    for old, current in {
-        "eval t.txt --tokens": "eval t.txt --per-token",
-        "sample the --beam 3 --n-best 2 -n 5": "sample the --beam 3 -N 2 -n 5",
-        "params gpt2 --memory": "params gpt2 --devices 1",
-        "params gpt2 --flops --time": "params gpt2 --devices 1",
-    }.items():
-        result = gpt(*old.split())
-        assert (result.code, result.out) == (0, gpt(*current.split()).out), old
-        flags = [word for word in old.split() if word.startswith("--") and word not in current]
-        assert not [flag for flag in flags if flag in gpt(old.split()[0], "--help").out]
-
-
-def test_old_environment_variables_work(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPT_PARAMS_TIME", "1")
-    assert "days" in gpt("params", "gpt2").out
-    monkeypatch.setenv("GPT_EXPORT_TYPE", "f32")
-    assert json.loads(gpt("export", "-m", run, "-o", "a.gguf", "--json").out)["type"] == "f32"
-    monkeypatch.setenv("GPT_EVAL_TOKENS", "1")
-    assert "logprob" in json.loads(gpt("eval", "t.txt").out.splitlines()[0])
+def test_gguf_types_have_two_names(gpt: Gpt, run: str) -> None:
+    for dtype, name in {"float32": "f32", "float16": "f16", "int8": "q8_0", "int4": "q4_0"}.items():
+        files = [Path(f"{kind}/it.gguf") for kind in (dtype, name)]
+        for file in files:
+            result = gpt("export", "-m", run, "-o", file, "--dtype", file.parent.name, "--json")
+            assert (result.code, json.loads(result.out)["type"]) == (0, name), result.err
+        assert files[0].read_bytes() == files[1].read_bytes()
+    assert gpt("export", "-m", run, "-o", "default/it.gguf", "--quiet").code == 0
+    assert Path("default/it.gguf").read_bytes() == Path("f16/it.gguf").read_bytes()
 
 
 # gpt chat
@@ -165,6 +127,11 @@ def test_chat_command_matches_interactive_sample(gpt: Gpt, run: str) -> None:
         ("sample --prompt x", "PROMPT is positional: gpt sample PROMPT"),
         ("train --dataset x", "TEXT is positional: gpt train TEXT"),
         ("export --outtype q8_0", "--dtype: "),
+        ("export --type q8_0", "--dtype: "),
+        ("eval t.txt --tokens", "--per-token: "),
+        ("sample --n-best 2 --beam 3", "--num: "),
+        ("params gpt2 --memory", "--devices: "),
+        ("inspect attention --prompt x", "PROMPT is positional: gpt inspect attention PROMPT"),
         ("tokenizer train --output x", "--out: "),
     ],
 )  # fmt: skip
@@ -211,12 +178,3 @@ def test_incomplete_model_names_get_hints(gpt: Gpt) -> None:
         result = gpt("eval", "t.txt", "-m", name)
         assert_error(result, f"there is no run or checkpoint {Path(name)}")
         assert hint in result.err
-
-
-@pytest.mark.usefixtures("workdir")
-def test_urls_and_text_folders_are_not_models() -> None:
-    Path("texts").mkdir()
-    Path("texts/config.json").write_text('{"a": 1}')
-    assert not folder.names_model("texts")
-    assert not folder.names_model("hf://datasets/owner/name/file.txt")
-    assert folder.names_model("hf:owner/name")

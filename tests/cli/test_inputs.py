@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="devices and nam
         ("sample --prompts", "a line of /dev/zero has more than 67,108,864 bytes"),
         ("train --config", "/dev/zero has more than 1,048,576 bytes"),
         ("inspect attention --prompt-file", "/dev/zero has more than 67,108,864 bytes"),
-        ("inspect tokens --file", "/dev/zero has more than 67,108,864 bytes"),
         ("tokenizer encode --tokenizer bytes --file", "/dev/zero has more than 67,108,864 bytes"),
         ("train", "/dev/zero is a device, not a text"),
         ("tokenize -o tokens", "/dev/zero is a device, not a text"),

@@ -104,16 +104,6 @@ def test_encode_command_shows_the_tokenizers_tokens(gpt: Gpt, run_folder: Path) 
     result = gpt("tokenizer", "encode", "--show", "a cat", "-m", run_folder)
     pieces = [tokenizer.decode([id]) for id in tokenizer.encode("a cat").tolist()]
     assert result.out.splitlines()[0] == "|".join(pieces)
-    old_command = gpt("inspect", "tokens", "a cat", "-m", run_folder)
-    assert (old_command.code, old_command.out) == (0, result.out)
-    assert old_command.err == "use gpt tokenizer encode --show; the next release drops gpt inspect tokens\n"
-
-
-def test_old_prompt_option_works(gpt: Gpt, run_folder: Path) -> None:
-    expected = gpt("inspect", "attention", PROMPT, "-m", run_folder, "--json")
-    assert expected.code == 0
-    for flag in ("-p", "--prompt"):
-        assert gpt("inspect", "attention", flag, PROMPT, "-m", run_folder, "--json").out == expected.out
 
 
 @pytest.mark.parametrize(
@@ -158,15 +148,15 @@ def test_invalid_inspect_arguments_are_errors(
     assert_error("a word is empty", "neighbors", "")
     assert_error("count is 0", "neighbors", "cat", "-k", "0")
     assert_error("a sum needs at least two words", "analogy", "cat")
-    assert_error("there is nothing to encode", "tokens")
-    assert_error("two prompts were given", "attention", "x", "-p", "y")
     assert_error("there is no folder", "positions", "-o", "none/x.html")
     assert_error("does not name a format", "positions", "-o", "x.gif")
     Path("x.html").mkdir()
     assert_error("x.html is a folder", "positions", "-o", "x.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert_error("images need the package matplotlib", "positions", "-o", "x.png")
-    one_line_of_what_and_what_next(gpt("inspect", "tokens", "x", "-m", "nowhere"), "there is no run or checkpoint")
+    encode = ("tokenizer", "encode", "--show")
+    one_line_of_what_and_what_next(gpt(*encode, "-m", run_folder), "there is nothing to encode")
+    one_line_of_what_and_what_next(gpt(*encode, "x", "-m", "nowhere"), "there is no run or checkpoint")
 
 
 def test_oversized_page_is_an_error(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from conftest import one_line_of_what_and_what_next as assert_error
 
 import gpt as library
 from gpt.config import GPTConfig
+from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
@@ -63,7 +64,7 @@ def test_options_without_effect_print_a_note(gpt: Gpt, run_folder: Path) -> None
     assert result.err == "--speculate has no effect with --beam\n"
     args = ["--greedy", "--length-penalty", "2", "--early-stopping", "on"]
     notes = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
-    assert notes == "--length-penalty has no effect without --beam\n--early-stopping has no effect without --beam\n"
+    assert notes == "--length-penalty, --early-stopping have no effect without --beam\n"
 
 
 # Many prompts
@@ -212,10 +213,8 @@ def test_invalid_options_are_errors(gpt: Gpt, run_folder: Path) -> None:
         "--min-p 1.5": "min-p is 1.5",
         "-t nan": "temperature is nan",
         "--beam 2 --greedy": "--beam and --greedy",
-        "--beam 2 --n-best 3": "n-best is 3 and beam is 2",
-        "--n-best 2": "n-best is 2 and beam is off",
-        "--beam 2 -N 3": "-N is 3 and --beam is 2",
-        "--beam 3 -N 3 --n-best 2": "-N is 3 and --n-best is 2",
+        "--beam 2 -N 3": "num is 3 and beam is 2",
+        "--beam 2 -N 3 -o s.jsonl": "num is 3 and beam is 2",
         "--beam 500": "beam is 500, but the model has only 400 tokens",
         "--length-penalty inf --beam 2": "length-penalty is inf",
         "--early-stopping nver": 'there is no early-stopping "nver"',
@@ -282,10 +281,13 @@ def test_long_prompt_is_truncated_from_the_left(gpt: Gpt, run_folder: Path) -> N
 
 def test_python_api_generates_beams_and_batches(run_folder: Path) -> None:
     model = library.load(run_folder)
-    beams = model.generate("the cat", beam=4, n_best=2, max_tokens=8)
+    beams = model.generate("the cat", beam=4, num=2, max_tokens=8)
     assert len(beams) == 2
-    writer = model.write("the cat", SampleConfig(beam=4, n_best=2, max_tokens=8))
-    assert "".join(writer) == writer.sample.text == beams[0]
+    with pytest.raises(UserError, match="num is 5 and beam is 4"):
+        model.generate("the cat", beam=4, num=5)
+    for index in (0, 5):  # There is only one best beam.
+        writer = model.write("the cat", SampleConfig(beam=4, max_tokens=8), index=index)
+        assert "".join(writer) == writer.sample.text == beams[0]
     pieces = list(model.write_all(["a", "b"], seed=3))
     assert [piece.prompt for piece in pieces if piece.sample] == [0, 1]
     assert all(math.isfinite(piece.sample.logprob) for piece in pieces if piece.sample)
@@ -348,7 +350,7 @@ def test_session_says_why_a_text_ended_and_what_a_setting_is(gpt: Gpt, run_folde
     ]  # fmt: skip
     listed = dict(line.split(" ", 1) for line in result.out.splitlines() if re.fullmatch("[a-z-]+ \\S+", line))
     assert listed.items() >= {"temperature": "0.8", "top-k": "off", "max-tokens": "3", "min-tokens": "0"}.items()
-    assert not listed.keys() & {"batch", "logprobs", "echo-logprobs", "n-best", "compile", "length-penalty"}
+    assert not listed.keys() & {"batch", "logprobs", "echo-logprobs", "compile", "length-penalty"}
     complete = run_session(gpt, run_folder, "/set choices cat,dog", "the", "/more", "/retry")
     assert complete.err.split("\n")[:2] == ["choices cat, dog", "error: the text is complete"]
     default = gpt("sample", "-i", "-m", run_folder, stdin=b"/set\nthe\n")  # The model has no chat template.
@@ -359,7 +361,7 @@ def test_session_says_why_a_text_ended_and_what_a_setting_is(gpt: Gpt, run_folde
     "words, name",
     [
         (["--no-echo"], "no-echo"), (["--batch", "2"], "batch"), (["--logprobs", "1"], "logprobs"),
-        (["--echo-logprobs"], "echo-logprobs"), (["--beam", "2", "--n-best", "2"], "n-best"),
+        (["--echo-logprobs"], "echo-logprobs"),
     ],
 )  # fmt: skip
 def test_options_without_effect_on_a_session_are_named(words: list[str], name: str, gpt: Gpt, run_folder: Path) -> None:

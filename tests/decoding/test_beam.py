@@ -37,9 +37,9 @@ def model_pair(vocab_size: int, seed: int, spread: float = 0.5) -> tuple[GPT, GP
 
 
 def search(
-    model: GPT, prompts: list[list[int]], eot: int, rows: int = 1, **settings: Any
+    model: GPT, prompts: list[list[int]], eot: int, rows: int = 1, num: int = 1, **settings: Any
 ) -> list[tuple[list[int], list[Hypothesis]]]:
-    """Returns each prompt's streamed ids and best hypotheses."""
+    """Returns each prompt's streamed ids and ``num`` best hypotheses."""
     config = SampleConfig(**settings)
     context = Context(model, CPU, rows * config.beam)
     streamed: list[list[int]] = [[] for _ in prompts]
@@ -47,7 +47,7 @@ def search(
     for event in engine_of(context, map(Request, prompts), config, eot=eot).run():
         streamed[event.number] += [token.id for token in event.tokens]
         if event.best:
-            best[event.number] = list(event.best)
+            best[event.number] = list(event.best[:num])
     return list(zip(streamed, best, strict=True))
 
 
@@ -58,7 +58,7 @@ def random_settings(number: int) -> dict[str, Any]:
         "beam": beam,
         "length_penalty": rng.choice([0.0, 0.5, 1.0, 1.5, 2.0]),
         "early_stopping": rng.choice(list(EARLY_STOPPING)),
-        "n_best": rng.randint(1, beam),
+        "num": rng.randint(1, beam),
         "no_repeat_ngram": rng.choice([0, 0, 2, 3]),
         "repetition_penalty": rng.choice([0.0, 0.0, 1.3]),
         "max_tokens": (max_tokens := rng.randint(1, 14)),
@@ -74,7 +74,7 @@ def transformers_beam_search(
         x, attention_mask=torch.ones_like(x), do_sample=False, num_beams=settings["beam"], eos_token_id=eot,
         pad_token_id=eot, length_penalty=settings["length_penalty"],
         early_stopping=EARLY_STOPPING[settings["early_stopping"]],
-        num_return_sequences=settings["n_best"], no_repeat_ngram_size=settings["no_repeat_ngram"] or None,
+        num_return_sequences=settings["num"], no_repeat_ngram_size=settings["no_repeat_ngram"] or None,
         repetition_penalty=settings["repetition_penalty"] or None, max_new_tokens=settings["max_tokens"],
         min_new_tokens=settings["min_tokens"] or None, return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def test_wide_beam_matches_exhaustive_search(seed: int, penalty: float) -> None:
         "length_penalty": penalty,
         "early_stopping": "never",
         "max_tokens": max_tokens,
-        "n_best": 5,
+        "num": 5,
     }
     [(_, hypotheses)] = search(model, [[1]], eot, **settings)
     assert [tuple(hypothesis.ids) for hypothesis in hypotheses] == ranked
@@ -146,7 +146,7 @@ def test_one_beam_matches_greedy_decoding(number: int, early_stopping: str) -> N
 def test_batched_beams_match_single_prompts(rows: int) -> None:
     model, _ = model_pair(30, 1, 0.3)
     prompts = [[1], [2, 3, 4, 5], [6, 7], [8, 9, 10], [11]]
-    settings: dict[str, Any] = {"beam": 3, "n_best": 2, "max_tokens": 12}
+    settings: dict[str, Any] = {"beam": 3, "num": 2, "max_tokens": 12}
     single = [search(model, [prompt], 5, **settings)[0] for prompt in prompts]
     batch_results = search(model, prompts, 5, rows, **settings)
     for (streamed, hypotheses), (expected_ids, expected) in zip(batch_results, single, strict=True):
@@ -160,7 +160,7 @@ def test_batched_beams_match_single_prompts(rows: int) -> None:
 @pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary"), ("gpt2", "rotary")])
 def test_beam_scores_past_the_context_match_a_sliding_context(arch: str, positions: str) -> None:
     model = loud(GPTConfig.of(arch, 20, 8, 2, 2, 16, positions=positions))  # type: ignore[arg-type]
-    [(_, hypotheses)] = search(model, [[1, 2, 3]], 0, beam=3, n_best=3, max_tokens=20, ignore_eot=True)
+    [(_, hypotheses)] = search(model, [[1, 2, 3]], 0, beam=3, num=3, max_tokens=20, ignore_eot=True)
     assert len({tuple(hypothesis.ids) for hypothesis in hypotheses}) == 3
     for hypothesis in hypotheses:
         context = Context(model, CPU)

@@ -78,16 +78,14 @@ def model() -> LanguageModel:
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"greedy": True}, {"temperature": 1.5, "speculate": 3}, {"top_k": 3, "min_p": 0.01}, {"beam": 3, "n_best": 3},
+    {}, {"greedy": True}, {"temperature": 1.5, "speculate": 3}, {"top_k": 3, "min_p": 0.01}, {"beam": 3},
     {"min_tokens": 30, "no_repeat_ngram": 2, "repetition_penalty": 1.5}, {"presence_penalty": 1.0, "bias": ("e=5",)},
 ])  # fmt: skip
 @pytest.mark.parametrize("name", VALID)
 def test_constrained_texts_are_valid(model: LanguageModel, name: str, settings: dict[str, Any]) -> None:
     value, is_valid = VALID[name]
     config = SampleConfig(**{name: value, "max_tokens": 110, **settings})
-    samples = [
-        piece.sample for piece in model.write_all(["", "a b"], config, num=1 if config.beam else 8) if piece.sample
-    ]
+    samples = [piece.sample for piece in model.write_all(["", "a b"], config, num=config.beam or 8) if piece.sample]
     complete = [sample for sample in samples if sample.finish_reason != "length"]
     assert len(complete) > len(samples) / 2
     for sample in complete:
@@ -102,7 +100,7 @@ def run(model: LanguageModel, config: SampleConfig, constrained: bool = True, **
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"greedy": True}, {"temperature": 1.5, "top_k": 9}, {"beam": 3, "n_best": 2},
+    {}, {"greedy": True}, {"temperature": 1.5, "top_k": 9}, {"beam": 3},
     {"min_tokens": 5, "frequency_penalty": 0.5},
 ])  # fmt: skip
 def test_permissive_constraint_does_not_change_the_text(model: LanguageModel, settings: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ SETTINGS: list[dict[str, Any]] = [
     {}, {"greedy": True}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eot": True},
     {"repetition_penalty": 1.3, "no_repeat_ngram": 2}, {"min_tokens": 6}, {"logprobs": 3, "echo_logprobs": True},
     {"greedy": True, "speculate": 4}, {"temperature": 0.3, "speculate": 2}, {"max_tokens": 0}, {"max_tokens": 1},
-    {"beam": 2}, {"beam": 3, "n_best": 3, "no_repeat_ngram": 2}, {"beam": 2, "logprobs": 2, "echo_logprobs": True},
+    {"beam": 2}, {"beam": 3, "no_repeat_ngram": 2}, {"beam": 2, "logprobs": 2, "echo_logprobs": True},
 ]  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def test_beam_search_keeps_its_slots_when_beams_end(seed: int) -> None:
     def is_stopped(ids: Any) -> bool:
         return len(ids) in (3, 6) and ids[-1] > 0
 
-    config = SampleConfig(beam=5, n_best=5, max_tokens=9, early_stopping="never", length_penalty=2.0, ignore_eot=True)
+    config = SampleConfig(beam=5, max_tokens=9, early_stopping="never", length_penalty=2.0, ignore_eot=True)
     results = []
     for rows in (5, 9):
         engine = Engine(Context(model, CPU, rows), {0})

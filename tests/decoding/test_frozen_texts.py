@@ -56,17 +56,17 @@ SETTINGS: list[dict[str, Any]] = [
     {"speculate": 3, "temperature": 0.2, "repetition_penalty": 1.1, "batch": 2},
     {"speculate": 5, "stop": STOPS, "bias": ENDS},
     {"beam": 1, "max_tokens": 30},
-    {"beam": 2, "n_best": 2},
-    {"beam": 4, "n_best": 4, "bias": ENDS, "length_penalty": 0.0},
-    {"beam": 4, "n_best": 2, "bias": ENDS, "length_penalty": 2.0},
-    {"beam": 3, "n_best": 3, "bias": ENDS, "length_penalty": -1.0, "early_stopping": "never"},
-    {"beam": 5, "n_best": 3, "bias": ENDS, "early_stopping": "on"},
-    {"beam": 3, "n_best": 2, "stop": STOPS},
+    {"beam": 2, "num": 2},
+    {"beam": 4, "num": 4, "bias": ENDS, "length_penalty": 0.0},
+    {"beam": 4, "num": 2, "bias": ENDS, "length_penalty": 2.0},
+    {"beam": 3, "num": 3, "bias": ENDS, "length_penalty": -1.0, "early_stopping": "never"},
+    {"beam": 5, "num": 3, "bias": ENDS, "early_stopping": "on"},
+    {"beam": 3, "num": 2, "stop": STOPS},
     {"beam": 3, "no_repeat_ngram": 2, "repetition_penalty": 1.2},
     {"beam": 2, "bias": ENDS, "min_tokens": 6, "logprobs": 2, "echo_logprobs": True},
     {"beam": 3, "max_tokens": 40, "batch": 2},
     {"beam": 2, "max_tokens": 0, "echo_logprobs": True},
-    {"beam": 2, "n_best": 2, "bias": ENDS, "ignore_eot": True, "max_tokens": 20},
+    {"beam": 2, "num": 2, "bias": ENDS, "ignore_eot": True, "max_tokens": 20},
 ]
 
 
@@ -85,9 +85,10 @@ def language_model(arch: Any, positions: Any) -> LanguageModel:
 
 def hash_samples(model: LanguageModel, settings: dict[str, Any], seed: int) -> list[Any]:
     """Returns a hash of all samples, and the total of their log-probabilities and scores."""
-    config = SampleConfig(**{"max_tokens": 12, **settings})
+    settings = {"max_tokens": 12, "num": 1 if "beam" in settings else 2, **settings}
+    num, config = settings.pop("num"), SampleConfig(**settings)
     records, total = [], 0.0
-    for piece in model.write_all(PROMPTS, config, seed, 1 if config.beam else 2):
+    for piece in model.write_all(PROMPTS, config, seed, num):
         if piece.sample is not None:
             sample = piece.sample
             tokens = [*(sample.logprobs or ()), *(sample.prompt_logprobs or ())]

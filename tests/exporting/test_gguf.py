@@ -215,7 +215,7 @@ def test_values_out_of_range_are_an_error(tmp_path: Path, kind: str, value: floa
 
 def test_int4_folders_are_not_quantized_again(run_folder: Path, tmp_path: Path) -> None:
     api.export(run_folder, tmp_path / "int4", dtype="int4")
-    export = api.export(tmp_path / "int4", tmp_path / "a" / "b" / "it.gguf", type="q4_0")
+    export = api.export(tmp_path / "int4", tmp_path / "a" / "b" / "it.gguf", dtype="int4")
     assert export.out.stat().st_size == export.bytes
     source = open_source(tmp_path / "int4")
     exported_tensors, types = read_tensors(export.out, source.config)

@@ -248,7 +248,7 @@ def test_llama_cpp_generates_the_same_greedy_texts(
 ) -> None:
     model = trained(name, **MODELS[name])
     prompts = llama_cpp.draw_prompts(model, TEXT, 8)
-    with LlamaCpp(llama_cpp.export_model(model, tmp_path / "model.gguf", type="f32")) as server:
+    with LlamaCpp(llama_cpp.export_model(model, tmp_path / "model.gguf", dtype="f32")) as server:
         theirs = [server.continuation(prompt) for prompt in prompts]
     with llama_cpp.use_table_gelu():
         comparison = llama_cpp.compare_greedy(model, prompts, theirs)
@@ -261,7 +261,7 @@ def test_llama_cpp_computes_the_same_losses_and_logprobs(trained: Callable[..., 
     model = trained("learnt", **MODELS["learnt"])
     windows = llama_cpp.text_windows(model, TEXT)[:1]
     for kind, tolerance in (("f32", 2e-4), ("f16", 5e-4), ("q8_0", 5e-3), ("q4_0", 5e-3)):
-        with LlamaCpp(llama_cpp.export_model(model, tmp_path / f"{kind}.gguf", type=kind)) as server:
+        with LlamaCpp(llama_cpp.export_model(model, tmp_path / f"{kind}.gguf", dtype=kind)) as server:
             theirs = llama_cpp.their_loss(server, windows)
             total, count = total_loss(
                 llama_cpp.model_with_file_weights(model.path, model, kind), windows, model.compute

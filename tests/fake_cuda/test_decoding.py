@@ -34,7 +34,7 @@ REQUESTS: list[dict[str, Any]] = [
     {},
     {"top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "no_repeat_ngram": 3, "min_tokens": 3},
     {"logprobs": 2, "echo_logprobs": True, "stop": ("e",), "bias": (" the=-2",)},
-    {"beam": 3, "n_best": 2},
+    {"beam": 3},
     {"greedy": True, "speculate": 3},
     {"max_tokens": 40, "compile": "on"},  # 40 tokens exceed the context of 32.
 ]
@@ -55,7 +55,7 @@ def sample_all(path: Path, device: str, settings: dict[str, Any]) -> list[tuple[
     config = SampleConfig(**{"max_tokens": 12, **settings})
     with mock.patch.object(torch, "compile", lambda model, **options: model):
         model = gpt.load(path, device=device, dtype="float32", sampling=config)
-        pieces = model.write_all(["the cat ", "dogs"], config, 3, 1 if config.beam else 2)
+        pieces = model.write_all(["the cat ", "dogs"], config, 3, num=2)
         return [(piece.sample.text, piece.sample.logprob) for piece in pieces if piece.sample]
 
 

@@ -85,7 +85,7 @@ def test_family_matches_transformers(tmp_path: Path, family: str, number: int) -
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False, num_beams=beams,
             num_return_sequences=beams, eos_token_id=None, pad_token_id=EOT,
         )  # fmt: skip
-        settings = {"beam": beams, "n_best": beams, "length_penalty": 1.0} if beams > 1 else {"greedy": True}
+        settings = {"beam": beams, "length_penalty": 1.0} if beams > 1 else {"greedy": True}
         assert generate_ids(model, prompt[0].tolist(), **settings, ignore_eot=True) == expected[:, 20:].tolist()
 
     reference.save_pretrained(tmp_path / "theirs")

@@ -63,10 +63,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_plain_attention_limit_is_equal_in_memory_and_kernels() -> None:
-    assert memory.MAX_MATMUL_POSITIONS == kernels.MAX_MATMUL_POSITIONS
-
-
 # Tensors saved by autograd
 
 

@@ -250,11 +250,11 @@ def model_pair(run_folder: Path, workdir: Path) -> tuple[Path, Path]:
         "sample -m MODEL -n 12 --greedy --prompts prompts.jsonl --dtype float32",
         "sample the -m MODEL -n 20 --greedy --speculate 4 --dtype float32",
         "sample the -m MODEL -n 12 --greedy --dtype bfloat16",
-        "eval MODEL text.txt --json",
-        "inspect attention -p the_cat -m MODEL --json",
+        "eval text.txt -m MODEL --json",
+        "inspect attention the_cat -m MODEL --json",
         "inspect neighbors the -m MODEL --json",
-        "inspect tokens the_cat -m MODEL --json",
-        "params MODEL --memory --json",
+        "tokenizer encode --show the_cat -m MODEL --json",
+        "params MODEL --devices 1 --json",
     ],
 )
 def test_commands_match_for_quantized_and_dequantized_models(
@@ -323,7 +323,7 @@ def test_training_is_equal_from_quantized_and_dequantized_weights(
     assert samples[0] == samples[1] != ""
     done = gpt("train", "--resume", runs[0], "--steps", "10", "--quiet")
     assert done.code == 0, done.err
-    exported = gpt("export", runs[0], "-o", "again", "--dtype", "int4")
+    exported = gpt("export", "-m", runs[0], "-o", "again", "--dtype", "int4")
     assert exported.code == 0, exported.err
     if rank:
         assert gpt("sample", "the", "-m", runs[0], "-n", "4", "--dtype", "int8").code == 0

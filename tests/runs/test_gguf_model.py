@@ -24,7 +24,7 @@ from gpt.gguf_header import header
 from gpt.model.decoder import GPT
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import Quantized, to_tensor
-from gpt.runs import checkpoint, folder, gguf_model
+from gpt.runs import checkpoint, folder, gguf_model, model_config
 
 package = pytest.importorskip("gguf")
 
@@ -132,7 +132,7 @@ def test_q4_0_is_int4_without_rounding_again(tmp_path: Path) -> None:
 def test_linear_rope_scaling(metadata: dict[str, Any], factor: float, tmp_path: Path) -> None:
     """tests/exporting/test_llama_cpp_shapes.py compares the same files in llama.cpp."""
     model = model_of("llama")
-    config = gguf_model.load_config(rewritten(write(tmp_path / "model.gguf", model), metadata))
+    config = model_config.load_config(rewritten(write(tmp_path / "model.gguf", model), metadata))
     assert torch.allclose(rotary_rates(config) * factor, rotary_rates(model.config))
 
 
@@ -161,7 +161,7 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
         ({"llama.rope.scaling.factor": float("nan")}, "RoPE scaling 'linear' by nan"),
         ({"llama.rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor is 1.5"),
         ({"llama.rope.dimension_count": 12}, "only part of each head"),
-        ({"llama.block_count": 3}, "the tensor blk.2.attn_norm.weight and 8 more is missing"),
+        ({"llama.block_count": 3}, "the tensor blk.2.attn_k.weight and 8 more is missing"),
         ({"llama.block_count": 10**6}, "does not have a model's tensors"),
         ({"tokenizer.ggml.pre": "chameleon"}, "'chameleon', which gpt does not know"),
         ({"tokenizer.ggml.model": "t5"}, "a tokenizer of type 't5'"),
@@ -175,7 +175,7 @@ def test_unsupported_metadata_is_named(metadata: dict[str, Any], match: str, tmp
 
 KEYS = [
     "general.architecture", "split.count",
-    *(f"llama.{key}" for key in {**gguf_model._SHAPE, **gguf_model._WITHOUT}),
+    *(f"llama.{key}" for key in {**model_config._SHAPE, **model_config._WITHOUT}),
     "llama.rope.dimension_count", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear",
     "llama.rope.scaling.original_context_length",
     *(f"tokenizer.ggml.{key}" for key in (

@@ -132,11 +132,11 @@ SAMPLE = "sample ab -m BAD -n 2 --greedy"
 REPORT_COMMANDS = (
     ("report BAD", 1), ("report BAD --json", 1), ("report BAD GOOD -o report.html", 1), ("report BAD -o r.png", 20),
 )  # fmt: skip
-EXPORT = ("export BAD -o new", 2)
+EXPORT = ("export -m BAD -o new", 2)
 RESUME = ("train --resume BAD --quiet", 1)
 READ_COMMANDS = (
-    (SAMPLE, 1), ("params BAD", 1), ("inspect tokens abc -m BAD", 1), ("inspect neighbors ab -m BAD", 4),
-    ("eval BAD small.txt --json", 4), ("bench BAD --new 2 --prompt 2 --quiet", 40),
+    (SAMPLE, 1), ("params BAD", 1), ("tokenizer encode --show abc -m BAD", 1), ("inspect neighbors ab -m BAD", 4),
+    ("eval small.txt -m BAD --json", 4), ("bench -m BAD --new-tokens 2 --prompt-tokens 2 --json", 40),
 )  # fmt: skip
 SUBJECTS = (
     Subject("run", "run.json", (*REPORT_COMMANDS, (SAMPLE, 2), EXPORT, RESUME)),
@@ -158,7 +158,7 @@ SUBJECTS = (
     Subject("theirs", "tokenizer.json", READ_COMMANDS),
     Subject("theirs", "model.safetensors.index.json", READ_COMMANDS),
     Subject("tokens", MANIFEST, (("train BAD --steps 2 --n-embd 16 --n-head 2 -o new --quiet", 4),
-                                 ("eval GOODRUN BAD", 1), ("tokenizer show BAD", 4))),
+                                 ("eval BAD -m GOODRUN", 1), ("tokenizer show BAD", 4))),
     Subject("tokens", SOURCES, (("data show BAD", 1), ("train BAD --steps 2 --n-embd 16 --n-head 2 -o new --quiet", 4)),
             _sign_sources),
     Subject("begun-run", f"tokens/{MANIFEST}", (RESUME, ("report BAD --json", 1))),

@@ -245,7 +245,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "too deep": ("x.jsonl", b"[" * 200_000, "x.jsonl, line 1: JSON that is nested too deep"),
     "long number": ("x.jsonl", b"1" * 5000, "x.jsonl, line 1: not JSON: Exceeds the limit"),
     "surrogate": ("x.jsonl", b'{"text": "\\ud800"}', "x.jsonl, line 1: an unpaired surrogate"),
-    "jsonl latin-1": ("x.jsonl", b'{"text": ""}\n{"text": "\xe9"}', "x.jsonl is not UTF-8: byte 0xe9 at offset 23, line 2"),
+    "jsonl latin-1": ("x.jsonl", b'{"text": ""}\n{"text": "\xe9"}', "x.jsonl, line 2: not UTF-8: byte 0xe9"),
     "long row after a quoted line break": ("x.csv.gz", gzip.compress(b'n,text\r\n1,"a\r\nb"\r\n\r\n2,c,d\r\n'), "x.csv.gz, line 5: 3 fields"),
     "long tsv row": ("x.tsv", b"n\ttext\n1\ta\n2\ta\tb\n", "x.tsv, line 3: 3 fields, but the header has 2"),
     "two columns": ("x.csv", b"text,n,text\na,1,b\n", 'x.csv, line 1: it has 2 columns called "text"'),
@@ -386,10 +386,8 @@ def test_line_breaks_become_line_feeds(block: int, monkeypatch: pytest.MonkeyPat
 
 
 PLAUSIBLE = {
-    "cp1251": "Привет, мир! Это заметка о погоде.", "koi8-r": "Завтра пойдём в лес.", "cp1253": "Καλημέρα κόσμε.",
-    "shift_jis": "これはテストです。", "euc-jp": "東京は今日も晴れ。", "gb18030": "今天天气很好，我们去公园。",
-    "big5": "今天天氣很好，我們去公園。", "euc-kr": "안녕하세요. 오늘은 날씨가 좋습니다.", "cp1252": "Le café est très bon.",
-    "cp1250": "Dziękuję, że jesteś.",
+    "cp1251": "Привет, мир! Это заметка о погоде.", "shift_jis": "これはテストです。",
+    "gb18030": "今天天气很好，我们去公园。", "euc-kr": "안녕하세요. 오늘은 날씨가 좋습니다.", "cp1252": "Le café est très bon.",
 }  # fmt: skip
 
 

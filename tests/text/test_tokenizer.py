@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import time
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -286,6 +287,12 @@ def test_every_path_to_a_tokenizer_is_found(tmp_path: Path, trained: tokenizer.T
     files = ("own/tokenizer.tiktoken", "own/tokenizer.json")
     for name in ("own", "manifest", "run", "run/tokens", "other", "vocab", *files):
         assert tokenizer_files.find_tokenizer(str(tmp_path / name)).fingerprint == trained.fingerprint, name
+
+
+def test_bos_can_be_the_first_id(tmp_path: Path) -> None:
+    saved = replace(tokenizer.bytes_tokenizer(), bos=0)
+    tokenizer_files.save_tokenizer(saved, tmp_path / "own")
+    assert tokenizer_files.find_tokenizer(str(tmp_path / "own")) == saved
 
 
 def test_path_without_a_tokenizer_is_an_error(tmp_path: Path, trained: tokenizer.Tokenizer) -> None:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,20 +274,6 @@ def test_splitting_does_not_change_the_ids(form: str, texts: list[str], size: in
         id for part in parts for id in tokenizer.encode(part)
     ]
     assert len(list(boundaries.parts(["some words "] * 9, tokenizer.pattern, 10))) > 4
-
-
-def test_tokenizers_of_older_versions_load(load_both: LoadBoth, tmp_path: Path) -> None:
-    current = load_both("qwen")[0]
-    ranks = {token: id for id, token in current.backend.pieces.items()}
-    older = replace(current, backend=ByteBPE(current.pattern, ranks, nfc=True))
-    tokenizer_files.save_tokenizer(older, tmp_path / "older")
-    loaded = tokenizer_files.find_tokenizer(str(tmp_path / "older"))
-    assert loaded == older
-    assert [loaded.prompt(text) for text in TEXTS] == [current.prompt(text) for text in TEXTS]
-    assert loaded.fingerprint != current.fingerprint
-    assert loaded.is_same_as(current)  # The ids are equal, so training can use its tokens.
-    assert not loaded.is_same_as(load_both("llama3")[0])
-    assert not loaded.is_same_as(replace(current, eot=current.all_specials["<|im_start|>"], specials={}))
 
 
 # Commands and runs
