@@ -198,7 +198,11 @@ def _open_documents(
     try:
         with StopSignal(at_once=True), tempfile.TemporaryDirectory(prefix="gpt-eval-") as scratch:
             folder = tokenize(corpus, tokenizer, Path(scratch) / "tokens", listen=listen)
-            yield folder, folder.stream("train").documents
+            stream = folder.stream("train")
+            try:
+                yield folder, stream.documents
+            finally:
+                stream.release()  # Windows cannot delete an open file.
     except Interrupted as interruption:
         # Drop the message of `tokenize`, which names the deleted folder.
         raise Interrupted(interruption.signum) from None

@@ -50,6 +50,7 @@ def find_copies(
         piece = np.append(piece, np.full(overlap, _OUTSIDE))
         _mark_copies(piece, ids, text_hashes[order], order, longest, is_copied)
         on_progress(min(start + IDS_PER_PASS, total), total)
+    training.release()
     ends = np.cumsum([0, *map(len, parts)])
     return [_summarize(longest[a : b - 1], is_copied[a : b - 1]) for a, b in pairwise(ends)]
 

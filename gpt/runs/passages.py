@@ -27,6 +27,7 @@ class TrainingText:
         for start in range(0, total, IDS_PER_PASS):
             stop = min(start + IDS_PER_PASS, total)
             self._ids[start:stop] = stream.take(start, stop - start)
+        stream.release()
         openings = (stream.offsets[:-1, None] + np.arange(opening)).ravel()
         self._ids[openings[openings < total]] = _OUTSIDE  # They are not text.
         self._starts, self._stops = stream.offsets[:-1] + opening, np.minimum(stream.offsets[1:], total)

@@ -1,4 +1,4 @@
-"""Shards: files of token ids, and a stream over several shards.
+"""Shards: memory-mapped files of token ids, and a stream over several shards.
 
 Layout, little-endian: an 8-byte magic; version, dtype code (2 or 4 bytes per id), vocabulary size and flags as uint32;
 id count and document count as uint64; the ids; padding to 8 bytes; the offset of each document's first id as uint64.
@@ -6,6 +6,7 @@ Every document starts with an end-of-text id. Flag 1: the file starts inside a d
 """
 
 import contextlib
+import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,11 +54,12 @@ def write_shard(path: Path, ids: Iterable[Ids], offsets: Offsets, vocab_size: in
 
 
 class Shard:
-    """A file of ids, opened for each read because a corpus can have more files than a process can open. `take` checks
-    ids against the vocabulary. Raises `UserError` if the file is truncated or not a shard."""
+    """A memory-mapped file of ids. `take` checks ids against the vocabulary. Raises `UserError` if the file is
+    truncated or not a shard."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._map: mmap.mmap | None = None
         with self._translate_errors(), open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             header = file.read(HEADER.size)
@@ -67,16 +69,17 @@ class Shard:
     def _translate_errors(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror or error}", HINT) from None
+        except (OSError, ValueError) as error:  # Mapping an empty file raises ValueError.
+            raise UserError(f"cannot read {self.path}: {getattr(error, 'strerror', None) or error}", HINT) from None
 
-    def _read(self, dtype: npt.DTypeLike, count: int, position: int) -> npt.NDArray[Any]:
-        values = np.empty(count, dtype)
-        with self._translate_errors(), open_regular(self.path) as file:
-            file.seek(position)
-            if file.readinto(values.data) < values.nbytes:
-                raise UserError(f"{self.path} is shorter than its header requires", HINT)
-        return values
+    def _get_map(self) -> mmap.mmap:
+        """Maps the file on first use, because a corpus can have more files than a process can open."""
+        if self._map is None:
+            with self._translate_errors(), open_regular(self.path) as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if hasattr(self._map, "madvise"):
+                self._map.madvise(mmap.MADV_RANDOM)
+        return self._map
 
     def _check_header(self, header: bytes, size: int) -> None:
         if len(header) < HEADER.size or header[:8] != MAGIC:
@@ -102,7 +105,7 @@ class Shard:
         """Returns a copy of ids ``start`` to ``stop`` - 1. Raises `UserError` for an id outside the vocabulary."""
         stop = min(stop, self.count)
         position = HEADER.size + start * self.itemsize
-        ids: Ids = self._read(self._dtype, max(0, stop - start), position)
+        ids: Ids = np.frombuffer(self._get_map(), self._dtype, max(0, stop - start), position).copy()
         if len(ids) and int(ids.max()) >= self.vocab_size:
             raise UserError(
                 f"{self.path} contains id {int(ids.max())}, outside its vocabulary of {self.vocab_size:,}", HINT
@@ -111,12 +114,18 @@ class Shard:
 
     def offsets(self) -> Offsets:
         """Returns the positions of the documents' end-of-text ids. Raises `UserError` if they are out of order."""
-        offsets: Offsets = self._read("<u8", self.documents, self._offsets_start)
+        offsets: Offsets = np.frombuffer(self._get_map(), "<u8", self.documents, self._offsets_start).copy()
         has_wrong_start = self.count > 0 and not self.continues and (not len(offsets) or offsets[0] != 0)
         is_unordered = len(offsets) and (np.any(offsets[1:] <= offsets[:-1]) or offsets[-1] >= self.count)
         if has_wrong_start or is_unordered:
             raise UserError(f"{self.path} has document offsets out of order", HINT)
         return offsets
+
+    def release(self) -> None:
+        """Unmaps the file. The pages stay in the page cache."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
 
     def verify(self, sha256: str) -> None:
         """Reads the whole file. Raises `UserError` if its sha256 differs or ids or offsets are out of bounds."""
@@ -125,10 +134,13 @@ class Shard:
                 raise UserError(f"{self.path} is damaged: its sha256 has changed since it was created", HINT)
         for start in range(0, len(self), 2**22):
             self.take(start, start + 2**22)
+            self.release()
         self.offsets()
 
 
 Int64s = npt.NDArray[np.int64]
+RELEASE_EVERY = 2**26  # Maximum mapped bytes.
+RELEASE_MAPS = 256  # Maximum mapped files.
 
 
 class TokenStream:
@@ -137,6 +149,8 @@ class TokenStream:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = [shard for shard in shards if len(shard)]
         self._starts = np.cumsum([0, *(len(shard) for shard in self.shards)])
+        self._touched = 0  # Bytes mapped since the last release.
+        self._mapped_shards: set[int] = set()
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -149,17 +163,33 @@ class TokenStream:
             position = (start + filled) % len(self)
             index = int(np.searchsorted(self._starts, position, "right")) - 1
             offset = position - int(self._starts[index])
+            self._mapped_shards.add(index)
             part = self.shards[index].take(offset, offset + length - filled)
             out[filled : filled + len(part)] = part
             filled += len(part)
+        self._count_read(length)
         return out
+
+    def _count_read(self, length: int) -> None:
+        """Limits resident memory by releasing shards after many reads. A read counts as at least 64 KiB."""
+        self._touched += max(2**16, 4 * length)
+        if self._touched > RELEASE_EVERY or len(self._mapped_shards) > RELEASE_MAPS:
+            self.release()
+
+    def release(self) -> None:
+        """Unmaps all shards. Reading a shard maps it again."""
+        for index in self._mapped_shards:
+            self.shards[index].release()
+        self._touched = 0
+        self._mapped_shards.clear()
 
     @cached_property
     def offsets(self) -> Int64s:
         """The start of each document, and the end of the stream."""
-        parts = [
-            shard.offsets().astype(np.int64) + start for shard, start in zip(self.shards, self._starts, strict=False)
-        ]
+        parts = []
+        for shard, start in zip(self.shards, self._starts, strict=False):
+            parts.append(shard.offsets().astype(np.int64) + start)
+            shard.release()
         return np.concatenate([*parts, self._starts[-1:]])
 
     @property
