@@ -103,6 +103,25 @@ def test_concurrent_requests_do_not_affect_each_other(
         assert ids == summarize(run_alone(model, requests[number]))[0][: len(ids)]
 
 
+@pytest.mark.parametrize("fixed_shapes", [True, False])
+def test_tokens_that_are_read_late_are_not_lost(fixed_shapes: bool) -> None:
+    """On a GPU, a step starts before the previous step's tokens are read. A request can then end between two steps."""
+    model, rng = tiny_model(64, "rotary"), random.Random(0)
+    engine = Engine(Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None), {EOT}, 8)
+    engine.runs_ahead = True
+    requests = [
+        Request([number, 1], SampleConfig(max_tokens=rng.randint(1, 20)), bias=((EOT, 2.0),), group=rng.choice("aab"))
+        for number in range(50)
+    ]
+    events: dict[int, list[Update]] = {}
+    for request in requests:
+        number = engine.add(request)
+        for event in engine.step() if number < 49 else engine.run():
+            events.setdefault(event.number, []).append(event)
+    for number, request in enumerate(requests):
+        assert summarize(events[number]) == summarize(run_alone(model, request))
+
+
 def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
     engine = Engine(Context(tiny_model(), CPU, 3), {EOT})
     config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=50)
