@@ -143,15 +143,16 @@ def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_small_request_does_not_wait_for_a_large_one(positions: str, count: int, max_tokens: int) -> None:
     engine = Engine(Context(tiny_model(64, positions), CPU, 3), {EOT}, chunk=8)
-    config = SampleConfig(ignore_eot=True, max_tokens=max_tokens)
+    config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=max_tokens)
     for index in range(count):
         engine.add(Request([1, 2, 3], config, index=index, group="large"))
-    for _ in range(9 if max_tokens < 100 else 100):
+    for _ in range(9 + max_tokens // 4):
         engine.step()
     number = engine.add(Request([4, 5], SampleConfig(ignore_eot=True, max_tokens=5), group="small"))
     reasons = [update.reason for _ in range(7) for update in engine.step() if update.number == number]
     assert len(reasons) <= 6 and reasons[-1] == "length"
     assert engine.busy
+    assert all(update.cached == 0 for update in engine.run())  # Only a prompt counts, and it is too short.
 
 
 def test_groups_take_turns() -> None:
