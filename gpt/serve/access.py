@@ -24,9 +24,6 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         client_id = dict(scope["headers"]).get(HEADER, b"")
         request_id = client_id if _VALID_ID.fullmatch(client_id) else secrets.token_hex(16).encode()
         state, start_time = scope.setdefault("state", {}), time.monotonic()

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -54,6 +54,10 @@ class Server:
         self.stopping = False
         self.aborted = False
         self._inspecting = asyncio.Lock()
+        metrics, worker = service.metrics, service.worker
+        metrics.waiting.set_function(lambda: sum(not answer.started for answer in service.pending))
+        metrics.running.set_function(lambda: worker.engine.running)
+        metrics.cached.set_function(lambda: sum(slot.length for slot in worker.engine.context.slots))
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -97,14 +101,13 @@ class Server:
             if route not in _PUBLIC_ROUTES:
                 self._check_key(request)
             if request.method == "POST":
-                self._check_capacity()
+                self._check_ready()
+                if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
+                    raise busy_error("too many requests are waiting")
             response = await handler(request)
         except asyncio.CancelledError:  # The client disconnected.
             count(499)
             raise
-        except ClientDisconnect:
-            self.service.metrics.cancelled.inc()
-            response = Response(status_code=499)
         except BaseException as error:  # A Rust panic is not an Exception.
             response = error_response(self._report(route, error))
         if isinstance(response, Stream):
@@ -172,15 +175,10 @@ class Server:
         )
 
     async def _health(self, request: Request) -> Response:
-        if self.stopping:
-            raise _stopping_error()
-        if self.service.worker.failure is not None:
-            raise self.service.worker.failure
-        self.service.stamps.check()
+        self._check_ready()
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        self.service.metrics.waiting.set(sum(not answer.started for answer in self.service.pending))
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _tokenize(self, request: Request) -> Response:
@@ -325,15 +323,13 @@ class Server:
         if min_tokens > limit:
             raise _too_long_error(f"prompt has at least {min_tokens:,} tokens; the limit is {limit:,}")
 
-    def _check_capacity(self) -> None:
-        """Raises `ApiError` if the server is stopping or busy. `in_flight` already counts this request."""
+    def _check_ready(self) -> None:
+        """Raises `ApiError` or `UserError` if the server cannot generate text."""
         if self.stopping:
             raise _stopping_error()
         if self.service.worker.failure is not None:
             raise self.service.worker.failure
         self.service.stamps.check()
-        if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
-            raise busy_error("too many requests are waiting")
 
     async def _generate(self, request: Request, prompts: list[Prompt], generation: Generation, form: Form) -> Response:
         self._check_size(prompts, generation)

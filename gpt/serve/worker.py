@@ -1,10 +1,8 @@
 """The thread that owns the engine and runs the requests of the event loop."""
 
 import asyncio
-import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -98,7 +96,6 @@ class Worker:
         self.engine.cancel(*numbers)
         for number in numbers:
             del self._tickets[number]
-        self.metrics.measure(self.engine)
 
     def _run(self) -> None:
         while True:
@@ -111,15 +108,13 @@ class Worker:
                 self._fail(self.failure)
 
     def _step(self) -> None:
-        start_time = time.monotonic()
         try:
-            updates = self.engine.step()
+            with self.metrics.step_seconds.time():
+                updates = self.engine.step()
         except BaseException as error:
             self._fail(_as_user_error(error))
             return
-        self.metrics.record_step(
-            self.engine, time.monotonic() - start_time, sum(len(update.tokens) for update in updates)
-        )
+        self.metrics.generated_tokens.inc(sum(len(update.tokens) for update in updates))
         deliveries = []
         for update in updates:
             ticket = self._tickets[update.number]
@@ -151,8 +146,6 @@ class Worker:
                 context.clear(slot)
         except BaseException:
             self.failure = error
-        with contextlib.suppress(BaseException):  # The metrics can be the cause of the error.
-            self.metrics.measure(self.engine)
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
         if updates:
