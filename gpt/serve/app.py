@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from gpt.errors import UserError
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
-from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream, to_json
+from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
 from gpt.serve.choices import Prompt, read_prompt
 from gpt.serve.guard import Guard, error_response
 from gpt.serve.in_flight import SMALL_BODY, InFlight, busy_error
@@ -78,7 +78,8 @@ class Server:
         routes.append(Route("/", partial(self._answer, "/", self._page), methods=["GET"]))
         routing = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_allowed})
         self.in_flight = InFlight(routing, service.metrics)
-        self.app: ASGIApp = Access(Guard(self.in_flight, service.config), note if service.config.access_log else None)
+        guard, log = Guard(self.in_flight, service.config), note if service.config.access_log else None
+        self.app: ASGIApp = Access(guard, metrics, log)
 
     def stop(self) -> None:
         """Rejects new requests."""
@@ -93,10 +94,7 @@ class Server:
     async def _answer(
         self, route: str, handler: Callable[[Request], Awaitable[Response]], request: Request
     ) -> Response:
-        def count(status: int) -> None:
-            request.state.status = status
-            self.service.metrics.requests.labels(route, str(status)).inc()
-
+        request.state.route = route
         try:
             if route not in _PUBLIC_ROUTES:
                 self._check_key(request)
@@ -106,14 +104,11 @@ class Server:
                     raise busy_error("too many requests are waiting")
             response = await handler(request)
         except asyncio.CancelledError:  # The client disconnected.
-            count(499)
             raise
         except BaseException as error:  # A Rust panic is not an Exception.
-            response = error_response(self._report(route, error))
+            return error_response(self._report(route, error))
         if isinstance(response, Stream):
-            response.ended, response.report = count, partial(self._report, route)
-        else:
-            count(response.status_code)
+            response.report = partial(self._report, route)
         return response
 
     def _report(self, route: str, reason: BaseException) -> ApiError:
@@ -193,9 +188,8 @@ class Server:
             ids = await self._in_thread(request, lambda: self._to_ids(clean(text), adds_bos))
         else:
             raise ApiError(400, "prompt must be a string", "prompt")
-        values = {"count": len(ids), "max_model_len": self.service.context_length}
-        body = await self._in_thread(request, lambda: to_json(values)[:-1] + b', "tokens": ' + _ids_to_json(ids) + b"}")
-        return Response(body, media_type="application/json")
+        values = {"count": len(ids), "max_model_len": self.service.context_length, "tokens": ids}
+        return await self._in_thread(request, lambda: JSONResponse(values))
 
     def _to_ids(self, text: str, adds_bos: bool) -> list[int]:
         """Returns the ids of a text. If the text is a special token, returns only its id."""
@@ -257,24 +251,20 @@ class Server:
     async def _completions(self, request: Request) -> Response:
         values = await self._json(request)
         limit, defaults = self.service.config.limit_tokens, self.service.defaults
-        completion = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
+        texts, generation = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
         self._check_model(values)
-        prompts = await self._in_thread(request, lambda: [self._prompt(prompt) for prompt in completion.prompts])
-        return await self._generate(request, prompts, completion.generation, CompletionForm(self.service))
+        prompts = await self._in_thread(request, lambda: [self._prompt(text) for text in texts])
+        return await self._generate(request, prompts, generation, CompletionForm())
 
     async def _chat(self, request: Request) -> Response:
         values = await self._json(request)
         limit, defaults = self.service.config.limit_tokens, self.service.defaults
-        chat_request = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
+        chat_prompt, generation = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
         self._check_model(values)
-        text = await self._render(request, chat_request.prompt)
+        text = await self._render(request, chat_prompt)
         self._check_length(text)
         ids = await self._encode(request, text)
-        prompt, generation, free_positions = (
-            self._prompt(ids),
-            chat_request.generation,
-            self.service.block_size - len(ids),
-        )
+        prompt, free_positions = self._prompt(ids), self.service.block_size - len(ids)
         if free_positions < 1:
             limit_text = f"the model's context has {self.service.block_size:,}"
             raise _too_long_error(f"messages have {len(ids):,} tokens, but {limit_text}", "messages")
@@ -283,7 +273,7 @@ class Server:
         generation = replace(
             generation, config=replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
         )
-        return await self._generate(request, [prompt], generation, ChatForm(self.service))
+        return await self._generate(request, [prompt], generation, ChatForm())
 
     async def _render(self, request: Request, chat_prompt: ChatPrompt) -> str:
         """Renders a conversation with the chat template."""
@@ -386,11 +376,6 @@ def _stopping_error() -> ApiError:
 
 def _too_long_error(message: str, field: str = "prompt") -> ApiError:
     return ApiError(400, message, field, "context_length_exceeded")
-
-
-def _ids_to_json(ids: Sequence[int]) -> bytes:
-    """Returns JSON. Encodes a part at a time, because the JSON encoder holds the GIL."""
-    return b"[" + b", ".join(to_json(ids[at : at + 2**14])[1:-1] for at in range(0, len(ids), 2**14)) + b"]"
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

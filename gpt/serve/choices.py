@@ -41,6 +41,12 @@ class Delta:
     reason: str | None = None
     error: UserError | None = None
 
+    def extend(self, other: "Delta") -> None:
+        """Appends the next delta."""
+        self.text += other.text
+        self.tokens += other.tokens
+        self.reason = other.reason
+
 
 class Choice:
     """A text built from engine updates. With ``echo``, it starts with the prompt."""
