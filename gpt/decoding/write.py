@@ -112,21 +112,27 @@ class TextGenerator:
         """Yields the texts of the samples ``indices``, or of the beams, of each prompt. The pieces of a text come
         before those of later texts, which are already being computed. Skips the (prompt, index) pairs in ``done``."""
         ids = [self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        wanted: Iterator[tuple[int, int]]
         if self.config.beam:  # One search yields all beams of a prompt.
             beams = range(self.config.n_best)
-            pairs = [(number, 0) for number in range(len(ids)) if not all((number, index) in done for index in beams)]
+            remaining = [number for number in range(len(ids)) if not all((number, index) in done for index in beams)]
+            wanted, count = ((number, 0) for number in remaining), len(remaining)
         else:
-            pairs = [(number, index) for number in range(len(ids)) for index in indices if (number, index) not in done]
-        yield from (piece for piece in self._write(ids, pairs) if (piece.prompt, piece.index) not in done)
+            pairs = ((number, index) for number in range(len(ids)) for index in indices)
+            wanted = (pair for pair in pairs if pair not in done)
+            count = len(ids) * len(indices) - sum(number < len(ids) and index in indices for number, index in done)
+        pieces = self._write(ids, wanted, count)
+        yield from (piece for piece in pieces if (piece.prompt, piece.index) not in done)
 
-    def _write(self, prompts: list[list[int]], pairs: list[tuple[int, int]]) -> Iterator[Piece]:
-        """Yields the pieces of the texts in ``pairs`` (prompt, index). A text starts when a row is free."""
+    def _write(self, prompts: list[list[int]], wanted: Iterator[tuple[int, int]], count: int) -> Iterator[Piece]:
+        """Yields the pieces of the texts in ``wanted``: ``count`` pairs (prompt, index). A text starts when a row is
+        free."""
         texts: dict[int, _TextBuilder] = {}
-        sorter, waiting = _PieceSorter(), iter(pairs)
-        with self.contexts.lease(*self._shape(prompts, len(pairs))) as context:
+        sorter = _PieceSorter()
+        with self.contexts.lease(*self._shape(prompts, count)) as context:
             engine = Engine(context, self.tokenizer.ends)
             while True:
-                while engine.free >= max(1, self.config.beam) and (pair := next(waiting, None)):
+                while engine.free >= max(1, self.config.beam) and (pair := next(wanted, None)):
                     number, index = pair
                     settings = (self.config, self.seed, index, self._bias, self._stops, self.constraint)
                     request = Request(prompts[number], *settings)

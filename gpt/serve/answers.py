@@ -1,12 +1,13 @@
 """Answers: a request's texts during generation, and the JSON that clients receive."""
 
 import asyncio
+import itertools
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from starlette.responses import Response
@@ -67,25 +68,19 @@ class Answer:
         self.started = False  # Whether any update has arrived.
         self.choices: list[Choice] = []
         self.wholes: list[Delta] = []  # The choices so far, except in a stream.
-        self._error: ApiError | None = None
         # The queue needs no maximum size, because the number of requested tokens is limited.
-        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Update] | ApiError] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         seed = secrets.randbits(63) if generation.seed is None else generation.seed
-        for prompt in prompts:
-            for index in range(generation.best_of):
-                deliver = partial(self._deliver, len(self.choices))
-                request = EngineRequest(
-                    prompt.ids, generation.config, seed, index, generation.bias, constraint=constraint, group=self.id
-                )
-                self.choices.append(
-                    Choice(service.tokenizer, generation.config, prompt, generation.echo, generation.stop_ids)
-                )
-                self.wholes.append(Delta())
-                self._tickets.append(Ticket(request, deliver))
-
-    def _deliver(self, index: int, update: Update) -> None:
-        self._events.put_nowait((index, update))
+        config = generation.config
+        for number, (prompt, index) in enumerate(itertools.product(prompts, range(generation.best_of))):
+            deliver = lambda update, number=number: self._events.put_nowait((number, update))
+            request = EngineRequest(
+                prompt.ids, config, seed, index, generation.bias, constraint=constraint, group=self.id
+            )
+            self.choices.append(Choice(service.tokenizer, config, prompt, generation.echo, generation.stop_ids))
+            self.wholes.append(Delta())
+            self._tickets.append(Ticket(request, deliver))
 
     def begin(self) -> None:
         """Submits the requests to the worker."""
@@ -102,8 +97,7 @@ class Answer:
 
     def fail(self, error: ApiError) -> None:
         """Ends the answer with an error."""
-        self._error = error
-        self._events.put_nowait(None)
+        self._events.put_nowait(error)
         self._cancel()
 
     def _cancel(self) -> None:
@@ -122,9 +116,8 @@ class Answer:
             except TimeoutError:
                 yield None
                 continue
-            if self._error is not None:
-                raise self._error
-            assert event is not None
+            if isinstance(event, ApiError):
+                raise event
             index, update = event
             choice = self.choices[index]
             if choice.done:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -51,7 +52,7 @@ class Server:
 
     def __init__(self, service: Service, note: Callable[[str], None] = lambda text: None) -> None:
         self.service, self.note = service, note
-        self.stopping = False
+        self.stopping = False  # Whether to reject new requests.
         self.aborted = False
         self._inspecting = asyncio.Lock()
         metrics, worker = service.metrics, service.worker
@@ -80,10 +81,6 @@ class Server:
         self.in_flight = InFlight(routing, service.metrics)
         guard, log = Guard(self.in_flight, service.config), note if service.config.access_log else None
         self.app: ASGIApp = Access(guard, metrics, log)
-
-    def stop(self) -> None:
-        """Rejects new requests."""
-        self.stopping = True
 
     def abort(self) -> None:
         """Ends all requests with an error."""
@@ -174,7 +171,7 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(generate_latest(self.service.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _tokenize(self, request: Request) -> Response:
         text = (values := await self._json(request)).get("prompt")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -25,7 +25,3 @@ class ServerMetrics:
             "gpt_first_token_seconds", "Seconds to the first token.", buckets=_SECONDS, **options
         )
         self.seconds = Histogram("gpt_request_seconds", "Seconds per request.", buckets=_SECONDS, **options)
-
-    def text(self) -> bytes:
-        """Returns the metrics in Prometheus's text format."""
-        return generate_latest(self.registry)

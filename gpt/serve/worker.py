@@ -32,16 +32,12 @@ class Worker:
     def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK) -> None:
         self.ends, self.metrics, self.chunk = ends, metrics, chunk
         self.engine = Engine(context, ends, chunk)
+        self.rows = len(context.slots)  # Maximum number of texts generated at the same time.
         self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # Tickets by their request's number in the engine.
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="gpt-serve", daemon=True)
-
-    @property
-    def rows(self) -> int:
-        """The maximum number of sequences in flight."""
-        return len(self.engine.context.slots)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the thread. Updates are delivered in ``loop``."""
