@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
@@ -171,7 +171,9 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self.service.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(
+            generate_latest(self.service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def _tokenize(self, request: Request) -> Response:
         text = (values := await self._json(request)).get("prompt")
